@@ -101,20 +101,20 @@ deb: man completions ## build dist/hegmd_VERSION_ARCH.deb
 
 man: ## write the manual pages, from the parsers, to build/man
 	@tools/setup.sh dev
-	@$(PYTHON) -m hegmctl.pages man build/man
+	@$(PYTHON) -m tools.docs.hegmctl man build/man
 
 completions: ## write the shell completions, from the parsers, to build/completions
 	@tools/setup.sh dev
-	@$(PYTHON) -m hegmctl.pages completions build/completions
+	@$(PYTHON) -m tools.docs.hegmctl completions build/completions
 
 docs: ## write the generated documents again, from the code
 	@tools/setup.sh dev
-	@$(PYTHON) -m hegmd.protocol.reference
+	@$(PYTHON) -m tools.docs.reference
 	@$(PYTHON) tools/vectors.py docs/protocol-vectors
-	@$(PYTHON) -m hegmctl.pages json docs/json.md
+	@$(PYTHON) -m tools.docs.hegmctl json docs/json.md
 	@$(PYTHON) -m hegmd.config
-	@$(PYTHON) -m hegmd.migration.states
-	@$(PYTHON) -m hegmd.migration.recovery
+	@$(PYTHON) -m tools.docs.states
+	@$(PYTHON) -m tools.docs.recovery
 	@$(PYTHON) -m tools.pictures.tables
 
 pictures: ## draw the pictures of the documents again, from docs/measurements and the code (RECORD=1: record the demo first)

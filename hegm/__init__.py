@@ -29,7 +29,7 @@ _Batch = TypeVar("_Batch")
 
 # The agent is mounted under a private name; a second copy of it in this process would know of nothing.
 _package = "_hegm" if "_hegm" in sys.modules else "hegmd"
-_interface: Any = importlib.import_module(f"{_package}.agent.restart.interface")
+_interface: Any = importlib.import_module(f"{_package}.agent.state.values.script_api")
 _said: Any = _interface.said
 
 #: A batch ends here: for loops without a DataLoader and an optimizer, called once a batch by the training thread.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":  # before anything large is imported, which would be imported twice
-    from hegmd.own_memory import start_again_if_useful
+    from hegmd.system.own_memory import start_again_if_useful
 
     start_again_if_useful()
 
@@ -17,16 +17,16 @@ from functools import partial
 
 import anyio
 
-from hegmd import log
 from hegmd.app import App
 from hegmd.arguments import parser
 from hegmd.config import Config, load
-from hegmd.devices.node_spec import Topology
-from hegmd.devices.topology import parse_topology
-from hegmd.doctor.run import run_checks
 from hegmd.errors import USAGE, HegmError
+from hegmd.node.devices.node_spec import Topology
+from hegmd.node.devices.topology import parse_topology
+from hegmd.node.doctor.run import run_checks
 from hegmd.protocol.snapshots import Check
-from hegmd.service import take_offer
+from hegmd.system.systemd import take_offer
+from hegmd.telemetry import log
 from hegmd.wiring import look_once, node_facts
 
 # The options that are settings; the others say what this run is to do.

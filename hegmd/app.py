@@ -21,22 +21,15 @@ from pathlib import Path
 import anyio
 
 from hegmd import __version__
-from hegmd.audit import Audit
-from hegmd.audit_file import check_openable
 from hegmd.config import Config, after_reload, changes
-from hegmd.detached import run_detached
-from hegmd.devices.node_spec import Topology
-from hegmd.devices.shared_library import return_free_memory
-from hegmd.doctor.facts import NodeFacts
 from hegmd.errors import TIMEOUT, HegmError
-from hegmd.events import EventLog
-from hegmd.examination import Examination
-from hegmd.inventory import Inventory, NodeSnapshot
-from hegmd.log import LogSetup, fields, limited
-from hegmd.metrics import Build, Counters, Tallies, read_own_process, render
-from hegmd.own_memory import MemoryReturn
-from hegmd.processes import ProcessTable
-from hegmd.processes.procfs import how_ended, start_ticks_of
+from hegmd.node.devices.node_spec import Topology
+from hegmd.node.devices.shared_library import return_free_memory
+from hegmd.node.doctor.facts import NodeFacts
+from hegmd.node.doctor_session import Examination
+from hegmd.node.inventory import Inventory, NodeSnapshot
+from hegmd.node.processes import ProcessTable
+from hegmd.node.processes.procfs import how_ended, start_ticks_of
 from hegmd.protocol.messages import PROTOCOL_VERSION, ConfigReply, Limits, ReloadReply
 from hegmd.protocol.snapshots import AgentInfo
 from hegmd.server.auth import Peer
@@ -46,9 +39,16 @@ from hegmd.server.listener import Admission, Listener, bind, take_away
 from hegmd.server.scrape import ScrapePort, bind_loopback
 from hegmd.server.session import Session, SessionLimits
 from hegmd.server.textfile import Textfile
-from hegmd.service import Offer, PassedDescriptors
-from hegmd.state_dir import StateDir
-from hegmd.stream import PeerStream
+from hegmd.system.own_memory import MemoryReturn
+from hegmd.system.state_dir import StateDir
+from hegmd.system.stream import PeerStream
+from hegmd.system.systemd import Offer, PassedDescriptors
+from hegmd.system.threads import run_detached
+from hegmd.telemetry.audit import Audit
+from hegmd.telemetry.audit_file import check_openable
+from hegmd.telemetry.events import EventLog
+from hegmd.telemetry.log import LogSetup, fields, limited
+from hegmd.telemetry.metrics import Build, Counters, Tallies, read_own_process, render
 from hegmd.wiring import (
     keep_for,
     moving_for,
@@ -59,7 +59,7 @@ from hegmd.wiring import (
     simulator_of,
     vendors_off,
 )
-from hegmd.workers import Workers
+from hegmd.workers.workers import Workers
 
 logger = logging.getLogger(__name__)
 

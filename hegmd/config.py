@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from hegmd.errors import BAD_CONFIG, HegmError
 from hegmd.protocol.messages import Setting
-from hegmd.setting_kinds import PathName, Unfit, name_of_type, quoted
+from hegmd.setting_types import PathName, Unfit, name_of_type, quoted
 from hegmd.settings import (
     ROWS,
     SECTIONS,
@@ -40,7 +40,7 @@ from hegmd.settings import (
     RestartSettings,
     Row,
 )
-from hegmd.toml_lines import lines_of
+from hegmd.system.toml_lines import lines_of
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -1,6 +1,6 @@
 """Every setting of the daemon: one row each, with its type, default, bounds, meaning, and whether a reload changes it.
 
-Owns the table and no more: what kinds of value there are is in `setting_kinds`; where values come from, and what is
+Owns the table and no more: what kinds of value there are is in `setting_types`; where values come from, and what is
 said of bad ones, is in `config`. A row is a field of one of the section classes below, so that the rest of the program
 sees typed attributes and there is still one place to add a setting: everything else (the check of a file, `hegmctl
 config`, the shipped example) is read from here.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hegmd.setting_kinds import SOCKET_PATH_BYTES, Amount, GroupName, Kind, Mode, OneOf, PathName
+from hegmd.setting_types import SOCKET_PATH_BYTES, Amount, GroupName, Kind, Mode, OneOf, PathName
 
 
 @dataclass(frozen=True, slots=True)

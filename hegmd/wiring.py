@@ -13,30 +13,30 @@ import os
 from pathlib import Path
 
 from hegmd.config import Config
-from hegmd.criu.program import candidates
-from hegmd.devices.base import PROVIDERS, DeviceProvider
-from hegmd.devices.node_spec import Topology
-from hegmd.devices.simulated import SimulatedProvider
-from hegmd.doctor.facts import NodeFacts
 from hegmd.errors import HegmError
-from hegmd.events import EventLog
-from hegmd.external import start_keeper
-from hegmd.inventory import Inventory, NodeSnapshot
-from hegmd.keeper.client import KeeperStore
-from hegmd.methods.readying import Ready
-from hegmd.moving import ImageMeans, Moving
-from hegmd.pool import Keep, Pool
-from hegmd.pool_places import Place, find_places
-from hegmd.pool_sums import SumFolder
-from hegmd.processes import ProcessTable
-from hegmd.processes.procfs import start_ticks_of
+from hegmd.memory.descriptor_store import ManagerStore, Store
+from hegmd.memory.keeper.client import KeeperStore
+from hegmd.memory.pool import Keep, Pool
+from hegmd.memory.pool_checksums import SumFolder
+from hegmd.memory.pool_places import Place, find_places
+from hegmd.memory.spill_file import SpillFolder
+from hegmd.migration.carriers.prestart import Ready
+from hegmd.node.criu_program import candidates
+from hegmd.node.devices.base import PROVIDERS, DeviceProvider
+from hegmd.node.devices.node_spec import Topology
+from hegmd.node.devices.simulated import SimulatedProvider
+from hegmd.node.doctor.facts import NodeFacts
+from hegmd.node.inventory import Inventory, NodeSnapshot
+from hegmd.node.migration_options import NodeMeans
+from hegmd.node.processes import ProcessTable
+from hegmd.node.processes.procfs import start_ticks_of
+from hegmd.operations.service import ImageMeans, Moving
 from hegmd.server.auth import Policy
-from hegmd.service import PassedDescriptors, ServiceManager
-from hegmd.spill_file import SpillFolder
-from hegmd.state_dir import StateDir
-from hegmd.store import ManagerStore, Store
-from hegmd.ways import NodeMeans
-from hegmd.workers import Workers
+from hegmd.system.programs import start_keeper
+from hegmd.system.state_dir import StateDir
+from hegmd.system.systemd import PassedDescriptors, ServiceManager
+from hegmd.telemetry.events import EventLog
+from hegmd.workers.workers import Workers
 
 logger = logging.getLogger(__name__)
 

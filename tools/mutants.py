@@ -30,17 +30,21 @@ ROOT = Path(__file__).resolve().parents[1]
 AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "migration": (("hegmd/migration/**/*.py",), ("tests/unit/migration", "tests/simulation")),
     "methods": (
-        ("hegmd/methods/**/*.py",),
+        ("hegmd/migration/methods/**/*.py",),
         ("tests/unit/methods", "tests/contract/test_driver_*.py", "tests/contract/test_carriers*.py"),
     ),
     "agent": (("hegmd/agent/**/*.py",), ("tests/unit/agent", "tests/contract/test_shown.py")),
     "image": (
-        ("hegmd/image/**/*.py",),
-        ("tests/unit/image", "tests/unit/test_handoff.py", "tests/unit/test_reviving.py"),
+        ("hegmd/images/files/**/*.py",),
+        ("tests/unit/image", "tests/unit/images/test_dump_job.py", "tests/unit/images/test_restore_job.py"),
     ),
     "pool": (
-        ("hegmd/pool*.py", "hegmd/spill*.py"),
-        ("tests/unit/test_pool*.py", "tests/unit/test_spill_file.py", "tests/unit/test_found_descriptors.py"),
+        ("hegmd/memory/pool*.py", "hegmd/spill*.py"),
+        (
+            "tests/unit/memory/test_pool*.py",
+            "tests/unit/memory/test_spill_file.py",
+            "tests/unit/test_found_descriptors.py",
+        ),
     ),
     "server": (("hegmd/server/**/*.py",), ("tests/unit/server", "tests/unit/test_app.py")),
     "protocol": (

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hegmcompat.launcher import Launcher
-    from hegmctl.supervising import Desk, GiveUp, Start
+    from hegmctl.supervisor import Desk, GiveUp, Start
 
 
 class BothDesks:
@@ -59,7 +59,7 @@ class BothDesks:
 
     def wanted(self) -> Start | GiveUp | None:
         """What either wants while no command runs."""
-        from hegmctl.supervising import Start
+        from hegmctl.supervisor import Start
 
         wanted = self._files.wanted()
         if wanted is None and self._daemon is not None:

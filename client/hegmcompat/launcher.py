@@ -23,9 +23,9 @@ from hegmctl import claim_notes
 from hegmctl.agentless import HINT, Lookout
 from hegmctl.endpoint import find_endpoint
 from hegmctl.isolation import leaves_out
-from hegmctl.readying import LOCK_FD
+from hegmctl.prestart import LOCK_FD
 from hegmctl.running import OF_ONE_START, prepare
-from hegmctl.supervising import GiveUp, Start
+from hegmctl.supervisor import GiveUp, Start
 from hegmd.errors import EXTERNAL, HegmError, Refused
 
 _OTHERS = ".other"

@@ -14,7 +14,7 @@ from hegmd.errors import HegmError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from hegmctl.supervising import Desk
+    from hegmctl.supervisor import Desk
 
 SUMMARY = "run a training that can leave, and go on from its state"
 USAGE = (
@@ -49,9 +49,9 @@ def _launch(command: Sequence[str], *, is_debug: bool) -> int:
     from hegmcompat.control import Control
     from hegmcompat.launcher import Launcher
     from hegmcompat.rest import serve_beside
-    from hegmctl.become import require
-    from hegmctl.restarting import DaemonDesk
-    from hegmctl.supervising import Supervisor
+    from hegmctl.exec_command import require
+    from hegmctl.restart_client import DaemonDesk
+    from hegmctl.supervisor import Supervisor
 
     surroundings = read_surroundings(os.environ)
     require_token_off_loopback(surroundings.host, surroundings.token)

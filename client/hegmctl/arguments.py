@@ -188,7 +188,7 @@ class _Reader:
             self._verb = VERBS[name]
             self._allow(self._verb.options)
         else:
-            from hegmctl.mistakes import unknown_command
+            from hegmctl.suggestions import unknown_command
 
             raise unknown_command(name, self._group)
 
@@ -209,14 +209,14 @@ class _Reader:
             raise usage_error(f"{verb.name} does not take {waiting[0]!r}", hint)
 
     def _unknown_option(self, name: str) -> HegmError:
-        from hegmctl.mistakes import unknown_option
+        from hegmctl.suggestions import unknown_option
 
         return unknown_option(name, self._options, self._verb, self._group)
 
 
 def _checked(argument: Argument, word: str) -> object:
     if argument.choices and not argument.complete and word not in argument.choices:
-        from hegmctl.mistakes import unknown_choice
+        from hegmctl.suggestions import unknown_choice
 
         raise unknown_choice(argument, word)
     return convert(argument.kind, word, f"{argument.name} {word}")

@@ -73,7 +73,7 @@ def _serve(arguments: Arguments, sink: Sink) -> int:
         write_lines([f"hegmctl {__version__}"])
         return 0
     if verb is None:
-        from hegmctl.mistakes import no_command
+        from hegmctl.suggestions import no_command
 
         raise no_command(arguments.group)
     from hegmctl.commands import COMMANDS

@@ -224,7 +224,7 @@ def simulate_hold(session: Session) -> int:
     with session.connect() as connection:
         reply = connection.simulate_hold(arguments.required("GPU"), arguments.whole("SIZE") or 0)
         if arguments.tail:
-            from hegmctl.become import become
+            from hegmctl.exec_command import become
 
             become(arguments.tail, keep=connection.fileno())
         session.sink.element(reply, hold_text)
@@ -244,23 +244,23 @@ def simulate_fault(session: Session) -> int:
 
 def migrate(session: Session) -> int:
     """`hegmctl migrate`."""
-    from hegmctl import operating
+    from hegmctl import move_commands
 
-    return operating.migrate(session)
+    return move_commands.migrate(session)
 
 
 def suspend(session: Session) -> int:
     """`hegmctl suspend`."""
-    from hegmctl import operating
+    from hegmctl import move_commands
 
-    return operating.suspend(session)
+    return move_commands.suspend(session)
 
 
 def quiesce(session: Session) -> int:
     """`hegmctl quiesce`."""
-    from hegmctl import operating
+    from hegmctl import move_commands
 
-    return operating.quiesce(session)
+    return move_commands.quiesce(session)
 
 
 def handoff(session: Session) -> int:
@@ -272,9 +272,9 @@ def handoff(session: Session) -> int:
 
 def resume(session: Session) -> int:
     """`hegmctl resume`."""
-    from hegmctl import operating
+    from hegmctl import move_commands
 
-    return operating.resume(session)
+    return move_commands.resume(session)
 
 
 def checkpoint(session: Session) -> int:
@@ -293,30 +293,30 @@ def restore(session: Session) -> int:
 
 def drain(session: Session) -> int:
     """`hegmctl drain`."""
-    from hegmctl import operating
+    from hegmctl import move_commands
 
-    return operating.drain(session)
+    return move_commands.drain(session)
 
 
 def swap(session: Session) -> int:
     """`hegmctl swap`."""
-    from hegmctl import operating
+    from hegmctl import move_commands
 
-    return operating.swap(session)
+    return move_commands.swap(session)
 
 
 def cancel(session: Session) -> int:
     """`hegmctl cancel`."""
-    from hegmctl import operating
+    from hegmctl import move_commands
 
-    return operating.cancel(session)
+    return move_commands.cancel(session)
 
 
 def adopt(session: Session) -> int:
     """`hegmctl adopt`."""
-    from hegmctl import operating
+    from hegmctl import move_commands
 
-    return operating.adopt(session)
+    return move_commands.adopt(session)
 
 
 def ops(session: Session) -> int:
@@ -332,7 +332,7 @@ def ops(session: Session) -> int:
 
 def op(session: Session) -> int:
     """`hegmctl op`, as it stands, or once it has come to rest."""
-    from hegmctl.operating import follow
+    from hegmctl.move_commands import follow
     from hegmctl.operating_text import story_text
     from hegmctl.story_text import whole_story_text
     from hegmd.protocol.messages import Story, StoryReply

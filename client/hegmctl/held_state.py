@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 
 from hegmctl import claim_notes
+from hegmctl.prestart import LOCK_FD, STATE, STATE_FD
 from hegmctl.rank_states import STATES, RankStates
-from hegmctl.readying import LOCK_FD, STATE, STATE_FD
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

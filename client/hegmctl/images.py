@@ -11,7 +11,7 @@ import os
 from hegmctl.images_text import manifest_text, progress_text, removed_text, seen_text, verified_text
 from hegmctl.output import TextSink, ask
 from hegmd.errors import ATTENTION, CANCELLED, USAGE, HegmError
-from hegmd.image import shelf
+from hegmd.images.files import catalogue
 from hegmd.protocol.images import ImageProgress, ImageRemoved, ImagesSeen
 
 TYPE_CHECKING = False
@@ -26,14 +26,14 @@ _TELL_EVERY_BYTES = 256 << 20
 def ls(session: Session) -> int:
     """`hegmctl images ls`: 15 when one of them is not good."""
     folders = [os.path.abspath(folder) for folder in session.arguments.texts("DIR") or (".",)]
-    images = tuple(seen for folder in folders for seen in shelf.look_into(folder))
+    images = tuple(seen for folder in folders for seen in catalogue.look_into(folder))
     session.sink.answer(ImagesSeen(images=images), seen_text)
     return ATTENTION.exit_status if any(seen.state in ("broken", "left-over") for seen in images) else 0
 
 
 def show(session: Session) -> int:
     """`hegmctl images show`."""
-    session.sink.answer(shelf.read(os.path.abspath(session.arguments.required("DIR"))), manifest_text)
+    session.sink.answer(catalogue.read(os.path.abspath(session.arguments.required("DIR"))), manifest_text)
     return 0
 
 
@@ -41,7 +41,7 @@ def verify(session: Session) -> int:
     """`hegmctl images verify`."""
     path = os.path.abspath(session.arguments.required("DIR"))
     try:
-        verified = shelf.verify(path, _teller(session))
+        verified = catalogue.verify(path, _teller(session))
     finally:
         session.sink.end_progress()
     session.sink.answer(verified, verified_text)
@@ -54,11 +54,11 @@ def rm(session: Session) -> int:
     if not paths:
         raise HegmError(USAGE, "images rm needs at least one DIR", "`hegmctl images ls` shows what there is")
     for path in paths:
-        shelf.require_removable(path)
+        catalogue.require_removable(path)
     if not session.arguments.flag("yes"):
         _require_yes(paths)
     for path in paths:
-        shelf.remove(path)
+        catalogue.remove(path)
     session.sink.answer(ImageRemoved(paths=tuple(paths)), removed_text)
     return 0
 

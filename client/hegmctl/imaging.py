@@ -11,7 +11,7 @@ import os
 from contextlib import contextmanager, suppress
 
 from hegmctl.interruption import Interrupted
-from hegmctl.operating import Watched, run_one
+from hegmctl.move_commands import Watched, run_one
 from hegmctl.outputs import cut_back
 from hegmd.errors import DISCONNECTED, REFUSED, HegmError
 from hegmd.protocol.messages import Checkpoint, Handoff, Restore

@@ -1,8 +1,8 @@
 """The doctor without a daemon: the daemon's own program makes the checks, with the rights of whoever asked.
 
 It is run and not imported, because it brings the whole of the daemon along, and because then its lines can be shown as
-they come. The only program that hegmctl runs; the daemon's door to other programs (hegmd/external.py) belongs to the
-daemon and its event loop.
+they come. The only program that hegmctl runs; the daemon's door to other programs (hegmd/system/programs.py) belongs to
+the daemon and its event loop.
 """
 
 from __future__ import annotations

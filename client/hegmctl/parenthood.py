@@ -12,7 +12,7 @@ import os
 import signal
 from errno import ENOENT, ENOEXEC, ENOTDIR
 
-from hegmctl.become import failure_of, places_of
+from hegmctl.exec_command import failure_of, places_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

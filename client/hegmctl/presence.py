@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _LISTENS = 0x10000  # __SO_ACCEPTCON: net/unix/af_unix.c shows it in /proc/net/unix
-LOCK_NAME = "lock"  # as in hegmd/state_dir.py
+LOCK_NAME = "lock"  # as in hegmd/system/state_dir.py
 
 
 def is_listened_at(path: str, sockets: str = "/proc/net/unix") -> bool:

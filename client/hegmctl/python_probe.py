@@ -13,7 +13,7 @@ import signal
 from contextlib import suppress
 from errno import ENOENT, ENOTDIR
 
-from hegmctl.become import places_of
+from hegmctl.exec_command import places_of
 from hegmctl.isolation import PATHS
 from hegmd.protocol.supervision import ALONE
 

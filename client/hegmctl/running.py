@@ -1,6 +1,6 @@
 """`hegmctl run`: puts the agent in a command's way and becomes that command.
 
-With `--allow-restart` it stays as its parent instead (`supervising`). Otherwise nothing stays behind: after the exec
+With `--allow-restart` it stays as its parent instead (`supervisor`). Otherwise nothing stays behind: after the exec
 there is only the command, under the same pid, in the same process group, with the same terminal and signals. What is
 different for it is its environment: the agent's folder first on PYTHONPATH, what the agent has to know in HEGM_SOCKET,
 HEGM_RUN, HEGM_JOB, HEGM_GPU and HEGM_IMAGES, and with `--gpu` the GPUs that it sees. Where nobody listens, a daemon is
@@ -13,8 +13,8 @@ import os
 import sys
 from time import monotonic, sleep
 
-from hegmctl.become import become, require
 from hegmctl.endpoint import SYSTEM_SOCKET, Endpoint, find_endpoint, is_private, own_socket
+from hegmctl.exec_command import become, require
 from hegmctl.grammar.moving import READY_WHEN
 from hegmd.errors import EXTERNAL, NO_DAEMON, NOT_FOUND, REFUSED, USAGE, HegmError, Refused
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # What is started so is on no GPU.
 CPU = "cpu"
 SIMULATED = "simulated"
-# As a restart sets them: hegmd/methods/restart.py. HIP takes an empty list for no list at all.
+# As a restart sets them: hegmd/migration/methods/restart.py. HIP takes an empty list for no list at all.
 _VISIBLE = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "HIP_VISIBLE_DEVICES"}
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1"}
 DAEMON_UP_WITHIN_S = 20.0
@@ -109,8 +109,8 @@ def _require_agent(session: Session, command: Sequence[str]) -> None:
 def _stay_with(session: Session, path: str, command: Sequence[str]) -> int:
     """Be the parent of the command; its exit status."""
     from hegmctl.output import flush
-    from hegmctl.restarting import TRIES, DaemonDesk
-    from hegmctl.supervising import Start, Supervisor
+    from hegmctl.restart_client import TRIES, DaemonDesk
+    from hegmctl.supervisor import Start, Supervisor
 
     arguments = session.arguments
     os.environ[ALLOW_RESTART] = "1"
@@ -161,7 +161,7 @@ def prepare(
     # For the agent in a Python that has no msgpack of its own, or another one than ours.
     environ["HEGM_MSGPACK"] = msgpack_folder()
     environ["HEGM_SOCKET"] = os.path.abspath(socket_path)
-    # A launcher's store with io_uring keeps its whole job out of every image; see hegmd/agent/launching.py.
+    # A launcher's store with io_uring keeps its whole job out of every image; see hegmd/agent/no_io_uring.py.
     environ.setdefault("USE_LIBUV", "0")
     # Two runs are two jobs, whatever they are called, and each moves by itself; one run within another is its own too.
     environ["HEGM_RUN"] = os.urandom(8).hex()
@@ -231,7 +231,7 @@ def visible(asked: Sequence[str], known: Sequence[Gpu]) -> dict[str, str]:
 
 
 def _no_gpu(name: str, have: Sequence[str]) -> HegmError:
-    from hegmctl.mistakes import closest
+    from hegmctl.suggestions import closest
 
     close = closest(name, have)
     hint = f"did you mean {close}? hegmctl gpus lists them" if close else "hegmctl gpus lists them"

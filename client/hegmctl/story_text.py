@@ -1,7 +1,7 @@
 """An operation's story for people: when, how long it took, who, and what they did. The fields are in `--json`.
 
-Owns the sentence for each event of the machine (hegmd/migration/events.py). An event that is not known here, as one of
-a newer daemon, is told by its name.
+Owns the sentence for each event of the machine (hegmd/migration/machine/events.py). An event that is not known here, as
+one of a newer daemon, is told by its name.
 """
 
 from __future__ import annotations

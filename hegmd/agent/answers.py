@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from ..protocol.agents import Order
     from . import departing, torch_state
+    from .ipc_storages import Shown, View
     from .quiesce import Gate
-    from .shown import Shown, View
 
 
 class Answers:

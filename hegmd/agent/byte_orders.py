@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ..protocol.messages import Order
     from .answers import Answers
-    from .standing import Standing
+    from .order_state import Standing
 
 
 class ByteOrders:

@@ -21,8 +21,8 @@ from ..errors import HegmError
 from ..protocol.connection import Answer, ClientConnection, Failure, Progress
 from ..protocol.messages import SUPPORTED_VERSIONS, AgentAttend, AgentReport, Hello, Order
 from ..protocol.operations import PeriodicImages
-from . import launched, torch_state
-from .launcher_signal import LAUNCHER, REQUEST
+from . import hegm_launcher, torch_state
+from .hegm_signal import LAUNCHER, REQUEST
 from .notes import note
 from .orders import Orders
 from .quiesce import Gate
@@ -89,13 +89,15 @@ class Channel:
         gate.on_change = self.wake
         gate.on_signal = self._pass_signal
 
-    def _launched_departure(self) -> launched.Departure | None:
+    def _launched_departure(self) -> hegm_launcher.Departure | None:
         """What a launcher may ask for by a signal, where there is one."""
         if not os.environ.get(LAUNCHER):
             return None
-        launched.warn_of_another(sys.modules)
+        hegm_launcher.warn_of_another(sys.modules)
         REQUEST.on_change = self.wake
-        return launched.Departure(REQUEST, self._gate, self._orders, launched.Restarts(self._gate), os.environ)
+        return hegm_launcher.Departure(
+            REQUEST, self._gate, self._orders, hegm_launcher.Restarts(self._gate), os.environ
+        )
 
     def wake(self) -> None:
         """From any thread: have the gate looked at."""
@@ -175,10 +177,10 @@ class Channel:
     def _note_past(self) -> None:
         """Without a daemon that would see it, have it noted once a restarted training has made a batch."""
         if self._is_alone and self._back_at is not None and self._gate.count > self._back_at + _BATCH:
-            from .restart import given
+            from .state.values import inherited
 
             self._back_at = None
-            given.note_past()
+            inherited.note_past()
 
     def _wait(self, connected: socket.socket | None, longest_s: float | None) -> bool:
         """Until something comes, the gate has news, or a deadline passes; whether the socket can be read."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
     from .quiesce import Gate
-    from .restart.beforehand import Beforehand
+    from .state.prestart import Beforehand
 
 # The operation from whose state this process is to go on, as its supervisor says.
 OPERATION = "HEGM_RESTART"
@@ -45,21 +45,21 @@ class Weight:
 
 def weigh() -> Weight:
     """What the state comes to now, at a boundary. Raises HegmError where this process cannot be restarted at all."""
-    size_bytes, refusals, anew = _part("leaving").weigh()
+    size_bytes, refusals, anew = _part("save_and_exit").weigh()
     bounded = [str(name)[:_LONGEST_NAME] for name in anew[:_MOST_NAMES]]
     refused = tuple([str(found) for found in refusals])
-    return Weight(int(size_bytes), refused, tuple(bounded), _part("beforehand").beforehand())
+    return Weight(int(size_bytes), refused, tuple(bounded), _part("prestart").beforehand())
 
 
 def beforehand() -> Beforehand:
     """What the next process may import before its turn. Raises HegmError where there is to be none."""
-    found: Beforehand = _part("beforehand").beforehand()
+    found: Beforehand = _part("prestart").beforehand()
     return found
 
 
 def fits_of(gate: Gate) -> Callable[[], bool]:
     """What the gate asks at each boundary so as to park where a restart can go on from. Raises HegmError."""
-    found: Callable[[], bool] = _part("readiness").fits_of(gate)
+    found: Callable[[], bool] = _part("script.capture_points").fits_of(gate)
     return found
 
 
@@ -70,13 +70,13 @@ def stands_well() -> bool:
 
 def save(fd: int, progress: Callable[[int], None]) -> int:
     """Write the state of the parked training into the descriptor; how many bytes. Raises HegmError."""
-    return int(_part("leaving").save(fd, progress=progress))
+    return int(_part("save_and_exit").save(fd, progress=progress))
 
 
 def leave() -> NoReturn:
     """End the process, its output flushed, with the exit code that tells its supervisor of a restart."""
     note("leaving for a restart")
-    _part("leaving").leave()
+    _part("save_and_exit").leave()
     raise refusal("it did not end", "see its log")
 
 
@@ -87,7 +87,7 @@ def _part(name: str) -> Any:
             "this process has no supervisor that would start it again", "start it with hegmctl run --allow-restart"
         )
     try:
-        return getattr(__import__(f"{__package__}.restart", fromlist=[name]), name)
+        return __import__(f"{__package__}.state.{name}", fromlist=["__name__"])
     except (ImportError, AttributeError) as error:
         raise refusal(
             f"its agent cannot restart it: {error}", "bring hegmd to one release, and start it anew"

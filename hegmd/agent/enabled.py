@@ -50,7 +50,7 @@ def mount() -> None:
 
 def begin() -> None:
     """Take the place of a worker of a launcher, with the state that this command has left."""
-    from . import mount as mounting
+    from . import import_hooks as mounting
 
     environ = os.environ
     path = os.path.abspath(environ.get(_PATH) or _DEFAULT_PATH)
@@ -116,6 +116,6 @@ def _hint(path: str) -> str:
 
 
 def _say(text: str) -> None:
-    from .launched import say
+    from .hegm_launcher import say
 
     say(text)

@@ -2,8 +2,8 @@
 
 Owns what is done for each order, when to stop waiting, and coming back by itself. Knows neither socket nor frames
 (`channel` has those) and finds out about the training thread through the gate; how the process stands between two
-orders is in `standing`, orders about its bytes are `byte_orders`'. Every order is answered once: at once, or by `tick`
-when the gate has news or a limit passes.
+orders is in `order_state`, orders about its bytes are `byte_orders`'. Every order is answered once: at once, or by
+`tick` when the gate has news or a limit passes.
 
 Whatever goes wrong, the process ends up training with all its bytes, or parked with all of them held: a daemon that is
 gone for too long, or a signal that the script wants to handle, makes the agent bring everything back by itself.
@@ -17,13 +17,13 @@ from time import monotonic
 from ..errors import HegmError
 from . import departing
 from .answers import Answers
-from .aside import Aside
 from .byte_orders import ByteOrders
+from .disconnected import Aside
 from .notes import note
+from .order_state import Pending, Standing
+from .other_threads import Attempts
 from .quiesce import CALL, PARK, Asked, Gate
 from .refusals import DEBUG_HINT, no_boundary, not_parked, refusal
-from .standing import Pending, Standing
-from .stillness import Attempts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

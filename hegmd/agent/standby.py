@@ -48,11 +48,11 @@ IMPORTS, PATH, READY, GO = b"imports", b"path", b"ready", b"go"
 _TORCH = "torch"
 _OWN = "_hegm"
 # Those of the agent that come to life with PyTorch. Reading them starts nothing.
-_ITS_OWN = ("life", "carrying", "channel", "boundary", "restart.beginning", "restart.restoration")
+_ITS_OWN = ("lifecycle", "storage_transfer", "channel", "boundary", "state.session", "state.restore")
 _MOST_BYTES = 1 << 20
 _MOST_DESCRIPTORS = 4
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
-# By which the supervisor tells it from a training that has come to its end. See client/hegmctl/supervising.py.
+# By which the supervisor tells it from a training that has come to its end. See client/hegmctl/supervisor.py.
 _NOT_ITS_TURN = 97
 #: What this process was given in its turn, and None for what it lost then: the script began with it, and the kernel
 #: goes on telling what the process was started with.

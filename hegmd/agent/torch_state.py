@@ -18,8 +18,8 @@ import gc
 import sys
 
 from . import addresses, cuda_state
-from .laps import Laps
 from .notes import note
+from .timings import Laps
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

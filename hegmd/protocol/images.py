@@ -1,6 +1,6 @@
 """What the directory of an image says of itself: its manifest; and what is told of such directories.
 
-Data only. Who writes and checks directories is `hegmd.image`; here are the words that hegmctl shows as well.
+Data only. Who writes and checks directories is `hegmd.images.files`; here are the words that hegmctl shows as well.
 
 The manifest is JSON on disk, not msgpack: it is small (what is large has tables of its own), it is what an operator
 looks into when nothing else runs any more, and any tool of any later year reads it.

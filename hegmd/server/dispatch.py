@@ -13,15 +13,15 @@ from typing import Any
 
 import anyio
 
-from hegmd.audit import Audit
 from hegmd.errors import INTERNAL, Bug, HegmError
-from hegmd.log import error_ref, fields, operation
-from hegmd.metrics import Counters
 from hegmd.protocol.messages import Request
 from hegmd.protocol.record import Record
-from hegmd.scarcity import scarcity
 from hegmd.server.auth import Policy
 from hegmd.server.session import Call
+from hegmd.system.resource_errors import scarcity
+from hegmd.telemetry.audit import Audit
+from hegmd.telemetry.log import error_ref, fields, operation
+from hegmd.telemetry.metrics import Counters
 
 logger = logging.getLogger(__name__)
 

@@ -7,22 +7,22 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from hegmd import __version__
-from hegmd.checkpoints import Checkpoints
-from hegmd.devices.simulated import SimulatedProvider
 from hegmd.errors import INCOMPATIBLE, NOT_FOUND, HegmError
-from hegmd.events import EventLog, require_kinds
-from hegmd.inventory import Inventory, NodeSnapshot
-from hegmd.operations import Operations
+from hegmd.node.devices.simulated import SimulatedProvider
+from hegmd.node.inventory import Inventory, NodeSnapshot
+from hegmd.operations.image_requests import Checkpoints
+from hegmd.operations.operations import Operations
+from hegmd.operations.orphans import Strays
+from hegmd.operations.restart_requests import Restarts
+from hegmd.operations.sequences import Sequences
 from hegmd.protocol import messages as m
 from hegmd.protocol.snapshots import AgentInfo, Check, GpuProcess
-from hegmd.restarts import Restarts
-from hegmd.sequences import Sequences
 from hegmd.server.auth import Policy
 from hegmd.server.dispatch import Handler
 from hegmd.server.operation_handlers import OperationHandlers
 from hegmd.server.session import Call
-from hegmd.strays import Strays
-from hegmd.workers import Workers
+from hegmd.telemetry.events import EventLog, require_kinds
+from hegmd.workers.workers import Workers
 
 # An answer may be this old. Several callers at once then share one reading of the drivers.
 FRESH_S = 0.25

@@ -22,13 +22,13 @@ import anyio.abc
 import anyio.lowlevel
 
 from hegmd.errors import BUSY, DENIED, REFUSED, HegmError
-from hegmd.log import limited
-from hegmd.metrics import Counters
 from hegmd.protocol.connection import ServerConnection
 from hegmd.server.auth import Peer, Policy
 from hegmd.server.peers import peer_of
 from hegmd.server.session import Session
-from hegmd.stream import PeerStream
+from hegmd.system.stream import PeerStream
+from hegmd.telemetry.log import limited
+from hegmd.telemetry.metrics import Counters
 
 logger = logging.getLogger(__name__)
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hegmd.asking import Answer, Asked, Restarting
-from hegmd.checkpoints import Checkpoints, Wished
-from hegmd.external import Rights
-from hegmd.operations import Operations
+from hegmd.operations.image_requests import Checkpoints, Wished
+from hegmd.operations.operations import Operations
+from hegmd.operations.orphans import Strays
+from hegmd.operations.request_context import Answer, Asked, Restarting
+from hegmd.operations.sequences import Outcome, Sequences
 from hegmd.protocol import messages as m
 from hegmd.protocol.operations import StoryLine
-from hegmd.sequences import Outcome, Sequences
 from hegmd.server.auth import Policy
 from hegmd.server.dispatch import Handler
 from hegmd.server.session import Call
-from hegmd.strays import Strays
+from hegmd.system.programs import Rights
 
 # How long whoever asks waits for what takes a look; then it is told what is known by now.
 OPERATIONS_S = 1.0

@@ -19,9 +19,9 @@ import anyio.abc
 import anyio.lowlevel
 
 from hegmd.errors import REFUSED, HegmError
-from hegmd.log import error_ref, fields, limited
-from hegmd.metrics import CONTENT_TYPE
 from hegmd.server.scrape_http import END_OF_HEAD, Refusal, Response, method_of
+from hegmd.telemetry.log import error_ref, fields, limited
+from hegmd.telemetry.metrics import CONTENT_TYPE
 
 logger = logging.getLogger(__name__)
 

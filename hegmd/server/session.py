@@ -16,15 +16,15 @@ import anyio
 import anyio.abc
 import anyio.lowlevel
 
-from hegmd.descriptors import Descriptors
 from hegmd.errors import CANCELLED, DISCONNECTED, TIMEOUT, UNAVAILABLE, Bug, HegmError, PeerError
-from hegmd.log import limited
-from hegmd.metrics import Counters
 from hegmd.protocol.connection import Asked, ProtocolBroken, ServerConnection, Unfit
 from hegmd.protocol.messages import Cancel, CancelReply, Hello, Request
 from hegmd.protocol.record import Record
 from hegmd.server.auth import Peer
-from hegmd.stream import PeerStream
+from hegmd.system.descriptors import Descriptors
+from hegmd.system.stream import PeerStream
+from hegmd.telemetry.log import limited
+from hegmd.telemetry.metrics import Counters
 
 logger = logging.getLogger(__name__)
 

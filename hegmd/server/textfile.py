@@ -17,8 +17,8 @@ from pathlib import Path
 import anyio
 import anyio.abc
 
-from hegmd.detached import run_detached
 from hegmd.errors import HegmError
+from hegmd.system.threads import run_detached
 
 # The service's sandbox makes most of the file system read-only.
 _SANDBOX_HINT = "; open its directory to the service with ReadWritePaths= (systemctl edit hegmd)"

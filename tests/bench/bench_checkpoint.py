@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from hegmd.criu.population import end_all, population_of
-from hegmd.criu.tree import pids_below
+from hegmd.node.processes.process_set import end_all, population_of
+from hegmd.node.processes.process_tree import pids_below
 from tests.bench.bench_blackout import environment_for, operation, shown_on_gpu
 from tests.bench.report import Row
 from tests.e2e.daemon import RunningDaemon

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import anyio
 
-from hegmd.external import Rights
-from hegmd.image.images import Images
+from hegmd.images.files.images import Images
 from hegmd.protocol.images import Manifest
+from hegmd.system.programs import Rights
 from tests.bench.report import Row
 
 SIZE_BYTES = 1 << 30

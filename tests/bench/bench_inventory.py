@@ -19,12 +19,12 @@ from contextlib import contextmanager
 
 import anyio
 
-from hegmd.devices.base import ProcessUse, VendorSnapshot
-from hegmd.events import EventLog
-from hegmd.inventory import Inventory
-from hegmd.processes import ProcessTable
+from hegmd.node.devices.base import ProcessUse, VendorSnapshot
+from hegmd.node.inventory import Inventory
+from hegmd.node.migration_options import NodeMeans
+from hegmd.node.processes import ProcessTable
 from hegmd.protocol.snapshots import Gpu, GpuUse, Health
-from hegmd.ways import NodeMeans
+from hegmd.telemetry.events import EventLog
 
 Row = tuple[str, float, str, "float | None"]
 

@@ -22,9 +22,9 @@ from typing import Any
 
 import anyio
 
-from hegmd.agent.restart import carriage, plain
-from hegmd.pages import Window
-from hegmd.pool import Key, Memory, Pool
+from hegmd.agent.state.storage import raw_copy, state_file
+from hegmd.memory.page_allocation import Window
+from hegmd.memory.pool import Key, Memory, Pool
 from tests.bench.report import Row
 
 GIB = 1 << 30
@@ -41,7 +41,7 @@ def run() -> list[Row]:
         print("no PyTorch here: the state is left out", file=sys.stderr)
         return []
     value = _state()
-    size_bytes = plain.size_bytes(value)
+    size_bytes = state_file.size_bytes(value)
     pool = Pool(size_bytes * 2)
     try:
         memory = anyio.run(pool.take, Key("bench", "state"), size_bytes)
@@ -88,14 +88,14 @@ def _round(memory: Memory, value: dict[str, Any]) -> dict[str, float]:
 
     took = {"memcpy out": _memcpy_s(memory, value["large"], inwards=False)}
     with _timed(took, "written"):
-        plain.write(memory.fd, value)
+        state_file.write(memory.fd, value)
     with _timed(took, "checked"):
-        found = plain.read(memory.fd)
+        found = state_file.read(memory.fd)
     pairs = list(zip(found["large"], value["large"], strict=True))
     for number, small in found["small"].items():
         pairs.extend((small[name], value["small"][number][name]) for name in small)
     with _timed(took, "put back"):
-        carriage.fill(pairs)
+        raw_copy.fill(pairs)
     if not torch.equal(found["large"][3], value["large"][3]) or value["large"][3][0] != 3.0:
         raise RuntimeError("what was put back is not what was written")
     took["memcpy in"] = _memcpy_s(memory, value["large"], inwards=True)

@@ -22,7 +22,7 @@ from typing import TextIO
 import psutil
 
 from hegmctl.connection import Connection, connect
-from hegmd.migration.journal_file import NAME
+from hegmd.migration.journal.file import NAME
 from tests.bench.gauges import MIB, Memory, slope
 from tests.bench.machine import this_machine
 from tests.bench.report import Row, as_text, is_within

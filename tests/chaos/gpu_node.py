@@ -52,7 +52,7 @@ class GpuNode(Node):
         """Those of the daemon: the one that moves, and for moments one that only asks."""
         with contextlib.suppress(psutil.NoSuchProcess):
             children = psutil.Process(self.daemon.process.pid).children()
-            return [child for child in children if "hegmd.helper.child" in _words_of(child)]
+            return [child for child in children if "hegmd.gpu_helper.child" in _words_of(child)]
         return []
 
     def strike(self, victim: str, client: Client, pid: int) -> int:

@@ -18,7 +18,7 @@ from types import TracebackType
 
 from typing_extensions import Self
 
-from hegmd.migration import journal
+from hegmd.migration.journal import records
 
 #: When it is halted, as seen from a state. The record of the state is on disk, and nothing was done about it yet.
 RECORDED = "recorded"
@@ -154,7 +154,7 @@ class Halts:
         return True
 
     def _read(self, record: bytes) -> Step:
-        (entry,) = journal.entries(journal.MAGIC + record)
+        (entry,) = records.entries(records.MAGIC + record)
         before = self._phases.get(entry.op, "")
         workers = entry.values.get("workers")
         if entry.whole and isinstance(workers, (list, tuple)):

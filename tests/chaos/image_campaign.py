@@ -19,8 +19,8 @@ from time import monotonic
 from types import TracebackType
 from typing import Any
 
-from hegmd.criu.population import Population, end_all, population_of
-from hegmd.criu.tree import read_tree
+from hegmd.node.processes.process_set import Population, end_all, population_of
+from hegmd.node.processes.process_tree import read_tree
 from hegmd.protocol.operations import Operation
 from tests.chaos.campaign import HALT_LIMIT_S, Say, Tally
 from tests.chaos.cells import DAEMON

@@ -12,7 +12,7 @@ from time import monotonic
 
 import psutil
 
-from hegmd.criu.program import Criu
+from hegmd.node.criu_program import Criu
 from tests.chaos.image_cells import CRIU, HAND, WORKER
 from tests.chaos.node import REST_LIMIT_S, Client, Node
 
@@ -36,7 +36,7 @@ class ImageNode(Node):
         """Those of the daemon that lives, and of those before it that have not ended yet."""
         with suppress(psutil.NoSuchProcess):
             children = psutil.Process(self.daemon.process.pid).children()
-            self._earlier_hands += [child for child in children if "hegmd.image.child" in _words_of(child)]
+            self._earlier_hands += [child for child in children if "hegmd.images.files.child" in _words_of(child)]
         self._earlier_hands = list({hand.pid: hand for hand in self._earlier_hands if hand.is_running()}.values())
         return list(self._earlier_hands)
 
@@ -56,7 +56,7 @@ class ImageNode(Node):
         for one in psutil.process_iter():
             words = _words_of(one)
             at = words.index("dump") if "dump" in words else -1  # CRIU may be run by a loader of its own
-            if at > 0 and words[at + 1 : at + 3] == ["--tree", str(root)] and "attendant.py" not in "".join(words):
+            if at > 0 and words[at + 1 : at + 3] == ["--tree", str(root)] and "criu/parent.py" not in "".join(words):
                 yield one
 
     def _restoring(self, root: int) -> Iterator[psutil.Process]:
@@ -102,7 +102,7 @@ def _awaited(look: Callable[[], list[psutil.Process]], client: Client) -> list[p
 
 
 def _is_criu_that_restores(words: Sequence[str]) -> bool:
-    return "restore" in words and "--images-dir" in words and "attendant.py" not in "".join(words)
+    return "restore" in words and "--images-dir" in words and "criu/parent.py" not in "".join(words)
 
 
 def _killed(processes: Sequence[psutil.Process]) -> int:
@@ -116,7 +116,7 @@ def _killed(processes: Sequence[psutil.Process]) -> int:
 
 def _is_attendant_of(words: Sequence[str], root: int) -> bool:
     at = words.index("tend") if "tend" in words else 0
-    return at > 0 and words[at - 1].endswith("/attendant.py") and words[at + 2 : at + 3] == [str(root)]
+    return at > 0 and words[at - 1].endswith("/criu/parent.py") and words[at + 2 : at + 3] == [str(root)]
 
 
 def _words_of(process: psutil.Process) -> list[str]:

@@ -166,7 +166,7 @@ class Node:
     # -- killing -------------------------------------------------------------------------------------------------------
 
     def keepers(self) -> list[psutil.Process]:
-        return [process for process in mentioning(self.state_dir) if "hegmd.keeper" in process.info["cmdline"]]
+        return [process for process in mentioning(self.state_dir) if "hegmd.memory.keeper" in process.info["cmdline"]]
 
     def strike(self, victim: str, client: Client, pid: int) -> int:
         """Kill it, or do that to the worker; how many that were. A daemon is not started again by this."""

@@ -13,20 +13,20 @@ import anyio
 import anyio.abc
 import pytest
 
-from hegmd.helper.link import Link
-from hegmd.helper.mark import MARK_BYTES, read_mark
-from hegmd.methods.base import Subject
-from hegmd.methods.copying import lane_of
-from hegmd.methods.gpus import Gpus
-from hegmd.methods.host import HostCarrier
-from hegmd.methods.pooled import key_of
-from hegmd.pool import Keep, Pool
-from hegmd.pool_places import Place as PoolPlace
+from hegmd.gpu_helper.link import Link
+from hegmd.gpu_helper.mark import MARK_BYTES, read_mark
+from hegmd.memory.pool import Keep, Pool
+from hegmd.memory.pool_places import Place as PoolPlace
+from hegmd.memory.spill_file import SpillFolder
+from hegmd.memory.video_memory import VideoMemory
+from hegmd.migration.carriers.copying import lane_of
+from hegmd.migration.carriers.host import HostCarrier
+from hegmd.migration.contracts import Subject
+from hegmd.migration.methods.gpus import Gpus
+from hegmd.migration.methods.pool_keys import key_of
 from hegmd.protocol.agents import NO_HANDLE, packed, unpacked_spans
 from hegmd.protocol.messages import Order, Place
-from hegmd.spill_file import SpillFolder
-from hegmd.vram import VideoMemory
-from hegmd.workers import Workers
+from hegmd.workers.workers import Workers
 from tests.contract.driven import driven, in_force
 from tests.contract.helped import MIB, SIZE_BYTES, SIZES_MIB, Owner
 from tests.stubs.cuda.node import CudaNode

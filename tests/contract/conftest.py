@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.devices.amd import AmdProvider
-from hegmd.devices.base import VendorSnapshot
-from hegmd.testing.contracts import check_snapshot
+from hegmd.node.devices.amd import AmdProvider
+from hegmd.node.devices.base import VendorSnapshot
 from tests.contract.carried import Moving, moved
 from tests.contract.driven import Parts, in_force
 from tests.contract.helped import SIZES_MIB, Owner
+from tests.kit.contracts import check_snapshot
 from tests.stubs.amdsmi.scenario import ENVIRONMENT, Scenario
 from tests.stubs.amdsmi.sysfs import FakeSys
 from tests.stubs.build import build_stub

@@ -14,19 +14,19 @@ from pathlib import Path
 import anyio.to_thread
 import pytest
 
-from hegmd.events import EventLog
-from hegmd.helper.link import Link
-from hegmd.inventory import Inventory, NodeSnapshot
-from hegmd.methods.base import Subject
-from hegmd.methods.driver import DriverMethod
-from hegmd.methods.gpus import Gpus
-from hegmd.methods.neighbours import Neighbours
-from hegmd.methods.sight import Patience, is_stopped
-from hegmd.methods.steps import Steps
-from hegmd.pieces import RESTORE_MARGIN_BYTES
-from hegmd.processes import ProcessTable
-from hegmd.vram import VideoMemory
-from hegmd.ways import NodeMeans
+from hegmd.gpu_helper.link import Link
+from hegmd.memory.sizes import RESTORE_MARGIN_BYTES
+from hegmd.memory.video_memory import VideoMemory
+from hegmd.migration.contracts import Subject
+from hegmd.migration.methods.driver import DriverMethod
+from hegmd.migration.methods.driver_calls import Steps
+from hegmd.migration.methods.gpus import Gpus
+from hegmd.migration.methods.other_processes import Neighbours
+from hegmd.migration.methods.progress_probe import Patience, is_stopped
+from hegmd.node.inventory import Inventory, NodeSnapshot
+from hegmd.node.migration_options import NodeMeans
+from hegmd.node.processes import ProcessTable
+from hegmd.telemetry.events import EventLog
 from tests.contract.helped import MIB, Owner, ask, linked
 from tests.stubs.cuda.node import CudaNode
 from tests.stubs.nvml.node import NvidiaNode

@@ -13,8 +13,8 @@ from typing import Any
 
 import anyio
 
-from hegmd.descriptors import Descriptors
-from hegmd.helper.link import Link, child_environment
+from hegmd.gpu_helper.link import Link, child_environment
+from hegmd.system.descriptors import Descriptors
 from tests.patience import HANG_S
 from tests.stubs.cuda.node import CudaNode
 

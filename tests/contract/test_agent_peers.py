@@ -169,7 +169,7 @@ def test_after_a_restore_the_driver_refuses_and_that_stops_nothing(node: CudaNod
 program.reach()
 peers.part()
 import os, subprocess, sys
-steps = "from hegmd.helper import cuda; cuda.start(); pid = int(%d); " % os.getpid()
+steps = "from hegmd.gpu_helper import cuda; cuda.start(); pid = int(%d); " % os.getpid()
 steps += "cuda.lock(pid, 1000); cuda.checkpoint(pid); cuda.restore(pid); cuda.unlock(pid)"
 subprocess.run([sys.executable, "-c", steps], check=True)
 peers.rejoin()
@@ -191,7 +191,7 @@ from hegmd.agent.cuda_driver import Driver
 print(*[Driver().uuid_of(device) for device in (0, 1)])
 import os, subprocess, sys
 pairs = [("{first}", "{second}"), ("{second}", "{first}")]
-steps = "from hegmd.helper import cuda; cuda.start(); pid = int(%d); " % os.getpid()
+steps = "from hegmd.gpu_helper import cuda; cuda.start(); pid = int(%d); " % os.getpid()
 steps += "cuda.lock(pid, 1000); cuda.checkpoint(pid); cuda.restore(pid, %r); cuda.unlock(pid)" % pairs
 subprocess.run([sys.executable, "-c", steps], check=True)
 print(*[Driver().uuid_of(device) for device in (0, 1)])

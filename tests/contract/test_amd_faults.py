@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.devices.amd import AmdProvider
-from hegmd.devices.base import DeviceAbsent, DeviceError, VendorSnapshot
-from hegmd.testing.contracts import check_absent, check_snapshot
+from hegmd.node.devices.amd import AmdProvider
+from hegmd.node.devices.base import DeviceAbsent, DeviceError, VendorSnapshot
+from tests.kit.contracts import check_absent, check_snapshot
 from tests.stubs.amdsmi.scenario import MIB, Scenario, pci, unique_id, uuid
 from tests.stubs.amdsmi.sysfs import FakeSys
 

@@ -9,11 +9,11 @@ from types import ModuleType
 
 import pytest
 
-from hegmd.devices.amd import AmdProvider
-from hegmd.devices.amd_binding import Unfit
-from hegmd.devices.base import DeviceAbsent, DeviceError, VendorSnapshot
+from hegmd.node.devices.amd import AmdProvider
+from hegmd.node.devices.amd_binding import Unfit
+from hegmd.node.devices.base import DeviceAbsent, DeviceError, VendorSnapshot
 from hegmd.protocol.snapshots import Gpu
-from hegmd.testing.contracts import check_absent, check_provider, check_snapshot
+from tests.kit.contracts import check_absent, check_provider, check_snapshot
 from tests.stubs.amdsmi.scenario import MI300X_BYTES, MIB, pci, unique_id, uuid
 from tests.stubs.amdsmi.sysfs import PCIE, XGMI, FakeSys, gpu_id, listing, write
 
@@ -322,7 +322,7 @@ def test_why_the_kernel_is_read_is_logged_once(
     make: Callable[[], AmdProvider], caplog: pytest.LogCaptureFixture
 ) -> None:
     provider = make()
-    with caplog.at_level("INFO", logger="hegmd.devices.amd"):
+    with caplog.at_level("INFO", logger="hegmd.node.devices.amd"):
         for _ in range(3):
             provider.open()
             provider.close()

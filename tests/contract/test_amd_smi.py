@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import pytest
 
-from hegmd.devices.amd import AmdProvider
-from hegmd.devices.amd_facts import records_of
-from hegmd.devices.base import VendorSnapshot
-from hegmd.devices.kfd import Kfd
+from hegmd.node.devices.amd import AmdProvider
+from hegmd.node.devices.amd_facts import records_of
+from hegmd.node.devices.base import VendorSnapshot
+from hegmd.node.devices.kfd import Kfd
 from hegmd.protocol.snapshots import Gpu
-from hegmd.testing.contracts import check_provider
+from tests.kit.contracts import check_provider
 from tests.stubs.amdsmi.scenario import MI300X_BYTES, MIB, Scenario, pci, unique_id, uuid
 from tests.stubs.amdsmi.sysfs import FakeSys, gpu_id, write
 

@@ -24,8 +24,8 @@ REPO = Path(__file__).resolve().parents[2]
 LOOK = """
 import json, logging, sys
 from pathlib import Path
-from hegmd.devices.amd import AmdProvider
-from hegmd.devices.base import DeviceAbsent
+from hegmd.node.devices.amd import AmdProvider
+from hegmd.node.devices.base import DeviceAbsent
 
 class Kept(logging.Handler):
     def emit(self, record):

@@ -14,17 +14,17 @@ import anyio
 import anyio.abc
 import pytest
 
-from hegmd.methods.base import Carrier, Crowded, Made, Making, Progress, Subject
-from hegmd.methods.driver_carrier import DriverCarrier
-from hegmd.methods.host import HostCarrier
-from hegmd.methods.peer import PeerCarrier
-from hegmd.methods.worker import WorkerCarrier
+from hegmd.migration.carriers.driver import DriverCarrier
+from hegmd.migration.carriers.host import HostCarrier
+from hegmd.migration.carriers.peer import PeerCarrier
+from hegmd.migration.carriers.worker import WorkerCarrier
+from hegmd.migration.contracts import Carrier, Crowded, Made, Making, Progress, Subject
 from hegmd.protocol.messages import Order
-from hegmd.testing.carriers import check_carrier
-from hegmd.testing.contracts import ContractBroken
-from hegmd.workers import Workers
+from hegmd.workers.workers import Workers
 from tests.contract.carried import POOL_BYTES, Rig, ShowingAgent, pool_in, rigged
 from tests.contract.helped import GIB, MIB, SIZE_BYTES, SIZES_MIB, Owner
+from tests.kit.carriers import check_carrier
+from tests.kit.contracts import ContractBroken
 from tests.stubs.cuda.node import CudaNode
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import start_ticks

@@ -19,24 +19,24 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
-from hegmd.devices.simulated import SimulatedProvider
-from hegmd.devices.topology import parse_topology
 from hegmd.errors import UNAVAILABLE, HegmError, Refused
-from hegmd.helper.link import DriverFailed
-from hegmd.helper.mark import MARK_BYTES, Mark, packed_mark
-from hegmd.methods.base import Made, Standing, Subject
-from hegmd.methods.gpus import ahead_of, passing_of
-from hegmd.methods.host import HostCarrier
-from hegmd.methods.pooled import key_of
-from hegmd.methods.simulated import SimulatedMethod
-from hegmd.migration.effects import Inspect, Verify
-from hegmd.migration.events import Inspected, Verified
-from hegmd.migration.performer import Performer
-from hegmd.pool_memory import Memory
-from hegmd.pool_names import PieceName
-from hegmd.pool_piece import Piece
-from hegmd.rooms import Rooms
-from hegmd.vram import VideoMemory
+from hegmd.gpu_helper.link import DriverFailed
+from hegmd.gpu_helper.mark import MARK_BYTES, Mark, packed_mark
+from hegmd.memory.pool_memory import Memory
+from hegmd.memory.pool_names import PieceName
+from hegmd.memory.pool_piece import Piece
+from hegmd.memory.video_memory import VideoMemory
+from hegmd.migration.carriers.host import HostCarrier
+from hegmd.migration.contracts import Made, Standing, Subject
+from hegmd.migration.machine.effects import Inspect, Verify
+from hegmd.migration.machine.events import Inspected, Verified
+from hegmd.migration.methods.gpus import ahead_of, passing_of
+from hegmd.migration.methods.pool_keys import key_of
+from hegmd.migration.methods.simulated import SimulatedMethod
+from hegmd.migration.methods.simulated_memory import Rooms
+from hegmd.migration.run.executor import Performer
+from hegmd.node.devices.simulated import SimulatedProvider
+from hegmd.node.devices.topology import parse_topology
 from tests.contract.carried import Moved, Moving, ignored
 from tests.contract.helped import MIB, SIZE_BYTES
 from tests.unit.descriptor_store import DescriptorStore

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.methods.base import Carrier, Subject
-from hegmd.methods.host import HostCarrier
-from hegmd.methods.peer import LEAST_WINDOW_BYTES, PeerCarrier, windows
-from hegmd.pool import Key
+from hegmd.memory.pool import Key
+from hegmd.migration.carriers.host import HostCarrier
+from hegmd.migration.carriers.peer import LEAST_WINDOW_BYTES, PeerCarrier, windows
+from hegmd.migration.contracts import Carrier, Subject
 from tests.contract.carried import POOL_BYTES, Rig, ShowingAgent, ignored, rigged
 from tests.contract.helped import MIB, SIZE_BYTES, SIZES_MIB, Owner
 from tests.stubs.cuda.node import CudaNode

@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
-from hegmd.devices.simulated import SimulatedProvider
-from hegmd.devices.topology import parse_topology
 from hegmd.errors import Refused
-from hegmd.helper.mark import MARK_BYTES
-from hegmd.methods.base import NoRoom, Subject
-from hegmd.methods.gpus import ahead_of, passing_of
-from hegmd.methods.pooled import key_of
-from hegmd.methods.simulated import SimulatedMethod
-from hegmd.migration.effects import Restore
-from hegmd.migration.events import Event, Failed, Restored
-from hegmd.migration.performer import Performer
-from hegmd.pool_memory import Memory
-from hegmd.pool_names import PieceName
-from hegmd.pool_piece import Piece
-from hegmd.rooms import Rooms
-from hegmd.workers import OrderFailed
+from hegmd.gpu_helper.mark import MARK_BYTES
+from hegmd.memory.pool_memory import Memory
+from hegmd.memory.pool_names import PieceName
+from hegmd.memory.pool_piece import Piece
+from hegmd.migration.contracts import NoRoom, Subject
+from hegmd.migration.machine.effects import Restore
+from hegmd.migration.machine.events import Event, Failed, Restored
+from hegmd.migration.methods.gpus import ahead_of, passing_of
+from hegmd.migration.methods.pool_keys import key_of
+from hegmd.migration.methods.simulated import SimulatedMethod
+from hegmd.migration.methods.simulated_memory import Rooms
+from hegmd.migration.run.executor import Performer
+from hegmd.node.devices.simulated import SimulatedProvider
+from hegmd.node.devices.topology import parse_topology
+from hegmd.workers.workers import OrderFailed
 from tests.contract.carried import Moved, Moving, ignored
 from tests.contract.helped import MIB, SIZE_BYTES
 from tests.unit.migration.operations import operation, worker

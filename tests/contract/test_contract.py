@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.devices.amd import AmdProvider
-from hegmd.devices.base import PROVIDERS, DeviceAbsent, DeviceProvider
-from hegmd.devices.simulated import SimulatedProvider
-from hegmd.devices.topology import parse_topology
-from hegmd.testing.contracts import check_absent, check_provider
+from hegmd.node.devices.amd import AmdProvider
+from hegmd.node.devices.base import PROVIDERS, DeviceAbsent, DeviceProvider
+from hegmd.node.devices.simulated import SimulatedProvider
+from hegmd.node.devices.topology import parse_topology
+from tests.kit.contracts import check_absent, check_provider
 from tests.patience import HANG_S
 from tests.stubs.amdsmi.scenario import Scenario
 from tests.stubs.amdsmi.sysfs import FakeSys
@@ -70,8 +70,9 @@ def test_the_table_makes_the_vendors_own_provider(vendor: str) -> None:
 def test_no_binding_is_loaded_before_a_provider_is_opened() -> None:
     code = """
 import sys
-from hegmd.devices.base import PROVIDERS
-assert not [name for name in sys.modules if name.startswith("hegmd.devices.") and name != "hegmd.devices.base"]
+from hegmd.node.devices.base import PROVIDERS
+loaded = {name for name in sys.modules if name.startswith("hegmd.node.devices.")}
+assert loaded == {"hegmd.node.devices.base"}
 for make in PROVIDERS.values():
     make().close()
 assert not {"pynvml", "amdsmi"} & set(sys.modules)

@@ -14,8 +14,8 @@ import anyio.to_thread
 import pytest
 
 from hegmd.errors import Refused
-from hegmd.helper.link import DriverFailed
-from hegmd.helper.provisions import PIECE_BYTES, PIECES
+from hegmd.gpu_helper.link import DriverFailed
+from hegmd.gpu_helper.preallocation import PIECE_BYTES, PIECES
 from tests.contract.driven import QUESTIONS, REST_BYTES, Parts, rigged
 from tests.contract.helped import MIB, SIZE_BYTES, Owner, ask, carry, hold, linked, places
 from tests.stubs.cuda.node import CudaNode

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.testing.progress import ROWS
+from tests.kit.progress import ROWS
 from tests.patience import HANG_S
 from tests.stubs.cuda.node import GIB, CudaNode
 from tests.wide import quick_first

@@ -20,7 +20,7 @@ from tests.stubs.nvml.scenario import MIB
 REPO = Path(__file__).resolve().parents[2]
 BEFORE = """
 import os
-from hegmd.helper import cuda
+from hegmd.gpu_helper import cuda
 from tests.stubs.cuda.rig import DriverRig
 
 def code_of(call, *arguments):
@@ -170,7 +170,7 @@ def test_a_process_sees_the_devices_that_it_is_given_and_no_others(node: CudaNod
 def test_a_target_that_sees_one_gpu_is_moved_by_the_map_of_all(node: CudaNode) -> None:
     run(
         """
-        from hegmd.testing.driver import swapped, take_off
+        from tests.kit.driver import swapped, take_off
         cuda.start()
         os.environ["CUDA_VISIBLE_DEVICES"] = "0"
         with DriverRig() as rig:
@@ -191,7 +191,7 @@ def test_rotating_four_gpus_by_one_twice_moves_a_process_by_two(tmp_path: Path) 
     node = CudaNode.make(tmp_path, gpus=4)
     run(
         """
-        from hegmd.testing.driver import take_off
+        from tests.kit.driver import take_off
         cuda.start()
         uuids = [device.uuid for device in cuda.devices()]
         with DriverRig() as rig:
@@ -211,7 +211,7 @@ def test_another_chip_is_no_place_for_a_process(node: CudaNode) -> None:
     node.write()
     run(
         """
-        from hegmd.testing.driver import swapped, take_off
+        from tests.kit.driver import swapped, take_off
         cuda.start()
         with DriverRig() as rig:
             target = rig.start(0, 4)
@@ -232,7 +232,7 @@ def test_a_restore_that_fails_for_good_is_what_the_node_is_told_to_play(order: s
     run(
         f"""
         from pathlib import Path
-        from hegmd.testing.driver import take_off
+        from tests.kit.driver import take_off
         from tests.stubs.cuda.node import order_in_force
         cuda.start()
         with DriverRig() as rig:
@@ -268,7 +268,7 @@ def test_what_a_restore_needs_for_a_moment_has_to_be_there_too(node: CudaNode) -
     node.write()
     run(
         """
-        from hegmd.testing.driver import MIB, swapped, take_off
+        from tests.kit.driver import MIB, swapped, take_off
         cuda.start()
         with DriverRig() as rig:
             target = rig.start(0, 4)
@@ -285,7 +285,7 @@ def test_processors_copy_words_and_what_is_left_of_one_or_lies_askew_goes_as_eve
     said = run(
         """
         import ctypes
-        from hegmd.helper.processors import processors_of
+        from hegmd.gpu_helper.kernel_copy import processors_of
 
         cuda.start()
         context = cuda.retain(0)

@@ -8,8 +8,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from hegmd.helper.link import Stuck
-from hegmd.methods.sight import Patience
+from hegmd.gpu_helper.link import Stuck
+from hegmd.migration.methods.progress_probe import Patience
 from tests.contract.driven import REST_BYTES, Parts, Rig, rigged, standing_in
 from tests.patience import HANG_S
 

@@ -17,14 +17,14 @@ import anyio.to_thread
 import pytest
 
 from hegmd.errors import HegmError, Refused
-from hegmd.helper.link import DriverFailed, HelperLost
-from hegmd.inventory import NodeSnapshot
-from hegmd.methods.base import NoRoom, Outgrown, Subject
-from hegmd.methods.driver import DriverMethod
-from hegmd.methods.gpus import Gpus, pairs_from, rest_of, storages_of
-from hegmd.methods.neighbours import FILE_NAME
-from hegmd.methods.steps import Steps
-from hegmd.pieces import CALM_BYTES
+from hegmd.gpu_helper.link import DriverFailed, HelperLost
+from hegmd.memory.sizes import CALM_BYTES
+from hegmd.migration.contracts import NoRoom, Outgrown, Subject
+from hegmd.migration.methods.driver import DriverMethod
+from hegmd.migration.methods.driver_calls import Steps
+from hegmd.migration.methods.gpus import Gpus, pairs_from, rest_of, storages_of
+from hegmd.migration.methods.other_processes import FILE_NAME
+from hegmd.node.inventory import NodeSnapshot
 from tests.contract.driven import REST_BYTES, Parts, Rig, rigged, standing_in
 from tests.contract.helped import GIB, MIB, Owner, ask
 from tests.patience import HANG_S
@@ -129,7 +129,7 @@ async def test_a_job_stood_while_it_was_asked_again_and_again_what_had_just_been
     """Each question takes a way to the helper and back, or a look at all GPUs and processes; the job waits for it."""
     async with rigged(parts) as rig:
         rig.other.close()
-        caplog.set_level("INFO", "hegmd.methods.steps")
+        caplog.set_level("INFO", "hegmd.migration.methods.driver_calls")
         await rig.method.hold_room(rig.subject, "gpu1", REST_BYTES)
         rig.looks.clear()
         off = await rig.take_off()
@@ -147,7 +147,11 @@ async def test_a_job_stood_while_it_was_asked_again_and_again_what_had_just_been
 
 def _asked(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the driver was asked of the process since the last time."""
-    asked = [record.getMessage().split()[0] for record in caplog.records if record.name == "hegmd.methods.steps"]
+    asked = [
+        record.getMessage().split()[0]
+        for record in caplog.records
+        if record.name == "hegmd.migration.methods.driver_calls"
+    ]
     caplog.clear()
     return asked
 

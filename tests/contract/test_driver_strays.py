@@ -10,15 +10,15 @@ from pathlib import Path
 import anyio
 import pytest
 
-from hegmd.driver_strays import DriverStrays
 from hegmd.errors import DENIED, NOT_FOUND, HegmError, Refused
-from hegmd.found_bytes import FoundBytes, VideoStrays
-from hegmd.helper.link import Link, child_environment
-from hegmd.lookout import Lookout
-from hegmd.methods.neighbours import Neighbours
-from hegmd.methods.sight import is_stopped
-from hegmd.operations import Operations
-from hegmd.strays import StandingStrays
+from hegmd.gpu_helper.link import Link, child_environment
+from hegmd.migration.methods.other_processes import Neighbours
+from hegmd.migration.methods.progress_probe import is_stopped
+from hegmd.operations.driver_orphans import DriverStrays
+from hegmd.operations.operations import Operations
+from hegmd.operations.orphaned_memory import FoundBytes, VideoStrays
+from hegmd.operations.orphans import StandingStrays
+from hegmd.operations.survey import Lookout
 from tests.contract.helped import Owner, ask, linked
 from tests.patience import HANG_S
 from tests.stubs.cuda.node import CudaNode

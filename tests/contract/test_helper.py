@@ -10,11 +10,11 @@ from pathlib import Path
 import anyio
 import pytest
 
-from hegmd.descriptors import Descriptors
 from hegmd.errors import HegmError, Refused
-from hegmd.helper.link import DriverFailed, HelperLost
-from hegmd.helper.staging import PACE
-from hegmd.vram import VideoMemory
+from hegmd.gpu_helper.link import DriverFailed, HelperLost
+from hegmd.gpu_helper.staging import PACE
+from hegmd.memory.video_memory import VideoMemory
+from hegmd.system.descriptors import Descriptors
 from tests.contract.helped import GIB, MIB, SIZE_BYTES, SOON_S, Owner, ask, carry, hold, linked, move, places
 from tests.stubs.cuda.node import CudaNode
 

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from hegmd.descriptors import Descriptors
 from hegmd.errors import HegmError, Refused
-from hegmd.helper.link import DriverFailed, HelperLost
+from hegmd.gpu_helper.link import DriverFailed, HelperLost
+from hegmd.system.descriptors import Descriptors
 from tests.contract.helped import MIB, SIZE_BYTES, SOON_S, Owner, ask, carry, hold, linked, places
 from tests.stubs.cuda.node import CudaNode
 

@@ -7,11 +7,11 @@ import os
 import anyio
 import pytest
 
-from hegmd.descriptors import Descriptors
 from hegmd.errors import Refused
-from hegmd.helper.link import HelperLost
-from hegmd.helper.route import Place, Route
-from hegmd.vram import VideoMemory
+from hegmd.gpu_helper.copy_client import Place, Route
+from hegmd.gpu_helper.link import HelperLost
+from hegmd.memory.video_memory import VideoMemory
+from hegmd.system.descriptors import Descriptors
 from tests.contract.helped import MIB, SIZE_BYTES, Owner, linked, places
 from tests.stubs.cuda.node import CudaNode
 

@@ -9,16 +9,16 @@ from typing import Any
 import anyio
 import pytest
 
-from hegmd.devices.simulated import SimulatedProvider
-from hegmd.devices.topology import parse_topology
-from hegmd.methods.base import Subject
-from hegmd.methods.simulated import SimulatedMethod
-from hegmd.pieces import RESTORE_MARGIN_BYTES
-from hegmd.rooms import Rooms
-from hegmd.testing.methods import check_method
-from hegmd.workers import Workers
+from hegmd.memory.sizes import RESTORE_MARGIN_BYTES
+from hegmd.migration.contracts import Subject
+from hegmd.migration.methods.simulated import SimulatedMethod
+from hegmd.migration.methods.simulated_memory import Rooms
+from hegmd.node.devices.simulated import SimulatedProvider
+from hegmd.node.devices.topology import parse_topology
+from hegmd.workers.workers import Workers
 from tests.contract.driven import driven, in_force
 from tests.contract.helped import GIB, MIB, Owner
+from tests.kit.methods import check_method
 from tests.stubs.cuda.node import CudaNode
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import start_ticks

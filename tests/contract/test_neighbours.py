@@ -11,10 +11,10 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from hegmd.helper.link import Link
-from hegmd.methods.neighbours import FILE_NAME, Neighbours
-from hegmd.methods.sight import is_stopped
-from hegmd.processes.procfs import Unreadable, Vanished, read_start
+from hegmd.gpu_helper.link import Link
+from hegmd.migration.methods.other_processes import FILE_NAME, Neighbours
+from hegmd.migration.methods.progress_probe import is_stopped
+from hegmd.node.processes.procfs import Unreadable, Vanished, read_start
 from tests.contract.helped import Owner, ask, linked
 from tests.patience import HANG_S
 from tests.stubs.cuda.node import CudaNode

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.devices.nvidia import NvidiaProvider
+from hegmd.node.devices.nvidia import NvidiaProvider
 from hegmd.protocol.snapshots import Gpu, Health, PeerLink
-from hegmd.testing.contracts import check_provider, check_snapshot
+from tests.kit.contracts import check_provider, check_snapshot
 from tests.stubs.nvml.node import MakeNode, NvidiaNode
 from tests.stubs.nvml.scenario import MIB, uuid
 

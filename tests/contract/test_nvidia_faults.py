@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.devices.base import DeviceError, VendorSnapshot
-from hegmd.devices.nvidia import NvidiaProvider
+from hegmd.node.devices.base import DeviceError, VendorSnapshot
+from hegmd.node.devices.nvidia import NvidiaProvider
 from hegmd.protocol.snapshots import Gpu
-from hegmd.testing.contracts import check_snapshot
+from tests.kit.contracts import check_snapshot
 from tests.patience import HANG_S
 from tests.stubs.nvml.node import MakeNode, NvidiaNode
 from tests.stubs.nvml.scenario import uuid

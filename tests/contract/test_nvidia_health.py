@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.devices.nvidia import NvidiaProvider
+from hegmd.node.devices.nvidia import NvidiaProvider
 from hegmd.protocol.snapshots import Health
 from tests.stubs.nvml.node import MakeNode, NvidiaNode
 

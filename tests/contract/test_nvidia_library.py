@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.devices.base import DeviceAbsent, DeviceError
-from hegmd.devices.nvidia import NvidiaProvider
-from hegmd.testing.contracts import check_absent
+from hegmd.node.devices.base import DeviceAbsent, DeviceError
+from hegmd.node.devices.nvidia import NvidiaProvider
+from tests.kit.contracts import check_absent
 from tests.stubs.build import COMPILER
 from tests.stubs.nvml.node import MakeNode, NvidiaNode
 

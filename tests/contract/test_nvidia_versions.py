@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.devices.base import DeviceError
-from hegmd.devices.nvidia import NvidiaProvider
-from hegmd.testing.contracts import check_provider, check_snapshot
+from hegmd.node.devices.base import DeviceError
+from hegmd.node.devices.nvidia import NvidiaProvider
+from tests.kit.contracts import check_provider, check_snapshot
 from tests.patience import HANG_S
 from tests.stubs.build import build_stub
 from tests.stubs.nvml.node import MakeNode, NvidiaNode
@@ -264,7 +264,7 @@ def test_fixed_facts_are_asked_once_and_the_others_each_time(node: NvidiaNode, p
 
 LOOK = """
 import json
-from hegmd.devices.base import PROVIDERS
+from hegmd.node.devices.base import PROVIDERS
 provider = PROVIDERS["nvidia"]()
 provider.open()
 snapshot = provider.snapshot()
@@ -287,7 +287,7 @@ def test_the_library_is_found_by_its_name(node: NvidiaNode) -> None:
 
 
 def test_importing_the_provider_loads_no_binding() -> None:
-    code = "import sys, hegmd.devices.nvidia as n; n.NvidiaProvider(); print('pynvml' in sys.modules)"
+    code = "import sys, hegmd.node.devices.nvidia as n; n.NvidiaProvider(); print('pynvml' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, check=True
     )

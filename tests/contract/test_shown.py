@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from hegmd.agent import cuda_state, shown, transfer
+from hegmd.agent import cuda_state, ipc_storages, transfer
 from hegmd.errors import HegmError
 from hegmd.protocol.agents import NO_HANDLE
 from tests.stubs.cuda.node import CudaNode
@@ -38,7 +38,7 @@ class Job:
         self.contents = [bytes([number + 1]) * size_bytes for number, size_bytes in enumerate(SIZES)]
         self.storages = [self.torch.Storage(content, stream=7 * n) for n, content in enumerate(self.contents)]
         self.segments = cuda_state.Segments(self.torch)
-        self.shown = shown.Shown(self.storages, list(SIZES), self.segments)
+        self.shown = ipc_storages.Shown(self.storages, list(SIZES), self.segments)
 
     def cache(self, *sizes: int, stream: int = 0) -> Callable[[], None]:
         """Have a step's blocks of these sizes, all at once; what is given back does so again."""
@@ -51,7 +51,7 @@ class Job:
 
         step()
         self.segments = cuda_state.Segments(self.torch)  # as it is found when it stands
-        self.shown = shown.Shown(self.storages, list(SIZES), self.segments)
+        self.shown = ipc_storages.Shown(self.storages, list(SIZES), self.segments)
         return step
 
     def moved(self) -> None:
@@ -359,7 +359,7 @@ def copies_itself_what_lies_beside_memory_that_stays(state: Path) -> None:
     places = [(storage.data_ptr(), storage.nbytes()) for storage in job.storages]
     own = segments.own(job.torch, showable, places)
     assert [cuda_state.within(own, address) for address, _ in places] == [False, False, True]
-    job.shown = shown.Shown(job.storages, list(SIZES), segments, own)
+    job.shown = ipc_storages.Shown(job.storages, list(SIZES), segments, own)
     assert [spot[0] for spot in job.shown.show(partly=True).spots] == [0, 1, NO_HANDLE]
     room = os.memfd_create("room")
     os.truncate(room, 8 * MIB)

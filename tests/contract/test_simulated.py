@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hegmd.devices.base import DeviceAbsent, DeviceError, VendorSnapshot
-from hegmd.devices.simulated import SimulatedProvider
-from hegmd.devices.topology import parse_topology
 from hegmd.errors import BAD_REQUEST, NOT_FOUND, HegmError, Refused
-from hegmd.testing.contracts import check_provider, check_snapshot
+from hegmd.node.devices.base import DeviceAbsent, DeviceError, VendorSnapshot
+from hegmd.node.devices.simulated import SimulatedProvider
+from hegmd.node.devices.topology import parse_topology
+from tests.kit.contracts import check_provider, check_snapshot
 
 GIB = 1 << 30
 EXAMPLES = Path(__file__).resolve().parents[2] / "contrib" / "simulation"

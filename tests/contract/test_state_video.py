@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from hegmd.agent import copying
-from hegmd.agent.restart import carriage, ground, sums
+from hegmd.agent.state.storage import checksums, pinned_buffers, raw_copy
 from hegmd.errors import HegmError
 from tests.stubs.cuda.node import CudaNode, order_in_force
 
@@ -89,7 +89,7 @@ def _out(torch: Any, fd: int) -> tuple[list[bytes], list[int], dict[int, int]]:
     places = [copying.PAGE_BYTES * 3 + sum(copying.round_up(size) for size in SIZES[:n]) for n in range(len(raws))]
     os.ftruncate(fd, 64 << 20)
     found: dict[int, int] = {}
-    carriage.copy_pieces_out(fd, 64 << 20, raws, places, found, copying.ignore)
+    raw_copy.copy_pieces_out(fd, 64 << 20, raws, places, found, copying.ignore)
     return contents, places, found
 
 
@@ -99,7 +99,7 @@ def _see_the_file(out: tuple[list[bytes], list[int], dict[int, int]], fd: int) -
         assert os.pread(fd, len(content), place) == content
         for start in range(0, len(content), copying.PIECE_BYTES):
             part = ctypes.create_string_buffer(content[start : start + copying.PIECE_BYTES])
-            assert found.pop(place + start) == sums.sum_of(ctypes.addressof(part), len(part) - 1)
+            assert found.pop(place + start) == checksums.sum_of(ctypes.addressof(part), len(part) - 1)
     assert found == {}
 
 
@@ -148,7 +148,7 @@ def puts_many_small_pieces_in_one_slot(state: Path) -> None:
     fd = _file(state)
     os.ftruncate(fd, 2 << 20)
     found: dict[int, int] = {}
-    carriage.copy_pieces_out(fd, 2 << 20, raws, places, found, copying.ignore)
+    raw_copy.copy_pieces_out(fd, 2 << 20, raws, places, found, copying.ignore)
     assert sorted(found) == places
     waits = [line for line in (state / "log").read_text().splitlines() if "cuStreamSynchronize" in line]
     assert 0 < len(waits) < 10
@@ -161,7 +161,7 @@ def leaves_no_pinned_memory_behind_where_a_copy_fails(state: Path) -> None:
     pair = Tensor(ctypes.addressof(host), len(host), CPU), Tensor(storage.data_ptr(), len(host), GPU)
     _order(state, "error cuMemcpyHtoDAsync_v2 700", "error cuMemcpyDtoHAsync_v2 700")
     with pytest.raises(HegmError, match="cuMemcpyHtoDAsync answered 700"):
-        carriage.fill([pair])
+        raw_copy.fill([pair])
     with pytest.raises(HegmError, match="cuMemcpyDtoHAsync answered 700"):
         _out(torch, _file(state))
     calls = (state / "log").read_text()
@@ -176,9 +176,9 @@ def fills_video_memory(_state: Path) -> None:
 def pins_the_memory_that_was_prepared_and_no_other(state: Path) -> None:
     """Taken and pinned by each thread for itself, it took as long as the copies of 6 GiB."""
     torch = _job()
-    ground.prepare()
+    pinned_buffers.prepare()
     _see_it_filled(torch)
-    ground.drop()
+    pinned_buffers.drop()
     calls = (state / "log").read_text()
     assert calls.count("cuMemHostRegister") == calls.count("cuMemHostUnregister") == 1
 
@@ -191,7 +191,7 @@ def _see_it_filled(torch: Any) -> None:
         (Tensor(ctypes.addressof(host), size, CPU), Tensor(storage.data_ptr(), size, GPU))
         for host, storage, size in zip(hosts, storages, SIZES, strict=True)
     ]
-    carriage.fill(pairs)
+    raw_copy.fill(pairs)
     assert [storage.content() for storage in storages] == contents
 
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from hegmctl.connection import Connection, connect
 from hegmctl.wire import Descriptors
-from hegmd.agent.aside import Aside
 from hegmd.agent.cuda_driver import Driver, PeerAccess
+from hegmd.agent.disconnected import Aside
 from hegmd.protocol.agents import unpacked_spans
 from hegmd.protocol.messages import AgentAttend, AgentDismissed, AgentReport, CudaDevice, CudaFacts, Noted, Order, Place
 from tests.stubs.cuda.program import MIB, Address, Handle, Program, call, cuda

@@ -177,4 +177,6 @@ def only_its_own(node: DrivenNode, watched: Watched) -> None:
 def helper_of(node: DrivenNode) -> psutil.Process:
     """The one that there is now: on a machine that is busy, one before it may be dying of its deadline yet."""
     children = psutil.Process(node.daemon.process.pid).children()
-    return max((child for child in children if "hegmd.helper.child" in child.cmdline()), key=psutil.Process.create_time)
+    return max(
+        (child for child in children if "hegmd.gpu_helper.child" in child.cmdline()), key=psutil.Process.create_time
+    )

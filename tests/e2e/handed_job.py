@@ -20,9 +20,9 @@ from typing import Any
 
 from typing_extensions import Self
 
-from hegmd.criu.population import end_all, population_of
-from hegmd.criu.program import Criu
-from hegmd.criu.tree import read_tree
+from hegmd.node.criu_program import Criu
+from hegmd.node.processes.process_set import end_all, population_of
+from hegmd.node.processes.process_tree import read_tree
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import BARE, environment
 from tests.e2e.real_criu import criu_or_skip

@@ -122,14 +122,14 @@ def mount(wanted: dict, recorder: Any) -> None:
     inject = ROOT / "hegmd" / "agent" / "inject" / "sitecustomize.py"
     sys.path.insert(0, str(inject.parent))
     exec(compile(inject.read_text(), str(inject), "exec"), {"__file__": str(inject), "__name__": "sitecustomize"})
-    mounting, life = import_module("_hegm.agent.mount"), import_module("_hegm.agent.life")
-    places = import_module("_hegm.agent.restart.places")
+    mounting, life = import_module("_hegm.agent.import_hooks"), import_module("_hegm.agent.lifecycle")
+    places = import_module("_hegm.agent.state.code.position")
     places.FILES_LOOKED_THROUGH.update((__file__, recorded.__file__))
     mounting._meet_optimizer(sys.modules["torch.optim.optimizer"])
     mounting._meet_loader(sys.modules["torch.utils.data.dataloader"])
     if wanted["at"] is None:
         return
-    quiesce, readiness = import_module("_hegm.agent.quiesce"), import_module("_hegm.agent.restart.readiness")
+    quiesce, readiness = import_module("_hegm.agent.quiesce"), import_module("_hegm.agent.state.script.capture_points")
     changed = threading.Event()
     gate = life.gate()
     gate.on_change = changed.set
@@ -146,7 +146,7 @@ def mount(wanted: dict, recorder: Any) -> None:
 
 def leave(gate: Any, changed: threading.Event, into: str) -> None:
     """In a thread beside the training, as the agent's own is: once it is parked, save its state and leave."""
-    errors, leaving = import_module("_hegm.errors"), import_module("_hegm.agent.restart.leaving")
+    errors, leaving = import_module("_hegm.errors"), import_module("_hegm.agent.state.save_and_exit")
     while not gate.parked:
         changed.wait()
         changed.clear()

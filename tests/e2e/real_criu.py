@@ -22,11 +22,11 @@ from typing import TextIO
 
 import pytest
 
-from hegmd.criu.needs import Needs, needs_of
-from hegmd.criu.population import end_all, population_of
-from hegmd.criu.program import WANTED, Criu, version_of
-from hegmd.criu.tree import read_tree
-from hegmd.external import find_program
+from hegmd.images.criu.needs import Needs, needs_of
+from hegmd.node.criu_program import WANTED, Criu, version_of
+from hegmd.node.processes.process_set import end_all, population_of
+from hegmd.node.processes.process_tree import read_tree
+from hegmd.system.programs import find_program
 from tests.patience import HANG_S
 
 ENDS_WITHIN_S = HANG_S

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgpack
 from typing_extensions import Self
 
-from hegmd.agent.restart import plain
+from hegmd.agent.state.storage import state_file
 from tests.e2e.agented import BRISK
 from tests.patience import HANG_S
 
@@ -112,7 +112,7 @@ class Restarts:
         ended = self._run(_Start(argv, self._new("output"), None, at=at, into=into))
         assert ended.status == LEFT_STATUS, ended.errors
         with into.open("rb") as file:
-            return plain.read(file.fileno())
+            return state_file.read(file.fileno())
 
     def _in_turn(self, starts: list[_Start], environment: dict[str, str]) -> list[Ended]:
         """One after the other, each from the state that the one before it has left."""

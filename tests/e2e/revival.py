@@ -13,9 +13,9 @@ from pathlib import Path
 
 import anyio
 
-from hegmd.criu import runs
-from hegmd.criu.needs import Needs
-from hegmd.criu.program import Criu
+from hegmd.images.criu import run
+from hegmd.images.criu.needs import Needs
+from hegmd.node.criu_program import Criu
 
 
 async def revive(needs: Needs, program: str, version: str, images: str, output: str) -> None:
@@ -23,7 +23,7 @@ async def revive(needs: Needs, program: str, version: str, images: str, output: 
     to = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     outlets = {outlet.key: to for outlet in needs.outlets}
     criu = Criu(program, version)
-    revived = await runs.restore(criu, folder, needs, log_dir_fd=folder, unit_name=None, outlets=outlets)
+    revived = await run.restore(criu, folder, needs, log_dir_fd=folder, unit_name=None, outlets=outlets)
     ended = os.pidfd_open(revived.pid)
     await anyio.to_thread.run_sync(lambda: select.select([ended], [], []))
 

@@ -41,7 +41,7 @@ def source(systemd_works: None, tmp_path_factory: pytest.TempPathFactory) -> Pat
     shutil.copytree(TREE, copy, ignore=shutil.ignore_patterns(*_LEFT_OUT))
     (copy / ".venv").symlink_to(TREE / ".venv")
     for what in ("man", "completions"):
-        _run(copy, sys.executable, "-m", "hegmctl.pages", what, f"build/{what}")
+        _run(copy, sys.executable, "-m", "tools.docs.hegmctl", what, f"build/{what}")
     return copy
 
 

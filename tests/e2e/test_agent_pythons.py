@@ -68,7 +68,7 @@ def daemon() -> Iterator[RunningDaemon]:
 LOOPS = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from hegmd.agent.restart import places, stack
+from hegmd.agent.state.code import position as places, value_stack as stack
 
 
 class Asked:

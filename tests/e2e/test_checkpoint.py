@@ -13,8 +13,8 @@ from time import monotonic
 import psutil
 import pytest
 
-from hegmd.criu.population import population_of
 from hegmd.errors import BUSY, TIMEOUT
+from hegmd.node.processes.process_set import population_of
 from tests.chaos.halts import BEGUN, RECORDED, UNRECORDED, Halts, Trap
 from tests.e2e.agented import SCRIPTS, undisturbed
 from tests.e2e.daemon import RunningDaemon
@@ -308,7 +308,7 @@ def _metrics(job: HandedJob) -> str:
 
 def _writers(daemon: RunningDaemon) -> list[psutil.Process]:
     children = psutil.Process(daemon.process.pid).children()
-    return [child for child in children if "hegmd.image.child" in child.cmdline()]
+    return [child for child in children if "hegmd.images.files.child" in child.cmdline()]
 
 
 def _kill_writers(daemon: RunningDaemon, _disk: Path) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from hegmd.criu.guise import rights_missing
-from hegmd.criu.population import population_of
+from hegmd.images.criu.privileges import rights_missing
+from hegmd.node.processes.process_set import population_of
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, as_user, daemon_with_criu, losses_alone
 

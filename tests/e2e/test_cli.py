@@ -16,7 +16,6 @@ import anyio
 import pytest
 
 from hegmctl.async_connection import connect_async
-from hegmctl.pages.json_reference import PRINTED
 from hegmd import __version__
 from hegmd.protocol.record import Record
 from tests.e2e.daemon import RunningDaemon
@@ -25,6 +24,7 @@ from tests.patience import HANG_S
 from tests.unit.hegmctl.running import as_nobody, command, environment, hegmctl
 from tests.unit.hegmctl.terminal import Terminal
 from tests.unit.hegmctl.test_cli import Running
+from tools.docs.hegmctl.json_reference import PRINTED
 
 pytestmark = pytest.mark.e2e
 

@@ -10,17 +10,18 @@ from pathlib import Path
 import anyio
 import pytest
 
-from hegmd.criu import attendant, runs
-from hegmd.criu.dumped import dumped_processes
-from hegmd.criu.needs import Needs
-from hegmd.criu.population import end_all, let_go, population_of
-from hegmd.criu.tree import read_tree
 from hegmd.errors import HegmError
+from hegmd.images.criu import parent as criu_parent
+from hegmd.images.criu import run
+from hegmd.images.criu.dumped import dumped_processes
+from hegmd.images.criu.needs import Needs
+from hegmd.node.processes.process_set import end_all, let_go, population_of
+from hegmd.node.processes.process_tree import read_tree
 from tests.e2e.real_criu import criu_or_skip, directory, ended_after, ends, job, pipe, python, tell
 
 pytestmark = [pytest.mark.e2e]
 
-ATTENDANT = Path(str(attendant.__file__))
+ATTENDANT = Path(str(criu_parent.__file__))
 
 # Counts its cues into a file and onto its standard output.
 COUNTER = """
@@ -44,7 +45,7 @@ async def test_a_job_is_dumped_ended_and_restored_with_its_output_led_elsewhere(
         needs = counter.needs()
         assert needs.reasons == ()
         assert [outlet.key.split(":")[0] for outlet in needs.outlets] == ["pipe"]
-        await runs.dump(criu, counter.pid, images, needs, leave_stopped=True, in_unit=False)
+        await run.dump(criu, counter.pid, images, needs, leave_stopped=True, in_unit=False)
         while (stopped := population_of(needs.pids)).stopped != {counter.pid}:
             os.sched_yield()  # CRIU has sent the signal and is gone; it takes effect when the job is on a processor
         end_all(stopped)
@@ -53,7 +54,7 @@ async def test_a_job_is_dumped_ended_and_restored_with_its_output_led_elsewhere(
         again = Needs.from_plain(needs.plain())
         with pipe() as (said, output), ended_after(needs.pids):
             outlets = {again.outlets[0].key: output}
-            revived = await runs.restore(criu, images, again, log_dir_fd=images, unit_name=None, outlets=outlets)
+            revived = await run.restore(criu, images, again, log_dir_fd=images, unit_name=None, outlets=outlets)
             assert revived.pid == counter.pid
             for number in range(1, 100):
                 tell(revived.pid)
@@ -71,7 +72,7 @@ async def test_criu_says_whether_a_process_s_user_may_read_its_memory(tmp_path: 
     argv = [*python(HIDDEN * hides + COUNTER), str(tmp_path / "log")]
     with job(argv) as counter, directory(tmp_path / "image") as images:
         assert counter.line() == "ready"
-        await runs.dump(criu, counter.pid, images, counter.needs(), leave_stopped=False, in_unit=False)
+        await run.dump(criu, counter.pid, images, counter.needs(), leave_stopped=False, in_unit=False)
         assert dumped_processes(images) == {counter.pid: not hides}
 
 
@@ -85,7 +86,7 @@ async def test_a_job_that_is_left_running_goes_on_and_so_does_one_left_stopped_w
             with directory(tmp_path / f"image-{leave_stopped}") as images:
                 needs = counter.needs()
                 before = population_of(needs.pids)
-                await runs.dump(criu, counter.pid, images, needs, leave_stopped=leave_stopped, in_unit=False)
+                await run.dump(criu, counter.pid, images, needs, leave_stopped=leave_stopped, in_unit=False)
                 let_go(before)
             tell(counter.pid)
             assert counter.line() == str(int(leave_stopped))
@@ -97,13 +98,13 @@ async def test_whoever_restores_it_is_there_to_reap_it(tmp_path: Path) -> None:
     with job([*python(COUNTER), str(tmp_path / "log")]) as counter, directory(tmp_path / "image") as images:
         assert counter.line() == "ready"
         needs = counter.needs()
-        await runs.dump(criu, counter.pid, images, needs, leave_stopped=True, in_unit=False)
+        await run.dump(criu, counter.pid, images, needs, leave_stopped=True, in_unit=False)
         end_all(population_of(needs.pids))
         counter.gone()
         with ended_after(needs.pids):
-            await runs.restore(criu, images, needs, log_dir_fd=images, unit_name=None)
+            await run.restore(criu, images, needs, log_dir_fd=images, unit_name=None)
             parent = read_tree(counter.pid).members[0].parent
-            assert "attendant.py" in " ".join(read_tree(parent).members[0].command)
+            assert "criu/parent.py" in " ".join(read_tree(parent).members[0].command)
             end_all(population_of([counter.pid]))  # waits for the end of its life, not for it to be reaped
             assert ends(parent)
     assert population_of([counter.pid, parent]).start_ticks == {}
@@ -114,9 +115,9 @@ async def test_a_restore_under_numbers_that_are_taken_leaves_those_alone(tmp_pat
     with job([*python(COUNTER), str(tmp_path / "log")]) as counter, directory(tmp_path / "image") as images:
         assert counter.line() == "ready"
         needs = counter.needs()
-        await runs.dump(criu, counter.pid, images, needs, leave_stopped=False, in_unit=False)
+        await run.dump(criu, counter.pid, images, needs, leave_stopped=False, in_unit=False)
         with pytest.raises(HegmError, match=f"number {counter.pid}, which is taken as the process of") as failed:
-            await runs.restore(criu, images, needs, log_dir_fd=images, unit_name=None)
+            await run.restore(criu, images, needs, log_dir_fd=images, unit_name=None)
         assert "unshare --pid" in failed.value.hint
         tell(counter.pid)
         assert counter.line() == "0"
@@ -178,12 +179,12 @@ async def test_whatever_a_job_has_open_works_after_its_restore(terminal: bool, t
             needs = rich.needs()
             assert needs.reasons == ()
             assert {"--file-locks", "--ghost-limit", "--link-remap", "--tcp-established"} <= set(needs.dump_options)
-            await runs.dump(criu, rich.pid, images, needs, leave_stopped=True, in_unit=False)
+            await run.dump(criu, rich.pid, images, needs, leave_stopped=True, in_unit=False)
             end_all(population_of(needs.pids))
             rich.gone()
             with ended_after(needs.pids), pipe() as (more, output):
                 outlets = {outlet.key: output for outlet in needs.outlets}
-                await runs.restore(criu, images, needs, log_dir_fd=images, unit_name=None, outlets=outlets)
+                await run.restore(criu, images, needs, log_dir_fd=images, unit_name=None, outlets=outlets)
                 tell(rich.pid)
                 assert more.readline().split()[0] == "True"
                 assert ends(rich.pid)

@@ -12,10 +12,10 @@ import anyio.lowlevel
 import psutil
 import pytest
 
-from hegmd.criu import runs
-from hegmd.criu.population import dumpers_of, end_all, let_go, population_of
-from hegmd.criu.program import Criu
 from hegmd.errors import HegmError
+from hegmd.images.criu import run
+from hegmd.node.criu_program import Criu
+from hegmd.node.processes.process_set import dumpers_of, end_all, let_go, population_of
 from tests.e2e.agented import environment
 from tests.e2e.real_criu import criu_or_skip, directory, ended_after, ends, job, pipe, python, tell
 
@@ -45,9 +45,9 @@ while True:
 # What the daemon does, in a process that can be killed.
 DUMP = """
 import anyio, json, os, sys
-from hegmd.criu import runs
-from hegmd.criu.needs import Needs
-from hegmd.criu.program import Criu
+from hegmd.images.criu import run as runs
+from hegmd.images.criu.needs import Needs
+from hegmd.node.criu_program import Criu
 
 images = os.open(sys.argv[4], os.O_RDONLY | os.O_DIRECTORY)
 needs = Needs.from_plain(json.loads(sys.argv[3]))
@@ -92,7 +92,7 @@ async def test_a_dump_that_is_cancelled_is_finished_first(tmp_path: Path) -> Non
         before = population_of(needs.pids)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_cancel_when, tasks.cancel_scope, tmp_path / "image" / "dump.log")
-            await runs.dump(criu, busy.pid, images, needs, leave_stopped=True, in_unit=False)
+            await run.dump(criu, busy.pid, images, needs, leave_stopped=True, in_unit=False)
         assert tasks.cancel_scope.cancel_called
         assert "Dumping finished successfully" in _text(tmp_path / "image" / "dump.log")
         let_go(before)
@@ -106,7 +106,7 @@ async def test_a_restore_that_is_cancelled_leaves_nothing_of_the_job(tmp_path: P
     with job(python(BUSY)) as busy, directory(tmp_path / "image") as images:
         assert busy.line() == "ready"
         needs = busy.needs()
-        await runs.dump(criu, busy.pid, images, needs, leave_stopped=True, in_unit=False)
+        await run.dump(criu, busy.pid, images, needs, leave_stopped=True, in_unit=False)
         os.kill(busy.pid, signal.SIGKILL)
         for pid in needs.pids[1:]:
             os.kill(pid, signal.SIGKILL)
@@ -115,12 +115,12 @@ async def test_a_restore_that_is_cancelled_leaves_nothing_of_the_job(tmp_path: P
         with ended_after(needs.pids), directory(tmp_path / "logs") as logs:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_cancel_when, tasks.cancel_scope, Path(f"/proc/{busy.pid}"))
-                await runs.restore(criu, images, needs, log_dir_fd=logs, unit_name=None)
+                await run.restore(criu, images, needs, log_dir_fd=logs, unit_name=None)
             assert tasks.cancel_scope.cancel_called
             assert population_of(needs.pids).start_ticks == {}
         with ended_after(needs.pids), directory(tmp_path / "logs") as logs, pipe() as (said, output):
             outlets = {outlet.key: output for outlet in needs.outlets}
-            await runs.restore(criu, images, needs, log_dir_fd=logs, unit_name=None, outlets=outlets)
+            await run.restore(criu, images, needs, log_dir_fd=logs, unit_name=None, outlets=outlets)
             tell(busy.pid)
             assert said.readline() == "goes on\n"
 
@@ -133,7 +133,7 @@ async def test_criu_that_is_killed_in_a_restore_leaves_nothing_of_the_job_and_an
     with job(python(BUSY)) as busy, directory(tmp_path / "image") as images:
         assert busy.line() == "ready"
         needs = busy.needs()
-        await runs.dump(criu, busy.pid, images, needs, leave_stopped=True, in_unit=False)
+        await run.dump(criu, busy.pid, images, needs, leave_stopped=True, in_unit=False)
         end_all(population_of(needs.pids))
         busy.gone()
         with ended_after(needs.pids), directory(tmp_path / "logs") as logs:
@@ -141,7 +141,7 @@ async def test_criu_that_is_killed_in_a_restore_leaves_nothing_of_the_job_and_an
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_kill_criu_when, Path(f"/proc/{busy.pid}"))
                 try:
-                    await runs.restore(criu, images, needs, log_dir_fd=logs, unit_name=None)
+                    await run.restore(criu, images, needs, log_dir_fd=logs, unit_name=None)
                 except HegmError as error:
                     failures.append(error)
                 tasks.cancel_scope.cancel()
@@ -149,7 +149,7 @@ async def test_criu_that_is_killed_in_a_restore_leaves_nothing_of_the_job_and_an
             assert population_of(needs.pids).start_ticks == {}
         with ended_after(needs.pids), directory(tmp_path / "logs") as logs, pipe() as (said, output):
             outlets = {outlet.key: output for outlet in needs.outlets}
-            await runs.restore(criu, images, needs, log_dir_fd=logs, unit_name=None, outlets=outlets)
+            await run.restore(criu, images, needs, log_dir_fd=logs, unit_name=None, outlets=outlets)
             tell(busy.pid)
             assert said.readline() == "goes on\n"
 
@@ -172,7 +172,7 @@ async def test_criu_that_is_killed_before_it_dumps_leaves_a_job_that_goes_on(tmp
     with job(python(BUSY)) as busy, directory(tmp_path / "image") as images:
         assert busy.line() == "ready"
         with pytest.raises(HegmError, match="CRIU's dump"):
-            await runs.dump(
+            await run.dump(
                 Criu(str(stand_in), "4.2.1"), busy.pid, images, busy.needs(), leave_stopped=True, in_unit=False
             )
         tell(busy.pid)
@@ -210,7 +210,7 @@ async def test_a_dump_that_took_longer_than_its_deadline_was_killed(
         async with anyio.create_task_group() as tasks:
             criu = Criu(str(stand_in), "4.2.1")
             tasks.start_soon(
-                lambda: runs.dump(criu, busy.pid, images, needs, leave_stopped=False, in_unit=False, is_long_s=0.01)
+                lambda: run.dump(criu, busy.pid, images, needs, leave_stopped=False, in_unit=False, is_long_s=0.01)
             )
             while len([each for each in caplog.messages if "it is not cut off" in each]) < 2:
                 await anyio.lowlevel.checkpoint()
@@ -229,7 +229,7 @@ async def test_criu_is_spared_by_the_kernel_while_it_dumps(tmp_path: Path) -> No
     with job(python(BUSY)) as busy, directory(tmp_path / "image") as images:
         assert busy.line() == "ready"
         criu = Criu(str(stand_in), "4.2.1")
-        await runs.dump(criu, busy.pid, images, busy.needs(), leave_stopped=False, in_unit=False)
+        await run.dump(criu, busy.pid, images, busy.needs(), leave_stopped=False, in_unit=False)
     if refused.returncode != 0:
         pytest.skip("this machine does not let root spare anybody")
     assert (tmp_path / "spared").read_text() == "-1000\n"

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.criu import runs
-from hegmd.criu.needs import Needs, needs_of
-from hegmd.criu.population import end_all, population_of
-from hegmd.criu.tree import read_tree
 from hegmd.errors import HegmError
+from hegmd.images.criu import run
+from hegmd.images.criu.needs import Needs, needs_of
+from hegmd.node.processes.process_set import end_all, population_of
+from hegmd.node.processes.process_tree import read_tree
 from tests.e2e.agented import environment
 from tests.e2e.real_criu import Job, criu_or_skip, directory, ended_after, job, python, tell
 from tests.patience import HANG_S
@@ -107,7 +107,7 @@ async def test_a_job_that_cannot_be_dumped_is_refused_before_and_goes_on(
         needs = started.needs()
         assert any(case.planned in reason.message for reason in needs.reasons), needs.reasons
         with directory(tmp_path / "image") as images:
-            dump = runs.dump(criu, started.pid, images, needs, leave_stopped=False, in_unit=False)
+            dump = run.dump(criu, started.pid, images, needs, leave_stopped=False, in_unit=False)
             if case.said is None:
                 await dump
             else:
@@ -129,7 +129,7 @@ async def test_a_tracer_is_seen_before_and_the_job_goes_on(tmp_path: Path) -> No
             needs = started.needs()
             assert f"is traced by process {tracer.pid}" in needs.reasons[0].message
             with pytest.raises(HegmError, match="dump failed"):
-                await runs.dump(criu, started.pid, images, needs, leave_stopped=False, in_unit=False)
+                await run.dump(criu, started.pid, images, needs, leave_stopped=False, in_unit=False)
             assert tracer.process.stdin is not None
             tracer.process.stdin.close()
             tracer.gone()
@@ -140,8 +140,8 @@ async def test_a_tracer_is_seen_before_and_the_job_goes_on(tmp_path: Path) -> No
 # Two processes of a fresh pid namespace whose session is the one outside, as with `kubectl exec`.
 FROM_OUTSIDE = """
 import os, signal, sys
-from hegmd.criu.needs import needs_of
-from hegmd.criu.tree import read_tree
+from hegmd.images.criu.needs import needs_of
+from hegmd.node.processes.process_tree import read_tree
 job = os.fork()
 if job == 0:
     signal.pause()
@@ -180,7 +180,7 @@ WITH_FILE = f"import sys\nheld = open(sys.argv[1], 'r+b')\n{GOES_ON}"
 async def _ended(started: Job, images: int) -> Needs:
     assert started.line() == "ready"
     needs = started.needs()
-    await runs.dump(criu_or_skip(), started.pid, images, needs, leave_stopped=True, in_unit=False)
+    await run.dump(criu_or_skip(), started.pid, images, needs, leave_stopped=True, in_unit=False)
     end_all(population_of(needs.pids))
     started.gone()
     return needs
@@ -188,7 +188,7 @@ async def _ended(started: Job, images: int) -> Needs:
 
 async def _refusal(images: int, needs: Needs) -> HegmError:
     with ended_after(needs.pids), pytest.raises(HegmError) as failed:
-        await runs.restore(criu_or_skip(), images, needs, log_dir_fd=images, unit_name=None)
+        await run.restore(criu_or_skip(), images, needs, log_dir_fd=images, unit_name=None)
     assert population_of(needs.pids).start_ticks == {}
     return failed.value
 
@@ -229,7 +229,7 @@ async def test_a_job_of_a_shell_needs_to_be_said_to_be_one(tmp_path: Path) -> No
         bare = replace(needs, dump_options=tuple(word for word in needs.dump_options if word != "--shell-job"))
         assert bare != needs
         with pytest.raises(HegmError, match="a session whose leader is outside of it"):
-            await runs.dump(criu, pid, images, bare, leave_stopped=False, in_unit=False)
+            await run.dump(criu, pid, images, bare, leave_stopped=False, in_unit=False)
         tell(pid)
         assert started.line() == "goes on"
 
@@ -253,7 +253,7 @@ async def test_a_full_disk_is_said_to_be_full_and_the_job_goes_on(tmp_path: Path
     with small_disk(tmp_path) as folder, job(python(GOES_ON)) as started, directory(folder) as images:
         assert started.line() == "ready"
         with pytest.raises(HegmError, match="no room left") as failed:
-            await runs.dump(criu, started.pid, images, started.needs(), leave_stopped=True, in_unit=False)
+            await run.dump(criu, started.pid, images, started.needs(), leave_stopped=True, in_unit=False)
         assert "make room" in failed.value.hint
         tell(started.pid)
         assert started.line() == "goes on"

@@ -9,9 +9,9 @@ from pathlib import Path
 import anyio
 import pytest
 
-from hegmd.criu import runs
-from hegmd.criu.needs import Needs
-from hegmd.criu.population import end_all, population_of, wait_until_free
+from hegmd.images.criu import run
+from hegmd.images.criu.needs import Needs
+from hegmd.node.processes.process_set import end_all, population_of, wait_until_free
 from tests.e2e.agented import SCRIPTS, environment, undisturbed
 from tests.e2e.real_criu import Job, criu_or_skip, directory, ended_after, ends, job, pipe
 
@@ -24,7 +24,7 @@ async def _dumped(training: Job, lines: int, images: int) -> tuple[list[str], Ne
     said = [training.line() for _ in range(lines)]
     needs = training.needs()
     assert needs.reasons == ()
-    await runs.dump(criu_or_skip(), training.pid, images, needs, leave_stopped=True, in_unit=False)
+    await run.dump(criu_or_skip(), training.pid, images, needs, leave_stopped=True, in_unit=False)
     end_all(population_of(needs.pids))
     assert training.process.stdout is not None
     said += training.process.stdout.read().splitlines()
@@ -42,7 +42,7 @@ async def test_every_loss_of_a_job_with_loader_workers_is_that_of_an_undisturbed
         said, needs = await _dumped(training, 100, images)
         with pipe() as (more, output), ended_after(needs.pids):
             outlets = {outlet.key: output for outlet in needs.outlets}
-            revived = await runs.restore(criu, images, needs, log_dir_fd=images, unit_name=None, outlets=outlets)
+            revived = await run.restore(criu, images, needs, log_dir_fd=images, unit_name=None, outlets=outlets)
             expected = undisturbed(argv[1:]).splitlines()
             said += [more.readline().rstrip("\n") for _ in range(len(expected) - len(said))]
             assert ends(revived.pid)
@@ -56,7 +56,7 @@ async def test_a_training_goes_on_in_a_pid_namespace_of_its_own_while_its_number
     with job(argv, env=environment(None)) as training, directory(tmp_path / "image") as images:
         said = [training.line() for _ in range(50)]
         needs = training.needs()
-        await runs.dump(criu, training.pid, images, needs, leave_stopped=True, in_unit=False)
+        await run.dump(criu, training.pid, images, needs, leave_stopped=True, in_unit=False)
         # Stopped and still there, so its number is taken; what it has said but not yet handed over is in both.
         (tmp_path / "needs.json").write_text(json.dumps(needs.plain()))
         there = [sys.executable, "-m", "tests.e2e.revival", criu.path, criu.version, str(tmp_path / "image")]

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.criu import runs
-from hegmd.criu.credentials import credentials_in
-from hegmd.criu.guise import rights_missing, to_dump, to_restore
-from hegmd.criu.needs import Needs
-from hegmd.criu.population import end_all, population_of
-from hegmd.criu.tree import read_tree
 from hegmd.errors import HegmError
+from hegmd.images.criu import run
+from hegmd.images.criu.credentials import credentials_in
+from hegmd.images.criu.needs import Needs
+from hegmd.images.criu.privileges import rights_missing, to_dump, to_restore
+from hegmd.node.processes.process_set import end_all, population_of
+from hegmd.node.processes.process_tree import read_tree
 from tests.e2e.handed_job import as_user
 from tests.e2e.real_criu import Job, criu_or_skip, directory, ended_after, job, pipe, python, tell
 
@@ -75,7 +75,7 @@ async def dumped(started: Job, images: int) -> Needs:
     tree = read_tree(started.pid)
     needs = started.needs()
     assert needs.reasons == needs.only_by_root == ()
-    dump = runs.dump(
+    dump = run.dump(
         criu_or_skip(), started.pid, images, needs, leave_stopped=True, in_unit=False, guise=to_dump(tree, ())
     )
     await dump
@@ -86,7 +86,7 @@ async def dumped(started: Job, images: int) -> Needs:
 
 async def restored(images: int, logs: int, needs: Needs, outlets: dict[str, int] | None = None) -> None:
     guise = to_restore(credentials_in(images), BOB)
-    await runs.restore(criu_or_skip(), images, needs, log_dir_fd=logs, unit_name=None, outlets=outlets, guise=guise)
+    await run.restore(criu_or_skip(), images, needs, log_dir_fd=logs, unit_name=None, outlets=outlets, guise=guise)
 
 
 def bobs(place: Path) -> list[str]:

@@ -21,7 +21,7 @@ PROGRAM = Path(__file__).with_name("sandboxed") / "small_disk.py"
 SERVED = """
 import sys, anyio
 from pathlib import Path
-from hegmd.image.images import Images
+from hegmd.images.files.images import Images
 async def serve():
     async with anyio.create_task_group() as tasks:
         await tasks.start(Images(Path(sys.argv[1]), in_unit=False).run)

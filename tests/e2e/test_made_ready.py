@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hegmctl.connection import connect
-from hegmd.pool import read_available_bytes
+from hegmd.memory.pool import read_available_bytes
 from hegmd.protocol.operations import Operation
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import BARE, PACE_MS, SCRIPTS, MovedJob, Script

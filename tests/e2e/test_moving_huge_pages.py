@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.pieces import HUGE_PAGE_BYTES
-from hegmd.pool_memory import read_huge_free_bytes
+from hegmd.memory.pool_memory import read_huge_free_bytes
+from hegmd.memory.sizes import HUGE_PAGE_BYTES
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import SCRIPTS, BareJob, undisturbed_steps
 

@@ -39,7 +39,7 @@ def keepers(state_dir: Path) -> list[psutil.Process]:
     found: list[psutil.Process] = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if "hegmd.keeper" in words and str(state_dir) in words:
+        if "hegmd.memory.keeper" in words and str(state_dir) in words:
             found.append(process)
     return found
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.agent.restart.capture import FORM
+from hegmd.agent.state.capture import FORM
 from tests.e2e.agented import SCRIPTS
 from tests.e2e.forms import form_of
 from tests.e2e.restarted import LEFT_STATUS, REFUSED_STATUS, UNRESTORED_STATUS, Restarts
@@ -333,5 +333,5 @@ def test_a_state_of_another_form_has_another_number(restarts: Restarts, tmp_path
     asked = (("evaluated.py", 5), ("tensors.py", 3), ("own_variables.py", 7), ("threaded.py", 9))
     states = [restarts.left(str(SCRIPTS / script), str(tmp_path), at=at) for script, at in asked]
     found, said = form_of(states)
-    why = f"the state is another: raise FORM in hegmd/agent/restart/capture.py, and add its row here: {found:#x}"
+    why = f"the state is another: raise FORM in hegmd/agent/state/capture.py, and add its row here: {found:#x}"
     assert {state["form"]: found for state in states} == {FORM: FORMS.get(FORM)}, f"{why}\n{said}"

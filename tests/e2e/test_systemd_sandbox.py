@@ -77,7 +77,7 @@ def test_the_journal_gets_fields_and_priorities(node: SystemdNode) -> None:
     entries = [entry for entry in node.journal(SERVICE, after=before) if entry.get("_COMM") == "hegmd"]
     assert entries
     assert all(entry["_TRANSPORT"] == "journal" for entry in entries), "lines of text on standard error"
-    (audited,) = [entry for entry in entries if entry.get("LOGGER") == "hegmd.audit"]
+    (audited,) = [entry for entry in entries if entry.get("LOGGER") == "hegmd.telemetry.audit"]
     assert audited["HEGM_OP"] == "reload"
     assert audited["HEGM_RESULT"] == "ok"
     assert audited["HEGM_UID"] == "0"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.migration import journal
+from hegmd.migration.journal import records
 from tests.chaos.halts import UNRECORDED, Halts, Trap
 from tests.chaos.jobs import undisturbed
 from tests.e2e.systemd_jobs import PATIENCE_S, Inside, asked, halted_service, settled, trains_at, what_trains
@@ -79,14 +79,14 @@ def test_a_journal_of_a_newer_version_is_refused_with_the_way_out_and_left_as_it
     node.run("systemctl", "start", SERVICE)
     node.run("systemctl", "stop", SERVICE)
     before = path.read_bytes()
-    newer = before.replace(journal.MAGIC, journal.MAGIC[:-1] + bytes([journal.VERSION + 1]), 1)
+    newer = before.replace(records.MAGIC, records.MAGIC[:-1] + bytes([records.VERSION + 1]), 1)
     assert newer != before
     path.write_bytes(newer)
     try:
         cursor = node.journal_cursor()
         assert node.run("systemctl", "start", SERVICE, check=False).returncode != 0
         refused = node.wait_for_journal("the journal of operations is of version", after=cursor, unit=SERVICE)
-        assert f"version {journal.VERSION + 1}, and this hegmd reads up to {journal.VERSION}" in refused["MESSAGE"]
+        assert f"version {records.VERSION + 1}, and this hegmd reads up to {records.VERSION}" in refused["MESSAGE"]
         node.wait_for_journal("install that one again", after=cursor, unit=SERVICE)
         assert path.read_bytes() == newer
     finally:

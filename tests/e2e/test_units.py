@@ -33,7 +33,7 @@ CONFINING = (
 PROGRAM = """
 import anyio, json, sys
 from hegmd.errors import ExternalError
-from hegmd.units import systemd_run
+from hegmd.system.transient_units import systemd_run
 
 async def main():
     try:
@@ -89,10 +89,10 @@ def test_a_unit_that_takes_too_long_is_ended_by_systemd(machine: SystemdNode) ->
 
 HOLD = """
 import os, pathlib, sys
-from hegmd.pool_memory import make_memory
-from hegmd.pool_names import Key, PieceName
-from hegmd.pool_places import find_places
-from hegmd.spill_file import SpillFolder
+from hegmd.memory.pool_memory import make_memory
+from hegmd.memory.pool_names import Key, PieceName
+from hegmd.memory.pool_places import find_places
+from hegmd.memory.spill_file import SpillFolder
 name = PieceName(Key("7", "4711"), 4096, "ab")
 places = find_places("0" * 32)
 if sys.argv[1] == "make":
@@ -123,13 +123,13 @@ def test_bytes_with_a_name_outlive_the_units_end_in_the_daemons_sandbox(machine:
 
 HAND_OFF = """
 import anyio, json, os, sys
-from hegmd.criu import runs
-from hegmd.criu.credentials import credentials_in
-from hegmd.criu.guise import rights_missing, to_dump, to_restore
-from hegmd.criu.needs import needs_of
-from hegmd.criu.population import end_all, population_of
-from hegmd.criu.program import Criu
-from hegmd.criu.tree import read_tree
+from hegmd.images.criu import run as runs
+from hegmd.images.criu.credentials import credentials_in
+from hegmd.images.criu.privileges import rights_missing, to_dump, to_restore
+from hegmd.images.criu.needs import needs_of
+from hegmd.node.processes.process_set import end_all, population_of
+from hegmd.node.criu_program import Criu
+from hegmd.node.processes.process_tree import read_tree
 
 async def main():
     program, version, unit, pid, folder, output, uid = sys.argv[1:]

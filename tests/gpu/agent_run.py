@@ -26,8 +26,8 @@ import anyio
 import anyio.to_thread
 import pynvml
 
-from hegmd.helper.link import Link
-from hegmd.pool import Key, Pool
+from hegmd.gpu_helper.link import Link
+from hegmd.memory.pool import Key, Pool
 from hegmd.protocol.messages import AgentReport
 from tests.e2e.agented import Training, environment
 from tests.e2e.scripted_daemon import Attended, ScriptedDaemon

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import anyio
 
-from hegmd.pool import Key, Pool
+from hegmd.memory.pool import Key, Pool
 from tests.gpu.moves_jobs import on_stub
 from tests.gpu.moves_timing import Measured, parts_table, table
 from tests.gpu.moves_verdicts import verdicts

@@ -9,14 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hegmd.helper import cuda
-from hegmd.helper.allocations import Allocations, Done, joined
-from hegmd.helper.copying import Copy, Pace
-from hegmd.helper.lane import Contexts
-from hegmd.helper.provisions import Provisions
-from hegmd.helper.spaces import VideoSpace
-from hegmd.helper.staging import HostMemory, HostSpace, StagedCopy
-from hegmd.helper.staging import Pace as Staging
+from hegmd.gpu_helper import cuda
+from hegmd.gpu_helper.address_space import VideoSpace
+from hegmd.gpu_helper.allocations import Allocations, Done, joined
+from hegmd.gpu_helper.copy_session import Contexts
+from hegmd.gpu_helper.copying import Copy, Pace
+from hegmd.gpu_helper.preallocation import Provisions
+from hegmd.gpu_helper.staging import HostMemory, HostSpace, StagedCopy
+from hegmd.gpu_helper.staging import Pace as Staging
 
 MIB = 1 << 20
 GIB = 1 << 30

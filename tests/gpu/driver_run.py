@@ -17,9 +17,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hegmd.helper import cuda
-from hegmd.testing.driver import MIB, swapped, take_off
-from hegmd.testing.progress import ROWS
+from hegmd.gpu_helper import cuda
+from tests.kit.driver import MIB, swapped, take_off
+from tests.kit.progress import ROWS
 from tests.stubs.cuda.rig import DriverRig
 
 REPO = Path(__file__).resolve().parents[2]

@@ -12,8 +12,8 @@ from pathlib import Path
 import anyio
 import pynvml
 
-from hegmd.helper.link import PROGRAM, Link
-from hegmd.helper.route import Place
+from hegmd.gpu_helper.copy_client import Place
+from hegmd.gpu_helper.link import PROGRAM, Link
 
 MIB = 1 << 20
 OWNER = Path(__file__).with_name("vram_owner.py")

@@ -30,9 +30,9 @@ import anyio
 import anyio.to_thread
 import pynvml
 
-from hegmd.helper.link import PROGRAM, Link
-from hegmd.helper.route import Place, Route
-from hegmd.vram import VideoMemory, piece_sizes
+from hegmd.gpu_helper.copy_client import Place, Route
+from hegmd.gpu_helper.link import PROGRAM, Link
+from hegmd.memory.video_memory import VideoMemory, piece_sizes
 from tests.gpu.helper_rig import MIB, Node, Owner, Pool, linked
 
 GIB = 1 << 30

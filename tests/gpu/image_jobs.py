@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hegmd.criu.population import end_all, population_of
-from hegmd.criu.tree import read_tree
+from hegmd.node.processes.process_set import end_all, population_of
+from hegmd.node.processes.process_tree import read_tree
 from tests.gpu.moves_jobs import TRAINING, on_stub
 from tests.gpu.moves_node import Account, Node, WentWrongError, until
 

@@ -28,18 +28,18 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from hegmd.devices.base import VendorSnapshot
-from hegmd.devices.nvidia import NvidiaProvider
-from hegmd.devices.nvidia_host import NvidiaHost
-from hegmd.devices.nvml import Nvml
-from hegmd.devices.nvml_gpu import NvmlGpu
-from hegmd.devices.shared_library import SharedLibrary
+from hegmd.node.devices.base import VendorSnapshot
+from hegmd.node.devices.nvidia import NvidiaProvider
+from hegmd.node.devices.nvidia_host import NvidiaHost
+from hegmd.node.devices.nvml import Nvml
+from hegmd.node.devices.nvml_gpu import NvmlGpu
+from hegmd.node.devices.shared_library import SharedLibrary
 from hegmd.protocol.snapshots import Gpu, GpuProcess
-from hegmd.testing.contracts import check_provider
 from tests.gpu import nvidia_smi
 from tests.gpu.comparison import MIB, Row, compare_gpus, compare_processes, compare_rows, compare_topology, table
 from tests.gpu.jobs import VramJob
 from tests.gpu.moves_node import require_nvml
+from tests.kit.contracts import check_provider
 from tests.patience import HANG_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]

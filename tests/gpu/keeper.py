@@ -1,8 +1,8 @@
 """What keeps a daemon's descriptors and hands them to the next one: a stand-in for systemd, or hegmd's own keeper.
 
 `Keeper` speaks as much of sd_notify(3) and sd_listen_fds(3) as hegmd does: readiness, descriptor store, barriers.
-`OwnKeeper` says nothing to the daemon, which then starts `hegmd.keeper` by itself, and only looks at what that holds.
-Run as a program this is what stands between the stand-in and the daemon, for a moment:
+`OwnKeeper` says nothing to the daemon, which then starts `hegmd.memory.keeper` by itself, and only looks at what that
+holds. Run as a program this is what stands between the stand-in and the daemon, for a moment:
 
     keeper.py NAME=FD... -- COMMAND...    becomes the command, with these descriptors passed as systemd passes them
 """
@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from hegmd.keeper import wire
+from hegmd.memory.keeper import wire
 
 FIRST_PASSED = 3
 MOST_DESCRIPTORS = 253

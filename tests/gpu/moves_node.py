@@ -204,7 +204,7 @@ class Node:
         """The GPU helper, if there is one now."""
         for child in psutil.Process(self.daemon.pid).children():
             with contextlib.suppress(psutil.Error):  # it may just be ending
-                if "hegmd.helper.child" in child.cmdline():
+                if "hegmd.gpu_helper.child" in child.cmdline():
                     return int(child.pid)
         return None
 

@@ -13,12 +13,12 @@ import sys
 import time
 from collections.abc import Iterator
 
-from hegmd.helper import cuda
-from hegmd.helper.allocations import IN, OUT, Place
-from hegmd.helper.provisions import Provisions
-from hegmd.helper.spaces import VideoSpace
-from hegmd.helper.staging import HostMemory, HostSpace, NearSpace, Pace, StagedCopy
-from hegmd.pool_memory import read_huge_free_bytes
+from hegmd.gpu_helper import cuda
+from hegmd.gpu_helper.address_space import VideoSpace
+from hegmd.gpu_helper.allocations import IN, OUT, Place
+from hegmd.gpu_helper.preallocation import Provisions
+from hegmd.gpu_helper.staging import HostMemory, HostSpace, NearSpace, Pace, StagedCopy
+from hegmd.memory.pool_memory import read_huge_free_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
 SIZE_BYTES = 6 * GIB

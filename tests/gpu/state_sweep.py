@@ -24,13 +24,13 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
-from hegmd import pages
 from hegmd.agent import copying
 from hegmd.agent.crew import share_out
 from hegmd.agent.cuda_driver import Copies
-from hegmd.agent.restart import carriage, ground, sums
-from hegmd.agent.restart.ring import THREADS, Ring, loads
-from hegmd.pool_memory import read_huge_free_bytes
+from hegmd.agent.state.storage import checksums, pinned_buffers, raw_copy
+from hegmd.agent.state.storage.staging import THREADS, Ring, loads
+from hegmd.memory import page_allocation
+from hegmd.memory.pool_memory import read_huge_free_bytes
 
 MIB = 1 << 20
 SIZE_MIB = 6 << 10
@@ -49,7 +49,7 @@ class Sweep:
         self.driver = Copies()
         self.fd = os.memfd_create("pool", os.MFD_CLOEXEC | (os.MFD_HUGETLB if huge else 0))
         os.ftruncate(self.fd, size_bytes)
-        pages.populate(self.fd, size_bytes)
+        page_allocation.populate(self.fd, size_bytes)
         self.map = mmap.mmap(self.fd, size_bytes)
         self._anchor: Any = ctypes.c_char.from_buffer(self.map)
         self.pool = ctypes.addressof(self._anchor)
@@ -140,7 +140,7 @@ class Sweep:
                 f"ring of {threads} threads, out", threads, lambda ring: ring.out(out_loads, _moved, _ignore)
             )
             self._say_ring(f"ring of {threads} threads, in", threads, lambda ring: ring.into(in_loads, _moved, _ignore))
-        summing = sums.summing(_moved, {})
+        summing = checksums.summing(_moved, {})
         what = "the same, out, added up by the processor"
         self._say_ring(what, THREADS, lambda ring: ring.out(out_loads, summing, _ignore))
 
@@ -161,7 +161,7 @@ class Sweep:
             self.say(f"the agent's way, out, {pieces} tensors", partial(self._out, raws, places), before=_prepare)
 
     def _out(self, raws: list[Any], places: list[int]) -> None:
-        carriage.copy_pieces_out(self.fd, self.size_bytes, raws, places, {}, copying.ignore)
+        raw_copy.copy_pieces_out(self.fd, self.size_bytes, raws, places, {}, copying.ignore)
 
     def adding(self) -> None:
         """Checksums of the pool by the processor, as before putting back."""
@@ -171,7 +171,7 @@ class Sweep:
 
             def check(address: int, _place: int, size_bytes: int) -> None:
                 copying.fetch_pages(address, size_bytes)
-                sums.sum_of(address, size_bytes)
+                checksums.sum_of(address, size_bytes)
 
             spans = [(base, 0, self.size_bytes)]
             self.say(f"checked by {threads}", partial(copying.in_threads, check, spans, copying.ignore, threads))
@@ -211,9 +211,9 @@ class Sweep:
 
 def _prepare() -> None:
     """Have the ring's memory there before the clock runs."""
-    ground.drop()
-    ground.prepare()
-    ground.wait()
+    pinned_buffers.drop()
+    pinned_buffers.prepare()
+    pinned_buffers.wait()
 
 
 def _ignore(_so_far_bytes: int) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from hegmd.testing.progress import ROWS
 from tests.gpu import nvidia_smi
 from tests.gpu.driver_run import ROW_S, run_row
+from tests.kit.progress import ROWS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,11 +13,11 @@ from contextlib import ExitStack
 
 import pytest
 
-from hegmd.devices.nvidia import NvidiaProvider
-from hegmd.testing.contracts import check_provider
+from hegmd.node.devices.nvidia import NvidiaProvider
 from tests.gpu import nvidia_smi
 from tests.gpu.comparison import MIB, Row, compare_gpus, compare_processes, compare_rows, compare_topology, table
 from tests.gpu.jobs import VramJob
+from tests.kit.contracts import check_provider
 
 pytestmark = [
     pytest.mark.gpu,

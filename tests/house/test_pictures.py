@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.migration.machine import PHASES
+from hegmd.migration.machine.machine import PHASES
 from tests.house.source import ROOT
 from tools.pictures import drawings, records, tables, terminal
 from tools.pictures.gallery import GALLERY, PICTURES, Picture

@@ -17,7 +17,7 @@ from tests.house.source import PACKAGES, ROOT, modules
 SHARED = tuple(
     module
     for module in modules("hegm", "hegmd.errors", "hegmd.protocol", "hegmd.agent")
-    if module.name not in {"hegmd.protocol.reference", "hegmd.protocol.__main__", "hegmd.agent.inject.sitecustomize"}
+    if module.name not in {"hegmd.protocol.__main__", "hegmd.agent.inject.sitecustomize"}
 )
 
 # Each costs from one to eight milliseconds of the 25 that a whole `hegmctl gpus` may take.

@@ -35,9 +35,7 @@ EXCEPTIONS: dict[tuple[Rule, str], str] = {
     (rules.output, "hegmctl.output"): "the sink of the command line",
     (rules.output, "hegmctl.watch"): "hands the terminal to the screen",
     (rules.output, "hegmd.__main__"): "says what is wrong before there is a log",
-    (rules.output, "hegmctl.pages.__main__"): "a program of the build, with a terminal of its own",
-    (rules.leaving, "hegmctl.pages.__main__"): "a program of the build, with an exit of its own",
-    (rules.leaving, "hegmd.criu.attendant"): "a program of its own, whose status is the job's",
+    (rules.leaving, "hegmd.images.criu.parent"): "a program of its own, whose status is the job's",
     (rules.leaving, "hegmcompat.ctrl_cli"): "the one exit of hegm-ctrl",
     (rules.leaving, "hegmcompat.launcher_cli"): "the one exit of hegm-launcher",
     (rules.leaving, "hegmctl.cli"): "the client's one exit",
@@ -46,9 +44,9 @@ EXCEPTIONS: dict[tuple[Rule, str], str] = {
     (rules.leaving, "hegmd.__main__"): "the daemon's one exit",
     (rules.leaving, "hegmd.agent.inject.sitecustomize"): "a Python that was started before its turn runs no script",
     (rules.leaving, "hegmd.agent.standby"): "ends what was started before its turn, and is not to have one",
-    (rules.leaving, "hegmd.helper.child"): "ends at once, whatever its threads wait for in the driver",
-    (rules.leaving, "hegmd.agent.restart.leaving"): "ends a worker that has left its state, or cannot have it back",
-    (rules.leaving, "hegmd.keeper.__main__"): "the keeper's one exit",
+    (rules.leaving, "hegmd.gpu_helper.child"): "ends at once, whatever its threads wait for in the driver",
+    (rules.leaving, "hegmd.agent.state.save_and_exit"): "ends a worker that has left its state, or cannot have it back",
+    (rules.leaving, "hegmd.memory.keeper.__main__"): "the keeper's one exit",
     (rules.sleep, "tests/e2e/training/sleeper.py"): "a job that is slow, with a thread that sleeps, is what it plays",
 }
 

@@ -19,14 +19,14 @@ import anyio
 import anyio.lowlevel
 
 from hegmd.errors import HegmError, Refused
-from hegmd.helper.link import Answer, DriverFailed, HelperLost
-from hegmd.methods.base import Subject
-from hegmd.methods.copying import CopyingCarrier
-from hegmd.methods.host import HostCarrier
-from hegmd.methods.peer import PeerCarrier
-from hegmd.pool import Keep, Pool
+from hegmd.gpu_helper.link import Answer, DriverFailed, HelperLost
+from hegmd.memory.pool import Keep, Pool
+from hegmd.migration.carriers.copying import CopyingCarrier
+from hegmd.migration.carriers.host import HostCarrier
+from hegmd.migration.carriers.peer import PeerCarrier
+from hegmd.migration.contracts import Subject
 from hegmd.protocol.agents import NO_HANDLE, AgentReport, packed, unpacked_spans
-from hegmd.workers import Worker
+from hegmd.workers.workers import Worker
 
 KIB, MIB = 1 << 10, 1 << 20
 TRIES = 40

@@ -13,12 +13,13 @@ from pathlib import Path
 from random import Random
 
 from hegmd.errors import HegmError, Refused
-from hegmd.migration import events, journal, machine
-from hegmd.migration.effects import Effect
-from hegmd.migration.events import DISCONNECTED, Event
-from hegmd.migration.journal import History
-from hegmd.migration.journal_file import NAME, OPERATION_BYTES, JournalFile
-from hegmd.migration.operation import Operation
+from hegmd.migration.journal import records
+from hegmd.migration.journal.file import NAME, OPERATION_BYTES, JournalFile
+from hegmd.migration.journal.records import History
+from hegmd.migration.machine import events, machine
+from hegmd.migration.machine.effects import Effect
+from hegmd.migration.machine.events import DISCONNECTED, Event
+from hegmd.migration.machine.operation import Operation
 from tests.simulation.disk import ModelDisk
 from tests.simulation.driven import DrivenHands, Means
 from tests.simulation.hands import ORDERS, Hands, Running, failure
@@ -82,7 +83,7 @@ class Daemon:
         file = self.parts.journal_file(FOLDER, self.disk, compact_bytes=self.parts.compact_bytes)
         try:
             self.reading = file.open()
-        except journal.JournalBroken as broken:
+        except records.JournalBroken as broken:
             raise Violation(f"the journal cannot be read any more: {broken.message}") from broken
         return file
 
@@ -133,7 +134,7 @@ class Daemon:
         """Somebody asks for an operation. False if it was refused, because the journal cannot take it."""
         history = History(op)
         self.tell(f"{op.id} is asked for: {op.kind} of {[(w.name, w.at, w.goal) for w in op.workers]}")
-        if not self._append(history, journal.opening(op, self.now), ahead_bytes=OPERATION_BYTES):
+        if not self._append(history, records.opening(op, self.now), ahead_bytes=OPERATION_BYTES):
             self.refused.add(op.created_utc)
             return False
         if self.is_killed("begun"):
@@ -169,7 +170,7 @@ class Daemon:
             f"{op_id} {event}\n{'':9}{before.phase} -> {after.phase}, {after.heading}; "
             f"{[(effect.tag, effect.worker) for effect in wanted]}"
         )
-        record, _ = journal.step(before, event, after, wanted, now=self.now, utc=self.now)
+        record, _ = records.step(before, event, after, wanted, now=self.now, utc=self.now)
         started = [Running(op_id, effect, self.known[op_id, effect.worker], self.now) for effect in wanted]
         if self.parts.acts_before_sync:
             self.running += started

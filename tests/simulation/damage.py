@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from multiprocessing import Pool
 from pathlib import Path
 
-from hegmd.migration import journal
+from hegmd.migration.journal import records
 
 SAMPLE = Path(__file__).parents[1] / "unit" / "migration" / "journals" / "v1.journal"
 CHUNK = 256
@@ -25,8 +25,8 @@ def flip_bits(data: bytes, places: Iterable[int], bits: Iterable[int] = range(8)
             damaged = bytearray(data)
             damaged[place] ^= 1 << bit
             try:
-                journal.read(bytes(damaged))
-            except journal.JournalBroken as broken:
+                records.read(bytes(damaged))
+            except records.JournalBroken as broken:
                 if broken.where > place or not broken.hint:
                     yield f"bit {bit} of byte {place} is said to be wrong at byte {broken.where}"
                 continue
@@ -36,9 +36,9 @@ def flip_bits(data: bytes, places: Iterable[int], bits: Iterable[int] = range(8)
 def cut(data: bytes, lengths: Iterable[int], tail: bytes = b"") -> Iterator[str]:
     """What was read of a journal that was cut off, or went on as unwritten disk does, and is not its beginning."""
     ends = record_ends(data)
-    whole = {end: journal.read(data[:end]).histories for end in ends}
+    whole = {end: records.read(data[:end]).histories for end in ends}
     for length in lengths:
-        reading = journal.read(data[:length] + tail)
+        reading = records.read(data[:length] + tail)
         sound = max(end for end in ends if end <= length)
         if reading.sound_bytes != sound or reading.histories != whole[sound]:
             yield f"cut at byte {length}: {reading.sound_bytes} bytes were read, {sound} are sound"
@@ -48,7 +48,7 @@ def cut(data: bytes, lengths: Iterable[int], tail: bytes = b"") -> Iterator[str]
 
 def record_ends(data: bytes) -> list[int]:
     """Where each record ends, the beginning of the file and its magic among them."""
-    return [0, len(journal.MAGIC), *[end for _, end, _ in journal.payloads(data)]]
+    return [0, len(records.MAGIC), *[end for _, end, _ in records.payloads(data)]]
 
 
 def _flip_chunk(start: int) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from hegmd.migration.disk import Disk
+from hegmd.migration.journal.disk import Disk
 
 
 @dataclass

@@ -13,25 +13,25 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from hegmd.methods.base import Carrier, Method
-from hegmd.methods.driver import DriverMethod
-from hegmd.methods.driver_carrier import DriverCarrier
-from hegmd.methods.gpus import Gpus
-from hegmd.methods.neighbours import Neighbours, Who
-from hegmd.methods.steps import Steps
-from hegmd.migration.course import TERMINAL
-from hegmd.migration.effects import FINISH
-from hegmd.migration.operation import Operation
-from hegmd.migration.performer import Performer
+from hegmd.migration.carriers.driver import DriverCarrier
+from hegmd.migration.contracts import Carrier, Method
+from hegmd.migration.machine.effects import FINISH
+from hegmd.migration.machine.next_effects import TERMINAL
+from hegmd.migration.machine.operation import Operation
+from hegmd.migration.methods.driver import DriverMethod
+from hegmd.migration.methods.driver_calls import Steps
+from hegmd.migration.methods.gpus import Gpus
+from hegmd.migration.methods.other_processes import Neighbours, Who
+from hegmd.migration.run.executor import Performer
 from hegmd.protocol.snapshots import Gpu, GpuProcess, GpuUse, Vendor
-from hegmd.workers import Workers
+from hegmd.workers.workers import Workers
 from tests.simulation.hands import Hands, Running
 from tests.simulation.loop import StillLoop
 from tests.simulation.model_helper import ModelHelper, ModelMemory
 from tests.simulation.node import Node, Process
 
 if TYPE_CHECKING:
-    from hegmd.migration.events import Event
+    from hegmd.migration.machine.events import Event
 
 START_TICKS = 7
 

@@ -12,13 +12,13 @@ from contextlib import asynccontextmanager
 import anyio
 
 from hegmd.errors import HegmError
-from hegmd.methods.base import Left, Standing, Subject
-from hegmd.methods.driver import DriverMethod
-from hegmd.methods.gpus import Gpus, rest_of
-from hegmd.methods.neighbours import Who
-from hegmd.methods.steps import Steps
-from hegmd.methods.storage_room import others_on
-from hegmd.pieces import RESTORE_MARGIN_BYTES
+from hegmd.memory.sizes import RESTORE_MARGIN_BYTES
+from hegmd.migration.contracts import Left, Standing, Subject
+from hegmd.migration.methods.driver import DriverMethod
+from hegmd.migration.methods.driver_calls import Steps
+from hegmd.migration.methods.gpus import Gpus, rest_of
+from hegmd.migration.methods.other_processes import Who
+from hegmd.migration.methods.storage_handover import others_on
 from tests.simulation.driven import Means, ModelNeighbours
 
 EVERYTHING_BYTES = 1 << 60

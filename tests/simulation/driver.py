@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
-from hegmd.pieces import RESTORE_MARGIN_BYTES
+from hegmd.memory.sizes import RESTORE_MARGIN_BYTES
 from tests.simulation.node import CHECKPOINTED, FAILED, LOCKED, RUNNING, Node, Process, Violation
 
 ILLEGAL_ARGUMENT, ILLEGAL_STATE, NOT_READY = 1, 401, 600

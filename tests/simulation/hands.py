@@ -1,4 +1,5 @@
-"""A model of what performs effects, each way that it can end included: the contract that performer.py has to keep.
+"""A model of what performs effects, each way that it can end included: the contract that
+hegmd/migration/run/executor.py has to keep.
 
 Orders go over the connection that the machine has heard of last. What may be lost, late, half done or done twice is
 drawn from the life's odds; what is done is done to the node, which says when it must not have been.
@@ -10,10 +11,10 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from hegmd.migration import events
-from hegmd.migration.effects import Effect
-from hegmd.migration.events import BROKEN, DISCONNECTED, REFUSED, Event, Failed
-from hegmd.migration.operation import Operation
+from hegmd.migration.machine import events
+from hegmd.migration.machine.effects import Effect
+from hegmd.migration.machine.events import BROKEN, DISCONNECTED, REFUSED, Event, Failed
+from hegmd.migration.machine.operation import Operation
 from tests.simulation.driver import CallRefused, Driver, HelperLost
 from tests.simulation.node import CHECKPOINTED, LOCKED, Process, Violation
 

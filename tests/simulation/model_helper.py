@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from hegmd.errors import HegmError, Refused
-from hegmd.helper.link import Answer, DriverFailed, HelperLost, Link
+from hegmd.gpu_helper.link import Answer, DriverFailed, HelperLost, Link
 from tests.simulation.driver import CallRefused, Calls
 from tests.simulation.node import FAILED, Process
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from hegmd.errors import HegmError
-from hegmd.migration import course, effects, events, machine
-from hegmd.migration.effects import Effect
-from hegmd.migration.events import Event
-from hegmd.migration.journal import History
-from hegmd.migration.journal_file import JournalFile
-from hegmd.migration.operation import BACK, Operation, Worker
+from hegmd.migration.journal.file import JournalFile
+from hegmd.migration.journal.records import History
+from hegmd.migration.machine import effects, events, machine, next_effects
+from hegmd.migration.machine.effects import Effect
+from hegmd.migration.machine.events import Event
+from hegmd.migration.machine.operation import BACK, Operation, Worker
 from tests.simulation.daemon import Parts
 from tests.simulation.disk import ModelDisk
 from tests.simulation.driven_mutants import MEANS
@@ -62,7 +62,7 @@ def trusts_its_memory_after_a_restart(op: Operation, event: Event, now: float) -
     if not isinstance(event, events.Recovered):
         return after, wanted
     certain = _all_workers(after, lambda w: w.replace(unsure=False, recount=False)).replace(pending=())
-    return course.advance(certain, now)
+    return next_effects.advance(certain, now)
 
 
 def gives_the_way_back_away(op: Operation, event: Event, now: float) -> Result:
@@ -101,7 +101,7 @@ def does_not_count_again(op: Operation, event: Event, now: float) -> Result:
     if not isinstance(event, events.Parked) or after is op:
         return after, wanted
     blind = _all_workers(after, lambda w: w.replace(measured=True)).replace(pending=())
-    return course.advance(blind, now)
+    return next_effects.advance(blind, now)
 
 
 def lets_go_one_by_one(op: Operation, event: Event, now: float) -> Result:
@@ -155,7 +155,7 @@ class KeepsAFileWithoutAName(JournalFile):
 
 class ForgetsWhatIsSuspended(JournalFile):
     def rewrite(self, histories: Iterable[History]) -> None:
-        super().rewrite([history for history in histories if history.operation.phase != course.SUSPENDED])
+        super().rewrite([history for history in histories if history.operation.phase != next_effects.SUSPENDED])
 
 
 class WritesOverTheOldOne(JournalFile):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from hegmd.migration import journal, machine
-from hegmd.migration.course import DONE
-from hegmd.migration.journal_file import NAME
-from hegmd.migration.operation import CHECKPOINT
+from hegmd.migration.journal import records
+from hegmd.migration.journal.file import NAME
+from hegmd.migration.machine import machine
+from hegmd.migration.machine.next_effects import DONE
+from hegmd.migration.machine.operation import CHECKPOINT
 from tests.simulation.daemon import Daemon
 from tests.simulation.driven import START_TICKS
 from tests.simulation.node import RUNNING, Process, Violation
@@ -114,10 +115,10 @@ def _judge_ruined(daemon: Daemon, process: Process, op_id: str | None) -> None:
 
 def _judge_journal(daemon: Daemon) -> None:
     try:
-        found = journal.read(daemon.disk.read(daemon.file.path)).histories
+        found = records.read(daemon.disk.read(daemon.file.path)).histories
     except FileNotFoundError:  # lost, and nothing was asked for since
         found = {}
-    except journal.JournalBroken as broken:
+    except records.JournalBroken as broken:
         raise Violation(f"the journal cannot be read any more: {broken.message}") from broken
     known = {op_id: history.operation for op_id, history in found.items()}
     refused = [op_id for op_id, op in known.items() if op.phase == "planned"]  # the disk failed after it had taken it

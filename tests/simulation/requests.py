@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from random import Random
 
-from hegmd.methods.driver import DriverMethod
-from hegmd.migration import events
-from hegmd.migration.adoption import Standing, adopted
-from hegmd.migration.machine import HOLDING
-from hegmd.migration.operation import (
+from hegmd.memory.sizes import RESTORE_MARGIN_BYTES
+from hegmd.migration.machine import events
+from hegmd.migration.machine.adoption import Standing, adopted
+from hegmd.migration.machine.machine import HOLDING
+from hegmd.migration.machine.operation import (
     BY_DRIVER,
     BY_STATE,
     CHECKPOINT,
@@ -23,7 +23,7 @@ from hegmd.migration.operation import (
     Operation,
     Worker,
 )
-from hegmd.pieces import RESTORE_MARGIN_BYTES
+from hegmd.migration.methods.driver import DriverMethod
 from tests.simulation.daemon import Daemon
 from tests.simulation.node import Process
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from hegmd.migration import events
-from hegmd.migration.events import BROKEN, REFUSED, Event
+from hegmd.migration.machine import events
+from hegmd.migration.machine.events import BROKEN, REFUSED, Event
 from tests.simulation.hands import Hands, Running, failure
 from tests.simulation.node import Node, Process, Violation
 
 if TYPE_CHECKING:
-    from hegmd.migration.operation import Operation, Worker
+    from hegmd.migration.machine.operation import Operation, Worker
 
 # A pid is not used twice in a life.
 _NEXT = 1000

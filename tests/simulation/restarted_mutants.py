@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hegmd.migration import effects, events, machine
-from hegmd.migration.effects import Effect
-from hegmd.migration.events import Event
-from hegmd.migration.operation import Operation
+from hegmd.migration.machine import effects, events, machine
+from hegmd.migration.machine.effects import Effect
+from hegmd.migration.machine.events import Event
+from hegmd.migration.machine.operation import Operation
 from tests.simulation.daemon import Parts
 from tests.simulation.mutants import Mutant
 from tests.simulation.node import Process

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
-from hegmd.migration import events
+from hegmd.migration.machine import events
 from tests.simulation import requests, restarted, weather
 from tests.simulation.daemon import Daemon, Parts
 from tests.simulation.node import Node, Process, Violation

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from hegmd.errors import Refused
-from hegmd.methods.base import Progress, Subject
-from hegmd.methods.copying import CopyingCarrier
-from hegmd.methods.host import HostCarrier
-from hegmd.methods.peer import PeerCarrier
+from hegmd.migration.carriers.copying import CopyingCarrier
+from hegmd.migration.carriers.host import HostCarrier
+from hegmd.migration.carriers.peer import PeerCarrier
+from hegmd.migration.contracts import Progress, Subject
 from tests.simulation.carried import Make, Node, host, live, peer
 
 SEEDS, ENOUGH = 150, 30

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.migration import events, journal, machine
-from hegmd.migration.effects import Effect
-from hegmd.migration.events import Event
-from hegmd.migration.operation import Operation
+from hegmd.migration.journal import records
+from hegmd.migration.machine import events, machine
+from hegmd.migration.machine.effects import Effect
+from hegmd.migration.machine.events import Event
+from hegmd.migration.machine.operation import Operation
 from tests.simulation.daemon import Daemon, Parts
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.seeds import live
@@ -105,7 +106,7 @@ def test_the_events_in_a_journal_lead_to_the_same_operations_again() -> None:
     for seed in range(60):
         daemon = live(seed, Parts(compact_bytes=10**9), odds=calm).daemon
         ops: dict[str, Operation] = {}
-        for entry in journal.entries(daemon.disk.read(daemon.file.path)):
+        for entry in records.entries(daemon.disk.read(daemon.file.path)):
             if entry.whole:
                 ops[entry.op] = Operation.from_plain(entry.values, "journal")
                 continue
@@ -201,5 +202,5 @@ def test_a_journal_that_was_written_with_a_full_disk_can_be_read(tmp_path: Path)
         for name, file in daemon.disk.names.items():
             (tmp_path / name).write_bytes(bytes(file.data))
         if daemon.ops:
-            found += len(journal.read((tmp_path / daemon.file.path.name).read_bytes()).histories)
+            found += len(records.read((tmp_path / daemon.file.path.name).read_bytes()).histories)
     assert found > 20

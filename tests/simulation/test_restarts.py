@@ -10,9 +10,9 @@ from random import Random
 
 import pytest
 
-from hegmd.migration import machine
-from hegmd.migration.events import Event
-from hegmd.migration.operation import Operation
+from hegmd.migration.machine import machine
+from hegmd.migration.machine.events import Event
+from hegmd.migration.machine.operation import Operation
 from tests.simulation import restarted, weather
 from tests.simulation.daemon import Daemon, Parts
 from tests.simulation.restarted import RestartedHands

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from random import Random
 
-from hegmd.migration import events
-from hegmd.pieces import RESTORE_MARGIN_BYTES
+from hegmd.memory.sizes import RESTORE_MARGIN_BYTES
+from hegmd.migration.machine import events
 from tests.simulation import restarted
 from tests.simulation.daemon import Daemon
 from tests.simulation.node import Process

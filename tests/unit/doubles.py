@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hegmd.devices.base import ProcessUse, VendorSnapshot
+from hegmd.node.devices.base import ProcessUse, VendorSnapshot
 from hegmd.protocol.snapshots import Gpu, GpuUse, Health
 
 GIB = 1 << 30

@@ -9,20 +9,20 @@ from typing import Any, NoReturn
 
 import anyio
 
-from hegmd.criu.population import population_of
-from hegmd.criu.program import Criu
 from hegmd.errors import NOT_FOUND, HegmError
-from hegmd.external import Rights
-from hegmd.handoff import Handoff
-from hegmd.lock_files import LockFiles
-from hegmd.meeting import MeetingPlaces
-from hegmd.migration.operation import CHECKPOINT, Operation
-from hegmd.migration.operation import Handoff as Wish
-from hegmd.pool import Pool
+from hegmd.images.dump_job import Handoff
+from hegmd.images.dump_records import StandingNotes
+from hegmd.images.hegm_lock_files import LockFiles
+from hegmd.images.rendezvous import MeetingPlaces
+from hegmd.memory.pool import Pool
+from hegmd.migration.machine.operation import CHECKPOINT, Operation
+from hegmd.migration.machine.operation import Handoff as Wish
+from hegmd.node.criu_program import Criu
+from hegmd.node.processes.process_set import population_of
 from hegmd.protocol.images import Manifest
 from hegmd.protocol.messages import Order
-from hegmd.standing_notes import StandingNotes
-from hegmd.workers import Workers
+from hegmd.system.programs import Rights
+from hegmd.workers.workers import Workers
 from tests.unit.migration.operations import operation, worker
 from tests.unit.model_agent import ModelAgent
 

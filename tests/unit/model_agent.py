@@ -17,7 +17,7 @@ import anyio.lowlevel
 from hegmd.errors import Refused
 from hegmd.protocol.messages import AgentAttend, AgentReport, Order
 from hegmd.protocol.snapshots import AgentInfo
-from hegmd.workers import Workers
+from hegmd.workers.workers import Workers
 
 PROGRAM = AgentInfo(name="model agent", version="1")
 

@@ -14,22 +14,22 @@ from pathlib import Path
 import anyio
 import anyio.abc
 
-from hegmd.asking import Asked
-from hegmd.devices.simulated import SimulatedProvider
-from hegmd.devices.topology import parse_topology
-from hegmd.events import EventLog
-from hegmd.inventory import Inventory
-from hegmd.migration.disk import Disk
-from hegmd.moving import Moving
-from hegmd.pool import Keep, Pool
-from hegmd.pool_places import Place
-from hegmd.pool_sums import SumFolder
-from hegmd.processes import ProcessTable
-from hegmd.processes.procfs import Unreadable, Vanished, read_start
+from hegmd.memory.pool import Keep, Pool
+from hegmd.memory.pool_checksums import SumFolder
+from hegmd.memory.pool_places import Place
+from hegmd.memory.spill_file import SpillFolder
+from hegmd.migration.journal.disk import Disk
+from hegmd.node.devices.simulated import SimulatedProvider
+from hegmd.node.devices.topology import parse_topology
+from hegmd.node.inventory import Inventory
+from hegmd.node.migration_options import NodeMeans
+from hegmd.node.processes import ProcessTable
+from hegmd.node.processes.procfs import Unreadable, Vanished, read_start
+from hegmd.operations.request_context import Asked
+from hegmd.operations.service import Moving
 from hegmd.protocol.operations import Operation, OperationProgress
-from hegmd.spill_file import SpillFolder
-from hegmd.ways import NodeMeans
-from hegmd.workers import Workers
+from hegmd.telemetry.events import EventLog
+from hegmd.workers.workers import Workers
 from tests.patience import HANG_S
 from tests.unit.model_agent import ModelAgent
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hegmd.pieces import MIB
-from hegmd.pool import Keep, Key, Pool
-from hegmd.pool_found import find_pieces
-from hegmd.pool_places import Place
-from hegmd.pool_sums import SumFolder
-from hegmd.spill_file import SpillFolder
+from hegmd.memory.pool import Keep, Key, Pool
+from hegmd.memory.pool_checksums import SumFolder
+from hegmd.memory.pool_found import find_pieces
+from hegmd.memory.pool_places import Place
+from hegmd.memory.sizes import MIB
+from hegmd.memory.spill_file import SpillFolder
 from tests.unit.descriptor_store import DescriptorStore
 
 KEY = Key("7", "4711")

@@ -11,13 +11,13 @@ import pytest
 
 from hegmd.app import App
 from hegmd.config import Config, load
-from hegmd.devices.node_spec import Topology
-from hegmd.devices.topology import parse_topology
-from hegmd.inventory import NodeSnapshot
-from hegmd.log import LogSetup
+from hegmd.node.devices.node_spec import Topology
+from hegmd.node.devices.topology import parse_topology
+from hegmd.node.inventory import NodeSnapshot
 from hegmd.protocol.snapshots import Check
 from hegmd.server.session import PeerGone
-from hegmd.service import Offer
+from hegmd.system.systemd import Offer
+from hegmd.telemetry.log import LogSetup
 from hegmd.wiring import node_facts, node_means
 from tests.patience import HANG_S
 

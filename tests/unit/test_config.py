@@ -12,7 +12,7 @@ import pytest
 from hegmd import arguments
 from hegmd.config import Config, after_reload, changes, example, load
 from hegmd.errors import HegmError
-from hegmd.setting_kinds import Amount, GroupName, Mode, OneOf, PathName
+from hegmd.setting_types import Amount, GroupName, Mode, OneOf, PathName
 from hegmd.settings import ROWS, LimitSettings
 
 ROOT = Path(__file__).parents[2]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-from hegmd.pool import Keep
-from hegmd.pool_found import find_pieces
-from hegmd.vram import GIB, VideoMemory
+from hegmd.memory.pool import Keep
+from hegmd.memory.pool_found import find_pieces
+from hegmd.memory.video_memory import GIB, VideoMemory
 from tests.unit.descriptor_store import DescriptorStore
-from tests.unit.test_vram import GPU, Gpus
+from tests.unit.memory.test_video_memory import GPU, Gpus
 
 WHO = "7.4711.bytes"
 

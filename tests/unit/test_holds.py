@@ -9,9 +9,9 @@ from pathlib import Path
 import anyio
 import pytest
 
-from hegmd.asking import Answer
 from hegmd.errors import BAD_REQUEST, BUSY, NOT_FOUND, REFUSED, HegmError
-from hegmd.external import Rights
+from hegmd.operations.request_context import Answer
+from hegmd.system.programs import Rights
 from tests.patience import HANG_S
 from tests.unit.migration.operations import operation, worker
 from tests.unit.moving_node import Node, running, start_ticks

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from hegmd.dumping import used_bytes
 from hegmd.errors import Bug, HegmError
-from hegmd.helper.mark import MARK_BYTES, Mark, packed_mark
-from hegmd.image.folder import find
-from hegmd.manifests import pool_bytes_in
-from hegmd.meeting import MeetingPlaces
-from hegmd.migration.carriage import HOST, WORKER
-from hegmd.pieces import HUGE_PAGE_BYTES, MIB, TABLE_BYTES, storages_in, whole_size
-from hegmd.pool import Key, Memory, Pool
+from hegmd.gpu_helper.mark import MARK_BYTES, Mark, packed_mark
+from hegmd.images.dump_files import used_bytes
+from hegmd.images.files.folder import find
+from hegmd.images.manifests import pool_bytes_in
+from hegmd.images.rendezvous import MeetingPlaces
+from hegmd.images.restore_job import Reviving
+from hegmd.memory.pool import Key, Memory, Pool
+from hegmd.memory.sizes import HUGE_PAGE_BYTES, MIB, TABLE_BYTES, storages_in, whole_size
+from hegmd.migration.plan.carrier_choice import HOST, WORKER
 from hegmd.protocol.images import ImageFile, ImageWorker, Manifest
-from hegmd.reviving import Reviving
-from hegmd.workers import Workers
-from tests.unit.image.directory import MANIFEST, built, ignore
+from hegmd.workers.workers import Workers
+from tests.unit.images.files.directory import MANIFEST, built, ignore
 from tests.unit.migration.operations import worker
 from tests.unit.moving_node import running
 from tests.unit.pools import keep_in, opened

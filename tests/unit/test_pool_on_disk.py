@@ -10,10 +10,10 @@ import anyio
 import pytest
 
 from hegmd.errors import HegmError, Refused
-from hegmd.pieces import MIB, whole_size
-from hegmd.pool import Keep
-from hegmd.pool_places import Place
-from hegmd.spill_file import SpillFolder
+from hegmd.memory.pool import Keep
+from hegmd.memory.pool_places import Place
+from hegmd.memory.sizes import MIB, whole_size
+from hegmd.memory.spill_file import SpillFolder
 from tests.unit.pools import KEY, OTHER, files_under, found_again, keep_in, opened
 
 

@@ -15,14 +15,14 @@ import pytest
 from typing_extensions import Self
 
 from hegmctl.rank_states import STATES, RankStates
-from hegmd.agent.restart import plain
+from hegmd.agent.state.storage import state_file
 from tests.patience import HANG_S
 
 POLL_S = 0.01
 ROOT = Path(__file__).parents[2]
 ASKS = """
 import os
-from hegmd.agent.restart import given
+from hegmd.agent.state.values import inherited as given
 try:
     given.claim()
 except OSError as error:
@@ -50,7 +50,7 @@ def states(tmp_path: Path, lock: int) -> Iterator[RankStates]:
     held: dict[int, int] = {}
     for rank in (0, 1):
         held[rank] = os.open(tmp_path / f"state.{rank}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-        plain.write(held[rank], {"rank": rank})
+        state_file.write(held[rank], {"rank": rank})
     made = RankStates(held, lock)
     try:
         yield made

@@ -24,8 +24,8 @@ def _mount_agent(root):
     package = bootstrap.module_from_spec(spec)
     sys.modules["_hegm"] = package
     spec.loader.exec_module(package)
-    __import__("_hegm.agent.mount")
-    sys.modules["_hegm.agent.mount"].mount()
+    __import__("_hegm.agent.import_hooks")
+    sys.modules["_hegm.agent.import_hooks"].mount()
 
 
 def _run_next():

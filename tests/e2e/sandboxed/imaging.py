@@ -14,9 +14,9 @@ from pathlib import Path
 import anyio
 
 from hegmd.errors import HegmError
-from hegmd.external import Rights
-from hegmd.image.images import Images
+from hegmd.images.files.images import Images
 from hegmd.protocol.images import Manifest
+from hegmd.system.programs import Rights
 
 STATE_DIR = Path("/var/lib/hegm")
 SIZE_BYTES = 9 << 20

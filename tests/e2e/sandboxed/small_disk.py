@@ -13,11 +13,11 @@ from pathlib import Path
 import anyio
 
 from hegmd.errors import HegmError
-from hegmd.external import Rights
-from hegmd.image.images import Images
-from hegmd.image.in_hand import Lent
-from hegmd.image.shelf import verify
+from hegmd.images.files.catalogue import verify
+from hegmd.images.files.images import Images
+from hegmd.images.files.open_image import Lent
 from hegmd.protocol.images import Manifest
+from hegmd.system.programs import Rights
 
 SIZE_BYTES = 32 << 20
 SELF = Rights(os.geteuid(), os.getegid())

@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from hegmd.agent.restart import recovery, variables
-from hegmd.agent.restart.places import script_frames
+from hegmd.agent.state.code.position import script_frames
+from hegmd.agent.state.script import restore_variables, variables
 
 ITEMS = 12
 total_of_all = 0
@@ -32,8 +32,8 @@ def items_of(leave_at=None, state=None, begin=0):
         frames = script_frames(sys._getframe(1))
         if due:
             state = due.pop()
-            assert recovery.misfits(state, frames) == []
-            assert recovery.put_back(state, frames, lambda _reference: None) == []
+            assert restore_variables.misfits(state, frames) == []
+            assert restore_variables.put_back(state, frames, lambda _reference: None) == []
         number = next(numbers)
         if number == leave_at:
             raise Left(pickle.loads(pickle.dumps(variables.capture(frames, {}))))

@@ -20,10 +20,10 @@ from pathlib import Path
 
 from typing_extensions import Self
 
-from hegmd.devices.nvidia import NvidiaProvider
-from hegmd.helper import cuda
-from hegmd.testing.driver import MIB, Caller, Sight, Target, eventually
-from hegmd.testing.progress import ROWS
+from hegmd.gpu_helper import cuda
+from hegmd.node.devices.nvidia import NvidiaProvider
+from tests.kit.driver import MIB, Caller, Sight, Target, eventually
+from tests.kit.progress import ROWS
 from tests.patience import HANG_S
 from tests.stubs.cuda.node import ENVIRONMENT, order_in_force
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hegmd.devices.nvidia import NvidiaProvider
-from hegmd.devices.nvidia_host import NvidiaHost
+from hegmd.node.devices.nvidia import NvidiaProvider
+from hegmd.node.devices.nvidia_host import NvidiaHost
 from tests.stubs.build import build_stub
 from tests.stubs.nvml.scenario import Scenario
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from hegmd.agent.answers import Answers
-from hegmd.agent.laps import Laps
+from hegmd.agent.ipc_storages import View
 from hegmd.agent.quiesce import Gate
-from hegmd.agent.shown import View
+from hegmd.agent.timings import Laps
 from hegmd.errors import BAD_REQUEST, HegmError
 from hegmd.protocol.agents import AgentReport, Order, packed, unpacked
 

@@ -29,7 +29,7 @@ RESTARTED = """
 import threading
 from hegmd.agent.channel import Channel
 from hegmd.agent.quiesce import Gate
-from hegmd.agent.restart import given
+from hegmd.agent.state.values import inherited as given
 given.claim()
 gate = Gate()
 channel = Channel(gate)

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from time import monotonic
 
+from hegmd.agent.other_threads import busy_threads
 from hegmd.agent.quiesce import CALL, PARK, STEPS_WITHOUT_LOADER, Asked, Gate
-from hegmd.agent.stillness import busy_threads
 from tests.patience import HANG_S
 
 PATIENCE_S = HANG_S

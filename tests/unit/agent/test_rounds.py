@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hegmd.agent.shown import BORDER_BYTES, round_of
-from hegmd.pieces import PIECE_BYTES, ROUND_BYTES, piece_bytes, round_bytes, rounds_of
+from hegmd.agent.ipc_storages import BORDER_BYTES, round_of
+from hegmd.memory.sizes import PIECE_BYTES, ROUND_BYTES, piece_bytes, round_bytes, rounds_of
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from hegmd import pages
 from hegmd.agent import torch_state, transfer
-from hegmd.agent.carrying import Carrying
+from hegmd.agent.storage_transfer import Carrying
 from hegmd.errors import HegmError
+from hegmd.memory import page_allocation
 
 torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
 
@@ -33,7 +33,7 @@ def room() -> Iterator[int]:
     fd = os.memfd_create("pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.truncate(fd, 256 * MIB)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    pages.populate(fd, 256 * MIB)
+    page_allocation.populate(fd, 256 * MIB)
     yield fd
     os.close(fd)
 

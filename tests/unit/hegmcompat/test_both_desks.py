@@ -11,7 +11,7 @@ import pytest
 from hegmcompat.both_desks import BothDesks
 from hegmcompat.launcher import Launcher
 from hegmcompat.surroundings import read_surroundings
-from hegmctl.supervising import GiveUp, Start
+from hegmctl.supervisor import GiveUp, Start
 
 
 class _Daemon:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hegmctl.arguments import parse
 from hegmctl.grammar import GLOBAL_OPTIONS, VERBS
-from hegmctl.mistakes import closest, distance
+from hegmctl.suggestions import closest, distance
 from hegmd.errors import USAGE, HegmError
 
 

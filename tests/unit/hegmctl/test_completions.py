@@ -14,11 +14,11 @@ from time import monotonic
 
 import pytest
 
-from hegmctl.pages.completions import completions
 from tests.patience import HANG_S
 from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import FakeDaemon
 from tests.unit.hegmctl.running import environment
+from tools.docs.hegmctl.completions import completions
 
 VERBS = {"gpus", "ps", "events", "doctor", "version", "config", "metrics", "ping", "simulate", "help"}
 VERBS |= {"run", "migrate", "suspend", "resume", "drain", "swap", "ops", "op", "cancel", "adopt", "images", "hegm"}

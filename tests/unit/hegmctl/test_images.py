@@ -14,10 +14,10 @@ import pytest
 from hegmctl.images_text import manifest_text, removed_text, seen_text, verified_text
 from hegmctl.tables import Style
 from hegmd.errors import NOT_FOUND, REFUSED
-from hegmd.image.folder import make
+from hegmd.images.files.folder import make
 from hegmd.protocol.images import ImageRemoved, ImageSeen, ImagesSeen, ImageVerified
 from tests.unit.hegmctl.running import NOBODY, as_nobody, command, environment
-from tests.unit.image.directory import MANIFEST, built, flip
+from tests.unit.images.files.directory import MANIFEST, built, flip
 
 PIPE = Style()
 

@@ -17,7 +17,7 @@ from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import Answerer, Asked, Caller, FakeDaemon, cancelling, failing, saying
 from tests.unit.hegmctl.running import hegmctl
 from tests.unit.hegmctl.terminal import Terminal
-from tests.unit.hegmctl.test_operating import DONE, PLAN
+from tests.unit.hegmctl.test_move_commands import DONE, PLAN
 
 
 def cut_of(path: Path, size_bytes: int) -> Cut:

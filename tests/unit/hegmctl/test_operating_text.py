@@ -15,7 +15,7 @@ from hegmctl.operating_text import (
     swapped_text,
 )
 from hegmctl.tables import Style, width
-from hegmd.migration.machine import PHASES
+from hegmd.migration.machine.machine import PHASES
 from hegmd.protocol import messages as m
 from hegmd.protocol.operations import (
     Operation,

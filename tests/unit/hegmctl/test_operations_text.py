@@ -9,7 +9,7 @@ import pytest
 from hegmctl.operating_text import operation_text, operations_text, story_text
 from hegmctl.story_text import WORDS, whole_story_text
 from hegmctl.tables import Style
-from hegmd.migration.events import Event
+from hegmd.migration.machine.events import Event
 from hegmd.protocol import messages as m
 from hegmd.protocol.operations import Operation, OperationProcess, OperationProgress, Reason, StoryLine, Wait
 from tests.unit.hegmctl.fake_daemon import Asked, Caller, FakeDaemon

@@ -13,13 +13,13 @@ from hegmcompat import control, ctrl_cli
 from hegmcompat.surroundings import LOCK, REFUSED, VARIABLES
 from hegmctl.grammar import GLOBAL_OPTIONS, VERBS
 from hegmctl.help import shown_commands
-from hegmctl.pages.json_reference import BEGIN, PRINTED, _reachable, reference, refreshed
-from hegmctl.pages.manual import manual_pages
-from hegmctl.pages.roff import literal, prose
 from hegmd.arguments import ARGUMENTS
 from hegmd.errors import CODES
 from hegmd.settings import ROWS
 from tests.unit.hegmctl.running import ROOT, environment
+from tools.docs.hegmctl.json_reference import BEGIN, PRINTED, _reachable, reference, refreshed
+from tools.docs.hegmctl.manual import manual_pages
+from tools.docs.hegmctl.roff import literal, prose
 
 PAGES = manual_pages("2026-11-21")
 
@@ -70,7 +70,7 @@ def test_text_is_kept_from_being_taken_for_markup(text: str, lines: list[str]) -
 
 def _run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "hegmctl.pages", *words],
+        [sys.executable, "-m", "tools.docs.hegmctl", *words],
         env=environment(**environ),
         capture_output=True,
         text=True,
@@ -113,7 +113,7 @@ def test_a_wrong_call_is_told_how(tmp_path: Path) -> None:
 
 def test_the_reference_of_the_json_output_is_fresh() -> None:
     text = (ROOT / "docs" / "json.md").read_text()
-    assert text == refreshed(text), "write it anew: python3 -m hegmctl.pages json docs/json.md"
+    assert text == refreshed(text), "write it anew: python3 -m tools.docs.hegmctl json docs/json.md"
     with pytest.raises(ValueError, match="is missing"):
         refreshed("no mark")
     assert refreshed(f"mine\n{BEGIN}\nold") == f"mine\n{BEGIN}\n\n{reference()}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from hegmctl.endpoint import Endpoint, unreachable
 from hegmctl.presence import holder, is_listened_at
 from hegmd.errors import NO_DAEMON, UNAVAILABLE
-from hegmd.state_dir import StateDir
+from hegmd.system.state_dir import StateDir
 
 
 def _missing(path: Path, origin: str = "--socket") -> tuple[str, str]:

@@ -41,8 +41,8 @@ RARE = {
     "hegmctl.async_connection",
     "hegmctl.completions",
     "hegmctl.help",
-    "hegmctl.mistakes",
-    "hegmctl.pages",
+    "hegmctl.suggestions",
+    "tools.docs.hegmctl",
     "hegmctl.screen",
     "hegmctl.watch",
 }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Request, Snapshot
-from hegmd.migration.operation import MIGRATE, SUSPEND
+from hegmd.migration.machine.operation import MIGRATE, SUSPEND
+from hegmd.migration.model import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Request, Snapshot
 from hegmd.protocol.messages import CudaFacts
 from hegmd.protocol.operations import Reason
 

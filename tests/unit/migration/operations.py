@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hegmd.migration import events, machine
-from hegmd.migration.effects import Effect
-from hegmd.migration.events import Event
-from hegmd.migration.operation import MIGRATE, Limits, Operation, Worker
+from hegmd.migration.machine import events, machine
+from hegmd.migration.machine.effects import Effect
+from hegmd.migration.machine.events import Event
+from hegmd.migration.machine.operation import MIGRATE, Limits, Operation, Worker
 
 LIMITS = Limits(arm_s=10.0, park_s=20.0, move_s=30.0, verify_s=40.0, retry_s=5.0)
 

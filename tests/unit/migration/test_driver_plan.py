@@ -6,16 +6,11 @@ from typing import Any
 
 import pytest
 
-from hegmd.migration.candidates import (
-    Candidate,
-    GpuRoom,
-    Request,
-    Surroundings,
-)
-from hegmd.migration.forecast import after, expected
-from hegmd.migration.operation import RESUME, Limits
-from hegmd.migration.plan import planned, planned_resume
-from hegmd.pieces import CONTEXT_BYTES, LAST_BYTES, RESTORE_MARGIN_BYTES, SEGMENT_BYTES
+from hegmd.memory.sizes import CONTEXT_BYTES, LAST_BYTES, RESTORE_MARGIN_BYTES, SEGMENT_BYTES
+from hegmd.migration.machine.operation import RESUME, Limits
+from hegmd.migration.model import Candidate, GpuRoom, Request, Surroundings
+from hegmd.migration.plan.forecast import after, expected
+from hegmd.migration.plan.planner import planned, planned_resume
 from hegmd.protocol.messages import CudaDevice, LeftAlone
 from tests.unit.migration.nvidia_nodes import (
     GIB,

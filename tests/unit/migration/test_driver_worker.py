@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hegmd.migration import events
-from hegmd.migration.operation import BACK, SUSPEND, Worker
-from hegmd.migration.telling import waiting
+from hegmd.migration.machine import events
+from hegmd.migration.machine.describe import waiting
+from hegmd.migration.machine.operation import BACK, SUSPEND, Worker
 from tests.unit.migration.operations import Drive, ending, operation, tags, worker
 
 

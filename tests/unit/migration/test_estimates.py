@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hegmd.migration.candidates import Rates, Request
-from hegmd.migration.carriage import Beside, estimate_s
-from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND, Limits
-from hegmd.migration.paces import IN, OUT, Paces
-from hegmd.migration.plan import planned, planned_resume
+from hegmd.migration.machine.operation import MIGRATE, RESUME, SUSPEND, Limits
+from hegmd.migration.model import Rates, Request
+from hegmd.migration.plan.carrier_choice import Beside, estimate_s
+from hegmd.migration.plan.planner import planned, planned_resume
+from hegmd.migration.plan.throughput import IN, OUT, Paces
 from tests.unit.migration.nvidia_nodes import GIB, MIB, SUSPENSION, a_gpu, a_process, a_snapshot, an_agent, the_plan, to
 from tests.unit.migration.operations import Drive
 

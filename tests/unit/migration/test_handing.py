@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from hegmd.errors import Refused
-from hegmd.migration import effects, events
-from hegmd.migration.operation import CHECKPOINT, Handoff, Operation
-from hegmd.migration.performer import Performer
-from hegmd.migration.telling import in_hand
-from hegmd.workers import Workers
+from hegmd.migration.machine import effects, events
+from hegmd.migration.machine.describe import in_hand
+from hegmd.migration.machine.operation import CHECKPOINT, Handoff, Operation
+from hegmd.migration.run.executor import Performer
+from hegmd.workers.workers import Workers
 from tests.unit.migration.operations import Drive, operation, worker
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hegmd.errors import Refused
-from hegmd.migration import events
-from hegmd.migration.operation import CHECKPOINT, QUIESCE, SUSPEND, Handoff, Operation
+from hegmd.migration.machine import events
+from hegmd.migration.machine.operation import CHECKPOINT, QUIESCE, SUSPEND, Handoff, Operation
 from tests.unit.migration.operations import Drive, operation, tags, worker
 
 WISH = Handoff(path="/images/one", uid=1000, gid=1000)

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from hegmd.migration import events, journal
-from hegmd.migration.journal_file import NAME, JournalFile
-from hegmd.migration.machine import TERMINAL, handle
-from hegmd.migration.operation import Operation
+from hegmd.migration.journal import records
+from hegmd.migration.journal.file import NAME, JournalFile
+from hegmd.migration.machine import events
+from hegmd.migration.machine.machine import TERMINAL, handle
+from hegmd.migration.machine.operation import Operation
 from tests.simulation.damage import SAMPLE, cut, flip_bits, record_ends
 
 DATA = SAMPLE.read_bytes()
@@ -46,15 +47,15 @@ def test_a_journal_that_ends_anywhere_is_read_up_to_its_last_whole_record(tail: 
 def test_a_block_of_the_disk_that_was_lost_is_refused() -> None:
     """All of it but the last, which cannot be told from one that was never written."""
     for start in range(0, len(DATA) - 1024, 512):
-        with pytest.raises(journal.JournalBroken):
-            journal.read(DATA[:start] + bytes(512) + DATA[start + 512 :])
+        with pytest.raises(records.JournalBroken):
+            records.read(DATA[:start] + bytes(512) + DATA[start + 512 :])
 
 
 def test_two_blocks_of_the_disk_that_changed_places_are_refused() -> None:
     for start in range(0, len(DATA) - 1024, 512):
         first, second = DATA[start : start + 512], DATA[start + 512 : start + 1024]
-        with pytest.raises(journal.JournalBroken):
-            journal.read(DATA[:start] + second + first + DATA[start + 1024 :])
+        with pytest.raises(records.JournalBroken):
+            records.read(DATA[:start] + second + first + DATA[start + 1024 :])
 
 
 def test_a_damage_that_is_read_would_be_told() -> None:
@@ -66,7 +67,7 @@ def test_a_damage_that_is_read_would_be_told() -> None:
 
 @pytest.mark.parametrize("op_id", TOLD)
 def test_what_an_older_hegmd_wrote_is_read_as_it_was_meant(op_id: str) -> None:
-    history = journal.read(DATA).histories[op_id]
+    history = records.read(DATA).histories[op_id]
     found: dict[str, Any] = history.operation.to_plain()
     meant = dict(TOLD[op_id]["operation"])  # what has come since has no place in it
     for worker, meant_worker in zip(found["workers"], meant.pop("workers"), strict=True):
@@ -91,22 +92,22 @@ def test_what_an_older_hegmd_began_is_gone_on_with(tmp_path: Path) -> None:
             event = events.Recovered()
             gone_on[op_id], wanted = handle(before, event, 5.0)
             assert {effect.tag for effect in wanted} == {"inspect"}
-            file.append(journal.step(before, event, gone_on[op_id], wanted, now=5.0, utc=6.0)[0], ())
-    read = journal.read((tmp_path / NAME).read_bytes()).histories
+            file.append(records.step(before, event, gone_on[op_id], wanted, now=5.0, utc=6.0)[0], ())
+    read = records.read((tmp_path / NAME).read_bytes()).histories
     assert {op_id: history.operation for op_id, history in read.items()} == gone_on
     assert [line.event for line in read["2"].story] == [*TOLD["2"]["events"], "recovered"]
 
 
 def test_a_field_that_a_later_release_adds_is_no_reason_to_refuse_the_journal() -> None:
     """An older hegmd after a newer one, of the same format, reads what it knows."""
-    history = journal.read(DATA).histories["2"]
+    history = records.read(DATA).histories["2"]
     plain = {**history.operation.to_plain(), "colour": "green"}
     assert Operation.from_plain(plain, "journal") == history.operation
 
 
 def test_a_journal_of_a_newer_format_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
-    newer = DATA[: len(journal.MAGIC) - 1] + bytes([journal.VERSION + 1]) + DATA[len(journal.MAGIC) :]
+    newer = DATA[: len(records.MAGIC) - 1] + bytes([records.VERSION + 1]) + DATA[len(records.MAGIC) :]
     (tmp_path / NAME).write_bytes(newer)
-    with JournalFile(tmp_path) as file, pytest.raises(journal.JournalBroken, match="reads up to 1"):
+    with JournalFile(tmp_path) as file, pytest.raises(records.JournalBroken, match="reads up to 1"):
         file.open()
     assert (tmp_path / NAME).read_bytes() == newer

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hegmd.migration import events
-from hegmd.migration.operation import SUSPEND
+from hegmd.migration.machine import events
+from hegmd.migration.machine.operation import SUSPEND
 from tests.unit.migration.operations import Drive, operation, tags, worker
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hegmd.migration import recovery
-from hegmd.migration.machine import PHASES
-from hegmd.migration.recovery import FINDINGS, Finding, Play, outcome, situations
+from hegmd.migration.machine.machine import PHASES
+from tools.docs import recovery
+from tools.docs.recovery import FINDINGS, Finding, Play, outcome, situations
 
 SITUATIONS = dict(situations())
 SEEN = [finding for finding in FINDINGS if finding.world is not None]

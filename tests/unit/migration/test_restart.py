@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 
 from hegmd.errors import Refused
-from hegmd.methods.readying import Readying
-from hegmd.methods.state import StateCarrier
-from hegmd.migration import events, journal
-from hegmd.migration.effects import Inspect, Restore
-from hegmd.migration.operation import BY_STATE, RESTART, Operation, Respawn
-from hegmd.migration.performer import Performer
-from hegmd.migration.telling import description, doing, waiting, way_of
-from hegmd.pool import Key, Pool
+from hegmd.memory.pool import Key, Pool
+from hegmd.migration.carriers.prestart import Readying
+from hegmd.migration.carriers.state import StateCarrier
+from hegmd.migration.journal import records
+from hegmd.migration.machine import events
+from hegmd.migration.machine.describe import description, doing, waiting, way_of
+from hegmd.migration.machine.effects import Inspect, Restore
+from hegmd.migration.machine.operation import BY_STATE, RESTART, Operation, Respawn
+from hegmd.migration.run.executor import Performer
 from hegmd.protocol import operations as told
-from hegmd.supervisors import Supervisors
-from hegmd.workers import Workers
+from hegmd.workers.supervisors import Supervisors
+from hegmd.workers.workers import Workers
 from tests.unit.migration.operations import Drive, operation, tags, worker
 
 OLD, NEW = (197, 7, "token-a"), (300, 9, "token-new")
@@ -370,7 +371,7 @@ def test_one_that_ends_on_its_way_back_is_as_it_was() -> None:
 def test_it_survives_the_journal() -> None:
     op = left().op
     assert Operation.from_plain(op.to_plain(), "op") == op
-    assert journal.opening(op, 0.0)
+    assert records.opening(op, 0.0)
 
 
 def test_a_state_that_a_reboot_took_along_was_waited_for_for_ever() -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Request, Snapshot
-from hegmd.migration.operation import BY_STATE, MIGRATE, RESTART, RESUME, SUSPEND, Limits, Respawn
-from hegmd.migration.plan import planned, planned_resume
-from hegmd.pieces import NEXT_TO_NOTHING_BYTES, whole_size
+from hegmd.memory.sizes import NEXT_TO_NOTHING_BYTES, whole_size
+from hegmd.migration.machine.operation import BY_STATE, MIGRATE, RESTART, RESUME, SUSPEND, Limits, Respawn
+from hegmd.migration.model import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Request, Snapshot
+from hegmd.migration.plan.planner import planned, planned_resume
 from hegmd.protocol.operations import Reason
 from tests.unit.migration.operations import operation, worker
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hegmd.migration import events
-from hegmd.migration.operation import BY_STATE, RESTART, Operation
+from hegmd.migration.machine import events
+from hegmd.migration.machine.operation import BY_STATE, RESTART, Operation
 from tests.unit.migration.operations import Drive, operation, tags, worker
 
 NEW = {"a": (300, "token-300"), "b": (301, "token-301")}

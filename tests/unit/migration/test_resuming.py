@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hegmd.errors import TIMEOUT
-from hegmd.migration import events
-from hegmd.migration.operation import RESTORE, SUSPEND
+from hegmd.migration.machine import events
+from hegmd.migration.machine.operation import RESTORE, SUSPEND
 from tests.unit.migration.operations import Drive, operation, worker
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hegmd.migration import states
-from hegmd.migration.effects import CUT, FINISH, UNDO, Effect
-from hegmd.migration.events import Ending, Event
-from hegmd.migration.machine import EVENTS, IGNORE, MOVE, PHASES, REFUSE, TABLE
-from hegmd.migration.stages import STAGES
+from hegmd.migration.machine.effects import CUT, FINISH, UNDO, Effect
+from hegmd.migration.machine.events import Ending, Event
+from hegmd.migration.machine.machine import EVENTS, IGNORE, MOVE, PHASES, REFUSE, TABLE
+from hegmd.migration.machine.stages import STAGES
+from tools.docs import states
 
 
 def test_the_page_is_fresh() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from hegmd.errors import HegmError, Refused
-from hegmd.migration.effects import Effect
-from hegmd.migration.events import Ending, Event
-from hegmd.migration.machine import EVENTS, IGNORE, MOVE, REFUSE, TABLE, handle
-from hegmd.migration.operation import Handoff, Operation
+from hegmd.migration.machine.effects import Effect
+from hegmd.migration.machine.events import Ending, Event
+from hegmd.migration.machine.machine import EVENTS, IGNORE, MOVE, REFUSE, TABLE, handle
+from hegmd.migration.machine.operation import Handoff, Operation
 from tests.unit.migration.operations import Drive, operation
 
 

@@ -9,7 +9,7 @@ import subprocess
 import anyio
 import anyio.lowlevel
 
-from hegmd.migration.runner import ended
+from hegmd.migration.run.runner import ended
 from tests.patience import HANG_S
 
 Child = subprocess.Popen[bytes]

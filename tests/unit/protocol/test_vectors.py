@@ -21,7 +21,7 @@ def test_the_files_are_fresh(tmp_path: Path) -> None:
 
 
 def test_the_reference_is_fresh() -> None:
-    from hegmd.protocol.reference import insert
+    from tools.docs.reference import insert
 
     page = (REPO / "docs" / "protocol.md").read_text()
     assert insert(page) == page, "docs/protocol.md is stale: run `make docs`"

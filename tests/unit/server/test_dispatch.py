@@ -14,11 +14,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from hegmd.audit import Audit
-from hegmd.descriptors import Descriptors
 from hegmd.errors import DENIED, INTERNAL, NOT_FOUND, UNAVAILABLE, HegmError
-from hegmd.log import current_operation
-from hegmd.metrics import Counters
 from hegmd.protocol import codec
 from hegmd.protocol.frames import frame
 from hegmd.protocol.messages import (
@@ -39,7 +35,11 @@ from hegmd.server import handlers, operation_handlers
 from hegmd.server.auth import Peer, Policy
 from hegmd.server.dispatch import Dispatcher
 from hegmd.server.session import Call, PeerGone, Session, SessionLimits
-from hegmd.stream import PeerStream
+from hegmd.system.descriptors import Descriptors
+from hegmd.system.stream import PeerStream
+from hegmd.telemetry.audit import Audit
+from hegmd.telemetry.log import current_operation
+from hegmd.telemetry.metrics import Counters
 
 POLICY = Policy(daemon_uid=0)
 ROOT = Peer(pid=os.getpid(), uid=0, gid=0)

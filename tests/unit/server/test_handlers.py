@@ -10,22 +10,22 @@ from typing import cast
 
 import pytest
 
-from hegmd.checkpoints import Checkpoints
-from hegmd.descriptors import Descriptors
-from hegmd.metrics import Counters
-from hegmd.operations import Operations
+from hegmd.operations.image_requests import Checkpoints
+from hegmd.operations.operations import Operations
+from hegmd.operations.orphans import Strays
+from hegmd.operations.restart_requests import Restarts
+from hegmd.operations.sequences import Sequences
 from hegmd.protocol.messages import ConfigReply, Limits, Processes, ProcessesReply, ReloadReply, Request
 from hegmd.protocol.record import Record
-from hegmd.restarts import Restarts
-from hegmd.sequences import Sequences
 from hegmd.server.auth import Peer, Policy
 from hegmd.server.handlers import Handlers, Services
 from hegmd.server.session import Call, Session, SessionLimits
-from hegmd.strays import Strays
-from hegmd.stream import PeerStream
-from hegmd.workers import Workers
+from hegmd.system.descriptors import Descriptors
+from hegmd.system.stream import PeerStream
+from hegmd.telemetry.metrics import Counters
+from hegmd.workers.workers import Workers
 from tests.unit.doubles import Provider, gpu, use
-from tests.unit.inventory.rig import Node, node_of
+from tests.unit.node.inventory.rig import Node, node_of
 
 LIMITS = SessionLimits(
     frame_bytes=65_536, requests_in_flight=4, hello_deadline_s=60, frame_deadline_s=60, send_deadline_s=60

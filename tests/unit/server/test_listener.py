@@ -15,14 +15,14 @@ import anyio
 import pytest
 
 from hegmd.errors import BUSY, DENIED, REFUSED, UNAVAILABLE, HegmError
-from hegmd.metrics import Counters
 from hegmd.protocol.connection import Answer, Failure, ServerConnection
 from hegmd.protocol.messages import Caller, Hello, Limits, Ping, Pong, Welcome
 from hegmd.protocol.record import Record
 from hegmd.server.auth import Peer, Policy
 from hegmd.server.listener import Admission, Listener, bind, take_away
 from hegmd.server.session import Call, Session, SessionLimits
-from hegmd.stream import PeerStream
+from hegmd.system.stream import PeerStream
+from hegmd.telemetry.metrics import Counters
 from tests.unit.server.talker import Talker
 
 LIMITS = SessionLimits(

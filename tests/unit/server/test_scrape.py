@@ -13,8 +13,8 @@ import anyio.abc
 import pytest
 
 from hegmd.errors import REFUSED, UNAVAILABLE, HegmError
-from hegmd.metrics import CONTENT_TYPE
 from hegmd.server.scrape import HttpLimits, ScrapePort, bind_loopback
+from hegmd.telemetry.metrics import CONTENT_TYPE
 from tests.patience import HANG_S
 
 GET = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"

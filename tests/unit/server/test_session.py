@@ -13,7 +13,6 @@ import anyio
 import pytest
 
 from hegmd.errors import BAD_REQUEST, CANCELLED, NOT_FOUND, TIMEOUT, UNAVAILABLE, HegmError
-from hegmd.metrics import Counters
 from hegmd.protocol import codec
 from hegmd.protocol.connection import Answer, Failure, Progress
 from hegmd.protocol.frames import frame
@@ -37,7 +36,8 @@ from hegmd.protocol.record import Record
 from hegmd.protocol.snapshots import Event
 from hegmd.server.auth import Peer
 from hegmd.server.session import Call, Session, SessionLimits
-from hegmd.stream import PeerStream
+from hegmd.system.stream import PeerStream
+from hegmd.telemetry.metrics import Counters
 from tests.unit.server.talker import Talker
 
 PATIENT = SessionLimits(

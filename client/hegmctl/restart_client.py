@@ -1,0 +1,383 @@
+"""The daemon's word on whether a supervised command is to be started again: a connection of its own that comes back.
+
+Owns what is expected of the command, and how often it was tried to start it again; the state that it is started from is
+`held_state`'s. A restart is bounded: a start that ends before the daemon says that the training has passed a boundary
+was fruitless, and after a few of them the daemon is told, which has the job go on where it was, or gives it up with its
+state held.
+"""
+
+from __future__ import annotations
+
+import os
+from time import monotonic
+
+from hegmctl.agentless import HINT, Lookout
+from hegmctl.held_state import HeldState
+from hegmctl.isolation import PATHS, begins_with_python
+from hegmctl.prestart import OPERATION, Beforehand
+from hegmctl.supervision_line import Line
+from hegmctl.supervisor import GAVE_UP_STATUS, NOT_ITS_TURN_STATUS, GiveUp, Start, left_status
+from hegmd.errors import HegmError
+from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from hegmctl.python_probe import Probes
+    from hegmctl.wire import Descriptors
+
+FIRST_PAUSE_S = 0.25
+LONGEST_PAUSE_S = 5.0
+# A training that has not come to its place by then is told of, once; it is waited for all the same.
+LONG_S = 120.0
+SLOW_HINT = "it may be slow; one that another user or another container runs has no agent in it, and begins anew"
+TRIES = 2
+
+
+class DaemonDesk:
+    """What the daemon wants of one command. `say` takes a line for whoever watches."""
+
+    def __init__(
+        self,
+        path: str,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        say: Callable[[str], object],
+        tries: int = TRIES,
+        resumes: str | None = None,
+        gpu: str | None = None,
+        ready: str | None = None,
+    ) -> None:
+        self._path = path
+        self._command = tuple(command)
+        self._environ = dict(environ)
+        self._say = say
+        self._tries = tries
+        self._resumes, self._gpu, self._ready = resumes, gpu, ready
+        self._pid: int | None = None
+        #: The operation that a restart is expected of, and whether the command has left for it or was started from it.
+        self._operation = resumes
+        self._left = resumes is not None
+        self._started = False
+        self._order: SupervisorOrder | None = None
+        self._key = ""
+        self._held = HeldState()
+        #: Who looks out for a process that would begin anew, and what it has found.
+        self._lookout = Lookout()
+        self._found = ""
+        self._tells_at: float | None = None
+        #: How the command ended last, and whether it launches ranks.
+        self._launches = False
+        self._status = GAVE_UP_STATUS
+        self._starts = 0
+        self._was_ready = False
+        self._due = False
+        self._give_up: GiveUp | None = None
+        #: Programs that are asked which Python they are, once one was.
+        self._probes: Probes | None = None
+        #: What start is expected, and of which operation; and what is to be kept ready while none is.
+        self._expected: tuple[str, Beforehand] | None = None
+        self._kept: Beforehand | None = None
+        self._line: Line | None = None
+        self._order_line: Line | None = None
+        self._pause_s = FIRST_PAUSE_S
+        self._again_at = 0.0
+        self._has_said = False
+
+    # ---- for the supervisor ------------------------------------------------------------------------------------------
+
+    def turn(self, now: float, pid: int | None) -> float | None:
+        """Read what has come, or connect again once it is time."""
+        self._pid = pid
+        if self._line is None and now >= self._again_at:
+            self._connect(now)
+        self._held.serve()
+        if self._line is not None:
+            try:
+                self._line.read(self._hear)
+            except (OSError, HegmError) as error:
+                self._hang_up(error)
+        looks = [self._look_at_probes(now), self._look_for_agentless(now)]
+        looks += [] if self._line is not None else [self._again_at]
+        return min((look for look in looks if look is not None), default=None)
+
+    def ended(self, status: int, *, told: int | None) -> bool:
+        """Whether a restart is expected, and nobody wanted the end of the command itself."""
+        expected = self._operation is not None and told is None
+        was_started, self._started, self._pid = self._started, False, None
+        is_past = was_started and status != 0 and self._held.is_past()
+        # One that was started and ends well has come to the end of its training, whoever has seen it at a boundary.
+        may_go_on = status != 0 if was_started else self._launches or status < 0 or self._has_left(status)
+        self._status = status
+        if was_started and status == 0:
+            may_go_on = not self._held.is_back()
+            self._held.note_end()
+        if is_past:
+            whether = f"whether operation {self._operation} has its former state still: hegmctl op {self._operation}"
+            self._say(f"it ended with {status} after it had gone on, and is not started again; {whether}")
+        if not expected or not may_go_on or is_past:
+            self._report(SuperviseReport(result="ended", status=status))
+            self._forget()
+            return False
+        self._left = True
+        if not was_started:
+            self._report(SuperviseReport(result="ended", status=status))
+        elif self._found:
+            self._fail(self._found)
+        elif status == 0:
+            self._fail("its command ended with 0 and no training in it has gone on from its state")
+        elif status == NOT_ITS_TURN_STATUS and self._was_ready and self._order is not None:
+            self._say("the process that was made ready could not take its turn; it is started as without one")
+            self._starts -= 1  # nothing of the script has run
+            self._due = True
+        elif status != GAVE_UP_STATUS and self._starts < self._tries and self._order is not None:
+            self._say(f"it ended with {status} before its first boundary, and is started again")
+            self._held.forget_notes()
+            self._due = True
+        else:
+            self._fail(f"it ended with {status} before its first boundary, started {self._starts} times")
+        return True
+
+    def wanted(self) -> Start | GiveUp | None:
+        """What to do while no command runs."""
+        if self._give_up is not None:
+            return self._give_up
+        order = self._order
+        if order is None or not self._due:
+            return None
+        command, environ = self._surroundings_of(order)
+        self._held.enter(environ)
+        environ.update({OPERATION: order.operation})
+        return Start(command, environ, *self._held.inherited)
+
+    def expected(self) -> Beforehand | None:
+        """What start is to come that can be made ready."""
+        return self._kept if self._expected is None else self._expected[1]
+
+    def is_ready(self, pid: int | None) -> None:
+        """The daemon may want to know. One that was kept and will not be ready any more is not made anew."""
+        if pid is None and self._expected is None:
+            self._kept = None
+        self._report(SuperviseReport(result="ready", pid=pid))
+
+    def started(self, pid: int, *, was_ready: bool = False) -> None:
+        """The command runs."""
+        self._pid, self._resumes, self._was_ready, self._found = pid, None, was_ready, ""
+        self._expected = self._kept = None
+        self._tells_at = monotonic() + LONG_S
+        if self._order is not None:
+            self._due, self._left, self._started = False, False, True
+            self._starts += 1
+            number, starts = self._number(), self._starts
+            self._report(SuperviseReport(order=number, result="done", pid=pid, starts=starts, was_ready=was_ready))
+
+    def not_started(self, why: str) -> None:
+        """It could not be, and will not be by trying again."""
+        self._starts += 1
+        self._fail(f"it cannot be started: {why}")
+
+    def close(self) -> None:
+        """Leave the daemon; a state that is held stays held."""
+        self._held.close()
+        self._close_probes()
+        if self._line is not None:
+            self._line.close()
+
+    # ---- what the daemon says ----------------------------------------------------------------------------------------
+
+    def _hear(self, order: SupervisorOrder, fds: Descriptors) -> None:
+        """Do it, or have it done at the next turn."""
+        is_over = order.do in ("unready", "forget")
+        if is_over and self._expected is not None and self._expected[0] == order.operation:
+            self._expected = None
+        elif order.do == "unready" and not order.operation:
+            self._kept = None
+        if order.do == "expect":
+            self._expect(order)
+        elif order.do == "ready":
+            what = Beforehand(*self._surroundings_of(order), order.imports, order.path)
+            if order.operation:
+                self._expected = (order.operation, what)
+            else:
+                self._kept = what
+        elif order.do == "start":
+            self._take_start(order, fds)
+        elif order.do == "forget" and order.operation == self._operation:
+            if self._left:
+                # One that was killed before it had left its state has simply ended, and so does this process.
+                status = self._status if self._launches or self._status < 0 else GAVE_UP_STATUS
+                self._give_up = GiveUp(f"operation {order.operation} is over", "see: hegmctl ops", status)
+            elif self._order is not None:
+                self._settle(self._order)
+            self._forget()
+        elif order.do == "give-up" and self._left:
+            self._give_up = GiveUp(order.message, order.hint)
+        elif order.do == "ask":
+            self._ask(order)
+        elif order.do == "note":
+            self._say(f"{order.message}; {order.hint}")
+
+    def _expect(self, order: SupervisorOrder) -> None:
+        """From now on an end of the command is no end, and not one of a start that is tried again either."""
+        if self._started and self._order is not None and order.operation != self._operation:
+            self._settle(self._order)  # nobody has said that the former operation is over, which it is
+        self._held.supersede()
+        self._operation, self._launches = order.operation, order.launches
+        self._order, self._due, self._started = None, False, False
+        self._report(SuperviseReport(order=order.order, result="done", pid=self._pid))
+
+    def _take_start(self, order: SupervisorOrder, fds: Descriptors) -> None:
+        if self._started and self._operation == order.operation:  # an earlier run of the daemon has asked for it
+            self._report(SuperviseReport(order=order.order, result="done", pid=self._pid, starts=self._starts))
+            return
+        if order.python is not None and not begins_with_python(self._command):
+            hint = "leave --python out, or start the job with: hegmctl run -- PYTHON SCRIPT"
+            message = f"its command begins with {self._command[0]}, which is no Python"
+            self._report(SuperviseReport(order=order.order, result="failed", message=message, hint=hint))
+            return
+        try:
+            self._held.take(order.ranks, fds)
+        except OSError as error:
+            message, hint = f"its state cannot be handed on: {error}", "see: ulimit -n"
+            self._report(SuperviseReport(order=order.order, result="failed", message=message, hint=hint))
+            return
+        self._order, self._order_line, self._key = order, self._line, order.key
+        self._operation, self._starts, self._due = order.operation, 0, True
+
+    def _has_left(self, status: int) -> bool:
+        return status == left_status(self._environ)
+
+    def _surroundings_of(self, order: SupervisorOrder) -> tuple[tuple[str, ...], dict[str, str]]:
+        """The command and the environment of a start by that order, but for its state."""
+        kept = {name: value for name, value in self._environ.items() if name not in order.unset}
+        command = self._command if order.python is None else (order.python, *self._command[1:])
+        return command, {**kept, **order.set, **self._way_of_agent(order)}
+
+    def _way_of_agent(self, order: SupervisorOrder) -> dict[str, str]:
+        """PYTHONPATH where that order changes it: without the agent's folder the script would begin from its start."""
+        folder = self._environ.get(PATHS, "").partition(os.pathsep)[0]
+        if not folder or (PATHS not in order.set and PATHS not in order.unset):
+            return {}
+        wanted = order.set.get(PATHS, "")
+        return {PATHS: folder + os.pathsep + wanted if wanted else folder}
+
+    def _ask(self, order: SupervisorOrder) -> None:
+        """Ask the program that the command is to be started with what it is."""
+        from hegmctl.python_probe import NoPython, Probes
+
+        if self._probes is None:
+            self._probes = Probes()
+        try:
+            python = order.python or self._command[0]
+            self._probes.ask(order.order, python, self._surroundings_of(order)[1], monotonic())
+        except (NoPython, OSError) as error:
+            self._report(SuperviseReport(order=order.order, result="failed", message=str(error)))
+
+    def _look_at_probes(self, now: float) -> float | None:
+        """Tell what those that are asked have said; when to look again at the latest."""
+        if self._probes is None:
+            return None
+        for number, said in self._probes.answers(now):
+            result = "done" if said.is_python else "failed"
+            self._report(SuperviseReport(order=number, result=result, message=said.text))
+        return self._probes.deadline
+
+    def _look_for_agentless(self, now: float) -> float | None:
+        """End what has begun anew in the place of going on from its state; when to look again at the latest."""
+        if not self._started or self._pid is None or self._found or self._held.is_taken_up():
+            return None
+        self._found = self._lookout.look(self._pid, now, self._held.right) or ""
+        if self._found:
+            self._say(f"{self._found}; {HINT}")
+        elif self._tells_at is not None and now >= self._tells_at:
+            self._tells_at = None
+            self._say(f"it was started {LONG_S:g} s ago, and no training in it has its state back yet; {SLOW_HINT}")
+        return None if self._found else self._lookout.look_at
+
+    def _settle(self, order: SupervisorOrder) -> None:
+        """The surroundings of that start are the job's own from now on."""
+        self._command, self._environ = self._surroundings_of(order)
+
+    def _forget(self) -> None:
+        self._held.end()
+        self._operation = self._order = None
+        self._started = self._left = self._due = self._launches = False
+
+    def _fail(self, message: str) -> None:
+        number, self._due, self._order = self._number(), False, None
+        self._held.end()
+        hint = "see what it printed"
+        report = SuperviseReport(order=number, result="failed", message=message, hint=hint, starts=self._starts)
+        self._report(report)
+
+    def _close_probes(self) -> None:
+        if self._probes is not None:
+            self._probes.close()
+
+    # ---- the connection ----------------------------------------------------------------------------------------------
+
+    def _number(self) -> int | None:
+        """The order as it is known on the connection that stands; one that came over an earlier one has no number."""
+        return self._order.order if self._order is not None and self._order_line is self._line else None
+
+    def _connect(self, now: float) -> None:
+        offer = Supervise(
+            run=self._environ.get("HEGM_RUN", ""),
+            name=self._environ.get("HEGM_JOB"),
+            pid=self._pid,
+            python=begins_with_python(self._command),
+            started=self._started,
+            left=self._left,
+            operation=self._operation,
+            resumes=self._resumes,
+            gpu=self._gpu,
+            ranks=True,
+            asks=True,
+            key=self._key if self._started else "",
+            ready=self._ready,
+            kept=self._kept is not None,
+            readies=None if self._expected is None else self._expected[0],
+        )
+        try:
+            self._line = Line(self._path, offer)
+        except (OSError, HegmError) as error:
+            self._hang_up(error, now)
+        else:
+            self._pause_s, self._has_said = FIRST_PAUSE_S, False
+
+    def _hang_up(self, error: Exception, now: float | None = None) -> None:
+        """That connection is over; another one is made after a while.
+
+        What was made ready stays so, for the next daemon: it is told of it, and says if nobody wants it any more.
+        """
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
+        self._close_probes()
+        self._again_at = (monotonic() if now is None else now) + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        declined = isinstance(error, HegmError) and line is not None and line.declined
+        if declined:
+            self._expected = self._kept = None
+        if self._resumes is not None and isinstance(error, HegmError) and declined:
+            self._give_up = GiveUp(error.message, error.hint, error.code.exit_status)
+        elif declined and not self._has_said:
+            self._has_said = True
+            self._say(f"{error}; the job runs, and cannot be restarted elsewhere")
+        elif self._left and not self._has_said:
+            self._has_said = True
+            self._say(
+                f"its state is held by operation {self._operation}, and {self._path} does not answer: {error}; it goes "
+                "on when hegmd is back"
+            )
+
+    def _report(self, report: SuperviseReport) -> None:
+        """Tell the daemon. One that is not there hears it from the next `supervise`."""
+        if self._line is None:
+            return
+        try:
+            self._line.ask(report)
+        except OSError as error:
+            self._hang_up(error)

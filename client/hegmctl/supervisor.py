@@ -1,0 +1,240 @@
+"""Staying with a command that may leave for a restart: started, waited for, and started again where it is wanted.
+
+Owns the turn of events and what an end of the command means; who says that a restart is wanted, and from which state,
+is a desk's: the daemon's (`restart_client`), or files of a launcher without a daemon. A command that ends in any other
+way ends this process in the same way. A state that nobody can be started from is never let go of here: whoever holds it
+holds it still, and this process says where that is.
+
+Light, because it stays as long as the job: one thread, no framework, and it sleeps until a signal comes; what the desk
+waits for comes as one too (SIGIO).
+"""
+
+from __future__ import annotations
+
+import os
+from time import monotonic
+
+from hegmctl.parenthood import ENDS, STOPS, Child, Signals, end_like, reap, start, stop_as_told
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Protocol
+
+    from hegmctl.parenthood import Signal
+    from hegmctl.prestart import Beforehand, Readied
+
+    class Desk(Protocol):
+        """Who says whether the command is to be started again, where, and from what."""
+
+        def turn(self, now: float, pid: int | None) -> float | None:
+            """Look after what has come; the monotonic instant at which to look again at the latest. Must not wait."""
+            ...
+
+        def ended(self, status: int, *, told: int | None) -> bool:
+            """The command has ended, by its exit status or minus a signal; whether it may be started again.
+
+            `told` is the signal by which somebody wanted its end meanwhile, if anybody did.
+            """
+            ...
+
+        def wanted(self) -> Start | GiveUp | None:
+            """What is to be done while no command runs; None to go on waiting."""
+            ...
+
+        def expected(self) -> Beforehand | None:
+            """What start is to come that can be made ready while the command runs; the same object for the same one."""
+            ...
+
+        def is_ready(self, pid: int | None) -> None:
+            """What is expected has been made ready, and waits as that process, or never will without one."""
+            ...
+
+        def started(self, pid: int, *, was_ready: bool = False) -> None:
+            """The command runs, as that process."""
+            ...
+
+        def not_started(self, why: str) -> None:
+            """It could not be started as was wanted."""
+            ...
+
+        def close(self) -> None:
+            """All is over."""
+            ...
+
+
+# HeGM's own, for a worker that has written its state and left; and ours, for giving up with the state held elsewhere.
+LEFT_STATUS = 99
+GAVE_UP_STATUS = 98
+# Of a process that was made ready, and had its turn and could not take it: no line of the script has run.
+NOT_ITS_TURN_STATUS = 97
+# The number that a worker which has left its state ends with, where the job has one of its own.
+EXIT_CODE = "HEGM_EXIT_CODE"
+
+
+def left_status(environ: Mapping[str, str]) -> int:
+    """What a worker in that environment ends with once it has left its state."""
+    try:
+        return int(environ[EXIT_CODE]) & 0xFF
+    except (KeyError, ValueError):
+        return LEFT_STATUS
+
+
+class Start:
+    """How the command is to be started: its words, its environment, and descriptors that it inherits.
+
+    `state` is that of the state, if any, and `lock` one that is only held open for as long as anything of it lives.
+    """
+
+    __slots__ = ("command", "environ", "keep")
+
+    def __init__(
+        self, command: Sequence[str], environ: Mapping[str, str], state: int | None = None, lock: int | None = None
+    ) -> None:
+        self.command = command
+        self.environ = environ
+        self.keep = tuple([fd for fd in (state, lock) if fd is not None])
+
+
+class GiveUp:
+    """It is not started again, and why."""
+
+    __slots__ = ("hint", "message", "status")
+
+    def __init__(self, message: str, hint: str, status: int = GAVE_UP_STATUS) -> None:
+        self.message = message
+        self.hint = hint
+        self.status = status
+
+
+class Supervisor:
+    """One command and its desk. `say` takes a line for whoever watches."""
+
+    def __init__(self, desk: Desk, say: Callable[[str], object]) -> None:
+        self._desk = desk
+        self._say = say
+        self._child: Child | None = None
+        self._told: int | None = None
+        self._over: int | None = None
+        #: What was last to be made ready, and the process that is or was to be.
+        self._expected: Beforehand | None = None
+        self._readied: Readied | None = None
+
+    def run(self, first: Start | None) -> int:
+        """Start the command, or wait for what the desk wants first; its exit status, once it is over.
+
+        Raises HegmError when it cannot be started at all. Where a signal ended the command, so does one this process,
+        and this does not return.
+        """
+        with Signals() as signals:
+            if first is not None:
+                self._start(first, signals)
+            try:
+                while self._over is None:
+                    look_at = self._desk.turn(monotonic(), None if self._child is None else self._child.pid)
+                    self._make_ready(signals)
+                    if self._child is None and not self._do_what_is_wanted(signals):
+                        self._hear(signals.next(_within_s(look_at, self._awaited_until())))
+                    elif self._child is not None and self._over is None:
+                        self._hear(signals.next(_within_s(look_at)))
+            finally:
+                self._unready()
+            self._desk.close()
+        return end_like(self._over)
+
+    def _make_ready(self, signals: Signals) -> None:
+        """Have a process wait for the start that is expected, and none for any other."""
+        expected = self._desk.expected()
+        if self._expected is not expected:
+            self._expected = expected
+            readied = self._readied
+            if expected is None or readied is None or not readied.is_to_serve(expected):
+                self._ready_anew(expected, signals)
+        readied = self._readied
+        if readied is None or not readied.look():
+            return
+        if readied.is_kept and not readied.waits:
+            self._ready_anew(expected, signals)  # what it had imported long ago has changed since
+        else:
+            self._desk.is_ready(readied.pid if readied.waits else None)
+
+    def _ready_anew(self, expected: Beforehand | None, signals: Signals) -> None:
+        self._unready()
+        if expected is not None and self._child is not None:
+            from hegmctl.prestart import make_ready
+
+            self._readied = make_ready(expected, signals.before)
+            if self._readied is None:
+                self._desk.is_ready(None)
+
+    def _unready(self) -> None:
+        readied, self._readied = self._readied, None
+        if readied is not None:
+            readied.end()
+
+    def _awaited_until(self) -> float | None:
+        wanted = self._desk.wanted()
+        if self._readied is None or not isinstance(wanted, Start):
+            return None
+        return self._readied.awaited_until(wanted.command, wanted.environ)
+
+    def _start(self, wanted: Start, signals: Signals) -> None:
+        readied, self._readied = self._readied, None
+        pid = None if readied is None else readied.go_on_as(wanted.command, wanted.environ)
+        if pid is None:
+            self._child = start(wanted.command, wanted.environ, mask=signals.before, keep=wanted.keep)
+        else:
+            self._child = Child(pid)
+        self._told = None
+        self._desk.started(self._child.pid, was_ready=pid is not None)
+
+    def _do_what_is_wanted(self, signals: Signals) -> bool:
+        """Whether anything was that need not wait for what is made ready."""
+        from hegmd.errors import HegmError
+
+        wanted = self._desk.wanted()
+        if self._awaited_until() is not None:
+            return False
+        if isinstance(wanted, GiveUp):
+            self._say(f"{wanted.message}; {wanted.hint}")
+            self._over = wanted.status
+        elif wanted is not None:
+            try:
+                self._start(wanted, signals)
+            except (HegmError, OSError) as error:
+                self._desk.not_started(error.message if isinstance(error, HegmError) else os.strerror(error.errno or 0))
+        return wanted is not None
+
+    def _hear(self, came: Signal | None) -> None:
+        if came is None:
+            return
+        from signal import SIGCHLD, SIGIO
+
+        if came.number == SIGCHLD:
+            reap(self._child, self._ended)
+        elif came.number == SIGIO and not came.was_sent:
+            pass  # something has come for the desk
+        elif came.number in ENDS and self._child is None:
+            self._say(f"ended by signal {came.number} while waiting to be started again")
+            self._over = -came.number
+        else:
+            self._pass_on(came)
+
+    def _pass_on(self, came: Signal) -> None:
+        if came.number in ENDS:
+            self._told = came.number
+        if came.was_sent and self._child is not None:
+            self._child.pass_on(came.number)
+        if came.number in STOPS:
+            stop_as_told(came.number)
+
+    def _ended(self, status: int) -> None:
+        self._child = None
+        if not self._desk.ended(status, told=self._told):
+            self._over = status
+
+
+def _within_s(*instants: float | None) -> float | None:
+    """How long it is to the first of these; None where there is none."""
+    first = min((instant for instant in instants if instant is not None), default=None)
+    return None if first is None else first - monotonic()

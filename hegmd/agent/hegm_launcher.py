@@ -1,0 +1,232 @@
+"""Under `hegm-launcher`: SIGUSR1 asks this process for its state, which it leaves with at its next batch boundary.
+
+Owns what comes of the request, and none of what a state is: that is `restart`'s, as for a restart that the daemon asks
+for. The signal's handler only takes the request down (`hegm_signal`); the agent's thread parks the training, has
+the state written under its name beside the launcher's lock, and ends the process. What stands against it is said in
+`refused` in the same folder, for whoever asked, and the training goes on as if nothing had been asked.
+"""
+
+from __future__ import annotations
+
+import os
+from time import monotonic
+
+from ..errors import HegmError
+from . import enabled
+from .notes import note
+from .other_threads import Attempts, busy_thread
+from .quiesce import PARK, Asked
+from .refusals import BUSY_HINT, DEBUG_HINT, not_parked, refusal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any, Protocol
+
+    from .hegm_signal import Request
+    from .orders import Orders
+    from .quiesce import Gate
+
+    class Way(Protocol):
+        """What the package `state` does for a departure."""
+
+        #: Of the state that was saved last: what begins anew after a restart from it.
+        begins_anew: list[str]
+
+        def is_due(self) -> bool:
+            """Whether a state is on its way into this process still."""
+            ...
+
+        def fits(self) -> Callable[[], bool]:
+            """What the gate asks at each boundary, so that the training stands where it can go on from."""
+            ...
+
+        def save(self, fd: int) -> object:
+            """Write the state of the parked training. Raises HegmError and OSError."""
+            ...
+
+        def leave(self) -> object:
+            """End the process."""
+            ...
+
+
+REFUSED = "refused"
+# How long threads may take to come to rest once the training thread stands.
+REST_LIMIT_S = 30.0
+_LOOK_AGAIN_S = 0.02
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_STANDARD_ERROR = 2
+
+
+class Restarts:
+    """What the package `state` does for a departure. Read in at once: an upgrade may replace its files."""
+
+    def __init__(self, gate: Gate) -> None:
+        # Not by a statement: what knows of states knows of the agent's life, and the agent's life of this.
+        session, _capture, leaving, points = map(
+            _part, ("session", "capture", "save_and_exit", "script.capture_points")
+        )
+        self._gate = gate
+        self._leaving = leaving
+        self._readiness = points
+        self.is_due = session.is_due
+        self.leave = leaving.leave
+        self.begins_anew: list[str] = []
+
+    def fits(self) -> Callable[[], bool]:
+        """What the gate asks at each boundary, so that the training stands where it can go on from."""
+        found: Callable[[], bool] = self._readiness.fits_of(self._gate)
+        return found
+
+    def save(self, fd: int) -> Any:
+        """Write the state of the parked training. Raises HegmError with what stands against it, and OSError."""
+        return self._leaving.save(fd, self._gate.training_thread, tell=self._note)
+
+    def _note(self, begins_anew: list[str]) -> None:
+        self.begins_anew = begins_anew
+
+
+def _part(name: str) -> Any:
+    return __import__(f"{__package__}.state.{name}", fromlist=["__name__"])
+
+
+class Departure:
+    """The way out of this process. Runs in the agent's thread only."""
+
+    def __init__(
+        self,
+        request: Request,
+        gate: Gate,
+        orders: Orders,
+        restarts: Way,
+        environ: Mapping[str, str],
+        busy: Callable[[Gate], str | None] = busy_thread,
+    ) -> None:
+        self._request = request
+        self._gate = gate
+        self._orders = orders
+        self._restarts = restarts
+        self._environ = environ
+        self._busy = busy
+        self._attempts: Attempts | None = None
+        self._rest_deadline: float | None = None
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has to be called at the latest."""
+        if not self._request.is_wanted:
+            return None
+        if self._attempts is not None:
+            return self._attempts.next_deadline(_LOOK_AGAIN_S)
+        return monotonic() + _LOOK_AGAIN_S
+
+    def tick(self) -> None:
+        """Look at the gate, and go one step on."""
+        if not self._request.is_wanted or self._restarts.is_due():
+            return  # what it was started from is not back yet, and would be lost
+        if self._attempts is None:
+            self._ask()
+        elif self._gate.declined is not None:
+            self._stay(not_parked(None, None, self._gate.declined))
+        else:
+            self._go_once_at_rest(self._attempts)
+
+    def _ask(self) -> None:
+        """Unless the daemon has something in hand here: then after that."""
+        ranks = self._environ.get("WORLD_SIZE", "")
+        launcher = self._environ.get("HEGM_LAUNCHER", "")
+        in_the_way = enabled.against(self._environ)
+        if in_the_way is not None:
+            self._stay(refusal(*in_the_way))
+        elif ranks.isdigit() and int(ranks) > 1:
+            hint = "start the job with hegmctl run --allow-restart, which has all of them leave at one boundary"
+            self._stay(refusal(f"it is one of {ranks} ranks, which have to leave together", hint))
+        elif launcher.isdigit() and int(launcher) != os.getppid():
+            hint = "have whatever starts it become it (exec python3 train.py), or start it with hegm-launcher directly"
+            self._stay(refusal(f"its parent, process {os.getppid()}, would take its leaving for its end", hint))
+        elif self._orders.leave_alone("hegm-ctrl has asked for its state, and it is about to leave"):
+            self._attempts = Attempts(self._gate, Asked(PARK, fits=self._restarts.fits()), busy=self._busy)
+            self._attempts.begin()
+
+    def _go_once_at_rest(self, attempts: Attempts) -> None:
+        if attempts.look():
+            self._go()
+            return
+        if self._gate.parked and self._rest_deadline is None:
+            self._rest_deadline = monotonic() + REST_LIMIT_S
+        if self._rest_deadline is not None and attempts.busy is not None and monotonic() >= self._rest_deadline:
+            self._stay(refusal(f"{attempts.busy}, not at rest", BUSY_HINT))
+        elif attempts.is_stopped_too_long:
+            attempts.pause()
+
+    def _go(self) -> None:
+        self._gate.let_others_go()  # one of them may have a lock that the script's own code needs here
+        try:
+            enabled.note_command(self._environ, write_whole)
+            write_whole(self._environ["HEGM_CHECKPOINT_PATH"], self._restarts.save)
+        except HegmError as error:
+            self._stay(error)
+        except Exception as error:  # noqa: BLE001 - the edge: whatever fails in here, the training goes on
+            self._stay(refusal(f"its state was not saved: {error!r}", DEBUG_HINT))
+        else:
+            note("the state is saved; leaving")
+            if self._restarts.begins_anew:
+                say(f"begins anew after the restart: {'; '.join(self._restarts.begins_anew)}; hegm.keep keeps it")
+            self._restarts.leave()
+
+    def _stay(self, why: HegmError) -> None:
+        """The training goes on; why, is said to whoever asked and to whoever watches."""
+        self._request.is_wanted = False
+        self._attempts = self._rest_deadline = None
+        text = f"{why.message}; {why.hint}"
+        note(f"not leaving: {text}")
+        say(text)
+        try:
+            folder = os.path.dirname(self._environ["HEGM_CHECKPOINT_PATH"])
+            write_whole(f"{folder}/{REFUSED}", lambda fd: os.write(fd, text.encode(errors="backslashreplace")))
+        except (OSError, KeyError) as error:
+            note(f"the reason was not written: {error!r}")
+        self._gate.withdraw()
+        self._orders.take_up()
+
+
+def warn_of_another(modules: Mapping[str, object]) -> None:
+    """HeGM's own package loads itself into every Python of its environment, and takes SIGUSR1 and the builtins."""
+    if "hegm._config" in modules:
+        say("HeGM's own package is in this Python as well, and both take hold of the training: pip uninstall hegm")
+
+
+def say(text: str) -> None:
+    """A line for whoever watches the training, in HeGM's form."""
+    try:
+        os.write(_STANDARD_ERROR, f"[HeGM] WARNING -- {text}\n".encode(errors="backslashreplace"))
+    except OSError as error:
+        note(f"nobody reads it: {error}")
+
+
+def write_whole(path: str, write: Callable[[int], object]) -> None:
+    """Have it written to a file of the owner's alone, which gets its name once all of it is on disk.
+
+    Raises OSError, and what `write` raises; then nothing is left of it, and what had the name before still has it.
+    """
+    folder_path, _, name = path.rpartition("/")
+    unnamed = f".{name}-{os.urandom(8).hex()}"
+    folder = os.open(folder_path or "/", _FOLDER)
+    try:
+        fd = os.open(unnamed, _NEW, 0o600, dir_fd=folder)
+        try:
+            try:
+                write(fd)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename(unnamed, name, src_dir_fd=folder, dst_dir_fd=folder)
+            os.fsync(folder)
+        except BaseException:
+            try:
+                os.unlink(unnamed, dir_fd=folder)
+            except OSError:
+                pass
+            raise
+    finally:
+        os.close(folder)

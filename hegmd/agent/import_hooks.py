@@ -1,0 +1,155 @@
+"""The agent's place in a Python that may never train: two import finders, and nothing else until they are needed.
+
+`mount` runs at the start of every Python under `hegmctl run`, so this module imports nothing but `sys`, starts no
+thread and opens no file. The agent comes to life when the job imports what it trains with: PyTorch's data loader or
+optimizer, or the name `hegm`. Import hooks are used instead of a patched `__import__`: they are an interface of Python,
+and the one for PyTorch leaves the path once it has done its work, which in most jobs it never has: few are launchers.
+"""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+FACE = "hegm"
+
+
+def mount() -> None:
+    """Take the agent's place in this Python."""
+    wanted = {
+        "torch.utils.data.dataloader": _meet_loader,
+        "torch.optim.optimizer": _meet_optimizer,
+        "torch.distributed.elastic.rendezvous.registry": _meet_launcher,
+    }
+    finder = FrameworkFinder(wanted)
+    sys.meta_path.insert(0, finder)
+    sys.meta_path.append(FaceFinder())
+    from os import environ
+
+    if environ.get("HEGM_READY_FD"):
+        from . import standby
+
+        standby.wait_for_turn(finder)
+    if environ.get("HEGM_LAUNCHER"):
+        from . import hegm_signal
+
+        hegm_signal.take()
+
+
+class FrameworkFinder:
+    """Calls an action after each of the wanted modules was imported; finds nothing by itself.
+
+    The module is found and loaded by whoever would have done so, and keeps that loader: only the one call that runs its
+    code is stood in for.
+    """
+
+    def __init__(self, wanted: Mapping[str, Callable[[ModuleType], None]]) -> None:
+        self._wanted = dict(wanted)
+        self._held: list[tuple[Callable[[ModuleType], None], ModuleType]] | None = None
+
+    def hold(self) -> None:
+        """Call no action before `let_go`: the script has imported none of these."""
+        self._held = []
+
+    def let_go(self) -> None:
+        """Call those that were held, in the order of their imports, and hold none any more."""
+        held, self._held = self._held or [], None
+        for action, module in held:
+            _guarded(action, module)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec that the others find, with our action after its loading; None for modules that are not wanted."""
+        if name not in self._wanted:
+            return None
+        spec = self._found_by_others(name, path, target)
+        if spec is not None and spec.loader is not None:
+            self._follow(name, spec.loader)
+        return spec
+
+    def _found_by_others(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+        finders = list(sys.meta_path)
+        # Those that come after this one: another of our kind before it would ask this one again.
+        for finder in finders[finders.index(self) + 1 :] if self in finders else finders:
+            find = getattr(finder, "find_spec", None)
+            if find is not None:
+                spec: ModuleSpec | None = find(name, path, target)
+                if spec is not None:
+                    return spec
+        return None
+
+    def _follow(self, name: str, loader: Any) -> None:
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            if "exec_module" in vars(loader):  # otherwise another finder of our kind was first
+                del loader.exec_module  # the loader is as it was
+            run(module)
+            action = self._wanted.pop(name, None)
+            if not self._wanted and self in sys.meta_path:
+                sys.meta_path.remove(self)
+            if action is not None and self._held is not None:
+                self._held.append((action, module))
+            elif action is not None:
+                _guarded(action, module)
+
+        try:
+            loader.exec_module = exec_module
+        except AttributeError:  # a loader of another make, without room for an attribute: no hook for this module
+            self._wanted.pop(name, None)
+
+
+class FaceFinder:
+    """Gives scripts `import hegm` where no package of that name is installed: it comes last, so a real one is found."""
+
+    def find_spec(self, name: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
+        """The spec of the package that lies beside this one; None for everything else."""
+        if name != FACE:
+            return None
+        from _frozen_importlib_external import PathFinder
+
+        beside = __file__.rpartition("/agent/")[0].rpartition("/")[0]
+        found: ModuleSpec | None = PathFinder.find_spec(name, [beside])
+        return found
+
+
+def _meet_loader(module: ModuleType) -> None:
+    from . import boundary, lifecycle
+    from .state import session
+
+    boundary.watch_loaders(module, lifecycle.start())
+    session.meet_loader(module)
+
+
+def _meet_optimizer(module: ModuleType) -> None:
+    from . import boundary, lifecycle
+    from .state import session
+
+    boundary.watch_optimizers(module, lifecycle.gate())
+    session.meet_optimizer(module)
+
+
+def _meet_launcher(module: ModuleType) -> None:
+    from . import no_io_uring
+
+    no_io_uring.choose_stores(module)
+
+
+def _guarded(action: Callable[[ModuleType], None], module: ModuleType) -> None:
+    try:
+        action(module)
+    except Exception as error:  # noqa: BLE001 - the import goes on as it would without us
+        from .notes import note
+        from .state import save_and_exit
+        from .state.values import inherited
+
+        note(f"no hooks in {module.__name__}: {error!r}")
+        if inherited.is_there():  # without them the script would begin anew, and nobody would know
+            save_and_exit.end_unrestored([f"{module.__name__} is not one that the agent can follow: {error!r}"])

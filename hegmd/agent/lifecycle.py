@@ -1,0 +1,98 @@
+"""The agent's one life in this process: the gate, the thread, and what a fork does to both.
+
+Made when the first thing that trains is imported. A forked child keeps the hooks, which find an inert gate, and gets
+neither thread nor socket: its parent's agent is not its own, and a forked child that trains by itself is not moved.
+"""
+
+from __future__ import annotations
+
+import os
+from _thread import start_new_thread
+from time import sleep
+
+from .forked import leave_gpu
+from .notes import note
+from .quiesce import Gate
+from .signals import let_go_in_child
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .channel import Channel
+
+PAUSE_S = 1.0
+
+_gate: Gate | None = None
+_is_started = False
+_channel: Channel | None = None
+
+
+def gate() -> Gate:
+    """The process's gate; it does nothing until `start`."""
+    global _gate  # noqa: PLW0603 - one agent a process
+    if _gate is None:
+        _gate = Gate()
+    return _gate
+
+
+def start() -> Gate:
+    """Bring the agent's thread to life, once; the gate that its hooks go to. Never raises."""
+    global _is_started, _channel  # noqa: PLW0603 - one agent a process
+    made = gate()
+    if _is_started:
+        return made
+    _is_started = True
+    try:
+        # Python takes the thread that imports `threading` first for its main thread, and 3.9 waits for it at its end.
+        __import__("threading")
+        # Imported here and not in our thread: beside a busy loop every file read there costs a turn of the interpreter.
+        from . import storage_transfer
+        from .channel import Channel
+
+        storage_transfer.load()
+        _channel = Channel(made)
+        os.register_at_fork(after_in_child=_orphan)
+        start_new_thread(_live, (_channel,))
+    except Exception as error:  # noqa: BLE001 - the edge: the script goes on, with hooks that nobody asks anything of
+        note(f"not started: {error!r}")
+    return made
+
+
+def note_restarted() -> None:
+    """The state of an operation is back in this process, which is to go on from it: have the daemon told."""
+    from .departing import OPERATION
+
+    if _channel is not None:
+        _channel.note_restarted(os.environ.get(OPERATION) or None)
+
+
+def _live(channel: Channel) -> None:
+    """The thread: for as long as the process lives, since only it can bring back what is out of the process."""
+    note("started")
+    while True:
+        try:
+            attend(channel)
+        except BaseException as error:  # noqa: BLE001 - raised in here by another thread, outside of what is tried below
+            note(f"ended: {error!r}; it begins again")
+
+
+def attend(channel: Channel) -> None:
+    """One time the whole of it; when it ends, a pause, so that what ends it each time leaves the job its processor."""
+    try:
+        channel.run()
+    except BaseException as error:  # noqa: BLE001 - a thread's end; nobody may be left parked by it
+        note(f"ended: {error!r}; it begins again")
+    try:
+        channel.hang_up()
+    except BaseException as error:  # noqa: BLE001 - the same
+        note(f"not hung up: {error!r}; it begins again")
+    sleep(PAUSE_S)
+
+
+def _orphan() -> None:
+    """In a forked child: what is left of the agent is taken out of the way."""
+    if _gate is not None:
+        _gate.make_inert()
+    let_go_in_child()
+    if _channel is not None:
+        _channel.close_in_child()
+    leave_gpu()

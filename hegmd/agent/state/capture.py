@@ -1,0 +1,274 @@
+"""The exact state of a training that stands at a boundary, as one plain value.
+
+Owns what belongs to a state; `restore` puts it back into the script that runs anew. `capture` is called by the
+agent's thread while the training thread stands; what comes back of it shares memory with the training, and is to be
+written before that goes on.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+from .. import lifecycle
+from .code import loop_position
+from .code.position import Loop, Place, Unreadable, look_into, said
+from .frameworks import accelerate_hf
+from .loaders import passes, stateful_loader
+from .script import capture_points, kind_table, variables
+from .script.baseline import Baseline, baseline_of, refusal_of
+from .script.discovery import MODULE, OPTIMIZER, TENSOR, Holding, Holdings, is_open
+from .script.references import references_to
+from .values import contents, rng
+from .values.duck_types import is_a
+from .values.refusals import Refusal
+from .values.script_api import KEY
+from .values.script_api import said as said_by_script
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+    from typing import Any
+
+    #: A name, what it is to give, and the line where it is called if that is not the head of the loop.
+    _Need = tuple[str, Any, "int | None"]
+
+#: Of a state as a whole: to be raised when what is in it, or how it is meant, changes. A test knows each.
+FORM = 3
+#: Names that call `range` and `enumerate` for the script.
+_ALSO = {"range": {"trange", "tnrange"}, "enumerate": {"resumable", "tenumerate"}}
+_WHILE = "write it as a for loop over range() or over the loader, or keep its variables with hegm.keep(name, get, set)"
+_INSTEAD = {
+    "count": "write `for n in range(most):` in place of itertools.count(), and break as before",
+    "cycle": "write two loops in place of itertools.cycle(), one over range() and in it one over the loader",
+    "list_iterator": "write `for n in range(len(items)):` in place of the loop over it, and take items[n] in it",
+    "tuple_iterator": "write `for n in range(len(items)):` in place of the loop over it, and take items[n] in it",
+}
+_BY_HAND = "write it as a for loop over range() or a loader, or keep what it goes by with hegm.keep(name, get, set)"
+_GENERATOR = "write its loops in the script in place of the generator, or go over the loader itself"
+
+
+def instead_of(name: str) -> str:
+    """What a script may write in place of a loop over an iterator of that kind."""
+    return _GENERATOR if name.startswith("generator ") else _INSTEAD.get(name, _BY_HAND)
+
+
+def capture(ident: int | None = None, frame: FrameType | None = None) -> tuple[dict[str, Any], list[Refusal]]:
+    """The state of the training, whose thread stands, and what stands against a restart from it.
+
+    `ident` is that thread where it is not the gate's own, `frame` its frame where it is that which asks.
+    """
+    thread = lifecycle.gate().home if ident is None else ident
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] - documented all the same
+    taking = _Taking(thread, frame or frames.get(thread))
+    return taking.state, taking.refusals
+
+
+class _Taking:
+    """One capture."""
+
+    def __init__(self, ident: int, frame: FrameType | None) -> None:
+        self.refusals: list[Refusal] = []
+        self.state: dict[str, Any] = {"form": FORM, "python": sys.version.split()[0]}
+        self._ident = ident
+        self._numbers: dict[int, int] = {}
+        self._baseline: Baseline | None = None
+        try:
+            place = Place(frame)
+        except Unreadable as error:
+            self._refuse(str(error), "use CPython 3.9 to 3.14 as it is released")
+            return
+        self.state["place"] = self._placed(place, frame)
+        self.state["passes"] = list(self._passes(place))
+        self._hold(place)
+        self.state["shared"] = rng.read_shared()
+
+    def _refuse(self, what: str, hint: str) -> None:
+        self.refusals.append(Refusal(what, hint))
+
+    # ---- the place --------------------------------------------------------------------------------------------------
+
+    def _placed(self, place: Place, frame: FrameType | None) -> dict[str, Any]:
+        driver = capture_points.asked_iterator(frame)
+        theirs = accelerate_hf.Taking(place.frames)
+        self.state[accelerate_hf.KEY] = theirs.state
+        self.refusals += [Refusal(what, hint) for what, hint in theirs.against]
+        if theirs.read is not None:
+            number = self._number_of(theirs.read[0])
+            if number is not None:
+                self._numbers[number] = theirs.read[1]
+        loops: list[dict[str, Any]] = []
+        for index, loop in enumerate(place.loops):
+            if accelerate_hf.is_own(place.frames[loop.depth]):
+                continue
+            is_asked = place.at_head and index == len(place.loops) - 1
+            look = look_into(loop.iterator, 0 if is_asked else 1, self._number_of)
+            if is_asked and look["kind"] == "zip" and driver is not None:
+                look = self._look_into_zip(loop.iterator, driver)
+            self._note_loaders(look)
+            self._check_asked(look, driver, (*place.path[: loop.depth], (*place.path[loop.depth][:3], loop.line)))
+            needs = list(self._needs(look, place.path[loop.depth], loop.line))
+            if driver is not None:
+                needs = self._made_before(needs, look, loop, place.path[: loop.depth + 1])
+            self._check_names(needs, loop, place.path[loop.depth])
+            loops.append({"depth": loop.depth, "line": loop.line, "needs": needs})
+        self.refusals += capture_points.refusals_of(place, driver)
+        number = self._number_of(driver) if driver is not None else None
+        path = place.path if number is None else passes.path_of_pass(driver)
+        self._baseline = baseline_of(path)
+        return {"path": place.path, "loops": loops, "driver": number}
+
+    def _made_before(self, needs: list[_Need], look: dict[str, Any], loop: Loop, path: Any) -> list[_Need]:
+        """A count over a loader that was made above the loop, for a bar, is made otherwise where the pass began."""
+        found = next((part for part in _parts_of(look) if part["kind"] == "enumerate"), None)
+        inner = found["of"] if found is not None else {"kind": None}
+        if "enumerate" in loop.names or inner["kind"] != "loader":
+            return needs
+        began = next(pass_.path for pass_ in passes.all_followed() if pass_.number == inner["number"])
+        if began[:-1] != path[:-1] or began[-1][:3] != path[-1][:3]:
+            return needs
+        return [(name, value, began[-1][3] if name == "enumerate" else line) for name, value, line in needs]
+
+    def _check_names(self, needs: list[_Need], loop: Loop, step: Any) -> None:
+        """Only what is made in the head of a loop can be made otherwise there."""
+        for name in {name for name, _value, line in needs if line is None} - loop.names:
+            if not loop.names & _ALSO[name]:
+                where = said((*step[:3], loop.line))
+                what = f"the loop at {where} goes over what was made before it, whose place cannot be set"
+                self._refuse(what, f"write {name}(...) in the head of the loop")
+
+    def _check_asked(self, look: dict[str, Any], driver: Any, head: Any) -> None:
+        """Whoever asks for the first batch of a pass made again has to be the loop."""
+        numbers = set(_loaders_in(look)) - {self._number_of(driver)}
+        for found in passes.all_followed():
+            if found.number in numbers:
+                self.refusals += found.asked.against_loop(head)
+
+    def _number_of(self, iterator: object) -> int | None:
+        found = passes.followed(iterator)
+        return None if found is None else found.number
+
+    def _look_into_zip(self, iterator: Any, driver: Any) -> dict[str, Any]:
+        """Of the parts of a zip that is asked, those before the one that is being asked have given one more."""
+        parts = iterator.__reduce__()[1]
+        looks = [look_into(part, 0, self._number_of) for part in parts]
+        number = self._number_of(driver)
+        at = next((index for index, look in enumerate(looks) if number in set(_loaders_in(look))), 0)
+        return {"kind": "zip", "of": [look_into(part, 1, self._number_of) for part in parts[:at]] + looks[at:]}
+
+    def _note_loaders(self, look: dict[str, Any]) -> None:
+        if look["kind"] == "loader":
+            self._numbers[look["number"]] = look["given"]
+        for inner in _inner_of(look):
+            self._note_loaders(inner)
+
+    def _needs(self, look: dict[str, Any], step: Any, line: int) -> Iterator[_Need]:
+        """What the names in the head of this loop have to give when it is entered again, in the order of asking."""
+        if look["kind"] == "range":
+            yield "range", look["rest"], None
+        elif look["kind"] == "other":
+            where = said((*step[:3], line))
+            what = f"the loop at {where} goes over a {look['name']}, whose place cannot be set"
+            self._refuse(what, instead_of(str(look["name"])))
+        for inner in _inner_of(look):
+            yield from self._needs(inner, step, line)
+        if look["kind"] == "enumerate":
+            yield "enumerate", look["index"], None
+
+    # ---- loaders ----------------------------------------------------------------------------------------------------
+
+    def _passes(self, place: Place) -> Iterator[dict[str, Any]]:
+        if any(found.number not in self._numbers and not found.sent for found in passes.all_followed()):
+            gc.collect()  # passes that are over, but for what holds them in a circle
+        for found in passes.all_followed():
+            given = self._numbers.get(found.number)
+            iterator = found.iterator()
+            if given is None and found.number != self.state["place"]["driver"] and stateful_loader.is_left(iterator):
+                continue
+            if found.ident != self._ident:
+                self._refuse(
+                    f"another thread reads the loader at {said(found.path[-1])} ahead",
+                    "read it in the loop that trains",
+                )
+                continue
+            rests = given is None and bool(found.sent) and iterator._persistent_workers and not iterator._task_info
+            if given is None and found.number != self.state["place"]["driver"] and not rests and not found.is_over():
+                if found.asked.is_over_above(place):
+                    continue
+                self.refusals += loop_position.against_aside(found.path, found.asked, place)
+            self.refusals += found.refusals(given or 0)
+            yield {**found.taken(given or 0), "number": found.number, "rests": rests}
+        # Numbers of this process's passes are none of theirs.
+        yield from ({**taken, "number": -1} for taken in passes.resting)
+
+    # ---- what has a state -------------------------------------------------------------------------------------------
+
+    def _chosen(self, holdings: Holdings) -> Iterator[Holding]:
+        """What goes along: what a restarted script will hold too, of tensors those that have been written to."""
+        written: set[int] = set()
+        if self._baseline is not None:
+            written = self._baseline.written_to(holdings.list)
+        for found in holdings.list:
+            if found.kind == TENSOR:
+                if id(found.thing) in written:
+                    yield found
+            elif self._baseline is None or not self._baseline.is_later(found):
+                yield found
+            elif found.kind != MODULE or contents.has_tensors(found.thing):
+                self.refusals.append(refusal_of(found))
+
+    def _hold(self, place: Place) -> None:
+        holdings = Holdings(place.frames)
+        baseline = self._baseline
+        if not holdings.is_whole:
+            self._refuse("the script holds more objects than are looked through", "hold less in lists and dictionaries")
+        elsewhere = holdings.tensors_elsewhere()
+        carried = [
+            found for found in self._chosen(holdings) if found.kind != TENSOR or id(found.thing) not in elsewhere
+        ]
+        references = kind_table.references_of(dict(enumerate(carried)))
+        self.state["holdings"] = [
+            {
+                "kind": found.kind,
+                "class": type(found.thing).__qualname__,
+                "names": found.names if baseline is None else baseline.names_of(found),
+                "content": kind_table.taken(found, references),
+            }
+            for found in carried
+        ]
+        values, against = said_by_script.capture([found.thing for found in carried if found.kind == OPTIMIZER])
+        self.state[KEY] = values
+        self.refusals += [Refusal(what, hint) for what, hint in against]
+        held = references_to(holdings.addresses(), [found.thing for found in carried])
+        for found in carried:
+            if is_open(found):  # it goes along with its attributes
+                held.pop(id(found.thing), None)
+        self.state[variables.KEY] = own = variables.capture(
+            place.frames,
+            held,
+            kept=values["kept"],
+            changed=[] if baseline is None else baseline.changed(place.frames),
+            drift=None if baseline is None else baseline.drift,
+        )
+        own["unseen"] += holdings.unseen
+        if baseline is None:
+            own["unseen"].append("tensors and variables that were there at the first batch and have been changed since")
+        if own["anew"] and not said_by_script.keeps:
+            for step in place.whiles():
+                self._refuse(f"the while loop at {said(step)} goes by variables of the script's own", _WHILE)
+
+
+def _inner_of(look: dict[str, Any]) -> list[dict[str, Any]]:
+    inner: Any = look.get("of", [])
+    return inner if is_a(inner, list) else [inner]
+
+
+def _parts_of(look: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield look
+    for inner in _inner_of(look):
+        yield from _parts_of(inner)
+
+
+def _loaders_in(look: dict[str, Any]) -> Iterator[int]:
+    return (found["number"] for found in _parts_of(look) if found["kind"] == "loader")

@@ -1,0 +1,176 @@
+"""What has changed in the script since it first came to its loop, wherever it is: seen by looking twice.
+
+What `assignments` tells from the code is what the code names. A variable that a closure counts with, a default that is
+altered, an attribute set by `setattr` or on somebody else's object, a list that a hook fills: those are seen only by
+comparing. So all places that can hold a value are looked at when the script first comes to a loop, and each is
+remembered by a print of what was in it; nothing is kept alive by that. Variables of functions under way are none of
+these places: of them the code tells more, such as which are not read again.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from binascii import crc32
+from collections import deque
+
+from ..values.duck_types import FUNCTION, class_of, is_a, members_of
+from .script_objects import cells_of, set_value, users_modules, values_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+    from .script_objects import Instances
+
+OWN, OTHERS, CELL, FUNCTIONS, DEFAULT, GLOBAL = "own", "others", "cell", "function", "default", "global"
+_SCALARS = frozenset((bool, int, complex, type(None), str, bytes, float))
+_CONTAINERS: Any = (list, dict, set, deque, bytearray)
+_LONGEST = 512
+_LONGEST_BYTES = 1 << 20
+_DEEP = 4
+_THEIR_OWN = ("tqdm",)  # packages whose objects come back by themselves
+
+
+class Holder:
+    """Whoever has places for values: an object, a function, a cell of one, a module."""
+
+    __slots__ = ("kind", "name", "thing")
+
+    def __init__(self, kind: str, name: str, thing: Any) -> None:
+        self.kind = kind
+        self.name = name
+        self.thing = thing
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.kind, id(self.thing)
+
+    def values(self) -> list[tuple[str, Any]]:
+        """What is in its places, by their names."""
+        thing: Any = self.thing
+        if self.kind == OWN:
+            return values_of(thing)
+        if self.kind == OTHERS:
+            return [(key, value) for key, value in thing.__dict__.items() if not key.startswith("_")]
+        if self.kind == CELL:
+            return [("", thing.cell_contents)]
+        if self.kind == FUNCTIONS:
+            return [(key, value) for key, value in thing.__dict__.items() if key != "__wrapped__"]
+        if self.kind == DEFAULT:
+            defaults: list[Any] = [*enumerate(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).items()]
+            return [(str(key), value) for key, value in defaults if is_a(value, *_CONTAINERS)]
+        members = members_of(thing)
+        return [(key, value) for key, value in members.items() if not (key.startswith("__") or is_a(value, FUNCTION))]
+
+    def put(self, key: str, value: Any) -> None:
+        """Another value into one of them. A default that is altered is the same container as before."""
+        if self.kind == CELL:
+            self.thing.cell_contents = value
+        elif self.kind == GLOBAL:
+            vars(self.thing)[key] = value
+        elif self.kind != DEFAULT:
+            set_value(self.thing, key, value)
+
+
+def holders_in(instances: Instances) -> Iterator[Holder]:
+    """All of them, each once."""
+    yield from (Holder(OWN, names[0], thing) for thing, names in instances.found if names)
+    for thing, name in instances.others:
+        if str(type(thing).__module__).partition(".")[0] not in _THEIR_OWN:
+            yield Holder(OTHERS, name, thing)
+    for function, name in instances.functions:
+        yield Holder(FUNCTIONS, name, function)
+        yield Holder(DEFAULT, name, function)
+        yield from (Holder(CELL, f"{name}<{key}>", cell) for key, cell in cells_of(function))
+    modules: list[Any] = users_modules()
+    for module in modules:
+        name = str(module.__name__)
+        # Not one under another name, nor those that PyTorch makes of no file, such as torch.ops.
+        if sys.modules.get(name) is module and name.partition(".")[0] not in ("torch", *_THEIR_OWN):
+            yield Holder(GLOBAL, name, module)
+
+
+class Drift:
+    """How all of it was."""
+
+    def __init__(self, instances: Instances) -> None:
+        self._names: dict[tuple[str, int], str] = {}
+        self._alive: dict[tuple[str, int], Any] = {}
+        self._prints: dict[tuple[str, int], dict[str, Any]] = {}
+        self._own_names = {id(thing): names for thing, names in instances.found}
+        for holder in holders_in(instances):
+            self._names[holder.key] = holder.name
+            self._alive[holder.key] = _weak(holder.thing)
+            self._prints[holder.key] = {key: print_of(value) for key, value in holder.values()}
+
+    def names_of(self, thing: Any) -> list[str]:
+        """The names that an object of the script's own had; none if it was not there."""
+        return self._own_names.get(id(thing), []) if self.had(thing) else []
+
+    def had(self, thing: Any) -> bool:
+        """Whether this object of the script's own was there."""
+        return _is_it(self._alive.get((OWN, id(thing))), thing)
+
+    def changed(self, instances: Instances) -> Iterator[tuple[Holder, str, str, Any]]:
+        """The places that hold something else now: of whom, by which name that had then, which place, and what."""
+        for holder in holders_in(instances):
+            if not _is_it(self._alive.get(holder.key), holder.thing):
+                continue
+            before = self._prints[holder.key]
+            for key, value in holder.values():
+                if key not in before or before[key] != print_of(value):
+                    yield holder, self._names[holder.key], key, value
+
+
+def _weak(thing: Any) -> Any:
+    try:
+        return weakref.ref(thing)
+    except TypeError:  # a cell, or an object with slots: told by its address alone
+        return True
+
+
+def _is_it(known: Any, thing: Any) -> bool:
+    return known is True or (known is not None and known() is thing)
+
+
+# ---- prints ---------------------------------------------------------------------------------------------------------
+
+
+def print_of(value: Any, depth: int = 0) -> Any:
+    """What is another one if the value is, in most cases: of large collections only some is looked at."""
+    kind = class_of(value)
+    if kind in _SCALARS:
+        return (kind.__name__, hash(value) if value == value else None)  # noqa: PLR0124 - no NaN equals itself
+    if is_a(value, bytearray):
+        return ("bytearray", len(value), crc32(value))
+    if is_a(value, list, tuple, deque):
+        return (kind.__name__, len(value), _of_row(value, depth))
+    if is_a(value, set, frozenset):
+        is_plain = _SCALARS.issuperset(map(class_of, value))
+        return (kind.__name__, len(value), hash(frozenset(value)) if is_plain else None)
+    if is_a(value, dict):
+        return (kind.__name__, len(value), _of_row(list(value), depth), _of_row(list(value.values()), depth))
+    return _of_other(value, kind)
+
+
+def _of_row(row: Any, depth: int) -> int:
+    if _SCALARS.issuperset(map(class_of, row)):
+        return hash(tuple(row))
+    if depth >= _DEEP:
+        return 0
+    some = [row[index] for index in range(0, len(row), len(row) // _LONGEST + 1)]
+    return hash(tuple([print_of(found, depth + 1) for found in some]))
+
+
+def _of_other(value: Any, kind: Any) -> Any:
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and is_a(value, torch.Tensor):
+        return ("tensor", id(value), None if value.is_inference() else value._version)
+    if numpy is not None and type(value) is numpy.ndarray and not value.dtype.hasobject:
+        some = value.reshape(-1)[:: value.nbytes // _LONGEST_BYTES + 1]
+        return ("array", value.shape, value.dtype.str, crc32(some.tobytes()))
+    if numpy is not None and is_a(value, numpy.generic):
+        return ("scalar", repr(value))
+    return (kind.__qualname__, id(value))

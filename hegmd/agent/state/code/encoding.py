@@ -1,0 +1,321 @@
+"""Values of the script's own variables in a form that a state file has, and back into what the restarted script holds.
+
+Containers that the script has already are filled and not replaced, so that whoever else holds them sees the same. One
+that several hold has one form, by which it is known to be one, and becomes one again. What has no form at all is said
+by its type; what has a state of its own is left in its place, and comes back by that.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+
+from ..values.duck_types import BUILTIN, FUNCTION, METHOD, MODULE, class_of, is_a
+from . import named_values
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+_SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes))
+_FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (int, float, list, dict, set, str, bytes, tuple, bool)}
+#: Kinds of containers that are altered in place.
+MUTABLE: Any = (list, dict, set, deque)
+_ROWS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_KINDS: dict[Any, str] = {kind: name for name, kind in _ROWS.items()}
+_DEFAULTING: Any = defaultdict
+_MAPPINGS: Any = (dict, OrderedDict, Counter, defaultdict)
+#: What a script looks up or makes anew, and never counts with.
+_FIXED: Any = (
+    *(FUNCTION, METHOD, BUILTIN, MODULE, type),
+    *(type(None), type(...), type(NotImplemented)),
+)
+_MOST_PARTS = 200_000
+_MOST_DEEP = 40
+SAME = "same"
+NAMED = "named"
+#: Of a variable that was set, in place of True: what it holds others hold as well.
+SHARED = "shared"
+#: Forms of what may be altered in place: whoever holds one of these holds the same one again.
+_SHARED = frozenset(("list", "set", "deque", "mapping", "tensor", "array", named_values.MADE))
+
+
+class NotKept(Exception):
+    """A value that goes along in no form."""
+
+
+class TooLarge(NotKept):
+    """One that has more in it than is looked through."""
+
+
+class Forms:
+    """The form of a value. `refer` gives a reference, in a tuple, to what comes back by itself, and None for all else.
+
+    `known` has the forms of one moment by the addresses of their values, each with its value, which keeps the address.
+    """
+
+    def __init__(self, refer: Callable[[Any, Forms], tuple[Any] | None], known: dict[int, tuple[Any, Any]]) -> None:
+        self._refer = refer
+        self._known = known
+        self._parts = 0
+
+    def of(self, value: Any, depth: int = 0) -> Any:
+        """A scalar as it is, and anything else as a tuple that begins with its kind. Raises NotKept."""
+        self._parts += 1
+        if self._parts > _MOST_PARTS:
+            raise TooLarge(f"more than {_MOST_PARTS:,} parts")
+        if depth > _MOST_DEEP:
+            raise TooLarge(f"parts within more than {_MOST_DEEP} others")
+        kind = class_of(value)
+        if kind in _SCALARS:
+            return value
+        known = self._known.get(id(value))
+        if known is None:
+            form = self._made(value, kind, depth)
+            if not _is_shared(form):
+                return form
+            known = self._known[id(value)] = (value, form)
+        return known[1]
+
+    def _made(self, value: Any, kind: Any, depth: int) -> Any:
+        name = _KINDS.get(kind)
+        if name is not None:
+            return (name, self._row(value, depth))
+        if kind is deque:
+            return ("deque", self._row(value, depth), value.maxlen)
+        if kind in _MAPPINGS:
+            return self._mapping(value, depth)
+        if is_a(value, tuple) and hasattr(kind, "_make"):
+            module, name = kind.__module__, kind.__qualname__
+            if depth and named_values.named_tuple(module, name, len(value)) is not kind:
+                raise NotKept(name)
+            return (NAMED, kind.__name__, [self.of(found, depth + 1) for found in value], module, name)
+        return self._other(value)
+
+    def _row(self, value: Any, depth: int) -> tuple[str, list[Any]]:
+        """Scalars side by side are taken at once."""
+        if _SCALARS.issuperset(map(type, value)):
+            return ("flat", list(value))
+        return ("each", [self.of(found, depth + 1) for found in value])
+
+    def _mapping(self, value: Any, depth: int) -> Any:
+        pairs = [(self.of(key, depth + 1), self.of(found, depth + 1)) for key, found in value.items()]
+        factory: Any = getattr(value, "default_factory", None)
+        made_by = None if factory is None else getattr(factory, "__name__", "")
+        return ("mapping", type(value).__name__, pairs, made_by)
+
+    def _other(self, value: Any) -> Any:
+        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+        known = named_values.form_of(value)
+        if known is not None:
+            return known
+        reference = self._refer(value, self)
+        if reference is not None:
+            return (SAME, type(value).__name__, reference[0])
+        if torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter):
+            return ("tensor", value.detach(), bool(value.requires_grad and value.is_leaf))
+        if numpy is not None and (is_a(value, numpy.generic) or type(value) is numpy.ndarray) and not _odd(value):
+            return ("array", value)
+        if is_a(value, *_FIXED) or (torch is not None and is_a(value, torch.device)):
+            return (SAME, type(value).__name__, named_values.mark_of(value))
+        raise NotKept(type(value).__qualname__)
+
+
+def _odd(array: Any) -> bool:
+    return bool(array.dtype.hasobject) or array.dtype.kind == "V"
+
+
+class Place:
+    """A variable, or whatever else is to have a value again: what is there now, and how it is set."""
+
+    __slots__ = ("form", "here", "is_shared", "is_stored", "name", "put")
+
+    def __init__(self, form: Any, here: Any, name: str, put: Callable[[Any], object], *, is_stored: bool | str) -> None:
+        self.form = form
+        self.here = here
+        self.name = name
+        self.put = put
+        self.is_stored = bool(is_stored)
+        self.is_shared = is_stored == SHARED
+
+
+def _is_shared(form: Any) -> bool:
+    """Whether it is one of which it matters who holds the same."""
+    return class_of(form) is tuple and form[0] in _SHARED
+
+
+class Settling:
+    """Values on their way back. `missing` gathers what should have been there and is not.
+
+    Each form becomes one value, and each container that is here takes one form. All of them are looked through before
+    any is filled, by `fill`.
+    """
+
+    def __init__(self, find: Callable[[Any, Settling], Any] | None = None, *, from_cpu: bool = False) -> None:
+        """`find` gives what a reference leads to, None if that is nothing."""
+        self._find = find
+        self.missing: list[str] = []
+        self._from_cpu = from_cpu
+        self._values: dict[int, Any] = {}
+        self._targets: dict[int, Any] = {}
+        self._taken: dict[int, Any] = {}
+        self._fills: list[Callable[[], object]] = []
+
+    def claim(self, form: Any, here: Any, *, in_place: bool = False) -> None:
+        """Say that this is to be filled with that, where it can be. Who comes first has it; `in_place` is for tensors.
+
+        A variable's own container is claimed before what lies in others: their places say less of what belongs there.
+        """
+        if not _is_shared(form) or id(form) in self._targets or id(here) in self._taken:
+            return
+        if _takes(here, form, in_place=in_place):
+            self._targets[id(form)] = self._taken[id(here)] = here
+
+    def leave(self, here: Any) -> None:
+        """Have nothing filled into that, unless it was claimed before."""
+        self._taken.setdefault(id(here), here)
+
+    def settle(self, form: Any, here: Any, name: str, *, in_place: bool = False) -> Any:
+        """The value, in the container that is here where there is one for it."""
+        if class_of(form) is not tuple:
+            return form
+        kind: str = form[0]
+        if kind == SAME:
+            return self._same(form, here, name)
+        if kind == NAMED:
+            return self._named(form, here, name)
+        if not _is_shared(form):
+            return named_values.value_of(form) if kind in named_values.KINDS else self._row(form, here, name)
+        if id(form) not in self._values:
+            self.claim(form, here, in_place=in_place)
+            self._values[id(form)] = self._settled(form, self._targets.get(id(form)), here, name)
+        return self._values[id(form)]
+
+    def fill(self) -> None:
+        """Put everything into the containers that are here."""
+        for fill in self._fills:
+            fill()
+        self._fills.clear()
+
+    def _same(self, form: Any, here: Any, name: str) -> Any:
+        _kind, type_name, reference = form
+        found = here
+        if reference is not None and reference[0] in named_values.MARKS:
+            found = named_values.marked(reference, here)
+        elif reference is not None:
+            found = None if self._find is None else self._find(reference, self)
+        if type(found).__name__ == type_name:
+            return found
+        self.missing.append(f"{name} ({type_name})")
+        return here
+
+    def _settled(self, form: Any, target: Any, here: Any, name: str) -> Any:
+        """What one form becomes: `target`, if it is not None, which is filled later."""
+        kind: str = form[0]
+        if kind in named_values.KINDS:
+            return named_values.value_of(form)
+        if kind in ("tensor", "array"):
+            if target is None:
+                return _tensor(form, here, from_cpu=self._from_cpu) if kind == "tensor" else _array(form[1])
+            self._fills.append(lambda: _copy_into(target, form[1]))
+            return target
+        before = here if target is None else target
+        return (self._mapping if kind == "mapping" else self._row)(form, before, name, target)
+
+    def _row(self, form: Any, here: Any, name: str, target: Any = None) -> Any:
+        kind: str = form[0]
+        how: str = form[1][0]
+        parts: Any = form[1][1]
+        before: list[Any] = list(here) if is_a(here, list, tuple, deque) else []
+        before += [None] * (len(parts) - len(before))
+        values = [self.settle(part, was, name) for part, was in zip(parts, before)] if how == "each" else parts
+        if target is None:
+            return deque(values, form[2]) if kind == "deque" else _ROWS[kind](values)
+        self._fills.append(target.clear)
+        self._fills.append(lambda: (target.update if kind == "set" else target.extend)(values))
+        return target
+
+    def _named(self, form: Any, here: Any, name: str) -> Any:
+        """A tuple with names, of the class that the one here is of: no class is looked for."""
+        _kind, type_name, parts, module, qualname = form
+        kind = named_values.named_tuple(module, qualname, len(parts))
+        if kind is None and class_of(here).__name__ == type_name and len(here) == len(parts):
+            kind = class_of(here)
+        if kind is None:
+            self.missing.append(f"{name} ({type_name})")
+            return here
+        before = here if class_of(here) is kind else [None] * len(parts)
+        return kind._make([self.settle(part, was, name) for part, was in zip(parts, before)])
+
+    def _mapping(self, form: Any, here: Any, name: str, target: Any) -> Any:
+        _kind, type_name, pairs, made_by = form
+        before: Any = dict(here) if is_a(here, dict) else {}
+        found: list[tuple[Any, Any]] = []
+        for key_form, value_form in pairs:
+            key = self.settle(key_form, None, name)
+            found.append((key, self.settle(value_form, before.get(key), f"{name}[{key!r}]")))
+        mapping = self._new_mapping(type_name, made_by, name) if target is None else target
+        self._fills.append(mapping.clear)
+        self._fills.append(lambda: _set_items(mapping, found))
+        return mapping
+
+    def _new_mapping(self, type_name: str, made_by: Any, name: str) -> Any:
+        if type_name == "defaultdict":
+            if made_by is not None and made_by not in _FACTORIES:
+                self.missing.append(f"{name} (a defaultdict of {made_by})")
+            factory = _FACTORIES.get(str(made_by))
+            return _DEFAULTING(factory)
+        kinds: dict[str, Any] = {"OrderedDict": OrderedDict, "Counter": Counter}
+        return kinds.get(type_name, dict)()
+
+
+def _set_items(mapping: Any, pairs: list[tuple[Any, Any]]) -> None:
+    for key, value in pairs:
+        mapping[key] = value
+
+
+def _takes(here: Any, form: Any, *, in_place: bool) -> bool:
+    """Whether what is here can be filled with this."""
+    kind: str = form[0]
+    if kind in ("tensor", "array"):
+        saved = form[1]
+        is_array = class_of(saved) is _array_kind()
+        is_like = class_of(here) is class_of(saved) if is_array else _is_tensor(here) and _is_tensor(saved)
+        return bool(in_place and is_like and here.shape == saved.shape and here.dtype == saved.dtype)
+    if kind == "mapping":
+        return class_of(here) in _MAPPINGS and class_of(here).__name__ == form[1]
+    if kind == "deque":
+        return class_of(here) is deque and here.maxlen == form[2]
+    return class_of(here) is _ROWS.get(kind)
+
+
+def _tensor(form: Any, here: Any, *, from_cpu: bool) -> Any:
+    from ..values.devices import device_beside
+
+    _kind, saved, requires = form
+    on = device_beside(saved, here, from_cpu=from_cpu)
+    return saved.detach().to(on, copy=True).requires_grad_(requires)
+
+
+def _array(saved: Any) -> Any:
+    return saved.copy() if class_of(saved) is _array_kind() else saved
+
+
+def _copy_into(here: Any, saved: Any) -> None:
+    """Into a tensor or an array of the same shape and kind."""
+    if class_of(saved) is _array_kind():
+        sys.modules["numpy"].copyto(here, saved)
+        return
+    torch: Any = sys.modules["torch"]
+    with torch.no_grad():
+        here.copy_(saved)
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and is_a(value, torch.Tensor)
+
+
+def _array_kind() -> Any:
+    return getattr(sys.modules.get("numpy"), "ndarray", None)

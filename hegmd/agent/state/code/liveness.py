@@ -1,0 +1,165 @@
+"""Which variables of a function that stands within a loop are read again, and which code comes round again. Pure.
+
+A variable that is written before it is read on every way from here needs not be kept: the batch, its loss, all that
+lives within one pass of the body. What is written on the way from the loops' heads to the place is written again by a
+restarted script on its way there; what is written later is not.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from ..values.duck_types import is_a
+from .loops import loops_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from types import CodeType
+    from typing import Any
+
+_FREE = frozenset(("LOAD_CLOSURE", "COPY_FREE_VARS", "MAKE_CELL"))
+
+
+class Flow:
+    """One code object, and the ways through it."""
+
+    def __init__(self, code: CodeType) -> None:
+        loops = loops_of(code)
+        self._loops = loops
+        self._on: dict[int, set[int]] = {offset: set(ways) for offset, ways in loops.ways().items()}
+        self._instructions = {found.offset: found for found in loops.instructions()}
+        self._add_handlers()
+        self._back: dict[int, set[int]] = {offset: set() for offset in self._on}
+        for offset, ways in self._on.items():
+            for way in ways:
+                self._back[way].add(offset)
+        #: Variables that functions within this one share with it: who reads those is not followed.
+        self.shared = frozenset(code.co_cellvars) | frozenset(code.co_freevars)
+
+    def _add_handlers(self) -> None:
+        """Up to Python 3.10 a handler is known where its block begins only; all of the block leads to it."""
+        for offset in list(self._on):
+            found = self._instructions[offset]
+            if found.opname in ("SETUP_FINALLY", "SETUP_WITH", "SETUP_ASYNC_WITH"):
+                for inside in self._on:
+                    if offset < inside < found.argval:
+                        self._on[inside].add(found.argval)
+
+    def around(self, place: int) -> frozenset[int]:
+        """All code that comes round again from this instruction: the outermost loop that it is in."""
+        place = self._loops.standing(place)
+        found = self._reach(self._on.get(place, ()), self._on) & self._reach(self._back.get(place, ()), self._back)
+        return frozenset(found) if place in found else frozenset()
+
+    def before(self, place: int) -> frozenset[int]:
+        """What of it a script runs on its way from the beginning to this instruction, when it gets there first."""
+        place = self._loops.standing(place)
+        back: dict[int, set[int]] = {}
+        for offset, ways in self._back.items():
+            is_head = any(source >= place >= offset for source in ways)
+            back[offset] = {source for source in ways if source != place and not (is_head and source >= place)}
+        return frozenset(self._reach(back.get(place, ()), back) - {place})
+
+    def innermost(self, place: int) -> frozenset[int]:
+        """The code of the innermost loop only that this instruction is in."""
+        place = self._loops.standing(place)
+        around = self.around(place)
+        heads = [way for source in around for way in self._on[source] if way <= place <= source and way in around]
+        if not heads:
+            return frozenset()
+        head = max(heads)
+        none: set[int] = set()
+        back = {offset: none if offset == head else sources for offset, sources in self._back.items()}
+        ends = [source for source in self._back[head] if source >= place]
+        return frozenset((self._reach(ends, back) | {head}) & around)
+
+    def live(self, place: int, within: frozenset[int] | None = None) -> set[str]:
+        """The variables that may be read from here on before they are written; `within` this code, if it is given."""
+        place = self._loops.standing(place)
+        ways = self._reach(self._on.get(place, ()), self._on)
+        reached = sorted(ways if within is None else ways & within, reverse=True)
+        names: dict[str, int] = {}
+        uses: dict[int, tuple[int, int]] = {}
+        for offset in reached:
+            read, written = _reads_and_writes(self._instructions[offset])
+            uses[offset] = (_bits(read, names), ~_bits(written, names))
+        entering: dict[int, int] = dict.fromkeys(reached, 0)
+        left = reached[::-1]
+        while left:
+            offset = left.pop()
+            read_bits, kept_bits = uses[offset]
+            found = read_bits | (self._leaving(offset, entering) & kept_bits)
+            if found != entering[offset]:
+                entering[offset] = found
+                left.extend(source for source in self._back[offset] if source in entering)
+        alive = self._leaving(place, entering)
+        return {name for name, bit in names.items() if alive & bit} | set(self.shared)
+
+    def _leaving(self, offset: int, entering: dict[int, int]) -> int:
+        found = 0
+        for way in self._on.get(offset, ()):
+            found |= entering.get(way, 0)
+        return found
+
+    @staticmethod
+    def _reach(start: Iterable[int], ways: dict[int, set[int]]) -> set[int]:
+        found: set[int] = set()
+        left = list(start)
+        while left:
+            offset = left.pop()
+            if offset not in found:
+                found.add(offset)
+                left.extend(ways.get(offset, ()))
+        return found
+
+
+def variables_of(argument: Any) -> tuple[str, ...]:
+    """What an instruction names: one variable, or two at once since Python 3.13."""
+    several: Any = argument if is_a(argument, tuple) else (argument,)
+    return tuple(map(str, several))
+
+
+def _reads_and_writes(found: Any) -> tuple[list[str], list[str]]:
+    """What it reads before it writes, and what it writes."""
+    read: list[str] = []
+    written: list[str] = []
+    for verb, name in steps_of(found):
+        if verb == "STORE":
+            written.append(name)
+        elif name not in written:
+            read.append(name)
+    return read, written
+
+
+def steps_of(found: Any) -> Iterator[tuple[str, str]]:
+    """What an instruction does to variables of the function, one after the other: LOAD or STORE, and the name."""
+    name = found.opname
+    if name in _FREE:
+        if name == "LOAD_CLOSURE":
+            yield "LOAD", str(found.argval)
+        return
+    if name in ("DELETE_FAST", "DELETE_NAME", "DELETE_DEREF"):
+        yield "STORE", str(found.argval)
+        return
+    if name in ("LOAD_FAST_AND_CLEAR", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"):
+        yield "LOAD", str(found.argval)
+        return
+    verbs = [part for part in name.split("_") if part in ("LOAD", "STORE")]
+    if name.endswith(("_GLOBAL", "_ATTR", "_METHOD", "_SUBSCR", "_SLICE")) or not verbs:
+        return
+    if "_FAST" in name or "_DEREF" in name or name in ("LOAD_NAME", "STORE_NAME"):
+        yield from zip(verbs, variables_of(found.argval))
+
+
+def _bits(variables: Iterable[str], names: dict[str, int]) -> int:
+    found = 0
+    for name in variables:
+        found |= names.setdefault(name, 1 << len(names))
+    return found
+
+
+@cache
+def flow_of(code: CodeType) -> Flow:
+    """The ways through this code, looked at once."""
+    return Flow(code)

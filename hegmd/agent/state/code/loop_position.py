@@ -1,0 +1,115 @@
+"""Where in a script a pass over a loader is first asked for its batches: by that a restarted script is at its place.
+
+A restarted script comes from the top and makes each pass again at its place. Who is then the first to ask must be who
+goes on with it: a batch that is taken above the loop, to see its shape for instance, would be another one there. So the
+first places that ask a pass are noted, and nothing is in the way of its later batches. A pass that was only asked above
+all loops is left to the script, which does that again by itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from ..frameworks import accelerate_hf
+from ..values.duck_types import class_of
+from ..values.refusals import Refusal
+from .position import path_of, said, script_frames
+from .value_stack import caller
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+    from typing import Any
+
+    from .position import Place
+
+_NOTED = 2
+_LATER = "ask again; it is over by itself"
+_ASIDE = "go over both loaders in the head of the loop, with zip(), or begin the pass above the loop"
+_PROBE = "take such a batch of an iterator of its own, as in next(iter(loader)), and let the loop make another"
+
+
+class Asked:
+    """The places that asked a pass for its first batches, the first one first."""
+
+    __slots__ = ("paths",)
+
+    def __init__(self) -> None:
+        self.paths: list[Any] = []
+
+    def watch(self, iterator: Any) -> None:
+        """Note them. Then the iterator is as PyTorch has made it."""
+        weak = weakref.ref(iterator)
+
+        def _next_data() -> Any:
+            found = weak()
+            if found is None:  # nobody can ask one that is gone
+                raise StopIteration
+            self.paths.append(frames_of(caller()))
+            if len(self.paths) == _NOTED:
+                del found._next_data
+            ask: Any = class_of(found)._next_data
+            return ask(found)
+
+        iterator._next_data = _next_data
+
+    def against(self, place: Place) -> Iterator[Refusal]:
+        """Why the pass that is being asked at this place would not go on from there in a restarted script."""
+        heads = heads_of(place)
+        if not self.paths or _is_of_framework(place) or self.paths[0] == place.path:
+            return
+        what = f"the loader that is asked for batches at {said(place.path[-1])} was first asked at"
+        passes = bool(heads) and not is_above(self.paths[0], heads[-1])
+        yield Refusal(f"{what} {said(self.paths[0][-1])}", _LATER if passes else _PROBE, passes=passes)
+
+    def against_loop(self, head: Any) -> Iterator[Refusal]:
+        """The same of the loop with this head, which goes over the pass."""
+        if self.paths and self.paths[0] != head:
+            first = said(self.paths[0][-1])
+            yield Refusal(f"the loader that the loop at {said(head[-1])} goes over was first asked at {first}", _PROBE)
+
+    def is_over_above(self, place: Place) -> bool:
+        """Whether all that was asked of it, was asked above the loops: the script does so again."""
+        heads = [] if _is_of_framework(place) else heads_of(place)
+        return bool(heads) and 0 < len(self.paths) < _NOTED and is_above(self.paths[0], heads[0])
+
+
+def against_aside(began: Any, asked: Asked, place: Place) -> Iterator[Refusal]:
+    """Why a pass that no loop goes over, and that began there, would not go on in a restarted script."""
+    heads = [] if _is_of_framework(place) else heads_of(place)
+    if not heads:
+        return
+    loop = f"the loop at {said(heads[-1][-1])}"
+    if asked.paths and is_above(asked.paths[0], heads[-1]):
+        what = f"a loader was asked for a batch at {said(asked.paths[0][-1])}, above {loop}"
+        yield Refusal(f"{what}, and a restarted script would ask there once more", _PROBE)
+    elif not is_above(began, heads[-1]):
+        what = f"a pass over a loader that began at {said(began[-1])}, within {loop}, is not over"
+        yield Refusal(f"{what}, and a restarted script would not begin it on its way", _ASIDE)
+
+
+def frames_of(frame: FrameType) -> Any:
+    """The script's way to this frame."""
+    return path_of(script_frames(frame))
+
+
+def heads_of(place: Place) -> list[Any]:
+    """The ways to the heads of all loops that the place is in, the outermost first."""
+    found = [(*place.path[: loop.depth], (*place.path[loop.depth][:3], loop.line)) for loop in place.loops]
+    for step in place.whiles():
+        depth = next(depth for depth, there in enumerate(place.path) if there[:3] == step[:3])
+        found.append((*place.path[:depth], step))
+    return sorted(found, key=lambda way: (len(way), way[-1][3]))
+
+
+def is_above(path: Any, head: Any) -> bool:
+    """Whether the script is there before it comes to that loop."""
+    for mine, there in zip(path, head):
+        if mine != there:
+            return bool(mine[:3] == there[:3] and mine[3] < there[3])
+    return False
+
+
+def _is_of_framework(place: Place) -> bool:
+    return any(accelerate_hf.is_own(frame) for frame in place.frames)

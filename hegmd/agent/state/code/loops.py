@@ -1,0 +1,240 @@
+"""Which loops a place in a code object is in, and where on its frame's stack their iterators lie. Pure.
+
+A `for` loop keeps its iterator on the value stack from GET_ITER until it ends, so the depth of the stack at its head
+says in which slot. The depths are found as the compiler finds them: by following every way through the code with
+`dis.stack_effect`. A `while` loop keeps nothing anywhere; only that it is there can be said.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+
+from ..values.duck_types import is_a
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import CodeType
+    from typing import Any
+
+_VERSION: tuple[int, ...] = tuple(sys.version_info[:2])
+_GENERATORS = 0x20 | 0x80 | 0x200  # inspect's CO_GENERATOR, CO_COROUTINE, CO_ASYNC_GENERATOR
+_ENDS = frozenset(("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"))
+_STATEMENTS = ("STORE_", "JUMP_", "POP_", "FOR_ITER", "END_FOR", "RETURN_", "DELETE_", "RESUME", "RERAISE")
+_MOST_TARGETS = 32
+_BEFORE_TARGETS = frozenset(("UNPACK_SEQUENCE", "UNPACK_EX", "EXTENDED_ARG", "NOP", "CACHE"))
+_ALWAYS = frozenset(("JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"))
+
+
+class Head:
+    """A `for` loop of a code object: where its FOR_ITER is, the slot of its iterator, the line that says `for`."""
+
+    __slots__ = ("line", "offset", "slot")
+
+    def __init__(self, offset: int, slot: int, line: int) -> None:
+        self.offset = offset
+        self.slot = slot
+        self.line = line
+
+
+class Loops:
+    """The loops of one code object."""
+
+    def __init__(self, code: CodeType) -> None:
+        import dis
+
+        self._stack_effect = dis.stack_effect
+        self._jumps = frozenset(dis.hasjrel) | frozenset(dis.hasjabs)
+        self._code = code
+        self._list: list[Any] = list(dis.get_instructions(code))
+        self._at = {found.offset: index for index, found in enumerate(self._list)}
+        self._offsets = [found.offset for found in self._list]
+        self._lines = self._found_lines()
+        self._handlers = tuple(getattr(dis.Bytecode(code), "exception_entries", ()) or ())
+        self._active: dict[int, tuple[Head, ...]] = {}
+        self._follow()
+
+    def around(self, offset: int) -> tuple[Head, ...]:
+        """The `for` loops that the instruction is in, the outermost first; its own, if it is the head of one."""
+        found = self._instruction(offset)
+        active = self._active.get(found.offset, ())
+        if found.opname == "FOR_ITER" and found.offset in self._depths:
+            active = (*active, self._head(self._at[found.offset], self._depths[found.offset] - 1))
+        return active
+
+    def line_of(self, offset: int) -> int:
+        """The line that the instruction is of."""
+        return self._lines[self._instruction(offset).offset]
+
+    def is_head(self, offset: int) -> bool:
+        """Whether the instruction asks an iterator for the next item of a loop, or goes back to where that is done."""
+        found = self._instruction(offset)
+        target = self._target(found)
+        if target is not None and target <= found.offset:
+            found = self._list[self._skip_prefix(self._at[target])]
+        return bool(found.opname == "FOR_ITER")
+
+    def is_handing_on(self, offset: int) -> bool:
+        """Whether the instruction asks another iterator for what a generator gives: `yield from`."""
+        return self._instruction(offset).opname in ("SEND", "YIELD_FROM")
+
+    def head_after_call(self, offset: int) -> Head | None:
+        """The head of the loop over what the call at this offset gives, if it is within the line of a `for`."""
+        index = self._at[self._instruction(offset).offset]
+        while index + 1 < len(self._list):
+            index += 1
+            name = self._list[index].opname
+            if name == "GET_ITER":
+                return self._head_from(index + 1)
+            if name.startswith(("STORE_", "JUMP", "POP_", "RETURN", "DELETE_", "FOR_ITER")):
+                return None
+        return None
+
+    def names_before(self, head: Head) -> set[str]:
+        """The names that are used between the `for` of that loop and its body: what it goes over is made of them."""
+        found: set[str] = set()
+        for index in range(self._at[head.offset] - 1, -1, -1):
+            name = self._list[index].opname
+            if name.startswith(_STATEMENTS):
+                break
+            if name.startswith("LOAD_"):
+                found.update(found_name for found_name in _names_of(self._list[index].argval))
+        return found
+
+    def targets(self) -> set[str]:
+        """The variables that `for` loops of this code set."""
+        found: set[str] = set()
+        for index, head in enumerate(self._list):
+            if head.opname == "FOR_ITER":
+                for following in self._list[index + 1 : index + 1 + _MOST_TARGETS]:
+                    if following.opname.startswith("STORE_"):
+                        found.update(_names_of(following.argval))
+                    elif following.opname not in _BEFORE_TARGETS:
+                        break
+        return found
+
+    def whiles_around(self, offset: int) -> tuple[int, ...]:
+        """The lines where `while` loops begin that the instruction is in, the outermost first."""
+        found: set[int] = set()
+        for source in self._list:
+            target = self._target(source)
+            if target is None or not target <= offset <= source.offset or source.offset not in self._depths:
+                continue
+            first = self._list[self._skip_prefix(self._at[target])]
+            if first.opname not in ("FOR_ITER", "SEND", "YIELD_VALUE") and "NO_INTERRUPT" not in source.opname:
+                found.add(self.line_of(target))
+        return tuple(sorted(found))
+
+    def instructions(self) -> list[Any]:
+        """All of them, as `dis` gives them."""
+        return self._list
+
+    def depth_at(self, offset: int) -> int | None:
+        """How much is on the stack before that instruction; None where nothing leads to it."""
+        return self._depths.get(offset)
+
+    def ways(self) -> dict[int, tuple[int, ...]]:
+        """Where each instruction that anything leads to leads to, handlers of exceptions included."""
+        return {
+            offset: tuple([way for way, _depth, _active in self._ways_from(offset, depth, ())])
+            for offset, depth in self._depths.items()
+        }
+
+    def standing(self, offset: int) -> int:
+        """Where the instruction begins that stands there."""
+        return int(self._instruction(offset).offset)
+
+    def _instruction(self, offset: int) -> Any:
+        """The one that stands there. Python 3.11 may say the place of a cache that belongs to it, or of its prefix."""
+        from bisect import bisect_right
+
+        index = max(bisect_right(self._offsets, offset) - 1, 0)
+        while self._list[index].opname == "EXTENDED_ARG":
+            index += 1
+        return self._list[index]
+
+    # ---- the ways through the code ----------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        self._depths: dict[int, int] = {}
+        left: list[tuple[int, int, tuple[Head, ...]]] = [(0, self._first_depth(), ())]
+        while left:
+            offset, depth, active = left.pop()
+            if offset in self._depths:
+                continue
+            kept = tuple(head for head in active if head.slot < depth)
+            self._depths[offset] = depth
+            self._active[offset] = kept
+            left.extend(self._ways_from(offset, depth, kept))
+
+    def _first_depth(self) -> int:
+        """Python 3.11 begins a generator with the None that is sent into it, and does not count where it is pushed."""
+        return int(bool(self._code.co_flags & _GENERATORS) and _VERSION == (3, 11))
+
+    def _ways_from(self, offset: int, depth: int, active: tuple[Head, ...]) -> Iterator[tuple[int, int, Any]]:
+        index = self._at[offset]
+        found = self._list[index]
+        argument = found.arg if found.opcode >= _have_argument() else None
+        for entry in self._handlers:
+            if entry.start <= offset < entry.end:
+                yield entry.target, entry.depth + int(entry.lasti) + 1, active
+        target = self._target(found)
+        if target is not None:
+            yield target, depth + self._stack_effect(found.opcode, argument, jump=True), active
+        if found.opname not in _ENDS and found.opname not in _ALWAYS and index + 1 < len(self._list):
+            inside = active
+            if found.opname == "FOR_ITER":
+                inside = (*active, self._head(index, depth - 1))
+            yield self._list[index + 1].offset, depth + self._stack_effect(found.opcode, argument, jump=False), inside
+
+    def _target(self, found: Any) -> int | None:
+        return int(found.argval) if found.opcode in self._jumps else None
+
+    def _head(self, index: int, slot: int) -> Head:
+        found = self._list[index]
+        return Head(found.offset, slot, self.line_of(found.offset))
+
+    def _head_from(self, index: int) -> Head | None:
+        index = self._skip_prefix(index)
+        if index >= len(self._list) or self._list[index].opname != "FOR_ITER":
+            return None
+        return self._head(index, self._depths.get(self._list[index].offset, 0) - 1)
+
+    def _skip_prefix(self, index: int) -> int:
+        while index < len(self._list) and self._list[index].opname in ("EXTENDED_ARG", "NOP"):
+            index += 1
+        return index
+
+    def _found_lines(self) -> dict[int, int]:
+        """Each instruction's line. Before 3.13 `dis` gives it to the first of a line only."""
+        import dis
+
+        starts = [(offset, line) for offset, line in dis.findlinestarts(self._code) if line]
+        lines: dict[int, int] = {}
+        line = self._code.co_firstlineno
+        following = iter([*starts, (1 << 62, 0)])
+        start, next_line = next(following)
+        for found in self._list:
+            while found.offset >= start:
+                line = next_line
+                start, next_line = next(following)
+            lines[found.offset] = line
+        return lines
+
+
+def _names_of(argument: Any) -> tuple[str, ...]:
+    """One variable, or two where an instruction sets as many."""
+    return argument if is_a(argument, tuple) else (str(argument),)
+
+
+def _have_argument() -> int:
+    import dis
+
+    return dis.HAVE_ARGUMENT
+
+
+@cache
+def loops_of(code: CodeType) -> Loops:
+    """The loops of this code, looked at once."""
+    return Loops(code)

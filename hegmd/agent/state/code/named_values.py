@@ -1,0 +1,118 @@
+"""Values that are known by a name or a text: members of enumerations, paths, dates, fractions, functions and classes.
+
+Makes only what the standard library and PyTorch make of plain numbers and texts. What is looked up by its name has to
+be there already: no attribute of anything is asked for that a module does not simply have.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from ..values.duck_types import BUILTIN, FUNCTION, MODULE, class_of, is_a
+from .position import is_users_module
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+ENUM, MADE, DTYPE = "enum", "made", "dtype"
+KINDS = frozenset((ENUM, MADE, DTYPE))
+NAME, CODE = "name", "code"
+MARKS = frozenset((NAME, CODE))
+
+
+def _isoformat(value: Any) -> str:
+    return str(value.isoformat())
+
+
+#: Classes by module and name, and how a value of each is said.
+_TEXTS: dict[tuple[str, str], Any] = {
+    ("decimal", "Decimal"): str,
+    ("fractions", "Fraction"): str,
+    ("pathlib", "PosixPath"): str,
+    ("pathlib", "PurePosixPath"): str,
+    ("datetime", "datetime"): _isoformat,
+    ("datetime", "date"): _isoformat,
+    ("uuid", "UUID"): str,
+}
+
+
+_ROWS = frozenset((("datetime", "timedelta"), ("torch", "Size")))
+
+
+def form_of(value: Any) -> Any:
+    """A value that is made anew of a text; None if it is none of these."""
+    kind = class_of(value)
+    if kind is bytearray:
+        return (MADE, "builtins", "bytearray", bytes(value))
+    for (module, name), say in _TEXTS.items():
+        if kind is getattr(sys.modules.get(module), name, ()):
+            return (MADE, module, name, say(value))
+    if kind is getattr(sys.modules.get("datetime"), "timedelta", ()):
+        return (MADE, "datetime", "timedelta", (value.days, value.seconds, value.microseconds))
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and kind is torch.Size:
+        return (MADE, "torch", "Size", list(value))
+    if torch is not None and kind is torch.dtype:
+        return (DTYPE, str(value).rpartition(".")[2])
+    enum: Any = sys.modules.get("enum")
+    if enum is not None and is_a(value, enum.Enum) and _named(kind.__module__, kind.__qualname__) is kind:
+        return (ENUM, kind.__module__, kind.__qualname__, value.name) if value.name in kind.__members__ else None
+    return None
+
+
+def value_of(form: Any) -> Any:
+    """It again. A name that is not there any more leads to None."""
+    if form[0] == DTYPE:
+        return getattr(sys.modules["torch"], form[1], None)
+    if form[0] == ENUM:
+        return getattr(_named(form[1], form[2]), "__members__", {}).get(form[3])
+    _kind, module, name, said = form
+    if (module, name) == ("builtins", "bytearray"):
+        return bytearray(said)
+    if (module, name) not in _TEXTS and (module, name) not in _ROWS:
+        return None
+    __import__(module)
+    kind: Any = getattr(sys.modules[module], name)
+    if (module, name) == ("datetime", "timedelta"):
+        return kind(*said)
+    return kind.fromisoformat(said) if module == "datetime" else kind(said)
+
+
+def mark_of(value: Any) -> Any:
+    """By which a function, a class or a module is known again; None for what is the same everywhere."""
+    if is_a(value, MODULE):
+        return (NAME, value.__name__, "")
+    if is_a(value, FUNCTION, BUILTIN, type):
+        module, name = str(getattr(value, "__module__", "")), value.__qualname__
+        if _named(module, name) is value:
+            return (NAME, module, name)
+        code = getattr(value, "__code__", None)
+        return None if code is None else (CODE, code.co_name, code.co_firstlineno, code.co_filename)
+    return None
+
+
+def marked(mark: Any, here: Any) -> Any:
+    """What is known by that mark: what is here if it is that, or found by its name; None if it is neither.
+
+    Names lead to the script's own functions and classes and to PyTorch's layers: a file must not name what it likes.
+    """
+    if mark_of(here) == mark:
+        return here
+    if mark[0] == NAME and (is_users_module(sys.modules.get(mark[1])) or mark[1].startswith("torch.nn")):
+        return _named(mark[1], mark[2])
+    return None
+
+
+def named_tuple(module: str, name: str, parts: int) -> Any:
+    """The class of tuples with names that is called so, and has so many; None if there is none."""
+    found: Any = _named(module, name)
+    fields: Any = getattr(found, "_fields", ())
+    return found if is_a(found, type) and tuple in found.__mro__ and len(fields) == parts else None
+
+
+def _named(module: str, name: str) -> Any:
+    found: Any = sys.modules.get(module)
+    for part in name.split(".") if name else ():
+        found = getattr(found, "__dict__", {}).get(part)
+    return found

@@ -1,0 +1,52 @@
+"""Whether the script itself could be read again by a Python that is started with the same words.
+
+Asked before a training leaves. What came by a pipe was read once: the next Python would read nothing, end with 0 at
+once, and look as if the training were over.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from ..values.refusals import Refusal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+_BY_INPUT = ("<stdin>", "<python-input")
+_HINT = "start it from a file: hegmctl run --allow-restart -- python3 FILE"
+
+
+def refusals() -> Iterator[Refusal]:
+    """Why the script could not be started again."""
+    frame = _first_frame()
+    if frame is not None and frame.f_code.co_filename.startswith(_BY_INPUT):
+        yield Refusal("the script came by standard input, which nobody can read again", _HINT)
+        return
+    main = sys.modules.get("__main__")
+    path = getattr(main, "__file__", None)
+    # With a spec it is a module's (`-m`) or an archive's, and by a relative path whoever runs it has his own ways.
+    if getattr(main, "__spec__", None) is not None or not isinstance(path, str) or not os.path.isabs(path):
+        return
+    try:
+        os.stat(path)
+    except OSError as error:
+        yield Refusal(f"the script {path} cannot be read again: {error.strerror}", "put it back where it was")
+    else:
+        if not os.path.isfile(path):
+            yield Refusal(f"the script came by {path}, which is no file that can be read again", _HINT)
+
+
+def _first_frame() -> FrameType | None:
+    """The one that the main thread began with."""
+    threading = sys.modules.get("threading")
+    if threading is None:
+        return None
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] - documented all the same
+    frame = frames.get(threading.main_thread().ident)
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return frame

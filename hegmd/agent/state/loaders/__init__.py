@@ -1,0 +1,1 @@
+"""How passes over data loaders are saved, and rebuilt in a new process."""

@@ -1,0 +1,285 @@
+"""One pass over a loader: what is remembered of its beginning, and what is taken of it.
+
+A pass is a function of the random states at its beginning and of what its sampler is. So the states are remembered when
+it begins, and again when its sampler is first asked; in the restarted script they are set at the same two moments
+(`rebuild`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from _thread import get_ident
+
+from ..code import loop_position
+from ..code.position import said
+from ..values import rng
+from ..values.refusals import Refusal
+from . import dataset_identity, iterable_datasets, sampler_inputs, sampler_rng, stateful_loader
+from .loaders import data_of, generators_of, kept_iterator, signature_of
+from .pass_states import beginning_of, states_of
+from .worker_rng import Seeds
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+
+class Iteration:
+    """A pass over a loader, known by the place in the script where it began."""
+
+    __slots__ = (
+        "_before",
+        "_creation",
+        "_data",
+        "_first",
+        "_first_sums",
+        "_is_remade",
+        "_own",
+        "_seeds",
+        "_stream",
+        "_sums",
+        "asked",
+        "base",
+        "gathered",
+        "given_states",
+        "ident",
+        "iterator",
+        "number",
+        "path",
+        "sent",
+        "signature",
+    )
+
+    def __init__(self, number: int, path: Any, loader: Any) -> None:
+        self.number = number
+        self.path = path
+        self.ident = get_ident()
+        self.signature = signature_of(loader)
+        self.iterator: Any = None
+        self.asked = loop_position.Asked()
+        self.base = 0  # the first batch that this process's workers made of it
+        self.sent: list[int] = []  # what each worker has made in earlier passes
+        self.given_states: dict[int, Any] = {}
+        self.gathered: list[Any] = generators_of(loader)
+        self._before = beginning_of(self.gathered, loader, path)
+        self._creation: Any = None
+        self._first: Any = None
+        self._seeds: Seeds | None = None
+        self._own = stateful_loader.Own(loader) if stateful_loader.goes_by_state(loader) else None
+        self._stream = None if self._own is not None else iterable_datasets.stream_of(loader)
+        self._data = data_of(loader, path)
+        before = _read_at.get(path)
+        self._sums = dataset_identity.sums_of(loader.dataset) if self._stream is None else {}
+        self._first_sums = _sums_at.setdefault(path, self._sums)
+        self._is_remade = before is not None and not before.are_of(loader.dataset)
+        _read_at[path] = dataset_identity.Makings(loader.dataset)
+
+    # ---- as it begins -----------------------------------------------------------------------------------------------
+
+    def begin(self, loader: Any, make: Callable[[Any], Any]) -> Any:
+        """Let the loader make its iterator, or begin again with the one it keeps, and follow it."""
+        kept = kept_iterator(loader)
+        before = _followed.get(id(kept)) if kept is not None else None
+        if before is not None:
+            self._go_on_from(before, kept)
+            iterator = make(loader)
+        elif self._own is not None:
+            iterator = make(loader)
+        elif loader.num_workers > 0 and self._stream is None:
+            iterator = self._make_with_workers(loader, make)
+        else:
+            iterator = make(loader)
+            Starting.stand_in(iterator, self)
+        self._follow(iterator)
+        return iterator
+
+    def _make_with_workers(self, loader: Any, make: Callable[[Any], Any]) -> Any:
+        seeds = self._seeds = Seeds(loader.num_workers, (loader.prefetch_factor or 2) + 1)
+        script_init = loader.worker_init_fn
+        loader.worker_init_fn = seeds.follower(script_init, self.given_states)
+        try:
+            iterator = make(loader)
+        finally:
+            loader.worker_init_fn = script_init
+        iterator._worker_init_fn = script_init
+        self.sent = [0] * loader.num_workers
+        weakref.finalize(iterator, seeds.close).atexit = False
+        return iterator
+
+    def _go_on_from(self, before: Iteration, iterator: Any) -> None:
+        """Workers that live on from an earlier pass: how many batches each of them has made by now."""
+        self._seeds = before._seeds
+        self._creation = before._creation or before._before
+        self._data = before._data
+        self.given_states = before.given_states
+        counts = before.made_until(iterator._send_idx)
+        self.sent = [sent + count for sent, count in zip(before.sent, counts)]
+
+    def _follow(self, iterator: Any) -> None:
+        self.iterator = weakref.ref(iterator)
+        _followed[id(iterator)] = self
+        self.asked.watch(iterator)
+        weakref.finalize(iterator, _followed.pop, id(iterator), None).atexit = False
+
+    def note_first(self) -> None:
+        """The sampler is about to be asked for the first time."""
+        self._first = states_of(self.gathered)
+
+    # ---- as it is taken ---------------------------------------------------------------------------------------------
+
+    def made_until(self, index: int) -> list[int]:
+        """How many batches before that one each worker has made of this pass."""
+        workers = len(self.sent)
+        return [len(range(_first_of(worker, self.base, workers), index, workers)) for worker in range(workers)]
+
+    def taken(self, given: int) -> dict[str, Any]:
+        """All that it takes to make it again, as plain values. The last `given` batches are to be given again."""
+        iterator = self.iterator()
+        delivered = iterator._num_yielded - given
+        return {
+            "path": self.path,
+            "signature": self.signature,
+            "delivered": delivered,
+            "before": self._before,
+            "creation": self._creation,
+            "first": self._first,
+            "workers": self._workers_states(delivered),
+            "now": beginning_of(self.gathered, iterator._index_sampler, self.path, of_sampler=True),
+            "sums": self._sums_kept(),
+            "data": self._data,
+            "stream": None if self._stream is None else self._stream.taken(iterator),
+            "state": None if self._own is None else self._own.taken(iterator),
+        }
+
+    def is_over(self) -> bool:
+        """Whether it has given all that it has."""
+        batches = self.signature["batches"]
+        return batches is not None and bool(self.iterator()._num_yielded >= batches)
+
+    def refusals(self, given: int) -> list[Refusal]:
+        """Why it could not be made again as it is."""
+        iterator = self.iterator()
+        found = [
+            Refusal(f"the sampler of the loader at {said(self.path[-1])} holds other {name}, of no form", _REMADE)
+            for name in sampler_inputs.not_kept(self._before["orders"])
+        ]
+        found += [
+            Refusal(f"the data of the loader at {said(self.path[-1])} have other {name}, of no form", _REMADE)
+            for name in sampler_inputs.not_kept(self._data)
+        ]
+        if any(self.sent) or any(self.made_until(iterator._num_yielded - given)):
+            drawn, is_whole = sampler_rng.held_within([iterator._dataset])
+            found += [Refusal(*_DRAWING)] if drawn else [] if is_whole else [Refusal(*_NOT_WHOLE)]
+        if self._is_remade and self._stream is None:
+            found.append(Refusal(f"each pass of the loader at {said(self.path[-1])} is over data made anew", _REMADE))
+        if self._own is not None:
+            return [*found, *self._own.refusals(given)]
+        if self._stream is not None:
+            return self._stream.refusals(given, iterator)
+        if self.sent and not getattr(iterator, "_in_order", True):
+            found.append(Refusal("a loader gives batches in the order in which its workers finish them", _IN_ORDER))
+        if self.sent and None in self._workers_states(iterator._num_yielded - given):
+            found.append(Refusal("a loader's worker has not said what its random generators are at", "ask again"))
+        if given and not self.sent and self._draws(iterator):
+            found.append(Refusal(*_OUTER_DRAWS))
+        return found
+
+    def _workers_states(self, delivered: int) -> list[Any]:
+        """The states with which each worker began, or begins, its next batch after so many; False: as it began."""
+        states: list[Any] = []
+        made = self.made_until(delivered)
+        for worker, (sent, count) in enumerate(zip(self.sent, made)):
+            if sent + count == 0:
+                states.append(self.given_states.get(worker, False))
+            else:
+                states.append(self._seeds.after(worker, sent + count) if self._seeds is not None else None)
+        return states
+
+    def _sums_kept(self) -> dict[str, int]:
+        """Of what the data are made of, as far as that was so at the first pass: the rest is the script's to change."""
+        return {name: found for name, found in self._sums.items() if self._first_sums.get(name) == found}
+
+    def _draws(self, iterator: Any) -> bool:
+        """Whether loading draws random numbers: then a batch that is still in use cannot be had a second time."""
+        fetcher = getattr(iterator, "_dataset_fetcher", None)
+        if fetcher is None or not hasattr(fetcher.dataset, "__len__") or not len(fetcher.dataset):
+            return True
+        if dataset_identity.counts(fetcher.dataset):
+            return True
+        before = rng.read_shared()
+        try:
+            fetcher.fetch([0] if iterator._auto_collation else 0)  # what the collator draws, too
+            return rng.read_shared() != before
+        except Exception:  # noqa: BLE001 - a dataset of any make; what cannot be tried is not counted on
+            return True
+        finally:
+            rng.set_shared(before)
+
+
+class Starting:
+    """Stands in for a sampler's iterator until it is first asked, so that no later batch passes anything of ours."""
+
+    def __init__(self, iterator: Any, iteration: Iteration) -> None:
+        self._iterator = weakref.ref(iterator)
+        self._iteration = iteration
+        self._sampler = iterator._sampler_iter
+
+    @classmethod
+    def stand_in(cls, iterator: Any, iteration: Iteration) -> None:
+        iterator._sampler_iter = cls(iterator, iteration)
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        iterator = self._iterator()
+        if iterator is not None and iterator._sampler_iter is self:
+            iterator._sampler_iter = self._sampler
+        self._iteration.note_first()
+        return next(self._sampler)
+
+
+_followed: dict[int, Iteration] = {}
+_read_at: dict[Any, dataset_identity.Makings] = {}
+_sums_at: dict[Any, dict[str, int]] = {}
+_REMADE = "make the dataset before the loop, so that a restarted script has the same data"
+#: Workers that were at rest between two passes when the state was taken, and have not been asked for the next one yet.
+resting: list[dict[str, Any]] = []
+_IN_ORDER = "let the loader keep their order (in_order=True)"
+_DRAWING = (
+    "a loader's workers draw from a random generator that the dataset holds, and cannot say where that is",
+    "draw from Python's, NumPy's or PyTorch's own generators there, whose states in workers are kept",
+)
+_NOT_WHOLE = (
+    "a loader's workers read a dataset that holds more objects than are looked through for random generators",
+    "hold its rows in tensors, arrays or lists of numbers and texts",
+)
+_OUTER_DRAWS = (
+    "a batch of an outer loop is in use, and its dataset draws random numbers, so that it cannot be loaded again",
+    "let the outer loader have workers, whose random states are kept",
+)
+
+
+def followed(iterator: object) -> Iteration | None:
+    """The pass that this iterator makes now."""
+    found = _followed.get(id(iterator))
+    return found if found is not None and found.iterator() is iterator else None
+
+
+def path_of_pass(iterator: object) -> Any:
+    """Where in the script the pass began that this iterator makes."""
+    found = followed(iterator)
+    return None if found is None else found.path
+
+
+def all_followed() -> list[Iteration]:
+    """Every pass whose iterator lives, in the order in which they began."""
+    return sorted(
+        (found for found in list(_followed.values()) if found.iterator() is not None), key=lambda it: it.number
+    )
+
+
+def _first_of(worker: int, base: int, workers: int) -> int:
+    """The first batch from that one on which this worker makes."""
+    return base + (worker - base) % workers

@@ -1,0 +1,81 @@
+"""What a sampler makes its order of and a script changes: weights that follow the losses, lists of indices. And what of
+their data workers get at the beginning of a pass.
+
+A pass is made again before anything else of a state is put back, and its order comes of what the sampler held when the
+pass began. That is remembered where it is another than it was at the first look; what never changes is only looked at.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from ..code.drift import print_of
+from ..code.encoding import Forms, NotKept, Settling
+from ..values.duck_types import is_a
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+_PASSED: Any = (int, float, bool, str, type(None))
+_CONTAINERS: Any = (list, tuple, dict, set)
+_MOST_BYTES = 256 << 20
+_first: dict[Any, dict[str, Any]] = {}
+
+
+def changed_of(sampler: Any, path: Any, index: int, *, is_all: bool = False) -> list[tuple[str, Any]]:
+    """Its tensors, arrays and containers that are not what they were at the first pass there, as forms of copies.
+
+    With `is_all` its plain values too. It may be another one than it was then, made of what the script has come to: so
+    values are compared.
+    """
+    own: dict[str, Any] = getattr(sampler, "__dict__", {})
+    values = {name: value for name, value in own.items() if _is_looked_at(value) or (is_all and is_a(value, *_PASSED))}
+    first = _first.get((path, index))
+    if first is None:
+        _first[path, index] = {name: print_of(_numbers_of(value)) for name, value in values.items()}
+        return []
+    changed = [(name, value) for name, value in values.items() if first.get(name) != print_of(_numbers_of(value))]
+    return [(name, _form_of(value)) for name, value in changed]
+
+
+def not_kept(changed: list[list[tuple[str, Any]]]) -> list[str]:
+    """The names of those that have no form."""
+    return [name for found in changed for name, form in found if form is None]
+
+
+def set_back(sampler: Any, changed: list[Any]) -> None:
+    """Have the sampler hold that again."""
+    settling = Settling(lambda _reference, _settling: None)
+    for name, form in changed:
+        setattr(sampler, name, settling.settle(form, getattr(sampler, name, None), name))
+    settling.fill()
+
+
+def _is_looked_at(value: Any) -> bool:
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    kinds = [getattr(torch, "Tensor", None), getattr(numpy, "ndarray", None)]
+    return is_a(value, *_CONTAINERS, *[kind for kind in kinds if kind is not None])
+
+
+def _numbers_of(value: Any) -> Any:
+    """A tensor on the CPU as an array, which is told from another by its elements."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not is_a(value, torch.Tensor) or value.device.type != "cpu" or value.is_sparse:
+        return value
+    return value.detach().numpy() if value.dtype is not torch.bfloat16 else value.detach().float().numpy()
+
+
+def _is_large(value: Any) -> bool:
+    parts: list[Any] = list(value) if is_a(value, list, tuple) else [value]
+    return sum(getattr(found, "nbytes", 0) for found in parts) > _MOST_BYTES
+
+
+def _form_of(value: Any) -> Any:
+    copy: Any = sys.modules["copy"]  # PyTorch has imported it
+    try:
+        if _is_large(value):
+            return None
+        return Forms(lambda _value, _forms: None, {}).of(copy.deepcopy(value))
+    except (NotKept, RuntimeError, TypeError):
+        return None

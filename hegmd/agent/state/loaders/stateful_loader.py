@@ -1,0 +1,100 @@
+"""torchdata's StatefulDataLoader: passes over it are followed as over PyTorch's own, and its workers' by its own state.
+
+Without workers it reads like any loader, and the sampler is brought to its place as everywhere. With workers its
+iterator keeps what each of them says of itself, and only its own `state_dict` brings them back. That has no random
+numbers of the workers in it, so the script has to say that its data come the same each time.
+"""
+
+from __future__ import annotations
+
+import gc
+
+from ..values import contents
+from ..values.duck_types import class_of, is_a
+from ..values.refusals import Refusal
+from ..values.script_api import meet, replayed
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+_PACKAGE = "torchdata.stateful_dataloader"
+MODULE = "torchdata.stateful_dataloader.stateful_dataloader"
+_HINT = (
+    "take the batches from hegm.resumable(loader, replay=True), which says that the data come the same each time; "
+    "or num_workers=0, or PyTorch's DataLoader"
+)
+
+
+def expect(watch: Callable[[Any], object]) -> None:
+    """Have that class watched, now or as soon as it is imported."""
+    meet(MODULE, lambda module: watch(module.StatefulDataLoader))
+
+
+def is_stateful(loader: Any) -> bool:
+    """Whether it is one."""
+    return any(kind.__module__ == MODULE for kind in type(loader).__mro__)
+
+
+def sees_to(thing: Any) -> bool:
+    """Whether it is an iterator of one, or of its samplers: their `state_dict` is none of the script's own."""
+    kind = class_of(thing)
+    return str(kind.__module__).startswith(_PACKAGE) and hasattr(kind, "__next__")
+
+
+def is_left(iterator: Any) -> bool:
+    """Whether nobody goes over it any more, and only its loader has it still: that keeps the last one it made."""
+    if not sees_to(iterator):
+        return False
+    return bool(iterator._finished) or not any(_is_holder(found) for found in gc.get_referrers(iterator))
+
+
+def _is_holder(found: Any) -> bool:
+    if is_a(found, dict) and "snapshot_every_n_steps" in found:  # what the loader has
+        return False
+    if hasattr(found, "f_globals"):
+        return str(found.f_globals.get("__name__")).rpartition(".")[0] != __name__.rpartition(".")[0]
+    return not is_stateful(found) and not hasattr(found, "gi_frame")
+
+
+def goes_by_state(loader: Any) -> bool:
+    """Whether only its own state brings it back: workers read it."""
+    return is_stateful(loader) and loader.num_workers > 0
+
+
+class Own:
+    """The state of one whose workers read, as it says it itself."""
+
+    def __init__(self, loader: Any) -> None:
+        self._is_same_each_time = replayed(loader)
+
+    def refusals(self, given: int) -> list[Refusal]:
+        """Why it could not be brought back."""
+        if given:
+            return [
+                Refusal(
+                    "a batch of an outer loop over a StatefulDataLoader is in use",
+                    "set num_workers=0 in the outer loader",
+                )
+            ]
+        if not self._is_same_each_time:
+            what = "a StatefulDataLoader's workers may draw random numbers, which are in no state of it"
+            return [Refusal(what, _HINT)]
+        return []
+
+    @staticmethod
+    def taken(iterator: Any) -> Any:
+        """Where it is."""
+        return contents.loose(iterator.state_dict())
+
+    @staticmethod
+    def prepare(loader: Any, taken: Any) -> None:
+        """Before it makes its iterator."""
+        loader.load_state_dict(contents.owned(taken))
+
+
+def note_given(iterator: Any, batches: int) -> None:
+    """It counts what its sampler has given, and says so in a `state_dict` that the script may ask for."""
+    if hasattr(iterator, "_sampler_iter_yielded"):
+        iterator._sampler_iter_yielded = batches

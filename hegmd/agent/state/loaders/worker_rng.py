@@ -1,0 +1,141 @@
+"""The random generators of a loader's worker processes, seen by the process that trains.
+
+A worker that draws numbers for its batches is at a state which nobody else knows, and which skipping its batches does
+not give. So each worker writes its generators down after each batch, in memory that it shares with its parent: the last
+few, because it works ahead of what is delivered. The parent reads them when a state is taken and at no other time. In a
+restarted script a worker begins its first batch with the states that it is given here.
+
+The object goes to the worker as the function that loaders run there at the start (`worker_init_fn`), in front of the
+script's own.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import sys
+
+from ..values import rng
+from . import sampler_rng
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+SLOT_BYTES = 32768
+_HEADER = struct.Struct("<QQ")  # how many batches the worker had made, and bytes that follow
+# A batch whose loop encloses another one's is given again, and each worker may be some batches ahead.
+_BACK = 3
+
+
+class Seeds:
+    """The parent's side: the memory, for as long as the loader's iterator lives."""
+
+    def __init__(self, workers: int, ahead: int) -> None:
+        """Raises OSError."""
+        self.slots = ahead + _BACK
+        self._workers = workers
+        fd = os.memfd_create("hegm-loader-workers", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, workers * self.slots * SLOT_BYTES)
+            self._memory = mmap.mmap(fd, 0)
+        except BaseException:
+            os.close(fd)
+            raise
+        self.fd = fd
+
+    def close(self) -> None:
+        """Let go of the memory; the workers keep theirs. A forked child has a copy of its own."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+            self._memory.close()
+
+    def after(self, worker: int, batches: int) -> Any:
+        """The states of that worker after it had made so many batches; None where they are not written down."""
+        import marshal
+
+        start = (worker * self.slots + batches % self.slots) * SLOT_BYTES
+        number, size_bytes = _HEADER.unpack_from(self._memory, start)
+        if number != batches or not size_bytes:
+            return None
+        begin = start + _HEADER.size
+        return marshal.loads(self._memory[begin : begin + size_bytes])  # noqa: S302 - what our own workers wrote
+
+    def follower(self, script_init: Any, begin_with: dict[int, Any]) -> Follower:
+        """What a worker is to run at its start."""
+        return Follower(f"/proc/{os.getpid()}/fd/{self.fd}", self.slots, script_init, begin_with)
+
+
+class Follower:
+    """The worker's side; goes there by fork or by pickle."""
+
+    def __init__(self, path: str, slots: int, script_init: Any, begin_with: dict[int, Any]) -> None:
+        self._path = path
+        self._slots = slots
+        self._script_init = script_init
+        self._begin_with = begin_with
+
+    def __call__(self, worker: int) -> None:
+        if self._script_init is not None:
+            self._script_init(worker)
+        # In the worker's own copy of the class.
+        fetcher: Any = sys.modules["torch.utils.data._utils.fetch"]._MapDatasetFetcher
+        fetcher.fetch = self._following(worker, fetcher.fetch)
+
+    def _following(self, worker: int, fetch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        import marshal
+
+        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            memory = mmap.mmap(fd, 0)
+        finally:
+            os.close(fd)
+        first: list[Any] = [self._begin_with.get(worker)]
+        made = [0]
+        slots = self._slots
+        held: list[Any] = []
+
+        def follow(fetcher: Any, index: Any) -> Any:
+            states, first[0] = first[0], None
+            if not made[0]:
+                held[:] = _held_by(fetcher.dataset) or ()
+            if states is not None:
+                _set(states, held)
+            try:
+                return fetch(fetcher, index)
+            finally:
+                made[0] += 1
+                written = marshal.dumps(_read(held))
+                # One that was made on the way would not be there when its state is set.
+                is_known = _are_same(held, _held_by(fetcher.dataset))
+                fits = is_known and len(written) <= SLOT_BYTES - _HEADER.size
+                start = (worker * slots + made[0] % slots) * SLOT_BYTES
+                _HEADER.pack_into(memory, start, made[0], len(written) if fits else 0)
+                if fits:
+                    memory[start + _HEADER.size : start + _HEADER.size + len(written)] = written
+
+        return follow
+
+
+def _held_by(dataset: Any) -> list[Any] | None:
+    """The generators within it; None where it holds more than is looked through."""
+    found, is_whole = sampler_rng.held_within([dataset], is_brief=True)
+    return found if is_whole else None
+
+
+def _are_same(held: list[Any], now: list[Any] | None) -> bool:
+    return now is not None and list(map(id, held)) == list(map(id, now))
+
+
+def _read(held: list[Any]) -> tuple[Any, Any]:
+    return rng.read_shared(with_gpus=False), [rng.read(found) for found in held]
+
+
+def _set(states: tuple[Any, Any], held: list[Any]) -> None:
+    shared, own = states
+    rng.set_shared(shared)
+    for found, state in zip(held, own):
+        rng.set_to(found, state)

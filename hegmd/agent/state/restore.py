@@ -1,0 +1,142 @@
+"""A state put back into the script that runs anew and is at its place.
+
+First everything is compared, so that a state that does not fit changes nothing; then all is set, in the order in which
+one thing needs another. What begins anew is said on stderr: the script's output is its own.
+"""
+
+from __future__ import annotations
+
+import os
+
+from .capture import FORM
+from .code.position import Place
+from .frameworks import accelerate_hf
+from .script import kind_table, restore_variables, variables
+from .script.discovery import (
+    GENERATOR,
+    MODULE,
+    OPTIMIZER,
+    SCALER,
+    SCHEDULER,
+    STATEFUL,
+    TENSOR,
+    Holding,
+    Holdings,
+    is_open,
+)
+from .script.references import matched, part_of
+from .values import contents, devices, rng
+from .values.refusals import DoesNotFit
+from .values.script_api import KEY
+from .values.script_api import said as said_by_script
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+    from typing import Any
+
+
+def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
+    """Set everything in the script, which is at its place; `frame` is the training thread's. Raises DoesNotFit."""
+    if state["form"] != FORM:
+        raise DoesNotFit([f"the state has form {state['form']}, and this release reads form {FORM}"])
+    frames = Place(frame).frames
+    pairs, reasons = _compared(state, frames)
+    reasons += said_by_script.misfits(state[KEY], _optimizers_in(pairs))
+    reasons += accelerate_hf.resuming.misfits(state[accelerate_hf.KEY])
+    reasons += restore_variables.misfits(state[variables.KEY], frames)
+    if reasons:
+        raise DoesNotFit(reasons)
+    stateful_ones = [(saved, found) for saved, found in pairs.values() if found.kind == STATEFUL]
+    for saved, found in stateful_ones:
+        kind_table.put(found, saved["content"])
+    if any(is_open(found) for _saved, found in stateful_ones):
+        pairs, reasons = _compared(state, frames)  # what is in them may be another thing now
+        if reasons:
+            raise DoesNotFit(reasons)
+    told: list[str] = []
+    for kind in (MODULE, OPTIMIZER, SCHEDULER, SCALER, TENSOR, GENERATOR):
+        for saved, found in pairs.values():
+            if found.kind == kind:
+                told += [f"{saved['names'][0]}: {what}" for what in kind_table.put(found, saved["content"])]
+    contents.make_copies()
+
+    def held(reference: Any) -> Any:
+        found = pairs.get(reference[1])
+        return None if found is None else part_of(found[1].thing, reference[2])
+
+    from_cpu = devices.left_cpu(_tensors_in(pairs))
+    missing = restore_variables.put_back(state[variables.KEY], frames, held, from_cpu=from_cpu)
+    _say_anew([*state[variables.KEY]["anew"], *missing])
+    _say_unseen(state[variables.KEY]["unseen"])
+    _say_otherwise(told)
+    said_by_script.put_back(state[KEY], _optimizers_in(pairs))
+    accelerate_hf.resuming.put_back(state[accelerate_hf.KEY])
+    rng.set_shared(state["shared"])
+
+
+def _compared(state: dict[str, Any], frames: list[FrameType]) -> tuple[dict[int, tuple[Any, Holding]], list[str]]:
+    """What was taken, each with what the script holds here, and why they do not fit."""
+    pairs, reasons = _matched(state["holdings"], Holdings(frames).list)
+    references = kind_table.references_of({index: found for index, (_saved, found) in pairs.items()})
+    for saved, found in pairs.values():
+        reasons += [f"{saved['names'][0]}: {why}" for why in kind_table.unfit(found, saved["content"], references)]
+    return pairs, reasons
+
+
+def _optimizers_in(pairs: dict[int, tuple[Any, Holding]]) -> list[Any]:
+    return [found.thing for _saved, found in pairs.values() if found.kind == OPTIMIZER]
+
+
+def _say_anew(names: list[str]) -> None:
+    """What of the script's own is as in a script that has just begun, on stderr: its output is the script's."""
+    if names:
+        text = f"hegm: begins anew after the restart: {'; '.join(names)}. hegm.keep keeps such things.\n"
+        os.write(2, text.encode(errors="replace"))
+
+
+def _say_unseen(names: list[str]) -> None:
+    """What may be as in a script that has just begun, since nobody has looked, on stderr."""
+    if names:
+        text = f"hegm: not looked at, and so begins anew after the restart: {'; '.join(names)}. hegm.keep keeps it.\n"
+        os.write(2, text.encode(errors="replace"))
+
+
+def _say_otherwise(told: list[str]) -> None:
+    """What another kind of device has otherwise, on stderr."""
+    if told:
+        os.write(2, f"hegm: after the restart: {'; '.join(told)}.\n".encode(errors="replace"))
+
+
+def _tensors_in(pairs: dict[int, tuple[Any, Holding]]) -> Iterator[tuple[Any, Any]]:
+    """Of all modules each tensor that was taken, with the one here."""
+    for saved, found in pairs.values():
+        if found.kind == MODULE:
+            yield from contents.tensors_beside(found.thing, saved["content"])
+
+
+def _matched(saved: list[Any], here: list[Holding]) -> tuple[dict[int, tuple[Any, Holding]], list[str]]:
+    """Each saved thing with the one here that has its names, one of the same class where there is one."""
+    names = [entry["names"] for entry in saved], [found.names for found in here]
+
+    def is_alike(mine: int, yours: int) -> bool:
+        return bool(
+            saved[mine]["kind"] == here[yours].kind and saved[mine]["class"] == type(here[yours].thing).__qualname__
+        )
+
+    found = matched(*names, is_alike)
+    others = matched(
+        *names,
+        lambda mine, yours: (
+            mine not in found and yours not in found.values() and saved[mine]["kind"] == here[yours].kind
+        ),
+    )
+    numbers = {**others, **found}
+    pairs = {index: (saved[index], here[numbers[index]]) for index in sorted(numbers)}
+    reasons = [
+        f"{entry['names'][0]}: there is no such {entry['kind']} yet where the training goes on"
+        for index, entry in enumerate(saved)
+        if index not in numbers
+    ]
+    return pairs, reasons

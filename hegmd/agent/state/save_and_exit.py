@@ -1,0 +1,161 @@
+"""The ends of workers whose state is kept: that of one which leaves it, and of one which it could not be put back into.
+
+`save` writes into a descriptor while the training thread stands; `leave` flushes all output and ends with exit code 99,
+as `end_unrestored` does with 98: neither comes back. Exit handlers are not run: they are for the
+end of a training, which this is not, and what they would tear down the training thread stands in the middle of.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from time import monotonic
+
+from .. import cuda_state
+from ..notes import note
+from ..refusals import refusal
+from .values.refusals import Refusal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+    from typing import Any, NoReturn
+
+_DENSE = "make the embedding with sparse=False, and its optimizer one for dense gradients (Adam in place of SparseAdam)"
+_HELD_ELSEWHERE = "make it anew in each batch, or keep what it is made of with hegm.keep(name, get, set)"
+LEFT_STATUS = 99
+UNRESTORED_STATUS = 98
+
+
+def weigh() -> tuple[int, list[Refusal], list[str]]:
+    """How many bytes the state comes to, what stands against a restart, and what begins anew after one.
+
+    Left out is what is over by itself. The training thread is at a boundary.
+    """
+    from .capture import capture
+    from .code import source_check
+    from .script import variables
+    from .storage import state_file
+
+    state, refusals = capture()
+    lasting = [*source_check.refusals(), *(found for found in refusals if not found.passes)]
+    try:
+        return state_file.size_bytes(state), lasting, variables.begin_anew(state)
+    except state_file.NotPlain as error:
+        return 0, [*lasting, not_plain(state, error)], []
+
+
+def save(
+    fd: int,
+    ident: int | None = None,
+    progress: Callable[[int], None] | None = None,
+    frame: FrameType | None = None,
+    tell: Callable[[list[str]], object] | None = None,
+) -> int:
+    """Write the state of the training, which stands, into the descriptor; how many bytes. Raises HegmError, OSError.
+
+    `tell` is called, once it is written, with what begins anew after a restart from it.
+    """
+    from .storage import pinned_buffers
+
+    if cuda_state.in_use() is not None:
+        pinned_buffers.prepare()
+    try:
+        return _save(fd, ident, progress, frame, tell)
+    finally:
+        pinned_buffers.drop()
+
+
+def _save(
+    fd: int,
+    ident: int | None,
+    progress: Callable[[int], None] | None,
+    frame: FrameType | None,
+    tell: Callable[[list[str]], object] | None,
+) -> int:
+    from .capture import capture
+    from .code import source_check
+    from .script import variables
+    from .storage import state_file
+
+    state, refusals = capture(ident, frame)
+    refusals = [*source_check.refusals(), *refusals]
+    if not refusals:
+        began = monotonic()
+        try:
+            written_bytes = state_file.write(fd, state, progress)
+            note(f"the state was written in {monotonic() - began:.4f} s: {written_bytes} bytes")
+            if tell is not None:
+                tell(variables.begin_anew(state))
+            return written_bytes
+        except state_file.NotPlain as error:
+            refusals = [not_plain(state, error)]
+    raise refusal("; ".join([found.what for found in refusals]), hints_of(refusals))
+
+
+def hints_of(refusals: list[Refusal]) -> str:
+    """What to change, for all of them: each thing once."""
+    return "; and ".join(dict.fromkeys(found.hint for found in refusals))
+
+
+def not_plain(state: dict[str, Any], error: Any) -> Refusal:
+    """That something which goes along has no form in a state file."""
+    hint = _DENSE if "torch.sparse_" in error.why else _HELD_ELSEWHERE
+    return Refusal(f"{_named(state, error.path)} {error.why}, which no state file holds", hint)
+
+
+def leave() -> NoReturn:
+    """End the process: what it has written is flushed, its loaders' workers end with it."""
+    _flush_all()
+    processes = sys.modules.get("multiprocessing.process")
+    for child in list(getattr(processes, "_children", ())):
+        try:
+            child.terminate()
+        except (OSError, ValueError, AttributeError):
+            pass
+    os._exit(left_status())
+
+
+def end_unrestored(reasons: list[str]) -> NoReturn:
+    """Say why a restarted worker is not to go on, and end it before it has done a step: its state is whole."""
+    _flush_all()
+    text = f"hegm: the training was not restarted: {'; '.join(reasons)}. Nothing of its state was used up.\n"
+    os.write(2, text.encode(errors="replace"))
+    os._exit(UNRESTORED_STATUS)
+
+
+def tell_waiting() -> None:
+    """Say that this Python, another than the one that left its state, has ended without it."""
+    os.write(2, b"hegm: this script is not the one that left its state, which waits for that one.\n")
+
+
+def left_status() -> int:
+    """What a worker ends with that has left its state."""
+    try:
+        return int(os.environ["HEGM_EXIT_CODE"])
+    except (KeyError, ValueError):
+        return LEFT_STATUS
+
+
+def _flush_all() -> None:
+    """Every file that the script writes to, wherever it holds it; text before the bytes under it."""
+    io: Any = sys.modules["io"]
+    found = gc.get_objects()
+    for kind in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
+        for file in [candidate for candidate in found if type(candidate) is kind]:
+            try:
+                file.flush()
+            except (OSError, ValueError, RuntimeError):
+                pass
+
+
+def _named(state: dict[str, Any], path: str) -> str:
+    """The path in the state in the script's words, as far as it is about something that the script holds."""
+    import re
+
+    match = re.match(r"holdings\[(\d+)\](?:\.content)?(.*)", path)
+    if match is None:
+        return path
+    return f"{state['holdings'][int(match[1])]['names'][0]}{match[2]}"

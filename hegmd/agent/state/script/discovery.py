@@ -1,0 +1,250 @@
+"""What of a script has a state: models, optimizers, schedulers, generators, found under the names it holds them by.
+
+A name is a way from a module of the script, or from a function of it that is under way, over attributes, keys and
+places in lists. The same script has the same names when it runs again, which addresses and orders of collection are
+not. Everything has all its names, because a script may hold one thing under several and give it new ones as it goes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+
+from ..code.position import is_users_module, named_frames
+from ..frameworks import accelerate_hf, lightning
+from ..loaders import stateful_loader
+from ..values import rng
+from ..values.duck_types import BUILTIN, FUNCTION, METHOD, class_of, is_a, members_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+    from typing import Any
+
+MODULE = "module"
+OPTIMIZER = "optimizer"
+SCHEDULER = "scheduler"
+SCALER = "scaler"
+GENERATOR = "generator"
+STATEFUL = "stateful"
+TENSOR = "tensor"
+
+MOST_OBJECTS = 200_000
+_DEEP = 10
+_LONGEST = 20_000
+_NAMES_EACH = 12
+#: What is named where the search does not come to it.
+_TOLD = frozenset((MODULE, OPTIMIZER, SCHEDULER, SCALER, GENERATOR))
+_CLASS: Any = type
+_LEAVES: Any = (str, bytes, bytearray, int, float, complex, bool, type(None), range, memoryview, _CLASS(sys))
+_CHILDREN = "_modules"
+_OF_MODULES = frozenset(("_parameters", "_buffers", _CHILDREN, "_non_persistent_buffers_set"))
+_OF_OPTIMIZERS = frozenset(("param_groups", "state", "defaults", "_optimizer_step_post_hooks"))
+_COLLECTIONS: Any = (dict, list, tuple, set, frozenset, deque)
+_ACCESSORS: Any = (property, staticmethod, classmethod)
+
+
+class Holding:
+    """One thing with a state, and the names it is held by, the nearest first."""
+
+    __slots__ = ("kind", "names", "thing")
+
+    def __init__(self, kind: str, thing: Any, name: str) -> None:
+        self.kind = kind
+        self.thing = thing
+        self.names = [name]
+
+
+class Holdings:
+    """All that the script holds when this is made. Reads what is there and calls nothing of the script's."""
+
+    def __init__(self, frames: list[FrameType]) -> None:
+        self.list: list[Holding] = []
+        self.is_whole = True
+        #: What was not gone through, in words: there may be models or tensors that the script writes to.
+        self.unseen: list[str] = []
+        self._kinds = _Kinds()
+        self._seen: dict[int, Any] = {}
+        self._held: dict[int, Holding] = {}
+        self._beyond: list[tuple[str, Any]] = []
+        self._left: deque[tuple[str, Any, int]] = deque(_beginnings(frames))
+        while self._left:
+            self._look(*self._left.popleft())
+        beyond = dict.fromkeys(name for name, thing in self._beyond if id(thing) not in self._held)
+        self.unseen += [f"what is within {name}" for name in beyond]
+        inside = _within(found.thing for found in self._held.values() if found.kind == MODULE)
+        self.list = [found for found in self._held.values() if id(found.thing) not in inside]
+        del self._left, self._seen, self._beyond
+
+    def tensors_elsewhere(self) -> set[int]:
+        """Those that go along with a module or an optimizer."""
+        found: set[int] = set()
+        for held in self.list:
+            if held.kind == MODULE:
+                found.update(id(tensor) for tensor in (*held.thing.parameters(), *held.thing.buffers()))
+            elif held.kind == OPTIMIZER:
+                found.update(id(tensor) for group in held.thing.param_groups for tensor in group["params"])
+        return found
+
+    def addresses(self) -> set[int]:
+        """Of everything that has a state of its own, and what is within it."""
+        found = {id(held.thing) for held in self._held.values() if held.kind != TENSOR and not is_open(held)}
+        for held in self._held.values():
+            if held.kind == MODULE:
+                parts = (*held.thing.modules(), *held.thing.parameters(), *held.thing.buffers())
+                found.update(id(part) for part in parts)
+            elif held.kind == OPTIMIZER:
+                found.update(id(tensor) for group in held.thing.param_groups for tensor in group["params"])
+        return found
+
+    def _look(self, name: str, thing: Any, depth: int) -> None:
+        if is_a(thing, *_LEAVES) or (is_a(thing, *_COLLECTIONS) and len(thing) == 0):
+            return
+        if lightning.sees_to(thing) or stateful_loader.sees_to(thing):
+            return
+        known = self._held.get(id(thing))
+        if known is not None:
+            if len(known.names) < _NAMES_EACH:
+                known.names.append(name)
+            return
+        if id(thing) in self._seen or _is_others_class(thing):
+            return
+        if len(self._seen) > MOST_OBJECTS:
+            self.is_whole = False
+            return
+        self._seen[id(thing)] = thing  # held, so that no other object gets its address meanwhile
+        kind = self._kinds.of(thing)
+        if kind is not None:
+            self._held[id(thing)] = Holding(kind, thing, name)
+        if is_a(thing, dict, list, tuple, deque) and len(thing) > _LONGEST:
+            values: Any = thing.values() if is_a(thing, dict) else thing
+            if any(self._kinds.of(found) is not None for found in values):
+                self.unseen.append(f"the {len(thing):,} parts of {name}")
+            return
+        ways = _ways_on(name, thing, kind)
+        if depth < _DEEP:
+            self._left.extend((way, found, depth + 1) for way, found in ways)
+        else:
+            self._beyond.extend((name, found) for _way, found in ways if self._kinds.of(found) in _TOLD)
+        if kind == MODULE:  # those within it are no deeper, however many layers there are
+            children = list(thing.__dict__.get(_CHILDREN, {}).items())
+            self._left.extend((f"{name}.{key}", found, depth) for key, found in children)
+
+
+def is_open(found: Holding) -> bool:
+    """Whether its `state_dict` is the script's own: that says what the script saves, and not all that there is."""
+    return found.kind == STATEFUL and _is_scripts(type(found.thing)) and not is_a(found.thing, *_COLLECTIONS)
+
+
+def _is_scripts(kind: Any) -> bool:
+    return is_users_module(sys.modules.get(str(getattr(kind, "__module__", ""))))
+
+
+def _is_others_class(thing: Any) -> bool:
+    return is_a(thing, _CLASS) and not _is_scripts(thing)
+
+
+def _within(modules: Any) -> set[int]:
+    """Every module that is within another one of them."""
+    return {id(inner) for module in modules for inner in module.modules() if inner is not module}
+
+
+class _Kinds:
+    """What counts as what, by the classes that are loaded."""
+
+    def __init__(self) -> None:
+        torch = sys.modules.get("torch")
+        self._torch: Any = torch if hasattr(torch, "nn") and hasattr(torch, "optim") else None
+
+    def of(self, thing: Any) -> str | None:
+        torch = self._torch
+        if rng.is_generator(thing):
+            return GENERATOR
+        if torch is None:
+            return None
+        if is_a(thing, torch.Tensor):
+            return TENSOR
+        if is_a(thing, torch.nn.Module):
+            return MODULE
+        if is_a(thing, torch.optim.Optimizer):
+            return OPTIMIZER
+        schedulers = torch.optim.lr_scheduler
+        if is_a(thing, schedulers.LRScheduler, schedulers.ReduceLROnPlateau):
+            return SCHEDULER
+        if type(thing).__name__ == "GradScaler" or (hasattr(torch, "amp") and is_a(thing, torch.amp.GradScaler)):
+            return SCALER
+        if is_a(thing, torch.utils.data.Dataset, torch.utils.data.DataLoader):
+            return None
+        return STATEFUL if _has_state(type(thing)) and not lightning.is_callback(thing) else None
+
+
+def _has_state(kind: Any) -> bool:
+    return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
+
+
+def _beginnings(frames: list[FrameType]) -> Iterator[tuple[str, Any, int]]:
+    """Functions under way first, from the outermost; then the script's modules."""
+    for function, frame in named_frames(frames):
+        for name, value in list(frame.f_locals.items()):
+            yield f"{function}.{name}", value, 0
+    for module_name in sorted(sys.modules, key=lambda found: (found != "__main__", found)):
+        module = sys.modules.get(module_name)
+        if module is not None and is_users_module(module):
+            for name, value in list(vars(module).items()):
+                if not name.startswith("__"):
+                    yield f"{module_name}.{name}", value, 0
+
+
+def _ways_on(name: str, thing: Any, kind: str | None) -> Iterator[tuple[str, Any]]:
+    if kind in (SCHEDULER, SCALER, GENERATOR, TENSOR) or accelerate_hf.reseeds(thing):
+        return
+    if kind == STATEFUL and not _is_scripts(type(thing)):
+        return
+    if is_a(thing, dict):
+        yield from ((f"{name}[{key!r}]", value) for key, value in list(thing.items()) if isinstance(key, (str, int)))
+        return
+    if is_a(thing, list, tuple, deque):
+        yield from ((f"{name}[{index}]", value) for index, value in enumerate(list(thing)))
+        return
+    if is_a(thing, _CLASS):
+        yield from ((f"{name}.{key}", value) for key, value in members_of(thing).items())
+        yield from ((f"{name}.__bases__[{index}]", base) for index, base in enumerate(thing.__bases__))
+        return
+    if is_a(thing, FUNCTION, METHOD, BUILTIN, *_ACCESSORS):
+        yield from _ways_of_function(name, thing)
+        return
+    if is_a(thing, getattr(sys.modules.get("functools"), "partial", ())):
+        yield from ((f"{name}.{part}", getattr(thing, part)) for part in ("func", "args", "keywords"))
+    yield f"{name}.__class__", class_of(thing)
+    own: Any = getattr(thing, "__dict__", None)
+    if is_a(own, dict):
+        passed = _OF_MODULES if kind == MODULE else _OF_OPTIMIZERS if kind == OPTIMIZER else ()
+        yield from ((f"{name}.{key}", value) for key, value in list(own.items()) if key not in passed)
+    for slot in _slots_of(type(thing)):
+        try:
+            yield f"{name}.{slot}", object.__getattribute__(thing, slot)
+        except AttributeError:
+            pass
+
+
+def _ways_of_function(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
+    for part in ("__self__", "__defaults__", "__kwdefaults__", "__dict__", "__func__", "fget", "fset"):
+        held = getattr(thing, part, None)
+        if held is not None:
+            yield f"{name}.{part}", held
+    function = getattr(thing, "__func__", thing)
+    code = getattr(function, "__code__", None)
+    for variable, cell in zip(getattr(code, "co_freevars", ()), getattr(function, "__closure__", None) or ()):
+        try:
+            yield f"{name}<{variable}>", cell.cell_contents
+        except ValueError:
+            pass
+
+
+def _slots_of(kind: Any) -> Iterator[str]:
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else tuple(slots):
+            if slot not in ("__dict__", "__weakref__"):
+                yield slot

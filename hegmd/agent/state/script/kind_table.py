@@ -1,0 +1,66 @@
+"""What each kind of thing that a script holds has for content: taken, compared with what is here, and set.
+
+One place for which of `agent/state/values/contents` and `agent/state/values/rng` it is; whatever is not named there
+goes by its `state_dict`.
+"""
+
+from __future__ import annotations
+
+from ..values import contents, rng
+from .discovery import GENERATOR, MODULE, OPTIMIZER, SCALER, TENSOR, Holding
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+
+def taken(found: Holding, references: dict[int, Any]) -> Any:
+    if found.kind == MODULE:
+        return contents.take_module(found.thing)
+    if found.kind == OPTIMIZER:
+        return contents.take_optimizer(found.thing, references)
+    if found.kind == GENERATOR:
+        return rng.read(found.thing)
+    if found.kind == TENSOR:
+        return contents.take_tensor(found.thing)
+    return contents.loose(found.thing.state_dict())
+
+
+def unfit(found: Holding, content: Any, references: dict[int, Any]) -> list[str]:
+    if found.kind == MODULE:
+        return contents.unfit_module(found.thing, content)
+    if found.kind == OPTIMIZER:
+        return contents.unfit_optimizer(found.thing, content, references)
+    if found.kind == TENSOR:
+        return contents.unfit_tensor(found.thing, content[0])
+    return []
+
+
+def put(found: Holding, content: Any) -> list[str]:
+    """Set it; what of it is otherwise here."""
+    if found.kind == OPTIMIZER:
+        return contents.put_optimizer(found.thing, content)
+    if found.kind == GENERATOR and not rng.fits(found.thing, content):
+        return ["its numbers are those of a generator that has just been made: it was on another kind of device"]
+    if found.kind == SCALER and not content:  # of one that was not in use, as on the CPU
+        return [] if not found.thing.is_enabled() else ["it begins at its first scale: before it scaled nothing"]
+    if found.kind == MODULE:
+        contents.put_module(found.thing, content)
+    elif found.kind == GENERATOR:
+        rng.set_to(found.thing, content)
+    elif found.kind == TENSOR:
+        tensor, gradient, requires = content
+        contents.put_tensor(found.thing, tensor, gradient, requires=requires)
+    else:
+        found.thing.load_state_dict(contents.owned(content))
+    return []
+
+
+def references_of(holdings: dict[int, Holding]) -> dict[int, tuple[int, str]]:
+    """Every parameter of the modules, by address: which of the holdings has it, under which name."""
+    found: dict[int, tuple[int, str]] = {}
+    for index, holding in holdings.items():
+        if holding.kind == MODULE:
+            for name, parameter in contents.names_in(holding.thing):
+                found.setdefault(id(parameter), (index, name))
+    return found

@@ -1,0 +1,243 @@
+"""What a variable refers to, in words that hold in another process: a model by its place among those of the state, an
+object of the script's own by a number.
+
+A variable may hold another thing than at its beginning, and a name is then no way to the thing: `model = second` gives
+the second model the first one's name. So things are matched all at once, those first that can be only one. An object
+that was made since the script first came to its loop has nobody to be matched with, and is made again from what it
+held, where its class is one of the script's that does nothing when an object of it is made.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from functools import partial
+
+from ..code.encoding import NotKept, Place
+from ..code.position import is_users_module
+from ..code.script_objects import set_value, values_of
+from ..values.duck_types import class_of, is_a, members_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from typing import Any
+
+    from ..code.drift import Drift
+    from ..code.encoding import Forms, Settling
+    from ..code.script_objects import Instances
+
+HELD = "held"
+OWN = "own"
+
+
+class Referring:
+    """References of one capture. `held` has those to what has a state of its own, by address.
+
+    `on_the_way` has the names of variables that a restarted script sets anew before it comes to the place: what they
+    held at the first batch, the meter of the first epoch, say, it does not have.
+    """
+
+    def __init__(
+        self,
+        instances: Instances,
+        held: dict[int, Any],
+        was_there: Callable[[Any], bool],
+        drift: Drift | None,
+        on_the_way: frozenset[str] = frozenset(),
+    ) -> None:
+        self._drift = drift
+        self._on_the_way = on_the_way
+        self._instances = instances
+        self._held = held
+        self._was_there = was_there
+        self._numbers: dict[int, int] = {}
+        #: What the state has of each of the script's own objects that is referred to or changed, by number.
+        self.entries: list[dict[str, Any]] = []
+        self._things: list[Any] = []
+
+    def of(self, value: Any, forms: Forms) -> tuple[Any] | None:
+        """The reference in a tuple; None for what is neither. Raises NotKept for what could not be made again."""
+        if id(value) in self._held:
+            return (self._held[id(value)],)
+        if not self._instances.is_own(value):
+            return None
+        return ((OWN, self.number(value, forms)),)
+
+    def number(self, thing: Any, forms: Forms) -> int:
+        """The number of an object of the script's own. Raises NotKept."""
+        known = self._numbers.get(id(thing))
+        if known is not None:
+            return known
+        kind = class_of(thing)
+        before = [] if self._drift is None else self._drift.names_of(thing)
+        lasting = [name for name in before if not self._is_on_the_way(name)]
+        is_later = not self._was_there(thing) or bool(before and not lasting)
+        entry: dict[str, Any] = {
+            # Those that it had at the beginning, since variables may have been set to others meanwhile.
+            "names": lasting or self._instances.names_of(thing),
+            "class": kind.__qualname__,
+            "module": kind.__module__,
+            "later": is_later,
+            "values": {},
+            "whole": None,
+        }
+        if is_later and not entry["names"] and class_named(kind.__module__, kind.__qualname__) is not kind:
+            raise NotKept(kind.__qualname__)
+        number = self._numbers[id(thing)] = len(self.entries)
+        self.entries.append(entry)
+        self._things.append(thing)
+        if is_later:
+            try:
+                entry["whole"] = self._whole(thing, kind, forms)
+            except NotKept:
+                if not self._is_made_on_the_way(entry):
+                    del self._numbers[id(thing)]
+                    raise
+        return number
+
+    def _is_on_the_way(self, name: str) -> bool:
+        """Whether the way that this name is begins at such a variable."""
+        ends = [at for at, sign in enumerate(name) if sign in ".[<"]
+        return name in self._on_the_way or any(name[:end] in self._on_the_way for end in ends)
+
+    def _whole(self, thing: Any, kind: Any, forms: Forms) -> dict[str, Any]:
+        if class_named(kind.__module__, kind.__qualname__) is not kind:
+            raise NotKept(kind.__qualname__)
+        try:
+            return {name: forms.of(value) for name, value in values_of(thing)}
+        except NotKept as error:
+            raise NotKept(f"{kind.__qualname__}, which holds {error}") from None
+
+    @staticmethod
+    def _is_made_on_the_way(entry: dict[str, Any]) -> bool:
+        """Whether a restarted script may well have one of its own: it has a name that is in no container."""
+        return any("[" not in name for name in entry["names"])
+
+
+class Referred:
+    """What references lead to in the script that has been started again."""
+
+    def __init__(self, entries: list[dict[str, Any]], instances: Instances, held: Callable[[Any], Any]) -> None:
+        """`held` finds what has a state of its own."""
+        self._entries = entries
+        self._held = held
+        here = instances.found
+        self._found: dict[int, Any] = {}
+        for is_later in (False, True):
+            numbers = [number for number, entry in enumerate(entries) if entry["later"] is is_later]
+            taken = {id(thing) for thing in self._found.values()}
+            left = [(thing, names) for thing, names in here if id(thing) not in taken]
+            pairs = matched(
+                [entries[number]["names"] for number in numbers],
+                [names for _thing, names in left],
+                lambda mine, yours: (
+                    class_of(left[yours][0]).__qualname__ == entries[numbers[mine]]["class"]  # noqa: B023 - at once
+                ),
+            )
+            self._found.update({numbers[mine]: left[yours][0] for mine, yours in pairs.items()})
+
+    def thing(self, reference: Any, settling: Settling) -> Any:
+        """What it leads to; None where there is no such thing."""
+        if reference[0] == HELD:
+            return self._held(reference)
+        number: int = reference[1]
+        if number not in self._found:
+            self._make(number, settling)
+        return self._found.get(number)
+
+    def _make(self, number: int, settling: Settling) -> None:
+        entry = self._entries[number]
+        kind = class_named(entry["module"], entry["class"])
+        if entry["whole"] is None or kind is None:
+            return
+        thing = self._found[number] = object.__new__(kind)
+        for name, form in entry["whole"].items():
+            set_value(thing, name, settling.settle(form, None, f"{entry['class']}.{name}"))
+
+    def places(self, missing: list[str]) -> Iterator[Place]:
+        """What has changed in each object; those of which nobody is there are told to be missing."""
+        for number, entry in enumerate(self._entries):
+            thing = self._found.get(number)
+            if thing is None:
+                if entry["values"] and not entry["later"]:
+                    missing.append(f"{(entry['names'] or ['an object'])[0]} ({entry['class']})")
+                continue
+            here = dict(values_of(thing))
+            for name, (form, is_stored) in entry["values"].items():
+                said = f"{entry['class']}.{name}"
+                yield Place(form, here.get(name), said, partial(set_value, thing, name), is_stored=is_stored)
+
+
+def references_to(addresses: set[int], things: list[Any]) -> dict[int, Any]:
+    """What has a state of its own, and what is within it, by address: each with where the state has it, if it has."""
+    found: dict[int, Any] = dict.fromkeys(addresses)
+    for index, thing in enumerate(things):
+        for name, part in _parts_of(thing):
+            if found.get(id(part)) is None:
+                found[id(part)] = (HELD, index, name)
+    return found
+
+
+def _parts_of(thing: Any) -> Iterator[tuple[str, Any]]:
+    yield "", thing
+    if not hasattr(thing, "named_buffers"):
+        return
+    for ways in ("named_modules", "named_parameters", "named_buffers"):
+        yield from ((f"{ways}:{name}", part) for name, part in getattr(thing, ways)() if part is not thing)
+
+
+def part_of(thing: Any, name: str) -> Any:
+    """The thing itself, or what of it has that name."""
+    if not name:
+        return thing
+    ways, _, inner = name.partition(":")
+    return dict(getattr(thing, ways)()).get(inner)
+
+
+def class_named(module: str, qualname: str) -> Any:
+    """A class of the script's of which objects can be made without running any code of it; None if there is none."""
+    home: Any = sys.modules.get(module)
+    if home is None or not is_users_module(home):
+        return None
+    found: Any = home
+    for part in qualname.split("."):
+        found = members_of(found).get(part)
+    makes: Any = getattr(found, "__new__", None)
+    return found if is_a(found, type) and makes is object.__new__ else None
+
+
+def matched(saved: list[list[str]], here: list[list[str]], fits: Callable[[int, int], bool]) -> dict[int, int]:
+    """Which of those here each of the saved is, by their names: first those that can be only one."""
+    by_name: dict[str, list[int]] = {}
+    for yours, names in enumerate(here):
+        for name in names:
+            by_name.setdefault(name, []).append(yours)
+    shared: list[dict[int, int]] = []
+    wanted: dict[int, list[int]] = {}
+    for mine, names in enumerate(saved):
+        counts: dict[int, int] = {}
+        for yours in (found for name in names for found in by_name.get(name, ())):
+            counts[yours] = counts.get(yours, 0) + 1
+        shared.append({yours: count for yours, count in counts.items() if fits(mine, yours)})
+        for yours in shared[-1]:
+            wanted.setdefault(yours, []).append(mine)
+    pairs: dict[int, int] = {}
+    single = deque(mine for mine, counts in enumerate(shared) if len(counts) == 1)
+    for first in range(len(saved)):
+        for mine in _singles_then(single, first):
+            if mine in pairs or not shared[mine]:
+                continue
+            yours = pairs[mine] = max(shared[mine], key=lambda found: shared[mine][found])
+            for other in wanted[yours]:
+                if other not in pairs and shared[other].pop(yours, 0) and len(shared[other]) == 1:
+                    single.append(other)
+    return pairs
+
+
+def _singles_then(single: deque[int], last: int) -> Iterable[int]:
+    while single:
+        yield single.popleft()
+    yield last
+    while single:
+        yield single.popleft()

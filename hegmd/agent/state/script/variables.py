@@ -1,0 +1,381 @@
+"""The script's own variables over a restart: counters, bests, lists of losses, what its objects count in themselves.
+
+Chosen is what the code of the loops that are under way changes, and what is read again; nothing that only says how the
+script is set up, since that may be another setting in another place. Values that a state file has a form for go along;
+the others are named. Everything is looked at while the training stands, and nothing of it is there while it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from ..code.assignments import ATTRIBUTE, GLOBAL, MOST_CODES, Functions, changes_of, nested_in
+from ..code.drift import OTHERS, OWN
+from ..code.encoding import MUTABLE, SAME, SHARED, Forms, NotKept, TooLarge
+from ..code.reentry import Spot, known_by, set_on_their_way, spots_of
+from ..code.script_objects import Instances, held_by_several, users_modules, values_of
+from ..loaders import passes
+from ..values.duck_types import FUNCTION, class_of, is_a, members_of
+from .references import Referring
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+    from types import CodeType, FrameType
+    from typing import Any
+
+    from ..code.assignments import Change
+    from ..code.drift import Drift
+
+#: Under which the state has them.
+KEY = "own"
+#: How a plan says of something that what changes there is not known.
+UNSEEN = "not looked at: "
+_MOST_NOTES = 32
+_OF_LOADERS = frozenset(("DataLoader", "DataLoaderShard", "StatefulDataLoader"))
+_OPTIMIZED = 0x1
+_NUMBERS: Any = (int, float, complex, type(None))
+_COUNTED: Any = (bool, str, *_NUMBERS)
+
+
+def capture(
+    frames: list[FrameType],
+    held: dict[int, Any],
+    kept: Collection[str] = (),
+    changed: Collection[tuple[int, str]] = (),
+    drift: Drift | None = None,
+) -> dict[str, Any]:
+    """The values, plain, and under "anew" what begins anew, under "unseen" what was too much to be looked at.
+
+    `held` says whose own state goes along, by address, each with a reference; `kept`, which names the script itself
+    keeps something by; `changed`, which variables have been seen to have another value than they had, as `baseline`
+    says them; `drift`, how everything else was.
+    """
+    return _Taking(frames, held, kept, changed, drift).taken
+
+
+def begin_anew(state: Any) -> list[str]:
+    """What a whole state says of variables that begin anew, and of what was not looked at."""
+    own = state.get(KEY, {})
+    return [*own.get("anew", ()), *[f"{UNSEEN}{what}" for what in own.get("unseen", ())]]
+
+
+class _Taking:
+    """One capture."""
+
+    def __init__(
+        self,
+        frames: list[FrameType],
+        held: dict[int, Any],
+        kept: Collection[str],
+        changed: Collection[tuple[int, str]],
+        drift: Drift | None,
+    ) -> None:
+        self._held = held
+        self._changed = frozenset(changed)
+        self._kept = frozenset(kept)
+        self._anew: dict[str, None] = {}
+        self._unseen: dict[str, None] = {}
+        self._made: set[int] = set()
+        self._drawn: set[int] = set()  # objects of the script's that may be made of random numbers
+        self._taken_ids: set[int] = set()
+        self._forms: dict[int, tuple[Any, Any]] = {}
+        self._instances = Instances(frames)
+        self._unseen.update(dict.fromkeys(self._instances.unseen))
+        self._spots = list(spots_of(frames))
+        on_the_way = set_on_their_way(self._spots)
+        was_there = self._was_there if drift is None else drift.had
+        self._referring = Referring(self._instances, held, was_there, drift, on_the_way)
+        reached = self._reach()
+        looked_at = [spot.changes for spot in self._spots if spot.is_looked_at]
+        looked_at += [changes_of(found.code) for found in reached]
+        #: Whether containers are altered by who is given them, so that any that is mentioned may be.
+        self._is_given = any(found.alters_what_it_is_given() for found in looked_at)
+        self._mentioned: set[str] = set()
+        if self._is_given:
+            self._mentioned.update(*[found.mentions(None) for found in looked_at])
+        self._read_elsewhere = {name for found in reached for name in changes_of(found.code).mentions(None)}
+        self.taken: dict[str, Any] = {
+            "python": list(sys.version_info[:2]),
+            "frames": [{**known_by(spot.code), "values": self._locals(spot)} for spot in self._spots],
+            "globals": self._globals(reached),
+            "classes": list(self._of_classes(reached)),
+            "slots": [],
+            "instances": self._referring.entries,
+        }
+        self._note_shared(frames)
+        self._of_instances(reached)
+        if drift is not None:
+            self.taken["slots"] += self._of_drift(drift, reached)
+        self.taken["anew"] = _bounded(self._anew)
+        self.taken["unseen"] = _bounded(self._unseen)
+
+    def _reach(self) -> list[Any]:
+        mentioned: set[str] = set()
+        codes: list[tuple[CodeType, str]] = []
+        for spot in self._spots:
+            if not spot.is_looked_at:
+                continue
+            mentioned |= spot.changes.mentions(spot.region)
+            codes += [] if spot.is_module else [(code, spot.module) for code in nested_in(spot.code)]
+            values = [] if spot.is_module else list(spot.frame.f_locals.values())
+            codes += [(value.__code__, value.__module__) for value in values if is_a(value, FUNCTION)]
+        functions = Functions(users_modules())
+        reached = list(functions.reached_from(mentioned, codes))
+        if not functions.is_whole:
+            self._unseen[f"functions beyond the first {MOST_CODES:,} that the loop may call"] = None
+        return reached
+
+    # ---- variables
+
+    def _locals(self, spot: Spot) -> dict[str, Any]:
+        if not spot.is_looked_at:
+            return {}
+        live, values = spot.live(), spot.frame.f_locals
+        if spot.is_module:
+            live |= self._read_elsewhere
+        chosen: dict[str, Any] = {}
+        is_drawn = spot.draws_on_its_way()
+        for found, is_in_loop, is_late in spot.local_changes():
+            value = values.get(found.name)
+            if found.name not in values or (found.is_stored and found.name not in live):
+                continue
+            if is_a(value, str) and not is_in_loop:
+                continue  # a setting, made on the way
+            if found.is_stored or _is_mutable(value):
+                if found.is_stored:
+                    self._made.add(id(value))
+                is_other = is_drawn and is_in_loop and type(value).__name__ not in _OF_LOADERS
+                is_named = found.is_stored and (is_late or is_other)
+                if is_named and is_other and self._instances.is_own(value):
+                    self._drawn.add(id(value))
+                self._choose(chosen, found, value, spot.where(found.line), is_named=is_named)
+        self._choose_seen(spot, chosen, live)
+        for name in spot.parameters():
+            if name in live and name in values and name not in chosen and is_a(values[name], *_NUMBERS):
+                chosen[name] = (values[name], True)
+        self._note_cut(spot, chosen)
+        return chosen
+
+    def _note_shared(self, frames: list[FrameType]) -> None:
+        """Of variables that are set: which hold what others hold, and have to hold the same in a restarted script."""
+        several = held_by_several(frames, self._instances)
+        for spot, saved in zip(self._spots, self.taken["frames"]):
+            values: dict[str, Any] = dict(spot.frame.f_locals)
+            for name, (form, is_stored) in saved["values"].items():
+                if is_stored and id(values.get(name)) in several:
+                    saved["values"][name] = (form, SHARED)
+
+    def _choose_seen(self, spot: Spot, chosen: dict[str, Any], live: set[str]) -> None:
+        """What is seen to have changed, by code that is not the script's, say; and what changes as it is asked."""
+        mentioned = spot.changes.mentions(spot.region)
+        values: dict[str, Any] = dict(spot.frame.f_locals)
+        for name, value in values.items():
+            if name in chosen or name.startswith("__"):
+                continue
+            said = f"{name} ({type(value).__qualname__}){spot.where(spot.frame.f_lineno or 0)}"
+            if name in live and (spot.depth, name) in self._changed:
+                form: Any = self._form(value, said, is_named=True)
+                if form is not None:
+                    chosen[name] = (form[0], True)
+            elif name in mentioned and self._is_given and is_a(value, *MUTABLE):
+                form = self._form(value, said, is_named=False, is_altered=False)
+                if form is not None:
+                    chosen[name] = (form[0], False)
+            elif name in mentioned and hasattr(class_of(value), "__next__") and not self._comes_back(value):
+                self._note(said)
+
+    def _comes_back(self, iterator: Any) -> bool:
+        """Files are the script's to open, passes over loaders come to their place by themselves."""
+        return (
+            id(iterator) in self._held
+            or self._instances.is_own(iterator)
+            or is_a(iterator, sys.modules["io"].IOBase)
+            or passes.followed(iterator) is not None
+        )
+
+    def _note_cut(self, spot: Spot, chosen: dict[str, Any]) -> None:
+        """Tensors that the loop goes on to compute gradients through."""
+        looped: set[str] = set()
+        for name, (form, _is_stored) in chosen.items():
+            if type(form) is tuple and _has_history(spot.frame.f_locals.get(name)):
+                looped = looped or spot.live(in_loop=True)
+                if name in looped:
+                    self._note(f"the gradients' history of {name}{spot.where(spot.frame.f_lineno or 0)}")
+
+    def _choose(self, chosen: dict[str, Any], found: Change, value: Any, where: str, *, is_named: bool) -> None:
+        name = found.name
+        if name in chosen:
+            chosen[name] = (chosen[name][0], chosen[name][1] or found.is_stored)
+            return
+        form: Any = self._form(value, f"{name} ({type(value).__qualname__}){where}", is_named=is_named)
+        if form is not None:
+            chosen[name] = (form[0], found.is_stored)
+
+    def _form(self, value: Any, said: str, *, is_named: bool, is_altered: bool = True) -> tuple[Any] | None:
+        try:
+            form: Any = self._new_forms().of(value)
+        except TooLarge as error:
+            self._unseen[f"{said or type(value).__qualname__}, which has {error}"] = None
+            return None
+        except NotKept as error:
+            if is_named or (is_altered and is_a(value, *MUTABLE)):
+                inside = "" if str(error) == type(value).__qualname__ else f", which holds {error}"
+                self._note(f"{said}{inside}")
+            return None
+        stays = class_of(form) is tuple and form[0] == SAME and not is_named
+        if not stays and _is_mutable(value):
+            self._taken_ids.add(id(value))
+        return None if stays else (form,)
+
+    def _new_forms(self) -> Forms:
+        return Forms(self._refer, self._forms)
+
+    def _refer(self, value: Any, forms: Forms) -> tuple[Any] | None:
+        return self._referring.of(value, forms)
+
+    def _was_there(self, thing: Any) -> bool:
+        """Where it is not known: whatever no variable was set to by the loop."""
+        return id(thing) not in self._made
+
+    def _note(self, what: str) -> None:
+        """What hegm.keep keeps under that name may be it, or another thing of that name."""
+        name = what.partition(" (")[0].rpartition(".")[2]
+        self._anew[f"{what}, but for what hegm.keep({name!r}) keeps" if name in self._kept else what] = None
+
+    def _globals(self, reached: list[Any]) -> list[Any]:
+        found: dict[str, dict[str, Any]] = {}
+        sources: list[tuple[str, CodeType, Any]] = [(function.module, function.code, None) for function in reached]
+        sources += [
+            (spot.module, spot.code, spot.region) for spot in self._spots if not spot.is_module and spot.is_looked_at
+        ]
+        for module_name, code, region in sources:
+            values: Any = vars(sys.modules[module_name]) if module_name in sys.modules else {}
+            for change in changes_of(code).within(region):
+                value = values.get(change.name)
+                if change.kind != GLOBAL or change.name not in values or not (change.is_stored or _is_mutable(value)):
+                    continue
+                where = f" of {module_name}, set at {os.path.basename(code.co_filename)}:{change.line}"
+                self._choose(found.setdefault(module_name, {}), change, value, where, is_named=change.is_stored)
+        return [(module, name, *form) for module, chosen in found.items() for name, form in chosen.items()]
+
+    # ---- attributes
+
+    def _of_classes(self, reached: list[Any]) -> Iterator[tuple[str, str, str, Any]]:
+        """What the script's classes themselves have and is set: counts of all their objects, say."""
+        names = {change.name for change, _owner, _file in self._attribute_changes(reached)}
+        for module in users_modules():
+            for class_name, kind in members_of(module).items():
+                if is_a(kind, type) and kind.__module__ == module.__name__:
+                    members = members_of(kind)
+                    for name in names & members.keys():
+                        value = members[name]
+                        if type(value) in _COUNTED or is_a(value, *MUTABLE):
+                            form = self._form(value, f"{class_name}.{name}", is_named=True)
+                            if form is not None:
+                                yield module.__name__, class_name, name, form[0]
+
+    def _of_drift(self, drift: Drift, reached: list[Any]) -> Iterator[tuple[str, str, str, Any]]:
+        """What is seen to have changed and no code has told of; of the script's own objects beside what is of them."""
+        under_way = {spot.module for spot in self._spots if spot.is_module}
+        functions = [function.__code__ for function, _name in self._instances.functions]
+        codes = [changes_of(code) for code in {*functions, *[found.code for found in reached]}]
+        modules = [spot.changes for spot in self._spots if spot.is_module]
+        stored = {(found.kind, found.name) for code in codes for found in code.found if found.is_stored}
+        stored |= {(ATTRIBUTE, found.name) for code in modules for found in code.found if found.kind == ATTRIBUTE}
+        for holder, name, key, value in drift.changed(self._instances):
+            is_told = holder.kind == GLOBAL and holder.name in under_way and not is_a(value, *MUTABLE)
+            if id(value) in self._taken_ids or (is_told and (GLOBAL, key) not in stored):
+                continue
+            if holder.kind == OTHERS and (ATTRIBUTE, key) not in stored:
+                continue
+            said = f"{name}.{key} ({type(value).__qualname__})" if key else f"{name} ({type(value).__qualname__})"
+            form = self._form(value, said, is_named=not (holder.kind == GLOBAL and holder.name in under_way))
+            if form is None:
+                continue
+            if holder.kind == OWN:
+                self._values_of(holder.thing).setdefault(key, (form[0], True))
+            else:
+                yield holder.kind, name, key, form[0]
+
+    def _values_of(self, thing: Any) -> dict[str, Any]:
+        number = self._referring.number(thing, self._new_forms())
+        values: dict[str, Any] = self._referring.entries[number]["values"]
+        return values
+
+    def _of_instances(self, reached: list[Any]) -> None:
+        changes = list(self._attribute_changes(reached))
+        by_class: dict[type, dict[str, tuple[Change, str]]] = {}
+        for thing, names in self._instances.found:
+            if id(thing) in self._held and not _is_module(thing):
+                continue
+            kind = class_of(thing)
+            if kind not in by_class:
+                by_class[kind] = {}
+                for change, owner, file in changes:
+                    if owner is None or issubclass(kind, owner):
+                        known = by_class[kind].get(change.name)
+                        if known is None or (change.is_stored and not known[0].is_stored):
+                            by_class[kind][change.name] = (change, file)
+            chosen = self._attributes(thing, names[0], by_class[kind])
+            if chosen:
+                self._values_of(thing).update(chosen)
+
+    def _attribute_changes(self, reached: list[Any]) -> Iterator[tuple[Change, Any, str]]:
+        """Each with the class whose objects it is of, where that is known."""
+        for spot in self._spots:
+            if spot.is_looked_at:
+                first = spot.frame.f_locals.get(spot.code.co_varnames[0]) if spot.code.co_argcount else None
+                for change in spot.changes.within(spot.region):
+                    if change.kind == ATTRIBUTE:
+                        yield change, type(first) if change.of_self else None, os.path.basename(spot.code.co_filename)
+        for function in reached:
+            for change in changes_of(function.code).found:
+                if change.kind == ATTRIBUTE:
+                    owner = function.owner if change.of_self else None
+                    yield change, owner, os.path.basename(function.code.co_filename)
+
+    def _attributes(self, thing: Any, name: str, changes: dict[str, tuple[Change, str]]) -> dict[str, Any]:
+        chosen: dict[str, Any] = {}
+        is_made = id(thing) in self._made  # by the loop: all that it has is
+        for attribute, value in values_of(thing):
+            change, file = changes.get(attribute, (None, ""))
+            if change is None and id(thing) in self._drawn:
+                form = self._form(value, f"{name}.{attribute}", is_named=True)
+                if form is not None:
+                    chosen[attribute] = (form[0], True)
+            elif change is None:
+                is_given = attribute in self._mentioned and is_a(value, *MUTABLE)
+                if is_given or (is_made and type(value) in _NUMBERS):
+                    form = self._form(value, f"{name}.{attribute}", is_named=False, is_altered=False)
+                    if form is not None:
+                        chosen[attribute] = (form[0], not is_given)
+            elif change.is_stored or _is_mutable(value):
+                where = f" of {name}, set at {file}:{change.line}"
+                self._choose(chosen, change, value, where, is_named=change.is_stored)
+        return chosen
+
+
+def _bounded(notes: dict[str, None]) -> list[str]:
+    """So many of them, and how many more there are."""
+    said = list(notes)
+    more = len(said) - _MOST_NOTES
+    return said if more <= 0 else [*said[:_MOST_NOTES], f"{more} more"]
+
+
+def _is_mutable(value: Any) -> bool:
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    kinds = [getattr(torch, "Tensor", None), getattr(numpy, "ndarray", None)]
+    return is_a(value, *MUTABLE, *[kind for kind in kinds if kind is not None])
+
+
+def _is_module(thing: Any) -> bool:
+    nn: Any = getattr(sys.modules.get("torch"), "nn", None)
+    return nn is not None and is_a(thing, nn.Module)
+
+
+def _has_history(value: Any) -> bool:
+    if is_a(value, list, tuple):
+        return any(_has_history(found) for found in value)
+    return getattr(value, "grad_fn", None) is not None

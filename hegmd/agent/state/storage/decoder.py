@@ -1,0 +1,243 @@
+"""A typed tree of bytes as the plain value that it was. Runs no code of the file and makes nothing but those types.
+
+What is read may come from anybody. So every count is held against the bytes that are left, every reach against the
+bytes that are there, depth has an end, and nothing is looked up by a name but dtypes and devices.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections import Counter, OrderedDict, defaultdict, deque
+
+from . import tags
+from . import tensors as storage_tensors
+from .errors import Damaged
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+_MOST_NUMBER_BYTES = 10
+_UNFINISHED = object()
+
+
+def value_of(data: bytes, mapping: Any, places: list[tuple[int, int]]) -> Any:
+    """The value; its raw bytes lie in the mapping at those places. Raises Damaged."""
+    reading = _Reading(data, mapping, places)
+    try:
+        value = reading.one()
+    except (TypeError, ValueError, OverflowError, MemoryError, RecursionError) as error:
+        if isinstance(error, Damaged):
+            raise
+        raise Damaged(f"its tree cannot be read: {error!r}") from error
+    if reading.left():
+        raise Damaged(f"its tree goes on for {reading.left()} bytes after its end")
+    return value
+
+
+class _Reading:
+    def __init__(self, data: bytes, mapping: Any, places: list[tuple[int, int]]) -> None:
+        self._data = data
+        self._at = 0
+        self._depth = 0
+        self._made: list[Any] = []
+        self.mapping = mapping
+        storages = self.number()
+        tensors = self.number()
+        if storages > len(places) or tensors > len(data):
+            raise Damaged(f"its tree tells of {storages} storages and {tensors} tensors, which cannot be")
+        self._beside = places[storages:]
+        described = [self._described() for _ in range(tensors)]
+        self._tensors = storage_tensors.tensors_in(mapping, places[:storages], described)
+
+    # ---- parts
+
+    def left(self) -> int:
+        return len(self._data) - self._at
+
+    def take(self, size_bytes: int) -> bytes:
+        if size_bytes > self.left():
+            raise Damaged(f"its tree ends {size_bytes - self.left()} bytes too early")
+        part = self._data[self._at : self._at + size_bytes]
+        self._at += size_bytes
+        return part
+
+    def number(self) -> int:
+        number = 0
+        for index in range(_MOST_NUMBER_BYTES):
+            byte = self.take(1)[0]
+            number |= (byte & 0x7F) << 7 * index
+            if byte < 0x80:
+                return number
+        raise Damaged("its tree has a number that never ends")
+
+    def count(self) -> int:
+        """How many values follow, each of which takes a byte at least."""
+        number = self.number()
+        if number > self.left():
+            raise Damaged(f"its tree tells of {number} values in its last {self.left()} bytes")
+        return number
+
+    def text(self) -> str:
+        return self.take(self.number()).decode("utf-8", "surrogatepass")
+
+    def data(self) -> bytes:
+        return self.take(self.number())
+
+    def beside(self) -> tuple[int, int]:
+        index = self.number()
+        if index >= len(self._beside):
+            raise Damaged(f"its tree names piece {index} of {len(self._beside)}")
+        return self._beside[index]
+
+    def bytes_beside(self) -> bytes:
+        place, size_bytes = self.beside()
+        return bytes(self.mapping[place : place + size_bytes])
+
+    def tensor(self) -> Any:
+        index = self.number()
+        if index >= len(self._tensors):
+            raise Damaged(f"its tree names tensor {index} of {len(self._tensors)}")
+        return self._tensors[index]
+
+    def _described(self) -> tuple[Any, ...]:
+        slot, start, kind = self.number() - 1, self.number(), self.text()
+        dimensions = self.number()
+        if dimensions > storage_tensors.MOST_DIMENSIONS:
+            raise Damaged(f"its tree tells of a tensor of {dimensions} dimensions")
+        shape = tuple(self.number() for _ in range(dimensions))
+        strides = tuple(self.number() for _ in range(dimensions))
+        return slot, start, kind, shape, strides, self.text(), bool(self.number())
+
+    # ---- values
+
+    def one(self) -> Any:
+        tag = self.take(1)
+        simple = _SIMPLE.get(tag)
+        if simple is not None:
+            return simple(self)
+        if tag == tags.AGAIN:
+            return self._again()
+        make = _SHARED.get(tag)
+        if make is None:
+            raise Damaged(f"its tree has the tag {tag!r}, which means nothing here")
+        if self._depth >= tags.MOST_DEPTH:
+            raise Damaged(f"its tree is deeper than {tags.MOST_DEPTH}")
+        self._depth += 1
+        place = len(self._made)
+        self._made.append(_UNFINISHED)
+        self._made[place] = made = make(self)
+        self._depth -= 1
+        return made
+
+    def _again(self) -> Any:
+        index = self.number()
+        if index >= len(self._made) or self._made[index] is _UNFINISHED:
+            raise Damaged(f"its tree refers to value {index}, which is not there yet")
+        return self._made[index]
+
+    def items(self) -> list[Any]:
+        return [self.one() for _ in range(self.count())]
+
+    def pairs(self) -> list[tuple[Any, Any]]:
+        return [(self._key(), self.one()) for _ in range(self.count())]
+
+    def _key(self) -> Any:
+        key = self.one()
+        torch = storage_tensors.module("torch")
+        if torch is not None and isinstance(key, getattr(torch, "Tensor", ())):
+            raise Damaged("its tree has a tensor for a key")
+        return key
+
+    def ints(self) -> list[int]:
+        tag = self.take(1)
+        if tag not in (tags.BYTES, tags.BYTES_BESIDE):
+            raise Damaged(f"its tree has numbers in {tag!r}")
+        numbers = array("q", self.data() if tag == tags.BYTES else self.bytes_beside())
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return numbers.tolist()
+
+
+def _int(reading: _Reading) -> int:
+    return int.from_bytes(reading.data(), "little", signed=True)
+
+
+def _float(reading: _Reading) -> float:
+    return float(struct.unpack("<d", reading.take(8))[0])
+
+
+def _complex(reading: _Reading) -> complex:
+    return complex(*struct.unpack("<dd", reading.take(16)))
+
+
+def _numpy_scalar(reading: _Reading) -> Any:
+    return storage_tensors.scalar_in(reading.text(), reading.data())
+
+
+def _deque(reading: _Reading) -> deque[Any]:
+    most = reading.number()
+    return deque(reading.items(), None if most == 0 else most - 1)
+
+
+def _default_dict(reading: _Reading) -> defaultdict[Any, Any]:
+    made: defaultdict[Any, Any] = defaultdict(None)
+    made.update(reading.pairs())
+    return made
+
+
+def _counter(reading: _Reading) -> Counter[Any]:
+    return Counter(dict(reading.pairs()))
+
+
+def _torch_size(reading: _Reading) -> Any:
+    torch = storage_tensors.module("torch")
+    if torch is None:
+        raise Damaged("it holds a size of torch, and this process has not imported torch")
+    return torch.Size(reading.items())
+
+
+def _array(reading: _Reading, *, columns: bool = False) -> Any:
+    kind = reading.text()
+    shape = tuple(reading.number() for _ in range(reading.count()))
+    place, size_bytes = reading.beside()
+    return storage_tensors.array_in(reading.mapping, place, size_bytes, kind, shape, columns=columns)
+
+
+_SIMPLE: dict[bytes, Callable[[_Reading], Any]] = {
+    tags.NONE: lambda _reading: None,
+    tags.FALSE: lambda _reading: False,
+    tags.TRUE: lambda _reading: True,
+    tags.INT: _int,
+    tags.FLOAT: _float,
+    tags.COMPLEX: _complex,
+    tags.STR: _Reading.text,
+    tags.BYTES: _Reading.data,
+    tags.BYTES_BESIDE: _Reading.bytes_beside,
+    tags.DTYPE: lambda reading: storage_tensors.dtype_named(reading.text()),
+    tags.DEVICE: lambda reading: storage_tensors.device_named(reading.text()),
+    tags.NUMPY_SCALAR: _numpy_scalar,
+}
+# In the order in which they are met, they have the numbers that `AGAIN` refers to.
+_SHARED: dict[bytes, Callable[[_Reading], Any]] = {
+    tags.BYTEARRAY: lambda reading: bytearray(reading.data()),
+    tags.BYTEARRAY_BESIDE: lambda reading: bytearray(reading.bytes_beside()),
+    tags.LIST: _Reading.items,
+    tags.TUPLE: lambda reading: tuple(reading.items()),
+    tags.LIST_OF_INTS: _Reading.ints,
+    tags.TUPLE_OF_INTS: lambda reading: tuple(reading.ints()),
+    tags.SET: lambda reading: set(reading.items()),
+    tags.FROZENSET: lambda reading: frozenset(reading.items()),
+    tags.DEQUE: _deque,
+    tags.DICT: lambda reading: dict(reading.pairs()),
+    tags.ORDERED_DICT: lambda reading: OrderedDict(reading.pairs()),
+    tags.COUNTER: _counter,
+    tags.DEFAULT_DICT: _default_dict,
+    tags.TENSOR: _Reading.tensor,
+    tags.TORCH_SIZE: _torch_size,
+    tags.ARRAY: _array,
+    tags.ARRAY_OF_COLUMNS: lambda reading: _array(reading, columns=True),
+}

@@ -1,0 +1,210 @@
+"""Raw bytes between memory and a state file: each by the quickest way that its device has.
+
+Host memory is copied by several threads. Video memory goes through a little pinned memory (`ring`), and is added up by
+the GPU that it is on (`gpu_checksums`). The agent's own carrier does without pinned memory, which makes the driver's
+part slower; here the process ends, or has only just begun. What is on neither a CPU nor an NVIDIA GPU goes the way that
+PyTorch has for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+from ....errors import HegmError
+from ... import copying
+from ...copying import PIECE_BYTES
+from ...cuda_driver import Copies
+from ...notes import note
+from . import checksums
+from .gpu_checksums import VideoSums
+from .staging import Ring, loads
+from .tensors import CPU
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from typing import Any
+
+    from ...copying import Copy, Span
+    from .tensors import Raw
+
+    Progress = Callable[[int], None]
+
+
+def copy_pieces_out(
+    fd: int, room_bytes: int, raws: list[Raw], places: list[int], found: dict[int, int], progress: Progress
+) -> None:
+    """Copy them to their places, and put the checksum of each part under its place. Raises OSError, HegmError."""
+    spans: dict[str, list[Span]] = {}
+    there: dict[str, list[tuple[Raw, int]]] = {}
+    fetched: list[Any] = []
+    driver = _driver_for(raw[3] for raw in raws)
+    for raw, place in zip(raws, places):
+        _owner, address, size_bytes, where = raw
+        if where != CPU and driver is not None and where.startswith("cuda"):
+            there.setdefault(where, []).append((raw, place))
+            continue
+        if where != CPU:
+            copy, address = _fetched(raw)
+            fetched.append(copy)
+        spans.setdefault(CPU, []).append((address, place, size_bytes))
+    done = _Done(progress)
+    with copying.Writing(fd, room_bytes) as write:
+        for mine in spans.values():
+            copying.in_threads(checksums.summing(write, found), mine, done.tell)
+            done.add(mine)
+        for where, pairs in there.items():
+            if driver is not None:
+                _copy_video_out(driver, where, pairs, write, found, done)
+
+
+def _copy_video_out(
+    driver: Copies, where: str, pairs: list[tuple[Raw, int]], write: Copy, found: dict[int, int], done: _Done
+) -> None:
+    """All of one GPU. What that could not add up goes once more, and is added up on its way."""
+    spans = [(raw[1], place, raw[2]) for raw, place in pairs]
+    with _Video(driver, where) as ring:
+        added = VideoSums([raw for raw, _place in pairs], [place for _raw, place in pairs])
+        wanted = added.places
+        summing = checksums.summing(write, found)
+        theirs = {
+            place + start for _a, place, size in spans if place in wanted for start in range(0, size, PIECE_BYTES)
+        }
+
+        def move(host: int, place: int, size_bytes: int) -> None:
+            (write if place in theirs else summing)(host, place, size_bytes)
+
+        ring.out(loads(spans), move, done.tell, beside=lambda: added.add(found))
+        left = [span for span in spans if span[1] in wanted - added.places]
+        if left:
+            ring.out(loads(left), summing, copying.ignore)
+    done.add(spans)
+
+
+def fill(pairs: Iterable[tuple[Any, Any]], progress: Progress | None = None) -> None:
+    """Copy each first tensor, which lies in host memory, into the second of the same shape, wherever that is.
+
+    Raises what PyTorch raises where they do not fit, and HegmError.
+    """
+    torch: Any = sys.modules["torch"]
+    spans: dict[str, dict[int, Span]] = {}
+    filled: list[Any] = []
+    todo = list(pairs)
+    driver = _driver_for(str(target.device) for _saved, target in todo)
+    for saved, target in todo:
+        where = str(target.device)
+        if not _is_the_same_to_the_byte(saved, target) or (where != CPU and driver is None):
+            with torch.inference_mode(target.is_inference()), torch.no_grad():
+                target.copy_(saved)
+            continue
+        size_bytes = target.numel() * target.element_size()
+        mine = spans.setdefault(where, {})
+        if size_bytes > mine.get(target.data_ptr(), (0, 0, 0))[2]:  # a view may begin where what it is of begins
+            mine[target.data_ptr()] = (saved.data_ptr(), target.data_ptr(), size_bytes)
+        filled.append(target)
+    done = _Done(progress or copying.ignore)
+    for where, by_target in spans.items():
+        moves = list(by_target.values())
+        if where == CPU or driver is None:
+            copying.in_threads(_move, moves, done.tell)
+        else:
+            with _Video(driver, where) as ring:
+                ring.into(loads(moves), _move, done.tell)
+        done.add(moves)
+    _note_changes(torch, filled)
+
+
+def _note_changes(torch: Any, tensors: list[Any]) -> None:
+    """As for any change in place: a graph that has kept the old elements is told. Known from PyTorch 2.1 on."""
+    increment_version = getattr(torch.autograd.graph, "increment_version", None)
+    if increment_version is not None:
+        for tensor in tensors:
+            increment_version(tensor)
+
+
+class _Done:
+    """Progress over several rounds of copying."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._before_bytes = 0
+
+    def tell(self, so_far_bytes: int) -> None:
+        self._progress(self._before_bytes + so_far_bytes)
+
+    def add(self, spans: Iterable[Span]) -> None:
+        self._before_bytes += sum(span[2] for span in spans)
+
+
+def _move(source: int, target: int, size_bytes: int) -> None:
+    ctypes.memmove(target, source, size_bytes)
+
+
+def _is_the_same_to_the_byte(saved: Any, target: Any) -> bool:
+    """Whether copying bytes is all there is to it."""
+    if saved.dtype != target.dtype or saved.shape != target.shape or not saved.numel():
+        return False
+    if saved.device.type != CPU or target.device.type not in (CPU, "cuda") or saved.stride() != target.stride():
+        return False
+    if target.is_conj() or target.is_neg() or saved.is_conj() or saved.is_neg():
+        return False
+    return _is_dense(target)
+
+
+def _is_dense(tensor: Any) -> bool:
+    """Whether its elements lie side by side, in whatever order: no gaps, and no two in one place."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _fetched(raw: Raw) -> tuple[Any, int]:
+    """The same bytes in the memory of this process, by torch, and where they are."""
+    tensor, address, _size_bytes, _where = raw
+    storage = tensor.untyped_storage()
+    copy = storage.cpu()
+    return copy, copy.data_ptr() + address - storage.data_ptr()
+
+
+# ---- video memory ---------------------------------------------------------------------------------------------------
+
+
+def _driver_for(devices: Iterable[str]) -> Copies | None:
+    """The CUDA driver, if one of these is a GPU of its; None where PyTorch has to copy, as for AMD's."""
+    if not any(where.startswith("cuda") for where in devices):
+        return None
+    try:
+        return Copies()
+    except HegmError as error:
+        note(f"PyTorch copies: {error.message}")
+        return None
+
+
+class _Video:
+    """The way to the video memory of one GPU, for as long as the context lasts: no kernel writes there meanwhile."""
+
+    def __init__(self, driver: Copies, where: str) -> None:
+        self._driver = driver
+        self._device = int(where.partition(":")[2] or 0)
+        self._cuda: Any = sys.modules["torch"].cuda
+
+    def __enter__(self) -> Ring:
+        self._chosen = self._cuda.device(self._device)
+        self._chosen.__enter__()
+        try:
+            self._cuda.synchronize(self._device)
+            self._ring = Ring(self._driver)
+            return self._ring.__enter__()
+        except BaseException:
+            self._chosen.__exit__(None, None, None)
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        self._ring.__exit__(*exc)
+        self._chosen.__exit__(*exc)

@@ -1,0 +1,188 @@
+"""The file of a training's state: a typed tree, and raw bytes beside it, checked throughout.
+
+Owns the file's form and the order in which it is written; `encoder` and `decoder` own what a value may be.
+The layout, everything little-endian:
+
+* a header of 64 bytes: magic, version, sizes, and checksums of itself, of the tree and of the table;
+* the tree;
+* the table: the size of each piece of raw bytes, then the checksum of each part of 8 MiB of them;
+* the pieces, in their order: large ones from a page border on, small ones one after the other on cache lines.
+
+Places follow from the sizes and are not in the file, so that no two pieces can overlap. The header is written last:
+a file whose writing was cut short has none. Reading hands out nothing before all checksums were right.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from binascii import crc32
+
+from ... import copying
+from ...copying import PAGE_BYTES, PIECE_BYTES, round_up
+from . import checksums, decoder
+from .encoder import Tree
+from .errors import Damaged, NotPlain
+from .raw_copy import copy_pieces_out
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    Progress = Callable[[int], None]
+
+__all__ = ["Damaged", "NotPlain", "State", "read", "size_bytes", "write"]
+
+MAGIC = b"HEGMSTAT"
+VERSION = 1
+#: Magic, version, nothing, bytes of the tree, pieces, bytes in all, checksums of the tree and of the table.
+_HEADER = struct.Struct("<8sIIQQQII")
+HEADER_BYTES = 64
+_BORDER_BYTES = 64
+CHECKING_THREADS = 24
+
+
+def size_bytes(value: Any) -> int:
+    """How large a descriptor has to be for that value. Raises NotPlain."""
+    return State(value).size_bytes
+
+
+def write(fd: int, value: Any, progress: Progress | None = None) -> int:
+    """Write the value into a descriptor, from its beginning; how many bytes that took. Raises NotPlain, OSError."""
+    return State(value).write(fd, progress)
+
+
+class State:
+    """A value taken apart for writing: its size can be asked before there is a descriptor. Its bytes must stay."""
+
+    def __init__(self, value: Any) -> None:
+        """Raises NotPlain."""
+        self._tree = Tree(value)
+        self._sizes = [raw[2] for raw in self._tree.raws]
+        self._table_at = HEADER_BYTES + len(self._tree.data)
+        self._places, self.size_bytes = _layout(self._table_at, self._sizes)
+
+    @property
+    def raw_bytes(self) -> int:
+        """What of it is raw bytes, which progress counts."""
+        return sum(self._sizes)
+
+    def write(self, fd: int, progress: Progress | None = None) -> int:
+        """Write it; a descriptor that is too small is made larger. Raises OSError."""
+        if os.fstat(fd).st_size < self.size_bytes:
+            os.ftruncate(fd, self.size_bytes)
+        copying.write_small(fd, 0, bytes(HEADER_BYTES))
+        found: dict[int, int] = {}
+        copy_pieces_out(fd, self.size_bytes, self._tree.raws, self._places, found, progress or copying.ignore)
+        parts = [found[place] for place in _parts(self._places, self._sizes)]
+        table = struct.pack(f"<{len(self._sizes)}Q{len(parts)}I", *self._sizes, *parts)
+        copying.write_small(fd, HEADER_BYTES, self._tree.data + table)
+        copying.write_small(fd, 0, _header(self._tree.data, table, len(self._sizes), self.size_bytes))
+        return self.size_bytes
+
+
+def read(fd: int) -> Any:
+    """The value that was written. Its tensors and arrays lie in a private mapping of the descriptor.
+
+    Raises Damaged, with the reason; OSError where the descriptor cannot be mapped.
+    """
+    given_bytes = os.fstat(fd).st_size
+    tree_bytes, pieces, total_bytes, sum_of_tree, sum_of_table = _read_header(fd, given_bytes)
+    mapped_bytes = min(round_up(total_bytes, os.fstatvfs(fd).f_bsize), given_bytes)
+    mapping = copying.private_view(fd, mapped_bytes)
+    front_bytes = HEADER_BYTES + tree_bytes + 12 * pieces + 4 * (total_bytes // PIECE_BYTES)  # all but the pieces
+    copying.fetch_pages(ctypes.addressof(ctypes.c_char.from_buffer(mapping)), min(front_bytes, mapped_bytes))
+    tree = bytes(mapping[HEADER_BYTES : HEADER_BYTES + tree_bytes])
+    if crc32(tree) != sum_of_tree:
+        raise Damaged("its tree does not fit its checksum")
+    places, sizes = _read_table(mapping, HEADER_BYTES + tree_bytes, pieces, total_bytes, sum_of_table)
+    return decoder.value_of(tree, mapping, list(zip(places, sizes)))
+
+
+# ---- header and table -----------------------------------------------------------------------------------------------
+
+
+def _header(tree: bytes, table: bytes, pieces: int, total_bytes: int) -> bytes:
+    head = _HEADER.pack(MAGIC, VERSION, 0, len(tree), pieces, total_bytes, crc32(tree), crc32(table))
+    head = head.ljust(HEADER_BYTES - 4, b"\0")
+    return head + struct.pack("<I", crc32(head))
+
+
+def _read_header(fd: int, given_bytes: int) -> tuple[int, int, int, int, int]:
+    head = os.pread(fd, HEADER_BYTES, 0)
+    if head[: len(MAGIC)] != MAGIC:
+        raise Damaged("it is no state file, or one whose writing was cut short")
+    if len(head) < HEADER_BYTES:
+        raise Damaged(f"it ends after {len(head)} bytes")
+    _magic, version, _none, tree_bytes, pieces, total_bytes, sum_of_tree, sum_of_table = _HEADER.unpack_from(head)
+    if struct.unpack_from("<I", head, HEADER_BYTES - 4)[0] != crc32(head[: HEADER_BYTES - 4]):
+        raise Damaged("its header does not fit its checksum")
+    if version != VERSION:
+        raise Damaged(f"it is of version {version}, and this hegmd reads version {VERSION}")
+    if total_bytes > given_bytes:
+        raise Damaged(f"it was of {total_bytes} bytes and has {given_bytes}")
+    if HEADER_BYTES + tree_bytes + 8 * pieces > total_bytes:
+        raise Damaged(f"its header tells of {tree_bytes} bytes and {pieces} pieces within {total_bytes} bytes")
+    return tree_bytes, pieces, total_bytes, sum_of_tree, sum_of_table
+
+
+def _read_table(
+    mapping: memoryview, table_at: int, pieces: int, total_bytes: int, sum_of_table: int
+) -> tuple[list[int], list[int]]:
+    """Where the pieces are and their sizes, once all are as they were. Raises Damaged."""
+    sizes = list(struct.unpack_from(f"<{pieces}Q", mapping, table_at))
+    if sum(sizes) > total_bytes:
+        raise Damaged(f"its table tells of {sum(sizes)} bytes within {total_bytes}")
+    places, needed_bytes = _layout(table_at, sizes)
+    if needed_bytes != total_bytes:
+        raise Damaged(f"its pieces take {needed_bytes} bytes, and its header tells of {total_bytes}")
+    parts = _parts(places, sizes)
+    table_bytes = 8 * pieces + 4 * len(parts)
+    if crc32(mapping[table_at : table_at + table_bytes]) != sum_of_table:
+        raise Damaged("its table does not fit its checksum")
+    expected = struct.unpack_from(f"<{len(parts)}I", mapping, table_at + 8 * pieces)
+    _check(mapping, places, sizes, dict(zip(parts, expected)))
+    return places, sizes
+
+
+def _check(mapping: memoryview, places: list[int], sizes: list[int], expected: dict[int, int]) -> None:
+    """Hold every part against its checksum, by several threads. Raises Damaged."""
+    first = ctypes.c_char.from_buffer(mapping)
+    base = ctypes.addressof(first)
+    wrong: list[int] = []
+
+    def check(address: int, place: int, part_bytes: int) -> None:
+        copying.fetch_pages(address, part_bytes)
+        if checksums.sum_of(address, part_bytes) != expected[place]:
+            wrong.append(place)
+
+    spans = [(base + place, place, size) for place, size in zip(places, sizes)]
+    copying.in_threads(check, spans, copying.ignore, CHECKING_THREADS)
+    if wrong:
+        total = len(expected)
+        raise Damaged(f"{len(wrong)} of {total} parts do not fit their checksums, the first at byte {min(wrong)}")
+
+
+# ---- layout ---------------------------------------------------------------------------------------------------------
+
+
+def _layout(table_at: int, sizes: list[int]) -> tuple[list[int], int]:
+    """Where each piece begins, and how large the whole is."""
+    at = table_at + 8 * len(sizes) + 4 * sum(map(_count_parts, sizes))
+    places: list[int] = []
+    for size in sizes:
+        at = round_up(at, PAGE_BYTES if size >= PAGE_BYTES else _BORDER_BYTES)
+        places.append(at)
+        at += size
+    return places, round_up(at)
+
+
+def _count_parts(size: int) -> int:
+    return (size + PIECE_BYTES - 1) // PIECE_BYTES
+
+
+def _parts(places: list[int], sizes: list[int]) -> list[int]:
+    """Where each part begins that has a checksum of its own."""
+    return [place + start for place, size in zip(places, sizes) for start in range(0, size, PIECE_BYTES)]

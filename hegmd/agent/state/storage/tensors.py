@@ -1,0 +1,265 @@
+"""Tensors and arrays as raw bytes with a description, and back: what of torch and numpy a state file can hold.
+
+Owns how they are described and checked; never imports either package. What goes out is named by address and size and is
+copied by somebody else; what comes back lies in the file's own mapping, so that putting back copies once.
+
+A storage that several tensors share is written once and shared again after reading. Of each storage the part from the
+first to the last byte that a tensor reaches is written, with strides kept, because kernels are chosen by them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+from .errors import Damaged, NotPlain
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    #: What holds the bytes, their address, their size, and the torch device they are on.
+    Raw = tuple[Any, int, int, str]
+
+CPU = "cpu"
+# A view that reaches over this many times its own bytes is written by itself, if nobody shares its storage.
+MOST_SPARSE = 2
+MOST_DIMENSIONS = 64
+MOST_ELEMENTS = 2**62
+_NUMPY_KINDS = frozenset("biufcSUmM")
+_NUMPY_ORDERS = frozenset("<>|")
+_LAST_CHARACTER = 0x10FFFF
+WAS_ON = "_hegm_was_on"
+
+
+def module(name: str) -> Any:
+    """A package as the job has imported it, or None."""
+    return sys.modules.get(name)
+
+
+# ---- torch, on its way out ------------------------------------------------------------------------------------------
+
+
+class Tensors:
+    """The tensors of one state file, by the storages that they share."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, int] = {}
+        self._members: list[list[int]] = []
+        self._tensors: list[tuple[Any, int, bool]] = []
+
+    def add(self, tensor: Any, path: str) -> int:
+        """Take a tensor in; its number. Raises NotPlain."""
+        requires_grad = bool(tensor.requires_grad)
+        with module("torch").no_grad():
+            bare = _bare(tensor, path)
+        storage = bare.untyped_storage()._cdata if bare.numel() else -1
+        slot = -1
+        if storage != -1:
+            slot = self._storages.setdefault(storage, len(self._members))
+            if slot == len(self._members):
+                self._members.append([])
+            self._members[slot].append(len(self._tensors))
+        self._tensors.append((bare, slot, requires_grad))
+        return len(self._tensors) - 1
+
+    def finish(self) -> tuple[list[Raw], list[tuple[Any, ...]]]:
+        """The raw bytes of the storages, and each tensor's description by them."""
+        raws: list[Raw] = []
+        firsts: list[int] = []
+        for members in self._members:
+            raw, first = self._reach(members)
+            raws.append(raw)
+            firsts.append(first)
+        described: list[tuple[Any, ...]] = []
+        for tensor, slot, requires_grad in self._tensors:
+            start = tensor.storage_offset() * tensor.element_size() - firsts[slot] if slot >= 0 else 0
+            kind = str(tensor.dtype).rpartition(".")[2]
+            where = str(tensor.device)
+            described.append((slot, start, kind, tuple(tensor.shape), tuple(tensor.stride()), where, requires_grad))
+        return raws, described
+
+    def _reach(self, members: list[int]) -> tuple[Raw, int]:
+        """What of a storage is written: from the first to the last byte that any of its tensors reaches."""
+        tensors = [self._tensors[member][0] for member in members]
+        first = min(tensor.storage_offset() * tensor.element_size() for tensor in tensors)
+        end = max(_end_of(tensor) for tensor in tensors)
+        only = tensors[0]
+        if len(tensors) == 1 and end - first > MOST_SPARSE * only.numel() * only.element_size():
+            _bare, slot, requires_grad = self._tensors[members[0]]
+            with module("torch").no_grad():
+                only = only.contiguous().clone()
+            self._tensors[members[0]] = (only, slot, requires_grad)
+            first, end = 0, only.numel() * only.element_size()
+        address = only.untyped_storage().data_ptr() + first
+        return (only, address, end - first, str(only.device)), first
+
+
+def _end_of(tensor: Any) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return int((tensor.storage_offset() + last + 1) * tensor.element_size())
+
+
+def _bare(tensor: Any, path: str) -> Any:
+    """The tensor as ordinary memory. Raises NotPlain for what is none."""
+    torch = module("torch")
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise NotPlain(path, f"is a {type(tensor).__name__}, a kind of tensor that has more to it than its elements")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise NotPlain(path, f"is a tensor without ordinary memory ({tensor.layout}, on {tensor.device})")
+    bare = tensor.detach().resolve_conj().resolve_neg()
+    try:
+        address = bare.untyped_storage().data_ptr()
+    except RuntimeError as error:
+        raise NotPlain(path, f"is a tensor whose memory cannot be reached: {error}") from error
+    if bare.numel() and not address:
+        raise NotPlain(path, "is a tensor without memory of its own")
+    return bare
+
+
+# ---- torch, on its way in -------------------------------------------------------------------------------------------
+
+
+def tensors_in(mapping: Any, places: list[tuple[int, int]], described: list[tuple[Any, ...]]) -> list[Any]:
+    """The tensors that were written, over the file's own memory. Raises Damaged."""
+    if not described:
+        return []
+    torch = module("torch")
+    if torch is None or not hasattr(torch, "frombuffer"):
+        raise Damaged("it holds tensors, and this process has not imported torch")
+    storages = [
+        torch.frombuffer(mapping, dtype=torch.uint8, offset=place, count=size_bytes).untyped_storage()
+        for place, size_bytes in places
+    ]
+    return [_tensor_in(torch, storages, places, one) for one in described]
+
+
+def _tensor_in(torch: Any, storages: list[Any], places: list[tuple[int, int]], described: tuple[Any, ...]) -> Any:
+    slot, start, kind, shape, strides, where, requires_grad = described
+    dtype = dtype_named(kind)
+    if len(shape) != len(strides) or len(shape) > MOST_DIMENSIONS:
+        raise Damaged(f"a tensor of {len(shape)} dimensions has {len(strides)} strides")
+    if max((*shape, *strides, 0)) >= MOST_ELEMENTS:
+        raise Damaged(f"a tensor has the shape {shape} and the strides {strides}")
+    itemsize = dtype.itemsize if hasattr(dtype, "itemsize") else torch.empty(0, dtype=dtype).element_size()
+    elements = 1
+    for size in shape:
+        elements *= size
+    if elements >= MOST_ELEMENTS:
+        raise Damaged(f"a tensor would have {elements} elements")
+    with torch.no_grad():
+        if not elements:
+            tensor = torch.empty_strided(shape, strides, dtype=dtype, device=CPU)
+        else:
+            reached = sum((size - 1) * stride for size, stride in zip(shape, strides)) + 1
+            if not 0 <= slot < len(places) or start % itemsize or start + reached * itemsize > places[slot][1]:
+                raise Damaged(f"a tensor of the shape {shape} reaches beyond its bytes")
+            tensor = torch.empty(0, dtype=dtype, device=CPU)
+            tensor.set_(storages[slot], start // itemsize, shape, strides)
+    if requires_grad:
+        if not (dtype.is_floating_point or dtype.is_complex):
+            raise Damaged(f"a tensor of {kind} wants a gradient")
+        tensor.requires_grad_(True)
+    setattr(tensor, WAS_ON, device_named(where))
+    return tensor
+
+
+def was_on(tensor: Any) -> Any:
+    """The torch device that a tensor was on when it was written; it lies in the file's memory now."""
+    return getattr(tensor, WAS_ON, tensor.device)
+
+
+def dtype_named(name: str) -> Any:
+    """A dtype of torch by its name. Raises Damaged."""
+    torch = module("torch")
+    dtype = getattr(torch, name, None) if torch is not None and name.isidentifier() else None
+    if torch is None or not isinstance(dtype, torch.dtype):
+        raise Damaged(f"this process's torch has no dtype {name!r}")
+    return dtype
+
+
+def device_named(name: str) -> Any:
+    """A torch device by its name. Raises Damaged."""
+    torch = module("torch")
+    if torch is None:
+        raise Damaged("it names a device, and this process has not imported torch")
+    try:
+        return torch.device(name)
+    except (RuntimeError, ValueError) as error:
+        raise Damaged(f"this process's torch has no device {name!r}") from error
+
+
+# ---- numpy ----------------------------------------------------------------------------------------------------------
+
+
+def described_array(value: Any, path: str) -> tuple[Any, str, bool]:
+    """An array in one piece, its dtype, and whether its columns lie together. Raises NotPlain."""
+    numpy = module("numpy")
+    if value.dtype.kind not in _NUMPY_KINDS:
+        raise NotPlain(path, f"is a numpy array of {value.dtype}")
+    if value.flags["F_CONTIGUOUS"] and not value.flags["C_CONTIGUOUS"]:
+        return value, str(value.dtype.str), True
+    return numpy.ascontiguousarray(value).reshape(value.shape), str(value.dtype.str), False
+
+
+def array_in(mapping: Any, place: int, size_bytes: int, kind: str, shape: tuple[int, ...], *, columns: bool) -> Any:
+    """The array that was written, over the file's own memory. Raises Damaged."""
+    dtype = numpy_dtype(kind)
+    elements = 1
+    for size in shape:
+        elements *= size
+    if len(shape) > MOST_DIMENSIONS or elements >= MOST_ELEMENTS or elements * dtype.itemsize != size_bytes:
+        raise Damaged(f"an array of {kind} and the shape {shape} has {size_bytes} bytes")
+    numpy = module("numpy")
+    try:
+        flat = numpy.frombuffer(mapping, dtype=dtype, count=elements, offset=place) if size_bytes else None
+        found = flat if flat is not None else numpy.empty(elements, dtype=dtype)
+        _check_characters(found)
+        return found.reshape(shape, order="F" if columns else "C")
+    except ValueError as error:
+        raise Damaged(f"an array of {kind} and the shape {shape} cannot be made: {error}") from error
+
+
+def scalar_in(kind: str, data: bytes) -> Any:
+    """The one value that was written. Raises Damaged."""
+    dtype = numpy_dtype(kind)
+    if len(data) != dtype.itemsize:
+        raise Damaged(f"a value of {dtype} has {len(data)} bytes")
+    found = module("numpy").ndarray((1,), dtype, data)
+    _check_characters(found)
+    return found[0]
+
+
+def _check_characters(found: Any) -> None:
+    """NumPy looks at characters when one is taken out, and what is none is an error of the interpreter then."""
+    if found.dtype.kind == "U" and found.nbytes:
+        numbers = found.view("u4" if found.dtype.isnative else found.dtype.byteorder + "u4")
+        if int(numbers.max()) > _LAST_CHARACTER:
+            raise Damaged("a text of numpy's has characters that there are none of")
+
+
+def numpy_dtype(kind: str) -> Any:
+    """A dtype of numpy by its short name. Raises Damaged."""
+    numpy = module("numpy")
+    if numpy is None or not hasattr(numpy, "dtype"):
+        raise Damaged("it holds numpy's values, and this process has not imported numpy")
+    if kind[:1] not in _NUMPY_ORDERS or kind[1:2] not in _NUMPY_KINDS or not kind[2:3].isdigit():
+        raise Damaged(f"it holds numpy's values of {kind!r}")
+    try:
+        dtype = numpy.dtype(kind)
+    except (TypeError, ValueError) as error:
+        raise Damaged(f"this process's numpy has no dtype {kind!r}") from error
+    if dtype.kind not in _NUMPY_KINDS:
+        raise Damaged(f"it holds numpy's values of {kind!r}")
+    return dtype
+
+
+# ---- bytes ----------------------------------------------------------------------------------------------------------
+
+
+class Buffer:
+    """Bytes of Python, by their address."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = ctypes.c_char_p(data)  # keeps them, and points at them: nothing is copied
+        self.address = ctypes.cast(self._data, ctypes.c_void_p).value or 0

@@ -1,0 +1,329 @@
+"""What is in each kind of thing that has a state: taken as plain values, compared, put back in place.
+
+Tensors are taken as they are, not copied: whoever takes them writes them while the training stands. They are put back
+into the tensors that the new script has made, so that everything that refers to those goes on to.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, OrderedDict
+
+from ..storage import raw_copy
+from ..storage import tensors as storage_tensors
+from . import devices
+from .duck_types import is_a
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+_NUMBERS = (int, float, bool)
+_COUNTER = "__counter__"
+_CALLED = "_opt_called"  # schedules look at it before they warn of steps in the wrong order
+
+
+# ---- modules --------------------------------------------------------------------------------------------------------
+
+
+def take_module(module: Any) -> dict[str, Any]:
+    """Parameters and buffers, those that are not saved otherwise too, gradients, flags and the modules' own numbers."""
+    tensors = list(_tensors_of(module))
+    return {
+        "class": _class_of(module),
+        "tensors": [(name, tensor.detach(), bool(tensor.requires_grad)) for name, tensor in tensors],
+        "gradients": {name: tensor.grad for name, tensor in tensors if tensor.is_leaf and tensor.grad is not None},
+        "numbers": {name: _numbers_of(inner) for name, inner in module.named_modules()},
+        "extra": {name: loose(inner.get_extra_state()) for name, inner in _with_extra(module)},
+    }
+
+
+def unfit_module(module: Any, taken: Any) -> list[str]:
+    """Why the module is another one."""
+    if _class_of(module) != taken["class"]:
+        return [f"it is a {_class_of(module)} and was a {taken['class']}"]
+    here = dict(_tensors_of(module))
+    there = {name: tensor for name, tensor, _requires in taken["tensors"]}
+    reasons = [f"it has no {name}" for name in there if name not in here]
+    reasons += [f"it has {name}, which was not there" for name in here if name not in there]
+    for name, tensor in there.items():
+        if name in here:
+            reasons += _unlike(name, here[name], tensor)
+    return reasons
+
+
+def put_module(module: Any, taken: Any) -> None:
+    """Copy everything into the module's own tensors."""
+    torch: Any = sys.modules["torch"]
+    here = dict(_tensors_of(module))
+    with torch.no_grad():
+        for name, tensor, requires in taken["tensors"]:
+            _copy(here[name], tensor)
+            if here[name].is_leaf and here[name].requires_grad != requires:
+                here[name].requires_grad_(requires)
+    for name, tensor in here.items():
+        if tensor.is_leaf:
+            gradient = taken["gradients"].get(name)
+            tensor.grad = None if gradient is None else _like(torch, tensor, gradient)
+    for name, inner in module.named_modules():
+        for attribute, value in taken["numbers"].get(name, {}).items():
+            if inner.__dict__.get(attribute, value) != value:
+                inner.__dict__[attribute] = value
+    for name, inner in _with_extra(module):
+        if name in taken["extra"]:
+            inner.set_extra_state(owned(taken["extra"][name]))
+
+
+def tensors_beside(module: Any, taken: Any) -> Iterator[tuple[Any, Any]]:
+    """Each tensor that was taken, with the module's own."""
+    here = dict(_tensors_of(module))
+    yield from ((tensor, here[name]) for name, tensor, _requires in taken["tensors"] if name in here)
+
+
+def has_tensors(module: Any) -> bool:
+    """Whether it has any parameters or buffers: a loss function has none, for instance."""
+    return next(_tensors_of(module), None) is not None
+
+
+def names_in(module: Any) -> Iterator[tuple[str, Any]]:
+    """The module's parameters with their names; one that is in several places has the first one's."""
+    yield from module.named_parameters()
+
+
+def _tensors_of(module: Any) -> Iterator[tuple[str, Any]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _numbers_of(module: Any) -> dict[str, Any]:
+    """`training`, and what else a class of the script's may count in itself."""
+    return {
+        name: value for name, value in module.__dict__.items() if type(value) in _NUMBERS and not name.startswith("_")
+    }
+
+
+def _with_extra(module: Any) -> Iterator[tuple[str, Any]]:
+    torch: Any = sys.modules["torch"]
+    plain = torch.nn.Module.get_extra_state
+    for name, inner in module.named_modules():
+        if inner.get_extra_state.__func__ is not plain:
+            yield name, inner
+
+
+# ---- optimizers -----------------------------------------------------------------------------------------------------
+
+
+def take_optimizer(optimizer: Any, references: dict[int, Any]) -> dict[str, Any]:
+    """Its groups with what they hold, and its state in the order of its parameters; `references` names those."""
+    groups: list[Any] = []
+    states: list[Any] = []
+    own: list[Any] = []
+    for group in optimizer.param_groups:
+        named: list[Any] = []
+        for parameter in group["params"]:
+            reference = references.get(id(parameter))
+            if reference is None:
+                reference = ("own", len(own))
+                own.append(take_tensor(parameter))
+            named.append((*reference, parameter.device.type))
+            states.append(loose(dict(optimizer.state[parameter])) if parameter in optimizer.state else None)
+        options = {name: loose(value) for name, value in group.items() if name not in ("params", "param_names")}
+        groups.append({"params": named, "options": options})
+    called = bool(getattr(optimizer, _CALLED, False))
+    taken = {"class": _class_of(optimizer), "groups": groups, "states": states, "own": own, "called": called}
+    beside = _states_beside(optimizer)
+    return {**taken, "beside": loose(beside)} if beside else taken
+
+
+def _states_beside(optimizer: Any) -> dict[Any, Any]:
+    """What a class of the script's has in the state under other keys than its parameters."""
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return {key: value for key, value in optimizer.state.items() if id(key) not in known}
+
+
+def unfit_optimizer(optimizer: Any, taken: Any, references: dict[int, Any]) -> list[str]:
+    """Why the optimizer is another one."""
+    if _class_of(optimizer) != taken["class"]:
+        return [f"it is a {_class_of(optimizer)} and was a {taken['class']}"]
+    if len(optimizer.param_groups) != len(taken["groups"]):
+        return [f"it has {len(optimizer.param_groups)} groups of parameters and had {len(taken['groups'])}"]
+    reasons: list[str] = []
+    counted = 0
+    for index, (group, before) in enumerate(zip(optimizer.param_groups, taken["groups"])):
+        if len(group["params"]) != len(before["params"]):
+            reasons.append(f"its group {index} has {len(group['params'])} parameters and had {len(before['params'])}")
+            continue
+        for place, (parameter, was) in enumerate(zip(group["params"], before["params"])):
+            reference = references.get(id(parameter))
+            if reference is None:
+                reference = ("own", counted)
+                counted += 1
+            if reference != tuple(was[:2]):
+                reasons.append(f"parameter {place} of its group {index} is {reference[1]} and was {was[1]}")
+            elif reference[0] == "own":
+                reasons += _unlike(f"parameter {place} of its group {index}", parameter, taken["own"][was[1]][0])
+    return reasons
+
+
+def put_optimizer(optimizer: Any, taken: Any) -> list[str]:
+    """Set groups and state; parameters that no module has are copied too. What is otherwise on another kind of device.
+
+    There the script's own choice of how steps are computed stays.
+    """
+    told: list[str] = []
+    if taken["called"]:
+        setattr(optimizer, _CALLED, True)
+    states = iter(taken["states"])
+    for group, before in zip(optimizer.param_groups, taken["groups"]):
+        kinds = [(device, parameter.device.type) for (*_, device), parameter in zip(before["params"], group["params"])]
+        moved = next((pair for pair in kinds if pair[0] != pair[1]), None)
+        told += _set_options(group, before["options"], moved)
+        for parameter, (where, key, device) in zip(group["params"], before["params"]):
+            if where == "own":
+                tensor, gradient, requires = taken["own"][key]
+                put_tensor(parameter, tensor, gradient, requires=requires)
+            state = next(states)
+            if state is None:
+                optimizer.state.pop(parameter, None)
+            else:
+                optimizer.state[parameter] = _moved(state, device, parameter.device, group)
+    for key in _states_beside(optimizer):
+        del optimizer.state[key]
+    optimizer.state.update(owned(taken.get("beside", {})))
+    return list(dict.fromkeys(told))
+
+
+def _set_options(group: dict[str, Any], options: dict[str, Any], moved: tuple[str, str] | None) -> Iterator[str]:
+    """`moved` are the kinds of devices that its parameters were on and are on, where these differ."""
+    torch: Any = sys.modules["torch"]
+    for name, value in options.items():
+        if moved is not None and name in devices.IMPLEMENTATION:
+            if group.get(name) != value:
+                yield f"{name} was {value} on {moved[0]} and is {group.get(name)} on {moved[1]}"
+        elif isinstance(group.get(name), torch.Tensor) and is_a(value, torch.Tensor):
+            _copy(group[name], value)
+        else:
+            group[name] = _owned(value)
+
+
+def _moved(state: Any, was_on: str, device: Any, group: dict[str, Any], name: Any = None) -> Any:
+    """What an optimizer has beside a parameter, which was on that kind of device and is on this one now."""
+    torch: Any = sys.modules["torch"]
+    if is_a(state, torch.Tensor):
+        return _made(state, devices.device_of_state(name, storage_tensors.was_on(state), group, was_on, device))
+    if is_a(state, dict):
+        if set(state) == {_COUNTER}:
+            return _counter(state[_COUNTER])
+        return type(state)((key, _moved(value, was_on, device, group, key)) for key, value in state.items())
+    if is_a(state, list, tuple):
+        return type(state)(_moved(value, was_on, device, group) for value in state)
+    return state
+
+
+# ---- tensors and the rest -------------------------------------------------------------------------------------------
+
+
+def take_tensor(tensor: Any) -> tuple[Any, Any, bool]:
+    """A tensor that is in no module, and its gradient."""
+    return tensor.detach(), tensor.grad if tensor.is_leaf else None, bool(tensor.requires_grad)
+
+
+def put_tensor(tensor: Any, saved: Any, gradient: Any, *, requires: bool) -> None:
+    """Copy into a tensor that is in no module."""
+    torch: Any = sys.modules["torch"]
+    with torch.no_grad():
+        _copy(tensor, saved)
+    if tensor.is_leaf:
+        if tensor.requires_grad != requires:
+            tensor.requires_grad_(requires)
+        tensor.grad = None if gradient is None else _like(torch, tensor, gradient)
+
+
+def unfit_tensor(tensor: Any, saved: Any) -> list[str]:
+    """Why the tensor is another one."""
+    return _unlike("it", tensor, saved)
+
+
+def loose(value: Any) -> Any:
+    """The value in forms that a state file has; what it has no form for is found out there."""
+    if is_a(value, Counter):
+        return {_COUNTER: dict(value)}
+    if is_a(value, dict):
+        kind: Any = OrderedDict if is_a(value, OrderedDict) else dict
+        return kind((key, loose(found)) for key, found in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(loose(found) for found in value)
+    return value.detach() if hasattr(value, "detach") and hasattr(value, "untyped_storage") else value
+
+
+def owned(value: Any) -> Any:
+    """The same with memory of its own, for whoever reads it at once: what is read from a state file lies in the file.
+
+    Raises HegmError.
+    """
+    made = _owned(value)
+    make_copies()
+    return made
+
+
+def _owned(value: Any) -> Any:
+    if hasattr(value, "untyped_storage"):
+        return _made(value, devices.device_like(storage_tensors.was_on(value)))
+    if hasattr(value, "tobytes") and hasattr(value, "copy"):
+        return value.copy()
+    if is_a(value, dict):
+        if set(value) == {_COUNTER}:
+            return _counter(_owned(value[_COUNTER]))
+        return type(value)((key, _owned(found)) for key, found in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_owned(found) for found in value)
+    return value
+
+
+def _counter(counts: dict[Any, int]) -> Counter[Any]:
+    return Counter(counts)
+
+
+def _like(torch: Any, tensor: Any, gradient: Any) -> Any:
+    return _copy(torch.empty_like(tensor, dtype=gradient.dtype, requires_grad=False), gradient)
+
+
+# ---- copies ---------------------------------------------------------------------------------------------------------
+
+_SMALL_BYTES = 1 << 16
+_waiting: list[tuple[Any, Any]] = []
+
+
+def _copy(target: Any, saved: Any) -> Any:
+    """Have the tensor filled by `make_copies`."""
+    _waiting.append((saved, target))
+    return target
+
+
+def _made(saved: Any, device: Any) -> Any:
+    """A tensor of its own on that device, filled by `make_copies` if it is large."""
+    torch: Any = sys.modules["torch"]
+    if saved.numel() * saved.element_size() < _SMALL_BYTES:
+        return saved.detach().to(device, copy=True).requires_grad_(saved.requires_grad)
+    made = torch.empty_strided(saved.shape, saved.stride(), dtype=saved.dtype, device=device)
+    return _copy(made, saved).requires_grad_(saved.requires_grad)
+
+
+def make_copies() -> None:
+    """Fill all tensors that wait for it: at once, which is quicker than one by one. Raises HegmError."""
+    waiting = _waiting[:]
+    _waiting.clear()
+    raw_copy.fill(waiting)
+
+
+def _unlike(name: str, here: Any, there: Any) -> list[str]:
+    if tuple(here.shape) != tuple(there.shape):
+        return [f"{name} has the shape {tuple(here.shape)} and had {tuple(there.shape)}"]
+    if here.dtype != there.dtype:
+        return [f"{name} is of {here.dtype} and was of {there.dtype}"]
+    return []
+
+
+def _class_of(thing: Any) -> str:
+    return type(thing).__qualname__

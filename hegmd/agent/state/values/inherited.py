@@ -1,0 +1,174 @@
+"""The state that this process was started with, if it was: read once, and kept until all of it is put back.
+
+It comes by an inherited descriptor or a file; to a rank, whose launcher leaves no descriptor open for it, from the
+supervisor of the job, which listens at an address for each rank. Who has no rank, as the launcher itself, has no state.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from time import monotonic
+
+from ....protocol.supervision import BACK, PAST, PAST_AT
+from ...notes import note
+from ..storage import pinned_buffers, state_file
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+#: An inherited descriptor, or a file. Set by who starts a worker again.
+DESCRIPTOR, PATH = "HEGM_STATE_FD", "HEGM_STATE"
+#: Of how many ranks there are states, and the addresses at which they are to be had, without the rank's number.
+RANKS = "HEGM_STATES"
+RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"
+_STATE, _OVER = b"state", b"over"
+_HANDED_WITHIN_S = 30.0
+#: Beside the first: the right to go on from it, which lasts as long as anybody has it open; see protocol/supervision.
+LOCK = "HEGM_STATE_LOCK_FD"
+
+_NVIDIA = "/dev/nvidiactl"
+_NOT_READ = object()
+_state: Any = _NOT_READ
+_claimed: tuple[str | None, str] | None = None
+_lock: int | None = None
+#: What was read by that descriptor.
+_file: os.stat_result | None = None
+#: Which of several ranks this is; None for one that has a state alone.
+_rank: int | None = None
+
+
+def is_there() -> bool:
+    """Whether this process goes on from another one's state, and has not put it back yet."""
+    if _state is None:
+        return False
+    is_ranks = RANKS in os.environ and RANK in os.environ
+    return _claimed is not None or DESCRIPTOR in os.environ or PATH in os.environ or is_ranks
+
+
+def is_for_ranks() -> bool:
+    """Whether there are states of ranks, and this process has taken none."""
+    return RANKS in os.environ and _claimed is None
+
+
+def claim() -> None:
+    """Make it this process's own: its children get neither the descriptor nor the word of it. Raises OSError."""
+    global _claimed, _lock, _rank, _state  # noqa: PLW0603 - one a process
+    if _claimed is None and is_there():
+        of_ranks = os.environ.get(RANKS)
+        if of_ranks is not None:
+            handed = _handed(of_ranks)
+            os.environ.pop(RANKS, None)
+            if handed is None:
+                _state = None
+            else:
+                _claimed, _lock, _rank = (str(handed[0]), ""), handed[1], int(os.environ[RANK])
+            return
+        lock = os.environ.pop(LOCK, "")
+        if lock.isdigit():
+            os.set_inheritable(int(lock), False)
+            _lock = int(lock)
+        number, path = os.environ.pop(DESCRIPTOR, None), os.environ.pop(PATH, "")
+        if number is not None and number.isdigit():
+            os.set_inheritable(int(number), False)
+        _claimed = (number, path)
+
+
+def state() -> Any:
+    """That state, or None. Raises plain.Damaged and OSError; whoever asks again reads again then."""
+    global _state  # noqa: PLW0603 - one a process
+    if RANKS in os.environ:
+        claim()
+    if not is_there():
+        return None
+    if _state is _NOT_READ:
+        if os.path.exists(_NVIDIA):
+            pinned_buffers.prepare()  # while it is read
+        began = monotonic()
+        _state = _read()
+        note(f"the state was checked in {monotonic() - began:.4f} s")
+    return _state
+
+
+def forget() -> None:
+    """All of it is put back, which is noted beside the lock: the file's memory goes when nobody uses it any more."""
+    global _state  # noqa: PLW0603 - one a process
+    _state = None
+    pinned_buffers.drop()
+    _close()
+    if _rank is None:
+        _note(BACK, 0)
+
+
+def _close() -> None:
+    """As long as its descriptor is open the file's memory stays. The script may have closed it, and have its number."""
+    global _claimed, _file  # noqa: PLW0603 - one a process
+    file, _file = _file, None
+    number = (_claimed or (None, ""))[0]
+    _claimed = (None, "")
+    try:
+        if file is not None and number is not None and os.path.samestat(os.fstat(int(number)), file):
+            os.close(int(number))
+    except OSError:
+        pass
+
+
+def note_past() -> None:
+    """This process has trained on from its state: however it ends, that is no failure of its restart any more."""
+    _note(PAST, PAST_AT + (_rank or 0))
+
+
+def _note(word: bytes, at: int) -> None:
+    if _lock is not None:
+        try:
+            os.pwrite(_lock, word, at)
+        except OSError:
+            pass  # a full disk; then it is told by the daemon that has seen it
+
+
+def _handed(of_ranks: str) -> tuple[int, int] | None:
+    """This rank's state, from the supervisor of its job; None where that is over. Raises OSError.
+
+    With it comes the right to go on from it, a descriptor that stays open for as long as the process lives.
+    """
+    socket: Any = __import__("socket")
+    count, _, name = of_ranks.partition(":")
+    if RANK not in os.environ:
+        raise OSError(f"{RANKS} says that it is of ranks, and {RANK} is not set")
+    rank, world = os.environ[RANK], os.environ.get(WORLD_SIZE, "1")
+    if world != count:
+        raise OSError(f"it is of {count} ranks, and the job has {world} now")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        door.settimeout(_HANDED_WITHIN_S)
+        try:
+            door.connect(f"\0{name}-{rank}")
+        except OSError as error:
+            raise OSError(f"rank {rank} does not reach the hegmctl run of its job: {error}") from error
+        said, ancillary, _, _ = door.recvmsg(64, socket.CMSG_SPACE(8), socket.MSG_CMSG_CLOEXEC)
+    fds = [
+        int.from_bytes(data[at : at + 4], sys.byteorder) for _, _, data in ancillary for at in range(0, len(data), 4)
+    ]
+    if said == _OVER:
+        return None
+    if said != _STATE or len(fds) != 2:
+        raise OSError(f"rank {rank} was handed none by the hegmctl run of its job")
+    return fds[0], fds[1]
+
+
+def _read() -> Any:
+    global _file  # noqa: PLW0603 - one a process
+    number, path = _claimed or (os.environ.get(DESCRIPTOR), os.environ.get(PATH, ""))
+    if number is not None:
+        try:
+            _file = os.fstat(int(number))
+            return state_file.read(int(number))
+        except ValueError as error:
+            if isinstance(error, state_file.Damaged):
+                raise
+            raise state_file.Damaged(f"{DESCRIPTOR} is {number!r}, which is no descriptor") from error
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        return state_file.read(fd)
+    finally:
+        os.close(fd)

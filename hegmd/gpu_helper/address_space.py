@@ -1,0 +1,93 @@
+"""Held video memory that a lane copies to and from, as one flat range of addresses.
+
+It is filled through a mapping and belongs to descriptors that the daemon holds; a space that goes, by `close` or with
+the process, takes nothing along. The host pool's is in `staging`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from hegmd.errors import Bug, Refused
+from hegmd.gpu_helper import cuda
+
+Contexts = Mapping[int, Any]
+
+
+class VideoSpace:
+    """Pieces of held video memory, one after the other in one reserved range; the first ones can be let go early."""
+
+    def __init__(
+        self, ordinal: int, contexts: Contexts, pieces: Sequence[tuple[int, int]], *, start: int, peer: bool
+    ) -> None:
+        """`pieces` are descriptors, which stay the caller's, and their sizes; `start` is where the first one begins.
+
+        Raises CudaError, with nothing mapped then.
+        """
+        self.ordinal = ordinal
+        self.context = contexts[ordinal]
+        self._sizes = [size_bytes for _, size_bytes in pieces]
+        self._size_bytes = start + sum(self._sizes)
+        self._gone_bytes = start
+        self._undo = ExitStack()
+        cuda.use(self.context)
+        with ExitStack() as undo:
+            self._va = cuda.reserve(self._size_bytes)
+            undo.callback(cuda.free_va, self._va, self._size_bytes)
+            self._mapped = undo.enter_context(ExitStack())
+            at = self._va + start
+            for fd, size_bytes in pieces:
+                self._map(at, size_bytes, fd)
+                at += size_bytes
+            cuda.access(self._va + start, self._size_bytes - start, contexts if peer else [ordinal])
+            self._undo = undo.pop_all()
+
+    def _map(self, at: int, size_bytes: int, fd: int) -> None:
+        handle = cuda.import_(fd)
+        try:
+            cuda.map_at(at, handle, size_bytes)
+        finally:
+            cuda.release_handle(handle)  # the mapping holds the memory
+        self._mapped.callback(self._unmap, at, size_bytes)
+
+    def _unmap(self, at: int, size_bytes: int) -> None:
+        if at >= self._va + self._gone_bytes:
+            cuda.unmap(at, size_bytes)
+
+    def detach(self, pieces: int) -> int:
+        """Let go of the first of those that are left; how many bytes. What is left keeps its place."""
+        if pieces > len(self._sizes):
+            raise Refused(
+                f"{pieces} pieces of video memory were to be let go, {len(self._sizes)} are left",
+                "look at the lane again",
+            )
+        before_bytes = self._gone_bytes
+        for _ in range(pieces):
+            cuda.unmap(self._va + self._gone_bytes, self._sizes[0])
+            self._gone_bytes += self._sizes.pop(0)
+        return self._gone_bytes - before_bytes
+
+    @property
+    def left_bytes(self) -> int:
+        """What of it has not been let go of."""
+        return sum(self._sizes)
+
+    def address(self, at: int, size_bytes: int) -> int:
+        """Where that part is. Raises Bug outside of what is mapped: the driver would end every copy of this process."""
+        if at < self._gone_bytes or at + size_bytes > self._size_bytes:
+            raise outside(at, size_bytes, self._gone_bytes, self._size_bytes)
+        return self._va + at
+
+    def close(self) -> None:
+        cuda.use(self.context)
+        self._undo.close()
+
+
+def outside(at: int, size_bytes: int, start: int, end: int) -> Bug:
+    """A copy was to go beyond its space."""
+    return Bug(
+        f"a copy of {size_bytes} bytes at {at} is not within the {start} to {end} that are mapped",
+        facts={"at": at, "size_bytes": size_bytes},
+    )

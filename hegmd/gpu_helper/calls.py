@@ -1,0 +1,92 @@
+"""A request to a helper while it is in flight, and how it ends without an answer.
+
+Two ways, and with both it is unknown whether the request took effect: the helper was lost, or the request came to
+nothing and was left alone. So whoever sees to the one sees to the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import anyio
+
+from hegmd.errors import UNAVAILABLE, Bug, HegmError
+from hegmd.gpu_helper.wire import Answer
+
+__all__ = ["GPU_ROLE", "Call", "HelperLost", "OnProgress", "Role", "Stuck", "Watch"]
+
+OnProgress = Callable[[Mapping[str, Any]], object]
+
+
+class Role(NamedTuple):
+    """What a helper is called, and what to do when one is lost."""
+
+    name: str
+    hint: str
+
+
+GPU_ROLE = Role(
+    "the GPU helper",
+    "the next call starts a new one; if it happens again, look for an Xid in `dmesg` and at hegmd's log",
+)
+
+
+class HelperLost(HegmError):
+    """The helper ended while calls were in flight, or could not start. Whether these calls took effect is unknown."""
+
+    def __init__(
+        self, why: str, in_flight: Sequence[str], pid: int | None, output_tail: str, role: Role = GPU_ROLE
+    ) -> None:
+        who = role.name if pid is None else f"{role.name} (pid {pid})"
+        after = f"; in flight: {', '.join(in_flight)}" if in_flight else ""
+        super().__init__(
+            UNAVAILABLE,
+            f"{who} {why}{after}",
+            role.hint,
+            {"in_flight": list(in_flight), "helper_pid": pid, "output_tail": output_tail},
+        )
+        self.in_flight = tuple(in_flight)
+
+
+class Stuck(HelperLost):
+    """A call was left alone that comes to nothing; the helper is there. Whether it takes effect is unknown."""
+
+    def __init__(self, message: str, hint: str, op: str, facts: Mapping[str, object] | None = None) -> None:
+        HegmError.__init__(self, UNAVAILABLE, message, hint, {**(facts or {}), "in_flight": [op]})
+        self.in_flight = (op,)
+
+
+#: Comes back when a call is not to be waited for any longer, and says why. It is cancelled when there is an answer.
+Watch = Callable[[], Awaitable[Stuck]]
+
+
+class Call:
+    """One request in flight. `over` is set when it has an answer or an error."""
+
+    def __init__(self, op: str, on_progress: OnProgress | None) -> None:
+        self.op = op
+        self.on_progress = on_progress
+        self.over = anyio.Event()
+        self.error: HegmError | None = None
+        self.answer: Answer | None = None
+        self.dropped = False
+
+    def end(self, answer: Answer | None, error: HegmError | None) -> None:
+        if self.dropped and answer is not None:
+            answer.fds.close()
+        self.answer, self.error = answer, error
+        self.over.set()
+
+    def drop(self) -> None:
+        """Nobody waits any more."""
+        self.dropped = True
+        if self.answer is not None:
+            self.answer.fds.close()
+
+    def outcome(self) -> Answer:
+        if self.error is not None:
+            raise self.error
+        if self.answer is None:
+            raise Bug("a call to the helper ended with nothing", facts={"op": self.op})
+        return self.answer

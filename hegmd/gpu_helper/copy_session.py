@@ -1,0 +1,301 @@
+"""What one operation has in the helper: contexts on its GPUs, and the spaces that its bytes go to and come from.
+
+One is video memory and one a piece of the host pool; where there are both, bytes go from one to the other as well.
+
+A context costs half a gigabyte on its GPU, so it is there only while some lane uses the GPU. Requests to one lane are
+done one after the other, and two lanes know nothing of each other: a lane that copies out and one that copies in have
+the link to themselves in their direction. Nothing here is needed to get a lane's bytes back: these belong to
+descriptors that the daemon holds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import permutations
+from typing import Any
+
+from hegmd.errors import HegmError, Refused
+from hegmd.gpu_helper import cuda
+from hegmd.gpu_helper.address_space import VideoSpace
+from hegmd.gpu_helper.allocations import IN, Allocations, Done, Place, joined
+from hegmd.gpu_helper.copying import PACE, Copy
+from hegmd.gpu_helper.mark import Mark
+from hegmd.gpu_helper.preallocation import Provisions
+from hegmd.gpu_helper.staging import HostMemory, HostSpace, NearSpace, StagedCopy, make_ring_memory
+from hegmd.system.thread_pool import share_out
+
+# CUDA's word for two GPUs that cannot reach each other's memory; copies between them then go through the host.
+_PEER_ACCESS_UNSUPPORTED = 217
+
+
+#: The spaces that copies go through, as they are called on the wire.
+VIDEO, HOST = "video", "host"
+
+
+class Contexts:
+    """The primary contexts that lanes use, each made for the first and let go with the last."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._contexts: dict[int, Any] = {}
+        self._users: dict[int, int] = {}
+
+    def hold(self, ordinals: Sequence[int]) -> Mapping[int, Any]:
+        """The contexts of these GPUs, all or none. Raises CudaError."""
+        with self._guard, ExitStack() as undo:
+            self._make([ordinal for ordinal in ordinals if ordinal not in self._contexts])
+            for ordinal in ordinals:
+                self._users[ordinal] = self._users.get(ordinal, 0) + 1
+                undo.callback(self._let_go_of, ordinal)
+            undo.pop_all()
+            return {ordinal: self._contexts[ordinal] for ordinal in ordinals}
+
+    def let_go(self, ordinals: Sequence[int]) -> None:
+        """They are used by one less."""
+        with self._guard:
+            for ordinal in ordinals:
+                self._let_go_of(ordinal)
+
+    def _make(self, ordinals: Sequence[int]) -> None:
+        """Make those contexts side by side: each takes 0.1 s, most of it waiting."""
+
+        def make(ordinal: int) -> None:
+            self._contexts[ordinal] = cuda.retain(ordinal)
+
+        try:
+            share_out(ordinals, lambda: make, threads=len(ordinals), name="contexts")
+        except BaseException:
+            for ordinal in ordinals:
+                if self._contexts.pop(ordinal, None) is not None:
+                    cuda.release(ordinal)
+            raise
+
+    def _let_go_of(self, ordinal: int) -> None:
+        self._users[ordinal] -= 1
+        if not self._users[ordinal]:
+            del self._users[ordinal], self._contexts[ordinal]
+            cuda.release(ordinal)
+
+
+class Lane:
+    """One operation's part of the helper. Its methods may be called from any thread."""
+
+    def __init__(
+        self, contexts: Contexts, ordinals: Sequence[int], map_host: Callable[[], HostMemory] | None = None
+    ) -> None:
+        """With a piece of the host pool as its space, if there is one to map, which goes on beside making contexts.
+
+        Raises CudaError, OSError, with nothing held then.
+        """
+        self._guard = threading.Lock()
+        self._closed = False
+        self._video: VideoSpace | None = None
+        self._host: HostSpace | None = None
+        self._shifted: Done | cuda.CudaError | HegmError | None = None
+        with ExitStack() as undo:
+            self._contexts, memory = _opened(contexts, ordinals, map_host, undo)
+            #: Whether all its GPUs reach each other's memory directly.
+            self.peer = self._enable_peers()
+            self._provisions = Provisions(self._contexts)
+            undo.callback(self._provisions.close)
+            if memory is not None:
+                self._host = self._host_space(memory)
+            self._undo = undo.pop_all()
+
+    def _host_space(self, memory: HostMemory) -> HostSpace:
+        space = HostSpace(next(iter(self._contexts.values())), memory)
+        with ExitStack() as undo:
+            undo.callback(space.ring.close)
+            self._provisions.provide(space.ring.pace.streams, space.ring.slots(0)[0])
+            undo.pop_all()
+        return space
+
+    def _enable_peers(self) -> bool:
+        try:
+            for one, other in permutations(self._contexts, 2):
+                cuda.enable_peer(self._contexts[one], self._contexts[other])
+        except cuda.CudaError as error:
+            if error.code != _PEER_ACCESS_UNSUPPORTED:
+                raise
+            return False
+        return True
+
+    def attach_video(self, ordinal: int, pieces: Sequence[tuple[int, int]], start: int = 0) -> None:
+        """Have held video memory of one of its GPUs as a space, by descriptor and size. Raises CudaError, Refused."""
+        self._context(ordinal)
+        with self._guard:
+            self._refuse_closed()
+            if self._video is not None:
+                raise Refused("the lane has video memory already", "let go of all of it first")
+            self._provisions.provide(PACE.streams)
+            self._video = VideoSpace(ordinal, self._contexts, pieces, start=start, peer=self.peer)
+
+    def detach(self, pieces: int | None) -> int:
+        """Let go of the first pieces of its video memory, or of all of it (None); bytes."""
+        with self._guard:
+            if self._video is None:
+                raise Refused("the lane has no video memory to let go of", "look at the lane again")
+            if pieces is not None:
+                return self._video.detach(pieces)
+            space, self._video = self._video, None
+            size_bytes = space.left_bytes
+            space.close()
+            return size_bytes
+
+    def mark(self, mark: Mark | None) -> None:
+        """Write into its piece of the host pool where the bytes are. Raises Refused."""
+        with self._guard:
+            self._piece().memory.mark(mark)
+
+    def copy(
+        self,
+        ordinal: int,
+        direction: str,
+        through: str | None,
+        handles: Sequence[bytes],
+        places: Sequence[Sequence[int]],
+        tell: Callable[[int], None],
+    ) -> Done:
+        """Copy between the storages of a process on that GPU and one of its spaces: the only one, or the one named.
+
+        Raises CudaError, Refused.
+        """
+        context = self._context(ordinal)
+
+        def copy() -> Done:
+            space, spend = self._space(through), self._provisions.spend
+            if isinstance(space, HostSpace):
+                near = Allocations(context, handles, spend=spend)
+                staged = StagedCopy(context, space, direction, near, self._provisions.streams(ordinal))
+                return staged.run(joined(places, len(near)), tell)
+            streams = self._provisions.streams(space.ordinal if direction == IN else ordinal)
+            by = self._provisions.processors
+            return Copy(context, space, direction, handles, streams, spend=spend, processors=by).run(places, tell)
+
+        with self._guard:
+            self._refuse_closed()
+            return self._tried_again(copy)
+
+    def shift(self, direction: str, places: Sequence[Sequence[int]], tell: Callable[[int], None]) -> Done:
+        """Copy of its video memory `out` to its piece of the host pool, or `in`. Raises CudaError, Refused.
+
+        Of each place where it is there, where in the piece, and its bytes.
+        """
+        with self._guard:
+            return self._shift(direction, places, tell)
+
+    def begin_shift(self, direction: str, size_bytes: int) -> None:
+        """Have it begun, and go on by itself: whatever is asked of the lane next waits for its end."""
+        begun = threading.Event()
+
+        def go_on() -> None:
+            with self._guard:
+                begun.set()
+                try:
+                    self._shifted = self._shift(direction, [(0, 0, size_bytes)], lambda _: None)
+                except (cuda.CudaError, HegmError) as error:
+                    self._shifted = error
+
+        with self._guard:
+            self._shifted = None
+        threading.Thread(target=go_on, name="shift", daemon=True).start()
+        begun.wait()
+
+    def shifted(self) -> Done:
+        """What came of what was begun, when it is over. Raises what it failed with, and Refused where nothing was."""
+        with self._guard:
+            if isinstance(self._shifted, Exception):
+                raise self._shifted
+            if self._shifted is None:
+                raise Refused("the lane has begun no copy of its own", "begin one first")
+            return self._shifted
+
+    def _shift(self, direction: str, places: Sequence[Sequence[int]], tell: Callable[[int], None]) -> Done:
+        host, video = self._piece(), self._video
+        if video is None:
+            raise Refused("the lane has no video memory to copy to or from", "attach it first")
+        streams = self._provisions.streams(video.ordinal)
+
+        def shift() -> Done:
+            copy = StagedCopy(video.context, host, direction, NearSpace(video), streams)
+            return copy.run([Place(0, there, size_bytes, here) for there, here, size_bytes in places], tell)
+
+        return self._tried_again(shift)
+
+    def _tried_again(self, copy: Callable[[], Done]) -> Done:
+        """Where a call of the driver found no memory for itself, all is copied anew with a piece of the reserve."""
+        try:
+            while True:
+                try:
+                    return copy()
+                except cuda.CudaError as error:
+                    if error.code != cuda.OUT_OF_MEMORY or not self._provisions.spend():
+                        raise
+        finally:
+            self._provisions.restock()
+
+    def spend(self) -> bool:
+        """Give some of what is in reserve back to each of its GPUs; whether there was any."""
+        return self._provisions.spend()
+
+    def _space(self, through: str | None) -> VideoSpace | HostSpace:
+        spaces = {name: space for name, space in ((VIDEO, self._video), (HOST, self._host)) if space is not None}
+        named = spaces if through is None else {through: spaces.get(through)}
+        (space, *others) = named.values() or (None,)
+        if space is None or others:
+            raise Refused(f"the lane has no space to copy to or from, or not one: {', '.join(spaces)}", "name one")
+        return space
+
+    def _piece(self) -> HostSpace:
+        self._refuse_closed()
+        if self._host is None:
+            raise Refused("the lane has no piece of the host pool", "open it with one")
+        return self._host
+
+    def close(self) -> None:
+        """Let go of everything, after whatever is under way. Closing twice is fine."""
+        with self._guard:
+            self._closed = True
+            video, self._video = self._video, None
+            host, self._host = self._host, None
+            with self._undo:  # the contexts go last, and in any case
+                for space in (video, host):
+                    if space is not None:
+                        self._undo.callback(space.close)
+
+    def _context(self, ordinal: int) -> Any:
+        if ordinal not in self._contexts:
+            raise Refused(f"GPU {ordinal} is none of this lane's", "open the lane with every GPU that it is to touch")
+        return self._contexts[ordinal]
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise Refused("the lane is closed", "open it again")
+
+
+def _call(work: Callable[[], None]) -> None:
+    work()
+
+
+def _opened(
+    contexts: Contexts, ordinals: Sequence[int], map_host: Callable[[], HostMemory] | None, undo: ExitStack
+) -> tuple[Mapping[int, Any], HostMemory | None]:
+    """Contexts, and the piece of the host pool, side by side. What is there by then is undone when either fails."""
+    held: dict[int, Any] = {}
+    mapped: list[HostMemory] = []
+
+    def hold() -> None:
+        held.update(contexts.hold(ordinals))
+        undo.callback(contexts.let_go, ordinals)
+
+    def prepare() -> None:
+        if map_host is not None:
+            mapped.append(map_host())
+            undo.callback(mapped[0].close)
+            make_ring_memory()
+
+    works = [hold] if map_host is None else [hold, prepare]
+    share_out(works, lambda: _call, threads=len(works), name="opening")
+    return held, mapped[0] if mapped else None

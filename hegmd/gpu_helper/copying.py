@@ -1,0 +1,178 @@
+"""Copies between a process's storages and held video memory: many at once, on the copy engines, with one wait.
+
+Neighbours that are neighbours on both sides are one copy, and large ones are cut, so that all streams have something to
+do. The streams take turns in two groups: one is filled while the other works, and whenever a group is done it is known
+how far things are. Copies to and from host memory are `staging`'s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+from hegmd.errors import BAD_REQUEST, HegmError
+from hegmd.gpu_helper import cuda
+from hegmd.gpu_helper.address_space import VideoSpace
+from hegmd.gpu_helper.allocations import IN, OUT, Allocations, Done, Place, Spend, joined
+from hegmd.gpu_helper.kernel_copy import Processors, counts_as
+from hegmd.gpu_helper.preallocation import settle
+
+# One is filled while the other works.
+_GROUPS = 2
+
+
+class Pace(NamedTuple):
+    """How copies are cut and spread; a benchmark tries others."""
+
+    #: One copy of this size takes 0.7 ms over NVLink: what queueing it costs does not matter then.
+    chunk_bytes: int = 256 << 20
+    #: As much is queued before the group before is waited for.
+    batch_bytes: int = 4 << 30
+    streams_a_group: int = 2
+
+    @property
+    def streams(self) -> int:
+        """How many it takes in all."""
+        return _GROUPS * self.streams_a_group
+
+
+PACE = Pace()
+
+
+def chunks(places: Iterable[Place], chunk_bytes: int) -> Iterator[Place]:
+    """The places cut so that none is larger than a chunk."""
+    for place in places:
+        for done_bytes in range(0, place.size_bytes, chunk_bytes):
+            size_bytes = min(chunk_bytes, place.size_bytes - done_bytes)
+            yield Place(place.handle, place.offset + done_bytes, size_bytes, place.at + done_bytes)
+
+
+def batches(pieces: Iterable[Place], batch_bytes: int) -> Iterator[list[Place]]:
+    """The pieces in groups of at least so many bytes; the last may be smaller."""
+    batch: list[Place] = []
+    held_bytes = 0
+    for piece in pieces:
+        batch.append(piece)
+        held_bytes += piece.size_bytes
+        if held_bytes >= batch_bytes:
+            yield batch
+            batch, held_bytes = [], 0
+    if batch:
+        yield batch
+
+
+class Copy:
+    """One copy of many places, in one direction, between the process on a GPU and a space. For one thread, once."""
+
+    def __init__(
+        self,
+        context: Any,
+        space: VideoSpace,
+        direction: str,
+        handles: Sequence[bytes],
+        streams: Sequence[Any],
+        *,
+        spend: Spend | None = None,
+        pace: Pace = PACE,
+        processors: Callable[[int], Processors | None] = lambda _: None,
+    ) -> None:
+        """`context` is of the GPU that the process is on, `streams` of the one that the bytes are on.
+
+        `processors` are those of a GPU, by its ordinal, as far as they can copy.
+        """
+        if direction not in {OUT, IN}:
+            raise HegmError(BAD_REQUEST, f"{direction!r} is no direction of a copy", "it is `out` or `in`")
+        self._context = context
+        self._space = space
+        self._direction = direction
+        # Where both are on one GPU it is the fastest to open them there, whatever they count as.
+        far = {space.ordinal: space.context} if space.context is not context else {}
+        self._allocations = Allocations(context, handles, far, spend=spend)
+        self._streams = streams[: pace.streams]
+        self._pace = pace
+        self._processors_of = processors
+        self._processors: Processors | None = None
+        self._is_settled = False
+
+    def run(self, places: Iterable[Sequence[int]], tell: Callable[[int], None]) -> Done:
+        """Copy it all; `tell` hears how many bytes are done. Raises CudaError; nothing stays open or queued then."""
+        wanted = joined(places, len(self._allocations))
+        with ExitStack() as undo:
+            undo.callback(self._allocations.close)
+            undo.callback(settle, self._streams)
+            started = time.monotonic()
+            copied_bytes = self._copy(wanted, tell)
+            copy_s = time.monotonic() - started
+            started = time.monotonic()
+            undo.close()
+        return Done(copied_bytes, self._allocations.open_s, copy_s, time.monotonic() - started)
+
+    def _copy(self, wanted: Iterable[Place], tell: Callable[[int], None]) -> int:
+        # Queued from where the bytes are: the copy engine then writes over the link.
+        cuda.use(self._space.context if self._direction == IN else self._context)
+        groups = [_Group(self._streams[turn::_GROUPS]) for turn in range(_GROUPS)]
+        done_bytes = queued_bytes = 0
+        waiting = [0, 0]
+        pieces = chunks(wanted, self._pace.chunk_bytes)
+        for turn, batch in enumerate(batches(pieces, self._pace.batch_bytes)):
+            group = groups[turn % 2]
+            if waiting[turn % 2]:
+                group.wait()
+                done_bytes += waiting[turn % 2]
+                tell(done_bytes)
+            for piece in batch:
+                self._queue(piece, group.next_stream())
+            waiting[turn % 2] = sum(piece.size_bytes for piece in batch)
+            queued_bytes += waiting[turn % 2]
+        for group in groups:
+            group.wait()
+        tell(queued_bytes)
+        return queued_bytes
+
+    def _queue(self, piece: Place, stream: Any) -> None:
+        there = self._allocations.address(piece)
+        here = self._space.address(piece.at, piece.size_bytes)
+        self._settle_who(there)
+        target, source = (here, there) if self._direction == OUT else (there, here)
+        if self._is_copied_by_processors(target, source, piece.size_bytes, stream):
+            return
+        if self._direction == OUT:
+            cuda.copy_async(target, self._space.context, source, self._context, piece.size_bytes, stream)
+        else:
+            cuda.copy_async(target, self._context, source, self._space.context, piece.size_bytes, stream)
+
+    def _is_copied_by_processors(self, target: int, source: int, size_bytes: int, stream: Any) -> bool:
+        """Where the driver takes the program and does not run it, the copy engines have that piece and all others."""
+        if self._processors is None:
+            return False
+        try:
+            self._processors.copy_async(target, source, size_bytes, stream)
+        except cuda.CudaError:
+            self._processors = None
+        return self._processors is not None
+
+    def _settle_who(self, there: int) -> None:
+        """What counts as another GPU's is copied by the processors. A process has one GPU: its first address tells."""
+        if self._is_settled:
+            return
+        self._is_settled = True
+        if self._space.context is self._context and not counts_as(there, self._space.ordinal):
+            self._processors = self._processors_of(self._space.ordinal)
+
+
+class _Group:
+    """Some streams of one context that are filled in turn and waited for together."""
+
+    def __init__(self, streams: Sequence[Any]) -> None:
+        self._streams = streams
+        self._turn = 0
+
+    def next_stream(self) -> Any:
+        self._turn += 1
+        return self._streams[self._turn % len(self._streams)]
+
+    def wait(self) -> None:
+        for stream in self._streams:
+            cuda.synchronize(stream)

@@ -1,0 +1,264 @@
+"""What the helper is asked for, by name: from plain values to the driver and back.
+
+    devices, state, lock, checkpoint, restore, unlock           the node's GPUs; other processes
+    hold                                                        video memory that outlives the helper
+    open, attach-video, detach-video, copy, mark, close         lanes
+    shift, begin-shift, shifted                                 between a lane's own spaces
+
+Times are in seconds, GPUs go by UUID. Decides nothing but that video memory is held whole or not at all.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hegmd.errors import Refused
+from hegmd.gpu_helper import cuda
+from hegmd.gpu_helper.copy_session import Contexts, Lane
+from hegmd.gpu_helper.mark import Mark
+from hegmd.gpu_helper.staging import HostMemory
+from hegmd.gpu_helper.wire import Answer, DriverFailed, Handler, Request
+from hegmd.system.descriptors import Descriptors
+
+MIB = 1 << 20
+
+
+def make_ready() -> tuple[Mapping[str, Handler], Callable[[], int], Mapping[str, object]]:
+    """The driver initialised; the requests, how many lanes there are, and what the driver is. Raises DriverFailed."""
+    requests = _driven(Requests)()
+    return requests.table(), requests.lanes, {"cuda_version": requests.cuda_version, "gpus": len(requests.gpus)}
+
+
+def _driven(work: Callable[..., Any]) -> Callable[..., Any]:
+    """The work, with the driver's failures as they travel."""
+
+    @functools.wraps(work)
+    def done(*arguments: object) -> Any:
+        try:
+            return work(*arguments)
+        except cuda.CudaError as error:
+            raise DriverFailed(error.call, error.code, error.name) from error
+
+    return done
+
+
+class Requests:
+    """Every request, for any thread. Making it initialises the driver. Raises CudaError."""
+
+    def __init__(self) -> None:
+        self.cuda_version = cuda.start()
+        self.gpus = {device.uuid: device for device in cuda.devices()}
+        self._contexts = Contexts()
+        self._lanes: dict[str, Lane] = {}
+        self._guard = threading.Lock()
+
+    def table(self) -> Mapping[str, Handler]:
+        """The requests by the names that they have on the wire."""
+        named: dict[str, Handler] = {
+            "devices": self._devices,
+            "state": self._state,
+            "lock": self._lock,
+            "checkpoint": self._checkpoint,
+            "restore": self._restore,
+            "unlock": self._unlock,
+            "hold": self._hold,
+            "open": self._open,
+            "attach-video": self._attach_video,
+            "detach-video": self._detach_video,
+            "copy": self._copy,
+            "shift": self._shift,
+            "begin-shift": self._begin_shift,
+            "shifted": self._shifted,
+            "mark": self._mark,
+            "close": self._close,
+        }
+        return {name: _driven(handler) for name, handler in named.items()}
+
+    def lanes(self) -> int:
+        """How many lanes are open."""
+        return len(self._lanes)
+
+    def _ordinal(self, uuid: str) -> int:
+        if uuid not in self.gpus:
+            raise Refused(
+                f"the CUDA driver shows no GPU {uuid} to hegmd's helper; it shows {len(self.gpus)}",
+                "compare `nvidia-smi -L` with `hegmctl gpus`; a MIG device cannot be moved to",
+            )
+        return self.gpus[uuid].ordinal
+
+    # -- the node and other processes ----------------------------------------------------------------------------------
+
+    def _devices(self, _: Request) -> Answer:
+        listed = [
+            {"ordinal": gpu.ordinal, "uuid": gpu.uuid, "pci": gpu.pci, "total_bytes": gpu.total_bytes}
+            for gpu in self.gpus.values()
+        ]
+        return Answer({"devices": listed, "cuda_version": self.cuda_version})
+
+    def _state(self, request: Request) -> Answer:
+        return Answer({"state": cuda.state(request.args["pid"])})
+
+    def _lock(self, request: Request) -> Answer:
+        cuda.lock(request.args["pid"], max(1, round(request.args["timeout_s"] * 1000)))
+        return Answer({})
+
+    def _checkpoint(self, request: Request) -> Answer:
+        """On a GPU that somebody else has filled the driver does not find what it needs itself, and says 999 (580.159).
+
+        Then it is asked again with some of what copies have in reserve, as long as that lasts.
+        """
+        pid: int = request.args["pid"]
+        while True:
+            try:
+                cuda.checkpoint(pid)
+            except cuda.CudaError as error:
+                is_crowded = error.code in (cuda.OUT_OF_MEMORY, cuda.UNKNOWN) and cuda.state(pid) == "locked"
+                if not is_crowded or not self._spend():
+                    raise
+            else:
+                return Answer({})
+
+    def _spend(self) -> bool:
+        """Whether any lane had something in reserve; all that have give of it."""
+        spent = [lane.spend() for lane in list(self._lanes.values())]
+        return any(spent)
+
+    def _restore(self, request: Request) -> Answer:
+        cuda.restore(request.args["pid"], [(old, new) for old, new in request.args["pairs"]])
+        return Answer({})
+
+    def _unlock(self, request: Request) -> Answer:
+        cuda.unlock(request.args["pid"])
+        return Answer({})
+
+    # -- video memory --------------------------------------------------------------------------------------------------
+
+    def _hold(self, request: Request) -> Answer:
+        """New video memory in pieces of these sizes, by descriptor; this process keeps none of it."""
+        ordinal = self._ordinal(request.args["gpu"])
+        unit_bytes = cuda.granularity(ordinal)
+        sizes: list[int] = [-(-size_bytes // unit_bytes) * unit_bytes for size_bytes in request.args["sizes"]]
+        if sum(sizes) > self.gpus[request.args["gpu"]].total_bytes:  # the driver calls a piece of that size senseless
+            raise _no_room(request.args["gpu"], sizes, 0)
+        made = Descriptors([])
+        try:
+            for size_bytes in sizes:
+                made.add(_exported(ordinal, size_bytes))
+        except cuda.CudaError as error:
+            got_bytes = sum(sizes[: len(made)])
+            made.close()
+            if error.code != cuda.OUT_OF_MEMORY:
+                raise
+            raise _no_room(request.args["gpu"], sizes, got_bytes) from error
+        except BaseException:
+            made.close()
+            raise
+        return Answer({"sizes": sizes}, made)
+
+    # -- lanes ---------------------------------------------------------------------------------------------------------
+
+    def _open(self, request: Request) -> Answer:
+        """Contexts on these GPUs; with a descriptor, that piece of the host pool as its space."""
+        name = str(request.args["lane"])
+        ordinals = [self._ordinal(uuid) for uuid in dict.fromkeys(request.args["gpus"])]
+        map_host: Callable[[], HostMemory] | None = None
+        if request.fds:
+            (fd,), size_bytes = request.fds.view(), int(request.args["host_bytes"])
+            map_host = functools.partial(_mapped, fd, size_bytes)
+        with self._guard:
+            if name in self._lanes:
+                raise Refused(f"the lane {name} is open already", "close it first")
+            lane = self._lanes[name] = Lane(self._contexts, ordinals, map_host)
+        return Answer({"peer": lane.peer})
+
+    def _attach_video(self, request: Request) -> Answer:
+        sizes: Sequence[int] = request.args["sizes"]
+        if len(sizes) != len(request.fds):
+            raise Refused(f"{len(sizes)} sizes came with {len(request.fds)} descriptors", "send one for each size")
+        pieces = list(zip(request.fds.view(), sizes, strict=True))
+        self._lane(request).attach_video(self._ordinal(request.args["gpu"]), pieces, request.args.get("start", 0))
+        return Answer({})
+
+    def _detach_video(self, request: Request) -> Answer:
+        return Answer({"detached_bytes": self._lane(request).detach(request.args["pieces"])})
+
+    def _copy(self, request: Request) -> Answer:
+        args = request.args
+        done = self._lane(request).copy(
+            self._ordinal(args["gpu"]),
+            args["direction"],
+            args.get("through"),
+            args["handles"],
+            args["places"],
+            lambda copied_bytes: request.tell({"copied_bytes": copied_bytes}),
+        )
+        return Answer(done._asdict())
+
+    def _shift(self, request: Request) -> Answer:
+        places: Sequence[Sequence[int]] | None = request.args.get("places")
+        done = self._lane(request).shift(
+            request.args["direction"],
+            [(0, 0, request.args["size_bytes"])] if places is None else places,
+            lambda copied_bytes: request.tell({"copied_bytes": copied_bytes}),
+        )
+        return Answer(done._asdict())
+
+    def _begin_shift(self, request: Request) -> Answer:
+        self._lane(request).begin_shift(request.args["direction"], request.args["size_bytes"])
+        return Answer({})
+
+    def _shifted(self, request: Request) -> Answer:
+        return Answer(self._lane(request).shifted()._asdict())
+
+    def _mark(self, request: Request) -> Answer:
+        """Say in the piece of the host pool who has its bytes, or that it has them itself (no owner)."""
+        owner = request.args["owner"]
+        self._lane(request).mark(None if owner is None else Mark(str(owner), int(request.args["size_bytes"])))
+        return Answer({})
+
+    def _close(self, request: Request) -> Answer:
+        """Everything of the lane is gone after it; fine when there is no such lane."""
+        with self._guard:
+            lane = self._lanes.pop(str(request.args["lane"]), None)
+        if lane is not None:
+            lane.close()
+        return Answer({})
+
+    def _lane(self, request: Request) -> Lane:
+        name = str(request.args["lane"])
+        lane = self._lanes.get(name)
+        if lane is None:
+            raise Refused(f"there is no lane {name}", "open it first; it goes with the helper that it was opened in")
+        return lane
+
+
+def _mapped(fd: int, size_bytes: int) -> HostMemory:
+    try:
+        return HostMemory(fd, size_bytes)
+    except (OSError, ValueError) as error:  # Python looks by itself whether the file is as large
+        errno = error.errno if isinstance(error, OSError) else None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise Refused(
+            f"{size_bytes // MIB} MiB of the host pool cannot be mapped: {why or error}",
+            "look at the node's free memory and huge pages, and at MemoryMax= of hegmd.service",
+            {"size_bytes": size_bytes, "errno": errno},
+        ) from error
+
+
+def _exported(ordinal: int, size_bytes: int) -> int:
+    handle = cuda.create(ordinal, size_bytes)
+    try:
+        return cuda.export(handle)
+    finally:
+        cuda.release_handle(handle)  # the descriptor holds the memory
+
+
+def _no_room(gpu: str, sizes: Sequence[int], got_bytes: int) -> Refused:
+    return Refused(
+        f"{gpu} has no room for {sum(sizes) // MIB} MiB: there were {got_bytes // MIB} MiB to be had",
+        "free video memory there, choose another GPU, or suspend a job that is on it",
+        {"asked_bytes": sum(sizes), "got_bytes": got_bytes, "gpu": gpu},
+    )

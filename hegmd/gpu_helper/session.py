@@ -1,0 +1,328 @@
+"""One GPU helper as the daemon sees it: its process, its socket, and the calls in flight, from its start to its end.
+
+However it ends (over a deadline, by a signal, by a traceback, by nonsense on the socket, for want of work), everybody
+in flight is told the one reason, and the process is killed and reaped before the session is `over`. Starting the next
+one is the link's.
+
+A helper that works says so every second, whatever its calls wait for: one that falls silent is ended long before any
+deadline. A call of which its caller knows that it comes to nothing is left alone instead, and costs nobody the helper:
+its thread stays in the driver until the helper ends for want of other work.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import anyio
+import anyio.abc
+
+from hegmd.errors import Bug, HegmError, PeerError
+from hegmd.gpu_helper.calls import GPU_ROLE, Call, HelperLost, OnProgress, Role, Watch
+from hegmd.gpu_helper.wire import (
+    LIMIT_BYTES,
+    MAX_FDS,
+    RUINOUS,
+    Answer,
+    DriverFailed,
+    error_told,
+    mapping,
+    packed,
+    senseless,
+    whole,
+)
+from hegmd.protocol.codec import decode
+from hegmd.protocol.frames import FrameReader
+from hegmd.system.programs import Companion, Rights
+from hegmd.system.stream import PeerStream
+from hegmd.telemetry.log import fields
+
+logger = logging.getLogger(__name__)
+
+# A helper whose socket has ended is on its way out, and how it ended is the better reason.
+_END_WITHIN_S = 1.0
+_TAKE_WITHIN_S = 10.0
+
+# So often in a row it may not have been heard of. A daemon that was stopped itself misses one.
+_BEATS_MISSED = 10
+
+
+class Session:
+    """One helper, from its start to its end."""
+
+    def __init__(self, number: int, idle_after_s: float, role: Role = GPU_ROLE) -> None:
+        self.number = number
+        self._role = role
+        self.pid: int | None = None
+        self.hello: Mapping[str, Any] = {}
+        self.lost: str | None = None  # why it is of no more use
+        self._refused: Any = None  # why it could not get ready, in its own words
+        self.settled = anyio.Event()  # it is ready, or will never be
+        self.over = anyio.Event()  # it is reaped
+        self._idle_after_s = idle_after_s
+        self._calls: dict[int, Call] = {}
+        self._left: set[int] = set()  # calls that nobody waits for, whatever they still come to
+        self._spoke = anyio.Event()
+        self._numbers = itertools.count(1)
+        self._held = 0
+        self._changed = anyio.Event()
+        self._ended = anyio.Event()
+        self._tasks: anyio.abc.TaskGroup | None = None
+        self._stream: PeerStream | None = None
+        self._companion: Companion | None = None
+
+    # -- its life ------------------------------------------------------------------------------------------------------
+
+    async def live(
+        self,
+        program: Sequence[str],
+        environment: Mapping[str, str],
+        start_within_s: float,
+        rights: Rights | None = None,
+    ) -> None:
+        """Start it and see it through. What goes wrong is told to whoever calls, never raised.
+
+        Its socket is its standard input, which every way of starting a program passes on.
+        """
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:  # of descriptors there may be none left for a while
+            self.lose(f"cannot be started: {error.strerror}")
+            self.over.set()
+            return
+        number = theirs.detach()
+        self._stream = PeerStream(ours, MAX_FDS)
+        self._companion = Companion([*program, "0"], env=environment, stdin=number, rights=rights)
+        try:
+            async with anyio.create_task_group() as self._tasks:
+                self._tasks.start_soon(self._accompany, self._companion)
+                self._tasks.start_soon(self._read, self._stream)
+                self._tasks.start_soon(self._limit_start, start_within_s)
+                self._tasks.start_soon(self._rest)
+                self._tasks.start_soon(self._listen)
+        finally:
+            self.lose("was ended with hegmd")
+            self._stream.close()
+            self.over.set()
+
+    def lose(self, why: str, *, quietly: bool = False) -> None:
+        """It is of no more use: everybody in flight is told why, and it is killed. Only the first reason counts."""
+        if self.lost is not None:
+            return
+        self.lost = why
+        calls, self._calls = self._calls, {}
+        in_flight = [call.op for call in calls.values()]
+        loss = self._loss(in_flight)
+        level = logging.INFO if quietly else logging.WARNING
+        logger.log(level, "%s", loss.message, extra=fields(helper_pid=self.pid, output_tail=loss.facts["output_tail"]))
+        for call in calls.values():
+            call.end(None, self._loss(in_flight))  # each its own: an exception remembers where it was raised
+        self.settled.set()
+        if self._tasks is not None:
+            self._tasks.cancel_scope.cancel()
+
+    def require(self) -> None:
+        """Raise why it cannot be called, if so."""
+        if self._refused is not None:
+            raise error_told(self._refused)
+        if self.lost is not None:
+            raise self._loss([])
+
+    def _loss(self, in_flight: Sequence[str]) -> HelperLost:
+        tail = "" if self._companion is None else self._companion.output_tail
+        return HelperLost(self.lost or "is there", in_flight, self.pid, tail, self._role)
+
+    async def _accompany(self, companion: Companion) -> None:
+        try:
+            status = await companion.live()
+        except HegmError as error:
+            self._ended.set()
+            self.lose(f"cannot be started: {error.message}")
+            return
+        self._ended.set()
+        last_line = companion.output_tail.rpartition("\n")[2]
+        how = f"ended with status {status}" if status >= 0 else f"was killed by signal {-status}"
+        self.lose(f"{how}: {last_line}" if last_line else how)
+
+    async def _read(self, stream: PeerStream) -> None:
+        reader = FrameReader(LIMIT_BYTES)
+        try:
+            while data := await stream.receive():
+                self._spoke.set()
+                reader.feed(data)
+                while (payload := reader.next_payload()) is not None:
+                    self._take(decode(payload), stream)
+        except PeerError as error:
+            self.lose(f"was ended: {error.message}")
+            return
+        except (OSError, anyio.ClosedResourceError) as error:
+            self.lose(f"cannot be reached: {error!r}")
+            return
+        with anyio.move_on_after(_END_WITHIN_S):
+            await self._ended.wait()
+        self.lose("closed its socket")
+
+    async def _limit_start(self, within_s: float) -> None:
+        with anyio.move_on_after(within_s):
+            await self.settled.wait()
+            return
+        self.lose(f"was not ready after {within_s:g} s, and was ended")
+
+    async def _rest(self) -> None:
+        """End a helper that has had nothing to do for a while and holds nothing."""
+        await self.settled.wait()
+        while True:
+            self._changed = anyio.Event()
+            idle = not self._calls and not self._held
+            with anyio.move_on_after(self._idle_after_s if idle else math.inf):
+                await self._changed.wait()
+                continue
+            self.lose(f"had nothing to do for {self._idle_after_s:g} s", quietly=True)
+            return
+
+    async def _listen(self) -> None:
+        """End a helper that has work and does not say a word: not even its own clock runs then."""
+        await self.settled.wait()
+        beat_s = self.hello.get("beat_s")
+        if beat_s is None:
+            return
+        missed = 0
+        while missed < _BEATS_MISSED:
+            if not self._calls:
+                missed = 0
+                await self._changed.wait()
+            self._spoke = anyio.Event()
+            with anyio.move_on_after(float(beat_s)):
+                await self._spoke.wait()
+            missed = 0 if self._spoke.is_set() or not self._calls else missed + 1
+        self.lose(f"has work and has not said a word for {_BEATS_MISSED * beat_s:g} s, and was ended")
+
+    # -- what it says --------------------------------------------------------------------------------------------------
+
+    def _take(self, message: Mapping[str, Any], stream: PeerStream) -> None:
+        """Take one message. Raises PeerError for what makes no sense."""
+        if "hello" in message:
+            self._take_hello(message["hello"])
+            return
+        if "beat" in message:
+            return
+        if "id" not in message and "err" in message:
+            refusal = error_told(message["err"])
+            self._refused = message["err"]
+            self.lose(f"cannot work: {refusal.message}")
+            return
+        number = whole(message.get("id"))
+        if number in self._left:
+            self._take_late(number, message, stream)
+            return
+        call = self._calls.get(number)
+        if call is None:
+            raise senseless(f"an answer to request {number!r}, which is not in flight")
+        if "event" in message:
+            if call.on_progress is not None and not call.dropped:
+                call.on_progress(message["event"])
+            return
+        self._held = whole(message.get("held"))
+        del self._calls[number]
+        self._changed.set()
+        self._end(call, message, stream)
+
+    def _take_late(self, number: int, message: Mapping[str, Any], stream: PeerStream) -> None:
+        """What a call came to after all that was left alone."""
+        if "event" in message:
+            return
+        self._left.discard(number)
+        self._held = whole(message.get("held"))
+        stream.claim(whole(message.get("fds", 0))).close()
+        self._changed.set()
+        logger.info("%s has ended a call that nobody waits for", self._role.name, extra=fields(helper_pid=self.pid))
+
+    def _take_hello(self, hello: Any) -> None:
+        self.hello = mapping(hello)
+        self.pid = whole(self.hello.get("pid"))
+        self.settled.set()
+        logger.info("%s is ready: pid %d", self._role.name, self.pid, extra=fields(helper_pid=self.pid))
+
+    def _end(self, call: Call, message: Mapping[str, Any], stream: PeerStream) -> None:
+        if "err" in message:
+            error = error_told(message["err"])
+            call.end(None, error)
+            if isinstance(error, DriverFailed) and error.number in RUINOUS:
+                self.lose(f"was ended: {error.message}, after which every call in that context fails")
+            return
+        values = mapping(message.get("ok"))
+        fds = stream.claim(whole(message.get("fds", 0)))
+        call.end(Answer(values, fds, self.number), None)
+
+    # -- what it is asked ----------------------------------------------------------------------------------------------
+
+    async def call(
+        self,
+        op: str,
+        args: Mapping[str, object],
+        deadline_s: float,
+        fds: Sequence[int],
+        on_progress: OnProgress | None,
+        watch: Watch | None = None,
+    ) -> Answer:
+        """Ask, and wait for the answer, or until `watch` says that there will be none."""
+        if self._tasks is None or self._stream is None:
+            raise Bug("a helper is asked that was not started")
+        self.require()
+        number = next(self._numbers)
+        call = Call(op, on_progress)
+        message = packed({"id": number, "op": op, "args": args, "fds": len(fds)})
+        self._calls[number] = call
+        self._changed.set()
+        try:
+            await self._send(message, fds, self._stream)
+        except anyio.get_cancelled_exc_class():  # while it waited its turn: nothing was sent
+            self._calls.pop(number, None)
+            self._changed.set()
+            raise
+        if not call.over.is_set():
+            self._tasks.start_soon(self._limit, call, deadline_s)
+        began = anyio.current_time()
+        try:
+            await self._until_over(number, call, watch)
+        except anyio.get_cancelled_exc_class():
+            call.drop()
+            raise
+        logger.debug("helper: %s took %.1f ms", op, (anyio.current_time() - began) * 1e3)
+        return call.outcome()
+
+    async def _until_over(self, number: int, call: Call, watch: Watch | None) -> None:
+        if watch is None:
+            await call.over.wait()
+            return
+
+        async def look() -> None:
+            stuck = await watch()
+            if self._calls.pop(number, None) is not None:  # there has been no answer
+                logger.warning("%s", stuck.message, extra=fields(helper_pid=self.pid))
+                self._left.add(number)
+                call.end(None, stuck)
+                self._changed.set()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(look)
+            await call.over.wait()
+            tasks.cancel_scope.cancel()
+
+    async def _send(self, message: bytes, fds: Sequence[int], stream: PeerStream) -> None:
+        try:
+            await stream.send(message, _TAKE_WITHIN_S, fds)
+        except (OSError, anyio.ClosedResourceError) as error:
+            self.lose(f"cannot be reached: {error!r}")
+        except HegmError as error:
+            self.lose(f"was ended: it takes nothing in: {error.message}")
+
+    async def _limit(self, call: Call, deadline_s: float) -> None:
+        with anyio.move_on_after(deadline_s):
+            await call.over.wait()
+            return
+        self.lose(f"was ended: `{call.op}` was not done after {deadline_s:g} s")

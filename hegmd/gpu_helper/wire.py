@@ -1,0 +1,186 @@
+"""What the daemon and its GPU helper say to one another, and the helper's end of the socket.
+
+    daemon   {id, op, args, fds}
+    helper   {hello: {pid, ...}} once it can work, or {err: {...}} when it cannot
+             {id, ok: {...}, fds, held} | {id, err: {...}, held} | {id, event: {...}}
+             {beat: [[id, seconds], ...]} every `hello.beat_s` while requests are under way: which, and since when
+
+Frames and payloads are those of `protocol`; descriptors go with the first byte of the frame that tells their number.
+`held` is how much the helper has that would be gone with it: at 0 it can be ended without anybody noticing.
+
+Free of any event loop, because the helper has none and has to start quickly. Knows no request by name.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from hegmd.errors import BAD_REQUEST, UNAVAILABLE, HegmError, PeerError, Refused, code_named
+from hegmd.protocol.codec import decode, encode
+from hegmd.protocol.frames import FrameReader, frame
+from hegmd.system.descriptors import FD_BYTES, MOST_IN_A_MESSAGE, Descriptors, received, rights_of
+
+MAX_FDS = MOST_IN_A_MESSAGE
+BEAT_S = 1.0
+# A copy of 65,536 storages, which is as many as the codec lets through, takes some 2 MB.
+LIMIT_BYTES = 16 << 20
+_READ_BYTES = 64 * 1024
+
+# The driver's numbers that say what to do next; any other is for the driver's own documentation.
+_HINTS = {
+    2: "the GPU has no room for it: free video memory there, or choose another GPU",
+    3: "the process uses no CUDA, or hegmd's own helper was not initialised; look at `hegmctl ps`",
+    100: "the driver shows no GPU to this process: look at /dev/nvidia* and DeviceAllow= of hegmd.service",
+    304: "the process has ended, or hegmd may not act on it: another user's needs root with CAP_DAC_OVERRIDE",
+    401: "the process is in another state than was thought: ask for its state again",
+    600: "the process's kernels did not come to an end in that time; it goes on running",
+    801: "the process holds something that the driver cannot restore, such as peer-to-peer NCCL communicators",
+    803: "the driver's library and its kernel module are of different versions: restart hegmd, or the node",
+    999: "look for an Xid in `dmesg`, and at the GPU with nvidia-smi",
+}
+# Errors after which a context is of no more use, for anybody in the process: uncorrectable memory or links, an illegal
+# address, a launch that failed. Only the process's end gets rid of them.
+RUINOUS = frozenset({214, 220, 226, 700, 702, 709, 714, 715, 716, 717, 718, 719})
+
+
+def _hint(number: int | None) -> str:
+    if number is None:
+        return "the driver or the package cuda-bindings is missing or too old: see `hegmctl doctor`"
+    return _HINTS.get(number, f"look up {number} among CUDA's error codes (CUresult), and for an Xid in `dmesg`")
+
+
+class DriverFailed(HegmError):
+    """A call of the CUDA driver failed with that number; None and a reason in place of the name: it was not reached."""
+
+    def __init__(self, call: str, number: int | None, name: str, facts: Mapping[str, object] | None = None) -> None:
+        super().__init__(
+            UNAVAILABLE,
+            f"{call}: {name}" if number is None else f"{call} failed with {number} ({name})",
+            _hint(number),
+            {**(facts or {}), "call": call, "number": number, "name": name},
+        )
+        self.call = call
+        self.number = number
+        self.name = name
+
+
+class Answer:
+    """What a request came to, and in which helper. Owns the descriptors that came with it."""
+
+    __slots__ = ("fds", "helper", "values")
+
+    def __init__(self, values: Mapping[str, Any], fds: Descriptors | None = None, helper: int = 0) -> None:
+        self.values = dict(values)
+        self.fds = Descriptors([]) if fds is None else fds
+        self.helper = helper
+
+
+class Request:
+    """One request: its arguments, the owner of its descriptors, and the way to tell how far it is."""
+
+    __slots__ = ("args", "fds", "tell")
+
+    def __init__(self, args: Mapping[str, Any], fds: Descriptors, tell: Callable[[Mapping[str, object]], None]) -> None:
+        self.args = args
+        self.fds = fds
+        self.tell = tell
+
+
+Handler = Callable[[Request], Answer]
+
+
+def packed(message: Mapping[str, object]) -> bytes:
+    """The message as it goes over the socket."""
+    return frame(encode(message))
+
+
+def told(error: HegmError) -> dict[str, object]:
+    """A failure as it travels."""
+    driver = [error.call, error.number, error.name] if isinstance(error, DriverFailed) else None
+    return {
+        "code": error.code.name,
+        "message": error.message,
+        "hint": error.hint,
+        "facts": error.facts,
+        "driver": driver,
+    }
+
+
+def error_told(failure: Any) -> HegmError:
+    """The failure that was told. Raises PeerError when it makes no sense."""
+    try:
+        facts: dict[str, object] = dict(failure["facts"])
+        if failure["driver"] is not None:
+            call, number, name = failure["driver"]
+            return DriverFailed(str(call), None if number is None else int(number), str(name), facts)
+        code = code_named(str(failure["code"]))
+        message, hint = str(failure["message"]), str(failure["hint"])
+        if code.name == "refused":
+            return Refused(message, hint, facts)
+        return HegmError(code, message, hint, facts)
+    except (KeyError, TypeError, ValueError) as error:
+        raise senseless(f"a failure that lacks something: {error!r}") from error
+
+
+def mapping(value: object) -> dict[str, Any]:
+    """The value, if it is a map. Raises PeerError."""
+    if not isinstance(value, dict):
+        raise senseless(f"{value!r:.80} where a map belongs")
+    return cast("dict[str, Any]", value)  # the codec lets no other keys through
+
+
+def whole(value: object) -> int:
+    """The value, if it is a whole number, not negative. Raises PeerError."""
+    if type(value) is not int or value < 0:
+        raise senseless(f"{value!r:.80} where a number belongs")
+    return value
+
+
+def senseless(what: str) -> PeerError:
+    """The other end does not keep to this module: one of the two is from another version, or broken."""
+    return PeerError(BAD_REQUEST, f"between hegmd and its helper came {what}", "restart hegmd; report it if that stays")
+
+
+class Channel:
+    """The helper's end: blocking. One thread receives, any thread sends. Owns the socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(True)
+        self._socket = connection
+        self._reader = FrameReader(LIMIT_BYTES)
+        self._unclaimed: deque[int] = deque()
+        self._sending = threading.Lock()
+
+    def receive(self) -> tuple[dict[str, Any], Descriptors] | None:
+        """The next message and its descriptors; None when the other end is gone. Raises PeerError."""
+        while (payload := self._reader.next_payload()) is None:
+            data, ancillary, flags, _ = self._socket.recvmsg(
+                _READ_BYTES, socket.CMSG_SPACE(MAX_FDS * FD_BYTES), socket.MSG_CMSG_CLOEXEC
+            )
+            self._unclaimed.extend(received(ancillary))
+            if flags & socket.MSG_CTRUNC:
+                raise senseless("more descriptors than may come")
+            if not data:
+                return None
+            self._reader.feed(data)
+        message: dict[str, Any] = decode(payload)
+        count = whole(message.get("fds", 0))
+        if count > len(self._unclaimed):
+            raise senseless(f"{len(self._unclaimed)} descriptors where {count!r} were named")
+        return message, Descriptors([self._unclaimed.popleft() for _ in range(count)])
+
+    def send(self, message: Mapping[str, object], fds: Sequence[int] = ()) -> None:
+        """Send it whole. The descriptors stay the caller's. Raises OSError when the other end is gone."""
+        data = memoryview(packed({**message, "fds": len(fds)} if fds else message))
+        with self._sending:
+            sent = self._socket.sendmsg([data], rights_of(fds), socket.MSG_NOSIGNAL)
+            self._socket.sendall(data[sent:], socket.MSG_NOSIGNAL)
+
+    def close(self) -> None:
+        self._socket.close()
+        Descriptors(list(self._unclaimed)).close()
+        self._unclaimed.clear()

@@ -1,0 +1,1 @@
+"""A job on disk: CRIU, the image's files, and the dump and restore of a whole job."""

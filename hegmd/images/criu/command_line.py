@@ -1,0 +1,98 @@
+"""CRIU's command lines. Pure.
+
+The command line is used and not CRIU's RPC (`criu swrk`), though both can all that is wanted. What an operator finds in
+the log can be run again by hand; nothing has to speak protobuf; and a transient unit can be given arguments, but no
+connected socket, so that the RPC would need a process in between. What the RPC has beyond it are notifications in the
+middle, and nothing here waits for those: the job is parked and its GPU state off before a dump begins, and what comes
+after a restore comes after CRIU has ended.
+
+Directories are opened by the descriptors that the daemon has of them (/proc/PID/fd/N): they lead to the very directory
+that was checked, whatever stands at its path now, and out of any mount namespace. CRIU gets them opened.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from hegmd.images.criu.needs import Needs, Outlet
+
+__all__ = [
+    "DUMP_LOG",
+    "IMAGES_FD",
+    "LOGS_FD",
+    "RESTORE_LOG",
+    "dump_order",
+    "folder",
+    "opened",
+    "place_of",
+    "restore_order",
+    "unit_name_for",
+]
+
+DUMP_LOG = "dump.log"
+RESTORE_LOG = "restore.log"
+# Where CRIU finds its directories, opened for it by the attendant: with a user's rights it gets to none by path.
+IMAGES_FD, LOGS_FD = 8, 9
+IMAGES, LOGS = f"/proc/self/fd/{IMAGES_FD}", f"/proc/self/fd/{LOGS_FD}"
+FIRST_OUTLET_FD = 10
+
+# Control groups are the service manager's; a configuration file of the node must not change what was planned; messages
+# for information name what an error is about.
+_ALWAYS = ("--manage-cgroups=ignore", "--no-default-config", "-v3")
+
+
+def place_of(fd: int, pid: int | None = None) -> str:
+    """The directory that this process has open under that number, as a path for other programs of root's."""
+    return f"/proc/{os.getpid() if pid is None else pid}/fd/{fd}"
+
+
+def dump_order(program: str, root: int, needs: Needs, *, leave_stopped: bool, as_user: bool = False) -> list[str]:
+    """Dump the tree. It is never ended by CRIU, which would do so before anybody has looked at the image."""
+    after = "--leave-stopped" if leave_stopped else "--leave-running"
+    order = [program, "dump", "--tree", str(root), "--images-dir", IMAGES, after, *_always(as_user=as_user)]
+    return [*order, *needs.dump_options, "--log-file", DUMP_LOG]
+
+
+def restore_order(program: str, needs: Needs, *, as_user: bool = False) -> list[str]:
+    """Restore the tree; the directories and the outlets are expected under their numbers, see `opened`."""
+    order = [program, "restore", "--images-dir", IMAGES, "--work-dir", LOGS, *_always(as_user=as_user)]
+    order += needs.restore_options
+    for number, outlet in enumerate(needs.outlets, FIRST_OUTLET_FD):
+        order += ["--inherit-fd", f"fd[{number}]:{outlet.key}"]
+    return [*order, "--log-file", RESTORE_LOG, "--restore-detached"]
+
+
+def _always(*, as_user: bool) -> tuple[str, ...]:
+    return (*_ALWAYS, "--unprivileged") if as_user else _ALWAYS
+
+
+def opened(needs: Needs, outlets: Mapping[str, str]) -> list[str]:
+    """What the attendant opens for the outlets: a way to the file named for its key, or /dev/null."""
+    words: list[str] = []
+    for number, outlet in enumerate(needs.outlets, FIRST_OUTLET_FD):
+        path = outlets.get(outlet.key)
+        words += ["--open", f"{number}:{_mode(outlet, is_led=path is not None)}:{path or '/dev/null'}"]
+    return words
+
+
+def folder(number: int, fd: int) -> list[str]:
+    """What the attendant opens for a directory that this process has open as `fd`."""
+    return ["--open", f"{number}:d:{place_of(fd)}"]
+
+
+def _mode(outlet: Outlet, *, is_led: bool) -> str:
+    if outlet.key.startswith("tty["):
+        return "t"
+    if outlet.is_read and outlet.is_written:
+        return "s" if is_led else "u"
+    if outlet.is_read:
+        return "r"
+    return "p" if is_led else "a"
+
+
+def unit_name_for(words: Sequence[str]) -> str:
+    """A name for the unit of a restored job, made of those words: hegm-job-4711-train.service."""
+    kept = [re.sub(r"[^A-Za-z0-9_.]+", "_", word).strip("_.")[:40] for word in words]
+    return f"hegm-job-{'-'.join(filter(None, kept)) or 'restored'}.service"

@@ -1,0 +1,146 @@
+"""What a node has to have in common with the one that a job was dumped on, for the job to go on there.
+
+A restored process runs on with the very instructions and addresses that it had: every program and library that it has
+mapped must be the same build, and the processor must know what the job has found out that it knows. All of this is
+looked at before anything is started, so that one list tells everything that differs. Blocks: the files may be on disks
+that hang.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hegmd.errors import REFUSED
+from hegmd.node.processes.process_tree import Tell, Tree, silent
+from hegmd.protocol.operations import Reason
+from hegmd.system.elf import NotElf, build_id
+
+__all__ = ["Differences", "describe", "differences"]
+
+# What libraries choose their code by; the other flags are the kernel's business, or of no consequence.
+_CHOSEN_BY = (
+    "adx",
+    "aes",
+    "amx",
+    "avx",
+    "bmi",
+    "cx16",
+    "erms",
+    "f16c",
+    "fma",
+    "fsrm",
+    "lzcnt",
+    "abm",
+    "movbe",
+    "pclmul",
+)
+_CHOSEN_TOO = ("popcnt", "rdrand", "rdseed", "sha", "sse", "ssse3", "vaes", "vpclmul", "xsave")
+_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """What stands against going on here, and what only differs."""
+
+    refusals: tuple[Reason, ...]
+    notes: tuple[str, ...]
+
+
+def describe(tree: Tree, *, tell: Tell = silent) -> dict[str, Any]:
+    """The node as the tree sees it, in plain values for a manifest. Files are looked at from where the tree is.
+
+    `tell` is told of each before it is looked at.
+    """
+    files: dict[str, Any] = {}
+    for each in tree.mappings:
+        if each.path.startswith("/") and not each.is_deleted and each.path not in files and _is_kept(each.path):
+            tell(each.path)
+            seen = _look(Path(f"/proc/{each.pid}/root"), each.path)
+            if seen is not None:
+                files[each.path] = seen
+    known = os.uname()
+    return {"kernel": known.release, "machine": known.machine, "processor": sorted(_flags()), "files": files}
+
+
+def differences(then: Mapping[str, Any], *, root: Path = Path("/"), tell: Tell = silent) -> Differences:
+    """What is not here as it was there. `root` is where the job will find its files: a sandbox may show others.
+
+    Raises KeyError and TypeError when `then` is no description.
+    """
+    known = os.uname()
+    if then["machine"] != known.machine:
+        message = f"the job is of a node with {then['machine']} processors, and this one has {known.machine}"
+        return Differences((_refusal(message, "restore it on a node of the same kind"),), ())
+    missing = sorted(frozenset(then["processor"]) - _flags())
+    refusals = list(_changed(then["files"], root, tell))
+    if missing:
+        message = f"this node's processor has not {_listed(missing)}, which the job may have chosen its code by"
+        refusals.append(_refusal(message, "restore it on a node with the same processor, or a newer one"))
+    notes: list[str] = []
+    if then["kernel"] != known.release:
+        notes.append(f"the kernel was {then['kernel']} and is {known.release}")
+    return Differences(tuple(refusals), tuple(notes))
+
+
+def _changed(files: Mapping[str, Mapping[str, Any]], root: Path, tell: Tell) -> Iterator[Reason]:
+    same = "restore it where the same packages are installed, such as in the same container image"
+    for path, before in files.items():
+        tell(path)
+        now = _look(root, path)
+        if now is None:
+            yield _refusal(f"{path} is not there, and the job has it mapped", same)
+        elif before["build_id"] != now["build_id"]:
+            yield _refusal(
+                f"{path} is another build: its build id was {before['build_id'] or 'none'} and is "
+                f"{now['build_id'] or 'none'}",
+                same,
+            )
+        elif before["size_bytes"] != now["size_bytes"]:
+            yield _refusal(f"{path} has {now['size_bytes']} bytes and had {before['size_bytes']}", same)
+
+
+def _look(root: Path, path: str) -> dict[str, Any] | None:
+    """Size and build id of a regular file; None where there is none. What was found to be one is what is read."""
+    try:
+        fd = os.open(root / path.lstrip("/"), os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        try:
+            return {"size_bytes": status.st_size, "build_id": build_id(Path(f"/proc/self/fd/{fd}"))}
+        except NotElf:
+            return {"size_bytes": status.st_size, "build_id": None}
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
+def _is_kept(path: str) -> bool:
+    """Not so of memory that only has a name, which comes with the image or is made anew."""
+    return not path.startswith(("/dev/", "/memfd:", "/proc/", "/sys/", "/SYSV", "/anon_hugepage", "/[aio]"))
+
+
+def _flags() -> frozenset[str]:
+    for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in {"flags", "Features"}:
+            return frozenset(flag for flag in value.split() if flag.startswith(_CHOSEN_BY + _CHOSEN_TOO))
+    return frozenset()
+
+
+def _listed(names: list[str]) -> str:
+    rest = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _refusal(message: str, hint: str) -> Reason:
+    return Reason(code=REFUSED.name, message=message, hint=hint)

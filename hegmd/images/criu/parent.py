@@ -1,0 +1,413 @@
+"""What stands before and behind CRIU: a small program of its own, by path, with the standard library alone.
+
+Longer than 400 lines because it is one file that is run by its path, and imports nothing of ours.
+
+parent.py start [WISHES] -- PROGRAM ARGUMENTS...
+    Sees to the wishes and becomes the program.
+
+parent.py unit PID_FILE PID [WISHES] -- PROGRAM ARGUMENTS...
+    The same, and when the program has succeeded, tells the service manager who the main process of the unit is that
+    the program leaves behind: CRIU itself, with a user's rights, could not write there.
+
+parent.py tend FD PID [WISHES] -- PROGRAM ARGUMENTS...
+    The same, and stays as the parent of what the program leaves behind: without a service manager somebody has to
+    wait for a restored job, whether or not a daemon lives. Says on FD that the program has succeeded, reaps whoever
+    ends, until nobody is left, and ends as PID did, the job's root. If the program fails, everybody who came of it
+    is ended: being their nearest reaper, it knows who they are, where a number alone could by then be a stranger's.
+    The program ends with it when it is killed: what came back then would be nobody's.
+    On SIGTERM before that, the program has some time to come to its end, since CRIU leaves files behind when it is
+    cut off, and then the same is done. So it is on SIGUSR1, at any time, and when nobody is at FD to hear of success.
+
+The wishes, each seen to before the program is there:
+
+--spare
+    It is not chosen by the kernel when memory is short, and gets its turn before others: CRIU in the middle of a dump
+    works inside the job's processes, and its end there can be theirs.
+--open FD:MODE:PATH
+    It has that file open under that number. A unit of the service manager gets no descriptors from the daemon; they
+    are opened by the daemon's /proc entries, which lead to the very same files. Instead of a file, mode `t` gives one
+    side of a new terminal, `p` of a pipe and `s` of a socket, and a process that copies what is said there to the end
+    of the file: a job that had a terminal would not be restored without one, and asks it for its size and modes; and
+    CRIU opens anew what it is given, from its beginning, with the flags of the job's own. Mode `d` is a directory of
+    the daemon's, which belongs to the program's user from then on, with the files in it.
+--as UID:GID:GROUPS:CAPABILITIES
+    It has this user, group, further groups and capabilities, by number, and nothing else; its limits may be raised
+    again as far as they go, since a restored job has those that it had.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import sys
+from contextlib import suppress
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+# A terminal that output is led to is not to become the terminal of whoever opens it.
+MODES = {"r": os.O_RDONLY | os.O_NOCTTY, "a": os.O_WRONLY | os.O_APPEND | os.O_NOCTTY, "u": os.O_RDWR | os.O_NOCTTY}
+PR_SET_PDEATHSIG = 1
+PR_SET_KEEPCAPS = 8
+PR_SET_CHILD_SUBREAPER = 36
+PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 47, 2
+CAPABILITY_VERSION = 0x20080522  # the third, with two words a set
+LIMITS = 16  # that Linux has
+# A processor's tiles (AMX), for which every program has to ask: arch/x86/kernel/fpu/xstate.c of Linux, from 5.16 on.
+ARCH_PRCTL, ARCH_GET_XCOMP_SUPP, ARCH_REQ_XCOMP_PERM, TILES = 158, 0x1021, 0x1023, 18
+PTRACE_TRACEME, PTRACE_PEEKTEXT, PTRACE_POKETEXT, PTRACE_CONT = 0, 1, 4, 7
+PTRACE_SINGLESTEP, PTRACE_GETREGS, PTRACE_SETREGS = 9, 12, 13
+# The places of those registers in what PTRACE_GETREGS gives.
+REGISTERS, RAX, RSI, RDI, ORIG_RAX, RIP = 27, 10, 13, 14, 15, 16
+SYSCALL = 0x050F
+PTRACE = 101
+WORD = (1 << 64) - 1
+ASKED_GRACE_S = 20
+_AGAIN_S = 0.05
+_NOBODY = 65534
+
+
+def start(words: list[str], parent: int | None = None) -> NoReturn:
+    """See to the wishes and become the program that follows, which ends with that parent if one is named."""
+    at = words.index("--")
+    wanted: list[list[str]] = []
+    user: str | None = None
+    wishes = iter(words[:at])
+    for wish in wishes:
+        if wish == "--spare":
+            _spare()
+        elif wish == "--as":
+            user = next(wishes)
+        else:
+            wanted.append(next(wishes).split(":", 2))
+    uid = None if user is None else int(user.split(":")[0])
+    # Opened far above first: none of the numbers may be taken by another of these files.
+    opened = [(int(number), _far(_opened(mode, path, uid))) for number, mode, path in wanted]
+    for number, descriptor in opened:
+        os.dup2(descriptor, number, inheritable=True)
+        os.close(descriptor)
+    if user is not None:
+        _become(user)
+    # A limit on the size of files is an error to it then, from which it cleans up, and not its end: see
+    # hegmd/node/processes/process_set.py.
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if parent is not None:
+        _end_with(parent)
+    os.execv(words[at + 1], words[at + 1 :])
+
+
+def see_through(pid_file: str, root: int, words: list[str]) -> int:
+    """See the program to its end, and name the process that is to be looked after; the program's status."""
+    program = os.fork()
+    if program == 0:
+        _be_followed()
+        start(words)
+    status = _status(_follow(program))
+    if status == 0:
+        fd = os.open(pid_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        os.write(fd, b"%d\n" % root)
+        os.close(fd)
+    return status
+
+
+def tend(told: int, root: int, words: list[str]) -> int:
+    """See the program through and stay with what it leaves; the root's exit status, as a shell would have it."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    asked: list[int] = []
+    signal.signal(signal.SIGALRM, lambda _number, _frame: _end_descendants())  # again and again, once it has begun
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda _number, _frame: asked.append(signal.alarm(ASKED_GRACE_S)))
+    attendant, program = os.getpid(), os.fork()
+    if program == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        os.close(told)
+        _be_followed()
+        start(words, attendant)
+    status = _status(_follow(program))
+    signal.alarm(0)
+    if asked or status != 0:
+        _end_descendants()
+        _reap(root)
+        return status or 128 + signal.SIGTERM
+    signal.signal(signal.SIGUSR1, lambda _number, _frame: _end_descendants())
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if asked:  # just now
+        _end_descendants()
+    os.chdir("/")
+    try:
+        os.write(told, b"restored")
+    except BrokenPipeError:  # the daemon has ended meanwhile, and nobody knows of this job
+        _end_descendants()
+    os.closerange(3, 1 << 16)
+    return _reap(root)
+
+
+def _reap(root: int) -> int:
+    """Until there is nobody left; how the root ended."""
+    ended = 0
+    while True:
+        try:
+            pid, status = os.wait()
+        except ChildProcessError:
+            return ended
+        if pid == root:
+            ended = _status(status)
+
+
+def _status(status: int) -> int:
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _end_descendants() -> None:
+    """Stop them first, so that none can make another that is not seen; then end them all.
+
+    One that was just making another when it was stopped may have it a moment later: this is done again until there is
+    nobody to wait for, by SIGALRM.
+    """
+    seen: set[int] = set()
+    while fresh := _descendants() - seen:
+        seen |= fresh
+        _signal(fresh, signal.SIGSTOP)
+    _signal(seen, signal.SIGKILL)
+    signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+
+
+def _signal(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _descendants() -> set[int]:
+    parents: dict[int, int] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                parents[int(name)] = int(file.read().rpartition(b")")[2].split()[1])
+    found: set[int] = set()
+    while more := {pid for pid, parent in parents.items() if parent in found | {os.getpid()}} - found:
+        found |= more
+    return found
+
+
+# ---- what a processor grants to those who ask ------------------------------------------------------------------------
+
+
+def _has_tiles() -> bool:
+    """Whether a job here may have asked for the processor's tiles, and whether we can have a program ask for them.
+
+    Who has not CAP_SYS_PTRACE leaves it: a program would get no rights by its file with them behind it.
+    """
+    import ctypes
+
+    granted = ctypes.c_uint64()
+    if os.geteuid() != 0 or os.uname().machine != "x86_64":
+        return False
+    failed = ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_GET_XCOMP_SUPP, ctypes.byref(granted))
+    return failed == 0 and bool(granted.value >> TILES & 1)
+
+
+def _be_followed() -> None:
+    """Have our parent see each program that we become before its first instruction."""
+    import ctypes
+
+    if _has_tiles():
+        ctypes.CDLL(None).ptrace(PTRACE_TRACEME, 0, None, None)
+
+
+def _follow(program: int) -> int:
+    """Wait for it to end, and have it ask for the processor's tiles, as CRIU does not; its status as waitpid has it.
+
+    That may be done is passed on by a fork, which is how CRIU makes a job again, and lost by becoming a program, which
+    is how CRIU is started. A job that had asked would end by SIGILL at its next such instruction; PyTorch asks at its
+    first product of bfloat16 on a processor. One that had not asked is none the worse, but for a stack of its own for
+    signals that is too small for tiles: Linux does without that stack then.
+    """
+    while True:
+        status = os.waitpid(program, 0)[1]
+        if not os.WIFSTOPPED(status):
+            return status
+        number = os.WSTOPSIG(status)
+        if number == signal.SIGTRAP:  # it has just become a program
+            number = 0
+            if (ended := _have_it_ask(program)) is not None:
+                return ended
+        _trace(PTRACE_CONT, program, 0, number)
+
+
+def _have_it_ask(program: int) -> int | None:
+    """Have it make one call of the system, and leave no trace of that; its status if it has ended by then."""
+    import ctypes
+
+    as_they_were = (ctypes.c_ulong * REGISTERS)()
+    _trace(PTRACE_GETREGS, program, 0, ctypes.addressof(as_they_were))
+    asking = (ctypes.c_ulong * REGISTERS)(*as_they_were)
+    asking[RAX], asking[RDI], asking[RSI], asking[ORIG_RAX] = ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, TILES, WORD
+    at = asking[RIP]
+    code = ctypes.c_ulong()
+    ctypes.CDLL(None).syscall(PTRACE, PTRACE_PEEKTEXT, program, ctypes.c_ulong(at), ctypes.byref(code))
+    _trace(PTRACE_POKETEXT, program, at, code.value & ~0xFFFF | SYSCALL)
+    _trace(PTRACE_SETREGS, program, 0, ctypes.addressof(asking))
+    came: list[int] = []
+    while not came or came[-1] != signal.SIGTRAP:
+        _trace(PTRACE_SINGLESTEP, program, 0, 0)
+        status = os.waitpid(program, 0)[1]
+        if not os.WIFSTOPPED(status):
+            return status
+        came.append(os.WSTOPSIG(status))
+    _trace(PTRACE_POKETEXT, program, at, code.value)
+    _trace(PTRACE_SETREGS, program, 0, ctypes.addressof(as_they_were))
+    for number in came[:-1]:  # meant for the program
+        os.kill(program, number)
+    return None
+
+
+def _trace(request: int, program: int, address: int, data: int) -> None:
+    import ctypes
+
+    ctypes.CDLL(None).ptrace(request, program, ctypes.c_void_p(address), ctypes.c_void_p(data))
+
+
+# ---- what is opened -------------------------------------------------------------------------------------------------
+
+
+def _opened(mode: str, path: str, uid: int | None) -> int:
+    if mode == "d":
+        return _handed_over(os.open(path, os.O_RDONLY | os.O_DIRECTORY), uid)
+    if mode in MODES:
+        return os.open(path, MODES[mode])
+    ours, theirs = _ENDS[mode]()
+    said = os.open(path, MODES["a"])
+    if os.fork() == 0:
+        os.close(theirs)
+        os.setsid()
+        # What the job has said last is still to be copied when its unit is stopped because it has ended.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if uid is not None:  # it has what it needs, and is nobody's way to more
+            os.setgroups([])
+            os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+            os.setresuid(uid, uid, uid)
+        _copy(ours, said)
+        os._exit(0)
+    os.close(ours)
+    os.close(said)
+    if uid is not None:
+        os.fchown(theirs, uid, -1)  # CRIU opens it once more
+    return theirs
+
+
+def _handed_over(folder: int, uid: int | None) -> int:
+    """That directory, which is the user's from now on. Nobody else gets there: it lies in one of the daemon's own."""
+    if uid is not None:
+        os.fchown(folder, uid, -1)
+        for name in os.listdir(folder):
+            os.chown(name, uid, -1, dir_fd=folder, follow_symlinks=False)
+    return folder
+
+
+def _socketpair() -> tuple[int, int]:
+    import socket
+
+    ours, theirs = socket.socketpair()
+    return ours.detach(), theirs.detach()
+
+
+# What gives our end and the job's of something that is copied.
+_ENDS = {"t": os.openpty, "p": os.pipe, "s": _socketpair}
+
+
+def _copy(ours: int, said: int) -> None:
+    """Until nobody has the other side any more. Nobody types anything."""
+    keep = sorted((ours, said))
+    os.closerange(3, keep[0])
+    os.closerange(keep[0] + 1, keep[1])
+    os.closerange(keep[1] + 1, 1 << 16)
+    while True:
+        try:
+            data = os.read(ours, 65536)
+        except OSError:
+            return
+        if not data:
+            return
+        while data:
+            try:
+                data = data[os.write(said, data) :]
+            except OSError:  # a full disk: the job's words are lost, and the job is not kept waiting
+                data = b""
+
+
+def _far(descriptor: int) -> int:
+    far = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 512)
+    os.close(descriptor)
+    return far
+
+
+# ---- with which rights -----------------------------------------------------------------------------------------------
+
+
+def _spare() -> None:
+    """As far as the rights go: without them it is as any other."""
+    for path, value in (("/proc/self/oom_score_adj", "-1000"), ("/proc/self/autogroup", "-10")):
+        with suppress(OSError), open(path, "w") as file:
+            file.write(value)
+    with suppress(OSError):
+        os.nice(-10)
+
+
+def _become(told: str) -> None:
+    """Have that user's rights and those capabilities, and keep the latter through exec. Raises OSError."""
+    import ctypes
+    import struct
+
+    uid, gid, groups, capabilities = told.split(":")
+    wanted = [int(each) for each in capabilities.split(",")]
+    _raise_limits()
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def ask(done: int) -> None:
+        if done != 0:
+            raise OSError(ctypes.get_errno(), f"cannot become {told}")
+
+    ask(libc.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0))
+    os.setgroups([int(each) for each in groups.split(",") if each])
+    os.setresgid(int(gid), int(gid), int(gid))
+    os.setresuid(int(uid), int(uid), int(uid))
+    low, high = (sum(1 << (each % 32) for each in wanted if each // 32 == word) for word in (0, 1))
+    ask(libc.capset(struct.pack("=Ii", CAPABILITY_VERSION, 0), struct.pack("=6I", low, low, low, high, high, high)))
+    for each in wanted:
+        ask(libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, each, 0, 0))
+    ask(libc.prctl(PR_SET_KEEPCAPS, 0, 0, 0, 0))
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel end us with that parent. Asked for last: who becomes another user is let off it."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it has ended just before
+        os._exit(128 + signal.SIGKILL)
+
+
+def _raise_limits() -> None:
+    import resource
+
+    most = {resource.RLIMIT_NOFILE: 1 << 20}  # fs.nr_open, as it is unless somebody has set it
+    with suppress(OSError, ValueError), open("/proc/sys/fs/nr_open") as file:
+        most[resource.RLIMIT_NOFILE] = int(file.read())
+    for which in range(LIMITS):
+        with suppress(OSError, ValueError):
+            resource.setrlimit(which, (resource.getrlimit(which)[0], most.get(which, resource.RLIM_INFINITY)))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "tend":
+        sys.exit(tend(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))
+    if sys.argv[1] == "unit":
+        sys.exit(see_through(sys.argv[2], int(sys.argv[3]), sys.argv[4:]))
+    start(sys.argv[2:])

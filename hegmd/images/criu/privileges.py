@@ -1,0 +1,141 @@
+"""Whose rights CRIU has: those of who asks, and what CRIU cannot do without.
+
+For a user it has that user, the group and groups of the job, and two capabilities: to choose process numbers and look
+at what is mapped (CAP_CHECKPOINT_RESTORE), and to give up what the job did not have (CAP_SETPCAP). For root it has the
+same of the job's own user, where one user has all of the job and that is enough, and else root's rights. CRIU opens
+the files of a job by their paths, makes those anew that had no name, binds sockets and takes old ones away, and whoever
+owns a folder on such a path can have put a link there. With the user's own rights it gets nowhere where the user could
+not: the kernel looks at each of these when it is done, which nothing could that looks before or after. What is run for
+a user is CRIU's code alone; the capabilities are gone before the job's own code runs, and nobody may trace a process
+that has them.
+
+Rejected: to have root's CRIU held (--action-script post-restore) until every open file was found to be the one of
+that name. By then root has opened devices, made and unlinked files and changed owners by paths of the user's.
+
+What the kernel gives to root alone cannot be brought back so: see `needs`.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hegmd.errors import DENIED, REFUSED, HegmError
+from hegmd.images.criu.credentials import Credentials
+from hegmd.images.criu.needs import Needs
+from hegmd.node.processes.process_tree import Descriptor, Tree
+from hegmd.protocol.operations import Reason
+
+__all__ = ["Guise", "closed_to", "rights_missing", "to_dump", "to_restore", "worn_by_root"]
+
+CAP_SETPCAP, CAP_SYS_PTRACE, CAP_SYS_RESOURCE, CAP_CHECKPOINT_RESTORE = 8, 19, 24, 40
+_NAMES = {
+    CAP_SETPCAP: "CAP_SETPCAP",
+    CAP_SYS_PTRACE: "CAP_SYS_PTRACE",
+    CAP_SYS_RESOURCE: "CAP_SYS_RESOURCE",
+    CAP_CHECKPOINT_RESTORE: "CAP_CHECKPOINT_RESTORE",
+}
+_IN_GUISE = (CAP_SETPCAP, CAP_CHECKPOINT_RESTORE)
+
+
+@dataclass(frozen=True, slots=True)
+class Guise:
+    """User, group, further groups and capabilities, by number."""
+
+    uid: int
+    gid: int
+    groups: tuple[int, ...]
+    capabilities: tuple[int, ...] = _IN_GUISE
+
+    @property
+    def word(self) -> str:
+        """As the attendant is told."""
+        groups, capabilities = (",".join(map(str, each)) for each in (self.groups, self.capabilities))
+        return f"{self.uid}:{self.gid}:{groups}:{capabilities}"
+
+
+def worn_by_root(tree: Tree, needs: Needs) -> Guise | None:
+    """The job's own user for root who asks, where that is enough for all of the job; None: it takes root's CRIU."""
+    root = tree.member(tree.root)
+    is_whole = all((each.uid, each.gid, each.groups) == (root.uid, root.gid, root.groups) for each in tree.members)
+    is_plain = root.uid != 0 and is_whole and not any(each.is_guarded for each in tree.members)
+    if not is_plain or needs.only_by_root or any(closed_to(tree, root.uid, frozenset({root.gid, *root.groups}))):
+        return None
+    return to_dump(tree, root.groups)
+
+
+def to_dump(tree: Tree, groups: tuple[int, ...], *, proc_root: str = "/proc") -> Guise:
+    """For a tree of one user's with one group, as one that this user, in these further groups, may have an image of is.
+
+    Yama (kernel.yama.ptrace_scope) lets users trace their descendants only, if at all, which a job is not.
+    """
+    root = tree.member(tree.root)
+    scope = Path(proc_root, "sys/kernel/yama/ptrace_scope")
+    is_narrow = scope.exists() and scope.read_text().strip() != "0"
+    return Guise(root.uid, root.gid, groups, (*_IN_GUISE, CAP_SYS_PTRACE) if is_narrow else _IN_GUISE)
+
+
+def to_restore(found: Sequence[Credentials], uid: int) -> Guise:
+    """For threads that have no more than that user. Raises HegmError where they have not all the same.
+
+    CRIU gets the groups that the job had, as far as they are the user's: without root's rights it cannot change them.
+    """
+    kinds = {(each.gids, each.groups) for each in found}
+    gids, groups = next(iter(kinds))
+    if len(kinds) != 1 or len(gids) != 1:
+        raise HegmError(
+            DENIED,
+            f"threads of the job had {len(kinds)} kinds of groups, and CRIU can give them one with a user's rights",
+            "have root restore it",
+        )
+    return Guise(uid, next(iter(gids)), groups)
+
+
+def closed_to(tree: Tree, uid: int, gids: frozenset[int]) -> Iterator[Reason]:
+    """Against each file that was opened for the job by somebody else, and that this user could not open so again."""
+    told: set[str] = set()
+    for each in tree.descriptors:
+        if stat.S_ISREG(each.mode) and each.target.startswith("/") and each.target not in told:
+            wanted = {os.O_RDONLY: 4, os.O_WRONLY: 2, os.O_RDWR: 6}.get(each.flags & os.O_ACCMODE, 6)
+            owner, group = each.owner
+            shift = 6 if owner == uid else 3 if group in gids else 0
+            if wanted & ~(each.mode >> shift) and not _has_list(each):
+                told.add(each.target)
+                yield Reason(
+                    code=DENIED.name,
+                    message=f"process {each.pid} has {each.path} open, which uid {uid} may not open so by itself",
+                    hint="have the job's user open its files (a shell of theirs does), or have root make the image",
+                    pid=each.pid,
+                )
+
+
+def _has_list(each: Descriptor) -> bool:
+    """Whether more than its mode decides who may open it, or that cannot be seen."""
+    try:
+        return "system.posix_acl_access" in os.listxattr(f"/proc/{each.pid}/fd/{each.fd}")
+    except OSError:
+        return True
+
+
+def rights_missing(uids: frozenset[int], *, as_user: bool, in_unit: bool, proc_root: str = "/proc") -> Reason | None:
+    """Why CRIU could not work on processes of these users, for lack of capabilities; None when it can.
+
+    As a unit of its own it may have what the service manager may give; otherwise what the daemon has. Only limits of
+    processes of other users take CAP_SYS_RESOURCE.
+    """
+    wanted = _IN_GUISE if as_user else (CAP_SYS_RESOURCE,) if uids - {0} else ()
+    status = Path(proc_root, "1" if in_unit else "self", "status").read_text()
+    held = next(line for line in status.splitlines() if line.startswith("CapBnd:" if in_unit else "CapPrm:"))
+    lacking = [_NAMES[each] for each in wanted if not int(held.split()[1], 16) >> each & 1]
+    if not lacking:
+        return None
+    whom = "" if as_user else f" for processes of uid {min(uids - {0})}"
+    hint = "add it to the capabilities of hegmd's container, as with --cap-add in Docker"
+    return Reason(
+        code=REFUSED.name,
+        message=f"CRIU needs {' and '.join(lacking)}{whom}, which hegmd cannot give it",
+        hint=hint if as_user else f"have their own user ask for it, or {hint}",
+    )

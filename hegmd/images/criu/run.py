@@ -1,0 +1,335 @@
+"""Dumping and restoring a tree of processes: CRIU is run, outside of the daemon's sandbox, and its outcome told.
+
+Under a service manager CRIU is a transient unit, and a restored job is a unit of its own that `systemctl status` shows:
+it has the full rights of the node, which the sandbox does not. Without one, CRIU has a session of its own, and a
+restored job a parent of ours (parent.py) that stays with it and reaps it.
+
+A dump is never cut off: it is waited for, however long it takes and also when nobody wants it any more, because CRIU
+works inside the job's processes and its end by force could come at an instruction at which they cannot do without it.
+One that takes long is told of in the log, again and again. After a failed dump the processes are looked at, and whoever
+was left stopped goes on. A restore that nobody wants any more is waited for too, because CRIU that is cut off leaves
+files behind; then what it made is ended.
+
+With a guise (`guise`) CRIU has a user's rights instead of root's. The directories are that user's from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+
+from hegmd.errors import HegmError, Refused
+from hegmd.images.criu.command_line import (
+    DUMP_LOG,
+    IMAGES_FD,
+    LOGS_FD,
+    RESTORE_LOG,
+    dump_order,
+    folder,
+    opened,
+    place_of,
+    restore_order,
+)
+from hegmd.images.criu.error_messages import failure, had_left_overs, had_numbers_taken, not_there
+from hegmd.images.criu.needs import Needs
+from hegmd.images.criu.privileges import Guise
+from hegmd.node.criu_program import Criu
+from hegmd.node.processes.process_set import (
+    Population,
+    ask,
+    end_all,
+    let_go,
+    population_of,
+    wait_for_thread_numbers,
+    wait_until_free,
+)
+from hegmd.system.detached_programs import start_apart
+from hegmd.system.programs import run
+from hegmd.system.task_group import accompanied
+from hegmd.system.threads import run_detached
+from hegmd.system.transient_units import UnitTaken, start_unit, stop_unit, systemd_run
+
+__all__ = ["DUMP_IS_LONG_S", "RESTORE_DEADLINE_S", "Dumped", "LeftBehind", "Revived", "dump", "end", "restore"]
+
+logger = logging.getLogger(__name__)
+
+# More than CRIU needs for what stays in a process once its GPU's bytes are out; a disk can be slow. A dump that takes
+# longer is told of, and goes on.
+DUMP_IS_LONG_S = 300.0
+RESTORE_DEADLINE_S = 900.0
+
+_LOG_MAX_BYTES = 4 << 20
+_LOG_LINES = 40
+_PYTHON = (sys.executable, "-SE", str(Path(__file__).with_name("parent.py")))
+
+
+@dataclass(frozen=True, slots=True)
+class Dumped:
+    """A dump that CRIU calls finished."""
+
+    duration_s: float
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Revived:
+    """A restored tree: its processes with their new start times, and what has all of it, whoever it makes besides.
+
+    That is a unit of the service manager, or the attendant, by number and start time.
+    """
+
+    pid: int
+    start_ticks: Mapping[int, int]
+    unit: str | None
+    duration_s: float
+    attendant: Population = field(default_factory=lambda: Population({}))
+
+
+class LeftBehind(HegmError):
+    """A restore has failed because the attendant was killed: nobody has ended what CRIU had made by then."""
+
+
+async def dump(
+    criu: Criu,
+    root_pid: int,
+    images_dir_fd: int,
+    needs: Needs,
+    *,
+    leave_stopped: bool,
+    in_unit: bool,
+    guise: Guise | None = None,
+    is_long_s: float = DUMP_IS_LONG_S,
+) -> Dumped:
+    """Write the tree's images and CRIU's log into that directory, which is one opened outside of the daemon's sandbox:
+    a descriptor leads to the mount that it was opened in, and those of the sandbox are read-only.
+
+    Afterwards the tree goes on, or stands still with `leave_stopped`, until `population.let_go` or `end_all`. Raises
+    HegmError, and then it goes on in any case. Cancellation is seen only when CRIU has ended.
+    """
+    started = time.monotonic()
+    before = await run_detached(lambda _: population_of(needs.pids), name="look at the job")
+    order = dump_order(criu.path, root_pid, needs, leave_stopped=leave_stopped, as_user=guise is not None)
+    wishes = ["--spare", *folder(IMAGES_FD, images_dir_fd), *_worn(guise)]
+    order = [*_PYTHON, "start", *wishes, "--", *order]
+    with anyio.CancelScope(shield=True):
+        try:
+            done = await accompanied(
+                lambda: (systemd_run if in_unit else run)(order, deadline_s=math.inf),
+                lambda: _tell_of_long(root_pid, is_long_s),
+            )
+            if done.status != 0:
+                raise _failed("dump", _log(images_dir_fd, DUMP_LOG), done.output_tail, done.status)
+        except HegmError:
+            await run_detached(lambda _: let_go(before), name="let the job go on")
+            raise
+    took_s = time.monotonic() - started
+    logger.debug("CRIU dumped process %d in %.1f ms", root_pid, took_s * 1e3)
+    return Dumped(took_s, criu.version)
+
+
+async def restore(  # noqa: PLR0913 - what it takes, each by its name
+    criu: Criu,
+    images_dir_fd: int,
+    needs: Needs,
+    *,
+    log_dir_fd: int,
+    unit_name: str | None,
+    description: str = "",
+    outlets: Mapping[str, int] | None = None,
+    guise: Guise | None = None,
+    deadline_s: float = RESTORE_DEADLINE_S,
+) -> Revived:
+    """Bring the tree back, running, in a unit of that name, or without a service manager where it is None.
+
+    `outlets` gives descriptors of this process's for the keys of outlets that are not to lead to /dev/null. The log
+    goes into `log_dir_fd`. Raises HegmError, and then nothing of the tree is left; the same on cancellation.
+
+    A CRIU that was killed leaves files in the places of the job's deleted ones. The next fails for them, and takes them
+    away as it ends: so it is tried once more then. So it is where a number of the job's was taken just before CRIU came
+    to it.
+    """
+    files = {key: place_of(fd) for key, fd in (outlets or {}).items()}
+    words = [*folder(IMAGES_FD, images_dir_fd), *folder(LOGS_FD, log_dir_fd), *_worn(guise), *opened(needs, files)]
+    words += ["--", *restore_order(criu.path, needs, as_user=guise is not None)]
+    thread_numbers = await run_detached(lambda _: _threads_in(images_dir_fd, needs.pids), name="look at the image")
+    once = partial(_restore_once, words, needs, thread_numbers, log_dir_fd, unit_name, description, deadline_s)
+    try:
+        return await once()
+    except HegmError as error:
+        log = _log(log_dir_fd, RESTORE_LOG)
+        if not had_left_overs(log) and not had_numbers_taken(log):
+            raise
+        logger.info("CRIU's restore failed for what may be gone by now, and is tried once more: %s", error.message)
+        return await once()
+
+
+async def _restore_once(
+    words: Sequence[str],
+    needs: Needs,
+    thread_numbers: Sequence[int],
+    log_dir_fd: int,
+    unit_name: str | None,
+    description: str,
+    deadline_s: float,
+) -> Revived:
+    started = time.monotonic()
+    await _take_numbers(needs, thread_numbers)
+    root = str(needs.pids[0])
+    attendant: int | None = None
+    came = attended = Population({})
+    if unit_name is not None:
+        await _restore_in_unit([root, *words], unit_name, description, log_dir_fd, deadline_s)
+    else:
+        begun = await start_apart(
+            lambda told: [*_PYTHON, "tend", str(told), root, *words],
+            deadline_s=deadline_s,
+            end=lambda: end_all(population_of(needs.pids)),
+        )
+        if not begun.word:
+            error = _failed("restore", _log(log_dir_fd, RESTORE_LOG), "", begun.status)
+            is_killed = begun.status is None or begun.status < 0
+            raise LeftBehind(error.code, error.message, error.hint, error.facts) if is_killed else error
+        attendant = begun.pid
+    with anyio.CancelScope(shield=True):  # they are there: until it is known who they are, nobody else can end them
+        try:
+            came, attended = await run_detached(lambda _: _came(needs, attendant), name="look at the job")
+            if needs.pids[0] not in came.start_ticks:
+                raise _logged(not_there(needs.pids[0]), _log(log_dir_fd, RESTORE_LOG), "")
+        except BaseException:
+            await _end_unseen(unit_name, attendant)
+            raise
+    took_s = time.monotonic() - started
+    logger.debug("CRIU restored process %d in %.1f ms", needs.pids[0], took_s * 1e3)
+    return Revived(needs.pids[0], came.start_ticks, unit_name, took_s, attended)
+
+
+def _came(needs: Needs, attendant: int | None) -> tuple[Population, Population]:
+    """The job, and what attends to it."""
+    return population_of(needs.pids), population_of([] if attendant is None else [attendant])
+
+
+async def _end_unseen(unit: str | None, attendant: int | None) -> None:
+    """End whatever came, by who has all of it; the attendant is our child. Nothing has to be looked at for that."""
+    if unit is not None:
+        await stop_unit(unit)
+    if attendant is not None:
+        with suppress(ProcessLookupError):
+            os.kill(attendant, signal.SIGUSR1)
+
+
+async def end(back: Revived) -> None:
+    """End all that came back, and whoever they have made since. Raises nothing; not to be cancelled."""
+    with anyio.CancelScope(shield=True):
+        if back.unit is not None:
+            await stop_unit(back.unit)
+        for pid, ticks in back.attendant.start_ticks.items():
+            await run_detached(partial(_ask_to_end, pid, ticks), name="end the job")
+        await run_detached(lambda _: end_all(Population(back.start_ticks)), name="end the job")
+
+
+def _ask_to_end(pid: int, start_ticks: int, _: object) -> None:
+    ask(pid, start_ticks, signal.SIGUSR1)
+
+
+def _worn(guise: Guise | None) -> list[str]:
+    return [] if guise is None else ["--as", guise.word]
+
+
+async def _tell_of_long(root_pid: int, is_long_s: float) -> None:
+    """Tell whoever reads the log how long a dump takes, for as long as it does."""
+    began = anyio.current_time()
+    while True:
+        await anyio.sleep(is_long_s)
+        logger.warning(
+            "CRIU has been dumping process %d for %d s: it is not cut off, because that could end the job; "
+            "look at the disk that the image is on, and whether somebody has stopped CRIU: ps -C criu",
+            root_pid,
+            anyio.current_time() - began,
+        )
+
+
+async def _restore_in_unit(
+    words: Sequence[str], name: str, description: str, log_dir_fd: int, deadline_s: float
+) -> None:
+    """The same in a unit of that name, which is ended again with all that is in it if that fails."""
+    pid_file = f"/run/{name}.pid"
+    argv = [*_PYTHON, "unit", pid_file, *words]
+    try:
+        with anyio.CancelScope(shield=True):
+            done = await start_unit(argv, name, pid_file=pid_file, description=description, deadline_s=deadline_s)
+            if done.status != 0:
+                raise _failed("restore", _log(log_dir_fd, RESTORE_LOG), "", done.status)
+        await anyio.lowlevel.checkpoint()  # whoever does not want it any more is seen here
+    except UnitTaken:
+        raise  # somebody else's
+    except BaseException:
+        with anyio.CancelScope(shield=True):
+            await stop_unit(name)
+        raise
+
+
+def _threads_in(images_dir_fd: int, pids: Collection[int]) -> tuple[int, ...]:
+    """The numbers of its threads but for the first of each process: CRIU makes each under its own."""
+    try:
+        cores = [re.fullmatch(r"core-(\d+)\.img", name) for name in os.listdir(images_dir_fd)]
+    except OSError:  # CRIU will say what is wrong with it
+        return ()
+    return tuple(sorted({int(core[1]) for core in cores if core} - {*pids}))
+
+
+async def _take_numbers(needs: Needs, thread_numbers: Sequence[int]) -> None:
+    """Wait until the job's numbers are free of those who only wait to be reaped, and those of its threads of anybody.
+
+    Raises Refused if they are not.
+    """
+    held = await run_detached(lambda _: wait_until_free(needs.pids), name="wait for free numbers")
+    if held:
+        first = held[0]
+        whom = f"a zombie, {first.pid}, that its parent does not reap" if first.is_zombie else f"process {first.pid}"
+        raise Refused(
+            f"the job had the number {first.number}, which is taken as the {first.what} of {whom}",
+            "end what has it (ps -eo pid,pgid,sid,stat,args), or restore in a fresh pid namespace: "
+            "unshare --pid --fork --mount-proc",
+        )
+    taken = await run_detached(lambda _: wait_for_thread_numbers(thread_numbers), name="wait for free numbers")
+    if taken is not None:
+        raise Refused(
+            f"a thread of the job had the number {taken[0]}, which one of process {taken[1]} has",
+            "end what has it (ps -eLo pid,tid,args), or restore in a fresh pid namespace: "
+            "unshare --pid --fork --mount-proc",
+        )
+
+
+def _failed(step: str, log: str, output: str, status: int | None) -> HegmError:
+    """What went wrong, with the end of CRIU's log in ours: its own goes with the image, or with the try."""
+    return _logged(failure(step, log, output, status), log, output)
+
+
+def _logged(error: HegmError, log: str, output: str) -> HegmError:
+    logger.warning("%s; CRIU's log ends so:\n%s", error.message, "\n".join([*log.splitlines()[-_LOG_LINES:], output]))
+    return error
+
+
+def _log(dir_fd: int, name: str) -> str:
+    """The end of CRIU's log; nothing where it has not come to write one."""
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=dir_fd)
+    except OSError:
+        return ""
+    with open(fd, "rb") as file:
+        size_bytes = os.fstat(fd).st_size
+        file.seek(max(0, size_bytes - _LOG_MAX_BYTES))
+        return file.read(_LOG_MAX_BYTES).decode("utf-8", "replace")

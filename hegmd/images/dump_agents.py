@@ -1,0 +1,126 @@
+"""The agents of a job that is handed to an image: they hang up and stay away while CRIU works, and are called back.
+
+CRIU can take no process that is connected to somebody who stays. Owns which agents these are, their meeting places, and
+what they have told of themselves; knows nothing of the image, and stops or ends no process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import anyio
+
+from hegmd.errors import TIMEOUT, HegmError, Refused
+from hegmd.images.rendezvous import MeetingPlaces
+from hegmd.memory.pool import Key, Pool
+from hegmd.migration.machine.operation import Handoff as Wish
+from hegmd.migration.machine.operation import Operation
+from hegmd.migration.machine.operation import Worker as Member
+from hegmd.node.processes.process_tree import pids_below
+from hegmd.protocol.images import ImageWorker
+from hegmd.system.threads import run_detached
+from hegmd.workers.agent_orders import AgentAway
+from hegmd.workers.workers import Worker, Workers
+
+# An agent hangs up as soon as it has said that it will, and looks about thirty times a second whether to come back.
+HANGS_UP_WITHIN_S = 10.0
+COMES_BACK_WITHIN_S = 30.0
+# After this an agent comes back by itself, whatever has become of its daemon.
+ASIDE_LIMIT_S = 4 * 3600.0
+
+
+class HandedAgents:
+    """Those of one job at a time, by its operation. `pool` says whether bytes outlive the daemon that holds them."""
+
+    def __init__(self, places: MeetingPlaces, workers: Workers, pool: Pool, *, hangs_up_within_s: float) -> None:
+        self.hangs_up_within_s = hangs_up_within_s
+        self._places = places
+        self._workers = workers
+        self._pool = pool
+
+    @property
+    def sockets(self) -> tuple[str, ...]:
+        """Where they are connected to while they attend."""
+        return (str(self._places.socket_path),)
+
+    @property
+    def meeting(self) -> str:
+        """Where they look whether to come back."""
+        return str(self._places.folder)
+
+    async def step_aside(self, op: Operation, wish: Wish) -> None:
+        """Have every agent of the job hang up and stay. Raises HegmError; some may have, and are to be called back.
+
+        Those of launchers and other processes of its tree too, which are on no GPU and in no operation.
+        """
+        workers = [self._attending(op, member) for member in op.live]
+        workers += [worker for worker in await self.bystanders(op, wish) if worker.connected]
+        for worker in workers:
+            place = self._places.hold(worker.token)
+            await worker.order("aside", path=place, limit_s=ASIDE_LIMIT_S)
+        with anyio.move_on_after(self.hangs_up_within_s):
+            await self._until(lambda: not any(worker.connected for worker in workers))
+            return
+        left = ", ".join(str(worker.pid) for worker in workers if worker.connected)
+        raise HegmError(
+            TIMEOUT, f"the agent of process {left} did not hang up", "see the log of the job, and ask again"
+        )
+
+    async def bystanders(self, op: Operation, wish: Wish) -> list[Worker]:
+        """Processes of its tree with agents that attend, or did, and that it does not move."""
+        pids = await run_detached(lambda _: pids_below(wish.root_pid), name="hegmd-tree")
+        members = {member.pid for member in op.live}
+        return [worker for worker in self._workers if worker.pid in pids and worker.pid not in members]
+
+    async def call_back(self, op: Operation, wish: Wish) -> None:
+        """Have them back at their usual socket, as far as they are there. Raises nothing."""
+        members = list(op.live)
+        await self.leave_places(op, wish)
+        with anyio.move_on_after(COMES_BACK_WITHIN_S):
+            await self._until(lambda: all(self._is_back(member) for member in members))
+
+    async def leave_places(self, op: Operation, wish: Wish) -> None:
+        """Have every agent of the job come to its usual socket."""
+        tokens = [member.token for member in op.live]
+        for token in (*tokens, *(worker.token for worker in await self.bystanders(op, wish))):
+            if token:
+                self._places.leave(token)
+
+    def told(self, member: Member) -> ImageWorker:
+        """What its agent has told of itself, and what its piece of the pool was made for."""
+        worker = self._workers.find(member.pid)
+        if worker is None:
+            raise AgentAway(member.pid, "it has ended")
+        about = worker.about
+        frameworks = {about.framework: about.framework_version or ""} if about.framework else {}
+        return ImageWorker(
+            pid=member.pid,
+            gpus=(),
+            carrier=None,
+            size_bytes=0,
+            rest_bytes=0,
+            bytes=(),
+            agent_version=worker.program.version,
+            frameworks={**frameworks, "python": about.python_version},
+            more={"run": about.run},
+        )
+
+    def _attending(self, op: Operation, member: Member) -> Worker:
+        worker = self._workers.find(member.pid)
+        if worker is None or worker.token != member.token or not worker.connected:
+            raise AgentAway(member.pid, "it cannot be told to step aside")
+        if member.out and not self._pool.outlives(Key(op.id, member.name)):
+            raise Refused(
+                f"the bytes of process {member.pid} are held by hegmd alone, and would be lost if it ended meanwhile",
+                "give hegmd a place that outlives it: hugetlbfs or /dev/shm, or start it by systemd",
+            )
+        return worker
+
+    def _is_back(self, member: Member) -> bool:
+        """Whether its agent attends, or never will."""
+        worker = self._workers.find(member.pid)
+        return worker is None or worker.token != member.token or worker.connected
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            await self._workers.news.wait()

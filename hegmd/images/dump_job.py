@@ -1,0 +1,346 @@
+"""Jobs that are handed to an image: agents step aside, CRIU dumps the processes, their bytes go beside that.
+
+Owns the order of these, and what is undone when any of it fails or is not wanted any more: the image is discarded, the
+processes go on, and their agents are called back before anybody hears of the failure. A job that is to end stands still
+from the dump to its end, since a thread of it that is not parked would go on writing to files whose sizes are in the
+image; its bytes are written while CRIU dumps. One that goes on stands for the dump alone: its bytes are in the pool and
+stay there, and are written from there, and read back, while it trains. What is decided from the outcome is the
+machine's business; what is written is `dump_files`'s, and `dump_agents` has the agents step aside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn
+
+import anyio
+
+from hegmd.errors import Bug, HegmError, Refused
+from hegmd.images.criu.needs import needs_of
+from hegmd.images.criu.privileges import Guise, rights_missing
+from hegmd.images.dump_agents import HANGS_UP_WITHIN_S, HandedAgents
+from hegmd.images.dump_files import Dumping, rights_of
+from hegmd.images.dump_records import StandingNotes
+from hegmd.images.dump_tree import (
+    ancestors_of,
+    anonymous_bytes_of,
+    end_tree,
+    guise_for,
+    let_all_go,
+    not_theirs,
+    told_of_kin,
+    tree_of,
+)
+from hegmd.images.files.catalogue import size_of
+from hegmd.images.files.images import Images
+from hegmd.images.files.open_image import Lent
+from hegmd.images.hegm_lock_files import LockFiles
+from hegmd.images.manifests import is_of, mark_in, mark_of
+from hegmd.images.rendezvous import MeetingPlaces
+from hegmd.memory.pool import Pool
+from hegmd.migration.machine.operation import Handoff as Wish
+from hegmd.migration.machine.operation import Operation
+from hegmd.migration.machine.operation import Worker as Member
+from hegmd.migration.plan.throughput import LEFT, OUT
+from hegmd.node.criu_program import Criu
+from hegmd.node.inventory import NodeSnapshot
+from hegmd.node.processes.process_set import Population, population_of
+from hegmd.node.processes.process_tree import Tree
+from hegmd.protocol.images import Manifest
+from hegmd.protocol.operations import Reason
+from hegmd.system.programs import Rights
+from hegmd.system.task_group import Progress, in_concert, parts_of
+from hegmd.system.threads import Looks, run_detached
+from hegmd.workers.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+# An image on a disk that does not answer keeps nobody from ending.
+_LOOKS_WITHIN_S = 10.0
+_MOST_REMEMBERED = 64
+_LET_GO_AGAIN_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """An image whose job goes on: its processes are in it, and these workers' bytes are still to be written from the
+    pool. How a worker stood then is no matter of how it stands now."""
+
+    lent: Lent
+    manifest: Manifest
+    out: tuple[Member, ...]
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """A tree of processes as it was seen: its root, how much memory of theirs an image has, what is against one, and
+    what may be against bringing it back."""
+
+    root_pid: int
+    root_ticks: int
+    criu_bytes: int
+    reasons: tuple[Reason, ...]
+    notes: tuple[str, ...]
+
+
+class Handoff:
+    """Makes images of jobs. `images` tells their room, `criu` finds the program, `look` sees the node.
+
+    `in_unit` runs CRIU as a unit of systemd's, and `noted` is told how large an image was and how long it took.
+    """
+
+    def __init__(  # noqa: PLR0913 - what it puts together, each by its name
+        self,
+        images: Callable[[], Images],
+        places: MeetingPlaces,
+        workers: Workers,
+        pool: Pool,
+        *,
+        criu: Callable[[], Awaitable[Criu]],
+        look: Callable[[], Awaitable[NodeSnapshot]],
+        in_unit: bool,
+        locks: LockFiles,
+        notes: StandingNotes,
+        hangs_up_within_s: float = HANGS_UP_WITHIN_S,
+        noted: Callable[[str, int, float], object] = lambda _direction, _size_bytes, _took_s: None,
+    ) -> None:
+        self._left: dict[str, Left] = {}
+        #: Operations whose processes go on, by what this daemon has seen to; the last ones.
+        self._gone_on: dict[str, None] = {}
+        self._noted = noted
+        self._locks = locks
+        self._images = images
+        self._criu = criu
+        self._in_unit = in_unit
+        self._is_stopping = False
+        self._looks = Looks()
+        self._agents = HandedAgents(places, workers, pool, hangs_up_within_s=hangs_up_within_s)
+        self._dumping = Dumping(self._agents, pool, look=look, looks=self._looks, in_unit=in_unit, notes=notes)
+
+    def stop(self) -> None:
+        """The daemon ends: what is cancelled from now on is not unwanted, and the next one finds it."""
+        self._is_stopping = True
+
+    # -- before anything is begun --------------------------------------------------------------------------------------
+
+    async def against(self, pids: Sequence[int], path: str, size_bytes: int, rights: Rights) -> Looked:
+        """The tree that is taken with these processes, and all that is against it.
+
+        `size_bytes` are what they have on GPUs: so much at least is to have room at the path.
+        The processes run meanwhile, so what is found can be another thing a moment later: it is looked at again then.
+        """
+        reasons: list[Reason] = []
+        try:
+            await self._criu()
+        except HegmError as error:
+            reasons.append(Reason(code=error.code.name, message=error.message, hint=error.hint))
+        root, tree = await self._looks.at(lambda tell: tree_of(pids, tell), name="hegmd-tree")
+        needs = needs_of(tree, gpu_pids=pids, agent_sockets=self._agents.sockets)
+        guise = await self._looks.at(lambda _: guise_for(tree, needs, rights), name="hegmd-guise")
+        reasons += [*needs.reasons, *self._lacking(tree, guise)]
+        reasons += await self._looks.at(lambda _: not_theirs(tree, needs, rights), name="hegmd-theirs")
+        criu_bytes = 0
+        try:
+            criu_bytes = await run_detached(lambda _: sum(map(anonymous_bytes_of, tree.pids)), name="hegmd-memory")
+            await self._images().require_room(
+                path, rights, criu_bytes=criu_bytes, bytes_of_gpus=size_bytes, apart=guise is not None
+            )
+        except HegmError as error:
+            reasons.append(Reason(code=error.code.name, message=error.message, hint=error.hint))
+        notes = await self._looks.at(lambda _: tuple(told_of_kin(tree)), name="hegmd-tree")
+        return Looked(root, tree.member(root).start_ticks, criu_bytes, tuple(reasons), notes)
+
+    def _lacking(self, tree: Tree, guise: Guise | None) -> Iterator[Reason]:
+        uids = frozenset(member.uid for member in tree.members)
+        missing = rights_missing(uids, as_user=guise is not None, in_unit=self._in_unit)
+        if missing is not None:
+            yield missing
+
+    # -- the image -----------------------------------------------------------------------------------------------------
+
+    async def dump(self, op: Operation, on_progress: Progress) -> None:
+        """Raises HegmError; there is no image then, and the job is as it was. Cancelled, the same."""
+        wish = _wish_of(op)
+        self._gone_on.pop(op.id, None)
+        lent: Lent | None = None
+        began = anyio.current_time()
+        try:
+            criu = await self._criu()
+            tree, needs = await self._dumping.look_at_tree(op, wish)
+            guise = await self._looks.at(lambda _: guise_for(tree, needs, rights_of(wish)), name="hegmd-guise")
+            how = {"apart": guise is not None, "beside": wish.leave_running}
+            lent = await self._images().lend(wish.path, rights_of(wish), **how)
+            await self._agents.step_aside(op, wish)
+            manifest = await self._dumping.write(op, wish, lent, criu, guise, on_progress)
+            if not wish.leave_running:
+                manifest = await lent.finish(manifest)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                if lent is not None:
+                    await lent.discard()
+                await self._go_on(op, wish)
+            raise
+        took_s = anyio.current_time() - began
+        if not wish.leave_running:
+            self._noted(OUT, size_of(manifest), took_s)
+            return
+        self._left[op.id] = Left(lent, manifest, tuple([member for member in op.live if member.out]), took_s)
+        await self._go_on(op, wish)  # nothing that can fail or be cut off comes between the dump and this
+
+    async def seal(self, op: Operation, on_progress: Progress) -> None:
+        """Write the bytes of a job that has gone on to its image, read all of that back, and give it its name.
+
+        Raises HegmError; there is no image then. Cancelled, the same. One that a daemon before this one had begun, and
+        that is not whole by now, is none.
+        """
+        wish = _wish_of(op)
+        left = self._left.pop(op.id, None)
+        if left is None:
+            try:
+                await self._require_whole(op, wish)
+            except BaseException as error:
+                if self._is_stopping and not isinstance(error, HegmError):
+                    raise
+                await self._leave_none(wish, error)
+            return
+        what = f"the image in {wish.path} was not written, and is removed"
+        try:
+            progress_of = parts_of(on_progress)
+            out = [partial(self._dumping.write_bytes, op, each, left.lent, progress_of(each.name)) for each in left.out]
+            await in_concert(*out)
+            what = f"the image for {wish.path} was not finished, and nothing is left of it"
+            manifest = await left.lent.finish(left.manifest, on_progress)
+        except BaseException as error:
+            with anyio.CancelScope(shield=True):
+                await left.lent.discard()
+            if not isinstance(error, HegmError):
+                raise
+            raise HegmError(
+                error.code, f"{what}: {error.message}", f"the job goes on; {error.hint}", error.facts
+            ) from error
+        self._noted(LEFT, sum(file.size_bytes for file in manifest.criu_files), left.took_s)
+
+    async def scrap(self, op: Operation) -> None:
+        """Leave nothing of an image that was written, or that was being read back. Raises nothing."""
+        wish = _wish_of(op)
+        left = self._left.pop(op.id, None)
+        if left is not None:
+            await left.lent.discard()
+            return
+        with contextlib.suppress(HegmError):
+            await self._images().sweep(wish.path, rights_of(wish))
+
+    async def _go_on(self, op: Operation, wish: Wish) -> None:
+        """Whoever was left stopped goes on, and the agents come back, as far as they are there. Raises nothing."""
+        self._gone_on[op.id] = None
+        for oldest in tuple(self._gone_on)[:-_MOST_REMEMBERED]:
+            del self._gone_on[oldest]
+        with anyio.CancelScope(shield=True):
+            while True:
+                try:
+                    return await self._let_go(op, wish)
+                except HegmError as error:  # for want of a descriptor or a thread; the job stands until there is one
+                    logger.error("operation %s cannot let its job go yet: %s; %s", op.id, error.message, error.hint)
+                    await anyio.sleep(_LET_GO_AGAIN_S)
+
+    async def _let_go(self, op: Operation, wish: Wish) -> None:
+        dumped = await self._dumping.dumped(op) or Population({})
+        await run_detached(lambda _: let_all_go(wish, dumped), name="hegmd-let-go")
+        await self._dumping.none_stands(op)
+        await self._agents.call_back(op, wish)
+
+    async def abandon(self, op: Operation) -> None:
+        """See that nobody stands for an image that was given up, where this daemon has not done so. Raises nothing.
+
+        A dump that is given up is undone by whoever makes it; but that daemon may have been killed meanwhile, or the
+        dump have come to its end while it was written down that nobody waits for it.
+        """
+        if op.id in self._gone_on:
+            return
+        wish = _wish_of(op)
+        await self._go_on(op, wish)
+        with contextlib.suppress(HegmError), anyio.move_on_after(_LOOKS_WITHIN_S):
+            await self._images().sweep(wish.path, rights_of(wish))
+
+    # -- afterwards ----------------------------------------------------------------------------------------------------
+
+    async def find(self, op: Operation) -> None:
+        """After a restart: whether the image is whole. If it is not, what there is of it goes, and the job goes on.
+
+        Cancelled because the daemon ends, it leaves all as it is: the image may be whole, and then the job is to end
+        without having run on, with what it would write, beyond what is in the image.
+        """
+        wish = _wish_of(op)
+        try:
+            self._dumping.known_from(op, await self._require_whole(op, wish))
+        except BaseException as error:
+            if self._is_stopping and not isinstance(error, HegmError):
+                raise
+            await self._go_on(op, wish)
+            await self._leave_none(wish, error)
+        if wish.leave_running:
+            await self._go_on(op, wish)
+
+    async def _require_whole(self, op: Operation, wish: Wish) -> Manifest:
+        """What is said of the image. Raises HegmError unless it has its name, and is of that operation."""
+        image = await self._images().open(wish.path, rights_of(wish))
+        try:
+            if not is_of(image.manifest, op):
+                raise Refused(f"{wish.path} is another image", "nothing was done to it")
+            return image.manifest
+        finally:
+            await image.end()
+
+    async def _leave_none(self, wish: Wish, error: BaseException) -> NoReturn:
+        """Nothing is left of an image that was found not to be whole. Raises that, or the cancellation that it was."""
+        with anyio.CancelScope(shield=True), contextlib.suppress(HegmError):
+            await self._images().sweep(wish.path, rights_of(wish))
+        if not isinstance(error, HegmError):
+            raise error
+        raise Refused(
+            f"hegmd was stopped before the image in {wish.path} was whole: {error.message}",
+            "ask for it again; the job goes on",
+        ) from error
+
+    async def end(self, op: Operation, member: Member) -> None:
+        """End the whole tree, the process itself last, so that what is left of it can still be found from there."""
+        wish = _wish_of(op)
+        try:
+            await run_detached(lambda _: self._tell_controllers(op, wish), name="hegmd-lock")
+        except HegmError as error:  # the image is whole, and so the job ends all the same
+            logger.error("no lock file tells of operation %s: %s; %s", op.id, error.message, error.hint)
+        await self._agents.leave_places(op, wish)  # they are stopped, and will not look there any more
+        dumped = await self._dumped(op, wish)
+        await run_detached(lambda _: end_tree(wish, member, dumped), name="hegmd-end")
+        await self._dumping.none_stands(op)
+
+    async def _dumped(self, op: Operation, wish: Wish) -> Population:
+        """Whom CRIU has had: where another daemon has seen that, by the image, as far as that is to be read."""
+        if await self._dumping.dumped(op) is None:
+            with contextlib.suppress(HegmError), anyio.move_on_after(_LOOKS_WITHIN_S):
+                self._dumping.known_from(op, await self._require_whole(op, wish))
+        return await self._dumping.dumped(op) or Population({})
+
+    def _tell_controllers(self, op: Operation, wish: Wish) -> None:
+        """While its parent can still be told; of ranks, the first that ends takes the whole tree with it. Blocks."""
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            if population_of([wish.root_pid]).start_ticks.get(wish.root_pid) == wish.root_ticks:
+                self._locks.make(ancestors_of(wish.root_pid)[1], wish.path, mark_of(op))
+
+    async def forget(self, manifest: Manifest) -> None:
+        """The job of that image is back: nobody is to take it for gone. Raises nothing."""
+        try:
+            await run_detached(lambda _: self._locks.remove(mark_in(manifest)), name="hegmd-lock")
+        except HegmError as error:
+            logger.error("a lock file still tells of a job that is back: %s; %s", error.message, error.hint)
+
+
+def _wish_of(op: Operation) -> Wish:
+    if op.handoff is None:
+        raise Bug(f"operation {op.id} is to be handed over, and nobody has said where to")
+    return op.handoff

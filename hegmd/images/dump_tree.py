@@ -1,0 +1,153 @@
+"""The tree of processes that is handed to an image: which it is, what is against having it in one, and its end.
+
+Owns what is looked at in /proc for that, and who may have whose memory. Nothing is decided here of the order in which a
+job is handed over, and nothing is asked of agents or of CRIU. All but the checks of what was read before block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hegmd.errors import DENIED, NOT_FOUND, REFUSED, HegmError, Refused
+from hegmd.images.criu.dumped import strangers
+from hegmd.images.criu.needs import Needs
+from hegmd.images.criu.privileges import Guise, closed_to, to_dump, worn_by_root
+from hegmd.memory.pool_names import parse_name
+from hegmd.migration.machine.operation import Handoff as Wish
+from hegmd.migration.machine.operation import Worker as Member
+from hegmd.node.processes.process_set import Population, end_all, holders_of, let_go, population_of
+from hegmd.node.processes.process_tree import Member as Process
+from hegmd.node.processes.process_tree import Tell, Tree, pids_below, read_tree
+from hegmd.protocol.operations import Reason
+from hegmd.system.programs import Rights
+
+logger = logging.getLogger(__name__)
+
+
+def tree_of(pids: Sequence[int], tell: Tell) -> tuple[int, Tree]:
+    """The root of the smallest tree that has all of these, and the tree. Raises HegmError."""
+    try:
+        lines = [ancestors_of(pid) for pid in pids]
+        common = set(lines[0]).intersection(*lines[1:])
+        root = next((pid for pid in lines[0] if pid in common), None)
+        if root is None or root == 1:
+            raise Refused(
+                f"processes {', '.join(map(str, pids))} have no common parent that could be taken with them",
+                "start the ranks of a job by one launcher, as torchrun is",
+            )
+        return root, read_tree(root, tell=tell)
+    except (ProcessLookupError, FileNotFoundError) as error:
+        raise HegmError(NOT_FOUND, f"a process of the job has ended: {error}", "see the log of the job") from error
+
+
+def told_of_kin(tree: Tree) -> Iterator[str]:
+    """Those who are not in the tree, and have a number of it as their group or session: it cannot come back with them.
+
+    Such as what it has started for good, whose parent has ended.
+    """
+    for holder in holders_of(tree.pids):
+        if holder.pid not in tree.pids:
+            yield (
+                f"process {holder.pid}, which is not in the job, has its number {holder.number} as its {holder.what}: "
+                "where it is still there, the job comes back only when that has ended"
+            )
+
+
+def ancestors_of(pid: int) -> list[int]:
+    """The process, its parent, and so on."""
+    line = [pid]
+    while line[-1] > 1:
+        fields = Path(f"/proc/{line[-1]}/stat").read_bytes().rpartition(b")")[2].split()
+        line.append(int(fields[1]))
+    return line
+
+
+def anonymous_bytes_of(pid: int) -> int:
+    """Memory of a process that is in no file, and so is in its image."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def guise_for(tree: Tree, needs: Needs, rights: Rights) -> Guise | None:
+    """Whose rights CRIU has; None for root's. Blocks."""
+    return worn_by_root(_without_pieces(tree), needs) if rights.uid == 0 else to_dump(tree, rights.groups)
+
+
+def _without_pieces(tree: Tree) -> Tree:
+    """The tree as it will be when the agents have closed what they had of the pool, whose files are the daemon's."""
+    kept = (each for each in tree.descriptors if parse_name(os.path.basename(each.path)) is None)
+    return replace(tree, descriptors=tuple(kept))
+
+
+def not_theirs(tree: Tree, needs: Needs, rights: Rights) -> list[Reason]:
+    """Against an image whose reader would get what is not theirs, or that CRIU cannot make with a user's rights."""
+    if rights.uid == 0:
+        return []
+    gid, gids = tree.member(tree.root).gid, {rights.gid, *rights.groups}
+    strange = [
+        member
+        for member in tree.members
+        if member.uid != rights.uid or member.is_guarded or member.gid != gid or gid not in gids
+    ]
+    return [
+        *(_not_theirs_reason(member, rights) for member in strange),
+        *needs.only_by_root,
+        *closed_to(_without_pieces(tree), rights.uid, frozenset(gids)),
+    ]
+
+
+def _not_theirs_reason(member: Process, rights: Rights) -> Reason:
+    hint = "an image holds all of a process's memory: have its owner make it, or root"
+    message = f"process {member.pid} runs as uid {member.uid}, and its image would be yours, of uid {rights.uid}"
+    if member.uid == rights.uid:
+        message = (
+            f"process {member.pid} has other rights or another group (gid {member.gid}) than uid {rights.uid} here, or "
+            "hides its memory from its own user"
+        )
+        hint = "end it first (as sudo, su, passwd or ssh-agent), or have root make the image"
+    return Reason(code=DENIED.name, message=message, hint=hint, pid=member.pid)
+
+
+def require_no_more(dumped: Mapping[int, bool], tree: Tree, rights: Rights) -> None:
+    """Raise HegmError if there is more in the image than was looked at: somebody who came, or has got other rights."""
+    if strange := strangers(dumped, tree.pids, may_read_all=rights.uid == 0):
+        raise HegmError(
+            DENIED if rights.uid != 0 else REFUSED,
+            f"process {strange[0]} has come to the job while its image was made, or has got other rights",
+            "ask again when the job starts no programs; the job goes on as before",
+            {"pids": strange},
+        )
+
+
+def let_all_go(wish: Wish, dumped: Population) -> None:
+    """Have everybody of the tree go on, and `dumped`, whom CRIU has had: whose parent has ended is found no more.
+
+    Who stood still by a signal before that stays so.
+    """
+    try:
+        found = population_of(pids_below(wish.root_pid)).start_ticks
+    except OSError as error:
+        logger.warning("who belongs to process %d cannot be seen: %s; who is known goes on", wish.root_pid, error)
+        found = {wish.root_pid: wish.root_ticks}
+    if found.get(wish.root_pid) != wish.root_ticks:
+        found = {}
+    if people := {**dumped.start_ticks, **found}:
+        let_go(Population(people, dumped.stopped))
+
+
+def end_tree(wish: Wish, member: Member, dumped: Population) -> None:
+    """End everybody of the tree, and of those whom CRIU has had, the process itself last."""
+    pids = [member.pid, *pids_below(wish.root_pid)]
+    found = population_of(pids).start_ticks
+    if found.get(wish.root_pid) != wish.root_ticks:  # it has ended, and another process may have its number
+        found = {pid: ticks for pid, ticks in found.items() if (pid, ticks) == (member.pid, member.start_ticks)}
+    orphans = {pid: ticks for pid, ticks in dumped.start_ticks.items() if pid not in found}
+    end_all(Population({**orphans, **{pid: found[pid] for pid in reversed(pids) if pid in found}}))

@@ -1,0 +1,262 @@
+"""Images as they lie about: which there are, whether they are good, and taking them away.
+
+What hegmctl does with its user's own rights, without a daemon, and what is cleaned up after a writer that was killed.
+Everything blocks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Iterator
+
+from hegmd.errors import BUSY, NOT_FOUND, HegmError, Refused
+from hegmd.images.files.folder import (
+    DIRECTORY,
+    KNOWN,
+    LOCK,
+    MANIFEST,
+    OLD,
+    SEAL,
+    Folder,
+    find,
+    is_left_over,
+    split,
+    unnamed_beside,
+)
+from hegmd.images.files.lock import lock_alone
+from hegmd.images.files.refusals import told
+from hegmd.images.files.signature import read_manifest
+from hegmd.protocol.images import ImageSeen, ImageVerified, Manifest
+
+
+def manifest_in(folder: Folder) -> Manifest:
+    """Its manifest, and every file there with its size. Raises HegmError."""
+    with told(folder.path, "read"):
+        try:
+            data, seal = folder.read_small(MANIFEST), folder.read_small(SEAL)
+        except FileNotFoundError as error:
+            raise HegmError(
+                NOT_FOUND,
+                f"{folder.path} is no image, or was never finished: it has no {MANIFEST} with a {SEAL}",
+                "see `hegmctl images ls` for what is there",
+            ) from error
+        manifest = read_manifest(folder.path, data, seal)
+        folder.require_whole(manifest)
+        return manifest
+
+
+def read(path: str) -> Manifest:
+    """The manifest of the image at that path. Raises HegmError."""
+    with find(path) as folder:
+        return manifest_in(folder)
+
+
+def verify(path: str, progress: Callable[[int, int], object]) -> ImageVerified:
+    """Read all of it; `progress` is told how much was read of how much. Raises HegmError.
+
+    Whatever is damaged is found by the code that a restore runs: the manifest and its seal, owners and modes, and every
+    byte of every file. Whose key has signed it, and what the node lacks for it, only the daemon of a node can tell.
+    """
+    began = time.monotonic()
+    with find(path) as folder:
+        manifest = manifest_in(folder)
+        size_bytes = size_of(manifest)
+        with told(path, "read"):
+            folder.require_own(folder.owner_uid)
+            folder.verify(manifest, lambda done_bytes: progress(done_bytes, size_bytes))
+            foreign = folder.foreign(manifest)
+    return ImageVerified(
+        path=path,
+        size_bytes=size_bytes,
+        stored_bytes=stored_of(manifest),
+        took_s=time.monotonic() - began,
+        foreign=tuple(foreign),
+    )
+
+
+def look_into(path: str) -> list[ImageSeen]:
+    """The image at that path, or those in it, and what is left of some. Raises HegmError."""
+    with told(path, "looked into"):
+        names = sorted(os.listdir(path))
+    if MANIFEST in names:
+        return [_look_at(path)]
+    return [_look_at(os.path.join(path, name)) for name in names if _is_one(os.path.join(path, name))]
+
+
+def remove(path: str) -> None:
+    """Take it away: an image, whole or not, or what is left of one. Raises HegmError, having left it as it was."""
+    parent, name = split(path)
+    with told(path, "removed"):
+        parent_fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fd = os.open(name, DIRECTORY, dir_fd=parent_fd)
+            try:
+                _require_image(path, name, os.listdir(fd))
+                _take_away(parent_fd, name, fd, path)
+            finally:
+                os.close(fd)
+        finally:
+            os.close(parent_fd)
+
+
+def require_removable(path: str) -> None:
+    """See that there is something at that path that `remove` would take away. Raises HegmError."""
+    _, name = split(path)
+    with told(path, "removed"):
+        fd = os.open(path, DIRECTORY)
+        try:
+            _require_image(path, name, os.listdir(fd))
+        finally:
+            os.close(fd)
+
+
+def sweep(path: str) -> list[str]:
+    """Take away what killed writers left of an image of that path; what is held by one that lives stays."""
+    parent, name = split(path)
+    gone: list[str] = []
+    with told(parent, "looked into"):
+        for found in sorted(os.listdir(parent)):
+            left = os.path.join(parent, found)
+            if is_left_over(found) == name and not _is_held(left):
+                remove(left)
+                gone.append(left)
+    return gone
+
+
+def trim(path: str, series: str, keep: int) -> list[str]:
+    """Take away all whole images of a series but the newest; which are gone. One that is in use stays.
+
+    They are named `SERIES.STAMP`, and in the order of their stamps. Nobody else's and nothing broken is touched.
+    """
+    named = re.compile(re.escape(series) + r"\.[0-9]{8}T[0-9]{6}Z")
+    mine = [seen for seen in look_into(path) if named.fullmatch(os.path.basename(seen.path))]
+    whole = sorted(seen.path for seen in mine if seen.state in ("whole", "in-use"))
+    gone: list[str] = []
+    for old in whole[:-keep] if keep > 0 else ():
+        try:
+            remove(old)
+        except HegmError as error:
+            if error.code is not BUSY:  # somebody has it in hand; it goes the next time
+                raise
+            continue
+        gone.append(old)
+    return gone
+
+
+def size_of(manifest: Manifest) -> int:
+    """The bytes that an image stands for."""
+    return sum(file.size_bytes for file in (*manifest.criu_files, *manifest.byte_files))
+
+
+def stored_of(manifest: Manifest) -> int:
+    """The bytes that an image takes on disk."""
+    return sum(file.stored_bytes for file in (*manifest.criu_files, *manifest.byte_files))
+
+
+def _look_at(path: str) -> ImageSeen:
+    if is_left_over(os.path.basename(path)) is not None:
+        state, why = ("in-use", None) if _is_held(path) else ("left-over", "its writer ended before it was whole")
+        return _seen(path, state, why, None)
+    try:
+        manifest = read(path)
+    except HegmError as error:
+        return _seen(path, "broken", error.message, None)
+    return _seen(path, "in-use" if _is_held(path) else "whole", None, manifest)
+
+
+def _seen(path: str, state: str, why: str | None, manifest: Manifest | None) -> ImageSeen:
+    if manifest is None:
+        return ImageSeen(
+            path=path, state=state, why=why, size_bytes=None, stored_bytes=None, made_utc=None, host=None, command=None
+        )
+    command = next((one.command for one in manifest.processes if one.pid == manifest.root_pid), None)
+    return ImageSeen(
+        path=path,
+        state=state,
+        why=why,
+        size_bytes=size_of(manifest),
+        stored_bytes=stored_of(manifest),
+        made_utc=manifest.made_utc,
+        host=manifest.host or None,
+        command=command,
+    )
+
+
+def _is_one(path: str) -> bool:
+    try:
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            return False
+        return is_left_over(os.path.basename(path)) is not None or MANIFEST in os.listdir(path)
+    except OSError:  # somebody else's, or gone meanwhile
+        return False
+
+
+def _is_held(path: str) -> bool:
+    try:
+        fd = os.open(os.path.join(path, LOCK), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _require_image(path: str, name: str, found: list[str]) -> None:
+    if is_left_over(name) is None and MANIFEST not in found:
+        raise Refused(f"{path} is no image: it has no {MANIFEST}", "remove it yourself if you want it gone: rm -r")
+    if strange := sorted(set(found) - KNOWN):
+        raise Refused(f"{path} holds more than an image: {', '.join(strange[:3])}", "take that out of it first")
+
+
+def _take_away(parent_fd: int, name: str, fd: int, path: str) -> None:
+    """Under a name of no whole image first: if this is cut off, what stays is known as left over."""
+    lock_fd = _locked(fd, path)
+    try:
+        if is_left_over(name) is None:
+            unnamed = unnamed_beside(name, OLD)
+            os.rename(name, unnamed, src_dir_fd=parent_fd, dst_dir_fd=parent_fd)
+            name = unnamed
+        for entry in sorted(os.listdir(fd), key=lambda entry: entry == LOCK):  # the lock last: until then it is held
+            if stat.S_ISDIR(os.stat(entry, dir_fd=fd, follow_symlinks=False).st_mode):
+                _empty(entry, fd)
+            else:
+                os.unlink(entry, dir_fd=fd)
+        os.rmdir(name, dir_fd=parent_fd)
+    finally:
+        if lock_fd is not None:
+            os.close(lock_fd)
+
+
+def _locked(fd: int, path: str) -> int | None:
+    try:
+        lock_fd = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+    except FileNotFoundError:
+        return None
+    try:
+        lock_alone(lock_fd, path)
+    except HegmError:
+        os.close(lock_fd)
+        raise
+    return lock_fd
+
+
+def _empty(name: str, dir_fd: int) -> None:
+    fd = os.open(name, DIRECTORY, dir_fd=dir_fd)
+    try:
+        for entry in _names(fd):
+            os.unlink(entry, dir_fd=fd)
+    finally:
+        os.close(fd)
+    os.rmdir(name, dir_fd=dir_fd)
+
+
+def _names(fd: int) -> Iterator[str]:
+    yield from os.listdir(fd)

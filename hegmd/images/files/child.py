@@ -1,0 +1,281 @@
+"""The process that touches images: with the rights of whoever owns them, killable at any moment.
+
+    python -m hegmd.images.files.child DESCRIPTOR
+
+It writes one image, or reads one, and holds its lock until it ends, which it does with its socket. Where it has the
+daemon's own rights instead, it copies and sums CRIU's files in the daemon's private folder, so that root's CRIU reads
+nothing that a caller could change meanwhile. It trusts whoever is at its socket, and nothing that it finds on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+from hegmd.errors import CANCELLED, Bug, HegmError
+from hegmd.gpu_helper.child import run
+from hegmd.gpu_helper.wire import Answer, Handler, Request
+from hegmd.images.files.catalogue import manifest_in, remove, sweep, trim
+from hegmd.images.files.copy_file import copy
+from hegmd.images.files.folder import (
+    MANIFEST,
+    SEAL,
+    Folder,
+    after,
+    find,
+    free_bytes_at,
+    listed,
+    make,
+    opened_plain,
+    summed,
+)
+from hegmd.images.files.refusals import told
+from hegmd.images.files.signature import read_manifest
+from hegmd.protocol.record import plain_value
+from hegmd.system.descriptors import Descriptors
+from hegmd.system.direct_io import Progress
+
+_PR_SET_DUMPABLE = 4
+TELL_EVERY_S = 0.1
+# Beside a job that trains: its own processes, such as a loader's, get nearly all of a processor that both want.
+BESIDE_NICE = 10
+
+
+class Work:
+    """The one image that this process writes or reads."""
+
+    def __init__(self) -> None:
+        self._folder: Folder | None = None
+        self._changed = threading.Condition()
+        self._under_way = 0
+        self._unwanted = False
+
+    def requests(self) -> Mapping[str, Handler]:
+        """Each request by its name."""
+        return {
+            "give-way": self.give_way,
+            "room": self.room,
+            "make": self.make,
+            "write": self.write,
+            "take": self.take,
+            "sum": self.sum,
+            "finish": self.finish,
+            "discard": self.discard,
+            "open": self.open,
+            "verify": self.verify,
+            "read": self.read,
+            "show": self.show,
+            "sweep": self.sweep,
+            "trim": self.trim,
+            "keep": self.keep,
+            "sum-of": self.sum_of,
+        }
+
+    def held(self) -> int:
+        """1 as long as there is an image: its lock goes with this process."""
+        return int(self._folder is not None)
+
+    @property
+    def folder(self) -> Folder:
+        if self._folder is None:
+            raise Bug("an image is spoken of that was not opened")
+        return self._folder
+
+    @contextlib.contextmanager
+    def _busy(self) -> Generator[None]:
+        """Something is written meanwhile: the directory is not to be taken away under it."""
+        with self._changed:
+            self._require_wanted()
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()
+
+    def _wanted(self, progress: Progress) -> Progress:
+        """That progress, which ends what is under way once nobody wants it."""
+
+        def tell(done_bytes: int) -> None:
+            self._require_wanted()
+            progress(done_bytes)
+
+        return tell
+
+    def _require_wanted(self) -> None:
+        if self._unwanted:
+            raise HegmError(CANCELLED, "the image is not wanted any more", "nothing is left of it")
+
+    def give_way(self, request: Request) -> Answer:
+        """From now on others come first. Threads have it of who starts them, and that is the first of this process."""
+        first = os.getpid()
+        os.setpriority(os.PRIO_PROCESS, first, max(BESIDE_NICE, os.getpriority(os.PRIO_PROCESS, first)))
+        return Answer({})
+
+    # -- writing one ---------------------------------------------------------------------------------------------------
+
+    def room(self, request: Request) -> Answer:
+        """What there is for an image at that path."""
+        return Answer({"free_bytes": free_bytes_at(str(request.args["path"]))})
+
+    def make(self, request: Request) -> Answer:
+        """A new directory; where CRIU is to write comes along."""
+        self._folder = make(str(request.args["path"]))
+        return Answer({"name": self._folder.name}, Descriptors([os.dup(self._folder.criu_fd)]))
+
+    def write(self, request: Request) -> Answer:
+        """Bytes from the memory that came along."""
+        (memory_fd,) = request.fds.view()
+        name, size_bytes = str(request.args["name"]), int(request.args["size_bytes"])
+        with self._busy(), told(self.folder.path, "written"):
+            file = self.folder.byte_file(name, str(request.args["id"]))
+            written = file.write(memory_fd, size_bytes, self._wanted(progress_of(request)))
+        return Answer({"stored_bytes": written.stored_bytes, "sum": written.sum, "direct": written.direct})
+
+    def take(self, request: Request) -> Answer:
+        """CRIU's files, as descriptors, into the image."""
+        with self._busy(), told(self.folder.path, "written"):
+            return _copied(request, self.folder.criu_fd, request.fds.view(), self._wanted(progress_of(request)))
+
+    def sum(self, request: Request) -> Answer:
+        """What CRIU has written into the image itself."""
+        with self._busy(), told(self.folder.path, "read"):
+            return Answer({"files": plain_value(self.folder.sum_criu_files(self._wanted(progress_of(request))))})
+
+    def finish(self, request: Request) -> Answer:
+        """Read it back, and give it its manifest and its name."""
+        data, seal = bytes(request.args["manifest"]), bytes(request.args["seal"])
+        with self._busy(), told(self.folder.path, "written"):
+            manifest = read_manifest(self.folder.path, data, seal)
+            self.folder.verify(manifest, self._wanted(progress_of(request)))
+            self.folder.publish(data, seal)
+        return Answer({})
+
+    def discard(self, request: Request) -> Answer:
+        """Leave nothing of it. What is under way for somebody who no longer waits is ended first."""
+        with self._changed:
+            self._unwanted = True
+            self._changed.wait_for(lambda: not self._under_way)
+        folder, self._folder = self.folder, None
+        unnamed = os.path.join(os.path.dirname(folder.path), folder.name)
+        folder.close()
+        remove(unnamed)
+        return Answer({})
+
+    # -- reading one ---------------------------------------------------------------------------------------------------
+
+    def open(self, request: Request) -> Answer:
+        """One that is there, the caller's own, locked and with every file; its manifest as it is written."""
+        folder = find(str(request.args["path"]))
+        try:
+            with told(folder.path, "opened"):
+                manifest_in(folder)
+                folder.lock()
+                folder.require_own(os.geteuid())
+                manifest = manifest_in(folder)  # once more: until it was locked, somebody could take it away
+                foreign = folder.foreign(manifest)
+                data, seal = folder.read_small(MANIFEST), folder.read_small(SEAL)
+        except BaseException:
+            folder.close()
+            raise
+        self._folder = folder
+        told_of = {"manifest": data, "seal": seal, "foreign": plain_value(foreign)}
+        return Answer(told_of, Descriptors([os.dup(folder.criu_fd)]))
+
+    def verify(self, request: Request) -> Answer:
+        """Every byte of it: of what CRIU is to read, or of the rest."""
+        with told(self.folder.path, "read"):
+            is_criu = bool(request.args.get("only_criu"))
+            verify = self.folder.verify_criu_files if is_criu else self.folder.verify_byte_files
+            verify(manifest_in(self.folder), progress_of(request))
+        return Answer({})
+
+    def read(self, request: Request) -> Answer:
+        """Bytes into the memory that came along."""
+        (memory_fd,) = request.fds.view()
+        file = self.folder.byte_file(str(request.args["name"]), str(request.args["id"]))
+        with told(self.folder.path, "read"):
+            size_bytes, total = int(request.args["size_bytes"]), str(request.args["sum"])
+            file.read(size_bytes, total, memory_fd, progress_of(request))
+        return Answer({})
+
+    def show(self, request: Request) -> Answer:
+        """CRIU's files as descriptors, for who may not open them here."""
+        fds = Descriptors([])
+        try:
+            with told(self.folder.path, "read"):
+                for name in request.args["names"]:
+                    with opened_plain(str(name), self.folder.criu_fd) as fd:
+                        fds.add(os.dup(fd))
+        except BaseException:
+            fds.close()
+            raise
+        return Answer({}, fds)
+
+    def sweep(self, request: Request) -> Answer:
+        """What killed writers left."""
+        return Answer({"gone": list(sweep(str(request.args["path"])))})
+
+    def trim(self, request: Request) -> Answer:
+        """All of a series but the newest."""
+        args = request.args
+        return Answer({"gone": list(trim(str(args["path"]), str(args["series"]), int(args["keep"])))})
+
+    # -- with the daemon's own rights ----------------------------------------------------------------------------------
+
+    def keep(self, request: Request) -> Answer:
+        """Files into the private folder that came along first."""
+        dir_fd, *files = request.fds.view()
+        with told("the daemon's private folder", "written"):
+            return _copied(request, dir_fd, tuple(files), progress_of(request))
+
+    def sum_of(self, request: Request) -> Answer:
+        """What CRIU has written into the private folder that came along."""
+        (dir_fd,) = request.fds.view()
+        with told("the daemon's private folder", "read"):
+            files = summed(dir_fd, progress_of(request))
+            sizes = {name: status.st_size for name, status in listed(dir_fd)}
+            return Answer({"files": plain_value(files), "sizes": sizes})
+
+
+def _copied(request: Request, dir_fd: int, files: tuple[int, ...], tell: Progress) -> Answer:
+    """The files under their names; the sum of what was written of each."""
+    sums: list[str] = []
+    before_bytes = 0
+    for fd, (name, size_bytes) in zip(files, request.args["files"], strict=True):
+        sums.append(copy(fd, int(size_bytes), dir_fd, str(name), after(before_bytes, tell)))
+        before_bytes += int(size_bytes)
+    os.fsync(dir_fd)
+    return Answer({"sums": sums})
+
+
+def progress_of(request: Request) -> Progress:
+    """Tells the daemon how far it is, and not more often than anybody reads."""
+    told_at_s = 0.0
+
+    def tell(done_bytes: int) -> None:
+        nonlocal told_at_s
+        now_s = time.monotonic()
+        if now_s - told_at_s >= TELL_EVERY_S:
+            told_at_s = now_s
+            request.tell({"done_bytes": done_bytes})
+
+    return tell
+
+
+def make_ready() -> tuple[Mapping[str, Handler], Callable[[], int], Mapping[str, Any]]:
+    """The table of requests. The process has descriptors of the daemon's: its user may not look into it."""
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
+    os.umask(0o077)
+    work = Work()
+    return work.requests(), work.held, {"uid": os.geteuid()}
+
+
+if __name__ == "__main__":
+    run(make_ready)

@@ -1,0 +1,380 @@
+"""The directory of an image on disk: how it is laid out, how it comes to be, and what it takes to trust what is there.
+
+    DIR/manifest.json   what it is (`hegmd.protocol.images`); written last
+    DIR/seal            the manifest's SHA-256, and whose key has signed it
+    DIR/lock            held by whoever writes, restores or removes it
+    DIR/criu/           CRIU's files
+    DIR/bytes/          the bytes of the GPUs, a file for each piece
+
+It is written under another name beside its own (`.NAME.hegm-new-…`), synced, read back from the disk, and renamed:
+what has its own name has been seen to be whole. Whatever is under another name and held by nobody is left over from a
+writer that was killed, and can be told from everything else by its name.
+
+Runs with the rights of the image's owner, in a process of its own or in hegmctl, never in the daemon. All is opened
+relative to a directory that was opened once, and no link is followed below it. Everything blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import stat
+from collections.abc import Generator, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from hegmd.errors import DENIED, NOT_FOUND, UNAVAILABLE, HegmError, Refused
+from hegmd.images.files.byte_file import ByteFile
+from hegmd.images.files.copy_file import sum_of
+from hegmd.images.files.lock import lock_alone
+from hegmd.images.files.refusals import taken, told
+from hegmd.images.files.signature import MOST_BYTES
+from hegmd.protocol.images import ImageFile, Manifest
+from hegmd.system.direct_io import Progress, opened
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+MANIFEST, SEAL, LOCK, CRIU, BYTES = "manifest.json", "seal", "lock", "criu", "bytes"
+KNOWN = frozenset((MANIFEST, SEAL, LOCK, CRIU, BYTES))
+NEW, OLD = "hegm-new", "hegm-old"
+LONGEST_NAME_BYTES = 200
+
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_UNNAMED = re.compile(rf"\.(?P<name>.+)\.(?P<kind>{NEW}|{OLD})-[0-9a-f]{{8}}")
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Folder:
+    """An image's directory that was opened, and the lock on it if it was taken. A context manager; owns descriptors."""
+
+    def __init__(self, parent_fd: int, name: str, path: str) -> None:
+        """The parent's descriptor is this object's from here on. `path` is the image's, whatever its name is now."""
+        self.path = path
+        self.name = name
+        self._parent_fd = parent_fd
+        self._fds = [parent_fd]
+        try:
+            self.fd = self._open(name, parent_fd)
+            self.criu_fd = self._open(CRIU, self.fd)
+            self.bytes_fd = self._open(BYTES, self.fd)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, name: str, dir_fd: int) -> int:
+        fd = os.open(name, DIRECTORY, dir_fd=dir_fd)
+        self._fds.append(fd)
+        return fd
+
+    def close(self) -> None:
+        """Let go of it, and of the lock. Closing twice is fine."""
+        fds, self._fds = self._fds, []
+        for fd in fds:
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- holding it ----------------------------------------------------------------------------------------------------
+
+    def lock(self) -> None:
+        """Be the only one to write, restore or remove it, until closed. Raises HegmError BUSY."""
+        try:
+            fd = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES):
+                raise
+            fd = os.dup(self.fd)  # nobody writes here; this keeps out others of this node
+        self._fds.append(fd)
+        lock_alone(fd, self.path)
+
+    @property
+    def owner_uid(self) -> int:
+        """Whose directory it is."""
+        return os.fstat(self.fd).st_uid
+
+    def require_own(self, uid: int) -> None:
+        """Raise HegmError unless it is that user's alone: what others could write is not brought to life."""
+        entries = ((name, os.stat(name, dir_fd=self.fd, follow_symlinks=False)) for name in (MANIFEST, SEAL))
+        within = ((f"{CRIU}/{name}", status) for name, status in listed(self.criu_fd))
+        folders = [(name, os.fstat(fd)) for name, fd in ((".", self.fd), (CRIU, self.criu_fd), (BYTES, self.bytes_fd))]
+        for name, status in (*folders, *entries, *within):
+            if status.st_uid != uid:
+                raise HegmError(
+                    DENIED,
+                    f"{self.path}: {name} belongs to uid {status.st_uid}, and not to uid {uid}",
+                    "restore it as its owner; an image runs with the rights that are written in it",
+                )
+            if stat.S_IMODE(status.st_mode) & _OTHERS_MAY_WRITE:
+                raise Refused(
+                    f"{self.path}: {name} can be written by others (mode {stat.S_IMODE(status.st_mode):04o})",
+                    f"if you trust what is in it: chmod -R go-w {self.path}",
+                )
+
+    # -- what is in it -------------------------------------------------------------------------------------------------
+
+    def read_small(self, name: str) -> bytes:
+        """A file at the top, whole. Raises OSError, and Refused when it is larger than any manifest."""
+        with opened_plain(name, self.fd) as fd:
+            if os.fstat(fd).st_size > MOST_BYTES:
+                raise Refused(f"{self.path}/{name} has over {MOST_BYTES} bytes", "this is no image of hegmd's")
+            with open(fd, "rb", closefd=False) as file:
+                return file.read()
+
+    def require_whole(self, manifest: Manifest) -> None:
+        """Raise HegmError unless every file is there, regular and of its size, and nothing else is in `criu`."""
+        for folder, fd, files in self._parts(manifest):
+            found = dict(listed(fd))
+            for file in files:
+                status = found.pop(checked_name(file.name), None)
+                if status is None or not stat.S_ISREG(status.st_mode):
+                    raise self._broken(f"{folder}/{file.name} is {'missing' if status is None else 'no file'}")
+                if folder == CRIU and status.st_size != file.size_bytes:
+                    raise self._broken(f"{folder}/{file.name} has {status.st_size} bytes instead of {file.size_bytes}")
+            if found and folder == CRIU:
+                raise self._broken(f"{folder} holds {', '.join(sorted(found)[:3])}, which is not in the manifest")
+        with contextlib.suppress(FileNotFoundError):  # a lock that is missing is made again
+            if not stat.S_ISREG(os.stat(LOCK, dir_fd=self.fd, follow_symlinks=False).st_mode):
+                raise self._broken(f"{LOCK} is no file")
+
+    def foreign(self, manifest: Manifest) -> list[str]:
+        """What lies in it and is not part of it, by path within it. It does no harm, and no restore reads it."""
+        known = {file.name for file in manifest.byte_files}
+        beside = [name for name in os.listdir(self.fd) if name not in KNOWN]
+        return sorted([*beside, *(f"{BYTES}/{name}" for name in os.listdir(self.bytes_fd) if name not in known)])
+
+    def verify(self, manifest: Manifest, progress: Progress) -> None:
+        """Read every byte from the disk and compare it with its checksum. Raises HegmError and OSError."""
+        self.require_whole(manifest)
+        before_bytes = 0
+        for file in manifest.criu_files:
+            with opened(file.name, os.O_RDONLY, dir_fd=self.criu_fd) as fd:
+                if sum_of(fd, file.size_bytes, after(before_bytes, progress)) != file.sum:
+                    raise self._broken(f"{CRIU}/{file.name} does not fit its checksum")
+            before_bytes += file.size_bytes
+        self.verify_byte_files(manifest, after(before_bytes, progress))
+
+    def verify_byte_files(self, manifest: Manifest, progress: Progress) -> None:
+        """The same for what the job had on its GPUs. Raises HegmError and OSError."""
+        before_bytes = 0
+        for file in manifest.byte_files:
+            self.byte_file(file.name, manifest.id).verify(file.size_bytes, file.sum, after(before_bytes, progress))
+            before_bytes += file.size_bytes
+
+    def verify_criu_files(self, manifest: Manifest, progress: Progress) -> None:
+        """The same for CRIU's files alone, and so that CRIU finds them in the page cache then."""
+        self.require_whole(manifest)
+        before_bytes = 0
+        for file in manifest.criu_files:
+            with opened_plain(file.name, self.criu_fd) as fd:
+                if sum_of(fd, file.size_bytes, after(before_bytes, progress), from_disk=False) != file.sum:
+                    raise self._broken(f"{CRIU}/{file.name} does not fit its checksum")
+            before_bytes += file.size_bytes
+
+    def byte_file(self, name: str, image_id: str) -> ByteFile:
+        """A file of the GPUs' bytes, there or to be written."""
+        return ByteFile(self.bytes_fd, checked_name(name), f"{image_id}/{name}")
+
+    def sum_criu_files(self, progress: Progress) -> list[ImageFile]:
+        """What CRIU has written: made private, synced and summed. Raises HegmError and OSError."""
+        return summed(self.criu_fd, progress)
+
+    def _parts(self, manifest: Manifest) -> Iterator[tuple[str, int, Sequence[ImageFile]]]:
+        yield CRIU, self.criu_fd, manifest.criu_files
+        yield BYTES, self.bytes_fd, manifest.byte_files
+
+    def _broken(self, why: str) -> HegmError:
+        return HegmError(
+            UNAVAILABLE,
+            f"{self.path} is damaged: {why}",
+            "use another image, or copy this one again from where it was whole",
+            {"path": self.path},
+        )
+
+    # -- its coming and going ------------------------------------------------------------------------------------------
+
+    def publish(self, manifest: bytes, seal: bytes) -> None:
+        """Give it its manifest and its name; all else is on the disk. Raises HegmError and OSError."""
+        for name, data in ((MANIFEST, manifest), (SEAL, seal)):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(name, flags, 0o600, dir_fd=self.fd), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        for fd in (self.criu_fd, self.bytes_fd, self.fd):
+            os.fsync(fd)
+        self._rename(os.path.basename(self.path))
+        os.fsync(self._parent_fd)
+
+    def _rename(self, name: str) -> None:
+        try:
+            os.rename(self.name, name, src_dir_fd=self._parent_fd, dst_dir_fd=self._parent_fd)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise taken(self.path) from error
+            raise
+        self.name = name
+
+
+def make(path: str) -> Folder:
+    """A new directory for an image at that path, empty, locked, under a name of its own. Raises HegmError."""
+    parent, name = split(path)
+    _require_outside(parent, path)
+    with told(path, "made"):
+        parent_fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        unnamed = unnamed_beside(name, NEW)
+        try:
+            _require_free(parent_fd, name, path)
+            os.mkdir(unnamed, 0o700, dir_fd=parent_fd)
+            fd = os.open(unnamed, DIRECTORY, dir_fd=parent_fd)
+            try:
+                for inner in (CRIU, BYTES):
+                    os.mkdir(inner, 0o700, dir_fd=fd)
+            finally:
+                os.close(fd)
+        except BaseException:
+            os.close(parent_fd)
+            raise
+        folder = Folder(parent_fd, unnamed, path)
+        try:
+            folder.lock()
+        except BaseException:
+            folder.close()
+            raise
+        return folder
+
+
+def free_bytes_at(path: str) -> int:
+    """How much its disk has free for an image at that path. Raises HegmError when none could be made; makes nothing."""
+    parent, name = split(path)
+    _require_outside(parent, path)
+    with told(path, "made"):
+        parent_fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _require_free(parent_fd, name, path)
+            status = os.fstatvfs(parent_fd)
+            if status.f_flag & os.ST_RDONLY:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            if not os.access(".", os.W_OK | os.X_OK, dir_fd=parent_fd, effective_ids=True):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return status.f_bavail * status.f_frsize
+        finally:
+            os.close(parent_fd)
+
+
+def find(path: str) -> Folder:
+    """The directory at that path, whatever is in it. Raises HegmError."""
+    parent, name = split(path)
+    with told(path, "opened"):
+        parent_fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return Folder(parent_fd, name, path)
+        except FileNotFoundError as error:
+            if not os.path.isdir(path):
+                raise
+            hint = "see `hegmctl images ls` for what is there"
+            raise HegmError(NOT_FOUND, f"{path} is no image: it has no {CRIU} and {BYTES}", hint) from error
+
+
+def _require_outside(parent: str, path: str) -> None:
+    """Raise Refused where that is within another image: with anything more in it, that one is no longer whole."""
+    inner = os.path.realpath(parent)
+    while inner != os.path.dirname(inner):
+        if all(os.path.lexists(os.path.join(inner, name)) for name in (MANIFEST, SEAL)):
+            raise Refused(
+                f"{path} would be within the image {inner}, which could not be restored any more",
+                "name a directory outside of it",
+            )
+        inner = os.path.dirname(inner)
+
+
+def is_left_over(name: str) -> str | None:
+    """The name of the image that a directory of that name was to become, or was, if it is such a one."""
+    found = _UNNAMED.fullmatch(name)
+    return None if found is None else found["name"]
+
+
+def checked_name(name: str) -> str:
+    """The name, if it can be one of a file in an image: it may come from a manifest that anybody wrote."""
+    if _NAME.fullmatch(name) is None:
+        raise Refused(
+            f"{name!r:.140} is no name of a file in an image", "use another image; this one is not to be trusted"
+        )
+    return name
+
+
+def listed(fd: int) -> list[tuple[str, os.stat_result]]:
+    """What is in that directory, by name, and not what is behind links."""
+    return [(name, os.stat(name, dir_fd=fd, follow_symlinks=False)) for name in sorted(os.listdir(fd))]
+
+
+@contextlib.contextmanager
+def opened_plain(name: str, dir_fd: int) -> Generator[int]:
+    """A regular file, by the page cache; never a link, and never something that could keep its reader waiting."""
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise Refused(f"{name} is not a regular file", "use another image; this one is not to be trusted")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def summed(dir_fd: int, progress: Progress) -> list[ImageFile]:
+    """The regular files of that directory: made private, synced, summed. Raises HegmError for anything else there."""
+    files: list[ImageFile] = []
+    before_bytes = 0
+    for name, _status in listed(dir_fd):
+        with opened_plain(checked_name(name), dir_fd) as fd:
+            os.fchmod(fd, 0o600)
+            os.fsync(fd)
+            status = os.fstat(fd)
+            total = sum_of(fd, status.st_size, after(before_bytes, progress))
+        files.append(ImageFile(name=name, size_bytes=status.st_size, stored_bytes=status.st_blocks * 512, sum=total))
+        before_bytes += status.st_size
+    return files
+
+
+def after(before_bytes: int, progress: Progress) -> Progress:
+    """A progress that counts on from there."""
+    return lambda done_bytes: progress(before_bytes + done_bytes)
+
+
+def split(path: str) -> tuple[str, str]:
+    """Its parent and its name. Raises Refused for what cannot be an image's path."""
+    parent, name = os.path.split(os.path.normpath(path))
+    if (length_bytes := len(os.fsencode(name))) > LONGEST_NAME_BYTES:
+        message = (
+            f"the name {name!r:.60} has {length_bytes} bytes, and that of an image has {LONGEST_NAME_BYTES} at most"
+        )
+        raise Refused(message, "give a shorter name: while it is written its directory has a longer one")
+    if not os.path.isabs(path) or "\0" in path or name in ("", ".."):
+        raise Refused(f"{path!r:.200} cannot be the directory of an image", "give a whole path with a name at its end")
+    return parent, name
+
+
+def _require_free(parent_fd: int, name: str, path: str) -> None:
+    try:
+        status = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(status.st_mode):
+        fd = os.open(name, DIRECTORY, dir_fd=parent_fd)
+        try:
+            if not os.listdir(fd):  # such as one that was made for it; renaming puts the image in its place
+                return
+        finally:
+            os.close(fd)
+    raise taken(path)
+
+
+def unnamed_beside(name: str, kind: str) -> str:
+    """A name that is known as of no whole image."""
+    return f".{name}.{kind}-{secrets.token_hex(4)}"

@@ -1,0 +1,188 @@
+"""The daemon's side of images: where they are written and opened, with whose hands, and who may have one opened.
+
+What becomes of an image that is being written, or was opened, is `open_image`'s. Belongs to the event loop;
+`Images.run` has to be running.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+
+import anyio
+import anyio.abc
+
+from hegmd.errors import DENIED, UNAVAILABLE, HegmError
+from hegmd.images.files.open_image import Image, Lent, let_go
+from hegmd.images.files.private_directory import Private, require_bytes
+from hegmd.images.files.signature import KEY_NAME, load_key, read_manifest
+from hegmd.images.files.user_processes import Hand, Hands
+from hegmd.protocol.images import Manifest
+from hegmd.system.programs import Rights
+from hegmd.system.threads import run_detached
+
+logger = logging.getLogger(__name__)
+
+PRIVATE_NAME = "images"
+
+
+class Images:
+    """Where images are written and opened. What CRIU wrote for an earlier daemon goes while this runs."""
+
+    def __init__(
+        self, state_dir: Path, *, in_unit: bool, key_file: Path | None = None, hands: Hands | None = None
+    ) -> None:
+        """`in_unit`: callers' hands are units of systemd's. Raises HegmError for a key that cannot be used."""
+        self._private = state_dir / PRIVATE_NAME
+        try:
+            self._private.mkdir(mode=0o700, exist_ok=True)
+            # They may hold many GB, and are taken away later; until then no name given here is one of theirs.
+            self._earlier = list(self._private.iterdir())
+        except OSError as error:
+            raise HegmError(
+                UNAVAILABLE, f"{self._private} cannot be made: {error.strerror}", f"look at the disk of {state_dir}"
+            ) from error
+        self._key = load_key(key_file or state_dir / KEY_NAME, make=key_file is None)
+        self._hands = Hands(in_unit=in_unit) if hands is None else hands
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Let images be worked on, until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(self._hands.run)
+            tasks.start_soon(self._take_away_earlier)
+            task_status.started()
+
+    async def _take_away_earlier(self) -> None:
+        for earlier in self._earlier:
+            await run_detached(partial(_remove, earlier), name="private images")
+
+    async def require_room(
+        self, path: str, rights: Rights, *, criu_bytes: int, bytes_of_gpus: int, apart: bool = False
+    ) -> None:
+        """Raise HegmError unless an image of about that size could be made there now: before anybody is stopped for it.
+
+        Zeros take no room, so what is refused here might just have fitted; half of an image is of no use to anybody.
+        """
+        hand = await self._hands.start(rights)
+        try:
+            answer = await hand.call("room", {"path": path})
+        finally:
+            with anyio.CancelScope(shield=True):
+                await let_go(hand, None, None)
+        require_bytes(os.path.dirname(path), criu_bytes + bytes_of_gpus, int(answer.values["free_bytes"]))
+        if apart or self._is_other(rights):
+            status = await run_detached(lambda _: os.statvfs(self._private), name="private images")
+            require_bytes(str(self._private), criu_bytes, status.f_bavail * status.f_frsize)
+
+    async def lend(self, path: str, rights: Rights, *, apart: bool = False, beside: bool = False) -> Lent:
+        """A new image at that path, with the caller's rights. Raises HegmError, with nothing there.
+
+        With `apart` CRIU writes into a private place in any case, because it is to have other rights than the caller.
+        With `beside` it is written while its job trains, which has the processors first.
+        """
+        hand = await self._hands.start(rights)
+        try:
+            own, private = await self._private_for(rights, apart=apart)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await let_go(hand, None, None)
+            raise
+        lent = Lent(path, rights, self._key, hand, own, private)
+        try:
+            await lent.begin()
+            if beside:
+                await lent.give_way()
+        except BaseException:
+            await lent.discard()
+            raise
+        return lent
+
+    async def open(self, path: str, rights: Rights) -> Image:
+        """The image at that path, with the caller's rights. Raises HegmError: broken, cut, foreign, too new, in use."""
+        hand = await self._hands.start(rights)
+        own: Hand | None = None
+        private: Private | None = None
+        try:
+            answer = await hand.call("open", {"path": path})
+            with answer.fds:
+                data, seal = bytes(answer.values["manifest"]), bytes(answer.values["seal"])
+                manifest = read_manifest(path, data, seal)
+                self._require_ours(path, data, seal, manifest, rights)
+                own, private = await self._private_for(rights, apart=is_of_user(manifest))
+                (criu_dir_fd,) = answer.fds.take()
+                foreign = [str(name) for name in answer.values["foreign"]]
+            return Image(path, manifest, hand, criu_dir_fd, own, private, foreign)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await let_go(hand, own, private)
+            raise
+
+    def own_folder(self) -> Private:
+        """A folder of the daemon's own; the caller's to close. One that a killed daemon leaves the next takes away."""
+        return Private(self._private)
+
+    async def sweep(self, path: str, rights: Rights) -> list[str]:
+        """Take away what killed writers left of an image of that path; what is gone. Raises HegmError."""
+        hand = await self._hands.start(rights)
+        try:
+            return [str(gone) for gone in (await hand.call("sweep", {"path": path})).values["gone"]]
+        finally:
+            with anyio.CancelScope(shield=True):
+                await let_go(hand, None, None)
+
+    async def trim(self, path: str, series: str, keep: int, rights: Rights) -> list[str]:
+        """Take away all whole images of a series in that directory but the newest; what is gone. Raises HegmError."""
+        hand = await self._hands.start(rights)
+        try:
+            answer = await hand.call("trim", {"path": path, "series": series, "keep": keep})
+            return [str(gone) for gone in answer.values["gone"]]
+        finally:
+            with anyio.CancelScope(shield=True):
+                await let_go(hand, None, None)
+
+    def _require_ours(self, path: str, data: bytes, seal: bytes, manifest: Manifest, rights: Rights) -> None:
+        if not self._is_other(rights):
+            return
+        if not self._key.has_signed(data, seal):
+            raise HegmError(
+                DENIED,
+                f"{path} is not signed with this node's key: it is from another node, or was changed",
+                "have root restore it, or give the nodes one key (image.key_file) and make it anew",
+                {"path": path},
+            )
+        if manifest.uid != rights.uid:
+            raise HegmError(
+                DENIED,
+                f"{path} was made for uid {manifest.uid}, and you are uid {rights.uid}",
+                "have its owner restore it, or root",
+                {"path": path, "uid": manifest.uid},
+            )
+
+    async def _private_for(self, rights: Rights, *, apart: bool) -> tuple[Hand | None, Private | None]:
+        """The daemon's own hand and place, where CRIU is not to meet the caller's directory."""
+        if not apart and not self._is_other(rights):
+            return None, None
+        own = await self._hands.start(None)
+        try:
+            return own, Private(self._private)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await let_go(None, own, None)
+            raise
+
+    @staticmethod
+    def _is_other(rights: Rights) -> bool:
+        """Whether the caller is somebody else than the daemon."""
+        return rights.uid != os.geteuid()
+
+
+def _remove(folder: Path, _: object) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_of_user(manifest: Manifest) -> bool:
+    """Whether CRIU has made it with the rights of the job's user, and brings it back with these."""
+    return bool((manifest.more or {}).get("as_user"))

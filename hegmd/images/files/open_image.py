@@ -1,0 +1,273 @@
+"""An image in hand: one that is being written, and one that was opened; both to be read against one another.
+
+Three hands touch bytes. The caller's own hand writes and reads the image, so nothing happens that the caller could
+not do. CRIU must neither write into a directory that a caller could put links into nor read files that a caller could
+change: where the caller is not who the daemon is, or CRIU has not the caller's rights, CRIU has a folder of the
+daemon's own, and the daemon's hand sums what CRIU wrote there before the caller's hand copies it, or copies what it
+will read and sums the copy. The manifest is composed here, from these sums, and signed. That costs a copy of CRIU's
+files, which have no video memory in them; what was rejected is to lend a directory of the caller's to root, which
+fails on file systems where root is nobody (NFS), and on those that the caller runs (FUSE), and would have to be given
+back after every crash.
+
+Belongs to the event loop. Whoever has a Lent or an Image, by `Images`, ends it, in any case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import secrets
+import shlex
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import anyio
+
+from hegmd import __version__
+from hegmd.errors import UNAVAILABLE, HegmError, Refused
+from hegmd.images.files.private_directory import Private, require_bytes
+from hegmd.images.files.signature import Key, written
+from hegmd.images.files.user_processes import Hand
+from hegmd.protocol.images import ImageFile, Manifest
+from hegmd.protocol.record import as_list
+from hegmd.system.descriptors import MOST_IN_A_MESSAGE
+from hegmd.system.programs import Rights
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int], object]
+
+# A disk that does not answer keeps nobody for good.
+DISCARD_WITHIN_S = 30.0
+_FILES_IN_A_MESSAGE = MOST_IN_A_MESSAGE - 13
+
+
+def ignore(_done_bytes: int) -> None:
+    """For those who do not want to know how far it is."""
+
+
+class InHand:
+    """An image's path, the hands that are at it, and CRIU's directory, if that is in the image itself."""
+
+    def __init__(self, path: str, hand: Hand, criu_dir_fd: int, own: Hand | None, private: Private | None) -> None:
+        self.path = path
+        self._hand, self._own, self._private = hand, own, private
+        self._criu_dir_fd = criu_dir_fd
+
+    async def end(self) -> None:
+        """Let go of it and of its lock. What was not made whole stays as a left-over.
+
+        Twice is fine; cannot be cancelled half-way.
+        """
+        with anyio.CancelScope(shield=True):
+            if self._criu_dir_fd >= 0:
+                os.close(self._criu_dir_fd)
+                self._criu_dir_fd = -1
+            await let_go(self._hand, self._own, self._private)
+
+
+class Lent(InHand):
+    """An image that is being written, under a name that is not yet its own."""
+
+    def __init__(
+        self, path: str, rights: Rights, key: Key, hand: Hand, own: Hand | None, private: Private | None
+    ) -> None:
+        super().__init__(path, hand, -1, own, private)
+        self.id = secrets.token_hex(16)
+        self._rights, self._key = rights, key
+        self._byte_files: dict[str, ImageFile] = {}
+
+    @property
+    def criu_dir_fd(self) -> int:
+        """The empty directory that CRIU is to write its files into. Stays this object's."""
+        return self._criu_dir_fd if self._private is None else self._private.fd
+
+    @property
+    def hand_pid(self) -> int | None:
+        """The process that writes it."""
+        return self._hand.pid
+
+    async def begin(self) -> None:
+        """Have the directory made. Raises HegmError, with nothing there."""
+        answer = await self._hand.call("make", {"path": self.path})
+        with answer.fds:
+            (self._criu_dir_fd,) = answer.fds.take()
+
+    async def give_way(self) -> None:
+        """Have whoever works on it leave the processors to others from now on. Raises HegmError."""
+        for hand in (self._hand, self._own):
+            if hand is not None:
+                await hand.call("give-way")
+
+    async def write_bytes(self, name: str, piece_fd: int, size_bytes: int, on_progress: Progress = ignore) -> None:
+        """Have the first bytes of that memory in the image, synced; several at once are fine. Raises HegmError."""
+        args = {"name": name, "size_bytes": size_bytes, "id": self.id}
+        began = time.monotonic()
+        answer = await self._hand.call("write", args, fds=[piece_fd], on_progress=_so_far(on_progress))
+        logger.debug("image %s: wrote %d bytes in %.1f ms", self.path, size_bytes, (time.monotonic() - began) * 1e3)
+        stored_bytes, total = int(answer.values["stored_bytes"]), str(answer.values["sum"])
+        if not answer.values["direct"]:
+            logger.info("%s is written by the page cache: its file system takes no O_DIRECT", self.path)
+        self._byte_files[name] = ImageFile(name=name, size_bytes=size_bytes, stored_bytes=stored_bytes, sum=total)
+
+    async def finish(self, manifest: Manifest, on_progress: Progress = ignore) -> Manifest:
+        """Make it whole: CRIU has ended, and all bytes are written. The manifest as it was written.
+
+        Everything has been read back from the disk when this returns, and the directory has its name. Raises HegmError;
+        cancelled or failed, it is the caller's to discard. Identity, time, owner and files are filled in here.
+        """
+        began = time.monotonic()
+        criu_files = await self._criu_files()
+        node = platform.uname()
+        manifest = manifest.replace(
+            id=self.id,
+            made_utc=time.time(),
+            uid=self._rights.uid,
+            gid=self._rights.gid,
+            hegmd_version=__version__,
+            host=node.node,
+            kernel=node.release,
+            architecture=node.machine,
+            criu_files=tuple(criu_files),
+            byte_files=tuple(self._byte_files[name] for name in sorted(self._byte_files)),
+        )
+        data = written(manifest)
+        args = {"manifest": data, "seal": self._key.seal(data)}
+        await self._hand.call("finish", args, on_progress=_so_far(on_progress))
+        logger.debug("image %s: made whole in %.1f ms", self.path, (time.monotonic() - began) * 1e3)
+        await self.end()
+        return manifest
+
+    async def discard(self) -> None:
+        """Leave nothing of it, as far as that can be done in some time; what stays is known as left over.
+
+        Never raises; goes on when its caller is cancelled.
+        """
+        with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(DISCARD_WITHIN_S), contextlib.suppress(HegmError):
+                await self._hand.call("discard")
+            await self.end()
+
+    async def _criu_files(self) -> list[ImageFile]:
+        if self._private is None or self._own is None:
+            return _files(await self._hand.call("sum"))
+        files = _files(await self._own.call("sum-of", fds=[self._private.fd]))
+        for some in _batches(files):
+            with _held(self._private.open_files([file.name for file in some])) as fds:
+                args = {"files": [[file.name, file.size_bytes] for file in some]}
+                answer = await self._hand.call("take", args, fds=fds)
+            _require_same(some, answer.values["sums"], self.path)
+        return files
+
+
+class Image(InHand):
+    """An image that was opened: locked, its manifest read and found right, every file there and of its size."""
+
+    def __init__(
+        self,
+        path: str,
+        manifest: Manifest,
+        hand: Hand,
+        criu_dir_fd: int,
+        own: Hand | None,
+        private: Private | None,
+        foreign: Sequence[str] = (),
+    ) -> None:
+        super().__init__(path, hand, criu_dir_fd, own, private)
+        self.manifest = manifest
+        #: What lies in its directory and is no part of it.
+        self.foreign = tuple(foreign)
+        self._is_good = False
+
+    async def verify(self, on_progress: Progress = ignore) -> None:
+        """Read all that `read_bytes` would, and compare it with its checksums. Raises HegmError.
+
+        CRIU's files are not among that: `private_criu_dir` reads these.
+        """
+        await self._hand.call("verify", on_progress=_so_far(on_progress))
+
+    async def read_bytes(self, name: str, into_fd: int, on_progress: Progress = ignore) -> int:
+        """Have those bytes in that memory, every chunk found right; how many. Several at once are fine."""
+        file = next((file for file in self.manifest.byte_files if file.name == name), None)
+        if file is None:
+            raise Refused(
+                f"{self.path} has no bytes called {name!r:.140}", f"see `hegmctl images show {shlex.quote(self.path)}`"
+            )
+        args = {"name": name, "size_bytes": file.size_bytes, "sum": file.sum, "id": self.manifest.id}
+        began = time.monotonic()
+        await self._hand.call("read", args, fds=[into_fd], on_progress=_so_far(on_progress))
+        took_ms = (time.monotonic() - began) * 1e3
+        logger.debug("image %s: read %d bytes in %.1f ms", self.path, file.size_bytes, took_ms)
+        return file.size_bytes
+
+    async def private_criu_dir(self, on_progress: Progress = ignore) -> int:
+        """The directory for CRIU to read, every byte of it found right; it stays this object's. Raises HegmError.
+
+        It is the image's own where the caller is who the daemon is, and else a copy that nobody else can reach.
+        """
+        if not self._is_good:
+            began = time.monotonic()
+            if self._private is None or self._own is None:
+                await self._hand.call("verify", {"only_criu": True}, on_progress=_so_far(on_progress))
+            else:
+                needed_bytes = sum(file.size_bytes for file in self.manifest.criu_files)
+                require_bytes(str(self._private.path), needed_bytes, self._private.free_bytes)
+                for some in _batches(self.manifest.criu_files):
+                    await self._copy(some, self._own, self._private, on_progress)
+            self._is_good = True
+            took_ms = (time.monotonic() - began) * 1e3
+            logger.debug("image %s: found what CRIU reads right in %.1f ms", self.path, took_ms)
+        return self._criu_dir_fd if self._private is None else self._private.fd
+
+    async def _copy(self, some: Sequence[ImageFile], own: Hand, private: Private, on_progress: Progress) -> None:
+        shown = await self._hand.call("show", {"names": [file.name for file in some]})
+        with shown.fds:
+            args = {"files": [[file.name, file.size_bytes] for file in some]}
+            fds = [private.fd, *shown.fds.view()]
+            answer = await own.call("keep", args, fds=fds, on_progress=_so_far(on_progress))
+        _require_same(some, answer.values["sums"], self.path)
+
+
+async def let_go(hand: Hand | None, own: Hand | None, private: Private | None) -> None:
+    """Have these end, as far as they are there, and the private place empty."""
+    for each in (hand, own):
+        if each is not None:
+            each.let_go()
+            await each.ended()
+    if private is not None:
+        await private.close()
+
+
+def _so_far(on_progress: Progress) -> Callable[[Mapping[str, Any]], object]:
+    return lambda event: on_progress(int(event["done_bytes"]))
+
+
+def _files(answer: Any) -> list[ImageFile]:
+    return [ImageFile.from_plain(file, "file") for file in as_list(answer.values["files"]) or ()]
+
+
+def _batches(files: Sequence[ImageFile]) -> list[Sequence[ImageFile]]:
+    """As many at once as a message carries descriptors."""
+    return [files[first : first + _FILES_IN_A_MESSAGE] for first in range(0, len(files), _FILES_IN_A_MESSAGE)]
+
+
+def _require_same(files: Sequence[ImageFile], sums: Sequence[object], path: str) -> None:
+    if wrong := [file.name for file, found in zip(files, sums, strict=True) if file.sum != found]:
+        raise HegmError(
+            UNAVAILABLE,
+            f"criu/{wrong[0]} of {path} does not fit its checksum: it is damaged, or was changed",
+            "use another image, or copy this one again from where it was whole",
+            {"path": path, "files": wrong},
+        )
+
+
+@contextlib.contextmanager
+def _held(fds: list[int]) -> Generator[list[int]]:
+    try:
+        yield fds
+    finally:
+        for fd in fds:
+            os.close(fd)

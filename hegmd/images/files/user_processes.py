@@ -1,0 +1,134 @@
+"""Processes of ours with somebody's rights, through which the daemon touches what callers name.
+
+The daemon opens no path of a caller: whatever it could open itself, a link could lead it to. A hand has the caller's
+user, group and groups, as the kernel told them of the connection, and may do what they may. Under systemd it is a
+transient unit: the daemon's own sandbox has neither the right to become another user nor a disk that can be written.
+Its socket is its standard input, which systemd-run passes on; so it ends with the daemon, whoever its parent is.
+
+Belongs to the event loop, which it never blocks. `Hands.run` has to be running.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+import anyio
+
+from hegmd.errors import Bug
+from hegmd.gpu_helper.calls import OnProgress, Role
+from hegmd.gpu_helper.link import child_environment
+from hegmd.gpu_helper.session import Session
+from hegmd.gpu_helper.wire import Answer
+from hegmd.system.background_tasks import TaskHome
+from hegmd.system.programs import SYSTEM_PATH, Rights, find_program
+
+ROLE = Role(
+    "the process that touches images",
+    "see what it said in hegmd's log; nothing is lost with it, and what it left is shown by `hegmctl images ls`",
+)
+# Not the user's own site-packages: what is in them would run with descriptors of the daemon's.
+PROGRAM = (sys.executable, "-s", "-m", "hegmd.images.files.child")
+START_WITHIN_S = 30.0
+# One that is in the middle of a disk that does not answer is left to the kernel.
+END_WITHIN_S = 10.0
+
+
+class Hand:
+    """One such process. It ends when it is let go, with its locks and whatever it was doing."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._pidfd = -1
+        with contextlib.suppress(OSError):  # it has ended already
+            self._pidfd = os.pidfd_open(session.pid or 0)
+
+    @property
+    def pid(self) -> int | None:
+        """Its process."""
+        return self._session.pid
+
+    async def call(
+        self,
+        op: str,
+        args: Mapping[str, object] | None = None,
+        *,
+        fds: Sequence[int] = (),
+        on_progress: OnProgress | None = None,
+    ) -> Answer:
+        """Have it do that. No deadline of its own: a disk takes as long as it takes, and whoever waits can cancel.
+
+        Cancelled, it goes on by itself until it is let go. Raises what it failed with, and HelperLost.
+        """
+        return await self._session.call(op, args or {}, math.inf, fds, on_progress)
+
+    def let_go(self) -> None:
+        """End it now. Fine when it has ended."""
+        self._session.lose("is not needed any more", quietly=True)
+
+    async def ended(self) -> None:
+        """Wait until it is gone, and its locks with it. Twice is fine.
+
+        As a unit it is not our child: what we reap is systemd-run, and it ends a moment later, when its socket does.
+        """
+        await self._session.over.wait()
+        if self._pidfd >= 0:
+            with anyio.move_on_after(END_WITHIN_S):
+                await anyio.wait_readable(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+class Hands(TaskHome):
+    """Starts hands. `in_unit` has them outside the daemon's sandbox, as units of their own."""
+
+    def __init__(self, *, in_unit: bool, program: Sequence[str] = PROGRAM) -> None:
+        self._in_unit = in_unit
+        self._program = tuple(program)
+        self._environment = child_environment(os.environ)
+        self._numbers = itertools.count(1)
+        super().__init__()
+
+    async def start(self, rights: Rights | None) -> Hand:
+        """A hand with these rights; None: with the daemon's own, inside its sandbox. Raises HegmError."""
+        if self._tasks is None:
+            raise Bug("a process that touches images is started before its room runs")
+        number = next(self._numbers)
+        session = Session(number, math.inf, ROLE)
+        program, environment, become = self._program, self._environment, None
+        if rights is not None and self._in_unit:
+            program, environment = unit_command(program, environment, rights, number), {"PATH": SYSTEM_PATH}
+        elif rights is not None and rights.uid != os.geteuid():
+            become = rights
+        self._tasks.start_soon(session.live, program, environment, START_WITHIN_S, become)
+        try:
+            await session.settled.wait()
+        except anyio.get_cancelled_exc_class():
+            session.lose("is not needed any more", quietly=True)
+            raise
+        session.require()
+        return Hand(session)
+
+
+def unit_command(
+    program: Sequence[str], environment: Mapping[str, str], rights: Rights, number: int
+) -> tuple[str, ...]:
+    """What has systemd run the program with these rights and our standard input, and waits for it."""
+    properties = ["NoNewPrivileges=yes", "UMask=0077", "LimitCORE=0"]
+    if rights.uid:
+        properties.append("CapabilityBoundingSet=")
+    if rights.groups:
+        properties.append(f"SupplementaryGroups={' '.join(map(str, rights.groups))}")
+    return (
+        find_program("systemd-run") or "systemd-run",
+        *("--quiet", "--wait", "--pipe", "--collect", "--service-type=exec"),
+        f"--unit=hegm-image-{os.getpid()}-{number}",
+        *("--description=hegmd at work on an image", f"--uid={rights.uid}", f"--gid={rights.gid}"),
+        *(f"--property={each}" for each in properties),
+        *(f"--setenv={name}={value}" for name, value in environment.items()),
+        *("--", *program),
+    )

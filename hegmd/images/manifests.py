@@ -1,0 +1,263 @@
+"""What an image says of its job: composed from an operation whose job is off its GPUs, and read into one again.
+
+Owns which facts go along and what is believed of them. A job that comes back is an operation as adoption makes them, of
+one that was suspended: its processes have other start times, and its GPUs may be others with other names. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from hegmd.errors import UNAVAILABLE, HegmError
+from hegmd.images.criu.needs import Needs
+from hegmd.memory.sizes import storages_in
+from hegmd.migration.machine.next_effects import SUSPENDED
+from hegmd.migration.machine.operation import RESTORE, Operation
+from hegmd.migration.machine.operation import Worker as Member
+from hegmd.migration.model import AgentSurvey, Candidate, GpuRoom
+from hegmd.node.processes.process_tree import Tree
+from hegmd.protocol.images import ImageGpu, ImageProcess, ImageWorker, Manifest
+from hegmd.protocol.record import as_list
+from hegmd.protocol.snapshots import Gpu
+
+_NOT_READ = "the image was written by another version of hegmd; restore it with that one"
+
+
+_MOST_PID = 1 << 22
+_OF_A_DRIVER = "GPU-"  # as NVIDIA's UUIDs begin
+
+
+def byte_name(member: Member) -> str:
+    """What the file with that worker's bytes is called."""
+    return f"{member.pid}.0"
+
+
+def composed(  # noqa: PLR0913 - what it is composed of, each by its name
+    op: Operation,
+    gpus: Iterable[Gpu],
+    tree: Tree,
+    needs: Needs,
+    *,
+    criu_version: str,
+    meeting: str,
+    attending: Mapping[int, ImageWorker],
+    bystanders: Sequence[str] = (),
+    as_user: bool = False,
+    node: Mapping[str, object] | None = None,
+) -> Manifest:
+    """The manifest; what the writer of images knows by itself is left to it. `attending`: what agents told, by pid;
+    `bystanders`: the tokens of agents in processes that had nothing on GPUs."""
+    known = {gpu.id: gpu for gpu in gpus}
+    used = [known[name] for name in dict.fromkeys(w.left or w.was_on for w in op.live) if name in known]
+    return Manifest(
+        vendor=used[0].vendor if used else None,
+        driver_version=used[0].driver_version if used else None,
+        gpus=tuple([_gpu(gpu) for gpu in used]),
+        criu_version=criu_version,
+        criu_options=needs.dump_options,
+        root_pid=tree.root,
+        processes=tuple(
+            [
+                ImageProcess(
+                    pid=member.pid,
+                    parent_pid=None if member.pid == tree.root else member.parent,
+                    uid=member.uid,
+                    command=" ".join(member.command),
+                )
+                for member in tree.members
+            ]
+        ),
+        workers=tuple([_worker(member, known, attending[member.pid]) for member in op.live]),
+        leave_running=op.handoff is not None and op.handoff.leave_running,
+        node=node,
+        more={
+            "operation": op.id,
+            "asked_utc": op.created_utc,
+            "lockstep": op.lockstep,
+            "meeting": meeting,
+            "bystanders": list(bystanders),
+            "as_user": as_user,
+            "needs": needs.plain(),
+            "start_ticks": [[member.pid, member.start_ticks] for member in tree.members],
+            "all_gpus": [[gpu.id, gpu.uuid] for gpu in known.values()],
+        },
+    )
+
+
+def start_ticks_in(manifest: Manifest) -> dict[int, int]:
+    """Who was dumped: the processes by number, with their start times of then; nobody in an image of an older hegmd."""
+    pairs = [as_list(each) or () for each in as_list((manifest.more or {}).get("start_ticks")) or ()]
+    known = [(_whole(pair[0]) or 0, _whole(pair[1]) or 0) for pair in pairs if len(pair) == 2]
+    return {pid: ticks for pid, ticks in known if 0 < pid <= _MOST_PID and ticks > 0}
+
+
+def _gpu(gpu: Gpu) -> ImageGpu:
+    return ImageGpu(id=gpu.id, uuid=gpu.uuid, chip=gpu.chip, memory_bytes=gpu.memory_total_bytes)
+
+
+def _worker(member: Member, known: Mapping[str, Gpu], told: ImageWorker) -> ImageWorker:
+    left = member.left or member.was_on or ""
+    return told.replace(
+        pid=member.pid,
+        gpus=(known[left].uuid,) if left in known else (),
+        carrier=member.carrier,
+        size_bytes=member.size_bytes,
+        rest_bytes=member.rest_bytes,
+        bytes=(byte_name(member),) if member.out else (),
+        token=member.token,
+        boundary=member.boundary,
+        more={**(told.more or {}), "method": member.method, "rank": member.rank, "chip": member.chip, "gpu": left},
+    )
+
+
+# ---- and back --------------------------------------------------------------------------------------------------------
+
+
+def is_of(manifest: Manifest, op: Operation) -> bool:
+    """Whether it is the image that this operation has begun, and not one of the same path from before."""
+    more = manifest.more or {}
+    return more.get("operation") == op.id and more.get("asked_utc") == op.created_utc
+
+
+def mark_of(op: Operation) -> str:
+    """What tells the image of an operation from all others."""
+    return f"{op.id} {op.created_utc!r}"
+
+
+def mark_in(manifest: Manifest) -> str:
+    """The same, as it stands in the image."""
+    more = manifest.more or {}
+    return f"{more.get('operation')} {more.get('asked_utc')!r}"
+
+
+def needs_in(manifest: Manifest) -> Needs:
+    """What CRIU has to be told. Raises HegmError."""
+    plain: Any = (manifest.more or {}).get("needs")
+    try:
+        return Needs.from_plain(plain)
+    except (KeyError, TypeError, ValueError) as error:
+        message = f"the image does not say what CRIU needs for its processes: {type(error).__name__} {error}"
+        raise HegmError(UNAVAILABLE, message, _NOT_READ) from error
+
+
+def tokens_in(manifest: Manifest) -> tuple[str, ...]:
+    """What all its agents call themselves, those in processes that had nothing on GPUs last."""
+    others = as_list((manifest.more or {}).get("bystanders")) or ()
+    tokens = (*(worker.token or "" for worker in manifest.workers), *map(str, others))
+    return tuple(dict.fromkeys(tokens))
+
+
+def pool_bytes_in(manifest: Manifest, worker: ImageWorker) -> int:
+    """For how many bytes of storages a worker needs a piece of the pool. Raises HegmError for a file that is not there.
+
+    The size of its byte file decides, because all of that is read into the piece. The file may be larger than the
+    storages were at the boundary: earlier builds of hegmd wrote as much as was reserved before it.
+    """
+    sizes = {file.name: file.size_bytes for file in manifest.byte_files}
+    if missing := [name for name in worker.bytes if name not in sizes]:
+        message = f"the image has no file {missing[0]!r:.140} with the bytes of process {worker.pid}"
+        raise HegmError(UNAVAILABLE, message, _NOT_READ)
+    return max(worker.size_bytes, *(storages_in(sizes[name]) for name in worker.bytes)) if worker.bytes else 0
+
+
+def meeting_in(manifest: Manifest) -> str:
+    """The folder in which its agents look for whom to come to. Raises HegmError."""
+    found = (manifest.more or {}).get("meeting")
+    if not isinstance(found, str) or not found.startswith("/"):
+        raise HegmError(UNAVAILABLE, "the image does not say where its agents wait", _NOT_READ)
+    return found
+
+
+def revived(
+    manifest: Manifest, op_id: str, start_ticks: Mapping[int, int], gpus: Iterable[Gpu | GpuRoom], utc: float
+) -> Operation:
+    """A suspended operation on the processes of the image, which have these start times now."""
+    names = {gpu.uuid: gpu.id for gpu in gpus}
+    more = manifest.more or {}
+    then = _gpus_then(more.get("all_gpus"))
+    elsewhere = () if set(then) == {uuid for uuid in names if uuid.startswith(_OF_A_DRIVER)} else then
+    return Operation(
+        id=op_id,
+        kind=RESTORE,
+        phase=SUSPENDED,
+        lockstep=bool(more.get("lockstep")),
+        workers=tuple([_member(told, start_ticks.get(told.pid, 0), names, elsewhere) for told in manifest.workers]),
+        owner_uid=_owner(manifest),
+        created_utc=utc,
+    )
+
+
+def _gpus_then(told: object) -> tuple[str, ...]:
+    """The GPUs that a driver of NVIDIA's had when the image was made, by UUID."""
+    pairs = [as_list(each) or () for each in as_list(told) or ()]
+    uuids = [pair[1] for pair in pairs if len(pair) > 1]
+    return tuple([uuid for uuid in uuids if isinstance(uuid, str) and uuid.startswith(_OF_A_DRIVER)])
+
+
+def _member(told: ImageWorker, start_ticks: int, names: Mapping[str, str], elsewhere: tuple[str, ...]) -> Member:
+    more = told.more or {}
+    here = next((names[uuid] for uuid in told.gpus if uuid in names), None)
+    own = next((uuid for uuid in told.gpus if uuid in elsewhere), None)
+    return Member(
+        name=str(told.pid),
+        pid=told.pid,
+        start_ticks=start_ticks,
+        token=told.token or "",
+        method=str(more.get("method", "")),
+        carrier=told.carrier or "",
+        rank=_whole(more.get("rank")),
+        chip=_text(more.get("chip")),
+        was_on=here or (_text(more.get("gpu")) if not told.gpus else None),
+        origin=None,
+        goal=None,
+        at=None,
+        left=here if own is None else None,
+        elsewhere=() if own is None else (own, *(uuid for uuid in elsewhere if uuid != own)),
+        size_bytes=told.size_bytes,
+        rest_bytes=told.rest_bytes,
+        rooms={},
+        boundary=told.boundary,
+        asked=True,
+        parked=True,
+        out=bool(told.bytes),
+        touched=True,
+        unsure=True,
+        recount=True,
+    )
+
+
+def candidates_in(manifest: Manifest) -> tuple[Candidate, ...]:
+    """The processes as a planner sees them: off their GPUs, and with the agents that they will have."""
+    world = len(manifest.workers)
+    return tuple(
+        [
+            Candidate(
+                pid=told.pid,
+                start_ticks=0,
+                uid=_owner(manifest),
+                name=next((p.command for p in manifest.processes if p.pid == told.pid), None),
+                gpus=(),
+                agent=AgentSurvey(
+                    token=told.token or "",
+                    size_bytes=told.size_bytes,
+                    boundary=told.boundary,
+                    rank=_whole((told.more or {}).get("rank")),
+                    world_size=world if (manifest.more or {}).get("lockstep") else 1,
+                ),
+            )
+            for told in manifest.workers
+        ]
+    )
+
+
+def _owner(manifest: Manifest) -> int | None:
+    return next((process.uid for process in manifest.processes if process.pid == manifest.root_pid), None)
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None

@@ -1,0 +1,68 @@
+"""Outputs of a restored job that are led elsewhere: descriptors of whoever asks, in the places of ends that are gone.
+
+What a job said into a pipe or to a terminal leads to nobody once it has come back, and so to /dev/null unless somebody
+gives a descriptor for it. Owns which ends these are and which descriptors will do. A descriptor is opened anew for the
+job, with the daemon's rights, so it gives nobody more than it gave whoever sent it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Mapping, Sequence
+
+from hegmd.errors import BAD_REQUEST, HegmError, Refused
+from hegmd.node.processes.open_files import Outlet
+
+STREAMS: Mapping[str, int] = {"stdout": 1, "stderr": 2}
+
+
+def named_streams(names: Sequence[str], fds: Sequence[int]) -> dict[str, int]:
+    """Each descriptor by the name of what is to lead there. Raises HegmError for one that nothing can be led into."""
+    if len(names) != len(fds) or len(set(names)) != len(names) or not set(names) <= set(STREAMS):
+        message = f"{len(fds)} descriptors came for the outlets {', '.join(names)[:80] or 'of no name'}"
+        hint = f"send one descriptor for each, in their order; they are {' and '.join(STREAMS)}"
+        raise HegmError(BAD_REQUEST, message, hint)
+    for name, fd in zip(names, fds, strict=True):
+        _require_writable(name, fd)
+    return dict(zip(names, fds, strict=True))
+
+
+def led_elsewhere(outlets: Sequence[Outlet], streams: Mapping[str, int]) -> dict[str, int]:
+    """The descriptors by the ends that they take the places of. Raises Refused for a stream that has no such end.
+
+    Where both streams of a job had one end, as with 2>&1, standard output's descriptor is for both.
+    """
+    led: dict[str, int] = {}
+    for name, fd in streams.items():
+        ends = _ends_of(outlets, STREAMS[name])
+        if not ends:
+            raise Refused(
+                f"the job's {name} does not lead out of it: it is a file, which comes back by itself, or it is closed",
+                f"leave --{name} out; `hegmctl images show DIR --json` lists the files that it has open",
+            )
+        for end in ends:
+            led.setdefault(end.key, fd)
+    return led
+
+
+def lost_streams(outlets: Sequence[Outlet], streams: Mapping[str, int]) -> tuple[str, ...]:
+    """The names of streams that will lead nowhere."""
+    led = {end.key for name in streams for end in _ends_of(outlets, STREAMS[name])}
+    return tuple([name for name, fd in STREAMS.items() if any(e.key not in led for e in _ends_of(outlets, fd))])
+
+
+def _ends_of(outlets: Sequence[Outlet], number: int) -> list[Outlet]:
+    return [outlet for outlet in outlets if outlet.is_written and any(fd == number for _, fd in outlet.fds)]
+
+
+def _require_writable(name: str, fd: int) -> None:
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_PATH or _access(fd) == os.O_RDONLY:
+        raise Refused(f"the descriptor for {name} is not open for writing", "open it for writing")
+    if stat.S_ISSOCK(os.fstat(fd).st_mode):
+        raise Refused(f"the descriptor for {name} is a socket, which cannot be opened anew", "use a file or a pipe")
+
+
+def _access(fd: int) -> int:
+    return fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE

@@ -1,0 +1,221 @@
+"""What stands against bringing a job back from an image, here and now: its owner, its numbers, its files, the node.
+
+Owns what is looked at for that, and the words it is told in; GPUs are the planner's. Nothing is changed here, and what
+is found can be another thing a moment later.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from errno import ELOOP
+from functools import partial
+from pathlib import Path
+
+from hegmd.errors import BUSY, DENIED, REFUSED, UNAVAILABLE, HegmError
+from hegmd.images.criu.needs import Needs
+from hegmd.images.criu.node import Differences, differences
+from hegmd.images.criu.privileges import rights_missing
+from hegmd.images.files.images import is_of_user
+from hegmd.images.manifests import meeting_in, needs_in, pool_bytes_in
+from hegmd.memory.pool import Pool
+from hegmd.memory.sizes import whole_size
+from hegmd.migration.machine.operation import SIMULATED
+from hegmd.node.criu_program import Criu
+from hegmd.node.processes.process_set import Holder, holders_of
+from hegmd.node.processes.process_tree import Tell
+from hegmd.protocol.images import Manifest
+from hegmd.protocol.operations import Reason
+from hegmd.system.programs import Rights
+from hegmd.system.threads import Looks, run_detached
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """An output file of the job that is longer than it was, how long that was, and what is said against it."""
+
+    path: str
+    size_bytes: int
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Objections:
+    """What stands against bringing a job back, files that have grown, and what else there is to know."""
+
+    reasons: tuple[Reason, ...]
+    grown: tuple[Grown, ...]
+    notes: tuple[str, ...]
+
+
+class Scrutiny:
+    """Looks at images of jobs that are wanted back. `criu` finds the program, `meeting` is where agents look for this
+    daemon, `in_unit` gives each job a unit of systemd's, `by_owner` lets others than root restore what is theirs."""
+
+    def __init__(
+        self,
+        meeting: Path,
+        pool: Pool,
+        *,
+        criu: Callable[[], Awaitable[Criu]],
+        in_unit: bool,
+        simulated: bool,
+        by_owner: bool,
+    ) -> None:
+        self._meeting = meeting
+        self._pool = pool
+        self._criu = criu
+        self._in_unit = in_unit
+        # The sandbox of a service has no /home, and a /tmp of its own; the job will have the node's.
+        self._root = Path("/proc/1/root") if in_unit else Path("/")
+        self._simulated = simulated
+        self._by_owner = by_owner
+        self._looks = Looks()
+
+    async def of(self, manifest: Manifest, rights: Rights, *, as_then: bool) -> Objections:
+        """Everything that stands against bringing it back here and now, but for the GPUs. Raises HegmError.
+
+        With `as_then`, files to which the job only appends have to be as long as they were, too.
+        """
+        needs = needs_in(manifest)
+        found = [*self._against_owner(manifest, rights), *self._against_node(manifest, rights)]
+        try:
+            await self._criu()
+        except HegmError as error:
+            found.append(Reason(code=error.code.name, message=error.message, hint=error.hint))
+        found += await run_detached(lambda _: list(_taken(needs)), name="hegmd-restore")
+        needed_bytes = sum(whole_size(pool_bytes_in(manifest, one)) for one in manifest.workers if one.bytes)
+        if needed_bytes > self._pool.free_bytes():
+            message = (
+                f"{needed_bytes >> 20} MiB of the pool are needed, and {self._pool.free_bytes() >> 20} MiB are free"
+            )
+            found.append(Reason(code=BUSY.name, message=message, hint="resume what is suspended, or raise its budget"))
+        grown: list[Grown] = []
+        notes: list[str] = []
+        changed = partial(_changed_files, needs, self._root, as_then=as_then)
+        found_of_files = await self._looks.at(lambda tell: list(changed(tell)), name="hegmd-files")
+        for reason, longer, minds in found_of_files:
+            if longer is not None:
+                grown.append(longer)
+            if minds or as_then:
+                found.append(reason)
+            else:
+                notes.append(f"{reason.message}: what it has written since stays in it")
+        differing = await self._looks.at(lambda tell: _differing(manifest, self._root, tell), name="hegmd-node")
+        return Objections((*found, *differing.refusals), tuple(grown), (*notes, *differing.notes))
+
+    def _against_owner(self, manifest: Manifest, rights: Rights) -> Iterator[Reason]:
+        if rights.uid != 0 and not self._by_owner:
+            yield Reason(
+                code=DENIED.name,
+                message="this node has its images restored by root alone (images.restored_by)",
+                hint="have root restore it",
+            )
+        as_user = rights.uid != 0 or is_of_user(manifest)
+        missing = rights_missing(frozenset({rights.uid}), as_user=as_user, in_unit=self._in_unit)
+        if missing is not None:
+            yield missing
+        for process in manifest.processes if rights.uid != 0 else ():
+            if process.uid != rights.uid:
+                yield Reason(
+                    code=DENIED.name,
+                    message=f"process {process.pid} of the image runs as uid {process.uid}, and you are {rights.uid}",
+                    hint="have root restore it",
+                    pid=process.pid,
+                )
+
+    def _against_node(self, manifest: Manifest, rights: Rights) -> Iterator[Reason]:
+        methods = {(worker.more or {}).get("method") for worker in manifest.workers}
+        if self._simulated != (methods == {SIMULATED}):
+            here = "simulated" if self._simulated else "real"
+            hint = "restore it under a daemon of the same kind as it was made by"
+            yield Reason(
+                code=REFUSED.name, message=f"it was made on other GPUs than these, which are {here}", hint=hint
+            )
+        elsewhere = Path(meeting_in(manifest)) != self._meeting
+        if elsewhere and rights.uid != 0:
+            yield Reason(
+                code=DENIED.name,
+                message=f"its agents look for whom to come to in {meeting_in(manifest)}, which is another daemon's",
+                hint="have root restore it, or restore it under a daemon with the same socket as then",
+            )
+
+
+# ---- looked at on the node; these block ------------------------------------------------------------------------------
+
+
+def _taken(needs: Needs) -> Iterator[Reason]:
+    for holder in holders_of(needs.pids):
+        if not holder.is_zombie:
+            yield Reason(
+                code=REFUSED.name,
+                message=_told_holder(holder),
+                hint="end that one, or restore in a fresh pid namespace: unshare --pid --fork --mount-proc",
+                pid=holder.number,
+            )
+
+
+def _told_holder(holder: Holder) -> str:
+    if holder.pid == holder.number:
+        return f"there is a process {holder.pid}, whose number the job had: the job itself if it goes on, or a stranger"
+    return f"the job had the number {holder.number}, which process {holder.pid} has as its {holder.what}"
+
+
+def _differing(manifest: Manifest, root: Path, tell: Tell) -> Differences:
+    """Between this node and the one that it was made on. Raises HegmError."""
+    try:
+        return differences(manifest.node or {}, root=root, tell=tell)
+    except (KeyError, TypeError) as error:
+        message = f"the image does not say what its node was like: {type(error).__name__} {error}"
+        hint = "it was written by another version of hegmd; restore it with that one"
+        raise HegmError(UNAVAILABLE, message, hint) from error
+
+
+def _changed_files(
+    needs: Needs, root: Path, tell: Tell, *, as_then: bool
+) -> Iterator[tuple[Reason, Grown | None, bool]]:
+    """Files that are not as they were: what there is to say, which of them have only grown, and whether CRIU minds."""
+    for file in needs.files:
+        tell(file.path)
+        try:
+            size_bytes = _size_bytes(root, file.path)
+        except OSError as error:
+            message = f"{file.path}, which the job has open, is not there: {error.strerror}"
+            hint = "put it where it was when the image was made"
+            yield Reason(code=REFUSED.name, message=message, hint=hint), None, True
+            continue
+        if size_bytes == file.size_bytes:
+            continue
+        has_grown = size_bytes > file.size_bytes and file.is_written
+        reason = Reason(
+            code=REFUSED.name,
+            message=f"{file.path} has {size_bytes} bytes and had {file.size_bytes} when the image was made",
+            hint=_to_cut_back(as_then=as_then) if has_grown else "put it back as it was then",
+        )
+        minds = not (file.is_appended and has_grown)
+        yield reason, Grown(file.path, file.size_bytes, reason) if has_grown else None, minds
+
+
+def _to_cut_back(*, as_then: bool) -> str:
+    """The next step of whoever has a file that has grown; `as_then`: they want it cut back already."""
+    if as_then:
+        return "--truncate-outputs cuts it back when nothing else is in the way; if it has, somebody still writes there"
+    return "restore with --truncate-outputs to cut it back"
+
+
+def _size_bytes(root: Path, path: str) -> int:
+    """Of the very file of that name, which had no link on its way when the image was made. Raises OSError.
+
+    Whose file a link leads to now, and how large that is, is not the job's owner's to know.
+    """
+    fd = os.open(root / path.lstrip("/"), os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+        found = os.readlink(f"/proc/self/fd/{fd}").removeprefix(str(root).rstrip("/"))
+        if found != path or stat.S_ISLNK(status.st_mode):
+            raise OSError(ELOOP, "a link leads elsewhere now")
+        return status.st_size
+    finally:
+        os.close(fd)

@@ -1,0 +1,321 @@
+"""Jobs that come back from an image: its bytes into the pool, its processes by CRIU, its agents by their tokens.
+
+Owns the order of these and what is undone when any of it fails: the processes are ended again and their bytes given
+back, while the image stays as it is. The bytes are read while CRIU restores. From the moment at which every agent
+attends, parked and with its bytes known, the job is a suspended one like any other: an operation is made of it, and
+whatever happens then leaves a job that `resume` brings back. What stands against a restore is `restore_checks`'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import anyio
+
+from hegmd.errors import DENIED, NOT_FOUND, TIMEOUT, UNAVAILABLE, HegmError
+from hegmd.gpu_helper.mark import MARK_BYTES
+from hegmd.images.criu import run
+from hegmd.images.criu.command_line import unit_name_for
+from hegmd.images.criu.credentials import beyond, credentials_in
+from hegmd.images.criu.privileges import Guise, to_restore
+from hegmd.images.criu.run import Revived
+from hegmd.images.files.images import Images, is_of_user
+from hegmd.images.files.open_image import Image
+from hegmd.images.manifests import candidates_in, meeting_in, needs_in, pool_bytes_in, revived, tokens_in
+from hegmd.images.rendezvous import MeetingPlaces
+from hegmd.images.restore_checks import Objections, Scrutiny
+from hegmd.images.restore_records import HalfRevived
+from hegmd.memory.pool import Key, Pool
+from hegmd.memory.pool_memory import Memory
+from hegmd.migration.machine.operation import Operation
+from hegmd.migration.model import Snapshot
+from hegmd.migration.plan.carrier_choice import HOST
+from hegmd.node.criu_program import Criu
+from hegmd.node.inventory import NodeSnapshot
+from hegmd.node.processes.procfs import start_ticks_of
+from hegmd.protocol.images import ImageWorker, Manifest
+from hegmd.system.programs import Rights
+from hegmd.system.task_group import Progress, in_concert, parts_of
+from hegmd.system.threads import run_detached
+from hegmd.workers.workers import Worker, Workers
+
+logger = logging.getLogger(__name__)
+
+ATTENDS_WITHIN_S = 60.0
+_LOOK_AGAIN_S = 0.5
+
+
+class Reviving:
+    """Brings jobs back. `images` tells their room, `criu` finds the program, `look` sees the node.
+
+    `in_unit` gives each job a unit of systemd's.
+    """
+
+    def __init__(  # noqa: PLR0913 - what it puts together, each by its name
+        self,
+        images: Callable[[], Images],
+        places: MeetingPlaces,
+        workers: Workers,
+        pool: Pool,
+        *,
+        criu: Callable[[], Awaitable[Criu]],
+        look: Callable[[], Awaitable[NodeSnapshot]],
+        in_unit: bool,
+        simulated: bool,
+        notes: HalfRevived,
+        by_owner: bool,
+    ) -> None:
+        self._notes = notes
+        self._images = images
+        self._places = places
+        self._workers = workers
+        self._pool = pool
+        self._criu = criu
+        self._look = look
+        self._in_unit = in_unit
+        by_whom = {"simulated": simulated, "by_owner": by_owner}
+        self._scrutiny = Scrutiny(places.folder, pool, criu=criu, in_unit=in_unit, **by_whom)
+        self._coming: set[int] = set()
+        self._back: dict[str, Revived] = {}
+
+    def is_coming(self, pid: int) -> bool:
+        """Whether that process is being brought back now, and no operation has it yet."""
+        return pid in self._coming
+
+    @contextlib.asynccontextmanager
+    async def opened(self, path: str, rights: Rights) -> AsyncGenerator[Image]:
+        """The image at that path, locked against everybody else who would restore it. Raises HegmError."""
+        image = await self._images().open(path, rights)
+        try:
+            yield image
+        finally:
+            await image.end()
+
+    # -- what is against it --------------------------------------------------------------------------------------------
+
+    def expected(self, snapshot: Snapshot, manifest: Manifest) -> tuple[Snapshot, Operation]:
+        """The node and the operation as they will be once the processes are there: for the planner."""
+        coming = candidates_in(manifest)
+        others = [c for c in snapshot.candidates if c.pid not in {one.pid for one in coming}]
+        return snapshot.replace(candidates=(*others, *coming)), revived(manifest, "", {}, snapshot.gpus, 0.0)
+
+    async def against(self, manifest: Manifest, rights: Rights, *, as_then: bool) -> Objections:
+        """Everything that stands against bringing it back here and now, but for the GPUs. Raises HegmError.
+
+        With `as_then`, files to which the job only appends have to be as long as they were, too.
+        """
+        return await self._scrutiny.of(manifest, rights, as_then=as_then)
+
+    # -- back ----------------------------------------------------------------------------------------------------------
+
+    async def bring_back(
+        self, image: Image, op_id: str, rights: Rights, on_progress: Progress, outlets: Mapping[str, int]
+    ) -> Operation:
+        """Have its processes there, parked, their bytes in the pool under that operation's name; the operation.
+
+        With rights that somebody with these has anyway. `outlets`: descriptors for ends that led out of the job.
+
+        Raises HegmError, and then nothing of it is there; cancelled, the same. Who gets the operation sees to it that
+        it begins, or calls `undo`.
+        """
+        manifest = image.manifest
+        asked_utc = time.time()
+        self._coming.update(worker.pid for worker in manifest.workers)
+        try:
+            unit = self._unit_of(manifest)
+            await run_detached(lambda _: self._notes.note(op_id, manifest, unit), name="hegmd-note")
+            await run_detached(lambda _: self._hold_places(manifest), name="hegmd-places")
+            back = self._back[op_id] = await self._read_and_restore(image, op_id, rights, on_progress, outlets)
+            await self._attend(manifest, back)
+            gpus = (await self._look()).gpus
+            return revived(manifest, op_id, back.start_ticks, gpus, asked_utc)
+        except BaseException as error:
+            with anyio.CancelScope(shield=True):
+                if isinstance(error, run.LeftBehind):
+                    await self._notes.end_left(op_id)
+                await self.undo(manifest, op_id)
+            raise
+
+    async def settled(self, manifest: Manifest, op_id: str) -> None:
+        """An operation has them now, or nobody any more. Raises nothing."""
+        self._back.pop(op_id, None)
+        self._coming.difference_update(worker.pid for worker in manifest.workers)
+        with anyio.CancelScope(shield=True):
+            await run_detached(lambda _: self._notes.forget(op_id), name="hegmd-note")
+            await run_detached(lambda _: self._leave_places(manifest), name="hegmd-places")
+
+    async def undo(self, manifest: Manifest, op_id: str) -> None:
+        """End what came back for an operation that did not begin, and give its bytes back. Raises nothing."""
+        if (back := self._back.pop(op_id, None)) is not None:
+            await run.end(back)
+        for worker in manifest.workers:
+            try:
+                await self._pool.give(Key(op_id, str(worker.pid)))
+            except HegmError as error:
+                logger.warning("%s; %s", error.message, error.hint)
+        await self.settled(manifest, op_id)
+
+    def _leave_places(self, manifest: Manifest) -> None:
+        folder = Path(meeting_in(manifest))
+        for token in tokens_in(manifest):
+            self._places.leave(token, folder)
+
+    def _hold_places(self, manifest: Manifest) -> None:
+        for token in tokens_in(manifest):
+            self._places.hold(token, Path(meeting_in(manifest)))
+
+    def _call_to_places(self, manifest: Manifest) -> None:
+        for token in tokens_in(manifest):
+            self._places.call(token, Path(meeting_in(manifest)))
+
+    async def _read_and_restore(
+        self, image: Image, op_id: str, rights: Rights, on_progress: Progress, outlets: Mapping[str, int]
+    ) -> Revived:
+        """Bytes and processes at once. The first failure ends the others, and what came back is ended."""
+        came: list[Revived] = []
+        progress_of = parts_of(on_progress)
+
+        async def restore() -> None:
+            came.append(await self._restore(image, rights, outlets))
+
+        parts = [
+            partial(self._read, image, name, Key(op_id, str(worker.pid)), worker, progress_of(name))
+            for worker in image.manifest.workers
+            for name in worker.bytes
+        ]
+        try:
+            await in_concert(*parts, restore)
+        except BaseException:
+            for one in came:
+                await run.end(one)
+            raise
+        return came[0]
+
+    async def _read(self, image: Image, name: str, key: Key, worker: ImageWorker, on_progress: Progress) -> None:
+        memory = await self._pool.take(key, pool_bytes_in(image.manifest, worker))
+        await image.read_bytes(name, memory.fd, on_progress)
+        if worker.carrier == HOST:
+            forget_mark(memory)
+
+    async def _restore(self, image: Image, rights: Rights, outlets: Mapping[str, int]) -> Revived:
+        criu = await self._criu()
+        manifest = image.manifest
+        dir_fd, guise = await self._examined(image, rights)
+        logs = self._images().own_folder()  # gone afterwards: what matters of the log is in the error
+        try:
+            return await run.restore(
+                criu,
+                dir_fd,
+                needs_in(manifest),
+                log_dir_fd=logs.fd,
+                unit_name=self._unit_of(manifest),
+                description=f"restored from {image.path}",
+                guise=guise,
+                outlets=outlets,
+            )
+        finally:
+            with anyio.CancelScope(shield=True):
+                await logs.close()
+
+    async def _examined(self, image: Image, rights: Rights) -> tuple[int, Guise | None]:
+        """CRIU's files, every byte found right, and whose rights CRIU is to have. Raises HegmError."""
+        dir_fd = await image.private_criu_dir()
+        if rights.uid == 0 and not is_of_user(image.manifest):
+            return dir_fd, None
+        return dir_fd, await run_detached(lambda _: guise_in(dir_fd, rights), name="hegmd-credentials")
+
+    async def rehearse(self, image: Image, rights: Rights, on_progress: Progress) -> None:
+        """Read all of the image as `bring_back` would, and change nothing. Raises HegmError for what that refuses."""
+        await self._examined(image, rights)
+        await image.verify(on_progress)
+
+    def _unit_of(self, manifest: Manifest) -> str | None:
+        """The unit that its processes are to be in; None without a service manager."""
+        if not self._in_unit:
+            return None
+        root = next((one for one in manifest.processes if one.pid == manifest.root_pid), None)
+        command = "" if root is None or root.command is None else os.path.basename(root.command.split(" ", 1)[0])
+        return unit_name_for([str(manifest.root_pid), command])
+
+    async def _attend(self, manifest: Manifest, back: Revived) -> None:
+        """Call the agents, and wait until all attend, parked. Raises HegmError."""
+        await run_detached(lambda _: self._call_to_places(manifest), name="hegmd-places")
+        await until_there(self._workers, manifest.workers, back.start_ticks)
+
+
+async def until_there(
+    workers: Workers,
+    wanted: Sequence[ImageWorker],
+    ticks: Mapping[int, int],
+    *,
+    within_s: float = ATTENDS_WITHIN_S,
+    look_again_s: float = _LOOK_AGAIN_S,
+) -> None:
+    """Wait until the agents of those processes, which have these start times, attend, parked. Raises HegmError."""
+
+    def missing() -> list[int]:
+        return [one.pid for one in wanted if not _is_there(workers.find(one.pid), one.token, ticks.get(one.pid))]
+
+    with anyio.move_on_after(within_s):
+        while pids := missing():
+            _require_alive(pids, ticks)  # nothing is awaited from the look at who is missing to the wait for news
+            with anyio.move_on_after(look_again_s):  # nobody tells of the end of a process whose agent never came
+                await workers.news.wait()
+        return
+    late = missing()
+    raise HegmError(
+        TIMEOUT,
+        f"the agent of process {late[0]} did not come within {within_s:g} s after the restore",
+        "the image is whole; restore it again, and see the log of hegmd",
+        {"pids": late},
+    )
+
+
+def _require_alive(pids: Sequence[int], ticks: Mapping[int, int]) -> None:
+    """Raise HegmError for one that nobody has to wait for any more; one that cannot be seen now is waited for."""
+    for pid in pids:
+        try:
+            found = start_ticks_of(pid)
+        except HegmError:
+            continue
+        if found is None or found != ticks.get(pid, found):
+            message = f"process {pid} has ended before its agent came back"
+            raise HegmError(NOT_FOUND, message, "the image is whole; see the log of the job, and restore it again")
+
+
+def _is_there(worker: Worker | None, token: str | None, start_ticks: int | None) -> bool:
+    if worker is None or not worker.connected or worker.token != token:
+        return False
+    return worker.identity.start_ticks == start_ticks and worker.parked
+
+
+def forget_mark(memory: Memory) -> None:
+    """Have no mark in a piece that was read from an image: its bytes are here, whatever who made that file says."""
+    try:
+        memory.zero(memory.size_bytes - MARK_BYTES, MARK_BYTES)
+    except (OSError, ValueError) as error:  # the latter of a file that was cut
+        message = f"the end of what was read from the image cannot be cleared: {error}"
+        raise HegmError(UNAVAILABLE, message, "restore it again, and see the log of hegmd") from error
+
+
+def guise_in(dir_fd: int, rights: Rights) -> Guise:
+    """Whose rights CRIU has. Raises HegmError unless every thread comes back with rights that the caller has.
+
+    For root these are a user's: the image was made so.
+    """
+    found = credentials_in(dir_fd)
+    uid, gids = rights.uid, frozenset({rights.gid, *rights.groups})
+    if uid == 0:
+        uid = max(found[0].uids)
+        gids = frozenset(gid for each in found for gid in (*each.gids, *each.groups))
+    reasons = list(beyond(found, uid, gids))
+    if reasons or uid == 0:
+        what = "\n".join(reason.message for reason in reasons) or "the image is said to be a user's, and is root's"
+        raise HegmError(DENIED, what, "use another image, or make it anew")
+    return to_restore(found, uid)

@@ -1,0 +1,199 @@
+"""Restores that a daemon was killed in: a note of each is on disk from before CRIU until an operation has its job.
+
+Owns these notes, and what a start does with one that it finds: no operation tells of that job, so whatever came back of
+it is ended, the bytes that were read for it are given back, and the image is as it was. The unit that it was to be in,
+or the attendant that is its parent, has all of it. A process alone is known by its number, by having been made after
+the note, and by its command line or the `hegmctl run` in its environment, which came with its memory: a number alone
+may be somebody else's by then. A CRIU that is still at work has nothing yet that such a process is known by; its
+attendant is, and sees to its end. A note that could not be taken away tells of a job that has long had an operation
+of its own: what any operation has, or had, is let be.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from hegmd.errors import UNAVAILABLE, HegmError
+from hegmd.images.criu.command_line import IMAGES
+from hegmd.memory.pool import Pool
+from hegmd.node.processes.process_set import Population, ask, end_all, population_of
+from hegmd.protocol.images import Manifest
+from hegmd.protocol.record import as_list, as_map
+from hegmd.system.threads import run_detached
+from hegmd.system.transient_units import stop_unit
+
+logger = logging.getLogger(__name__)
+
+FOLDER_NAME = "reviving"
+# The command line of those whom CRIU has made and given nothing of their own yet.
+_OF_CRIU = frozenset((b"restore", b"--images-dir", IMAGES.encode()))
+_MOST_ROUNDS = 3
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class HalfRevived:
+    """The notes of one state directory."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._folder = state_dir / FOLDER_NAME
+
+    def note(self, op_id: str, manifest: Manifest, unit: str | None) -> None:
+        """A restore begins, whose job is to be that operation's. Raises HegmError."""
+        runs = {str((worker.more or {}).get("run") or "") for worker in manifest.workers} - {""}
+        note = {
+            "boot": _BOOT_ID.read_text().strip(),
+            "since_ticks": int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")),
+            "root": manifest.root_pid,
+            "pids": [process.pid for process in manifest.processes],
+            "commands": [process.command or "" for process in manifest.processes],
+            "runs": sorted(runs),
+            "unit": unit,
+        }
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            fd = os.open(self._folder / op_id, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            with open(fd, "w") as file:
+                json.dump(note, file)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            message = f"the note of a restore cannot be written: {error.strerror or error}"
+            raise HegmError(UNAVAILABLE, message, f"look at the disk of {self._folder}") from error
+
+    def forget(self, op_id: str) -> None:
+        """An operation has the job, or nobody any more. Raises nothing: what stays is known for what it is."""
+        try:
+            os.unlink(self._folder / op_id)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            logger.warning(
+                "the note of a restore cannot be taken away: %s; look at the disk of %s", error, self._folder
+            )
+
+    async def end_left(self, op_id: str) -> None:
+        """End what is left of a restore whose attendant was killed. Raises nothing: what stays has the job's numbers,
+        and the next restore names it."""
+        for _ in range(_MOST_ROUNDS):  # one that is ended may just have made another
+            try:
+                if not await run_detached(lambda _: self._end_found(op_id), name="hegmd-end"):
+                    return
+            except (HegmError, OSError) as error:
+                logger.error("it cannot be seen what a restore has left: %s", error)
+
+    def _end_found(self, op_id: str) -> bool:
+        """Whether there was anybody."""
+        came = [_of(note) for name, note in self._found() if name == op_id]
+        if not came or not came[0]:
+            return False
+        logger.warning("a restore has failed and left processes, which end: %s", sorted(came[0]))
+        end_all(Population(came[0]))
+        return True
+
+    async def clear(self, begun: Collection[str], taken: Collection[tuple[int, int]], pool: Pool) -> None:
+        """At the start of a daemon: undo every restore whose operation is not among those that have begun.
+
+        `taken` are the processes that any operation has or had, by number and start time.
+        """
+        for op_id, note in self._found():
+            if op_id not in begun:
+                await self._undo(op_id, note, taken)
+                for name, piece in pool.unclaimed().items():
+                    if piece.name.key.operation == op_id and piece.name.source is None:
+                        with suppress(HegmError):
+                            await pool.drop_unclaimed(name)
+            self.forget(op_id)
+
+    async def _undo(self, op_id: str, note: Mapping[str, object], taken: Collection[tuple[int, int]]) -> None:
+        came = await run_detached(lambda _: _of(note), name="hegmd-note")
+        if came is None:
+            return
+        if not came.keys().isdisjoint({pid for pid, ticks in taken if came.get(pid) == ticks}):
+            logger.warning("the note of operation %s is an old one: its job came back as another operation", op_id)
+            return
+        logger.warning("hegmd was stopped while it restored a job as operation %s: what came of it ends", op_id)
+        if isinstance(note.get("unit"), str):
+            await stop_unit(str(note["unit"]))
+        await run_detached(lambda _: _end(came, attendants_of(note)), name="hegmd-end")
+
+    def _found(self) -> Iterator[tuple[str, Mapping[str, object]]]:
+        with suppress(FileNotFoundError):
+            for name in sorted(os.listdir(self._folder)):
+                note: Mapping[str, object] | None = None
+                with suppress(OSError, ValueError):
+                    note = as_map(json.loads((self._folder / name).read_text()))
+                yield name, note or {}
+
+
+def _end(came: Mapping[int, int], attendants: Mapping[int, int]) -> None:
+    """End them, and whoever they have made or CRIU is making, where somebody attends to these: that one knows them."""
+    for pid, ticks in attendants.items():
+        logger.warning("CRIU's attendant, process %d, is told to end what it restores", pid)
+        ask(pid, ticks, signal.SIGUSR1)
+    end_all(Population(came))
+
+
+def attendants_of(note: Mapping[str, object]) -> Mapping[int, int]:
+    """The attendants of that restore, with their start times: by their command lines, the daemon's own user's, and made
+    after the note. Blocks."""
+    root, since = note.get("root"), note.get("since_ticks")
+    if not isinstance(root, int) or not isinstance(since, int):
+        return {}
+    found: list[int] = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with suppress(OSError):
+                words = Path("/proc", name, "cmdline").read_bytes().split(b"\0")
+                at = words.index(b"tend") if b"tend" in words else -1
+                is_one = (
+                    at > 0 and words[at - 1].endswith(b"/criu/parent.py") and words[at + 2 : at + 3] == [b"%d" % root]
+                )
+                if is_one and Path("/proc", name).stat().st_uid == os.geteuid():
+                    found.append(int(name))
+    return {pid: ticks for pid, ticks in population_of(found).start_ticks.items() if ticks >= since}
+
+
+def _of(note: Mapping[str, object]) -> Mapping[int, int] | None:
+    """What lives of the processes of that note, with their start times; None of another boot's. Blocks."""
+    if note.get("boot") != _BOOT_ID.read_text().strip():
+        return None  # whatever came back has gone with the kernel
+    pids, commands, runs = (as_list(note.get(name)) or () for name in ("pids", "commands", "runs"))
+    since = note.get("since_ticks")
+    if not isinstance(since, int):
+        return {}
+    command_of = dict(zip(map(int, pids), commands, strict=False))
+    wanted = {f"HEGM_RUN={run}".encode() for run in runs}
+    found = population_of(command_of or map(int, pids)).start_ticks
+    return {
+        pid: ticks
+        for pid, ticks in found.items()
+        if ticks >= since
+        and (
+            wanted & _words(pid, "environ")
+            or _command(pid) == (command_of.get(pid) or None)
+            or _words(pid, "cmdline") >= _OF_CRIU
+        )
+    }
+
+
+def _words(pid: int, name: str) -> frozenset[bytes]:
+    try:
+        return frozenset(Path(f"/proc/{pid}/{name}").read_bytes().split(b"\0"))
+    except OSError:
+        return frozenset()
+
+
+def _command(pid: int) -> str | None:
+    """As manifests have it; None for who has none, or is gone."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    except OSError:
+        return None
+    return " ".join(map(os.fsdecode, words)) or None

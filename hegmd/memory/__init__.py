@@ -1,0 +1,1 @@
+"""Memory that outlives a process: the host pool, video memory held by descriptor, and what keeps descriptors."""

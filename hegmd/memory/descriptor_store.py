@@ -1,0 +1,85 @@
+"""Where descriptors outlive the daemon: one interface, whoever holds them.
+
+Under systemd its descriptor store does; elsewhere the keeper, a process of ours (keeper/). The pool, and whatever else
+lives by descriptors alone, sees `Store` and cannot tell which. A descriptor may be of any kind: memory, exported video
+memory, a socket.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+import anyio
+import anyio.to_thread
+
+from hegmd.system.systemd import PassedDescriptors, ServiceManager
+
+logger = logging.getLogger(__name__)
+
+# What is ours among the descriptors that come with the start.
+PREFIX = "hegm-"
+BARRIER_S = 5.0
+
+
+class Store(Protocol):
+    """Holds descriptors by name. One that cannot be held, or not any more, raises HegmError."""
+
+    async def put(self, name: str, fd: int) -> None:
+        """Hold a copy of that descriptor under that name, beyond the end of this process."""
+        ...
+
+    async def drop(self, *names: str) -> None:
+        """Hold nothing under those names any more, by the time that this returns. Fine when nothing is."""
+        ...
+
+    async def found(self) -> Sequence[tuple[str, int]]:
+        """What an earlier daemon left: name and a descriptor, which is the caller's from here on. Asked once."""
+        ...
+
+    async def run(self) -> None:
+        """Look after what is held, until cancelled."""
+        ...
+
+
+class ManagerStore:
+    """The service manager's. What it has comes with the start of the daemon."""
+
+    def __init__(self, manager: ServiceManager, passed: PassedDescriptors) -> None:
+        self._manager = manager
+        self._passed = passed
+
+    async def put(self, name: str, fd: int) -> None:
+        await anyio.to_thread.run_sync(self._put, name, fd)
+
+    def _put(self, name: str, fd: int) -> None:
+        self._manager.store(name, [fd])
+        self._settle("taken", name)
+
+    async def drop(self, *names: str) -> None:
+        await anyio.to_thread.run_sync(self._drop, names)
+
+    def _drop(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._manager.unstore(name)
+        self._settle("let go of", ", ".join(names))
+
+    def _settle(self, what: str, names: str) -> None:
+        # Its datagrams are worked off in their order and in its own time; what is dropped may be video memory.
+        if not self._manager.barrier(BARRIER_S):
+            logger.warning("the service manager has not %s %s within %g s", what, names, BARRIER_S)
+
+    async def found(self) -> Sequence[tuple[str, int]]:
+        names = [name for name in self._passed.names if name.startswith(PREFIX)]
+        found: list[tuple[str, int]] = []
+        for name in names:
+            first, *others = self._passed.take(name)
+            for double in others:  # put twice, by a daemon that was killed in between
+                os.close(double)
+            found.append((name, first))
+        return found
+
+    async def run(self) -> None:
+        await anyio.sleep_forever()  # it looks after itself

@@ -1,0 +1,89 @@
+"""`python -m hegmd.memory.keeper STATE_DIR`: leaves its starter, listens, and serves until there is nothing to stay
+for.
+
+The starter's command ends with status 0 as soon as a keeper listens there, this one or one that was there before. The
+keeper itself is in a session of its own by then, with nothing open that it was started with: it is to outlive the
+terminal, the daemon and the daemon's control of its children. A lock makes it the only one in the directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import sys
+import time
+
+from hegmd.memory.keeper.serving import Keeper
+from hegmd.memory.keeper.wire import LOCK_NAME, SOCKET_NAME
+
+FIRST_CALLER_S = 5.0
+# How long whoever has the lock may take: to end, where it has nothing left to stay for, or to listen.
+LOCK_LIMIT_S = 10.0
+_LOOK_AGAIN_S = 0.02
+BACKLOG = 16
+
+
+def main(folder: str) -> int:
+    """The exit status of the command; in the keeper's own process, of the keeper."""
+    os.umask(0o077)
+    # By its own descriptor, so that the socket's path is short however long the directory's is.
+    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    path = f"/proc/self/fd/{at}/{SOCKET_NAME}"
+    lock = os.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=at)
+    if not _take(lock, path):
+        return 0
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(SOCKET_NAME, dir_fd=at)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(path)
+        listening.listen(BACKLOG)
+        ready, leaving = os.pipe2(os.O_CLOEXEC)
+        if os.fork():
+            os.close(leaving)
+            os.read(ready, 1)  # to its end: the starter may end what is left of this command's group
+            return 0
+        os.close(ready)
+        _leave()
+        os.close(leaving)
+        Keeper(listening).serve(FIRST_CALLER_S)
+        os.unlink(SOCKET_NAME, dir_fd=at)  # still under the lock: a successor's socket is safe
+    return 0
+
+
+def _take(lock: int, path: str) -> bool:
+    """Whether the lock is ours now; false when a keeper listens there. Raises TimeoutError if neither comes to be.
+
+    Who has the lock keeps it for as long as it serves, and may not listen yet: so not its end alone is waited for.
+    """
+    deadline = time.monotonic() + LOCK_LIMIT_S
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe, contextlib.suppress(OSError):
+            probe.connect(path)
+            return False
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"whoever has the lock {LOCK_NAME} neither ended nor listened for {LOCK_LIMIT_S:g} s")
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def _leave() -> None:
+    os.setsid()
+    os.chdir("/")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nothing, number)
+    os.close(nothing)
+    # The daemon's user may end it by name; nothing else that is sent to groups and terminals is meant for it.
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
+        comm.write("hegm-keeper")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,254 @@
+"""The daemon's side of the keeper: a `Store` that starts the keeper when there is something to hold.
+
+The connection stays open as long as something is held, so that the keeper stays; with nothing held it is closed, and
+the keeper ends. A keeper that ends while it holds something was killed: `run` sees that on the connection, starts
+another and hands everything over again, from copies of the descriptors that are kept here for that. One request at a
+time; each is one datagram and its answer, in a thread, within a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import select
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from hegmd.errors import UNAVAILABLE, HegmError
+from hegmd.memory.keeper.wire import DROP, GET, GREETING, HELLO, LIST, OK, PUT, SOCKET_NAME, receive, send
+
+NO_DESCRIPTORS: Sequence[int] = ()
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 5.0
+# A keeper may be about to end when it is called, having nothing to hold.
+ATTEMPTS = 3
+# After one that was killed and could not be replaced.
+RETRY_S = 5.0
+
+Start = Callable[[Path], Awaitable[None]]
+
+
+class KeeperStore:
+    """The keeper of one state directory. `start` starts one there and returns when it listens; it raises HegmError."""
+
+    def __init__(self, folder: Path, start: Start, *, answer_s: float = ANSWER_S) -> None:
+        self._folder = folder
+        self._answer_s = answer_s
+        self._start = start
+        self._socket: socket.socket | None = None
+        self._held: dict[str, int] = {}
+        self._missing: set[str] = set()  # of those, what the keeper that is there now was not yet given
+        self._perhaps: set[str] = set()  # held there perhaps, and nobody's: its put or drop had no answer
+        self._asking = anyio.Lock()
+        self._asked = anyio.Event()  # once something was; then there is another for the next time
+
+    async def put(self, name: str, fd: int) -> None:
+        async with self._asked_for():
+            self._hold(name, os.dup(fd))
+            self._missing.add(name)
+            try:
+                await self._hand_over()
+            except BaseException:
+                self._let_go(name)
+                self._perhaps.add(name)
+                raise
+
+    async def drop(self, *names: str) -> None:
+        async with self._asked_for():
+            known = [name for name in names if name in self._held or name in self._perhaps]
+            try:
+                for name in known:
+                    await anyio.to_thread.run_sync(self._ask, [f"{DROP} {name}"], NO_DESCRIPTORS)
+                    self._let_go(name)
+            except OSError as error:
+                self._hang_up()
+                if error.errno not in _NOBODY:
+                    raise self._failed(f"does not give up {', '.join(known)}", error) from error
+                for name in known:  # without a keeper nothing is held
+                    self._let_go(name)
+
+    async def found(self) -> Sequence[tuple[str, int]]:
+        async with self._asked_for():
+            try:
+                found = await anyio.to_thread.run_sync(self._fetch_all)
+            except OSError as error:
+                self._hang_up()
+                if error.errno in _NOBODY:  # there is none, or it was killed, and what it held went with it
+                    return ()
+                raise self._failed("does not say what it holds", error) from error
+            for name, fd in found:
+                self._hold(name, os.dup(fd))
+            return found
+
+    async def run(self) -> None:
+        """Hand everything over again when the keeper has ended, until cancelled."""
+        try:
+            while True:
+                async with self._asking:
+                    in_hand = not self._has_ended() or await self._replace()
+                    watched, asked = self._socket, self._asked
+                if not in_hand:
+                    with anyio.move_on_after(RETRY_S):  # whoever asks for something meanwhile tries it as well
+                        await asked.wait()
+                elif watched is None:
+                    await asked.wait()
+                else:
+                    with contextlib.suppress(anyio.ClosedResourceError):  # hung up meanwhile
+                        await anyio.wait_readable(watched)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Hang up, and let go of the copies here. What it holds, the keeper goes on holding."""
+        self._hang_up()
+        for name in tuple(self._held):
+            self._let_go(name)
+
+    def _hang_up(self) -> None:
+        if self._socket is not None:
+            anyio.notify_closing(self._socket)
+            self._socket.close()
+            self._socket = None
+        self._missing = set(self._held)  # the next keeper may be another, which has nothing of it
+
+    def _hold(self, name: str, fd: int) -> None:
+        self._let_go(name)
+        self._held[name] = fd
+
+    def _let_go(self, name: str) -> None:
+        self._missing.discard(name)
+        self._perhaps.discard(name)
+        if name in self._held:
+            os.close(self._held.pop(name))
+
+    # -- one after the other, under the lock ---------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _asked_for(self) -> AsyncGenerator[None]:
+        """One request. With nothing held it hangs up, and `run` looks at what has become of the keeper."""
+        async with self._asking:
+            try:
+                yield
+            finally:
+                if not self._held and not self._perhaps:
+                    self._hang_up()
+                self._asked.set()
+                self._asked = anyio.Event()
+
+    async def _replace(self) -> bool:
+        """Whether the keeper that is there now, or another one, holds everything."""
+        self._hang_up()
+        if self._missing:
+            logger.warning("the keeper in %s ended while it held something; another takes its place", self._folder)
+        try:
+            await self._hand_over()
+        except HegmError as error:
+            logger.error("%s; what it held is held by hegmd alone", error.message)
+            return False
+        return True
+
+    async def _hand_over(self) -> None:
+        """Have everything held that is not, and nothing that nobody wants any more. Raises HegmError."""
+        for attempt in range(ATTEMPTS):
+            try:
+                for name in sorted(self._missing):
+                    await anyio.to_thread.run_sync(self._ask, [f"{PUT} {name}"], [self._held[name]])
+                    self._missing.discard(name)
+                for name in sorted(self._perhaps - self._held.keys()):
+                    await anyio.to_thread.run_sync(self._ask, [f"{DROP} {name}"], NO_DESCRIPTORS)
+                    self._perhaps.discard(name)
+                return
+            except OSError as error:
+                missing = sorted(self._missing)
+                self._hang_up()
+                if error.errno in _NOBODY:
+                    self._perhaps.clear()
+                    if not self._missing:
+                        return
+                if attempt == ATTEMPTS - 1:
+                    raise self._failed(f"does not take {', '.join(missing)}", error) from error
+                await self._start(self._folder)
+
+    def _has_ended(self) -> bool:
+        """Whether a keeper is not known to hold what is held here, and nothing else."""
+        if self._missing or self._perhaps:
+            return True
+        if self._socket is None:
+            return False
+        # Not `recv` alone: on a socket with a limit Python waits that long first, MSG_DONTWAIT or not.
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        if not poll.poll(0):
+            return False  # what was readable was an answer, and is taken
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
+
+    # -- in a thread ---------------------------------------------------------------------------------------------------
+
+    def _fetch_all(self) -> Sequence[tuple[str, int]]:
+        names, _ = self._ask([LIST], [])
+        found: list[tuple[str, int]] = []
+        try:
+            for name in names:
+                _, fds = self._ask([f"{GET} {name}"], [])
+                found.extend((name, fd) for fd in fds)
+        except OSError:
+            for _, fd in found:
+                os.close(fd)
+            raise
+        return found
+
+    def _ask(self, lines: Sequence[str], fds: Sequence[int]) -> tuple[list[str], list[int]]:
+        """What is answered, and the descriptors with it. Raises OSError."""
+        if self._socket is None:
+            self._socket = self._connect()
+        return _exchange(self._socket, lines, fds)
+
+    def _connect(self) -> socket.socket:
+        # By the directory's descriptor: a socket's path ends at 107 bytes, a directory's does not.
+        at = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            made.settimeout(self._answer_s)
+            made.connect(f"/proc/self/fd/{at}/{SOCKET_NAME}")
+            said, _ = _exchange(made, [HELLO], [])
+            if said[:1] != [GREETING]:
+                raise OSError(errno.EPROTO, f"it says {said[:1]} where {GREETING!r} was expected")
+        except BaseException:
+            made.close()
+            raise
+        finally:
+            os.close(at)
+        return made
+
+    def _failed(self, what: str, error: OSError) -> HegmError:
+        return HegmError(
+            UNAVAILABLE,
+            f"the keeper in {self._folder} {what}: {error.strerror or error}",
+            "see whether `hegm-keeper` runs and what the log of hegmd says of its start",
+            {"errno": error.errno},
+        )
+
+
+_NOBODY = (errno.ENOENT, errno.ECONNREFUSED, errno.EPIPE, errno.ECONNRESET)
+
+
+def _exchange(over: socket.socket, lines: Sequence[str], fds: Sequence[int]) -> tuple[list[str], list[int]]:
+    send(over, lines, fds)
+    said, came = receive(over)
+    if said[:1] != [OK]:
+        for fd in came:
+            os.close(fd)
+        if not said:
+            raise OSError(errno.ECONNRESET, "it hung up")
+        raise OSError(errno.EPROTO, " ".join(said[1:]))
+    return said[1:], came

@@ -1,0 +1,485 @@
+"""The pool: memory for the bytes of jobs in flight, each piece with one owner and one name, within one budget.
+
+Pages are there before anything relies on them: they are taken by several threads off the loop (`page_allocation`), in 2
+MiB pages where the node has enough free ones of those, and a piece that cannot be had whole is given back whole and
+refused with numbers. A piece outlives the daemon, however that ends: it is a file in memory (pool_places), or where no
+place takes it, memory that a store holds by descriptor (store). While its job rests it may be on disk instead
+(spill_file), and then takes nothing of the budget. Which of these it is, is nobody's business outside: `take`, `fetch`
+and `give` are.
+
+What is found at the start and belongs to no operation is kept apart and never touched but by name (`drop_unclaimed`,
+`claim`): its number may be used again by another operation. Knows nothing of operations and workers but their names.
+Must not be asked to give what somebody may still need: that is the machine's to say. Longer than 400 lines because
+every way of a piece goes by the one lock and the one budget, and is to be read beside the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+
+import anyio
+import anyio.to_thread
+
+from hegmd.errors import BUSY, CANCELLED, NOT_FOUND, UNAVAILABLE, HegmError, Refused
+from hegmd.memory.pool_checksums import compare, sums_of
+from hegmd.memory.pool_memory import Memory, make_memory, read_available_bytes, read_huge_free_bytes
+from hegmd.memory.pool_names import NONCE_BYTES, Key, PieceName, Source
+from hegmd.memory.pool_piece import Keep, Piece
+from hegmd.memory.sizes import MIB, whole_size
+from hegmd.memory.spill_file import SpillFolder
+from hegmd.memory.spilling import Progress, read_into, say_nothing, with_memory, write_out
+from hegmd.telemetry.log import fields
+
+__all__ = ["Key", "Keep", "Memory", "Piece", "Pool", "Source", "read_available_bytes"]
+
+logger = logging.getLogger(__name__)
+
+# Without a budget in the configuration the pool may take this share of the memory that is available when it is asked.
+SHARE_OF_AVAILABLE = 0.5
+
+
+class Pool:
+    """Every byte that the daemon holds for a job outside of it. Belongs to the event loop.
+
+    `budget_bytes` 0 stands for half of the memory that is available when it is asked. `make_room` is asked to have so
+    many bytes given back before somebody is refused; it raises nothing.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int = 0,
+        *,
+        keep: Keep | None = None,
+        available_bytes: Callable[[], int | None] = read_available_bytes,
+        huge_free_bytes: Callable[[], int] = read_huge_free_bytes,
+    ) -> None:
+        self.keep = keep or Keep()
+        self.make_room: Callable[[int], Awaitable[object]] | None = None
+        self._given_budget_bytes = budget_bytes
+        self._available_bytes = available_bytes
+        self._huge_free_bytes = huge_free_bytes
+        self._held: dict[Key, Piece] = {}
+        self._unclaimed: dict[str, Piece] = {}
+        self._coming: dict[Key, int] = {}  # taken from the budget, pages not there yet
+        self._taking = anyio.Lock()
+
+    # -- figures -------------------------------------------------------------------------------------------------------
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that it holds, or is about to."""
+        pieces = (*self._held.values(), *self._unclaimed.values())
+        return sum(_memory_bytes(piece) for piece in pieces) + sum(self._coming.values())
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Bytes that are on disk."""
+        pieces = (*self._held.values(), *self._unclaimed.values())
+        return sum(piece.size_bytes for piece in pieces if piece.spilled)
+
+    def budget_bytes(self) -> int:
+        """How much it may hold in all now."""
+        if self._given_budget_bytes:
+            return self._given_budget_bytes
+        available = self._available_bytes()
+        return self.held_bytes + int((available or 0) * SHARE_OF_AVAILABLE)
+
+    def free_bytes(self) -> int:
+        """How much more it may hold."""
+        return max(0, self.budget_bytes() - self.held_bytes)
+
+    def figures(self) -> Mapping[str, int]:
+        """Bytes by what they are, for whoever watches the node."""
+        return {"memory": self.held_bytes, "disk": self.spilled_bytes, "budget": self.budget_bytes()}
+
+    def held_for(self, key: Key) -> int:
+        """Bytes of storages that the piece of that owner was made for, wherever it is; 0 when there is none."""
+        piece = self._held.get(key)
+        return 0 if piece is None else piece.usable_bytes
+
+    def outlives(self, key: Key) -> bool:
+        """Whether that owner's bytes are anywhere that the daemon's end leaves alone."""
+        piece = self._held.get(key)
+        if piece is None:
+            return False
+        return piece.memory is None or piece.memory.place is not None or self.keep.store is not None
+
+    def by_owner(self) -> Mapping[Key, Piece]:
+        """Every piece that has an owner."""
+        return dict(self._held)
+
+    def was_claimed_from(self, key: Key) -> bool:
+        """Whether a piece that another operation has now was that one's: what is in it may name that one still."""
+        own = [piece.name for piece in self._held.values()]
+        return any(name.key.worker == key.worker and key.operation in name.before for name in own)
+
+    def unclaimed(self) -> Mapping[str, Piece]:
+        """Every piece that was found and that no operation has, by its name."""
+        return dict(self._unclaimed)
+
+    def memory(self, key: Key) -> Memory:
+        """The memory of that owner's piece. Raises Refused when there is none."""
+        piece = self._held.get(key)
+        if piece is None:
+            raise Refused(
+                f"the pool holds nothing for {key.worker} in operation {key.operation}",
+                "what it held is gone with its file or its keeper; the worker may have a descriptor of its own",
+            )
+        if piece.memory is None:
+            raise Refused(f"the bytes of {key.worker} are on disk, in {self._file_of(piece)}", "fetch them first")
+        return piece.memory
+
+    # -- taking and giving ---------------------------------------------------------------------------------------------
+
+    async def take(self, key: Key, size_bytes: int, source: Source | None = None) -> Memory:
+        """Hold so much for that owner from now on, pages present; what it held before is replaced, unless it is enough.
+
+        `source` is the process that the bytes are of; a piece without one is nobody's should its operation be lost.
+        Raises Refused over the budget or when the pages cannot be had; then what it held before stays. Cancelled, it
+        ends first, and what it took is given back.
+        """
+        await self.fetch(key)
+        known = self._held.get(key)
+        if known is not None and known.usable_bytes >= size_bytes and known.memory is not None:
+            return known.memory
+        name = PieceName(key, size_bytes, secrets.token_hex(NONCE_BYTES), source)
+        whole_bytes = whole_size(size_bytes)
+        memory = await self._make(name, whole_bytes, size_bytes)
+        try:
+            await self.give(key)
+        except BaseException:
+            await self._give_back(Piece(name, whole_bytes, memory))
+            raise
+        self._held[key] = Piece(name, whole_bytes, memory)
+        return memory
+
+    async def give(self, key: Key) -> None:
+        """Give the owner's bytes back to the node, wherever they are. Fine when it has none.
+
+        Raises HegmError when that cannot be; then they are still held and it can be asked for again.
+        """
+        piece = self._held.get(key)
+        if piece is None:
+            return
+        if piece.spilling is not None:
+            piece.spilling.cancel()
+        async with piece.lock:
+            await self._forget(piece)
+            if self._held.get(key) is piece:
+                del self._held[key]
+
+    async def to_fill(self, key: Key) -> Memory:
+        """The memory of that owner, to be written to: a copy of what was in it before is no copy any more."""
+        memory = self.memory(key)
+        piece = self._held[key]
+        if piece.spilling is not None:
+            piece.spilling.cancel()
+        async with piece.lock:
+            await self._forget_sums(piece)
+            await self._forget_file(piece)
+        return memory
+
+    def close(self) -> None:
+        """Let go of every descriptor; what has a name or a store stays, for the next run of the daemon."""
+        for piece in (*self._held.values(), *self._unclaimed.values()):
+            if piece.memory is not None:
+                piece.memory.close()
+        self._held.clear()
+        self._unclaimed.clear()
+        for place in self.keep.places:
+            place.leave()
+
+    # -- on disk -------------------------------------------------------------------------------------------------------
+
+    async def spill(self, key: Key, progress: Progress = say_nothing) -> None:
+        """Have the owner's bytes on disk as well, synced and read back. Fine when they are. Raises HegmError."""
+        folder = self._folder()
+        piece = self._held.get(key)
+        if piece is None:
+            raise Refused(f"the pool holds nothing for {key.worker} in operation {key.operation}", "see hegmctl ops")
+        async with piece.lock:
+            if not piece.spilled and piece.memory is not None:
+                await self._write(folder, piece, piece.memory, progress)
+
+    async def let_go(self, key: Key) -> None:
+        """Give the memory of a piece that is on disk back to the node. Fine when it is. Raises HegmError."""
+        piece = self._held.get(key)
+        if piece is None:
+            return
+        async with piece.lock:
+            if piece.spilled and piece.memory is not None:
+                await self._forget_memory(piece)
+
+    async def fetch(self, key: Key, progress: Progress = say_nothing) -> None:
+        """Have the owner's bytes in memory again, every chunk checked; on disk they stay. Fine when they are.
+
+        Bytes that were in memory all the time are compared with their sums, if these were taken. Raises Refused over
+        the budget, and HegmError for a file or memory that is damaged; then they are where they were.
+        """
+        piece = self._held.get(key)
+        if piece is None:
+            return
+        if piece.spilling is not None:
+            piece.spilling.cancel()
+        async with piece.lock:
+            if piece.memory is not None:
+                await self._compare(piece, piece.memory)
+            elif self._held.get(key) is piece:
+                folder, name = self._folder(), str(piece.name)
+                piece.memory = await read_into(
+                    lambda fill: self._make(piece.name, piece.size_bytes, piece.usable_bytes, fill),
+                    folder,
+                    name,
+                    piece.size_bytes,
+                    progress,
+                )
+
+    async def sum_up(self, key: Key) -> None:
+        """The owner's bytes rest: have their sums, to compare them with when they are wanted. Fine when it has them.
+
+        Ends where somebody wants them before that. Raises HegmError for memory that cannot be read.
+        """
+        piece, sums = self._held.get(key), self.keep.sums
+        if piece is None or sums is None or not piece.mark:
+            return
+        async with piece.lock:
+            memory, piece.compared = piece.memory, False
+            if memory is None or piece.sums is not None:
+                return
+            name, size_bytes = str(piece.name), piece.size_bytes
+            try:
+                with anyio.CancelScope() as piece.spilling:
+                    piece.sums = await with_memory(
+                        memory.fd,
+                        lambda fd, is_over: sums_of(fd, size_bytes, is_over),
+                        name=name,
+                        unwanted="is not summed any further",
+                    )
+            finally:
+                piece.spilling = None
+            if piece.sums is not None:
+                await anyio.to_thread.run_sync(sums.keep, piece.mark, piece.sums)
+                logger.info("%s is known by its sums", name, extra=fields(size_bytes=size_bytes))
+
+    # -- what was found ------------------------------------------------------------------------------------------------
+
+    def enter(self, found: Iterable[Piece], owned: Callable[[Key], bool]) -> None:
+        """Take back what an earlier run of the daemon left. What no operation owns is kept apart."""
+        for piece in sorted(found, key=lambda one: -one.size_bytes):
+            key = piece.name.key
+            if owned(key) and key not in self._held:
+                self._held[key] = piece
+            else:
+                self._unclaimed[str(piece.name)] = piece
+
+    async def drop_unclaimed(self, name: str) -> int:
+        """Give the bytes of a piece that nobody owns back to the node; how many. Raises HegmError."""
+        piece = self._stray(name)
+        async with piece.lock:
+            self._stray(name)  # whoever had the lock may have claimed it
+            await self._forget(piece)
+            self._unclaimed.pop(name, None)
+        return piece.size_bytes
+
+    async def beginning(self, name: str, size_bytes: int) -> bytes:
+        """What a piece that has no owner begins with. Raises HegmError."""
+        piece, spill = self._stray(name), self.keep.spill
+        if piece.memory is not None:
+            return await anyio.to_thread.run_sync(os.pread, piece.memory.fd, size_bytes, 0)
+        if spill is None:
+            return b""
+        return await anyio.to_thread.run_sync(spill.beginning, name, size_bytes)
+
+    async def claim(self, name: str, key: Key) -> None:
+        """Make an owner of a piece that had none. Raises HegmError; it has none then."""
+        piece = self._stray(name)
+        new = piece.name.claimed_by(key)
+        async with piece.lock:
+            self._stray(name)  # whoever had the lock may have given it up
+            if key in self._held:
+                raise HegmError(BUSY, f"{key.worker} in operation {key.operation} has a piece", "see: hegmctl ops")
+            await anyio.to_thread.run_sync(self._rename, piece, str(new))
+            if piece.memory is not None and piece.memory.place is None:
+                await self._put(str(new), piece.memory)
+                await self._drop(name)
+            piece.name = new
+            del self._unclaimed[name]
+            self._held[key] = piece
+
+    def _stray(self, name: str) -> Piece:
+        piece = self._unclaimed.get(name)
+        if piece is None:
+            raise HegmError(NOT_FOUND, f"there is no stray piece {name[:80]!r}", "see: hegmctl adopt")
+        return piece
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    async def _make(
+        self, name: PieceName, whole_bytes: int, asked_bytes: int, fill: Callable[[Memory], None] | None = None
+    ) -> Memory:
+        """Memory within the budget, held beyond the daemon's end. Raises HegmError."""
+        key = name.key
+        await self._ask_for_room(key, whole_bytes)
+        async with self._taking:
+            self._refuse_over_budget(key, asked_bytes, whole_bytes)
+            self._coming[key] = whole_bytes
+            try:
+                huge = self._huge_free_bytes() >= whole_bytes
+                places = self.keep.places
+                memory = await anyio.to_thread.run_sync(
+                    lambda: make_memory(name, whole_bytes, places=places, huge=huge, fill=fill)
+                )
+            finally:
+                del self._coming[key]
+        try:
+            if memory.place is None:
+                await self._put(str(name), memory)
+        except BaseException:
+            await self._give_back(Piece(name, whole_bytes, memory))
+            raise
+        logger.info(
+            "pool holds %d MiB for %s in %s",
+            whole_bytes // MIB,
+            key.worker,
+            memory.place or "nameless memory",
+            extra=fields(size_bytes=whole_bytes, huge=memory.huge),
+        )
+        return memory
+
+    async def _put(self, name: str, memory: Memory) -> None:
+        """Have the store hold it. Without one the worker's own descriptor keeps its bytes if the daemon ends."""
+        if self.keep.store is None:
+            return
+        try:
+            await self.keep.store.put(name, memory.fd)
+        except HegmError as error:
+            logger.warning("%s lives by the descriptors of hegmd and its worker alone: %s", name, error.message)
+
+    async def _drop(self, name: str) -> None:
+        if self.keep.store is not None:
+            await self.keep.store.drop(name)
+
+    async def _write(self, folder: SpillFolder, piece: Piece, memory: Memory, progress: Progress) -> None:
+        name = str(piece.name)
+        piece.may_have_file = True
+        try:
+            with anyio.CancelScope() as piece.spilling:
+                await write_out(folder, name, memory.fd, piece.size_bytes, progress, piece.sums)
+                piece.spilled = True
+        finally:
+            piece.spilling = None
+            if not piece.spilled:  # it may have been given up when the file was whole already
+                with anyio.CancelScope(shield=True), contextlib.suppress(HegmError):
+                    await anyio.to_thread.run_sync(folder.remove, name)
+        if not piece.spilled:
+            worker = piece.name.key.worker
+            raise HegmError(
+                CANCELLED, f"the bytes of {worker} were wanted while they were written to disk", "see: hegmctl ops"
+            )
+        logger.info("%s is on disk", name, extra=fields(size_bytes=piece.size_bytes))
+
+    async def _compare(self, piece: Piece, memory: Memory) -> None:
+        """Raise HegmError unless its bytes are what they were when they came to rest; once for each rest."""
+        known, worker = piece.sums, piece.name.key.worker
+        if known is None or self.keep.sums is None or piece.compared:
+            return
+        size_bytes, whose = piece.size_bytes, f"the bytes of process {worker}"
+        await with_memory(
+            memory.fd,
+            lambda fd, is_over: compare(fd, size_bytes, known, is_over, whose),
+            name=str(piece.name),
+            unwanted="is not compared any further",
+        )
+        piece.compared = True
+
+    async def _forget_sums(self, piece: Piece) -> None:
+        if piece.sums is not None and self.keep.sums is not None:
+            await anyio.to_thread.run_sync(self.keep.sums.drop, piece.mark)
+        piece.sums, piece.compared = None, False
+
+    async def _give_back(self, piece: Piece) -> None:
+        """Forget a piece that nobody was given, cancelled or not."""
+        with anyio.CancelScope(shield=True), contextlib.suppress(HegmError):
+            await self._forget(piece)
+
+    async def _forget(self, piece: Piece) -> None:
+        await self._forget_memory(piece)
+        await self._forget_file(piece)
+
+    async def _forget_memory(self, piece: Piece) -> None:
+        memory, name = piece.memory, str(piece.name)
+        if memory is None:
+            return
+        await self._forget_sums(piece)
+        if memory.place is None:
+            await self._drop(name)
+        try:
+            # In a thread: to free 32 GiB takes seconds.
+            await anyio.to_thread.run_sync(memory.remove, name)
+        except OSError as error:
+            raise HegmError(
+                UNAVAILABLE, f"{name} cannot be removed: {error.strerror or error}", "see the log of hegmd"
+            ) from error
+        piece.memory = None
+
+    async def _forget_file(self, piece: Piece) -> None:
+        if piece.may_have_file:
+            await anyio.to_thread.run_sync(self._folder().remove, str(piece.name))
+            piece.spilled = piece.may_have_file = False
+
+    def _rename(self, piece: Piece, new_name: str) -> None:
+        old_name = str(piece.name)
+        if piece.spilled:
+            self._folder().rename(old_name, new_name)
+        if piece.memory is not None and piece.memory.place is not None:
+            try:
+                piece.memory.place.rename(old_name, new_name)
+            except OSError as error:
+                if piece.spilled:
+                    self._folder().rename(new_name, old_name)
+                raise HegmError(
+                    UNAVAILABLE, f"{old_name} cannot be renamed: {error.strerror or error}", "see the log of hegmd"
+                ) from error
+
+    def _folder(self) -> SpillFolder:
+        if self.keep.spill is None:
+            raise Refused("this daemon has no directory for bytes on disk", "set pool.spill_dir in its configuration")
+        return self.keep.spill
+
+    def _file_of(self, piece: Piece) -> str:
+        return str(self._folder().path(str(piece.name)))
+
+    async def _ask_for_room(self, key: Key, whole_bytes: int) -> None:
+        missing_bytes = self._others_bytes(key) + whole_bytes - self.budget_bytes()
+        if missing_bytes > 0 and self.make_room is not None:
+            await self.make_room(missing_bytes)
+
+    def _others_bytes(self, key: Key) -> int:
+        known = self._held.get(key)
+        return self.held_bytes - (0 if known is None else _memory_bytes(known))
+
+    def _refuse_over_budget(self, key: Key, size_bytes: int, whole_bytes: int) -> None:
+        others_bytes = self._others_bytes(key)
+        budget_bytes = self.budget_bytes()
+        if others_bytes + whole_bytes <= budget_bytes:
+            return
+        first = "raise" if self._given_budget_bytes else "free memory on the node, set"
+        raise Refused(
+            f"the pool may hold {budget_bytes // MIB} MiB, holds {others_bytes // MIB} MiB for others, and "
+            f"{whole_bytes // MIB} MiB are needed for {key.worker}",
+            f"{first} pool.budget_bytes, resume a suspended job, or have it on disk with: hegmctl suspend --spill PID",
+            {
+                "budget_bytes": budget_bytes,
+                "held_bytes": others_bytes,
+                "asked_bytes": size_bytes,
+                "needed_bytes": whole_bytes,
+            },
+        )
+
+
+def _memory_bytes(piece: Piece) -> int:
+    return 0 if piece.memory is None else piece.memory.size_bytes

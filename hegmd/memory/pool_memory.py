@@ -1,0 +1,156 @@
+"""One piece of memory of the pool: where it is made, and that its pages are really there (`page_allocation`).
+
+Owns the order in which memory is looked for: a file in 2 MiB pages, a file in ordinary ones, and where no place takes
+it, memory without a name, which a store has to hold. Everything here blocks and is called in a thread.
+
+The size of nameless memory is sealed. A file in memory cannot be sealed (the kernel allows it for memfds alone), and
+the job that is given its descriptor could cut it: so the daemon maps a piece only before anybody else has a descriptor
+of it, and afterwards only reads it, which ends early where a mapping would be killed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from hegmd.errors import Refused
+from hegmd.memory.page_allocation import populate
+from hegmd.memory.pool_names import PieceName
+from hegmd.memory.pool_places import Place
+from hegmd.memory.sizes import HUGE_PAGE_BYTES, MIB
+
+logger = logging.getLogger(__name__)
+
+_HUGE_PAGES_FREE = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
+_MEMINFO = Path("/proc/meminfo")
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+# Puts something into fresh memory before it gets its name.
+Fill = Callable[["Memory"], None]
+
+
+def read_available_bytes(meminfo: Path = _MEMINFO) -> int | None:
+    """The memory that the kernel takes for available; None when it does not say."""
+    try:
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        return None
+    return None
+
+
+def read_huge_free_bytes(free: Path = _HUGE_PAGES_FREE) -> int:
+    """Free 2 MiB pages, in bytes; 0 where there are none, or the kernel has no such pages."""
+    try:
+        return int(free.read_text()) * HUGE_PAGE_BYTES
+    except (OSError, ValueError):
+        return 0
+
+
+class Memory:
+    """One piece of memory. Owns its descriptor and, where it has a place, its file; closing twice is fine."""
+
+    def __init__(self, fd: int, size_bytes: int, *, huge: bool, place: Place | None = None) -> None:
+        self.fd = fd
+        self.size_bytes = size_bytes
+        self.huge = huge
+        #: Where it is a file; None for memory that lives by its descriptors alone.
+        self.place = place
+
+    def close(self) -> None:
+        """Let go of the descriptor. A file stays."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def zero(self, at: int, size_bytes: int) -> None:
+        """Have nothing in that part. Only before a job has a descriptor of it, who could cut it. Raises OSError."""
+        if self.huge:  # such pages know no write
+            with mmap.mmap(self.fd, self.size_bytes) as mapped:
+                mapped[at : at + size_bytes] = bytes(size_bytes)
+        else:
+            os.pwrite(self.fd, bytes(size_bytes), at)
+
+    def remove(self, name: str) -> None:
+        """Let go of all of it: the memory is the node's again as soon as nobody else has a descriptor."""
+        if self.place is not None:
+            self.place.remove(name)
+        self.close()
+
+
+def make_memory(
+    name: PieceName, whole_bytes: int, *, places: Sequence[Place], huge: bool, fill: Fill | None = None
+) -> Memory:
+    """Memory of that size with its pages present, zeroed or filled, under that name where a place takes it.
+
+    Raises Refused with numbers when it cannot be had; then nothing is left of it.
+    """
+    error = OSError("there is nowhere to take it from")
+    for attempt in _attempts(places, huge=huge):
+        try:
+            return attempt(str(name), whole_bytes, fill)
+        except OSError as refusal:
+            error = refusal
+            logger.debug("%s: %s", name, refusal)
+    raise Refused(
+        f"the node has no {whole_bytes // MIB} MiB for {name.key.worker}: {error.strerror or error}",
+        "free memory, or look at the memory limit of hegmd's own control group (MemoryMax=)",
+        {"needed_bytes": whole_bytes, "errno": error.errno},
+    )
+
+
+def _attempts(places: Sequence[Place], *, huge: bool) -> Iterator[Callable[[str, int, Fill | None], Memory]]:
+    # Pages by file first, the large ones before: what has a name outlives everybody.
+    for place in sorted(places, key=lambda one: not one.huge):
+        if huge or not place.huge:
+            yield _FileMaker(place)
+    if huge:
+        yield _NamelessMaker(os.MFD_HUGETLB)
+    yield _NamelessMaker(0)
+
+
+class _FileMaker:
+    """Makes memory as a file in a place. It has its name only when it is whole."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def __call__(self, name: str, whole_bytes: int, fill: Fill | None) -> Memory:
+        memory = Memory(self._place.create(name), whole_bytes, huge=self._place.huge, place=self._place)
+        try:
+            os.ftruncate(memory.fd, whole_bytes)
+            populate(memory.fd, whole_bytes)
+            if fill is not None:
+                fill(memory)
+            self._place.finish(name)
+        except BaseException:
+            memory.close()
+            self._place.abandon(name)
+            raise
+        return memory
+
+
+class _NamelessMaker:
+    """Makes memory that has no name, with its size sealed."""
+
+    def __init__(self, huge_flag: int) -> None:
+        self._huge_flag = huge_flag
+
+    def __call__(self, name: str, whole_bytes: int, fill: Fill | None) -> Memory:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | self._huge_flag)
+        memory = Memory(fd, whole_bytes, huge=bool(self._huge_flag))
+        try:
+            os.ftruncate(fd, whole_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            populate(fd, whole_bytes)
+            if fill is not None:
+                fill(memory)
+        except BaseException:
+            memory.close()
+            raise
+        return memory

@@ -1,0 +1,205 @@
+"""Places where memory has a name: a directory of the daemon's own on hugetlbfs, or on the tmpfs of /dev/shm.
+
+A file there outlives every process and goes with the node's memory at the next boot, which is when the processes whose
+bytes it has are gone as well. The directory is private, is called after the state directory's own identity, so that two
+daemons on one node never meet in one, and exists only while a daemon keeps it or there is something in it. Anybody may
+make one of that name while it does not: then another is made, with an ending that nobody could foresee. Whatever is
+found there again is looked at before it is believed: a file of our own, one name, nobody else's to read, not cut short.
+
+All operations go by the descriptor of the directory, so nothing that is renamed on the way there leads elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import stat
+import threading
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hegmd.memory.sizes import HUGE_PAGE_BYTES
+
+logger = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - what is made in it is private, and checked to be
+# A file that is being made. Nobody but the daemon that makes it has ever had it.
+UNFINISHED = ".new"
+
+_MOUNTS = Path("/proc/self/mounts")
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """A file that is there from before: open for reading and writing, or the reason why it is not to be trusted."""
+
+    name: str
+    size_bytes: int
+    fd: int = -1
+    why_not: str = ""
+
+
+class Place:
+    """One directory in memory. Its methods block. OSError means that nothing can be had from here now."""
+
+    def __init__(self, folder: Path, *, huge: bool) -> None:
+        self.folder = folder
+        self.huge = huge
+        self._is_kept = False
+        self._coming_or_going = threading.Lock()  # of the directory, which is there only while it has something
+
+    def __repr__(self) -> str:
+        return f"<Place {self.folder}>"
+
+    def keep(self) -> None:
+        """Have the directory there, empty or not, until `leave`: so that nobody else makes one. Raises OSError."""
+        with self._coming_or_going:
+            with contextlib.suppress(FileExistsError):
+                self.folder.mkdir(mode=0o700)
+            with self._opened():
+                self._is_kept = True
+
+    def leave(self) -> None:
+        """The directory may go when it is empty."""
+        self._is_kept = False
+        self._forget_if_empty()
+
+    def create(self, name: str) -> int:
+        """A new file for that name, open; it is there under it once it is finished. Raises OSError."""
+        with self._coming_or_going:
+            with contextlib.suppress(FileExistsError):
+                self.folder.mkdir(mode=0o700)
+            with self._opened() as folder:
+                return os.open(name + UNFINISHED, _CREATE, 0o600, dir_fd=folder)
+
+    def finish(self, name: str) -> None:
+        """The file is whole."""
+        self.rename(name + UNFINISHED, name)
+
+    def abandon(self, name: str) -> None:
+        """The file is not to be after all."""
+        self._unlink(name + UNFINISHED)
+
+    def remove(self, name: str) -> None:
+        """Its bytes are not needed any more. Fine when it is not there."""
+        self._unlink(name)
+
+    def rename(self, name: str, new_name: str) -> None:
+        """Give a file to another owner. Raises OSError."""
+        with self._opened() as folder:
+            os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=folder)
+
+    def find(self) -> list[FoundFile]:
+        """What an earlier daemon left here; what it was still making is taken away. Raises OSError."""
+        try:
+            with self._opened() as folder:
+                names = sorted(os.listdir(folder))
+                left = [name for name in names if not name.endswith(UNFINISHED) or not _took_away(folder, name)]
+                found = [_look_at(folder, name) for name in left]
+        except FileNotFoundError:
+            return []
+        self._forget_if_empty()
+        return found
+
+    @contextlib.contextmanager
+    def _opened(self) -> Generator[int]:
+        folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            status = os.fstat(folder)
+            if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+                raise PermissionError(1, f"{self.folder} is not this daemon's own and private", str(self.folder))
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _unlink(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError), self._opened() as folder:
+            os.unlink(name, dir_fd=folder)
+        self._forget_if_empty()
+
+    def _forget_if_empty(self) -> None:
+        with self._coming_or_going, contextlib.suppress(OSError):  # there is more in it
+            if not self._is_kept:
+                self.folder.rmdir()
+
+
+def _took_away(folder: int, name: str) -> bool:
+    """Whether what was being made is gone; a directory of that name, say, is nothing that was being made."""
+    try:
+        os.unlink(name, dir_fd=folder)
+    except OSError:
+        return False
+    return True
+
+
+def _look_at(folder: int, name: str) -> FoundFile:
+    try:
+        fd = os.open(name, _OPEN, dir_fd=folder)
+    except OSError as error:
+        return FoundFile(name, 0, why_not=f"it cannot be opened: {error.strerror}")
+    status = os.fstat(fd)
+    why_not = why_not_ours(status)
+    if why_not:
+        os.close(fd)
+        return FoundFile(name, status.st_size, why_not=why_not)
+    return FoundFile(name, status.st_size, fd)
+
+
+def why_not_ours(status: os.stat_result) -> str:
+    """Why a file that was opened is not one that this daemon made, and nobody else's to read; empty if it is."""
+    if not stat.S_ISREG(status.st_mode):
+        return "it is no file"
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        return f"it belongs to uid {status.st_uid}, with mode {stat.S_IMODE(status.st_mode):04o}"
+    return "" if status.st_nlink == 1 else f"it has {status.st_nlink} names"
+
+
+def find_places(identity: str, *, mounts: Path = _MOUNTS, shared_memory: Path = SHARED_MEMORY) -> tuple[Place, ...]:
+    """The places of this node for a state directory of that identity: those that are mounted, large pages first."""
+    name = f"hegmd-{os.geteuid()}-{identity[:16]}"
+    roots = [(Path(root), True) for root in _huge_mounts(mounts)]
+    if os.path.isdir(shared_memory):
+        roots.append((shared_memory, False))
+    return tuple([Place(folder, huge=huge) for root, huge in roots for folder in _folders(root, name)])
+
+
+def _folders(root: Path, name: str) -> list[Path]:
+    """The directories of that name there that are this daemon's own; where there is none, where one can be made."""
+    first = root / name
+    try:
+        there = sorted(path for path in root.iterdir() if path.name == name or path.name.startswith(f"{name}-"))
+    except OSError:
+        return [first]
+    own = [path for path in there if _is_own(path)]
+    if own or first not in there:
+        return own or [first]
+    other = root / f"{name}-{secrets.token_hex(8)}"
+    logger.warning("%s is there and is not this daemon's own and private: %s is used; look who made it", first, other)
+    return [other]
+
+
+def _is_own(path: Path) -> bool:
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+
+
+def _huge_mounts(mounts: Path) -> Iterator[str]:
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        words = line.split()
+        if len(words) > 2 and words[2] == "hugetlbfs":
+            root = words[1].encode().decode("unicode_escape")  # a blank is written as \040
+            with contextlib.suppress(OSError):
+                if os.statvfs(root).f_bsize == HUGE_PAGE_BYTES:
+                    yield root

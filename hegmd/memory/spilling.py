@@ -1,0 +1,144 @@
+"""The way of a piece to its file and back, off the loop: threads, progress, and an end when nobody wants it any more.
+
+Owns what a thread has while it copies: a descriptor of its own, so that none is closed or used again under its hands.
+What the file looks like is spill_file's; what a piece is, the pool's.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import select
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import anyio
+
+from hegmd.errors import UNAVAILABLE, HegmError
+from hegmd.memory.pool_memory import Fill, Memory
+from hegmd.memory.spill_file import SpillFolder, Unwanted
+from hegmd.system.threads import run_detached
+
+logger = logging.getLogger(__name__)
+
+# How long a copy that nobody wants any more may take to end by itself; it looks between two chunks.
+LINGER_S = 10.0
+TELL_S = 0.2
+
+Progress = Callable[[int], object]
+T = TypeVar("T")
+
+
+def say_nothing(_so_far_bytes: int) -> None:
+    """The progress of what nobody follows."""
+
+
+async def write_out(
+    folder: SpillFolder, name: str, fd: int, size_bytes: int, progress: Progress, known: Sequence[int] | None = None
+) -> None:
+    """Have that memory in its file. Raises HegmError. Cancelled, it ends at the next chunk."""
+
+    async def copy(tell: Progress) -> None:
+        await with_memory(
+            fd,
+            lambda own, is_over: folder.write(name, own, size_bytes, is_over, tell, known),
+            name=name,
+            unwanted="is not written to disk any further",
+        )
+
+    await _told(copy, progress)
+
+
+async def with_memory(fd: int, work: Callable[[int, Callable[[], bool]], T], *, name: str, unwanted: str) -> T | None:
+    """What comes of `work`, off the loop, with a descriptor of its own and a way to ask whether it is still wanted.
+
+    None where it was not, and ended for that. Raises HegmError.
+    """
+    try:
+        own = os.fdopen(os.dup(fd), "rb", buffering=0)  # the thread closes it, however late it ends
+    except OSError as error:
+        raise HegmError(
+            UNAVAILABLE,
+            f"the memory of {name} cannot be read: {error.strerror or error}",
+            "raise LimitNOFILE= of hegmd.service",
+            {"errno": error.errno},
+        ) from error
+
+    def run(waiting: socket.socket) -> T | None:
+        def is_over() -> bool:
+            poll = select.poll()  # each of several threads asks, and `select` knows no descriptor past 1023
+            poll.register(waiting, select.POLLIN)
+            return bool(poll.poll(0))
+
+        try:
+            return work(own.fileno(), is_over)
+        except Unwanted:
+            logger.info("%s is wanted in memory, and %s", name, unwanted)
+            return None
+        finally:
+            own.close()
+
+    try:
+        return await run_detached(run, name="spill", linger_s=LINGER_S)
+    except HegmError:  # the thread has ended, or there was none
+        own.close()
+        raise
+
+
+async def read_into(
+    make: Callable[[Fill], Awaitable[Memory]], folder: SpillFolder, name: str, size_bytes: int, progress: Progress
+) -> Memory:
+    """The memory that `make` makes, filled from the file, every chunk checked. Raises HegmError."""
+
+    async def copy(tell: Progress) -> Memory:
+        return await make(lambda memory: _fill(folder, name, size_bytes, memory, tell))
+
+    return await _told(copy, progress)
+
+
+def _fill(folder: SpillFolder, name: str, size_bytes: int, memory: Memory, tell: Progress) -> None:
+    """Fill fresh memory, which nobody else has a descriptor of yet."""
+    if not memory.huge:
+        folder.read(name, size_bytes, lambda place, view: _write_whole(memory.fd, view, place), tell)
+        return
+    with mmap.mmap(memory.fd, memory.size_bytes) as mapped:  # huge pages know no write
+
+        def copy(place: int, view: memoryview) -> None:
+            mapped[place : place + len(view)] = bytes(view)
+
+        folder.read(name, size_bytes, copy, tell)
+
+
+def _write_whole(fd: int, view: memoryview, place: int) -> None:
+    done = 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done:], place + done)
+
+
+async def _told(work: Callable[[Progress], Awaitable[T]], progress: Progress) -> T:
+    """What comes of `work`, which gets a progress that a thread may call; `progress` is called in the loop."""
+    latest_bytes = 0
+    results: list[T] = []
+    failure: HegmError | None = None
+
+    def tell(so_far_bytes: int) -> None:
+        nonlocal latest_bytes
+        latest_bytes = so_far_bytes
+
+    async def repeat() -> None:
+        while True:
+            await anyio.sleep(TELL_S)
+            progress(latest_bytes)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(repeat)
+        try:
+            results.append(await work(tell))
+        except HegmError as error:  # raised below, where the task group cannot wrap it
+            failure = error
+        tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    return results[0]

@@ -1,0 +1,1 @@
+"""How the bytes of tensors leave a GPU and return. Each carrier is one module."""

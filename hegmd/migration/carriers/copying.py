@@ -1,0 +1,333 @@
+"""What the carriers have in common that have the helper copy.
+
+The agent shows its storages, the helper copies, the agent frees or fills them. Owns the order of these, on which it
+rests that the bytes are always in one whole place: they are freed only when all are copied, and what holds the copies
+is given back only when the agent has noted that it has its own. Where the bytes are put in the one flat space is the
+agent's to say; it keeps count of what is filled, so nothing has to be remembered here, and a new daemon goes on where
+the last one was. A helper that is lost on the way costs the copy that was under way and nothing else: it is made again
+by the next one, from memory that is held by descriptor.
+
+What the helper cannot copy, the process copies itself, storage by storage and in both directions: what its agent shows
+no handle for, what the driver lets nobody else open, and everything where the helper fails. It reaches host memory
+alone, so a carrier says which memory that is (`own_copies`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from hegmd.errors import HegmError, Refused
+from hegmd.gpu_helper.copy_client import VIDEO, Place, Route
+from hegmd.gpu_helper.link import DriverFailed, HelperLost, Link
+from hegmd.memory.sizes import MIB, round_bytes
+from hegmd.migration.contracts import Crowded, Making, Progress, Subject
+from hegmd.migration.methods.gpus import Gpus
+from hegmd.migration.methods.immediate import AtOnce
+from hegmd.protocol.agents import NO_HANDLE, AgentReport, packed, unpacked
+from hegmd.telemetry.log import fields
+from hegmd.workers.workers import AgentAway, OrderFailed
+
+__all__ = ["CopyingCarrier", "lane_of", "note_short"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+#: Which storage, where in it, its bytes, and where in the space.
+Span = tuple[int, int, int, int]
+
+# A helper that is lost so often at one thing will be lost again.
+_ATTEMPTS = 3
+_ALIGNED_BYTES = 512
+_OPEN_CALL = "cuIpcOpenMemHandle"
+_OUT_OF_MEMORY = 2
+OUT, IN = "out", "in"
+_SPANS_AN_ORDER = 4096
+
+
+class CopyingCarrier(AtOnce):
+    """Base of those. A carrier says what the copies are in, and which GPUs the helper has to reach for that."""
+
+    name = ""
+    #: By which space bytes cross a link; what goes by the other one stays on its GPU.
+    crosses = VIDEO
+
+    def __init__(self, helper: Link, gpus: Gpus) -> None:
+        self._helper = helper
+        self.gpus = gpus
+        self.routes: dict[str, Route] = {}
+
+    # -- for the carriers ----------------------------------------------------------------------------------------------
+
+    async def attach(self, subject: Subject, route: Route) -> None:
+        """Have the video memory that is held for it as the route's, if that is to be there from the first."""
+
+    async def reach(self, subject: Subject) -> list[str]:
+        """The UUIDs of the GPUs that the copies touch, that of the process first."""
+        raise NotImplementedError
+
+    async def give(self, subject: Subject) -> None:
+        """Give back the memory that is held for it."""
+        raise NotImplementedError
+
+    def space_bytes(self, subject: Subject) -> int:
+        """How far the space reaches."""
+        raise NotImplementedError
+
+    def piece(self, subject: Subject) -> tuple[int, int] | None:
+        """The piece of the host pool that the route is opened with, by descriptor and size, if it has one."""
+        return None
+
+    async def before_copy_out(self, subject: Subject, end_bytes: int) -> None:
+        """Where the bytes are to go, which reach so far, is settled here; nothing of them has been copied."""
+
+    async def through(self, subject: Subject, route: Route, end_bytes: int) -> str:
+        """By which space of the route those bytes are to be had, or go."""
+        return VIDEO
+
+    async def prepare_own_copies(self, subject: Subject, direction: str) -> None:
+        """Some storages are to be copied by their process: have the bytes where it reaches them. May be called twice.
+
+        What was copied `out` before that may have to be copied anew.
+        """
+
+    async def own_copies(self, subject: Subject, direction: str, spans: list[Span], on_progress: Progress) -> None:
+        """Have the process copy these between its storages and their places in the space."""
+        raise NotImplementedError
+
+    async def order_copy(
+        self, subject: Subject, direction: str, fd: int, spans: list[Span], on_progress: Progress
+    ) -> None:
+        """Have the agent copy these between its storages and that memory. Raises OrderFailed, AgentAway."""
+        done_bytes = 0
+        for at in range(0, len(spans), _SPANS_AN_ORDER):
+            batch = spans[at : at + _SPANS_AN_ORDER]
+            tell = partial(_add, on_progress, done_bytes)
+            await subject.worker.order("copy", fds=[fd], on_progress=tell, direction=direction, spans=packed(batch))
+            done_bytes += sum(span[2] for span in batch)
+        on_progress(done_bytes)
+
+    async def passed(self, subject: Subject, route: Route, at_bytes: int) -> None:
+        """Everything before that place in the space is in the process again."""
+
+    async def returned(self, subject: Subject, *, is_roomy: bool) -> None:
+        """All bytes are in the process again; `is_roomy` as it was said when its storages were made. Raises nothing."""
+
+    # -- the contract --------------------------------------------------------------------------------------------------
+
+    async def arm(self, subject: Subject) -> None:
+        """Have the helper ready to copy, before the process is asked to stop."""
+        await self.with_route(subject, _nothing)
+
+    async def arm_or_give(self, subject: Subject) -> None:
+        """Arm; where that fails, nothing is held either: whoever asked is told that it has nothing."""
+        try:
+            await self.arm(subject)
+        except HegmError:
+            await self.give(subject)
+            raise
+
+    async def disarm(self, subject: Subject) -> None:
+        """Let the helper have nothing more to do with it."""
+        route = self.routes.pop(lane_of(subject), None)
+        if route is not None:
+            await route.close()
+
+    async def take_out(self, subject: Subject, on_progress: Progress) -> int:
+        """Raises HegmError; before the storages are freed, nothing has changed then."""
+        report = await subject.worker.order("export", packed=True, partly=True)
+        places = _places(report)
+        end_bytes = _end_of(places)
+        if end_bytes > self.space_bytes(subject):
+            held_bytes = self.space_bytes(subject)
+            raise Refused(
+                f"process {subject.pid} has {end_bytes} bytes to carry, and memory for {held_bytes} is held",
+                "ask again: it has grown since it was counted",
+                {"needed_bytes": end_bytes, "held_bytes": held_bytes},
+            )
+        await self.before_copy_out(subject, end_bytes)
+        await self._copy(subject, OUT, report, places, on_progress)
+        freed = await subject.worker.order("free")
+        return freed.size_bytes or 0
+
+    async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
+        """Raises HegmError; what is not filled by then is still held, and the next call goes on from there."""
+        room_bytes = subject.storage_room_bytes - subject.beside_bytes
+        most_bytes = round_bytes(room_bytes, subject.size_bytes) if subject.in_rounds else None
+        done_bytes = 0
+        while True:
+            async with making() as made:
+                report = await subject.worker.order("make", size_bytes=most_bytes, packed=True, partly=True)
+                is_roomy = made()
+                note_short(subject, report)
+                done_bytes += await self._fill(subject, report, partial(_add, on_progress, done_bytes))
+            if not report.left:
+                await self.returned(subject, is_roomy=is_roomy)
+                return done_bytes
+
+    async def _fill(self, subject: Subject, report: AgentReport, on_progress: Progress) -> int:
+        places = _places(report)
+        await self._copy(subject, IN, report, places, on_progress)
+        await subject.worker.order("filled", first=report.first or 0, count=len(places))
+        if report.left:
+            await self.with_route(subject, lambda route: self.passed(subject, route, _end_of(places)))
+        return sum(place[2] for place in places)
+
+    # -- copying -------------------------------------------------------------------------------------------------------
+
+    async def _copy(
+        self, subject: Subject, direction: str, report: AgentReport, places: list[Place], on_progress: Progress
+    ) -> None:
+        """All of them, each by the helper or else by the process itself."""
+        tell = _rising(on_progress)
+        own = [place for place in places if place[0] == NO_HANDLE]
+        while True:
+            if own:
+                await self.prepare_own_copies(subject, direction)
+            shown = [place for place in places if place not in own]
+            failed = await self._copy_shown(subject, direction, report.handles, shown, tell)
+            if not failed:
+                break
+            own += failed
+        if own:
+            numbers = {place[3]: number for number, place in enumerate(places, report.first or 0)}
+            spans = [(numbers[at], 0, size_bytes, at) for _, _, size_bytes, at in sorted(own, key=lambda one: one[3])]
+            own_bytes = sum(span[2] for span in spans)
+            logger.info(
+                "process %d itself copies %d storages %s, %d bytes", subject.pid, len(spans), direction, own_bytes
+            )
+            shown_bytes = sum(place[2] for place in places) - own_bytes
+            await self.own_copies(subject, direction, spans, partial(_add, tell, shown_bytes))
+
+    async def _copy_shown(
+        self, subject: Subject, direction: str, handles: Sequence[bytes], places: list[Place], on_progress: Progress
+    ) -> list[Place]:
+        """By the helper; which of them it could not copy. Raises Crowded on the way out, where nothing is lost."""
+        if not places:
+            return []
+        gpu = await self.gpus.uuid_of(subject.gpu or "")
+
+        async def copy(route: Route) -> None:
+            through = await self.through(subject, route, _end_of(places))
+            done = await route.copy(gpu, direction, handles, places, on_progress, through)
+            logger.info("copied %s%s: %s", direction, "" if through == self.crosses else " within a GPU", done)
+
+        try:
+            await self.with_route(subject, copy)
+        except (AgentAway, OrderFailed):
+            raise
+        except HegmError as error:
+            if direction == OUT and isinstance(error, Crowded):
+                raise
+            numbers = sorted({place[0] for place in places})
+            if not _is_about_one(error) or len(numbers) == 1:
+                logger.warning("the helper cannot copy for process %d: %s", subject.pid, error.message)
+                return places
+            middle = numbers[len(numbers) // 2]  # the driver does not say which of them
+            halves = [place for place in places if place[0] < middle], [place for place in places if place[0] >= middle]
+            return [
+                place
+                for half in halves
+                for place in await self._copy_shown(subject, direction, handles, half, _ignored)
+            ]
+        return []
+
+    async def with_route(self, subject: Subject, work: Callable[[Route], Awaitable[T]]) -> T:
+        """Do it over the route, which is opened if it is not, and again if its helper has gone."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                return await work(await self._route(subject))
+            except DriverFailed as error:
+                if error.number != _OUT_OF_MEMORY:
+                    raise
+                raise Crowded(
+                    f"the driver has no memory left to copy for process {subject.pid}: {error.message}",
+                    "free video memory on its GPU; it has its bytes, or they are held, and it is tried again by itself",
+                    {**error.facts, "pid": subject.pid},
+                ) from error
+            except HelperLost as error:
+                self.routes.pop(lane_of(subject), None)
+                if attempt == _ATTEMPTS:
+                    raise
+                logger.warning("copying for process %d begins anew: %s", subject.pid, error.message)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _route(self, subject: Subject) -> Route:
+        """The route, ready to copy. Its contexts take room, so they are made in the turn on each GPU."""
+        route = self.routes.get(lane_of(subject))
+        if route is None:
+            uuids = await self.reach(subject)
+            async with self.gpus.turns(self.gpus.name_of(uuid) for uuid in uuids):
+                route = await Route.open(self._helper, lane_of(subject), uuids, *(self.piece(subject) or ()))
+            self.routes[lane_of(subject)] = route
+            await self.attach(subject, route)
+        return route
+
+
+def note_short(subject: Subject, report: AgentReport) -> None:
+    """That its agent could not have all again that was cached: its next step asks the driver, and may find nothing."""
+    if report.short_bytes:
+        logger.warning(
+            "process %d had %d MiB more for later on %s, which others have now: its next step may lack them",
+            subject.pid,
+            report.short_bytes // MIB,
+            subject.gpu,
+            extra=fields(pid=subject.pid, short_bytes=report.short_bytes),
+        )
+
+
+def _is_about_one(error: HegmError) -> bool:
+    """Whether the driver does not let somebody else open memory of the process: such as what it has brought back."""
+    return isinstance(error, DriverFailed) and error.call == _OPEN_CALL
+
+
+def _rising(on_progress: Progress) -> Progress:
+    """Told of copies that may begin anew, it tells of more alone."""
+    most_bytes = 0
+
+    def tell(copied_bytes: int) -> None:
+        nonlocal most_bytes
+        if copied_bytes > most_bytes:
+            most_bytes = copied_bytes
+            on_progress(copied_bytes)
+
+    return tell
+
+
+def _ignored(_: int) -> None:
+    """How far a part is."""
+
+
+def _add(on_progress: Progress, before_bytes: int, copied_bytes: int) -> None:
+    on_progress(before_bytes + copied_bytes)
+
+
+async def _nothing(_: Route) -> None:
+    """To have the route is all that is wanted."""
+
+
+def lane_of(subject: Subject) -> str:
+    return f"{subject.operation}.{subject.name}"
+
+
+def _places(report: AgentReport) -> list[Place]:
+    """Where each storage is in the process and in the space: one after the other, from where the first one is.
+
+    Raises BadValue for packed ones that are none.
+    """
+    if report.packed_places is None:  # an agent of an earlier release
+        spots = [(place.handle, place.offset, place.size_bytes) for place in report.places]
+    else:
+        spots = unpacked(report.packed_places)
+    places: list[Place] = []
+    at_bytes = report.at_bytes or 0
+    for handle, offset, size_bytes in spots:
+        places.append((handle, offset, size_bytes, at_bytes))
+        at_bytes += -(-size_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+    return places
+
+
+def _end_of(places: list[Place]) -> int:
+    return max((at + size_bytes for _, _, size_bytes, at in places), default=0)

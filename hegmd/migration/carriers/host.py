@@ -1,0 +1,427 @@
+"""The host carrier: the helper copies the storages to a piece of the pool and back, through CUDA IPC, over PCIe.
+
+What is pinned for that is in the helper and not in the process, where it would cost the driver's checkpoint a second.
+
+Where a GPU has room for it (`near`), the bytes go over the link while the driver has the process in hand. On the way
+out they are copied to video memory beside the storages, which takes next to nothing, and from there to the pool during
+the checkpoint (`settling`). On the way back they go ahead into video memory on the target during the restore
+(`nearing`) and while the storages are made, and from there into these. Without that room they are copied over the link,
+before and after.
+
+Where the bytes are is never guessed. While they are in video memory and not in the pool, a mark in their piece says so
+(`gpu_helper/mark`), from before the first is copied until the pool has them all; what passes is kept by the store as
+peer's bytes are. So whoever is killed on the way leaves a mark that names the memory with the bytes, and they are
+brought to the pool from there, or into the process; and without that memory, what is in the pool is not taken for them.
+The job can write to its piece, and so could who made an image: a mark is believed where it names the process's own,
+alone. What goes ahead is never the only copy. Only this daemon reads it, by the very route that it was copied through.
+
+Longer than 400 lines because every path out and back is there twice, with video memory beside the storages and
+without, and who reads one has to see what the other leaves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+
+import anyio
+
+from hegmd.errors import HegmError, Refused
+from hegmd.gpu_helper.copy_client import HOST, VIDEO, Route
+from hegmd.gpu_helper.link import DriverFailed, HelperLost, Link
+from hegmd.gpu_helper.mark import MARK_BYTES, Mark
+from hegmd.memory.pool import Pool
+from hegmd.memory.sizes import FLAT_BYTES, ahead_room_bytes, passing_room_bytes
+from hegmd.migration.carriers.copying import IN, CopyingCarrier, Span, lane_of
+from hegmd.migration.carriers.gpu_staging import Ahead, Beside, Near
+from hegmd.migration.carriers.location_record import Marks
+from hegmd.migration.contracts import Making, Meanwhile, Progress, Subject
+from hegmd.migration.methods.concurrently import beside
+from hegmd.migration.methods.gpus import Gpus, VideoMemory, ahead_of, passing_of
+from hegmd.migration.methods.pool_keys import key_of, source_of
+from hegmd.workers.workers import OrderFailed
+
+logger = logging.getLogger(__name__)
+
+NAME = "host"
+# For an operation that is cut off; what is left after it goes with the helper, and with the daemon.
+_LAST_WORD_S = 5.0
+
+
+class HostCarrier(CopyingCarrier):
+    """Copies in the pool's memory, by way of video memory where there is room."""
+
+    name = NAME
+    crosses = HOST
+
+    def __init__(self, helper: Link, gpus: Gpus, pool: Pool, memory: VideoMemory) -> None:
+        super().__init__(helper, gpus)
+        self._pool = pool
+        self._near = Near(gpus, memory)
+        self._marks = Marks(pool)
+        # By lane: whose memory beside may be held, and whether it is in use now.
+        self._beside: dict[str, Beside] = {}
+        # By lane: what is being copied, or has been, from the pool into the video memory of its route.
+        self._ahead: dict[str, Ahead] = {}
+
+    # -- what is held --------------------------------------------------------------------------------------------------
+
+    async def hold(self, subject: Subject, size_bytes: int) -> None:
+        if self._pool.held_for(key_of(subject)) < size_bytes:
+            await self.disarm(subject)  # a larger piece takes the place of the one that is attached
+        await self._pool.take(key_of(subject), size_bytes, source_of(subject))
+        async with self._using(subject):
+            await self._take_passing(subject, size_bytes + FLAT_BYTES, passing_room_bytes(size_bytes, at_rest=False))
+        await self.arm_or_give(subject)
+
+    async def give(self, subject: Subject) -> None:
+        await self.disarm(subject)
+        for owner in self._marks.owners(subject):
+            await self._near.give(owner)
+        self._beside.pop(lane_of(subject), None)
+        await self._pool.give(key_of(subject))
+
+    def held_bytes(self, subject: Subject) -> int:
+        return self._pool.held_for(key_of(subject))
+
+    async def fetch(self, subject: Subject, on_progress: Progress) -> None:
+        await self._pool.fetch(key_of(subject), on_progress)
+
+    async def arm(self, subject: Subject) -> None:
+        """One that is off its GPU, with its bytes in the pool, can come back without the helper."""
+        try:
+            await self.with_route(subject, lambda route: self._have_likely(subject, route))
+        except HegmError as error:
+            if subject.gpu is not None or not self._marks.is_unmarked(subject):
+                raise
+            logger.warning("process %d is to copy its bytes itself: %s", subject.pid, error.message)
+
+    async def disarm(self, subject: Subject) -> None:
+        self._ahead.pop(lane_of(subject), None)
+        # First, since the lane's end waits for what goes ahead; until then the memory is mapped there.
+        await self._near.give(ahead_of(subject))
+        await super().disarm(subject)
+        if self._marks.is_unmarked(subject):
+            for owner in self._marks.owners(subject):
+                await self._near.give(owner)
+
+    def space_bytes(self, subject: Subject) -> int:
+        return self._pool.memory(key_of(subject)).size_bytes - MARK_BYTES
+
+    async def reach(self, subject: Subject) -> list[str]:
+        """Where it is and where it goes, and where its bytes are: a context is made while the process still runs."""
+        names = dict.fromkeys(name for name in (subject.gpu, subject.goal) if name is not None)
+        uuids = [await self.gpus.uuid_of(name) for name in names]
+        mark = self._marks.of(subject)
+        where = None if mark is None else self._near.where(mark.owner)
+        return list(dict.fromkeys([*uuids, *([] if where is None else [where])]))
+
+    def piece(self, subject: Subject) -> tuple[int, int] | None:
+        memory = self._pool.memory(key_of(subject))
+        return memory.fd, memory.size_bytes
+
+    # -- out -----------------------------------------------------------------------------------------------------------
+
+    async def take_out(self, subject: Subject, on_progress: Progress) -> int:
+        self._ahead.pop(lane_of(subject), None)
+        await self._pool.to_fill(key_of(subject))
+        return await super().take_out(subject, on_progress)
+
+    async def before_copy_out(self, subject: Subject, end_bytes: int) -> None:
+        """By video memory that has been held, or is now that the job stands; otherwise straight to the pool."""
+        async with self._using(subject):
+            await self._begin_out(subject, end_bytes)
+
+    async def _begin_out(self, subject: Subject, end_bytes: int) -> None:
+        owner = passing_of(subject)
+
+        async def begin(route: Route) -> None:
+            await self._have_near(route, subject, owner)
+            await route.mark(owner, end_bytes)
+
+        if await self._take_passing(subject, end_bytes, passing_room_bytes(end_bytes, at_rest=True)):
+            try:
+                await self.with_route(subject, begin)
+                return
+            except HegmError as error:
+                logger.warning("process %d is copied straight to the pool: %s", subject.pid, error.message)
+        if self._marks.of(subject) is not None:
+            await self.with_route(subject, lambda route: route.mark(None))
+        await self._give_near(subject)
+
+    async def _take_passing(self, subject: Subject, size_bytes: int, room_bytes: int) -> bool:
+        """Whether so much is held for what passes. Never while some of it has the bytes."""
+        owner, gpu = passing_of(subject), subject.gpu
+        if gpu is None or not self._marks.is_unmarked(subject):
+            return False
+        if self._near.where(owner) == await self.gpus.uuid_of(gpu) and self._near.held_bytes(owner) >= size_bytes:
+            if await self._near.fits(owner, gpu, room_bytes):  # others may have taken what was free when it was taken
+                return True
+            await self._give_near(subject)
+            return False
+        await self._give_near(subject)
+        async with self.gpus.turn(gpu):
+            return await self._near.take(owner, gpu, size_bytes, room_bytes, keep=True)
+
+    def is_passing(self, subject: Subject) -> bool:
+        return self._marks.of(subject) is not None
+
+    @asynccontextmanager
+    async def settling(self, subject: Subject) -> AsyncGenerator[Meanwhile]:
+        done = Meanwhile()
+        mark = self._marks.of(subject)
+        if mark is None:
+            yield done
+            return
+        async with beside(lambda: self._settle(subject, mark, done)):
+            yield done
+
+    async def _settle(self, subject: Subject, mark: Mark, done: Meanwhile) -> None:
+        began = anyio.current_time()
+        if mark.owner != passing_of(subject):
+            logger.info("bytes of process %d that are held for %s come to its piece now", subject.pid, mark.owner)
+
+        async def drain(route: Route) -> None:
+            await self._have_near(route, subject, mark.owner)
+            copied = await route.shift("out", mark.size_bytes)
+            logger.info("copied out beside: %s", copied)
+
+        await self.with_route(subject, drain)
+        done.size_bytes, done.took_s = mark.size_bytes, anyio.current_time() - began
+        await self.with_route(subject, lambda route: route.mark(None))
+        await self._give_near(subject, *self._marks.owners(subject))
+        if subject.goal is None and not subject.keeps_room:  # nothing is kept for a way back, as with an image
+            await self._disarm_early(subject)
+
+    async def _disarm_early(self, subject: Subject) -> None:
+        """Its contexts are let go of beside the driver's step, and not after it. Raises nothing: all is done by now."""
+        try:
+            await self.disarm(subject)
+        except HegmError as error:  # it is asked again when the operation ends
+            logger.warning("the helper is not rid of process %d yet: %s", subject.pid, error.message)
+
+    # -- and back ------------------------------------------------------------------------------------------------------
+
+    def _may_go_ahead(self, subject: Subject) -> bool:
+        """Whether the bytes are in the pool, and it is known where they go."""
+        is_to_come = subject.gpu is None and subject.goal is not None and not subject.anywhere
+        return is_to_come and subject.size_bytes > 0 and self._marks.of(subject) is None
+
+    async def _take_ahead(self, subject: Subject, gpu: str) -> bool:
+        size_bytes = self._reach_bytes(subject)
+        async with self.gpus.turn(gpu):
+            is_held = await self._near.take(
+                ahead_of(subject), gpu, size_bytes, ahead_room_bytes(size_bytes), keep=False
+            )
+        if not is_held and self._near.held_bytes(ahead_of(subject)):  # of an attempt before, when there was more room
+            await self._give_near(subject)
+        return is_held
+
+    def _reach_bytes(self, subject: Subject) -> int:
+        """How far its storages can reach in the pool: where each of them is, its agent says only when it makes them."""
+        return min(subject.size_bytes + FLAT_BYTES, self.space_bytes(subject))
+
+    def near(self, subject: Subject) -> Meanwhile | None:
+        if self._marks.of(subject) is not None:
+            return Meanwhile()
+        ahead = self._ahead.get(lane_of(subject))
+        return None if ahead is None else ahead.done
+
+    @asynccontextmanager
+    async def nearing(self, subject: Subject) -> AsyncGenerator[Meanwhile]:
+        """Room is taken here and not when the carrier is armed: others of the operation may have yet to find theirs."""
+        done = Meanwhile()
+        gpu, route = subject.goal, self.routes.get(lane_of(subject))
+        if gpu is None or route is None or not self._may_go_ahead(subject):
+            yield done
+            return
+        try:
+            async with self._using(subject):
+                if await self._take_ahead(subject, gpu):
+                    await self._go_ahead(subject, route, done)
+            yield done
+        except HegmError:  # what is held for this may be what was missing
+            with anyio.CancelScope(shield=True), anyio.move_on_after(_LAST_WORD_S), suppress(HegmError):
+                await self.disarm(subject)
+            raise
+
+    async def _go_ahead(self, subject: Subject, route: Route, done: Meanwhile) -> None:
+        """By the route that there is: a new one would wait for its turn on the GPU, which the restore has.
+
+        It goes on while the storages are made, too: `through` waits for its end.
+        """
+        size_bytes, known = self._reach_bytes(subject), self._ahead.get(lane_of(subject))
+        if known is not None and known.is_in(route) and known.size_bytes >= size_bytes:
+            return
+        try:
+            await self._have_near(route, subject, ahead_of(subject))
+            await route.begin_shift("in", size_bytes)
+        except HegmError as error:
+            logger.warning("nothing of process %d goes ahead of it: %s", subject.pid, error.message)
+            await self.disarm(subject)
+            return
+        done.size_bytes = size_bytes
+        self._ahead[lane_of(subject)] = Ahead(route, route.attached, size_bytes, done)
+
+    async def _has_gone_ahead(self, subject: Subject, route: Route, end_bytes: int) -> bool:
+        """Whether video memory of this route has those bytes, once that is certain."""
+        ahead = self._ahead.get(lane_of(subject))
+        if ahead is None or not ahead.is_in(route) or ahead.size_bytes < end_bytes:
+            return False
+        try:
+            copied = await route.shifted(ahead.size_bytes)
+        except HelperLost:
+            raise
+        except HegmError as error:
+            logger.warning("nothing of process %d has gone ahead of it: %s", subject.pid, error.message)
+            del self._ahead[lane_of(subject)]
+            return False
+        logger.info("copied in beside: %s", copied)
+        ahead.done.took_s = copied.copy_s
+        return True
+
+    async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
+        """What is held on its GPU for that is given back as soon as its storages have the bytes: it needs the room.
+
+        Where there is plenty, as soon as it goes on. And before, where its storages cannot be made for want of room:
+        then their bytes come over the link.
+        """
+        async with self._using(subject):
+            try:
+                return await super().put_back(subject, on_progress, making)
+            except OrderFailed as error:
+                if error.lacks_bytes is None or not self._near.held_bytes(ahead_of(subject)):
+                    raise
+                logger.warning("what went ahead of process %d makes room for it: %s", subject.pid, error.message)
+                await self._give_near(subject)
+                return await super().put_back(subject, on_progress, making)
+
+    async def returned(self, subject: Subject, *, is_roomy: bool) -> None:
+        """A mark does not wait: as long as there is one, what it names has the bytes by the word of whoever looks."""
+        if not is_roomy or not self._marks.is_unmarked(subject):
+            await self._put_away(subject)
+
+    async def gone_on(self, subject: Subject) -> None:
+        if self._near.held_bytes(ahead_of(subject)):
+            async with self._using(subject):
+                await self._put_away(subject)
+
+    async def _put_away(self, subject: Subject) -> None:
+        try:
+            mark = self._marks.of(subject)
+            if mark is not None:
+                await self.with_route(subject, lambda route: route.mark(None))
+            await self._give_near(subject, None if mark is None else mark.owner)
+        except HegmError as error:  # it is given back with the rest
+            logger.warning("video memory beside process %d is still held: %s", subject.pid, error.message)
+
+    # -- video memory beside -------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _using(self, subject: Subject) -> AsyncGenerator[None]:
+        """In the block nobody else gives back what is held beside that process."""
+        known = self._beside.setdefault(lane_of(subject), Beside(subject))
+        async with known.in_use:
+            yield
+
+    async def make_room(self, gpu: str) -> bool:
+        """Give back what is held beside processes on that GPU, by UUID, and has no bytes that are nowhere else.
+
+        For whoever finds no room there, and would be told that there is none. Not what is in use this moment. Whether
+        there was any; raises nothing.
+        """
+        given = [await self._spare(known, gpu) for known in tuple(self._beside.values())]
+        return any(given)
+
+    async def _spare(self, known: Beside, gpu: str) -> bool:
+        subject = known.subject
+        held = [owner for owner in (passing_of(subject), ahead_of(subject)) if self._near.where(owner) == gpu]
+        if not held or known.in_use.locked() or not self._marks.is_unmarked(subject):
+            return False
+        async with known.in_use:
+            logger.info("what is held beside process %d on %s is given back: others need the room", subject.pid, gpu)
+            try:
+                ahead, route = self._ahead.get(lane_of(subject)), self.routes.get(lane_of(subject))
+                if ahead is not None and ahead.route is route:  # it can be let go of when no copy goes to it any more
+                    with suppress(DriverFailed):
+                        await ahead.route.shifted(ahead.size_bytes)
+                await self._give_near(subject)
+            except HegmError as error:
+                logger.warning("video memory beside process %d is still held: %s", subject.pid, error.message)
+                return False
+        return True
+
+    async def through(self, subject: Subject, route: Route, end_bytes: int) -> str:
+        """By the video memory that the mark names, if there is one; else by what has gone ahead, or the pool itself."""
+        mark = self._marks.of(subject)
+        if mark is not None:
+            await self._have_near(route, subject, mark.owner)
+            return VIDEO
+        return VIDEO if await self._has_gone_ahead(subject, route, end_bytes) else HOST
+
+    async def prepare_own_copies(self, subject: Subject, direction: str) -> None:
+        """The pool is what the process reaches: nothing is in video memory on its way."""
+        mark = self._marks.of(subject)
+        if mark is None:
+            return
+
+        async def drain(route: Route) -> None:
+            if direction == IN:
+                await self._have_near(route, subject, mark.owner)
+                await route.shift("out", mark.size_bytes)
+            await route.mark(None)
+
+        await self.with_route(subject, drain)
+        await self._give_near(subject, mark.owner)
+
+    async def own_copies(self, subject: Subject, direction: str, spans: list[Span], on_progress: Progress) -> None:
+        await self.order_copy(subject, direction, self._pool.memory(key_of(subject)).fd, spans, on_progress)
+
+    async def _have_likely(self, subject: Subject, route: Route) -> None:
+        """Attach what will be copied through, as far as it is held: then it need not be done while the job stands."""
+        mark = self._marks.of(subject)
+        if mark is not None:
+            await self._have_near(route, subject, mark.owner)
+            return
+        for owner in (passing_of(subject), ahead_of(subject)):
+            if self._near.held_bytes(owner):
+                try:
+                    await self._have_near(route, subject, owner)
+                except HelperLost:
+                    raise
+                except HegmError as error:
+                    logger.warning("process %d is copied without %s: %s", subject.pid, owner, error.message)
+                    await self._near.give(owner)
+                return
+
+    async def _have_near(self, route: Route, subject: Subject, owner: str) -> None:
+        """Have all that is held for that owner as the route's video memory. Raises HegmError."""
+        where, version = self._near.where(owner), self._near.version(owner)
+        if where is None:
+            raise Refused(
+                f"the bytes of process {subject.pid} were in video memory on their way to the pool, and that is gone",
+                "what was in it cannot be had back; see the log of the service manager around hegmd's last restart",
+                {"pid": subject.pid, "owner": owner},
+            )
+        if route.attached == version:
+            return
+        if route.attached is not None:
+            await route.detach_video()
+            route.attached = None
+        await route.attach_video(where, self._near.pieces(owner))
+        route.attached = version
+
+    async def _give_near(self, subject: Subject, *others: str | None) -> None:
+        """Give back what is held on GPUs beside it, which has nothing that is not elsewhere too. Raises HegmError."""
+        self._ahead.pop(lane_of(subject), None)
+        route = self.routes.get(lane_of(subject))
+        if route is not None and route.attached is not None:
+            route.attached = None
+            try:
+                await route.detach_video()
+            except HelperLost:
+                self.routes.pop(lane_of(subject), None)
+        for owner in (passing_of(subject), ahead_of(subject), *others):
+            if owner is not None:
+                await self._near.give(owner)

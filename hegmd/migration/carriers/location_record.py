@@ -1,0 +1,57 @@
+"""Which video memory has a job's bytes in place of the pool, by the mark in its piece, and whether to believe that.
+
+The job has a descriptor of its piece and could write any name there, and so could who made an image: another job's
+bytes would be copied to it. So a mark counts only where it names memory of the process's own: of its operation, or of
+one that its piece was claimed from, which the piece's name says and nobody but the daemon writes.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hegmd.errors import HegmError, Refused
+from hegmd.gpu_helper.mark import MARK_BYTES, Mark, read_mark
+from hegmd.memory.pool import Pool
+from hegmd.migration.contracts import Subject
+from hegmd.migration.methods.gpus import passing_name
+from hegmd.migration.methods.pool_keys import key_of
+
+__all__ = ["Marks"]
+
+
+class Marks:
+    """Those of the pool's pieces."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def owners(self, subject: Subject) -> tuple[str, ...]:
+        """Under which names memory may be held that its bytes pass through."""
+        piece = self._pool.by_owner().get(key_of(subject))
+        before = () if piece is None else piece.name.before
+        return tuple([passing_name(operation, subject.name) for operation in (subject.operation, *before)])
+
+    def of(self, subject: Subject) -> Mark | None:
+        """Who has the bytes in place of the pool. Raises HegmError where that cannot be made out, or believed."""
+        piece = self._pool.by_owner().get(key_of(subject))
+        memory = None if piece is None else piece.memory
+        if memory is None:
+            return None
+        mark = read_mark(os.pread(memory.fd, MARK_BYTES, memory.size_bytes - MARK_BYTES))
+        own = self.owners(subject)
+        if mark is not None and mark.owner not in own:
+            raise Refused(
+                f"the piece of process {subject.pid} says that its bytes are held for {mark.owner[:80]!r}, "
+                f"which is not its own: {' or '.join(sorted(own))} is",
+                "nothing is read from there; if the job did not write that itself, report it with the log of hegmd",
+                {"pid": subject.pid, "owner": mark.owner},
+            )
+        return mark
+
+    def is_unmarked(self, subject: Subject) -> bool:
+        """Whether it is certain that no video memory has the bytes; of a piece on disk its mark is not known."""
+        piece = self._pool.by_owner().get(key_of(subject))
+        try:
+            return (piece is None or piece.memory is not None) and self.of(subject) is None
+        except HegmError:
+            return False

@@ -1,0 +1,198 @@
+"""The peer carrier: the helper copies the storages straight to video memory that is held on the other GPU, over NVLink.
+
+The copies lie where the process goes, so that filling its storages there is a copy within one GPU. Where that has not
+room for copies and storages at once, the storages are made in rounds, and what a round has filled is given back first.
+
+What the process copies itself goes through a window: host memory that helper and process share, filled and emptied in
+turn. It is small and comes out of what the pool has free, and where that has nothing, it is smaller still.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from functools import partial
+
+from hegmd.errors import HegmError, Refused
+from hegmd.gpu_helper.copy_client import Route
+from hegmd.gpu_helper.link import Link
+from hegmd.memory.pool import Pool
+from hegmd.memory.sizes import MIB
+from hegmd.migration.carriers.copying import OUT, CopyingCarrier, Span, lane_of
+from hegmd.migration.contracts import NoRoom, Progress, Subject
+from hegmd.migration.methods.gpus import Gpus, VideoMemory, bytes_of, earlier_bytes_of
+
+NAME = "peer"
+MOST_WINDOW_BYTES, LEAST_WINDOW_BYTES = 64 * MIB, 2 * MIB
+# The process has a descriptor of it as well, and could cut it under the helper.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+#: Where something lies in the copies, where in the window, and its bytes.
+Shift = tuple[int, int, int]
+
+
+class Window:
+    """Host memory of this carrier's, by descriptor. Closing twice is fine."""
+
+    def __init__(self, size_bytes: int) -> None:
+        """Raises OSError."""
+        self.size_bytes = size_bytes
+        self.fd = os.memfd_create("hegm-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, size_bytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def windows(spans: list[Span], window_bytes: int) -> Iterator[tuple[list[Span], list[Shift]]]:
+    """What goes through a window of that size at a time: between storages and window, and between it and the copies."""
+    by_process: list[Span] = []
+    by_helper: list[Shift] = []
+    filled_bytes = 0
+    for storage, start, size_bytes, at in spans:
+        done_bytes = 0
+        while done_bytes < size_bytes:
+            if filled_bytes == window_bytes:
+                yield by_process, by_helper
+                by_process, by_helper, filled_bytes = [], [], 0
+            part_bytes = min(size_bytes - done_bytes, window_bytes - filled_bytes)
+            by_process.append((storage, start + done_bytes, part_bytes, filled_bytes))
+            by_helper.append((at + done_bytes, filled_bytes, part_bytes))
+            done_bytes += part_bytes
+            filled_bytes += part_bytes
+    if by_process:
+        yield by_process, by_helper
+
+
+class PeerCarrier(CopyingCarrier):
+    """Copies in video memory, by descriptor."""
+
+    name = NAME
+
+    def __init__(self, helper: Link, gpus: Gpus, memory: VideoMemory, pool: Pool) -> None:
+        super().__init__(helper, gpus)
+        self._memory = memory
+        self._pool = pool
+        self._windows: dict[str, Window] = {}
+
+    async def hold(self, subject: Subject, size_bytes: int) -> None:
+        """On the GPU that it goes to, or wherever some is held for it already."""
+        where = self._where(subject) or await self.gpus.uuid_of(subject.goal or "")
+        if self.held_bytes(subject) < size_bytes:
+            await self.disarm(subject)
+        async with self.gpus.turn(self.gpus.name_of(where)):
+            try:
+                await self._memory.hold(self._owner(subject), where, size_bytes)
+            except Refused as error:
+                raise NoRoom(error.message, error.hint, error.facts) from error
+        self.gpus.changed()
+        try:
+            await self._memory.keep(self._owner(subject), where)
+        except HegmError:
+            await self._memory.give(self._owner(subject), where)
+            raise
+        await self.arm_or_give(subject)
+
+    async def give(self, subject: Subject) -> None:
+        await self.disarm(subject)
+        where = self._where(subject)
+        if where is not None:
+            await self._memory.give(self._owner(subject), where)
+            self.gpus.changed()
+
+    def held_bytes(self, subject: Subject) -> int:
+        return sum(self._memory.of(self._owner(subject)).values())
+
+    async def fetch(self, subject: Subject, on_progress: Progress) -> None:
+        """Video memory is put nowhere else."""
+
+    def space_bytes(self, subject: Subject) -> int:
+        where = self._where(subject)
+        pieces = () if where is None else self._memory.pieces(self._owner(subject), where)
+        return pieces[-1].at + pieces[-1].size_bytes if pieces else 0
+
+    async def reach(self, subject: Subject) -> list[str]:
+        """Where it is, where it goes, and where its bytes are."""
+        names = dict.fromkeys(name for name in (subject.gpu, subject.goal) if name is not None)
+        uuids = [await self.gpus.uuid_of(name) for name in names]
+        where = self._where(subject)
+        return list(dict.fromkeys([*uuids, *([] if where is None else [where])]))
+
+    async def attach(self, subject: Subject, route: Route) -> None:
+        where = self._where(subject)
+        if where is None:
+            raise Refused(f"nothing is held for the bytes of process {subject.pid}", "see hegmctl op")
+        await route.attach_video(where, self._memory.pieces(self._owner(subject), where))
+
+    async def passed(self, subject: Subject, route: Route, at_bytes: int) -> None:
+        """Pieces that nothing is in any more make room for the next round."""
+        where = self._where(subject)
+        if where is None or not subject.in_rounds:
+            return
+        pieces = self._memory.pieces(self._owner(subject), where)
+        count = sum(piece.at + piece.size_bytes <= at_bytes for piece in pieces)
+        if count:
+            await route.detach_first(count)
+            await self._memory.give_first(self._owner(subject), where, count)
+
+    # -- what the process copies itself --------------------------------------------------------------------------------
+
+    async def disarm(self, subject: Subject) -> None:
+        await super().disarm(subject)
+        window = self._windows.pop(lane_of(subject), None)
+        if window is not None:
+            window.close()
+
+    def piece(self, subject: Subject) -> tuple[int, int] | None:
+        window = self._windows.get(lane_of(subject))
+        return None if window is None else (window.fd, window.size_bytes)
+
+    async def prepare_own_copies(self, subject: Subject, direction: str) -> None:
+        """The route is opened anew, with a window."""
+        if lane_of(subject) in self._windows:
+            return
+        await self.disarm(subject)
+        most_bytes = min(MOST_WINDOW_BYTES, self._pool.free_bytes(), -(-subject.size_bytes // MIB) * MIB)
+        try:
+            self._windows[lane_of(subject)] = Window(max(LEAST_WINDOW_BYTES, most_bytes // MIB * MIB))
+        except OSError as error:
+            raise Refused(
+                f"there is no host memory for what process {subject.pid} copies itself: {error.strerror or error}",
+                "free some memory of the node; it is tried again",
+            ) from error
+
+    async def own_copies(self, subject: Subject, direction: str, spans: list[Span], on_progress: Progress) -> None:
+        window, done_bytes = self._windows[lane_of(subject)], 0
+        for by_process, by_helper in windows(spans, window.size_bytes):
+            if direction == OUT:
+                await self.order_copy(subject, direction, window.fd, by_process, _ignored)
+                await self.with_route(subject, partial(_shift, direction="in", shifts=by_helper))
+            else:
+                await self.with_route(subject, partial(_shift, direction="out", shifts=by_helper))
+                await self.order_copy(subject, direction, window.fd, by_process, _ignored)
+            done_bytes += sum(span[2] for span in by_process)
+            on_progress(done_bytes)
+
+    def _owner(self, subject: Subject) -> str:
+        """Under what name its bytes are held, or are to be."""
+        owner, earlier = bytes_of(subject), earlier_bytes_of(subject)
+        return earlier if not self._memory.of(owner) and self._memory.of(earlier) else owner
+
+    def _where(self, subject: Subject) -> str | None:
+        """The GPU that its bytes are held on."""
+        return next(iter(self._memory.of(self._owner(subject))), None)
+
+
+async def _shift(route: Route, *, direction: str, shifts: list[Shift]) -> None:
+    await route.shift_places(direction, shifts)
+
+
+def _ignored(_: int) -> None:
+    """How far a window is."""

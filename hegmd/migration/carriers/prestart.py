@@ -1,0 +1,161 @@
+"""The next process of a restart, made ready while the last one trains still: when that is asked, and when withdrawn.
+
+It takes no step of the operation: nothing rests on it, and a start in whose place nobody waits is a start as any. But
+the job is not asked to stop before it is ready, for a while: in that time it trains on instead of standing. What it
+costs is memory for as long as the operation takes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+
+from hegmd.memory.pool import read_available_bytes
+from hegmd.migration.contracts import Progress, Subject
+from hegmd.workers.supervisors import Supervisor, SupervisorAway, Supervisors
+from hegmd.workers.workers import Worker
+
+logger = logging.getLogger(__name__)
+
+# What a Python with PyTorch takes is a fifth of it; the rest is left to those who need it more.
+LEAST_AVAILABLE_BYTES = 2 << 30
+# As long as PyTorch and its compiler take to be imported on a slow node; on an H200's node it is 6 s.
+READY_WITHIN_S = 15.0
+# How often whoever watches is told how long that takes already.
+_TELLS_AFTER_S = 1.0
+# When the next process imports what takes long: in its turn, once a restart was asked for, or from the first batch on.
+IN_TURN, BEFOREHAND, ALWAYS = "in-turn", "beforehand", "always"
+WHENS = (IN_TURN, BEFOREHAND, ALWAYS)
+# What decides which Python it is, and whether that comes by an agent: where they change, nobody has seen that it does.
+_DECISIVE, _DECISIVE_NAMES = ("PYTHON", "LD_"), frozenset(("PATH", "HOME"))
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """When the next process imports what takes long, and how long a job trains on for that at most."""
+
+    when: str = BEFOREHAND
+    within_s: float = READY_WITHIN_S
+
+
+@dataclass(slots=True)
+class _Asked:
+    """Of whom it was asked for an operation, and when; and whether that operation waits for it now."""
+
+    supervisor: Supervisor
+    since: float
+    is_awaited: bool = False
+
+
+class Readying:
+    """Asked at arming. `surroundings` are what is different for whoever is started for that process at that place."""
+
+    def __init__(
+        self,
+        supervisors: Supervisors,
+        surroundings: Callable[[Subject, str], Mapping[str, Any]],
+        ready: Ready | None = None,
+        *,
+        available_bytes: Callable[[], int | None] = read_available_bytes,
+    ) -> None:
+        self._supervisors = supervisors
+        self._surroundings = surroundings
+        self._ready = ready or Ready()
+        self._available_bytes = available_bytes
+        self._asked: dict[str, _Asked] = {}
+
+    async def begin(self, subject: Subject, size_bytes: int) -> None:
+        """Have it made ready, where that can be and the node has the memory beside a state of that size."""
+        supervisor = self._supervisors.find(subject.uid, subject.run)
+        if supervisor is None or subject.operation in self._asked or not self._is_fit(subject, supervisor, size_bytes):
+            return
+        worker, place = subject.worker, subject.goal or ""
+        surroundings = self._surroundings(subject, place)
+        try:
+            await supervisor.tell("ready", subject.operation, imports=worker.imports, path=worker.path, **surroundings)
+        except SupervisorAway as error:
+            logger.debug("nothing is made ready for operation %s: %s", subject.operation, error.message)
+        else:
+            self._asked[subject.operation] = _Asked(supervisor, anyio.current_time())
+            logger.debug(
+                "operation %s has the next process made ready: %d modules", subject.operation, len(worker.imports)
+            )
+
+    def when(self, supervisor: Supervisor) -> str:
+        """When that one's next process is to be made ready: as its user said, or as it is configured."""
+        return supervisor.offer.ready if supervisor.offer.ready in WHENS else self._ready.when
+
+    async def keep(self, supervisor: Supervisor, worker: Worker) -> bool:
+        """Have one wait for whatever restart may come, with the surroundings of the job as it is, for its memory.
+
+        One that waits already, and has its memory, looks at its files once more and imports what the job has imported
+        since. False where there is none and the node lacks the memory. Raises HegmError where its agent or its
+        supervisor cannot be told.
+        """
+        await worker.order("beforehand")
+        available_bytes = self._available_bytes()
+        if available_bytes is not None and available_bytes < LEAST_AVAILABLE_BYTES and not supervisor.keeps:
+            return False
+        if worker.imports:
+            await supervisor.tell("ready", "", imports=worker.imports, path=worker.path)
+            logger.debug("process %d has its next one kept ready: %d modules", worker.pid, len(worker.imports))
+        return True
+
+    async def until_ready(self, subject: Subject, on_progress: Progress) -> bool:
+        """Until it is, or it is known that it will not be, or for a while; whether it is."""
+        asked = self._asked.get(subject.operation)
+        if asked is None:
+            return False
+        asked.is_awaited = True
+        try:
+            with anyio.move_on_after(max(0.0, asked.since + self._ready.within_s - anyio.current_time())):
+                while not asked.supervisor.readied.is_set():
+                    with anyio.move_on_after(_TELLS_AFTER_S):
+                        await asked.supervisor.readied.wait()
+                    on_progress(0)
+        finally:
+            asked.is_awaited = False
+        took_s = anyio.current_time() - asked.since
+        is_ready = asked.supervisor.readied.is_set() and asked.supervisor.ready_pid is not None
+        logger.debug("operation %s: ready is %s after %.1f s", subject.operation, is_ready, took_s)
+        return is_ready
+
+    def doing(self, subject: Subject) -> str | None:
+        """What is waited for, and for how long by now."""
+        asked = self._asked.get(subject.operation)
+        if asked is None or not asked.is_awaited:
+            return None
+        return f"it trains on until the next Python is ready: {anyio.current_time() - asked.since:.0f} s"
+
+    async def end(self, subject: Subject) -> None:
+        """Have nobody wait any more. Fine when nobody does."""
+        asked = self._asked.pop(subject.operation, None)
+        if asked is not None:
+            with suppress(SupervisorAway):  # it lets go of it with the connection
+                await asked.supervisor.tell("unready", subject.operation)
+
+    def _is_fit(self, subject: Subject, supervisor: Supervisor, size_bytes: int) -> bool:
+        worker, respawn = subject.agent, subject.respawn
+        if (
+            self.when(supervisor) == IN_TURN
+            or subject.ranks
+            or worker is None
+            or not worker.imports
+            or subject.goal is None
+        ):
+            return False
+        if supervisor.offer.pid != subject.pid or not supervisor.offer.python:
+            return False  # a launcher, a shell or another program is between them
+        if respawn.python is not None or any(_is_decisive(name) for name in (*respawn.set, *respawn.unset)):
+            return False
+        available_bytes = self._available_bytes()
+        return available_bytes is None or available_bytes >= LEAST_AVAILABLE_BYTES + size_bytes
+
+
+def _is_decisive(name: str) -> bool:
+    return name.startswith(_DECISIVE) or name in _DECISIVE_NAMES

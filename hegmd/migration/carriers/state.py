@@ -1,0 +1,76 @@
+"""The carrier of a restart: the agent writes the state of its training into memory of the pool; the next one reads it.
+
+The job keeps all that it has meanwhile. Nothing is put back from here: the process that goes on has a descriptor of the
+memory from its supervisor, and puts the state back at its first boundary.
+"""
+
+from __future__ import annotations
+
+from hegmd.errors import HegmError, Refused
+from hegmd.memory.pool import Pool
+from hegmd.migration.carriers.prestart import Readying
+from hegmd.migration.contracts import Making, Progress, Subject
+from hegmd.migration.methods.pool_keys import Pooled, key_of
+from hegmd.workers.supervisors import Supervisor, Supervisors
+
+NAME = "state"
+
+
+class StateCarrier(Pooled):
+    """Memory of the pool, and orders to the agent and to who started it."""
+
+    name = NAME
+
+    def __init__(self, pool: Pool, supervisors: Supervisors, readying: Readying) -> None:
+        super().__init__(pool)
+        self._supervisors = supervisors
+        self._readying = readying
+
+    async def hold(self, subject: Subject, size_bytes: int) -> None:
+        """Hold memory for the state; beside that, the next process is made ready."""
+        await self._readying.begin(subject, size_bytes)
+        try:
+            await super().hold(subject, size_bytes)
+        except HegmError:
+            await self._readying.end(subject)
+            raise
+
+    async def await_next(self, subject: Subject, on_progress: Progress) -> bool:
+        """Until it is ready, or known not to become so, or for a while."""
+        return await self._readying.until_ready(subject, on_progress)
+
+    def doing(self, subject: Subject) -> str | None:
+        return self._readying.doing(subject)
+
+    async def give(self, subject: Subject) -> None:
+        """Give it back: whoever was to go on has, or nobody is to."""
+        await self._readying.end(subject)
+        await super().give(subject)
+
+    async def take_out(self, subject: Subject, on_progress: Progress) -> int:
+        """Have the state written. Raises OrderFailed, AgentAway, SupervisorAway.
+
+        Its supervisor is told first: from here on the command may end, and is then waited for. Where hegmd
+        was just started the agent may be back before it.
+        """
+        supervisor = await self._come(subject)
+        if subject.ranks and not supervisor.offer.ranks:
+            hint = "the job goes on as it is; start it with this release of hegmctl to restart it"
+            raise Refused(f"process {supervisor.pid} is of a release that cannot start ranks from their states", hint)
+        await supervisor.order("expect", subject.operation, launches=bool(subject.ranks))
+        memory = await self._pool.to_fill(key_of(subject))
+        report = await subject.worker.order("save", fds=[memory.fd], on_progress=on_progress)
+        return report.size_bytes or 0
+
+    async def _come(self, subject: Subject) -> Supervisor:
+        def known() -> Supervisor | None:
+            return self._supervisors.find(subject.uid, subject.run)
+
+        supervisor = await self._supervisors.come(subject.uid, subject.run, known) or known()
+        if supervisor is None:
+            raise Refused(f"the `hegmctl run` that started process {subject.pid} is gone", "the job goes on as it is")
+        return supervisor
+
+    async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
+        """The process that goes on has done so by itself."""
+        return 0

@@ -1,0 +1,48 @@
+"""The worker carrier: the agent copies its own storages to the pool and back, with the process's own threads.
+
+Needs an agent and nothing else, so it is what simulated GPUs use, and what is left where no faster way exists. The
+memory is the daemon's and goes over by descriptor. Both ways the agent copies everything before it frees anything.
+"""
+
+from __future__ import annotations
+
+from hegmd.errors import Refused
+from hegmd.memory.pool import Memory
+from hegmd.migration.carriers.copying import note_short
+from hegmd.migration.contracts import Making, Progress, Subject
+from hegmd.migration.methods.pool_keys import Pooled, key_of
+
+NAME = "worker"
+
+
+class WorkerCarrier(Pooled):
+    """Memory of the pool, and orders to the agent."""
+
+    name = NAME
+
+    async def take_out(self, subject: Subject, on_progress: Progress) -> int:
+        """Raises OrderFailed, AgentAway."""
+        memory = await self._pool.to_fill(key_of(subject))
+        report = await subject.worker.order("evacuate", fds=[memory.fd], on_progress=on_progress)
+        return report.size_bytes or 0
+
+    async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
+        """Raises OrderFailed, AgentAway. The bytes stay in the memory too.
+
+        One order makes all storages, first of all, and fills them.
+
+        Memory that went with an earlier daemon is not needed: the agent keeps a descriptor of its own until it has
+        entrusted its bytes, and by then they are on disk.
+        """
+        memory = self._memory(subject)
+        fds = () if memory is None else [memory.fd]
+        async with making():
+            report = await subject.worker.order("refill", fds=fds, on_progress=on_progress)
+        note_short(subject, report)
+        return report.size_bytes or 0
+
+    def _memory(self, subject: Subject) -> Memory | None:
+        try:
+            return self._pool.memory(key_of(subject))
+        except Refused:
+            return None

@@ -1,0 +1,187 @@
+"""The journal's file: appended and synced before anything is done, cut where a crash tore it, made small by renaming.
+
+Owns the descriptor and the order of writes; what stands in the file is records.py's. A record is on disk when `append`
+returns. When it raises, nothing may be done of what the record says. A write that found no room is cut off again and
+the file goes on from there; after an error of the disk itself nobody knows what is on it, so no further record is taken
+before the whole journal was written anew under another name.
+
+A full disk must not leave a job standing in the middle of a move: for every operation that begins, room for the records
+that it is likely to need is reserved in the file, and one for which that cannot be had does not begin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from hegmd.errors import UNAVAILABLE, HegmError
+from hegmd.migration.journal import records
+from hegmd.migration.journal.disk import Disk
+from hegmd.migration.journal.records import History, Reading
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+NAME = "operations.journal"
+# A journal that has grown by so much since it was last made small is made small again, whatever is under way.
+COMPACT_BYTES = 4 * 1024 * 1024
+# By so much: before the first record of an operation, when no job is parked for it.
+QUIET_COMPACT_BYTES = 256 * 1024
+# A migration of one process takes some 30 records of 0.4 KiB; of eight ranks, about 200 of them.
+OPERATION_BYTES = 128 * 1024
+
+# A file system that has no such call reserves nothing, and operations stand still where others would not.
+_NO_SUCH_CALL = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+class JournalFile:
+    """One file in the state directory. Its methods block: call them in a thread, one at a time."""
+
+    def __init__(self, folder: Path, disk: Disk | None = None, *, compact_bytes: int = COMPACT_BYTES) -> None:
+        self.path = folder / NAME
+        self._folder = folder
+        self._disk = disk or Disk()
+        self._compact_bytes = compact_bytes
+        self._fd = -1
+        self._size_bytes = 0
+        self._small_bytes = 0
+        self._reserved_bytes = 0
+        #: Why the last write failed; None when it did not.
+        self.trouble: HegmError | None = None
+
+    def open(self) -> Reading:
+        """Read what is there and be ready to append. Raises HegmError for what cannot be read or trusted.
+
+        One that cannot be written now is no reason not to start: what it says is known, and the first `append` that
+        finds the disk better writes it anew.
+        """
+        try:
+            data = self._disk.read(self.path)
+        except FileNotFoundError:
+            data = b""
+        except OSError as error:
+            raise self._failed("read", error) from error
+        reading = records.read(data)
+        with contextlib.suppress(HegmError):  # `trouble` tells
+            self.rewrite(reading.histories.values())
+        return reading
+
+    def append(self, record: bytes, histories: Iterable[History], *, ahead_bytes: int = 0) -> None:
+        """Have the record on disk, and room for so many bytes more. Raises HegmError; the record is not there then.
+
+        `histories` are what stands in the journal, without the record, for where it has to be written anew first.
+        """
+        grown_bytes = self._size_bytes - self._small_bytes
+        if self.is_due or (ahead_bytes and grown_bytes > QUIET_COMPACT_BYTES):
+            try:
+                self.rewrite(histories)
+            except HegmError:
+                if self._fd < 0:
+                    raise  # where it is only too large, it goes on growing
+        self._reserve(len(record) + ahead_bytes, must=bool(ahead_bytes))
+        try:
+            self._write(self._fd, record)
+        except OSError as error:
+            self._cut_off()
+            raise self._failed("appended to", error) from error
+        try:
+            self._disk.sync(self._fd)
+        except OSError as error:
+            self._cut_off()
+            self._let_go()  # what is on the disk is not known any more
+            raise self._failed("appended to", error) from error
+        self._size_bytes += len(record)
+        self.trouble = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it should be written anew: it has grown a lot, or what is on the disk is not known."""
+        return self._fd < 0 or self._size_bytes - self._small_bytes > self._compact_bytes
+
+    def rewrite(self, histories: Iterable[History]) -> None:
+        """Put a small journal of these in the file's place. Raises HegmError; what is in the file is then as it was."""
+        data = records.compacted(histories)
+        fresh = self.path.with_suffix(".new")
+        fd = -1
+        try:
+            fd = self._disk.create(fresh)
+            self._write(fd, data)
+            self._disk.sync(fd)
+        except OSError as error:
+            if fd >= 0:
+                self._disk.close(fd)
+            self._discard(fresh)
+            raise self._failed("written anew", error) from error
+        self._let_go()  # from here on it may be a file that has no name any more
+        try:
+            self._disk.rename(fresh, self.path)
+            self._disk.sync_folder(self._folder)
+        except OSError as error:
+            self._disk.close(fd)
+            self._discard(fresh)
+            raise self._failed("written anew", error) from error
+        self._fd = fd
+        self._size_bytes = self._small_bytes = self._reserved_bytes = len(data)
+        self.trouble = None
+        with contextlib.suppress(HegmError):
+            self._reserve(OPERATION_BYTES, must=False)
+
+    def close(self) -> None:
+        """Twice is fine."""
+        self._let_go()
+
+    def _write(self, fd: int, data: bytes) -> None:
+        written = 0
+        while written < len(data):
+            written += self._disk.write(fd, data[written:])
+
+    def _reserve(self, size_bytes: int, *, must: bool) -> None:
+        """Have room for so many bytes more. Raises HegmError, having changed nothing, where it `must` be had."""
+        wanted_bytes = self._size_bytes + size_bytes
+        if wanted_bytes <= self._reserved_bytes:
+            return
+        try:
+            self._disk.reserve(self._fd, wanted_bytes)
+        except OSError as error:
+            if must and error.errno not in _NO_SUCH_CALL:
+                raise self._failed("given the room that an operation needs", error) from error
+            return
+        self._reserved_bytes = wanted_bytes
+
+    def _cut_off(self) -> None:
+        """Take back what was written of a record; where that fails too, the file is written anew before it is used."""
+        try:
+            self._disk.cut(self._fd, self._size_bytes)
+            self._disk.sync(self._fd)
+        except OSError:
+            self._let_go()
+        self._reserved_bytes = self._size_bytes  # cutting gives back what was reserved behind the end
+
+    def _discard(self, fresh: Path) -> None:
+        """A part of a journal must not take the room that the journal itself waits for."""
+        with contextlib.suppress(OSError):
+            self._disk.remove(fresh)
+
+    def _let_go(self) -> None:
+        if self._fd >= 0:
+            self._disk.close(self._fd)
+            self._fd = -1
+
+    def _failed(self, what: str, error: OSError) -> HegmError:
+        self.trouble = HegmError(
+            UNAVAILABLE,
+            f"{self.path} cannot be {what}: {error.strerror or error}",
+            f"look at the disk under {self._folder} with `df -h {self._folder}`; no job is moved without a journal",
+            {"path": str(self.path), "errno": error.errno},
+        )
+        return self.trouble
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

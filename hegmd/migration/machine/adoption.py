@@ -1,0 +1,152 @@
+"""Operations made of processes that were found standing: suspended ones, as if an operation of before had left them so.
+
+Owns what is believed of such a process, which is what its agent says of it, or the driver, or both; and how much room
+one may need of which nobody has measured it. Pure. From there the machine knows the way: each is looked at first, and a
+resume brings it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hegmd.errors import Refused
+from hegmd.memory.sizes import LAST_BYTES, UNSEEN_BYTES
+from hegmd.migration.machine.next_effects import SUSPENDED as RESTING
+from hegmd.migration.machine.operation import BY_DRIVER, SIMULATED, SUSPEND, Operation, Worker
+from hegmd.protocol.record import Record, field
+
+DRIVER = "driver"
+BY_WORKER, BY_HOST, BY_PEER = "worker", "host", "peer"
+
+
+class Standing(Record):
+    """A process that stands, by its agent."""
+
+    pid: int = field("process id")
+    start_ticks: int = field("start time in clock ticks since boot")
+    uid: int = field("its owner")
+    token: str = field("what its agent calls itself")
+    rank: int | None = field("its rank in a distributed job", default=None)
+    world_size: int | None = field("how many ranks the job has", default=None)
+    gpu: str | None = field("the GPU that it was on or was started for, if anybody knows", default=None)
+    boundary: int = field("batch boundaries that it has passed")
+    size_bytes: int = field("bytes of the storages that its agent vouches for")
+    held_bytes: int = field("bytes of these that are out of the process")
+    method: str = field("how it left its GPU and comes back", default=SIMULATED)
+    carrier: str = field("by which way its bytes went out", default=BY_WORKER)
+    at: str | None = field("the GPU that it is on; nil for none, or a simulated one", default=None)
+    rest_bytes: int = field("what it may need on a GPU besides its storages", default=0)
+    anywhere: bool = field("whether nobody knows on which GPU the driver had it", default=False)
+
+
+class Driven(Record):
+    """A process on a real GPU, or off it, by the driver."""
+
+    pid: int = field("process id")
+    start_ticks: int = field("start time in clock ticks since boot")
+    uid: int = field("its owner")
+    name: str = field("short name of the program")
+    state: str = field("running, locked or checkpointed")
+    gpu: str | None = field("the GPU that it is on; nil when it is checkpointed", default=None)
+    rest_bytes: int = field("what it may need on a GPU to be restored; 0 for one that is on its GPU", default=0)
+
+
+def room_bound(own_bytes: int, whole_bytes: Iterable[int | None]) -> int:
+    """How much room one that is checkpointed may need at most, of whom no journal says what it had.
+
+    Its video memory is in its own memory, so it had no more than that and what the driver makes anew; nor can it have
+    had more than the largest of the GPUs, which have so much each.
+    """
+    bound_bytes = own_bytes + UNSEEN_BYTES
+    known = [size_bytes for size_bytes in whole_bytes if size_bytes is not None]
+    return min(bound_bytes, max(known) - LAST_BYTES) if known else bound_bytes
+
+
+def on_real_gpu(standing: Standing, driven: Driven, mark: str | None, *, in_video: bool = False) -> Standing:
+    """The same of one on a real GPU. `mark` is its agent's, which tells by which way its bytes went out.
+
+    `in_video` is whether video memory was found that has them: then they were on their way by peer.
+
+    Raises Refused where that is not known. What the driver took off has its storages' bytes in it, unless they are out.
+    """
+    if standing.held_bytes and mark is None:
+        raise Refused(
+            f"the agent of process {standing.pid} is of a release that does not say by which way its bytes went out",
+            "bring the journal back from a copy (operations.journal in the state directory), then start hegmd",
+            {"pid": standing.pid},
+        )
+    by_itself = BY_WORKER if mark else BY_PEER if in_video else BY_HOST
+    return standing.replace(
+        method=DRIVER,
+        carrier=by_itself if standing.held_bytes else BY_DRIVER,
+        gpu=driven.gpu,
+        at=driven.gpu,
+        size_bytes=standing.size_bytes if standing.held_bytes else 0,
+        rest_bytes=driven.rest_bytes,
+        anywhere=driven.gpu is None,
+    )
+
+
+def adopted(op_id: str, standing: Iterable[Standing], *, utc: float) -> Operation:
+    """A suspended operation on these processes, which are those of one job."""
+    found = tuple(standing)
+    return Operation(
+        id=op_id,
+        kind=SUSPEND,
+        phase=RESTING,
+        lockstep=max((one.world_size or 1 for one in found), default=1) > 1,
+        workers=tuple([_worker(one) for one in found]),
+        owner_uid=found[0].uid,
+        created_utc=utc,
+    )
+
+
+def adopted_of_driver(op_id: str, driven: Driven, *, utc: float) -> Operation:
+    """The same on a process that the driver has, and of which no agent says that it stands."""
+    worker = Worker(
+        name=str(driven.pid),
+        pid=driven.pid,
+        start_ticks=driven.start_ticks,
+        token="",
+        method=DRIVER,
+        carrier=BY_DRIVER,
+        was_on=driven.gpu,
+        origin=None,
+        goal=None,
+        at=driven.gpu,
+        size_bytes=0,
+        rest_bytes=driven.rest_bytes,
+        anywhere=driven.gpu is None,
+        rooms={},
+        touched=True,
+        unsure=True,
+        recount=True,
+    )
+    return Operation(id=op_id, kind=SUSPEND, phase=RESTING, workers=(worker,), owner_uid=driven.uid, created_utc=utc)
+
+
+def _worker(one: Standing) -> Worker:
+    return Worker(
+        name=str(one.pid),
+        pid=one.pid,
+        start_ticks=one.start_ticks,
+        token=one.token,
+        method=one.method,
+        carrier=one.carrier,
+        rank=one.rank,
+        was_on=one.gpu,
+        origin=None,
+        goal=None,
+        at=one.at,
+        size_bytes=one.size_bytes,
+        rest_bytes=one.rest_bytes,
+        anywhere=one.anywhere,
+        rooms={},
+        boundary=one.boundary,
+        asked=True,
+        parked=True,
+        out=one.held_bytes > 0,
+        touched=True,
+        unsure=True,
+        recount=True,
+    )

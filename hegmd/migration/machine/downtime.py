@@ -1,0 +1,53 @@
+"""How long a job stood: from its first thread's stop, or its first process's lock, until all go on again.
+
+A figure that users ask for, also of an operation that ended under an earlier daemon; so it is in the operation, and
+with it in the journal. Decides nothing: no stage looks at it. Pure.
+"""
+
+from __future__ import annotations
+
+from hegmd.migration.machine import effects, events
+from hegmd.migration.machine.events import Event
+from hegmd.migration.machine.operation import QUIESCE, Operation
+
+# What may follow on attempts to stop the job that came to nothing: each says how long it stood in them.
+_ATTEMPTED = events.Overran | events.Withdrawn | events.Failed
+
+
+def timed(event: Event, after: Operation, now: float) -> Operation:
+    """The operation with what the event says of that. `now` is monotonic: an instant from before a reboot is none."""
+    if after.stood_since is not None and after.stood_since > now:
+        after = after.replace(stood_since=None)
+    alone = not any(member.has_agent for member in after.workers)
+    resumed = isinstance(event, events.ResumeAsked) and after.kind != QUIESCE  # one that was held has stood before
+    if resumed:
+        return after.replace(stood_since=now, blackout_s=None)
+    if after.stood_since is None and _stops(event, after, alone=alone):
+        # As if it had stood in one piece: what it stood in earlier attempts comes before.
+        before_s = (event.stood_s if isinstance(event, events.Parked) else 0.0) + (after.blackout_s or 0.0)
+        return after.replace(stood_since=now - before_s, blackout_s=None)
+    if isinstance(event, _ATTEMPTED):
+        after = _attempted(event, after, now)
+    started = isinstance(event, events.Restored) and event.pid is not None  # a process that never stood
+    goes_on = isinstance(event, events.Restored if alone else (events.Released, events.Withdrawn))
+    if after.stood_since is not None and (started or goes_on):
+        is_whole = all(member.at is not None if alone else not member.parked for member in after.live)
+        stood_s = now - after.stood_since
+        return after.replace(blackout_s=stood_s, stood_since=None if is_whole else after.stood_since)
+    return after
+
+
+def _attempted(event: events.Overran | events.Withdrawn | events.Failed, after: Operation, now: float) -> Operation:
+    """An attempt is over in which it stood; ranks that stopped with it go on to another boundary."""
+    if isinstance(event, events.Overran) and after.stood_since is not None:
+        return after.replace(blackout_s=now - after.stood_since, stood_since=None)
+    if event.stood_s and after.stood_since is None:
+        return after.replace(blackout_s=(after.blackout_s or 0.0) + event.stood_s)
+    return after
+
+
+def _stops(event: Event, after: Operation, *, alone: bool) -> bool:
+    """Whether somebody stands from here on: without an agent, that is from the checkpoint to the restore."""
+    if alone:
+        return any(pending.effect == effects.Checkpoint.tag for pending in after.pending)
+    return isinstance(event, events.Parked)

@@ -1,0 +1,156 @@
+"""What an operation wants done, as data: the machine emits these, the runner performs them.
+
+Owns the names, the fields, the events that end each, and what becomes of one that is cancelled:
+- cut: it only reads; drop it, no event is needed;
+- finish: it runs to its end, shielded, and its ending event counts;
+- undo: it is dropped, and the effect named in its docstring takes it back.
+
+A restore of a restart may end with `training-ended` instead, by which the worker has nothing under way any more.
+
+Every effect is for one worker and may be asked for twice: one that finds its work done says so and is done. `failed`
+ends each of them too. Nothing is performed before the journal has it on disk.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from hegmd.migration.machine.tagged import Tagged
+from hegmd.protocol.record import field
+
+CUT, FINISH, UNDO = "cut", "finish", "undo"
+
+
+class Effect(Tagged):
+    """Base of all effects."""
+
+    ends: ClassVar[tuple[str, ...]] = ()
+    on_cancel: ClassVar[str] = FINISH
+    #: Whether the worker's agent or the driver's hold on it performs it; otherwise the daemon does, by itself.
+    in_worker: ClassVar[bool] = True
+
+    number: int = field("counts the effects of the operation; the event that ends it carries it")
+    worker: str = field("name of the worker")
+    cause: int = field("number of the operation's event that led to it")
+
+    def __init_subclass__(
+        cls, *, tag: str = "", ends: tuple[str, ...] = (), on_cancel: str = FINISH, in_worker: bool = True
+    ) -> None:
+        super().__init_subclass__(tag=tag)
+        cls.ends = (*ends, "failed") if ends else ()
+        cls.on_cancel = on_cancel
+        cls.in_worker = in_worker
+
+    def ending(self) -> dict[str, Any]:
+        """What each event that ends it says of it."""
+        return {"effect": self.number, "worker": self.worker, "cause": self.tag}
+
+
+class TakeRoom(Effect, tag="take-room", ends=("room-taken",), on_cancel=FINISH, in_worker=False):
+    """Hold so much room on a GPU for the worker from now on, in all; it may hold less there already."""
+
+    gpu: str = field("where")
+    size_bytes: int = field("how much, in all")
+
+
+class GiveRoom(Effect, tag="give-room", ends=("room-given",), on_cancel=FINISH, in_worker=False):
+    """Hold no room on a GPU for the worker any more, neither the operation's nor what it held there itself."""
+
+    gpu: str = field("where")
+
+
+class TakePool(Effect, tag="take-pool", ends=("pool-taken",), on_cancel=FINISH, in_worker=False):
+    """Hold so many bytes of the pool for the worker from now on, in all, with their pages present."""
+
+    size_bytes: int = field("how many, in all")
+
+
+class GivePool(Effect, tag="give-pool", ends=("pool-given",), on_cancel=FINISH, in_worker=False):
+    """Give the worker's bytes of the pool back. Asked for only when no one needs them any more."""
+
+
+class AwaitNext(Effect, tag="await-next", ends=("next-awaited",), on_cancel=CUT):
+    """Of a restart: wait, while the worker trains on, until the process that is to go on has imported what takes long.
+
+    It ends well also where that comes to nothing, or takes too long.
+    """
+
+
+class Survey(Effect, tag="survey", ends=("surveyed",), on_cancel=CUT):
+    """Ask the agent for its boundary count and for the bytes that it vouches for."""
+
+
+class Park(Effect, tag="park", ends=("parked", "overran"), on_cancel=UNDO):
+    """Stop the training thread at a boundary. Undone by `withdraw`.
+
+    Takes the place of a park of the same worker that is under way or done: it then goes on to this boundary.
+    """
+
+    at: int | None = field("at the boundary of this count, for ranks that have to stop together; nil for the next")
+    limit_s: float = field("how long it may take; over it the agent withdraws by itself and this has failed")
+
+
+class Withdraw(Effect, tag="withdraw", ends=("withdrawn",), on_cancel=FINISH):
+    """Take back a park, whether the thread stands already or not: after it, the thread runs."""
+
+
+class Evacuate(Effect, tag="evacuate", ends=("evacuated",), on_cancel=FINISH):
+    """Copy the storages' bytes to the worker's bytes of the pool, then free them in the process."""
+
+
+class Checkpoint(Effect, tag="checkpoint", ends=("checkpointed", "outgrown"), on_cancel=FINISH):
+    """Let the driver take what is left of the process off its GPU; nothing to do for a simulated one."""
+
+
+class Hold(Effect, tag="hold", ends=("held",), on_cancel=CUT, in_worker=False):
+    """Let the job stand for as long as was asked. It is asked of one worker, for all of them."""
+
+
+class Dump(Effect, tag="dump", ends=("dumped",), on_cancel=UNDO, in_worker=False):
+    """Write the image of the whole job. If that is to end, read it back too and give it its name; of one that goes on
+    write the processes alone, and `seal` does the rest. It is asked of one worker, for all of them.
+
+    Dropped, it leaves no image behind, and the processes as they were: standing, their agents on their way back.
+    """
+
+    find: bool = field("only see whether the image that was begun is whole, and let go of what is left of it if not")
+
+
+class Seal(Effect, tag="seal", ends=("sealed",), on_cancel=UNDO, in_worker=False):
+    """Write the bytes of a job that has gone on from the pool to its image, read that back, and give it its name. It is
+    asked of one worker, for all of them.
+
+    One that is not good is removed. Undone by `scrap`.
+    """
+
+
+class Scrap(Effect, tag="scrap", ends=("scrapped",), on_cancel=FINISH, in_worker=False):
+    """Remove what is written of an image that nobody wants any more."""
+
+
+class End(Effect, tag="end", ends=("ended",), on_cancel=FINISH, in_worker=False):
+    """End the process, which is in an image that is whole. Done as soon as it is not there any more."""
+
+
+class Restore(Effect, tag="restore", ends=("restored",), on_cancel=FINISH):
+    """Let the driver bring the process back, on that GPU. The room held there for it becomes the process's own."""
+
+    gpu: str = field("where")
+
+
+class Refill(Effect, tag="refill", ends=("refilled",), on_cancel=FINISH):
+    """Make the storages again from the worker's bytes of the pool, which stay."""
+
+
+class Release(Effect, tag="release", ends=("released",), on_cancel=FINISH):
+    """Let the training thread go on. Ends when it was told to, without waiting for what it does then."""
+
+
+class Verify(Effect, tag="verify", ends=("verified",), on_cancel=CUT):
+    """Wait until the worker has passed more than so many boundaries."""
+
+    beyond: int = field("the count at which it stood")
+
+
+class Inspect(Effect, tag="inspect", ends=("inspected",), on_cancel=CUT):
+    """Find out how it really stands with the worker. A process that has ended is the event `worker-gone`."""

@@ -1,0 +1,281 @@
+"""What can happen to an operation, as data: what people ask, what workers do, how effects end, what the clock says.
+
+Owns the names and fields of the events; what follows from one is in machine.py. An event that ends an effect carries
+the effect's number, and one that comes twice, late or after a restart is known by that number to mean nothing any more.
+Progress in bytes is not among them: it decides nothing, so it goes from the runner straight to whoever watches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hegmd.migration.machine.operation import Handoff, Operation
+from hegmd.migration.machine.tagged import Tagged
+from hegmd.protocol.record import field
+
+# Why an effect failed, as far as the machine has to tell them apart.
+REFUSED, DISCONNECTED, BROKEN, NO_ROOM = "refused", "disconnected", "broken", "no-room"
+# The driver found no memory for a call of its own; the worker's room is as it was.
+CROWDED = "crowded"
+
+
+class Event(Tagged):
+    """Base of all events."""
+
+    cause: str = field("where it comes from: a request, an effect, an agent or the clock; for the story", default="")
+
+
+# ---- what people ask -------------------------------------------------------------------------------------------------
+
+
+class Begin(Event, tag="begin"):
+    """Start what was planned."""
+
+
+class CancelAsked(Event, tag="cancel-asked"):
+    """Somebody wants the operation not to have happened."""
+
+    by: str = field("who, for the story", default="")
+
+
+class DropAsked(Event, tag="drop-asked"):
+    """Of a restart: somebody gives up for good the state that is held, from which nobody has gone on."""
+
+    by: str = field("who, for the story", default="")
+
+
+class ResumeAsked(Event, tag="resume-asked"):
+    """Somebody wants a suspended job to go on."""
+
+    to: Mapping[str, str] = field("the GPU that each worker is to go to, by the worker's name; none of one that holds")
+    limit_s: float | None = field("how long that may take in all; nil for as long as its steps may", default=None)
+
+
+class TakenUp(Event, tag="taken-up"):
+    """Something else is wanted of a job that is held at a boundary: the operation becomes that one, its job standing.
+
+    In one step, so that there is no moment at which the job stands and no operation has it.
+    """
+
+    into: Operation = field("what it becomes, as it was planned")
+
+
+class HandAsked(Event, tag="hand-asked"):
+    """Somebody wants a suspended job in an image."""
+
+    handoff: Handoff = field("where to, and for whom")
+    limit_s: float | None = field("how long that may take; nil for as long as images may", default=None)
+
+
+# ---- what happens by itself ------------------------------------------------------------------------------------------
+
+
+class WorkerGone(Event, tag="worker-gone"):
+    """The process has ended, for certain: by its pidfd, or by a start time that is not its own."""
+
+    worker: str = field("name of the worker")
+    why: str = field("how it ended, as far as is known", default="it ended")
+    finished: bool = field(
+        "of a restart: whether it came to the end of its training, by the word of its supervisor", default=False
+    )
+    stateless: bool = field("of a restart: whether its state is nowhere any more, as after a reboot", default=False)
+
+
+class TrainingEnded(Event, tag="training-ended"):
+    """Of a restart: the process that went on from the state has come to the end of its training, by the word of its
+    supervisor, whether or not it was seen at a boundary."""
+
+    worker: str = field("name of the worker")
+
+
+class CameOn(Event, tag="came-on"):
+    """Of a restart: how far the process that is to go on has come, as its supervisor and its agent have said."""
+
+    worker: str = field("name of the worker")
+    doing: str = field("what it does now")
+
+
+class AgentLost(Event, tag="agent-lost"):
+    """The connection of the worker's agent ended; the process may well live on."""
+
+    worker: str = field("name of the worker")
+
+
+class AgentBack(Event, tag="agent-back"):
+    """An agent attends from that process again, after a break of its connection."""
+
+    worker: str = field("name of the worker")
+    token: str = field("what the agent calls itself; another one means that the process has replaced itself")
+
+
+class DeadlinePassed(Event, tag="deadline-passed"):
+    """The instant that the operation names as its deadline is over."""
+
+
+class Recovered(Event, tag="recovered"):
+    """The daemon has started anew and read this operation from its journal. Nothing of what was under way is known."""
+
+
+# ---- how effects end -------------------------------------------------------------------------------------------------
+
+
+class Ending(Event):
+    """Base of the events that end an effect."""
+
+    effect: int = field("number of the effect that this ends")
+    worker: str = field("name of the worker that it was for")
+
+
+class Failed(Ending, tag="failed"):
+    """The effect did not do what it is for. What it did do is to be found out by `inspect`."""
+
+    fault: str = field(
+        "refused: it was understood and nothing changed; no-room: refused because a GPU has none; disconnected; "
+        "or broken: anything else"
+    )
+    code: str = field("code of the error, as in hegmd/errors.py", default="refused")
+    message: str = field("what failed, with numbers")
+    hint: str = field("the next step")
+    stood_s: float = field("how long its training thread stood for it", default=0.0)
+
+
+class RoomTaken(Ending, tag="room-taken"):
+    """The room is held on the GPU."""
+
+
+class RoomGiven(Ending, tag="room-given"):
+    """No room is held on the GPU for this worker any more."""
+
+
+class PoolTaken(Ending, tag="pool-taken"):
+    """The pages are there, and nobody else can have them."""
+
+
+class PoolGiven(Ending, tag="pool-given"):
+    """The pages are the node's again."""
+
+
+class NextAwaited(Ending, tag="next-awaited"):
+    """Of a restart: nobody waits any more for the process that is to go on to be ready."""
+
+    ready: bool = field("whether it is", default=False)
+
+
+class Surveyed(Ending, tag="surveyed"):
+    """What the agent counts."""
+
+    boundary: int = field("batch boundaries that it has passed")
+    size_bytes: int = field("bytes of the storages that it vouches for")
+
+
+class Parked(Ending, tag="parked"):
+    """The training thread stands at a boundary."""
+
+    boundary: int = field("which one")
+    stood_s: float = field("how long it stood until now, in all attempts", default=0.0)
+
+
+class Overran(Ending, tag="overran"):
+    """The worker has passed the boundary that the order to park named, and runs; nothing is asked of it any more.
+
+    Either the order came too late, or another of its threads kept it from coming to rest there.
+    """
+
+    boundary: int = field("batch boundaries that it has passed")
+    stood_s: float = field("how long its training thread stood there", default=0.0)
+    why: str = field("what kept it from coming to rest; empty where the order came too late", default="")
+
+
+class Withdrawn(Ending, tag="withdrawn"):
+    """Nothing is asked of the worker any more, and its training thread runs."""
+
+    stood_s: float = field("how long it stood for what was asked", default=0.0)
+
+
+class Evacuated(Ending, tag="evacuated"):
+    """The bytes are in the pool and no longer in the process."""
+
+    size_bytes: int = field("how many")
+
+
+class Checkpointed(Ending, tag="checkpointed"):
+    """The process has nothing on any GPU any more."""
+
+    room_bytes: int | None = field(
+        "room that is held for it on the GPU that it left; nil if all that it had is still its own", default=None
+    )
+    rest_bytes: int | None = field(
+        "what it had there besides its storages, with a margin; nil if it was not measured", default=None
+    )
+    shares_bytes: tuple[int, ...] = field("of one on several GPUs: the part of that on each, in order", default=())
+
+
+class Outgrown(Ending, tag="outgrown"):
+    """The process was not taken off: it has more on its GPU than was planned for, which has to be written down first.
+
+    Once it is off, nobody can ask any more what it needs.
+    """
+
+    rest_bytes: int = field("what it has there besides its storages, with a margin")
+    shares_bytes: tuple[int, ...] = field("of one on several GPUs: the part of that on each, in order", default=())
+
+
+class Held(Ending, tag="held"):
+    """The job has stood for as long as was asked."""
+
+
+class Dumped(Ending, tag="dumped"):
+    """The image of the job is whole, read back, and has its name. Of one that goes on, its processes are in it."""
+
+
+class Sealed(Ending, tag="sealed"):
+    """The image of a job that has gone on is whole: it was read back, and has its name."""
+
+
+class Scrapped(Ending, tag="scrapped"):
+    """Nothing is left of the image."""
+
+
+class Ended(Ending, tag="ended"):
+    """The process has ended, as it was to."""
+
+
+class Restored(Ending, tag="restored"):
+    """The process can use its GPU again."""
+
+    landed: str | None = field("where it is instead, for one that could only come back where it was", default=None)
+    pid: int | None = field("of a restart: the process that goes on in its place", default=None)
+    start_ticks: int = field("of a restart: its start time in clock ticks since boot", default=0)
+    token: str = field("of a restart: what its agent calls itself", default="")
+    run: str | None = field("of a restart: the `hegmctl run` that started it", default=None)
+    boundary: int = field("of a restart: batch boundaries that it has passed", default=0)
+    is_earlier: bool = field(
+        "of a restart: whether it comes of the start before the one that is wanted, tried again", default=False
+    )
+
+
+class Refilled(Ending, tag="refilled"):
+    """The bytes are in the process again, and still in the pool."""
+
+
+class Released(Ending, tag="released"):
+    """The training thread was let go."""
+
+
+class Verified(Ending, tag="verified"):
+    """The training thread has come to a boundary after the one at which it stood."""
+
+    boundary: int = field("batch boundaries that it has passed")
+
+
+class Inspected(Ending, tag="inspected"):
+    """How it really stands with a worker, by its agent, the driver, and what the daemon itself holds."""
+
+    parked: bool = field("whether its training thread stands")
+    boundary: int = field("batch boundaries that it has passed")
+    out_bytes: int = field("bytes of its storages that are not in the process now")
+    gpu: str | None = field("the GPU that the process is on; nil when it is checkpointed")
+    rooms: Mapping[str, int] = field("room that is held for it now, by GPU, its own included")
+    pool_bytes: int = field("bytes of the pool that are held for it now")
+    busy: bool = field("whether an order is still under way in it", default=False)
+    failed: str = field("why it can never be brought back; empty as long as it can", default="")

@@ -1,0 +1,214 @@
+"""Where an operation goes next: the first stage that wants something, and the effects that this takes now.
+
+Owns the numbering of effects, what their being asked for means for the facts, and the deadline. Knows nothing of
+events. An effect that is under way and that the stage does not want, as after turning round, is waited for in
+`settling`: two things are never done to one worker at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hegmd.migration.machine import effects
+from hegmd.migration.machine.effects import Effect
+from hegmd.migration.machine.operation import BACK, FORWARD, HOLD, Operation, Pending, Worker
+from hegmd.migration.machine.stages import STAGES, Stage, Want, limit_s
+
+SETTLING = STAGES[0]
+PLANNED = "planned"
+SUSPENDED, DONE, UNDONE, LOST = "suspended", "done", "undone", "lost"
+TERMINAL = (DONE, UNDONE, LOST)
+# The phases of a resume that are over once it has its bytes again: what is left then is only to go on.
+_UNTIL_DUE = frozenset(("settling", "arming", "restoring", "refilling"))
+# Waiting for what does not come is done less and less often, up to this.
+LONGEST_RETRY_S = 300.0
+
+
+def advance(op: Operation, now: float) -> tuple[Operation, tuple[Effect, ...]]:
+    """The operation in the stage that its facts put it in, and the effects to perform now."""
+    op = _with_common_boundary(op)
+    stage, wants = _first_stage(op)
+    if stage is not SETTLING:
+        op = _without_superseded(op, wants)
+        if not _is_covered(op, wants):
+            stage, wants = SETTLING, []
+    if stage is None:
+        return _in_phase(op, _resting_phase(op), now), ()
+    op = _in_phase(op, stage.phase, now)
+    emitted: list[Effect] = []
+    for worker, want in wants:
+        if worker.waits is None and not _is_pending(op, worker, want):
+            op, effect = _emit(op, worker.name, want)
+            emitted.append(effect)
+    return op, tuple(emitted)
+
+
+def _with_common_boundary(op: Operation) -> Operation:
+    """Ranks stop at one past the highest count, as soon as all counts are known."""
+    if not op.lockstep or op.at is not None or op.heading != FORWARD:
+        return op
+    counts = [worker.boundary for worker in op.live]
+    known = [count for count in counts if count is not None]
+    return op.replace(at=max(known) + 1) if known and len(known) == len(counts) else op
+
+
+def _first_stage(op: Operation) -> tuple[Stage | None, list[tuple[Worker, Want]]]:
+    for stage in STAGES:
+        wants = [(worker, want) for worker in op.workers for want in stage.wants(op, worker)]
+        if wants:
+            return stage, wants
+    return None, []
+
+
+def _matches(pending: Pending, worker: Worker, want: Want) -> bool:
+    kind, arguments = want
+    return (
+        pending.effect == kind.tag
+        and pending.worker == worker.name
+        and pending.gpu == arguments.get("gpu")
+        and pending.at == arguments.get("at")
+    )
+
+
+def _is_pending(op: Operation, worker: Worker, want: Want) -> bool:
+    return any(_matches(pending, worker, want) for pending in op.pending)
+
+
+def _is_covered(op: Operation, wants: list[tuple[Worker, Want]]) -> bool:
+    """Whether everything under way is what this stage wants, or is in nobody's way: an image that is sealed."""
+    return all(
+        pending.effect == effects.Seal.tag or any(_matches(pending, worker, want) for worker, want in wants)
+        for pending in op.pending
+    )
+
+
+def _without_superseded(op: Operation, wants: list[tuple[Worker, Want]]) -> Operation:
+    """A park that names another boundary takes the place of the one that is under way."""
+    parks = {worker.name: want for worker, want in wants if want[0] is effects.Park}
+    kept = tuple(
+        [
+            pending
+            for pending in op.pending
+            if pending.effect != effects.Park.tag
+            or pending.worker not in parks
+            or pending.at == parks[pending.worker][1]["at"]
+        ]
+    )
+    return op if len(kept) == len(op.pending) else op.replace(pending=kept)
+
+
+def _emit(op: Operation, name: str, want: Want) -> tuple[Operation, Effect]:
+    kind, arguments = want
+    effect = kind(number=op.next_effect, worker=name, cause=op.seq, **arguments)
+    pending = Pending(
+        number=op.next_effect,
+        effect=kind.tag,
+        worker=name,
+        gpu=arguments.get("gpu"),
+        size_bytes=arguments.get("size_bytes"),
+        at=arguments.get("at"),
+    )
+    worker = op.worker(name)
+    if worker is not None and kind in _MEANS:
+        op = op.with_worker(worker.replace(**_MEANS[kind]))
+    if kind is effects.Dump and op.handoff is not None:
+        op = op.replace(handoff=op.handoff.replace(begun=True))
+    return op.replace(next_effect=op.next_effect + 1, pending=(*op.pending, pending)), effect
+
+
+# From the moment that it is asked for, whatever it may do is taken for done where that is the careful side.
+_MEANS: dict[type[Effect], dict[str, Any]] = {
+    effects.Park: {"asked": True, "parked": False},
+    effects.Evacuate: {"touched": True, "verified": False},
+    effects.Checkpoint: {"touched": True, "verified": False},
+}
+
+
+def _resting_phase(op: Operation) -> str:
+    """Where an operation is that wants nothing any more."""
+    live = list(op.live)
+    if any(worker.goal is None or (op.heading == HOLD and worker.parked) for worker in live):
+        return SUSPENDED
+    if any(worker.lost for worker in op.workers):
+        return LOST
+    if not live and (op.ends_workers or any(worker.finished for worker in op.workers)):
+        return DONE
+    if not live and op.is_handed and op.heading == FORWARD:
+        return DONE
+    if not live or op.heading != FORWARD:
+        return UNDONE
+    return DONE
+
+
+def _in_phase(op: Operation, phase: str, now: float) -> Operation:
+    if phase == op.phase:
+        return op
+    return op.replace(phase=phase, tries=0, deadline=_deadline(op, phase, now))
+
+
+def on_time(op: Operation, now: float) -> Operation:
+    """The operation with the deadline of its phase counted from now, for a clock that may be another one."""
+    op = op.replace(due=None if op.due is None or op.limits.resume_s is None else now + op.limits.resume_s)
+    return op.replace(tries=0, deadline=_deadline(op, op.phase, now))
+
+
+def _deadline(op: Operation, phase: str, now: float) -> float | None:
+    """When the phase is over at the latest; within a resume that is due, when that is."""
+    limit = limit_s(op.limits, phase)
+    if limit is None:
+        return None
+    is_bound = op.due is not None and op.heading == FORWARD and phase in _UNTIL_DUE
+    return now + limit if op.due is None or not is_bound else min(now + limit, op.due)
+
+
+def later(op: Operation, now: float) -> Operation:
+    """The operation with its next deadline, further away each time."""
+    tries = op.tries + 1
+    wait_s = min(op.limits.retry_s * 2.0 ** min(tries, 16), LONGEST_RETRY_S)
+    return op.replace(tries=tries, deadline=now + wait_s)
+
+
+def turned_back(op: Operation) -> Operation:
+    """The operation on its way to how everything was. Parks that are under way are left to `withdraw`.
+
+    A dump that is under way is dropped: whoever performs it undoes it; and so is the start of ranks.
+    """
+    workers = tuple([worker.replace(goal=_way_back(worker), leaves=False) for worker in op.workers])
+    dropped = [effects.AwaitNext.tag, effects.Park.tag, effects.Survey.tag, effects.Hold.tag, effects.Dump.tag]
+    if op.restarts_together:  # another start takes its place, and who came of it passes no boundary without the others
+        dropped += [effects.Restore.tag, effects.Verify.tag]
+    pending = tuple([pending for pending in op.pending if pending.effect not in dropped])
+    return together(op.replace(heading=BACK, workers=workers, pending=pending, tries=0))
+
+
+def together(op: Operation) -> Operation:
+    """Of ranks that are restarted, whoever has a process still, or again, leaves it too once another has none.
+
+    Its state that counts is the one in the pool: it was saved at the same boundary as all the others'.
+    """
+    if not op.restarts_together or op.heading == HOLD or not any(worker.is_absent for worker in op.live):
+        return op
+    return op.replace(workers=tuple([_following(op, worker) for worker in op.workers]))
+
+
+def _following(op: Operation, worker: Worker) -> Worker:
+    if worker.gone or worker.at is None or worker.leaves:
+        return worker
+    goal = worker.goal if op.heading == FORWARD else worker.origin
+    return worker.replace(goal=goal, leaves=True, out=True)
+
+
+def _way_back(worker: Worker) -> str | None:
+    """Where it was; or, for one that runs with its bytes, where it is: it is not stopped for the way back."""
+    runs = not worker.parked and not worker.out and worker.at is not None
+    return worker.at if runs else worker.origin
+
+
+def held(op: Operation) -> Operation:
+    """The operation with neither way open: everybody stands, the bytes stay where they are, and the room for them."""
+    workers: list[Worker] = []
+    for worker in op.workers:
+        stays = worker.at is not None and not worker.out
+        kept = next((gpu for gpu in (worker.origin, worker.goal) if gpu in worker.rooms), None)
+        workers.append(worker.replace(goal=worker.at if stays else None, keeps=None if stays else kept, leaves=False))
+    return op.replace(heading=HOLD, workers=tuple(workers), tries=0)

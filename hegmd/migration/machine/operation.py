@@ -1,0 +1,270 @@
+"""One operation as it stands: what was asked, where each worker and its bytes are, and what is under way.
+
+Owns the records that the journal keeps; they are the machine's whole memory. Nothing is decided here. Each fact about a
+worker is either what an event said or what an effect that was asked for may have done, whichever is the worse: so a
+state that was read from the journal after a crash errs on the careful side until `inspected` has put it right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from hegmd.memory.sizes import RESTORE_MARGIN_BYTES
+from hegmd.node.gpu_sets import added
+from hegmd.protocol.record import Record, field
+
+MIGRATE, SUSPEND, RESUME, CHECKPOINT, QUIESCE = "migrate", "suspend", "resume", "checkpoint", "quiesce"
+# Of a job that came back from an image: suspended when it begins, and then resumed.
+RESTORE = "restore"
+KINDS = (MIGRATE, SUSPEND, RESUME, CHECKPOINT, QUIESCE, RESTORE)
+
+# Where the operation is heading: to what was asked, back to how it was, or nowhere, because neither way is open.
+FORWARD, BACK, HOLD = "forward", "back", "hold"
+
+# The method of GPUs that are only simulated.
+SIMULATED = "simulated"
+# The carrier of those whose bytes all go with the driver's checkpoint.
+BY_DRIVER = "driver"
+# The method and the carrier of a restart: the process leaves with its state written, and another one goes on from it.
+RESTART, BY_STATE = "restart", "state"
+
+# What a worker waits for before anything is tried again.
+FOR_AGENT, FOR_RETRY = "agent", "retry"
+
+
+class Limits(Record):
+    """How long each part may take."""
+
+    arm_s: float = field("taking room and pool; of a restart, once more until the next process is ready", default=60.0)
+    park_s: float = field("stopping at a boundary", default=60.0)
+    stand_s: float = field(
+        "standing at a boundary while other threads are not at rest, before it runs on to another one", default=0.5
+    )
+    hold_s: float = field("of a quiesce: standing at the boundary, before the job goes on by itself", default=60.0)
+    move_s: float = field("taking the bytes out, or putting them back", default=600.0)
+    hand_s: float = field("writing an image, from the dump to its verification", default=3600.0)
+    resume_s: float | None = field(
+        "of a resume: from the request until the bytes are back, however many steps that takes; nil for no more than "
+        "these have each",
+        default=None,
+    )
+    verify_s: float = field("coming to the next boundary, before somebody is told that it is late", default=60.0)
+    retry_s: float = field("after what time something that does not work or answer is tried again", default=5.0)
+
+
+class Failure(Record):
+    """Why the operation did not get to what was asked."""
+
+    code: str = field("code of the error, as in hegmd/errors.py")
+    message: str = field("what failed, on which worker")
+    hint: str = field("the next step")
+
+
+class Pending(Record):
+    """An effect that was asked for and has not ended."""
+
+    number: int = field("its number")
+    effect: str = field("its name")
+    worker: str = field("whom it is for")
+    gpu: str | None = field("the GPU that it names", default=None)
+    size_bytes: int | None = field("the size that it names", default=None)
+    at: int | None = field("the boundary that it names", default=None)
+
+
+class Handoff(Record):
+    """What is to be written of a job that is off its GPUs, where to, for whom, and how far that has come."""
+
+    path: str = field("the directory that the image is to have, absolute")
+    uid: int = field("with whose rights it is written")
+    gid: int = field("the group of these rights")
+    groups: tuple[int, ...] = field("the other groups", default=())
+    root_pid: int = field("the process that is taken with all that descend from it", default=0)
+    root_ticks: int = field("its start time in clock ticks since boot", default=0)
+    leave_running: bool = field("whether the job goes on after it; otherwise it ends", default=False)
+    begun: bool = field("whether anything may have been written", default=False)
+    written: bool = field(
+        "of one whose job goes on: whether its processes are written, so that what it still needs is in the pool alone",
+        default=False,
+    )
+    unwanted: bool = field("whether what is written is to go", default=False)
+    whole: bool = field("whether the image has its name, and was read back", default=False)
+
+
+class Respawn(Record):
+    """What is different for a process that is started anew, where the operation heads forward."""
+
+    set: Mapping[str, str] = field("variables of its environment", default={})
+    unset: tuple[str, ...] = field("variables that it is to be without", default=())
+    python: str | None = field("the interpreter in the place of its own", default=None)
+
+
+class Worker(Record):
+    """One process of the job, and where its bytes are."""
+
+    name: str = field("what events and effects call it; unique in the operation")
+    pid: int = field("process id")
+    start_ticks: int = field("start time in clock ticks since boot: with the pid, its identity")
+    token: str = field("what its agent calls itself; empty for a process without one")
+    method: str = field("how it leaves its GPU and comes back: simulated, driver or restart", default="simulated")
+    carrier: str = field(
+        "how the bytes of its storages go: peer, host, worker, driver with the rest, or state with a restart",
+        default="worker",
+    )
+    rank: int | None = field("its rank in a distributed job", default=None)
+    chip: str | None = field("identity of the chip that it began on; it can only go to an equal one", default=None)
+    was_on: str | None = field("the GPU that it began on, where people expect it back", default=None)
+    origin: str | None = field("the GPU to bring it back to; nil when the way back is to be suspended")
+    goal: str | None = field("the GPU that it is to be on; nil for none")
+    at: str | None = field("the GPU that it is on; nil while it is checkpointed")
+    left: str | None = field("the GPU that it was taken off last", default=None)
+    elsewhere: tuple[str, ...] = field(
+        "UUIDs of all GPUs of the node that the driver took it off on, if that was another: its own first", default=()
+    )
+    anywhere: bool = field(
+        "whether nobody knows on which GPU the driver had it: it comes back there, whichever is its goal", default=False
+    )
+    size_bytes: int = field("bytes of the storages that its agent vouches for")
+    rest_bytes: int = field("what it needs on a GPU besides them: what the driver carries, with a margin", default=0)
+    beside_bytes: int = field("room that its agent needs besides, when it makes its storages again", default=0)
+    shares_bytes: tuple[int, ...] = field(
+        "of one on several GPUs: which part of that each of its devices needs, in their order", default=()
+    )
+    storage_shares_bytes: tuple[int, ...] = field(
+        "of one on several GPUs whose storages are carried: room for those of each device, in their order", default=()
+    )
+    overlap_bytes: int = field(
+        "of the room for its storages, what the carrier's own memory on that GPU makes free bit by bit", default=0
+    )
+    rooms: Mapping[str, int] = field("room that is held for it, by GPU, its own included; 0: perhaps")
+    pool_bytes: int = field("bytes of the pool that are held for it", default=0)
+    boundary: int | None = field("batch boundaries that it had passed when it was last heard of", default=None)
+    asked: bool = field("whether it was asked to park and that was not taken back", default=False)
+    parked: bool = field("whether its training thread stands", default=False)
+    measured: bool = field("whether its bytes were counted while it stood", default=False)
+    out: bool = field("whether any of its bytes are out of the process", default=False)
+    touched: bool = field("whether its bytes were ever taken, so that it has to prove that it has them", default=False)
+    verified: bool = field("whether it passed a boundary after it had its bytes back", default=False)
+    unsure: bool = field("whether how it stands has to be found out first", default=False)
+    recount: bool = field("whether room and pool have to be counted anew, as after a restart", default=False)
+    waits: str | None = field("what it waits for before anything is tried again: agent or retry", default=None)
+    keeps: str | None = field("a GPU whose room is kept while it is suspended", default=None)
+    run: str | None = field("of a restart: the `hegmctl run` whose supervisor starts it", default=None)
+    leaves: bool = field("of a restart: whether it has still to leave, wherever its goal is", default=False)
+    awaited: bool = field("of a restart: whether it has trained on until the next process was ready", default=False)
+    saved: bool = field(
+        "of a restart: whether its state is whole in the pool, so that another can go on", default=False
+    )
+    starts: int = field("of a restart: how many processes have gone on from that state", default=0)
+    doing: str = field("of a restart, while there is no process: what the next one does; empty before it", default="")
+    finished: bool = field(
+        "of a restart: whether it came to the end of its training, before it had left or after it", default=False
+    )
+    gone: bool = field("whether the process has ended", default=False)
+    lost: bool = field("whether it ended while its bytes were out", default=False)
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether it can be stopped between two batches. Without, the driver alone has a hold on it."""
+        return bool(self.token)
+
+    @property
+    def restarts(self) -> bool:
+        """Whether it leaves by ending, and another process goes on in its place."""
+        return self.method == RESTART
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether there is no process now, and its state waits for one."""
+        return self.restarts and self.saved and self.at is None and not self.gone
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether a carrier takes its storages, so that the driver has only the rest."""
+        return self.has_agent and self.carrier != BY_DRIVER
+
+    @property
+    def carried_bytes(self) -> int:
+        """What goes from one place to another: its storages, or all that it has if the driver carries that."""
+        return self.size_bytes if self.is_carried else max(0, self.rest_bytes - RESTORE_MARGIN_BYTES)
+
+    @property
+    def device_shares_bytes(self) -> tuple[int, ...]:
+        """Of one on several GPUs: all that each of its devices needs, in their order."""
+        return added(self.shares_bytes, self.storage_shares_bytes)
+
+    @property
+    def room_bytes(self) -> int:
+        """What has to be held on a GPU before it may go there."""
+        return self.rest_bytes + self.beside_bytes + max(0, self.size_bytes - self.overlap_bytes)
+
+
+class Operation(Record):
+    """An operation on all the workers of a job, which move as one."""
+
+    id: str = field("what people call it")
+    kind: str = field("migrate, suspend, checkpoint, quiesce, or resume once a suspended one was asked to go on")
+    phase: str = field("where it is; see STATES.md", default="planned")
+    heading: str = field("forward, back or hold", default=FORWARD)
+    lockstep: bool = field("whether the workers are ranks that have to stop at the same boundary", default=False)
+    workers: tuple[Worker, ...] = field("all of them, those too that only stand by")
+    limits: Limits = field("how long each part may take", default=Limits())
+    owner_uid: int | None = field("whose processes they are", default=None)
+    created_utc: float = field("when it was asked for, in seconds since 1970", default=0.0)
+    seq: int = field("events that it has taken", default=0)
+    next_effect: int = field("number of the next effect", default=1)
+    pending: tuple[Pending, ...] = field("effects that have not ended", default=())
+    at: int | None = field("the boundary at which ranks are to stop", default=None)
+    rounds: int = field("how often that boundary had to be moved", default=0)
+    deadline: float | None = field("the monotonic instant at which `deadline-passed` is due", default=None)
+    due: float | None = field("of a resume: the monotonic instant at which it turns back", default=None)
+    tries: int = field("how often the deadline passed in this part", default=0)
+    failure: Failure | None = field("why it does not get to what was asked", default=None)
+    lacks: Failure | None = field("what it waits for now, such as room on a GPU", default=None)
+    stood_since: float | None = field("the monotonic instant from which its job stands", default=None)
+    blackout_s: float | None = field("how long its job stood, once that is over", default=None)
+    spill: bool = field("whether its bytes are to go to disk while it is suspended", default=False)
+    handoff: Handoff | None = field("of a checkpoint: the image", default=None)
+    respawn: Respawn | None = field("of a restart: what is different for whoever is started anew", default=None)
+    let_go: bool = field("of a quiesce: whether the job has stood for long enough", default=False)
+
+    @property
+    def live(self) -> Iterator[Worker]:
+        """The workers whose processes have not ended."""
+        return (worker for worker in self.workers if not worker.gone)
+
+    @property
+    def restarts_together(self) -> bool:
+        """Whether its workers are ranks that leave by ending, and are started again by one launcher: all or none."""
+        return self.lockstep and any(worker.restarts for worker in self.workers)
+
+    @property
+    def holds(self) -> bool:
+        """Whether its job is to stand at a boundary with all that it has, until somebody or the clock lets it go on."""
+        return self.kind == QUIESCE and self.heading == FORWARD and not self.let_go
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether it is to have an image, and has none yet."""
+        return self.kind == CHECKPOINT and self.heading == FORWARD and self.handoff is not None and not self.is_handed
+
+    @property
+    def is_handed(self) -> bool:
+        """Whether the image needs nothing more of the job, which ends from there on, if it is whole, or goes on."""
+        return self.kind == CHECKPOINT and self.handoff is not None and (self.handoff.whole or self.handoff.written)
+
+    @property
+    def ends_workers(self) -> bool:
+        """Whether the processes are to end now: they are in an image that is whole."""
+        return self.is_handed and self.handoff is not None and not self.handoff.leave_running
+
+    def worker(self, name: str) -> Worker | None:
+        """The worker of that name."""
+        return next((worker for worker in self.workers if worker.name == name), None)
+
+    def with_worker(self, changed: Worker) -> Operation:
+        """The operation with that worker in the place of the one of its name."""
+        return self.replace(workers=tuple([changed if w.name == changed.name else w for w in self.workers]))
+
+    def pending_numbered(self, number: int) -> Pending | None:
+        """The effect under way that has this number."""
+        return next((pending for pending in self.pending if pending.number == number), None)

@@ -1,0 +1,287 @@
+"""What the end of an effect changes in an operation: one function per event, named in the machine's table.
+
+Owns what is believed of a worker once something was done to it, came to nothing, or was looked at. Writes facts down
+and never asks for an effect: that follows from the facts, in next_effects.py.
+"""
+
+from __future__ import annotations
+
+from hegmd.errors import REFUSED
+from hegmd.migration.machine import effects, events, next_effects, reversal, worker_exit
+from hegmd.migration.machine.effects import Effect
+from hegmd.migration.machine.operation import (
+    BACK,
+    FOR_AGENT,
+    FOR_RETRY,
+    FORWARD,
+    HOLD,
+    Failure,
+    Operation,
+    Pending,
+    Worker,
+)
+from hegmd.migration.machine.stages import is_away
+
+# Ranks that have not met after so many attempts will not.
+MOST_ROUNDS = 10
+
+
+def room_taken(op: Operation, worker: Worker, pending: Pending, event: events.RoomTaken) -> Operation:
+    rooms = {**worker.rooms, str(pending.gpu): pending.size_bytes or 0}
+    return op.replace(lacks=None).with_worker(worker.replace(rooms=rooms))
+
+
+def room_given(op: Operation, worker: Worker, pending: Pending, event: events.RoomGiven) -> Operation:
+    rooms = {gpu: size for gpu, size in worker.rooms.items() if gpu != pending.gpu}
+    return op.with_worker(worker.replace(rooms=rooms))
+
+
+def pool_taken(op: Operation, worker: Worker, pending: Pending, event: events.PoolTaken) -> Operation:
+    return op.with_worker(worker.replace(pool_bytes=pending.size_bytes or 0))
+
+
+def pool_given(op: Operation, worker: Worker, pending: Pending, event: events.PoolGiven) -> Operation:
+    return op.with_worker(worker.replace(pool_bytes=0))
+
+
+def next_awaited(op: Operation, worker: Worker, pending: Pending, event: events.NextAwaited) -> Operation:
+    """Once is enough: what is not ready by now is started in its turn, or ready then."""
+    return op.with_worker(worker.replace(awaited=True))
+
+
+def surveyed(op: Operation, worker: Worker, pending: Pending, event: events.Surveyed) -> Operation:
+    """While it stands, what is counted is what will be carried; before, it is only a boundary count."""
+    if not worker.parked:
+        return op.with_worker(worker.replace(boundary=event.boundary))
+    if not worker.is_carried:  # the driver carries them all, and measures for itself
+        return op.with_worker(worker.replace(measured=True))
+    rooms = dict(worker.rooms)
+    if worker.at is not None:
+        rooms[worker.at] = max(event.size_bytes, rooms.get(worker.at, 0))
+    return op.with_worker(worker.replace(measured=True, size_bytes=event.size_bytes, rooms=rooms))
+
+
+def parked(op: Operation, worker: Worker, pending: Pending, event: events.Parked) -> Operation:
+    op = op.with_worker(worker.replace(parked=True, boundary=event.boundary, measured=False))
+    return _meeting_at(op, event.boundary)
+
+
+def overran(op: Operation, worker: Worker, pending: Pending, event: events.Overran) -> Operation:
+    """Each round leaves twice the room, so that an order catches up with batches that are shorter than its way."""
+    op = op.with_worker(worker.replace(boundary=event.boundary, asked=False))
+    return _meeting_at(op, event.boundary + (1 << op.rounds), event.why)
+
+
+def _meeting_at(op: Operation, boundary: int, why: str = "") -> Operation:
+    """Ranks stop where the one that is furthest stands, so that no collective is left half way.
+
+    One that stands before it has to be asked again; that counts too, so that nobody is asked for ever.
+    """
+    if not op.lockstep or op.at is None or boundary == op.at:
+        return op
+    if op.rounds >= MOST_ROUNDS:
+        message = f"the ranks did not stop at one boundary in {MOST_ROUNDS} attempts" + (f": {why}" if why else "")
+        return reversal.back(
+            op, REFUSED.name, message, "all ranks have to pass boundaries together; see the script's loops"
+        )
+    return op.replace(at=max(boundary, op.at), rounds=op.rounds + 1)
+
+
+def withdrawn(op: Operation, worker: Worker, pending: Pending, event: events.Withdrawn) -> Operation:
+    return op.with_worker(worker.replace(asked=False, parked=False))
+
+
+def evacuated(op: Operation, worker: Worker, pending: Pending, event: events.Evacuated) -> Operation:
+    return op.with_worker(worker.replace(out=True, saved=worker.restarts))
+
+
+def checkpointed(op: Operation, worker: Worker, pending: Pending, event: events.Checkpointed) -> Operation:
+    """What was measured counts from now on; the way back rests on the room that is really held."""
+    if worker.restarts:
+        return worker_exit.absent(op, worker, "it left")
+    rooms = dict(worker.rooms)
+    if event.room_bytes is not None and worker.at is not None:
+        rooms[worker.at] = event.room_bytes
+    rest_bytes = worker.rest_bytes if event.rest_bytes is None else event.rest_bytes
+    shares_bytes = event.shares_bytes or worker.shares_bytes
+    off = worker.replace(at=None, left=worker.at, rooms=rooms, rest_bytes=rest_bytes, shares_bytes=shares_bytes)
+    return op.replace(lacks=None).with_worker(off)
+
+
+def held(op: Operation, worker: Worker, pending: Pending, event: events.Held) -> Operation:
+    """Its time is over."""
+    return reversal.let_go(op)
+
+
+def dumped(op: Operation, worker: Worker, pending: Pending, event: events.Dumped) -> Operation:
+    """The job ends from here, its image being whole; or goes home, before the bytes are in it."""
+    if op.handoff is None:
+        return op
+    if not op.handoff.leave_running:
+        return op.replace(handoff=op.handoff.replace(whole=True))
+    op = op.replace(handoff=op.handoff.replace(written=True))
+    return op.replace(workers=tuple([worker.replace(goal=worker.origin, keeps=None) for worker in op.workers]))
+
+
+def sealed(op: Operation, worker: Worker, pending: Pending, event: events.Sealed) -> Operation:
+    return op if op.handoff is None else op.replace(handoff=op.handoff.replace(written=False, whole=True))
+
+
+def scrapped(op: Operation, worker: Worker, pending: Pending, event: events.Scrapped) -> Operation:
+    return reversal.without_image(op)
+
+
+def ended(op: Operation, worker: Worker, pending: Pending, event: events.Ended) -> Operation:
+    return op.with_worker(worker_exit.departed(worker, lost=False))
+
+
+def outgrown(op: Operation, worker: Worker, pending: Pending, event: events.Outgrown) -> Operation:
+    """It is tried again once this is on disk and room for it is held."""
+    return op.with_worker(worker.replace(rest_bytes=event.rest_bytes, shares_bytes=event.shares_bytes))
+
+
+def restored(op: Operation, worker: Worker, pending: Pending, event: events.Restored) -> Operation:
+    """One that comes back where the driver had it is then where it is to be."""
+    if event.landed is not None:
+        worker = worker.replace(goal=event.landed, anywhere=False)
+    if event.pid is not None:
+        worker = _replaced(worker, event)
+        op = reversal.on_again(op) if event.is_earlier else op
+    return op.replace(lacks=None).with_worker(worker.replace(at=event.landed or pending.gpu))
+
+
+def _replaced(worker: Worker, event: events.Restored) -> Worker:
+    """Another process goes on in its place. How it stands is found out first, and its next boundary is the proof."""
+    return worker.replace(
+        pid=event.pid,
+        start_ticks=event.start_ticks,
+        token=event.token,
+        run=event.run,
+        boundary=event.boundary,
+        leaves=False,
+        starts=worker.starts + 1,
+        rooms={},
+        touched=True,
+        verified=False,
+        unsure=True,
+        recount=True,
+        waits=None,
+    )
+
+
+def refilled(op: Operation, worker: Worker, pending: Pending, event: events.Refilled) -> Operation:
+    return op.replace(lacks=None).with_worker(worker.replace(out=False))
+
+
+def released(op: Operation, worker: Worker, pending: Pending, event: events.Released) -> Operation:
+    return op.with_worker(worker.replace(asked=False, parked=False))
+
+
+def verified(op: Operation, worker: Worker, pending: Pending, event: events.Verified) -> Operation:
+    return op.with_worker(worker.replace(verified=True, boundary=event.boundary))
+
+
+def inspected(op: Operation, worker: Worker, pending: Pending, event: events.Inspected) -> Operation:
+    """What was believed of the worker gives way to what is."""
+    if event.busy:
+        return op.with_worker(worker.replace(waits=FOR_RETRY))
+    if event.failed:
+        return _ruined(op, worker, event.failed)
+    was_standing = worker.parked and (op.heading == HOLD or op.holds or is_away(op))
+    whole = event.gpu is not None and not event.out_bytes
+    passed = not event.parked and whole and worker.boundary is not None and event.boundary > worker.boundary
+    is_following = op.restarts_together and worker.leaves and worker.saved and worker.out
+    now_known = worker.replace(
+        unsure=False,
+        recount=False,
+        waits=None,
+        parked=event.parked,
+        boundary=event.boundary if event.parked or not worker.touched else worker.boundary,
+        out=event.out_bytes > 0 or is_following,
+        # Whoever took them, bytes that are out have to be seen in use again before what holds them is given back.
+        touched=worker.touched or event.out_bytes > 0,
+        at=event.gpu,
+        left=worker.left if event.gpu is not None or worker.at is None else worker.at,
+        verified=not event.out_bytes and (worker.verified or (worker.touched and passed)),
+        rooms=event.rooms if worker.recount else worker.rooms,
+        pool_bytes=event.pool_bytes if worker.recount else worker.pool_bytes,
+    )
+    op = worker_exit.without_orders(op, worker.name)
+    if worker.anywhere and event.gpu is not None:  # somebody was quicker, or a restore that was cut off came to its end
+        now_known = now_known.replace(anywhere=False, goal=event.gpu if op.heading == FORWARD else worker.goal)
+    if not event.parked and whole and op.heading != FORWARD and not is_following:
+        now_known = now_known.replace(origin=event.gpu, goal=event.gpu)
+    if not was_standing or event.parked:
+        return op.with_worker(now_known)
+    # Its agent waited for a daemon as long as it may, took its own bytes back and let the training go on.
+    home = event.gpu or worker.keeps or worker.was_on
+    op = op.with_worker(now_known.replace(asked=False, origin=home, goal=home))
+    message = f"process {worker.pid} went on by itself when it had waited for hegmd for too long"
+    return reversal.back(op, REFUSED.name, message, "ask again")
+
+
+def failed(op: Operation, worker: Worker, pending: Pending, event: events.Failed) -> Operation:
+    """By what failed: turn back, hold, or find out how it stands and try again."""
+    in_worker = Effect.register[pending.effect].in_worker
+    if in_worker and event.fault == events.DISCONNECTED:
+        return op.with_worker(worker.replace(unsure=True, waits=FOR_AGENT))
+    if pending.effect == effects.AwaitNext.tag:
+        return op.with_worker(worker.replace(awaited=True))
+    if event.fault in (events.NO_ROOM, events.CROWDED) and op.heading == BACK and (worker.at is None or worker.out):
+        return _waiting_for_room(op, worker, pending, event)
+    if pending.effect == effects.Dump.tag:
+        return _astray(reversal.without_image(op), event)
+    if pending.effect == effects.Seal.tag:
+        return reversal.image_dropped(op, event.code, event.message, event.hint)
+    if pending.effect in _HARMLESS:
+        changed = {"asked": False} if pending.effect == effects.Park.tag else {}
+        return _astray(op.with_worker(worker.replace(**changed)), event)
+    if pending.effect in _UNCERTAIN:
+        # A driver that could not restore may have lost the room for it; one that was cut off before has kept none.
+        recount = worker.recount or pending.effect in (effects.Checkpoint.tag, effects.Restore.tag)
+        op = op.with_worker(worker.replace(unsure=True, recount=recount))
+        if pending.effect in _OUTWARD and op.heading == BACK:
+            return _split(op, worker.name, event)
+        return _astray(op, event)
+    return op.with_worker(worker.replace(unsure=worker.unsure or in_worker, waits=FOR_RETRY))
+
+
+_HARMLESS = frozenset((effects.TakeRoom.tag, effects.TakePool.tag, effects.Survey.tag, effects.Park.tag))
+_OUTWARD = frozenset((effects.Evacuate.tag, effects.Checkpoint.tag))
+_UNCERTAIN = frozenset((*_OUTWARD, effects.Restore.tag, effects.Refill.tag))
+
+
+def _astray(op: Operation, event: events.Failed) -> Operation:
+    """The way that it is on is closed: forward there is the way back, and back there is standing still."""
+    if op.heading == FORWARD:
+        return reversal.back(op, event.code, event.message, event.hint)
+    hint = f"its bytes are held; bring it back with: hegmctl resume, see hegmctl op {op.id}"
+    return next_effects.held(reversal.because(op, event.code, event.message, hint))
+
+
+def _split(op: Operation, name: str, event: events.Failed) -> Operation:
+    """A worker that cannot leave again stays where it has arrived, rather than be put at risk for the others' sake."""
+    worker = op.worker(name)
+    if worker is None or worker.at is None:
+        return _astray(op, event)
+    return reversal.because(op.with_worker(worker.replace(goal=worker.at)), event.code, event.message, event.hint)
+
+
+def _waiting_for_room(op: Operation, worker: Worker, pending: Pending, event: events.Failed) -> Operation:
+    """It stands with all its bytes until there is room. None that was believed in is counted upon, unless the driver
+    only lacked some for itself: nobody is restored without any held, nor are storages asked for, but for those that are
+    made in rounds, some of which may be there."""
+    is_lost = event.fault == events.NO_ROOM and (pending.effect != effects.Refill.tag or not worker.overlap_bytes)
+    rooms = {**worker.rooms, str(pending.gpu or worker.at): 0} if is_lost else worker.rooms
+    by_itself = f"free video memory on {worker.at}: it comes back by itself when there is room"
+    lacks = Failure(code=event.code, message=event.message, hint=by_itself if worker.at else event.hint)
+    return op.replace(lacks=lacks).with_worker(worker.replace(rooms=rooms, unsure=True, waits=FOR_RETRY))
+
+
+def _ruined(op: Operation, worker: Worker, why: str) -> Operation:
+    """The driver will never bring it back: nothing that is held for it is of use to anybody any more."""
+    op = worker_exit.without_orders(op, worker.name).with_worker(worker_exit.departed(worker, lost=True))
+    op = reversal.because(
+        op, REFUSED.name, f"process {worker.pid} cannot be brought back: {why}", "end it, and start it anew"
+    )
+    return next_effects.turned_back(op) if op.heading == FORWARD and is_away(op) else op

@@ -1,0 +1,45 @@
+"""How sizes, lists and processes are put into words in plans and refusals. Pure text; knows no rule of moving."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hegmd.migration.machine.operation import Operation
+    from hegmd.migration.model import Candidate
+
+
+def gigabytes(size_bytes: int) -> str:
+    """The size as a person would say it."""
+    size = float(size_bytes)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            return f"{size_bytes} byte{'s' * (size_bytes != 1)}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("the last unit takes every size")
+
+
+def listed(names: Sequence[str]) -> str:
+    """The names as in a sentence."""
+    return "".join(names) if len(names) < 2 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def named(candidate: Candidate) -> str:
+    """What people know the process by."""
+    return candidate.name or str(candidate.pid)
+
+
+def otherwise(op: Operation) -> str:
+    """What can be done with a suspended operation."""
+    drop = f"; or give up its state for good with: hegmctl cancel {op.id} --drop"
+    return f"resume it with: {resuming(op)}{drop if next(op.live, op.workers[0]).is_absent else ''}"
+
+
+def resuming(op: Operation) -> str:
+    """What brings a suspended job back: a process that stands goes on, and one that has left is started again."""
+    first = next(op.live, op.workers[0])
+    return (
+        f"hegmctl run --allow-restart --resume {op.id} -- COMMAND" if first.is_absent else f"hegmctl resume {first.pid}"
+    )

@@ -1,0 +1,38 @@
+"""A call of the driver about a process, looked at while it lasts: comes back once it comes to nothing, and says why.
+
+On which grounds is `progress_probe`'s to say. Whoever asks the helper hands this over as what watches the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import anyio
+import anyio.to_thread
+
+from hegmd.gpu_helper.link import Stuck
+from hegmd.migration.methods.progress_probe import Patience, Work, look_at
+
+
+async def nothing_to_see() -> int | None:
+    """For calls in which no bytes move."""
+    return None
+
+
+async def watch(
+    op: str,
+    pid: int,
+    patience: Patience,
+    *,
+    expected_s: float = 0.0,
+    free_bytes: Callable[[], Awaitable[int | None]] = nothing_to_see,
+) -> Stuck:
+    """Look until then; whoever has an answer before cancels this, and waits for no look that is under way."""
+    work = Work(op, pid, expected_s, patience, anyio.current_time())
+    while True:
+        await anyio.sleep(patience.look_s)
+        free = await free_bytes()
+        seen = await anyio.to_thread.run_sync(look_at, pid, free, abandon_on_cancel=True)
+        stuck = work.judge(seen, anyio.current_time())
+        if stuck is not None:
+            return stuck

@@ -1,0 +1,43 @@
+"""Something that goes on beside a block, which is over when both are.
+
+For steps of the driver that take as long as a copy does. What fails in either is raised as it is, not in a group, and
+what fails in the block comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+
+from hegmd.errors import HegmError
+from hegmd.migration.contracts import Outgrown
+
+__all__ = ["beside"]
+
+
+@asynccontextmanager
+async def beside(work: Callable[[], Awaitable[object]]) -> AsyncGenerator[None]:
+    """A block that fails cancels the work, but for one that is only to be tried again: then it is not in vain."""
+    of_block: HegmError | None = None
+    of_work: HegmError | None = None
+
+    async def go_on() -> None:
+        nonlocal of_work
+        try:
+            await work()
+        except HegmError as error:
+            of_work = error
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(go_on)
+        try:
+            yield
+        except HegmError as error:  # past the group, which would put it into another
+            of_block = error
+            if not isinstance(error, Outgrown):
+                tasks.cancel_scope.cancel()
+    failure = of_block or of_work
+    if failure is not None:
+        raise failure

@@ -1,0 +1,357 @@
+"""The driver method: NVIDIA's own checkpoint of a process, and the room without which nobody is ever restored.
+
+What the driver does was measured (580.159.04), and these rows shape this module:
+
+- A restore onto a GPU without room fails, and every later one does too: the job is lost. So room is video memory that
+  is really taken, from before the job is touched until the moment of the call; then it is let go, looked at once more,
+  and only what is really free is relied upon. Two restores on one GPU, or taking room there, wait for one another.
+- What a process has on its GPU is only certain once it is locked, and nobody tells it any more once it is off. So it is
+  measured then, and if that is more than the journal knows of, it is unlocked again and has lost nothing; it is tried
+  again when the new figure is on disk and there is room for it. Otherwise a daemon that is killed here would leave a
+  process behind of which nobody knows what it needs.
+- A caller that is killed leaves a locked process locked, and a step that had begun to end by itself. So whoever looks
+  later unlocks what it finds locked: before a checkpoint and after a restore that is the right thing alike.
+- The driver goes on with a restore whose caller is gone, and takes room as it goes. So the turn on that GPU, and the
+  stillness of the neighbours there, end with the driver's step and not with the call.
+
+Owns no bytes: what is held is in `memory`, by descriptor, and outlives helper and daemon. How a single call is asked,
+watched and believed is in `steps`, what room is in `gpu_reservation`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+
+import anyio
+
+from hegmd.errors import UNAVAILABLE, HegmError, Refused
+from hegmd.gpu_helper.link import DriverFailed, HelperLost
+from hegmd.memory.sizes import CALM_BYTES, RESTORE_MARGIN_BYTES
+from hegmd.migration.contracts import Left, Made, Outgrown, Standing, Subject
+from hegmd.migration.methods.concurrently import beside
+from hegmd.migration.methods.driver_calls import (
+    CHECKPOINTED,
+    FAILED,
+    LOCKED,
+    QUICK_S,
+    RUNNING,
+    Steps,
+    Untrue,
+    longest_s,
+)
+from hegmd.migration.methods.gpu_reservation import HeldRoom, no_room, unsafe
+from hegmd.migration.methods.gpus import Gpus, VideoMemory, pairs_from, rest_of
+from hegmd.migration.methods.other_processes import Neighbours
+from hegmd.migration.methods.storage_handover import StorageRoom, free_bytes_of, others_on
+from hegmd.node.gpu_sets import exchange, gpus_of, is_several, place_of
+
+logger = logging.getLogger(__name__)
+
+NAME = "driver"
+_LOOK_AGAIN_S = 0.05
+# Between the first looks at whether NVML shows a process, which it does 3 ms later than it is so.
+_SHOWN_AFTER_S = (0.003, 0.006, 0.012, 0.025)
+_LAST_WORD_S = 5.0
+
+
+class DriverMethod:
+    """The driver's checkpoint and restore."""
+
+    name = NAME
+
+    def __init__(self, steps: Steps, memory: VideoMemory, gpus: Gpus, neighbours: Neighbours) -> None:
+        self._steps = steps
+        self._memory = memory
+        self._room = HeldRoom(memory, gpus)
+        self._gpus = gpus
+        self._neighbours = neighbours
+        self._in_hand: set[tuple[int, int]] = set()
+        self._standing: set[tuple[int, int]] = set()
+        self._making = StorageRoom(steps, self._room, gpus, neighbours, self._in_hand)
+
+    # -- room ----------------------------------------------------------------------------------------------------------
+
+    async def hold_room(self, subject: Subject, gpu: str, size_bytes: int) -> None:
+        await self._room.hold_on(subject, gpu, size_bytes)
+
+    async def give_room(self, subject: Subject, gpu: str) -> None:
+        await self._room.give(subject, gpu)
+
+    def rooms(self, subject: Subject) -> Mapping[str, int]:
+        return self._room.of(subject)
+
+    def note_size(self, subject: Subject, size_bytes: int) -> None:
+        """What a process has on a real GPU needs no books."""
+
+    # -- away ----------------------------------------------------------------------------------------------------------
+
+    async def checkpoint(self, subject: Subject) -> Left:
+        """Lock, measure, make sure of the room, take it off; then the room that it left is kept for the way back."""
+        with self._having_in_hand(subject):  # first, so that whoever looks at it hears that something is to come
+            await self._neighbours.let_be(subject.who)
+            state = await self._steps.state(subject)
+            if state == CHECKPOINTED:
+                off = dataclasses.replace(subject, gpu=None)
+                return Left(room_bytes=self.rooms(off).get(subject.gpu or "", 0))
+            if is_several(subject.gpu):
+                await self._steps.unlock(subject)
+                await subject.worker.order("part")
+            if state != LOCKED or is_several(subject.gpu):  # as one is that an earlier caller has locked when it ended
+                await self._steps.lock(subject)
+            self._standing.add(subject.who)
+            async with self._unlocked_unless_done(subject):
+                subject = await self._measured(subject)
+                if subject.goal is not None:
+                    await self.hold_room(subject, subject.goal, subject.rest_bytes + subject.storage_room_bytes)
+                await self._steps.checkpoint(subject)
+                room_bytes = await self._see_it_gone(subject)
+            return Left(room_bytes=room_bytes, rest_bytes=subject.rest_bytes, shares_bytes=subject.shares_bytes)
+
+    async def _measured(self, subject: Subject) -> Subject:
+        """The locked process with what it really needs. Raises Outgrown when that is more than is on disk."""
+        needs = await self._needed(subject)
+        need_bytes, shares_bytes = sum(needs), tuple(needs) if is_several(subject.gpu) else ()
+        planned = subject.needs(subject.gpu).values()
+        if any(need > size_bytes for need, size_bytes in zip(needs, planned, strict=True)):
+            raise Outgrown(subject.pid, subject.rest_bytes, need_bytes, shares_bytes)
+        return dataclasses.replace(subject, rest_bytes=need_bytes, shares_bytes=shares_bytes)
+
+    @asynccontextmanager
+    async def _unlocked_unless_done(self, subject: Subject) -> AsyncGenerator[None]:
+        """Whatever fails in here, a process that is locked by us runs again, even while the daemon goes down."""
+        try:
+            yield
+        except HelperLost:
+            raise  # the step may be ending by itself; whoever inspects the process then sees to it
+        except BaseException:
+            self._standing.discard(subject.who)
+            with anyio.CancelScope(shield=True), anyio.move_on_after(_LAST_WORD_S):
+                try:
+                    await self._steps.unlock_at_once(subject)
+                except HegmError as error:
+                    logger.warning("process %d was not unlocked yet: %s", subject.pid, error.message)
+            raise
+
+    async def _needed(self, subject: Subject) -> list[int]:
+        """What the locked process has on each GPU, with the margin. Raises Refused where the driver does not say."""
+        gpus = gpus_of(subject.gpu)
+        node = await self._gpus.seen()
+        uses = [use for process in node.processes if process.pid == subject.pid for use in process.gpus]
+        shown = {use.gpu: use.vram_bytes for use in uses}
+        sizes = [size_bytes for gpu in gpus if (size_bytes := shown.get(gpu)) is not None]
+        if len(uses) != len(gpus) or len(sizes) != len(gpus):
+            raise Refused(
+                f"the driver does not say how much process {subject.pid} holds on {subject.gpu}",
+                "see hegmctl ps; without that figure no room can be held for it",
+                {"pid": subject.pid, "gpus": [use.gpu for use in uses]},
+            )
+        return [size_bytes + RESTORE_MARGIN_BYTES for size_bytes in sizes]
+
+    async def _see_it_gone(self, subject: Subject) -> int:
+        """What is said to be done is looked at: by the driver's state, and by NVML, which shows when memory is free.
+
+        Beside that look room is kept where it was, before anybody else has it; gives how much. One that goes to other
+        GPUs at once does not stand for the look, where that room was to be had.
+        """
+        await self._steps.expect(subject, "checkpoint", CHECKPOINTED)
+        if subject.goal is not None and set(gpus_of(subject.goal)).isdisjoint(gpus_of(subject.gpu)):
+            room_bytes = await self._room.keep(subject)
+            if room_bytes:
+                return room_bytes
+        kept: list[int] = []
+
+        async def keep() -> None:
+            kept.append(await self._room.keep(subject))
+
+        async with beside(keep):
+            await self._see_it_listed_no_more(subject)
+        return kept[0] or await self._room.keep(subject)  # what was not shown as free yet may not have been
+
+    async def _see_it_listed_no_more(self, subject: Subject) -> None:
+        with anyio.move_on_after(QUICK_S):
+            await self._until_shown(subject, there=False)
+            return
+        raise HegmError(
+            UNAVAILABLE,
+            f"the driver says that process {subject.pid} is off its GPU, and NVML still shows it there",
+            "it is looked at again; see hegmctl op, and dmesg for an Xid",
+            {"pid": subject.pid, "gpu": subject.gpu, "waited_s": QUICK_S},
+        )
+
+    # -- and back ------------------------------------------------------------------------------------------------------
+
+    async def restore(self, subject: Subject, gpu: str) -> str | None:
+        """Never without the room having been held until the moment of the call, and seen to be free at that moment."""
+        with self._having_in_hand(subject):
+            await self._neighbours.let_be(subject.who)
+            rooms = {name: await self._gpus.uuid_of(name) for name in gpus_of(gpu)}
+            state = await self._steps.state(subject)
+            if state != CHECKPOINTED:
+                await self._steps.unlock(subject, state)
+                return await self._place(subject) if subject.anywhere else None
+            if subject.anywhere:
+                return await self._restore_where_it_was(subject, gpu)
+            pairs = await self._pairs(subject, list(rooms.values()))
+            async with self._gpus.turns(rooms):
+                state = await self._restore_in_room(subject, rooms, subject.needs(gpu), pairs)
+                await self._steps.unlock(subject, state)  # before others count on what they see of it
+            return None
+
+    async def _restore_where_it_was(self, subject: Subject, gpu: str) -> str:
+        """Without a map, and with its room held on every GPU that it can come back on; which it was, it gives."""
+        uuids = await self._steps.uuids()
+        await self._gpus.seen()
+        rooms = {self._gpus.name_of(uuid): uuid for uuid in uuids}
+        needs = dict.fromkeys(rooms, subject.rest_bytes)
+        try:
+            await self._room.hold(subject, needs, {})
+            async with self._gpus.turns(rooms):
+                await self._steps.unlock(subject, await self._restore_in_room(subject, rooms, needs, []))
+        finally:
+            with anyio.CancelScope(shield=True):
+                for name, uuid in rooms.items():
+                    if name not in gpus_of(gpu):  # that of its goal is the operation's
+                        await self._memory.give(rest_of(subject), uuid)
+        return await self._place(subject)
+
+    async def _place(self, subject: Subject) -> str:
+        """The GPU that it is on, as soon as NVML shows it."""
+        while True:
+            if places := await self._places(subject):
+                break
+            await anyio.sleep(_LOOK_AGAIN_S)
+        self._gpus.changed()
+        return place_of(places)
+
+    async def _restore_in_room(
+        self, subject: Subject, rooms: Mapping[str, str], needs: Mapping[str, int], pairs: list[list[str]]
+    ) -> str:
+        """`rooms` are the GPUs by name, with their UUIDs, on which there has to be room for it: as `needs` says.
+
+        Gives its state after that.
+        """
+        self._room.require(subject, rooms, needs)
+        node = await self._gpus.seen()
+        others = others_on(node, subject, rooms, self._steps.helper_pid)
+        async with self._neighbours.held_still(others, but_for=self._in_hand, restored=subject.who) as going:
+            # One of ours that is not locked yet goes on as well.
+            loose = [*going, *(who for who in others if who in self._in_hand - self._standing)]
+            spare_bytes = CALM_BYTES if loose else 0
+            free = free_bytes_of(await self._gpus.seen() if loose else node)
+            for gpu in rooms:  # still held: nothing is risked by looking
+                free_bytes = free.get(gpu)
+                if free_bytes is None or free_bytes < spare_bytes:
+                    raise unsafe(subject, gpu, free_bytes, loose)
+            await self._room.let_go(subject, rooms.values())
+            for gpu in rooms:
+                free_bytes = await self._room.freed(gpu, needs[gpu] + spare_bytes)
+                if free_bytes is None or free_bytes < needs[gpu] + spare_bytes:
+                    await self._room.hold_again(subject, rooms, needs)
+                    raise no_room(subject, gpu, needs[gpu] + spare_bytes, free_bytes, "free")
+            await self._restore_to_its_end(subject, pairs)
+            try:
+                return await self._steps.expect(subject, "restore", LOCKED, RUNNING)
+            except Untrue:
+                await self._room.hold_again(subject, rooms, needs)
+                raise
+
+    async def _restore_to_its_end(self, subject: Subject, pairs: list[list[str]]) -> None:
+        """However the call ends, by an operation that is cut off or a helper that is killed, the driver's step is over
+        when this returns: until then others stand, and the turn is not over, since it takes its room as it goes."""
+        try:
+            await self._steps.restore(subject, pairs)
+        except DriverFailed:
+            raise  # it is over
+        except BaseException:
+            with anyio.CancelScope(shield=True), anyio.move_on_after(longest_s(subject.rest_bytes)):
+                await self._steps.until_over(subject)
+            raise
+
+    async def _pairs(self, subject: Subject, to: list[str]) -> list[list[str]]:
+        """The map for the driver: every GPU that it sees, the old and the new ones changing places; none to stay.
+
+        One that comes from another node has that node's GPUs on the old side, until it has been taken off one of this.
+        """
+        if subject.elsewhere and subject.left is None and subject.gpu is None:
+            return pairs_from(subject.elsewhere, to, await self._steps.uuids())
+        source = subject.left or subject.gpu
+        old = to if source is None else [await self._gpus.uuid_of(gpu) for gpu in gpus_of(source)]
+        if old == to:
+            return []
+        changed = exchange(old, to)
+        return [[uuid, changed.get(uuid, uuid)] for uuid in await self._steps.uuids()]
+
+    def making(self, subject: Subject) -> AbstractAsyncContextManager[Made]:
+        return self._making.block(subject)
+
+    # -- how it stands -------------------------------------------------------------------------------------------------
+
+    async def verify(self, subject: Subject) -> None:
+        """By the driver's own state, and by the video memory that NVML shows.
+
+        What is held for it there does not wait for either: it has made its storages and trains by then, and some nodes
+        show a process late or never.
+        """
+        try:
+            async with self._neighbours.apart(subject.who):
+                await self._steps.unlock(subject)
+        finally:
+            if subject.gpu is not None:
+                await self.give_room(subject, subject.gpu)
+        await self._until_shown(subject, there=True)
+
+    async def note_gone_on(self, subject: Subject) -> None:
+        """Nothing rests on it."""
+
+    async def inspect(self, subject: Subject) -> Standing:
+        if subject.who in self._in_hand:
+            return Standing(gpu=subject.gpu, busy=True)
+        async with self._neighbours.apart(subject.who):
+            state = await self._steps.state(subject)
+            if state == LOCKED:
+                await self._steps.unlock(subject)
+        if state == CHECKPOINTED:
+            return Standing(gpu=None)
+        if state == FAILED:
+            return Standing(gpu=None, failed="the driver says that its checkpoint or restore has failed for good")
+        places = await self._places(subject)
+        known = [place for place in (subject.gpu, subject.goal, subject.left) if place is not None]
+        likely = [place for place in known if set(gpus_of(place)).issubset(places)]
+        place = likely[0] if likely else place_of(places) if places else subject.gpu
+        if place is None:
+            raise HegmError(
+                UNAVAILABLE,
+                f"process {subject.pid} runs, and the driver does not show on which GPU",
+                "it is looked for again; see hegmctl ps",
+                {"pid": subject.pid},
+            )
+        return Standing(gpu=place)
+
+    async def _until_shown(self, subject: Subject, *, there: bool) -> None:
+        """Wait until NVML shows it on its GPU, or no longer; the driver tells nobody when."""
+        for pause_s in itertools.chain(_SHOWN_AFTER_S, itertools.repeat(_LOOK_AGAIN_S)):
+            places = await self._places(subject)
+            if all((gpu in places) is there for gpu in gpus_of(subject.gpu)):
+                break
+            await anyio.sleep(pause_s)
+        self._gpus.changed()
+
+    async def _places(self, subject: Subject) -> list[str]:
+        node = await self._gpus.seen()
+        return [use.gpu for process in node.processes if process.pid == subject.pid for use in process.gpus]
+
+    # -- whom it has in hand -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _having_in_hand(self, subject: Subject) -> Generator[None]:
+        """For as long as a step is under way nothing that is asked of the process is to be believed."""
+        self._in_hand.add(subject.who)
+        try:
+            yield
+        finally:
+            self._in_hand.discard(subject.who)
+            self._standing.discard(subject.who)

@@ -1,0 +1,173 @@
+"""The GPUs of the node for the methods: their names here and by the driver, what is free, whose turn it is.
+
+Whoever takes room on a GPU, or lets go of room that a process is to get, does so in its turn: otherwise one operation
+of ours would take what another has just let go of. Nothing is believed of a driver that does not answer now.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Protocol
+
+import anyio
+
+from hegmd.errors import UNAVAILABLE, HegmError, Refused
+from hegmd.memory.video_memory import Piece
+from hegmd.migration.contracts import Subject
+from hegmd.protocol.snapshots import Gpu, GpuProcess, Vendor
+
+__all__ = [
+    "Gpus",
+    "Node",
+    "VideoMemory",
+    "ahead_of",
+    "bytes_name",
+    "bytes_of",
+    "earlier_bytes_of",
+    "pairs_from",
+    "passing_name",
+    "passing_of",
+    "rest_of",
+    "storages_of",
+]
+
+
+logger = logging.getLogger(__name__)
+
+# What the name of memory ends with that bytes are in, or may be: for peer, and for host on their way to the pool.
+BYTES, PASSING = "bytes", "passing"
+
+
+class Node(Protocol):
+    """What was seen of the node at one moment."""
+
+    @property
+    def gpus(self) -> Sequence[Gpu]: ...
+    @property
+    def processes(self) -> Sequence[GpuProcess]: ...
+    @property
+    def vendors(self) -> Sequence[Vendor]: ...
+
+
+class VideoMemory(Protocol):
+    """Video memory that is held by descriptor, by owner and by the GPU's UUID: `hegmd.memory.video_memory`."""
+
+    async def hold(self, who: str, gpu: str, size_bytes: int, *, spare: bool = False) -> None: ...
+    async def keep(self, who: str, gpu: str) -> bool: ...
+    async def give(self, who: str, gpu: str) -> None: ...
+    async def give_first(self, who: str, gpu: str, count: int) -> int: ...
+    def of(self, who: str) -> Mapping[str, int]: ...
+    def pieces(self, who: str, gpu: str) -> Sequence[Piece]: ...
+
+
+class Gpus:
+    """Looks at the node by `look`, which is to look now and not to remember; `changed` is called when that is news."""
+
+    def __init__(self, look: Callable[[], Awaitable[Node]], changed: Callable[[], object] = lambda: None) -> None:
+        self._look = look
+        self.changed = changed
+        self._turns: dict[str, anyio.Lock] = {}
+        self._names: dict[str, str] = {}
+
+    async def seen(self) -> Node:
+        """The node as it is now. Raises HegmError when a driver does not answer: an old figure is none."""
+        began = anyio.current_time()
+        node = await self._look()
+        logger.debug("node: look took %.1f ms", (anyio.current_time() - began) * 1e3)
+        for vendor in node.vendors:
+            if vendor.state in {"stale", "failed"}:
+                raise HegmError(
+                    UNAVAILABLE,
+                    f"the library of {vendor.vendor} does not answer now: {vendor.message}",
+                    "nothing is done without its word; it is asked again, see hegmctl doctor",
+                )
+        self._names.update({gpu.uuid: gpu.id for gpu in node.gpus})
+        return node
+
+    async def gpu(self, name: str) -> Gpu:
+        """Raises Refused for one that is not there."""
+        found = next((gpu for gpu in (await self.seen()).gpus if gpu.id == name), None)
+        if found is None:
+            raise Refused(
+                f"there is no {name} any more", "see hegmctl gpus, and dmesg for a card that fell off the bus"
+            )
+        return found
+
+    async def uuid_of(self, name: str) -> str:
+        """What the driver calls it; that does not change while the daemon runs. Raises Refused."""
+        known = next((uuid for uuid, known in self._names.items() if known == name), None)
+        return known or (await self.gpu(name)).uuid
+
+    def name_of(self, uuid: str) -> str:
+        """What it is called here, as far as it was seen; otherwise its UUID."""
+        return self._names.get(uuid, uuid)
+
+    def turn(self, name: str) -> anyio.Lock:
+        """Held while room on that GPU is taken, or goes over to a process."""
+        return self._turns.setdefault(name, anyio.Lock())
+
+    @asynccontextmanager
+    async def turns(self, names: Iterable[str]) -> AsyncGenerator[None]:
+        """The turn on all of these GPUs; whoever wants several gets them in one order."""
+        async with AsyncExitStack() as held:
+            for name in sorted(set(names)):
+                await held.enter_async_context(self.turn(name))
+            yield
+
+
+def rest_of(subject: Subject) -> str:
+    """Under what name the room that the driver needs is held."""
+    return f"{subject.operation}.{subject.name}.rest"
+
+
+def storages_of(subject: Subject) -> str:
+    """Under what name the room for its storages is held."""
+    return f"{subject.operation}.{subject.name}.storages"
+
+
+def bytes_of(subject: Subject) -> str:
+    """Under what name the memory is held that its bytes are in while they are out."""
+    return bytes_name(subject.operation, subject.name, subject.start_ticks)
+
+
+def bytes_name(operation: str, worker: str, start_ticks: int) -> str:
+    """The same, of that worker in that operation: whose they are is to be told from it without a journal."""
+    return f"{operation}.{worker}.{BYTES}@{start_ticks}"
+
+
+def earlier_bytes_of(subject: Subject) -> str:
+    """The same as earlier releases called it, whose memory a store may have kept through an upgrade."""
+    return f"{subject.operation}.{subject.name}.{BYTES}"
+
+
+def passing_of(subject: Subject) -> str:
+    """Under what name the memory is held that its bytes go through on their way to the pool."""
+    return passing_name(subject.operation, subject.name)
+
+
+def passing_name(operation: str, worker: str) -> str:
+    """The same, of that worker in that operation."""
+    return f"{operation}.{worker}.{PASSING}"
+
+
+def ahead_of(subject: Subject) -> str:
+    """Under what name memory is held for a copy of its bytes that goes ahead of it; the pool has them as well."""
+    return f"{subject.operation}.{subject.name}.ahead"
+
+
+def pairs_from(elsewhere: Sequence[str], to: Sequence[str], here: Sequence[str]) -> list[list[str]]:
+    """A map from the GPUs of another node to those of this one: `elsewhere` has the process's own first, which go to
+    `to`. What is on both nodes stays itself, as far as it can. Of a node with more GPUs, those without a partner here
+    are left out: a map that the driver will not have changes nothing."""
+    own, others = elsewhere[: len(to)], elsewhere[len(to) :]
+    left = [uuid for uuid in here if uuid not in to]
+    spare = [uuid for uuid in left if uuid not in others]
+    pairs = [list(pair) for pair in zip(own, to, strict=True)]
+    for uuid in others:
+        if uuid in left:
+            pairs.append([uuid, uuid])
+        elif spare:
+            pairs.append([uuid, spare.pop(0)])
+    return pairs

@@ -1,0 +1,46 @@
+"""The processes between a supervisor and the ranks that it restarts: held still while the ranks leave, then ended.
+
+A launcher such as torchrun takes the end of a rank for a failure: it ends the others, and may start them all again,
+from nothing. So it is stopped by a signal before the first of them leaves, and ended with all that is left below the
+supervisor before the command is started again. That the states of all ranks are saved by then is the caller's to see
+to. Everything in here blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hegmd.node.processes.process_set import Population, end_all, population_of, stop_all
+from hegmd.node.processes.process_tree import pids_below
+from hegmd.node.processes.procfs import start_ticks_of
+from hegmd.node.processes.surroundings import parent_of
+
+
+def hold_launchers_still(rank: int, supervisor: int) -> None:
+    """Stop every process that stands between that rank and its supervisor; none where it is not below that."""
+    stop_all(population_of(_between(rank, supervisor)))
+
+
+def end_all_below(supervisor: int) -> None:
+    """End whatever that supervisor's command has started, itself first, so that nobody starts anybody again."""
+    end_all(population_of(pids_below(supervisor)[1:]))
+
+
+def end_with_all_below(pid: int, start_ticks: int) -> None:
+    """End that very process, itself first, with whatever it has started; fine where it has ended."""
+    if start_ticks_of(pid) == start_ticks:
+        end_all(population_of(pids_below(pid)))
+
+
+def end_one(pid: int, start_ticks: int) -> None:
+    """End that very process."""
+    end_all(Population({pid: start_ticks}))
+
+
+def _between(rank: int, supervisor: int) -> Iterable[int]:
+    line: list[int] = []
+    parent = parent_of(rank)
+    while parent is not None and parent > 1 and parent != supervisor:
+        line.append(parent)
+        parent = parent_of(parent)
+    return line if parent == supervisor else ()

@@ -1,0 +1,156 @@
+"""What is seen from outside of a process that the driver is at work on, and whether that work comes to anything.
+
+A call about a process waits for a thread of the driver within that process. If a signal or a debugger has stopped it,
+the call never returns; otherwise it returns when all bytes are carried, and these are seen to move: into the process's
+own memory, and off or onto GPUs. So a call is given up on two grounds alone: threads of the process have stood stopped
+for a while, or it is far over what its bytes take and nothing has moved for a while either. Slow is not stuck.
+
+Owns these grounds and their words; whoever calls the driver looks and asks (`driver_calls`). Blocking, and without a
+clock.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hegmd.gpu_helper.link import Stuck
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_STOPPED = frozenset("Tt")
+_ENDED = ("Z", "X")
+# Of the fields behind the name in /proc/PID/stat, and in there PF_EXITING (include/linux/sched.h, since 2.6).
+_FLAGS, _EXITING = 6, 0x4
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """One look: bytes in the process's memory, bytes that are free on all GPUs, and its threads by their state.
+
+    None is what cannot be seen. The letters of the states are those of proc(5).
+    """
+
+    resident_bytes: int | None = None
+    free_bytes: int | None = None
+    threads: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def stopped(self) -> int:
+        """How many of its threads a signal or a debugger has stopped."""
+        return sum(count for state, count in self.threads.items() if state in _STOPPED)
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long is waited for what. A step is given `floor_s`, and `times` as long as it is expected to take."""
+
+    #: Between two looks. Most steps are over before the first.
+    look_s: float = 1.0
+    #: A debugger that only looks, or a shell's job control, is gone again by then.
+    stopped_s: float = 2.0
+    floor_s: float = 15.0
+    times: float = 4.0
+    #: Without anything having moved.
+    quiet_s: float = 10.0
+    #: What may move by itself, such as by what the process's other threads do.
+    moved_bytes: int = 16 << 20
+
+
+class Work:
+    """One call about one process: what was seen of it so far."""
+
+    def __init__(self, op: str, pid: int, expected_s: float, patience: Patience, now: float) -> None:
+        self._op, self._pid, self._expected_s, self._patience = op, pid, expected_s, patience
+        self._began = self._moved = now
+        self._stopped_since: float | None = None
+        self._last: Sight | None = None
+
+    def judge(self, seen: Sight, now: float) -> Stuck | None:
+        """Why it is not to be waited for any longer, if so."""
+        if self._last is None or has_moved(self._last, seen, self._patience.moved_bytes):
+            self._last, self._moved = seen, now
+        if not seen.stopped:
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = now
+        if self._stopped_since is not None and now - self._stopped_since >= self._patience.stopped_s:
+            return self._of_stopped(seen, now)
+        overdue = now - self._began >= self._patience.floor_s + self._patience.times * self._expected_s
+        return self._of_quiet(seen, now) if overdue and now - self._moved >= self._patience.quiet_s else None
+
+    def _of_stopped(self, seen: Sight, now: float) -> Stuck:
+        whole = sum(seen.threads.values())
+        return Stuck(
+            f"`{self._op}` of process {self._pid} waits for it, and {seen.stopped} of its {whole} threads are "
+            "stopped by a signal or a debugger",
+            f"let it go on: kill -CONT {self._pid}; a step that the driver had begun it then ends by itself",
+            self._op,
+            self._facts(seen, now),
+        )
+
+    def _of_quiet(self, seen: Sight, now: float) -> Stuck:
+        threads = ", ".join(f"{count} {state}" for state, count in sorted(seen.threads.items())) or "none to be seen"
+        memory = "" if seen.resident_bytes is None else f", {seen.resident_bytes / GIB:.1f} GiB in its memory"
+        return Stuck(
+            f"the driver has been at `{self._op}` of process {self._pid} for {now - self._began:.0f} s, where "
+            f"{self._expected_s:.1f} s were expected, and for {now - self._moved:.0f} s nothing has moved (threads: "
+            f"{threads}{memory})",
+            f"it is asked again how it stands; look for an Xid in `dmesg`, and at /proc/{self._pid}/task/*/stack",
+            self._op,
+            self._facts(seen, now),
+        )
+
+    def _facts(self, seen: Sight, now: float) -> dict[str, object]:
+        return {
+            "pid": self._pid,
+            "waited_s": round(now - self._began, 1),
+            "expected_s": round(self._expected_s, 1),
+            "quiet_s": round(now - self._moved, 1),
+            "threads": dict(seen.threads),
+        }
+
+
+def has_moved(before: Sight, after: Sight, least_bytes: int) -> bool:
+    """Whether so much has come or gone between two looks, in the process or on the GPUs, as far as both show it."""
+    pairs = ((before.resident_bytes, after.resident_bytes), (before.free_bytes, after.free_bytes))
+    return any(one is not None and other is not None and abs(other - one) >= least_bytes for one, other in pairs)
+
+
+def look_at(pid: int, free_bytes: int | None, proc: Path = Path("/proc")) -> Sight:
+    """The process as it is now; of one that is gone there is nothing to be seen."""
+    threads: Counter[str] = Counter()
+    resident_bytes: int | None = None
+    try:
+        resident_bytes = int((proc / str(pid) / "statm").read_text().split()[1]) * _PAGE_BYTES
+        for task in os.listdir(proc / str(pid) / "task"):
+            threads[_state_of(proc / str(pid) / "task" / task) or "gone"] += 1
+    except (OSError, ValueError, IndexError):
+        pass  # it has ended, between two of these or before
+    del threads["gone"]
+    return Sight(resident_bytes, free_bytes, threads)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped the process. One that is gone is not."""
+    return _state_of(Path(f"/proc/{pid}")) in _STOPPED
+
+
+def is_ending(pid: int) -> bool:
+    """Whether the process is gone, or on its way: the kernel closes its files before it tells of its end."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return not Path(f"/proc/{pid}").exists()
+    return len(fields) > _FLAGS and (fields[0] in _ENDED or bool(int(fields[_FLAGS]) & _EXITING))
+
+
+def _state_of(folder: Path) -> str:
+    """The state of a process or thread by the kernel's letter; nothing of one that is gone."""
+    try:
+        return (folder / "stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

@@ -1,0 +1,140 @@
+"""A rank on its way up: which process it is, and whether it has fallen before it was back.
+
+Launchers make of a fallen rank what they will: some leave the others waiting for it, some start all of them anew by
+themselves, and these may wait for those of before. So a rank of a start that has ended has failed that start, once it
+is seen that its launcher goes on without it: another process came in its place, or for some time nobody did. A launcher
+that ends as well, with a rank that fell or after all of them came to their end, says itself which of both it was.
+
+What a rank runs before it trains says that it is that rank too. By the tree of processes it is told apart: a rank is
+the topmost below its supervisor with these variables, such as the shell of a script around it. A daemon that was not
+there at the start looks for the ranks there itself: one that fell before never says anything to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from hegmd.errors import HegmError
+from hegmd.node.processes.process_tree import pids_below
+from hegmd.node.processes.procfs import start_ticks_of
+from hegmd.node.processes.surroundings import parent_of, variables_of
+
+# torchrun looks at its ranks ten times a second, and starts them anew at once.
+LEFT_BEHIND_S = 10.0
+# A shell around a rank ends some time after it, of which nobody tells.
+LOOK_AGAIN_S = 0.5
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+
+#: A process by its pid and its start.
+Who = tuple[int, int]
+#: In the place of a rank whose process is gone, and was never seen.
+NOBODY: Who = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Where a process stands: the one that was started as its rank, and the command of its supervisor above that."""
+
+    rank: Who
+    command: Who
+
+
+class RankOnItsWay:
+    """One rank of one start, by those who say that they are it. `lives` tells whether that very process is there."""
+
+    def __init__(self, lives: Callable[[Who], bool] | None = None) -> None:
+        self._lives = _lives if lives is None else lives
+        self._known: set[Who] = set()
+        self._line: Line | None = None
+        self._is_replaced = False
+        self._ended_at: float | None = None
+
+    def knows(self, who: Who) -> bool:
+        """Whether it was noted already."""
+        return who in self._known
+
+    def note(self, who: Who, line: Line | None) -> None:
+        """A process says that it is that rank; `line` is where it stands, None if that is below no such supervisor."""
+        self._known.add(who)
+        if line is None:
+            return
+        known = self._line
+        if known is None or known.rank == NOBODY or known.command != line.command:  # it was started again, as a whole
+            self._line, self._is_replaced, self._ended_at = line, False, None
+        elif known.rank != line.rank and not self._lives(known.rank):
+            self._is_replaced = True
+
+    def note_below(self, command: Who, ranks: Mapping[int, Who], number: int) -> None:
+        """Which ranks stand below its command now, as who was not there at the start sees it. Without any it may have
+        started none yet; it starts them together."""
+        there = ranks.get(number)
+        if there is not None:
+            self.note(there, Line(there, command))
+        elif ranks and self._line is None:
+            self._line = Line(NOBODY, command)
+
+    def fallen(self, now: float) -> Line | None:
+        """Where it stood, if it has ended and its command runs on."""
+        line = self._line
+        if line is None or self._lives(line.rank):
+            return None
+        if not self._lives(line.command):
+            self._line = None
+            return None
+        if self._ended_at is None:
+            self._ended_at = now
+        return line
+
+    def is_left_behind(self, now: float) -> bool:
+        """Whether it is clear that its launcher goes on without it."""
+        return self._ended_at is not None and (self._is_replaced or now >= self._ended_at + LEFT_BEHIND_S)
+
+    @property
+    def look_again_s(self) -> float | None:
+        """When to look again at the latest; None when there is nobody to look at."""
+        return None if self._line is None else LOOK_AGAIN_S
+
+
+def line_of(pid: int, supervisor: int) -> Line | None:
+    """Where a process stands that says it is a rank; None where that is below no such supervisor. Blocks."""
+    own = variables_of(pid, _OF_A_RANK)
+    line, parent = [pid], parent_of(pid)
+    while parent is not None and parent > 1 and parent != supervisor:
+        line.append(parent)
+        parent = parent_of(parent)
+    ranks = [one for one in line if one == pid or variables_of(one, _OF_A_RANK) == own]
+    rank, command = _who(ranks[-1]), _who(line[-1])
+    return Line(rank, command) if parent == supervisor and rank is not None and command is not None else None
+
+
+def ranks_below(command: int) -> tuple[Who | None, dict[int, Who]]:
+    """That command, and who stands as which rank below it; nobody where it is a rank itself. Blocks."""
+    root, *below = pids_below(command)
+    found: dict[int, Who] = {}
+    if _rank_of(root) is None:
+        for pid in below:  # parents come before their children
+            rank, who = _rank_of(pid), _who(pid)
+            if rank is not None and who is not None:
+                found.setdefault(rank, who)
+    return _who(root), found
+
+
+def _rank_of(pid: int) -> int | None:
+    said = variables_of(pid, _OF_A_RANK).get("RANK", "")
+    return int(said) if said.isdecimal() else None
+
+
+def _who(pid: int) -> Who | None:
+    try:
+        ticks = start_ticks_of(pid)
+    except HegmError:
+        return None
+    return None if ticks is None else (pid, ticks)
+
+
+def _lives(who: Who) -> bool:
+    try:
+        return start_ticks_of(who[0]) == who[1]
+    except HegmError:  # nobody can look at it now
+        return True

@@ -1,0 +1,416 @@
+"""The method of a restart: the process leaves by ending, and its supervisor starts another that goes on from its state.
+
+Nothing of the process itself moves, so it works between GPUs of any vendor and chip, and from and to the CPU. What has
+to be right is that there is one process at a time and no more: with the memory the supervisor is handed a descriptor
+with a lock on it (`flock`), which the new process inherits and so holds for as long as it lives, whoever else ends.
+Whoever finds it locked starts nobody. The lock is on a file of its own: the memory is not to stay for as long as the
+job.
+
+Ranks leave and are started together. Each has its own state and is asked to leave by itself, but their launcher is one
+command: it is stopped before, and ended after them (`launchers`); whichever rank is to be brought back first has it
+started, with the states of all, and each waits for its own. A start that fails has failed for all of them.
+
+The room for a process is held by the method of the GPUs that hegmd knows to hold room on, and let go of just before the
+new process is started, which takes it by itself. A restart that finds none has lost nothing: the state is in the pool.
+
+
+Longer than 400 lines because one start is waited for by all that are to be brought back by it, alone or as ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from hegmd.errors import TIMEOUT, HegmError, Refused
+from hegmd.memory.pool import Pool
+from hegmd.migration.contracts import Left, Made, Method, Over, Reborn, Standing, Subject, goal_of_start
+from hegmd.migration.methods import launchers
+from hegmd.migration.methods.pool_keys import key_of
+from hegmd.migration.methods.rank_startup import NOBODY, Line, RankOnItsWay, Who, line_of, ranks_below
+from hegmd.migration.methods.restore_lock import claimed, has_come_to_its_end, has_passed, note_passed
+from hegmd.node.gpu_sets import CPU
+from hegmd.protocol.snapshots import Gpu
+from hegmd.system.condition import News
+from hegmd.workers.agent_orders import AgentAway
+from hegmd.workers.supervisors import Supervisor, Supervisors, go_on_command
+from hegmd.workers.workers import Worker, Workers
+
+logger = logging.getLogger(__name__)
+
+NAME = "restart"
+LEAVES_WITHIN_S = 60.0
+# What decides on which GPUs a process is, for each vendor; those of the others are taken away.
+SIMULATED = "simulated"
+_VISIBLE = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "HIP_VISIBLE_DEVICES", SIMULATED: "HEGM_GPU"}
+_OTHERS = ("ROCR_VISIBLE_DEVICES", *_VISIBLE.values())
+# With these a process finds no GPU, and a simulated node puts it on none. HIP takes an empty list for no list at all.
+_NOWHERE = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1", "HEGM_GPU": CPU}
+# Whose GPUs room can be held on.
+_HELD = frozenset(("nvidia", SIMULATED))
+
+
+@dataclass(slots=True)
+class _Start:
+    """One start of a job, which everybody waits for who is to be brought back by it."""
+
+    key: str
+    turn: anyio.Lock = field(default_factory=anyio.Lock)
+    waiting: int = 0
+    #: Whom it was asked of, which rank of it fell first, and why it failed.
+    asked: Supervisor | None = None
+    #: Whether it was this daemon that asked, so that it hears of each rank.
+    is_ours: bool = False
+    fallen: str = ""
+    failure: HegmError | None = None
+
+
+class RestartMethod:
+    """Ends processes and has others started. `by` holds room, `gpus` tells the GPUs as they were seen last, and in
+    `folder`, the daemon's own, are the locks.
+    `line_of` tells where a rank stands below its supervisor, `ranks_below` who does; both block."""
+
+    name = NAME
+
+    def __init__(
+        self,
+        workers: Workers,
+        supervisors: Supervisors,
+        pool: Pool,
+        *,
+        by: Method,
+        gpus: Callable[[], Sequence[Gpu]],
+        folder: Path,
+        line_of: Callable[[int, int], Line | None] = line_of,
+        ranks_below: Callable[[int], tuple[Who | None, Mapping[int, Who]]] = ranks_below,
+    ) -> None:
+        self._folder = folder
+        self._line_of = line_of
+        self._ranks_below = ranks_below
+        self._workers = workers
+        self._supervisors = supervisors
+        self._pool = pool
+        self._by = by
+        self._gpus = gpus
+        self._starts: dict[str, _Start] = {}
+        self._superseded = News()
+
+    # -- room ----------------------------------------------------------------------------------------------------------
+
+    async def hold_room(self, subject: Subject, gpu: str, size_bytes: int) -> None:
+        if self._has_room_held(gpu):
+            await self._by.hold_room(subject, gpu, size_bytes)
+
+    async def give_room(self, subject: Subject, gpu: str) -> None:
+        if self._has_room_held(gpu):
+            await self._by.give_room(subject, gpu)
+
+    def _has_room_held(self, place: str) -> bool:
+        return place != CPU and self._gpu(place).vendor in _HELD
+
+    def rooms(self, subject: Subject) -> Mapping[str, int]:
+        return self._by.rooms(subject)
+
+    def note_size(self, subject: Subject, size_bytes: int) -> None:
+        """What it holds on a GPU is not what its state comes to."""
+
+    def making(self, subject: Subject) -> AbstractAsyncContextManager[Made]:
+        """The new process makes its storages by itself."""
+        return nullcontext(lambda: False)
+
+    # -- away ----------------------------------------------------------------------------------------------------------
+
+    async def checkpoint(self, subject: Subject) -> Left:
+        """Have it leave, and wait for its end. Raises OrderFailed, AgentAway, and TIMEOUT where it may yet end."""
+        worker = subject.agent
+        if worker is not None and not worker.ended and subject.ranks:
+            await self._leave_launcher(subject, worker)
+        elif worker is not None and not worker.ended:
+            given = await worker.give("leave")
+            with anyio.move_on_after(LEAVES_WITHIN_S):
+                await given.over.wait()
+                if worker.connected:
+                    await given.report()  # it says why it does not
+                await self._until(lambda: worker.ended)
+            if not worker.ended:
+                hint = "see what it does at its end: exit handlers, and threads that it waits for"
+                raise HegmError(TIMEOUT, f"process {worker.pid} did not end within {LEAVES_WITHIN_S:g} s", hint)
+        return Left(room_bytes=0)
+
+    async def _leave_launcher(self, subject: Subject, worker: Worker) -> None:
+        """End a rank whose state is saved, as those of all are: by its own hand, so that its output is whole, or ours.
+
+        Its launcher is not to see it. Raises SupervisorAway, OrderFailed.
+        """
+        supervisor = self._supervisors.find(subject.uid, subject.run)
+        if supervisor is not None:
+            await supervisor.order("expect", subject.operation, launches=True)
+            await anyio.to_thread.run_sync(launchers.hold_launchers_still, worker.pid, supervisor.pid)
+        if worker.parked:
+            with anyio.move_on_after(LEAVES_WITHIN_S):
+                try:
+                    given = await worker.give("leave")
+                    await given.over.wait()
+                    if worker.connected:
+                        await given.report()
+                    await self._until(lambda: worker.ended)
+                except HegmError as error:
+                    logger.warning("process %d is ended: it does not leave by itself: %s", worker.pid, error.message)
+        if not worker.ended:
+            await anyio.to_thread.run_sync(launchers.end_one, worker.pid, worker.identity.start_ticks)
+            await self._until(lambda: worker.ended)
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            await self._workers.news.wait()
+
+    # -- back ----------------------------------------------------------------------------------------------------------
+
+    async def restore(self, subject: Subject, gpu: str) -> Reborn | Over:
+        """Have another process started there, and wait until it has the state back. Raises HegmError with why not."""
+        if await self._is_over(subject):
+            return Over()
+        for held in tuple(self._by.rooms(subject)):
+            await self.give_room(subject, held)
+        rank = RankOnItsWay()
+        with self._start_of(subject) as start:
+            while self._starts.get(subject.operation) is start:
+                reborn = self._reborn(subject, gpu)
+                if reborn is not None:
+                    return reborn
+                try:
+                    supervisor = await self._supervisor(subject)
+                except Refused:
+                    if await self._is_over(subject):
+                        return Over()
+                    raise
+                if start.failure is not None:
+                    raise start.failure
+                if _has_started(supervisor, subject):
+                    start.asked = supervisor  # an earlier run of the daemon may have asked for it
+                    if subject.ranks:
+                        await self._look_after(rank, start, supervisor, subject)
+                    if self._reborn(subject, gpu) is not None:
+                        continue  # it came while its supervisor was waited for, and will not come again
+                elif start.asked is supervisor:
+                    why = supervisor.failure or "its supervisor says that it does not run"
+                    message = f"the job was not restarted on {gpu}: {'; '.join(filter(None, (start.fallen, why)))}"
+                    start.failure = Refused(message, "see what it printed")
+                    continue
+                elif supervisor.offer.pid is None or subject.ranks:
+                    await self._have_started(start, supervisor, subject, gpu)
+                    continue  # what has come meanwhile is looked at before anything is waited for
+                with anyio.move_on_after(rank.look_again_s):
+                    await self._something()
+        raise Refused(f"the job is not started on {gpu} any more", "it is started elsewhere")
+
+    @contextmanager
+    def _start_of(self, subject: Subject) -> Generator[_Start, None, None]:
+        """The start that all wait for who are to be brought back at this time; it takes the place of an earlier one."""
+        operation = subject.operation
+        start = self._starts.get(operation)
+        if start is None or start.key != subject.start:
+            start = self._starts[operation] = _Start(subject.start)
+            self._superseded.tell()
+        start.waiting += 1
+        try:
+            yield start
+        finally:
+            start.waiting -= 1
+            if not start.waiting and self._starts.get(operation) is start:
+                del self._starts[operation]
+
+    async def _have_started(self, start: _Start, supervisor: Supervisor, subject: Subject, gpu: str) -> None:
+        """Have the command started, unless another rank has; before that, end what is left of its launcher."""
+        async with start.turn:
+            if start.asked is supervisor or start.failure is not None:
+                return
+            try:
+                if supervisor.offer.pid is not None:
+                    await self._end_command(supervisor, subject.operation)
+                else:
+                    await self._start(supervisor, subject, gpu)
+                    start.asked, start.is_ours = supervisor, True
+            except HegmError as error:
+                start.failure = error
+                raise
+
+    async def _look_after(self, rank: RankOnItsWay, start: _Start, supervisor: Supervisor, subject: Subject) -> None:
+        """Where that rank has fallen end its launcher: its supervisor does with the job as with any that has ended."""
+        for worker in self._workers:
+            about, who = worker.about, (worker.pid, worker.identity.start_ticks)
+            is_it = (about.rank, about.run, worker.identity.uid) == (subject.rank, supervisor.run, subject.uid)
+            if is_it and who != subject.who and not rank.knows(who):
+                rank.note(who, await anyio.to_thread.run_sync(self._line_of, worker.pid, supervisor.pid))
+        command = supervisor.offer.pid
+        if command is not None and not start.is_ours:
+            found, ranks = await anyio.to_thread.run_sync(self._ranks_below, command)
+            number = subject.rank or 0
+            if found is not None and not await anyio.to_thread.run_sync(
+                has_passed, self._folder, subject.operation, number
+            ):
+                rank.note_below(found, ranks, number)
+        fallen = rank.fallen(anyio.current_time())
+        if fallen is None:
+            return
+        if not start.fallen:
+            said = "seen by no hegmd that runs" if fallen.rank == NOBODY else f"process {fallen.rank[0]}"
+            start.fallen = f"rank {subject.rank} ({said}) ended before its first boundary"
+            logger.warning("operation %s: %s", subject.operation, start.fallen)
+        if rank.is_left_behind(anyio.current_time()):
+            async with start.turn:
+                await anyio.to_thread.run_sync(launchers.end_with_all_below, *fallen.command)
+
+    async def _end_command(self, supervisor: Supervisor, operation: str) -> None:
+        """End what is left of a launcher whose ranks have left. Raises OrderFailed, SupervisorAway."""
+        await supervisor.order("expect", operation, launches=True)
+        await anyio.to_thread.run_sync(launchers.end_all_below, supervisor.pid)
+        while supervisor.offer.pid is not None and supervisor.connected:
+            await self._something()
+
+    async def _is_over(self, subject: Subject) -> bool:
+        return await anyio.to_thread.run_sync(has_come_to_its_end, self._folder, subject.operation)
+
+    async def _start(self, supervisor: Supervisor, subject: Subject, gpu: str) -> None:
+        """Have the command started from the state, or from those of all ranks. Raises OrderFailed, SupervisorAway."""
+        states = [key_of(replace(subject, name=rank.name)) for rank in subject.ranks] or [key_of(subject)]
+        for state in states:
+            await self._pool.fetch(state)
+        memories = [self._pool.memory(state).fd for state in states]
+        claim = await anyio.to_thread.run_sync(claimed, self._folder, subject.operation)
+        try:
+            supervisor.failure = ""
+            await supervisor.order(
+                "start",
+                subject.operation,
+                fds=[*memories, claim],
+                ranks=tuple([rank.number for rank in subject.ranks]),
+                key=subject.start,
+                **self.surroundings_of(subject, gpu),
+            )
+        finally:
+            os.close(claim)
+
+    def surroundings_of(self, subject: Subject, gpu: str) -> Mapping[str, Any]:
+        """What is different for whoever is started there: variables, and the Python."""
+        places = [rank.goal or gpu for rank in subject.ranks] or [gpu]
+        respawn = subject.respawn
+        variables = {**self._surroundings(tuple(dict.fromkeys(places))), **respawn.set}
+        unset = tuple([name for name in (*_OTHERS, *respawn.unset) if name not in variables])
+        return {"set": variables, "unset": unset, "python": respawn.python}
+
+    def _surroundings(self, gpus: Sequence[str]) -> dict[str, str]:
+        """By which variables a process finds itself on that GPU or on none, or ranks on these, in their order."""
+        if CPU in gpus:
+            return dict(_NOWHERE)
+        known = [self._gpu(gpu) for gpu in gpus]
+        vendor, played = known[0].vendor, known[0].plays
+        if vendor != SIMULATED:
+            return {_VISIBLE[vendor]: ",".join([gpu.uuid for gpu in known])}
+        found = {_VISIBLE[SIMULATED]: ",".join([gpu.id for gpu in known])}
+        return found if played is None else {**found, _VISIBLE[played]: ",".join([gpu.uuid for gpu in known])}
+
+    def _reborn(self, subject: Subject, gpu: str) -> Reborn | None:
+        """The process that has the state of the operation back, if it is there.
+
+        Never the one in whose place another is wanted: that has ended, although its connection may not have yet. Of
+        ranks, one that comes of this start: a launcher may start ranks of an earlier one again by itself.
+        """
+        supervisor = self._known(subject)
+        if subject.ranks and supervisor is not None and not _has_started(supervisor, subject):
+            return None
+        is_earlier = supervisor is not None and _has_started_before(supervisor, subject)
+        if supervisor is not None and is_earlier:
+            gpu = goal_of_start(supervisor.offer.key)
+        for worker in self._workers:
+            about = worker.about
+            is_it = not subject.ranks or about.rank == subject.rank
+            is_it = is_it and worker.connected and not worker.ended and about.restarted == subject.operation
+            is_it = is_it and (worker.pid, worker.identity.start_ticks) != subject.who
+            if is_it and worker.identity.uid == subject.uid:
+                place = worker.gpu or about.gpu or gpu
+                worker.gpu, worker.on_cpu = None if place == CPU else place, place == CPU
+                ticks = worker.identity.start_ticks
+                new = replace(subject, pid=worker.pid, start_ticks=ticks, gpu=place, agent=worker)
+                self._by.note_size(new, worker.size_bytes or subject.size_bytes)
+                return Reborn(
+                    gpu=gpu if about.gpu is None else about.gpu,
+                    pid=worker.pid,
+                    start_ticks=ticks,
+                    token=worker.token,
+                    run=about.run,
+                    boundary=worker.boundary,
+                    is_earlier=is_earlier,
+                )
+        return None
+
+    async def _supervisor(self, subject: Subject) -> Supervisor:
+        """The one that is connected for this operation. Raises Refused when there is none after a while."""
+        found = await self._supervisors.come(subject.uid, subject.run, lambda: self._known(subject))
+        if found is not None:
+            return found
+        raise Refused(
+            f"the `hegmctl run` that started process {subject.pid} is gone, and nobody else can start it again",
+            f"its state is held: {go_on_command(subject.operation)}",
+            {"operation": subject.operation},
+        )
+
+    def _known(self, subject: Subject) -> Supervisor | None:
+        """The supervisor that lives, connected or not."""
+        found = self._supervisors.of_operation(subject.uid, subject.operation)
+        return found or self._supervisors.find(subject.uid, subject.run)
+
+    async def _something(self) -> None:
+        """Wait for news of a worker or of a supervisor, or for another start."""
+        async with anyio.create_task_group() as tasks:
+
+            async def first(news: anyio.Event) -> None:
+                await news.wait()
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(first, self._workers.news.next)
+            tasks.start_soon(first, self._supervisors.news.next)
+            tasks.start_soon(first, self._superseded.next)
+
+    # -- how it stands -------------------------------------------------------------------------------------------------
+
+    async def verify(self, subject: Subject) -> None:
+        """The next boundary, which the agent tells, proves all that there is."""
+
+    async def note_gone_on(self, subject: Subject) -> None:
+        """From here on its end is its own: its supervisor, which reads that, starts nobody from its state any more.
+
+        One that has ended by then may have been replaced from it already, and was not seen in time.
+        """
+        rank = subject.rank or 0
+        if not await anyio.to_thread.run_sync(note_passed, self._folder, subject.operation, rank, subject.who):
+            raise AgentAway(subject.pid, "the process has ended")
+
+    async def inspect(self, subject: Subject) -> Standing:
+        """One that lives has not left, or is the one that went on."""
+        return Standing(gpu=subject.gpu or subject.left)
+
+    def _gpu(self, name: str) -> Gpu:
+        known = next((gpu for gpu in self._gpus() if gpu.id == name), None)
+        if known is None:
+            raise Refused(f"there is no GPU {name}", "see hegmctl gpus")
+        return known
+
+
+def _has_started(supervisor: Supervisor, subject: Subject) -> bool:
+    """Whether its command runs from the state of the operation; of ranks, from the start that is wanted now."""
+    is_it = supervisor.offer.started and supervisor.serves(subject.operation)
+    return is_it and (not subject.ranks or supervisor.offer.key == subject.start)
+
+
+def _has_started_before(supervisor: Supervisor, subject: Subject) -> bool:
+    """Whether its command runs, or is tried again, by an order for another start than the one that is wanted now."""
+    is_known = bool(supervisor.offer.key) and not subject.ranks
+    return is_known and _has_started(supervisor, subject) and supervisor.offer.key != subject.start

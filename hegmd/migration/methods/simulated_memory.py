@@ -1,0 +1,111 @@
+"""Which worker holds how much on which GPU: kept by whoever moves them, and told to the simulated driver.
+
+On simulated GPUs nothing else holds memory for a worker, so its room is what these books say: its own share, as its
+agent counts it, and what an operation takes for it elsewhere. On real GPUs room is taken by real allocations, which no
+carrier of this version makes; taking any is refused there.
+
+Rooms belong to a process (pid and start time), not to a connection: an agent that is away for a moment holds on to
+what its process has.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from hegmd.errors import HegmError, Refused
+from hegmd.node.devices.simulated import SimulatedProvider
+from hegmd.protocol.snapshots import Gpu
+from hegmd.telemetry.log import limited
+
+logger = logging.getLogger(__name__)
+
+Who = tuple[int, int]  # pid and start ticks
+
+
+class Rooms:
+    """The books. `gpus` tells the GPUs as they were seen last; `changed` is called when a look at them would differ."""
+
+    def __init__(
+        self,
+        simulator: SimulatedProvider | None,
+        *,
+        gpus: Callable[[], Sequence[Gpu]] = tuple,
+        changed: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._simulator = simulator
+        self._gpus = gpus
+        self._changed = changed
+        self._rooms: dict[Who, dict[str, int]] = {}
+
+    @property
+    def simulated(self) -> bool:
+        return self._simulator is not None
+
+    def of(self, who: Who) -> Mapping[str, int]:
+        """The room that is held for a process, by GPU."""
+        return dict(self._rooms.get(who, {}))
+
+    def hold(self, who: Who, gpu: str, size_bytes: int) -> None:
+        """Hold so much on that GPU for the process from now on, in all. Raises HegmError; nothing has changed then."""
+        if self._simulator is None:
+            raise Refused(
+                f"no room can be taken on {gpu}: this version moves processes between simulated GPUs only",
+                "use the driver's own checkpoint (cuda-checkpoint) meanwhile",
+            )
+        self._simulator.hold(who, who[0], gpu, size_bytes)
+        self._rooms.setdefault(who, {})[gpu] = size_bytes
+        self._changed()
+
+    def hold_what_fits(self, who: Who, gpu: str, size_bytes: int) -> None:
+        """Let the books follow what a process has already: if the GPU cannot hold it, what it holds there stays."""
+        if self._simulator is None or self._rooms.get(who, {}).get(gpu) == size_bytes:
+            return
+        try:
+            self.hold(who, gpu, size_bytes)
+        except HegmError as error:
+            limited(logger, f"room-{who[0]}", logging.WARNING, "process %d: %s", who[0], error.message)
+            self._rooms.setdefault(who, {}).setdefault(gpu, 0)
+
+    def give(self, who: Who, gpu: str) -> None:
+        """Hold nothing on that GPU for the process any more. Fine when nothing is held."""
+        held = self._rooms.get(who, {})
+        if held.pop(gpu, None) is None:
+            return
+        if not held:
+            del self._rooms[who]
+        if self._simulator is not None:
+            self._simulator.hold(who, who[0], gpu, 0)
+        self._changed()
+
+    def drop(self, who: Who) -> None:
+        """The process has ended, and its driver would have freed everything."""
+        if self._rooms.pop(who, None) is not None and self._simulator is not None:
+            self._simulator.release(who)
+            self._changed()
+
+    def place(self, wanted: str | None) -> str | None:
+        """The GPU for a worker that is new: the one with most room, of those that it was started for if it was.
+
+        None where none of these can be used: a job is not put where its user did not want it.
+        """
+        if self._simulator is None:
+            return None
+        gpus = [gpu for gpu in self._gpus() if gpu.state == "ok"]
+        if wanted is not None:
+            names = wanted.split(",")
+            gpus = [gpu for gpu in gpus if gpu.id in names or gpu.uuid in names]
+            if not gpus:
+                limited(
+                    logger,
+                    f"place-{wanted[:80]}",
+                    logging.WARNING,
+                    "a job was started for %s, which cannot be used",
+                    wanted,
+                )
+        return max(gpus, key=lambda gpu: (self._free_bytes(gpu), -gpu.index)).id if gpus else None
+
+    def _free_bytes(self, gpu: Gpu) -> int:
+        """What is free there by the newer of two words: what was seen last, and these books."""
+        booked_bytes = sum(held.get(gpu.id, 0) for held in self._rooms.values())
+        return (gpu.memory_total_bytes or 0) - max(gpu.memory_used_bytes or 0, booked_bytes)

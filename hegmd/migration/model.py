@@ -1,0 +1,240 @@
+"""What hegmd/migration/plan/planner.py looks at and what it answers with: the node at one moment, a request, a plan,
+reasons against it.
+
+Owns these records and turning a plan into an operation. Decides nothing. Everything is frozen and plain, so that a
+plan can be made anywhere from a snapshot that was written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from hegmd.migration.machine.operation import BY_DRIVER, CHECKPOINT, RESTART, Limits, Operation, Respawn, Worker
+from hegmd.node.gpu_sets import CPU, gpus_of
+from hegmd.protocol.messages import CudaFacts, LeftAlone
+from hegmd.protocol.operations import PlannedProcess
+from hegmd.protocol.record import Record, field
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class GpuRoom(Record):
+    """The part of a GPU that decides whether something can go there."""
+
+    id: str = field("such as gpu0")
+    vendor: str = field("nvidia, amd or simulated")
+    chip: str | None = field("identity of the chip", default=None)
+    state: str = field("ok, lost or unknown", default="ok")
+    free_bytes: int | None = field("memory that nobody holds; nil if not known")
+    total_bytes: int | None = field("memory in all; nil if not known", default=None)
+    mig: bool | None = field("whether it is cut into MIG instances", default=None)
+    mps: bool | None = field("whether processes share it through MPS", default=None)
+    uuid: str = field("what the driver calls it", default="")
+    driver_version: str | None = field("version of the kernel driver", default=None)
+    nvlinks: tuple[str, ...] = field("the GPUs that it reaches over NVLink", default=())
+
+
+class AgentSurvey(Record):
+    """What the agent of a process said last."""
+
+    token: str = field("what it calls itself")
+    size_bytes: int | None = field(
+        "bytes of the storages that it vouches for; nil before its first survey", default=None
+    )
+    left_alone: tuple[LeftAlone, ...] = field("what it does not vouch for", default=())
+    boundary: int | None = field("batch boundaries that it has passed", default=None)
+    rank: int | None = field("its rank in a distributed job", default=None)
+    world_size: int | None = field("how many ranks the job has", default=None)
+    cuda: CudaFacts | None = field("its use of CUDA; nil if it uses none, or the agent does not know", default=None)
+    state_bytes: int | None = field("what a restart would carry; nil if it has not said", default=None)
+    refusals: tuple[str, ...] = field("what stands against a restart, by its own word", default=())
+    unweighed: tuple[str, str] | None = field(
+        "why it has not said what a restart would carry, and what to do; nil if nothing kept it from it", default=None
+    )
+    begin_anew: tuple[str, ...] | None = field(
+        "variables that a restart would not keep; nil if not known", default=None
+    )
+
+
+class Surroundings(Record):
+    """What is seen of a process from outside, where the driver would not say it before it is too late."""
+
+    stopped: bool = field("whether a signal or a debugger has stopped it", default=False)
+    nccl_shared: bool | None = field("whether it maps memory that NCCL shares between ranks", default=None)
+    nccl_p2p_disabled: bool = field("whether it was started with NCCL_P2P_DISABLE=1", default=False)
+    memory_room_bytes: int | None = field("how much its control groups let it grow; nil for no limit", default=None)
+    same_ipc: bool | None = field("whether it is in the IPC namespace of hegmd", default=None)
+
+
+class Candidate(Record):
+    """A process that could be moved."""
+
+    pid: int = field("process id")
+    start_ticks: int = field("start time in clock ticks since boot")
+    uid: int | None = field("its owner", default=None)
+    name: str | None = field("short name of the program", default=None)
+    job: str | None = field(
+        "the `hegmctl run` that it belongs to: one id for each run, whatever it is called", default=None
+    )
+    gpus: tuple[str, ...] = field("the GPUs that it is on; empty for a rank that is on none yet")
+    on_cpu: bool = field("whether it trains without a GPU, as far as it says", default=False)
+    kinds: tuple[str, ...] = field("how it uses each of them: compute, graphics or mps", default=())
+    vram_bytes: int | None = field("what it holds on them by the driver's word; nil if that is not known", default=None)
+    shares_bytes: Mapping[str, int] = field("what of that it holds on each, by GPU, as far as it is known", default={})
+    parent: int | None = field("the nearest of its ancestors that is a candidate too", default=None)
+    around: Surroundings = field("what is seen of it from outside", default=Surroundings())
+    stopped: bool = field("whether a signal or a debugger has stopped it, and it comes to no boundary", default=False)
+    supervisor: int | None = field("the process that would start it again after a restart", default=None)
+    launched: bool = field("whether that has started a launcher, which started this rank", default=False)
+    apart: bool = field("whether that is not its parent: who is would take its leaving for its end", default=False)
+    ranks: bool = field("whether that can start several ranks from a state of each", default=False)
+    python: bool = field("whether that would take another Python for it", default=False)
+    other_python: str = field("what the other one that was asked for says that it is; empty if not known", default="")
+    no_python: str = field("why that is no Python; empty if it is one or if that is not known", default="")
+    agent: AgentSurvey | None = field("its agent, if one is connected", default=None)
+
+
+class PoolRoom(Record):
+    """What the pool has."""
+
+    budget_bytes: int = field("the most that it may hold")
+    free_bytes: int = field("what of that is not taken")
+
+
+class Rates(Record):
+    """How fast bytes go on this node, by what was measured before or by assumption."""
+
+    out_bytes_per_s: float = field("out of a worker by its own hands", default=2.0e9)
+    in_bytes_per_s: float = field("into a worker by its own hands", default=2.0e9)
+    fixed_s: float = field("what a move takes without any bytes", default=0.05)
+    peer_out_bytes_per_s: float = field("from GPU to GPU over NVLink", default=3.9e11)
+    peer_in_bytes_per_s: float = field("within the GPU that a process has come to", default=4.5e11)
+    host_out_bytes_per_s: float = field("from a GPU to the pool by the helper's hands", default=4.9e10)
+    host_in_bytes_per_s: float = field("from the pool to a GPU by the helper's hands", default=4.5e10)
+    cuda_out_bytes_per_s: float = field("from a GPU to the pool by the worker's own hands", default=9.2e9)
+    cuda_in_bytes_per_s: float = field("from the pool to a GPU by the worker's own hands", default=6.6e9)
+    driver_out_bytes_per_s: float = field("by the driver's checkpoint", default=2.4e9)
+    driver_in_bytes_per_s: float = field("by the driver's restore", default=6.5e9)
+    driver_out_s: float = field("a checkpoint with next to nothing to carry", default=0.33)
+    driver_in_s: float = field("a restore with next to nothing to carry", default=0.25)
+    beside_s: float = field("how much longer the driver's checkpoint or restore is beside copies", default=0.1)
+    within_bytes_per_s: float = field("within the GPU, where copies are beside those of the driver", default=1.0e12)
+    exchange_s: float = field("opening and freeing the storages, and opening them again, without any", default=0.04)
+    make_bytes_per_s: float = field("making storages on a GPU that has just been left", default=4.3e11)
+    round_s: float = field("each round but one of those in which storages are made", default=0.005)
+    leave_s: float = field("until the GPU is seen to be free, and that is said", default=0.1)
+    arm_s: float = field("making the helper ready to copy, its contexts on the GPUs above all", default=0.3)
+    image_out_bytes_per_s: float = field("into an image, until it was read back", default=6.0e8)
+    image_left_bytes_per_s: float = field("into one whose job goes on, of its processes", default=1.2e9)
+    image_in_bytes_per_s: float = field("out of an image, while CRIU restores", default=1.5e9)
+    image_out_s: float = field("a dump, and an image with next to nothing in it", default=1.0)
+    image_left_s: float = field("a dump, with next to nothing in it", default=0.8)
+    image_in_s: float = field("a restore of processes, with next to nothing to read", default=1.5)
+
+
+class Snapshot(Record):
+    """The node at one moment, as far as moving goes."""
+
+    gpus: tuple[GpuRoom, ...] = field("all of them")
+    candidates: tuple[Candidate, ...] = field("the processes on them, and the ranks of their jobs that are on none yet")
+    beginning: tuple[int, ...] = field("of those that were named, who has not come to a first batch yet", default=())
+    pool: PoolRoom = field("the pool")
+    running: tuple[Operation, ...] = field("operations that are not over", default=())
+    rates: Rates = field("how fast bytes go", default=Rates())
+    uid: int = field("as which user hegmd runs", default=0)
+    available_bytes: int | None = field("memory of the node that can still be taken", default=None)
+    outlived: bool = field("whether somebody keeps what hegmd holds when it ends", default=True)
+
+
+class Request(Record):
+    """What was asked."""
+
+    kind: str = field("migrate, suspend, resume, checkpoint or quiesce")
+    pids: tuple[int, ...] = field("the processes; the others of their jobs come along")
+    to: str | None = field(
+        "the GPU for all of them, the GPUs of one on several, or cpu; for resume nil is where they were", default=None
+    )
+    placement: Mapping[str, str] = field("the same for single ones, by pid; before `to`", default={})
+    carrier: str | None = field("peer, host, worker or driver, where it is not to be chosen", default=None)
+    via: str | None = field("restart, where nothing else is to be thought of", default=None)
+    allow_restart: bool = field("whether it may be a restart where there is no better way", default=False)
+    respawn: Respawn = field("of a restart: what is to be different for whoever is started anew", default=Respawn())
+
+
+class Plan(Record):
+    """What would be done."""
+
+    kind: str = field("migrate, suspend, resume, checkpoint, restore or quiesce")
+    way: str = field("agent, or driver for processes without one")
+    workers: tuple[PlannedProcess, ...] = field("one for each process of the job")
+    size_bytes: int = field("bytes to carry, in all")
+    room_needed_bytes: Mapping[str, int] = field("room to take, by GPU")
+    room_free_bytes: Mapping[str, int] = field("room that is free there")
+    pool_needed_bytes: int = field("bytes of the pool to take")
+    pool_free_bytes: int = field("bytes of the pool that are free")
+    estimate_s: float = field("how long the job will stand, beyond the wait for its boundary")
+    lockstep: bool = field("whether all have to stop at the same boundary")
+    hazards: tuple[str, ...] = field("what to know before saying yes", default=())
+    steps: tuple[str, ...] = field("what would be done, in order")
+    respawn: Respawn | None = field("of a restart: what is to be different afterwards", default=None)
+    image_s: float | None = field("how much of that is for an image", default=None)
+    ends: bool = field("whether the job ends with it", default=False)
+
+    def operation(
+        self,
+        op_id: str,
+        candidates: Iterable[Candidate],
+        chips: Mapping[str, str | None],
+        *,
+        limits: Limits,
+        utc: float,
+    ) -> Operation:
+        """The operation that carries out a migration or a suspension; the machine takes it from there."""
+        by_pid = {candidate.pid: candidate for candidate in candidates}
+        workers = tuple([_worker(planned, by_pid[planned.pid], chips) for planned in self.workers])
+        if self.kind == CHECKPOINT:  # until its image is whole, the way back is open to it
+            workers = tuple([worker.replace(keeps=worker.at) for worker in workers])
+        return Operation(
+            id=op_id,
+            kind=self.kind,
+            lockstep=self.lockstep,
+            workers=workers,
+            limits=limits,
+            owner_uid=by_pid[self.workers[0].pid].uid,
+            created_utc=utc,
+            respawn=self.respawn,
+        )
+
+    @property
+    def destinations(self) -> dict[str, str]:
+        """For `resume-asked`: where each worker goes, by its name in the operation."""
+        return {str(worker.pid): worker.to for worker in self.workers if worker.to is not None}
+
+
+def _worker(planned: PlannedProcess, candidate: Candidate, chips: Mapping[str, str | None]) -> Worker:
+    gpu = planned.gpu
+    return Worker(
+        name=str(planned.pid),
+        pid=planned.pid,
+        start_ticks=candidate.start_ticks,
+        token=candidate.agent.token if candidate.agent else "",
+        method=planned.method,
+        carrier=planned.carrier if planned.carrier != "none" else "worker" if candidate.agent else "driver",
+        rank=candidate.agent.rank if candidate.agent else None,
+        chip=chips.get(next(iter(gpus_of(gpu)), "")),
+        was_on=gpu,
+        origin=gpu,
+        goal=planned.to,
+        at=gpu,
+        size_bytes=0 if planned.carrier == BY_DRIVER else planned.size_bytes,
+        rest_bytes=planned.rest_bytes,
+        beside_bytes=planned.beside_bytes,
+        shares_bytes=planned.shares_bytes,
+        storage_shares_bytes=planned.storage_shares_bytes,
+        overlap_bytes=planned.overlap_bytes,
+        rooms={gpu: planned.room_bytes} if gpu and gpu != CPU else {},
+        run=candidate.job if planned.method == RESTART else None,
+        leaves=planned.method == RESTART,
+    )

@@ -1,0 +1,1 @@
+"""Pure planning: which method, carrier and target, what prevents it, and how long it takes."""

@@ -1,0 +1,257 @@
+"""Which carrier takes the bytes of a job with an agent, and how long all of it will take. Pure.
+
+The fastest that can is taken: `peer`, straight to the other GPU; `host`, to the pool by the helper's hands; `worker`,
+to the pool by the process's own. What none of them may take, or can, is left to the driver, so that a move never
+depends on their having found every tensor. The figures are those that were measured, until this node has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hegmd.memory.sizes import (
+    CONTEXT_BYTES,
+    NEXT_TO_NOTHING_BYTES,
+    ROUND_BYTES,
+    ahead_room_bytes,
+    passing_room_bytes,
+    rounds_of,
+    whole_size,
+)
+from hegmd.migration.machine.operation import BY_DRIVER, CHECKPOINT, MIGRATE, RESUME, SUSPEND
+from hegmd.migration.machine.wording import gigabytes
+from hegmd.migration.model import Candidate, GpuRoom, Rates, Request, Snapshot
+from hegmd.migration.plan.driver_rules import beside_of, devices_of, rest_of
+from hegmd.protocol.messages import CudaFacts
+
+PEER, HOST, WORKER = "peer", "host", "worker"
+# Carriers for which the agent shows its storages and the helper copies.
+SHOWN = frozenset((PEER, HOST))
+CARRIERS = (PEER, HOST, WORKER, BY_DRIVER)
+# Where it goes in rounds, so much of the target is left to others and to what nobody has counted.
+LEFT_FREE_BYTES = 2 << 30
+# CUDA IPC cannot show such memory to another process.
+_NATIVE = "native"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A carrier, and what it takes besides the process's own room."""
+
+    carrier: str
+    #: Bytes of its own memory on the target, and of the room for the storages what that makes free bit by bit.
+    target_bytes: int = 0
+    overlap_bytes: int = 0
+    pool_bytes: int = 0
+    #: Why none of the faster ones.
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why the carrier that was asked for cannot be had."""
+
+    message: str
+    hint: str
+
+
+def choose(snapshot: Snapshot, request: Request, candidate: Candidate, source: GpuRoom, to: GpuRoom | None) -> Choice:
+    """The fastest carrier that can take its storages."""
+    whys: list[str] = []
+    for carrier in CARRIERS:
+        why = next(_against(snapshot, request, candidate, source, to, carrier), None)
+        if why is None:
+            chosen = _choice(candidate, source, to, carrier)
+            return Choice(
+                carrier,
+                chosen.target_bytes,
+                chosen.overlap_bytes,
+                chosen.pool_bytes,
+                why="; ".join(dict.fromkeys(whys)),
+            )
+        whys.append(why)
+    raise AssertionError("the driver can carry whatever it can take off")
+
+
+def choose_as_asked(
+    snapshot: Snapshot, request: Request, candidate: Candidate, source: GpuRoom, to: GpuRoom | None
+) -> Choice | Refusal:
+    """The carrier that was asked for, if any was; otherwise the fastest."""
+    if request.carrier is None:
+        return choose(snapshot, request, candidate, source, to)
+    if request.carrier not in CARRIERS:
+        return Refusal(f"there is no carrier {request.carrier[:40]!r}", f"there are {', '.join(CARRIERS)}")
+    why = next(_against(snapshot, request, candidate, source, to, request.carrier), None)
+    if why is not None:
+        return Refusal(
+            f"{request.carrier} cannot carry process {candidate.pid}: {why}", "leave the choice of the carrier to hegmd"
+        )
+    return _choice(candidate, source, to, request.carrier)
+
+
+def _choice(candidate: Candidate, source: GpuRoom, to: GpuRoom | None, carrier: str) -> Choice:
+    size_bytes = candidate.agent.size_bytes or 0 if candidate.agent is not None else 0
+    if carrier == PEER and to is not None:
+        return Choice(PEER, target_bytes=size_bytes + CONTEXT_BYTES, overlap_bytes=_overlap(candidate, source, to))
+    context_bytes = CONTEXT_BYTES if carrier == HOST and to is not None else 0
+    return Choice(carrier, target_bytes=context_bytes, pool_bytes=0 if carrier == BY_DRIVER else size_bytes)
+
+
+def _overlap(candidate: Candidate, source: GpuRoom, to: GpuRoom) -> int:
+    """How much of the room for the storages has to wait for what the copies give up; 0 where there is room for all.
+
+    As little as can be, because every round costs a call to the agent and one to the helper: 100 GiB in rounds of 1 GiB
+    took 0.5 to 1.3 s more than the copies.
+    """
+    agent = candidate.agent
+    if agent is None or agent.cuda is None or to.free_bytes is None:
+        return 0
+    size_bytes = agent.size_bytes or 0
+    room_bytes = rest_of(candidate) + beside_of(candidate, source)
+    lacking_bytes = 2 * size_bytes + CONTEXT_BYTES + room_bytes - to.free_bytes
+    at_once_bytes = max(ROUND_BYTES, 2 * agent.cuda.largest_bytes)
+    if lacking_bytes <= 0:
+        return 0
+    return max(0, min(size_bytes - at_once_bytes, lacking_bytes + LEFT_FREE_BYTES))
+
+
+def _against(
+    snapshot: Snapshot, request: Request, candidate: Candidate, source: GpuRoom, to: GpuRoom | None, carrier: str
+) -> Iterator[str]:
+    """Why that carrier cannot take the process's storages."""
+    if carrier == BY_DRIVER:
+        return
+    agent = candidate.agent
+    told = agent.cuda if agent is not None else None
+    if agent is None or told is None:
+        yield "there is no agent that knows its storages on the GPU"
+        return
+    size_bytes = agent.size_bytes or 0
+    if not size_bytes:
+        yield "its agent vouches for no storages"
+    if len(candidate.gpus) > 1 and carrier in SHOWN:
+        yield "it is on several GPUs, and the helper copies for one"
+    elif len(candidate.gpus) > 1 and not devices_of(snapshot, candidate):
+        yield "it is on several GPUs, and its agent does not say what it holds on each"
+    if "graphs" in told.hazards:
+        yield "it has captured CUDA graphs, whose addresses have to stay"
+    if carrier in SHOWN:
+        yield from _against_showing(snapshot, candidate, told, source, size_bytes)
+    if carrier == HOST:
+        yield from _against_context(candidate, source, to, size_bytes)
+    if carrier == PEER:
+        yield from _against_peer(request, candidate, source, to, size_bytes)
+    elif whole_size(size_bytes) > snapshot.pool.free_bytes:
+        yield f"the pool has {gigabytes(snapshot.pool.free_bytes)} free of {gigabytes(snapshot.pool.budget_bytes)}"
+
+
+def _against_showing(
+    snapshot: Snapshot, candidate: Candidate, told: CudaFacts, source: GpuRoom, size_bytes: int
+) -> Iterator[str]:
+    """Why the helper cannot be shown what the process has."""
+    if not snapshot.outlived:  # the bytes would be in no place but its memory
+        yield "nobody would keep the bytes if hegmd were killed: there is no store of descriptors"
+    if told.expandable or told.allocator != _NATIVE:
+        how = "expandable segments, or memory that the driver has brought back" if told.expandable else told.allocator
+        yield f"its allocator uses {how}, which CUDA IPC cannot show to another process"
+    elif 2 * told.own_bytes > size_bytes:
+        own, whole = gigabytes(told.own_bytes), gigabytes(size_bytes)
+        yield f"{own} of its {whole} share memory with what stays in the process, and go by its own copies anyway"
+    if candidate.around.same_ipc is False:
+        yield "it is in another IPC namespace than hegmd"
+    if (source.free_bytes or 0) < CONTEXT_BYTES:
+        free = gigabytes(source.free_bytes or 0)
+        yield f"{source.id} has {free} free, and copying needs {gigabytes(CONTEXT_BYTES)} there"
+
+
+def own_bytes(candidate: Candidate, carrier: str) -> int:
+    """Of what goes by that carrier, what the process copies itself."""
+    told = None if candidate.agent is None else candidate.agent.cuda
+    return told.own_bytes if told is not None and carrier in SHOWN else 0
+
+
+def _against_context(candidate: Candidate, source: GpuRoom, to: GpuRoom | None, size_bytes: int) -> Iterator[str]:
+    """Copying by the helper needs a context on the target, beside all that the process will have there."""
+    if to is None or to.id == source.id or to.free_bytes is None:
+        return
+    needed_bytes = rest_of(candidate) + size_bytes + beside_of(candidate, source) + CONTEXT_BYTES
+    if to.free_bytes < needed_bytes:
+        free, needed, own = gigabytes(to.free_bytes), gigabytes(needed_bytes), gigabytes(CONTEXT_BYTES)
+        yield f"{to.id} has {free} free, and {needed} are needed there, {own} of these for copying"
+
+
+def _against_peer(
+    request: Request, candidate: Candidate, source: GpuRoom, to: GpuRoom | None, size_bytes: int
+) -> Iterator[str]:
+    if request.kind != MIGRATE or to is None:
+        yield "only a migration to another GPU goes from GPU to GPU"
+        return
+    if to.id not in source.nvlinks:
+        yield f"no NVLink goes from {source.id} to {to.id}"
+    room_bytes = rest_of(candidate) + beside_of(candidate, source)
+    needed_bytes = room_bytes + 2 * size_bytes + CONTEXT_BYTES - _overlap(candidate, source, to)
+    if to.free_bytes is not None and to.free_bytes < needed_bytes:
+        free = gigabytes(to.free_bytes)
+        yield f"{to.id} has {free} free, and {gigabytes(needed_bytes)} are needed there for a moment"
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Whether there is room for a carrier's copies to go on beside the driver's steps: its checkpoint, its restore."""
+
+    out: bool = False
+    back: bool = False
+
+
+def copies_beside(snapshot: Snapshot, carrier: str, size_bytes: int, at: str | None, to: str | None) -> Beside:
+    """What the GPUs have room for beside all else, by what is free now. `to` is the GPU with its room not taken yet."""
+    if carrier != HOST:
+        return Beside()
+    free = {gpu.id: gpu.free_bytes or 0 for gpu in snapshot.gpus}
+    room_bytes = size_bytes if at != to else 0
+    return Beside(
+        out=at is not None and free.get(at, 0) >= passing_room_bytes(size_bytes, at_rest=True),
+        back=to is not None and free.get(to, 0) - room_bytes >= ahead_room_bytes(size_bytes),
+    )
+
+
+def estimate_s(
+    kind: str,
+    carrier: str,
+    size_bytes: int,
+    rest_bytes: int,
+    rates: Rates,
+    overlap_bytes: int = 0,
+    copies: Beside = Beside(),
+    own_bytes: int = 0,
+) -> float:
+    """How long one process stands, its wait for a boundary left out; one that is resumed stands while it is armed."""
+    by_driver_bytes = max(0, rest_bytes - NEXT_TO_NOTHING_BYTES)
+    out_s = rates.driver_out_s + by_driver_bytes / rates.driver_out_bytes_per_s
+    in_s = rates.driver_in_s + by_driver_bytes / rates.driver_in_bytes_per_s
+    if carrier != BY_DRIVER:
+        out_bytes_per_s, in_bytes_per_s = {
+            PEER: (rates.peer_out_bytes_per_s, rates.peer_in_bytes_per_s),
+            HOST: (rates.host_out_bytes_per_s, rates.host_in_bytes_per_s),
+            WORKER: (rates.cuda_out_bytes_per_s, rates.cuda_in_bytes_per_s),
+        }[carrier]
+        out_s = _with_copy(out_s, size_bytes, out_bytes_per_s, rates, beside=copies.out) + rates.exchange_s / 2
+        in_s += size_bytes / rates.make_bytes_per_s  # which goes on beside a copy as well
+        in_s = _with_copy(in_s, size_bytes, in_bytes_per_s, rates, beside=copies.back) + rates.exchange_s / 2
+        in_s += (rounds_of(size_bytes, overlap_bytes) - 1) * rates.round_s
+        out_s += own_bytes / rates.cuda_out_bytes_per_s
+        in_s += own_bytes / rates.cuda_in_bytes_per_s
+        if kind == RESUME and carrier in SHOWN:
+            in_s += rates.arm_s
+    if kind in (SUSPEND, CHECKPOINT):
+        return out_s + rates.leave_s
+    return in_s if kind == RESUME else out_s + in_s
+
+
+def _with_copy(step_s: float, size_bytes: int, bytes_per_s: float, rates: Rates, *, beside: bool) -> float:
+    """Steps of the driver and a copy, one after the other, or side by side and then as long as the longer one."""
+    copy_s = size_bytes / bytes_per_s
+    if not beside:
+        return step_s + copy_s
+    return max(step_s + rates.beside_s, copy_s) + size_bytes / rates.within_bytes_per_s

@@ -1,0 +1,70 @@
+"""A plan while it is made: what is looked at, what was found against it, and what each process would take. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hegmd.errors import Code
+from hegmd.migration.machine.operation import RESTART
+from hegmd.migration.model import Candidate, GpuRoom, Request, Snapshot
+from hegmd.migration.plan.carrier_choice import Choice
+from hegmd.migration.plan.forecast import rooms_of
+from hegmd.node.gpu_sets import CPU, added
+from hegmd.protocol.operations import PlannedProcess, Reason
+
+
+@dataclass(slots=True)
+class Draft:
+    """What is being planned, and what was found against it so far."""
+
+    snapshot: Snapshot
+    request: Request
+    workers: list[PlannedProcess] = field(default_factory=list[PlannedProcess])
+    reasons: list[Reason] = field(default_factory=list[Reason])
+    #: What each takes besides its own room, by pid.
+    choices: dict[int, Choice] = field(default_factory=dict[int, Choice])
+    #: The GPUs on each of which there has to be room for a process, since it may come back on any of them, by pid.
+    anywhere: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
+
+    def against(self, code: Code, message: str, hint: str, *, pid: int | None = None, gpu: str | None = None) -> None:
+        reason = Reason(code=code.name, message=message, hint=hint, pid=pid, gpu=gpu)
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+
+    def gpu(self, name: str | None) -> GpuRoom | None:
+        return next((gpu for gpu in self.snapshot.gpus if gpu.id == name), None)
+
+    @property
+    def moving(self) -> list[PlannedProcess]:
+        """Those that do not stay as they are where they are."""
+        return [worker for worker in self.workers if worker.to != worker.gpu or worker.method == RESTART]
+
+
+def candidate_of(snapshot: Snapshot, pid: int) -> Candidate | None:
+    """The process of that pid, if it could be moved at all."""
+    return next((candidate for candidate in snapshot.candidates if candidate.pid == pid), None)
+
+
+def room_needed(draft: Draft, held: Mapping[int, int]) -> dict[str, int]:
+    """What those that move will take on each GPU, beyond what is held for them by pid."""
+    needed: dict[str, int] = {}
+    for worker in draft.moving:
+        if worker.to is not None and worker.to not in (CPU, worker.gpu):
+            own_bytes = draft.choices.get(worker.pid, Choice("")).target_bytes
+            more_bytes = worker.room_bytes + own_bytes - held.get(worker.pid, 0)
+            places = dict.fromkeys(draft.anywhere.get(worker.pid, (worker.to,)), more_bytes)
+            if worker.shares_bytes and more_bytes > 0:
+                shares_bytes = added(worker.shares_bytes, worker.storage_shares_bytes)
+                places = rooms_of(shares_bytes, worker.gpu, worker.to)
+            for gpu, size_bytes in places.items():
+                needed[gpu] = needed.get(gpu, 0) + size_bytes
+    return needed
+
+
+def left_by_others(draft: Draft, to: str | None) -> GpuRoom | None:
+    """That GPU with what is left there by those that were placed before: of several to one GPU each needs its own."""
+    gpu = draft.gpu(to)
+    if gpu is None or gpu.free_bytes is None:
+        return gpu
+    return gpu.replace(free_bytes=max(0, gpu.free_bytes - room_needed(draft, {}).get(gpu.id, 0)))

@@ -1,0 +1,209 @@
+"""What stands against the driver's taking a process off its GPU, as far as it can be known before anything is done.
+
+Owns these rules and their words. They come from what the driver was seen to do (580.159.04) and from what NVIDIA says
+that it refuses; each is one that would cost the job, or the user a failed attempt, if it were found out by trying.
+There is no way round them: what loses a job is not done for anybody. Pure.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+
+from hegmd.errors import DENIED, REFUSED, Code
+from hegmd.memory.sizes import CONTEXT_BYTES, LAST_BYTES, RESTORE_MARGIN_BYTES, SEGMENT_BYTES
+from hegmd.migration.machine.wording import gigabytes
+from hegmd.migration.model import Candidate, GpuRoom, Snapshot
+from hegmd.protocol.messages import CudaDevice
+
+# The checkpoint calls of libcuda came with the first of these drivers, restoring onto another GPU with the second.
+CHECKPOINT_DRIVER, MOVE_DRIVER = 570, 580
+
+Against = tuple[Code, str, str]
+
+_HAZARDS = {
+    "nccl-p2p": (
+        "has live NCCL communicators that may use peer-to-peer: the driver could take it off and never bring it back",
+        "start the job with NCCL_P2P_DISABLE=1, or let it destroy its communicators first",
+    ),
+    "ipc-shared": (
+        "shares video memory with another process through CUDA IPC, and the driver might never bring it back",
+        "let it close what it has opened, or end the process that it shares with",
+    ),
+    "peer-mapped": (
+        "is on several GPUs and its allocator maps memory of one for the others, which the driver would not bring back",
+        "run it with PyTorch's own allocator and without expandable segments: leave PYTORCH_CUDA_ALLOC_CONF out",
+    ),
+    "managed": (
+        "uses managed memory, which the driver's checkpoint refuses",
+        "run it without cudaMallocManaged; nothing else can carry such memory",
+    ),
+}
+
+
+def against_leaving(snapshot: Snapshot, candidate: Candidate, gpu: GpuRoom) -> Iterator[Against]:
+    """Every reason why the driver cannot take that process off its GPU, whichever way its bytes go."""
+    who = f"process {candidate.pid}"
+    if snapshot.uid not in {0, candidate.uid}:
+        message = (
+            f"the driver lets uid {snapshot.uid}, as which hegmd runs, act on its own processes only, not on {who}"
+        )
+        yield DENIED, message, "run hegmd as root: systemctl start hegmd"
+    major = major_of(gpu.driver_version)
+    if major is None:
+        yield REFUSED, f"the driver version of {gpu.id} is not known", "see hegmctl doctor"
+    elif major < CHECKPOINT_DRIVER:
+        message = f"driver {gpu.driver_version} has no checkpoint calls"
+        yield REFUSED, message, f"install driver {CHECKPOINT_DRIVER} or newer; {MOVE_DRIVER} to move to another GPU"
+    if gpu.mig or gpu.mps or "mps" in candidate.kinds:
+        how = "cut into MIG instances" if gpu.mig else "shared through MPS"
+        yield (
+            REFUSED,
+            f"{gpu.id} is {how}, which the driver's checkpoint refuses",
+            "move what is on a GPU that is whole",
+        )
+    if "graphics" in candidate.kinds:
+        yield REFUSED, f"{who} draws on {gpu.id}, and the driver's checkpoint takes CUDA state only", "see hegmctl ps"
+    if candidate.around.stopped:
+        message = f"{who} is stopped by a signal, and the driver would wait for it without end"
+        yield REFUSED, message, f"let it go on first: kill -CONT {candidate.pid}"
+    if candidate.vram_bytes is None or (len(candidate.gpus) > 1 and gpu.id not in candidate.shares_bytes):
+        message = f"the driver does not say how much {who} holds on {gpu.id}, so no room can be held for it"
+        yield REFUSED, message, "run hegmd in the node's own pid namespace; see hegmctl ps"
+    yield from _against_what_it_uses(candidate, who)
+
+
+def _against_what_it_uses(candidate: Candidate, who: str) -> Iterator[Against]:
+    told = candidate.agent.cuda if candidate.agent is not None else None
+    for hazard in told.hazards if told is not None else ():
+        if hazard in _HAZARDS:
+            what, hint = _HAZARDS[hazard]
+            yield REFUSED, f"{who} {what}", hint
+    # Without an agent's word, NCCL's shared memory is taken for communicators that are alive; and those between the
+    # GPUs of one process are in no list that an agent could read.
+    if (
+        (told is None or len(candidate.gpus) > 1)
+        and candidate.around.nccl_shared
+        and not candidate.around.nccl_p2p_disabled
+    ):
+        what, hint = _HAZARDS["nccl-p2p"]
+        yield REFUSED, f"{who} {what}", hint
+
+
+def against_moving(gpu: GpuRoom) -> Iterator[Against]:
+    """Every reason why the driver cannot bring a process of that GPU back on another one."""
+    major = major_of(gpu.driver_version)
+    if major is not None and CHECKPOINT_DRIVER <= major < MOVE_DRIVER:
+        message = f"driver {gpu.driver_version} can only bring a process back on the GPU that it was on"
+        yield REFUSED, message, f"install driver {MOVE_DRIVER} or newer; suspend and resume work with this one"
+    if gpu.chip is None:
+        yield REFUSED, f"the chip of {gpu.id} is not known, and only an equal one can take over", "see hegmctl doctor"
+
+
+def against_memory(snapshot: Snapshot, candidate: Candidate, rest_bytes: int) -> Iterator[Against]:
+    """Why the bytes that the driver puts into the process's own memory would be the end of it, or of others."""
+    room_bytes = candidate.around.memory_room_bytes
+    if room_bytes is not None and room_bytes < rest_bytes:
+        message = (
+            f"the driver would put {gigabytes(rest_bytes)} into process {candidate.pid}, whose control group lets it "
+            f"grow by {gigabytes(room_bytes)}: the kernel would kill it"
+        )
+        yield REFUSED, message, "raise the memory limit of its pod, job or unit (memory.max)"
+    if snapshot.available_bytes is not None and snapshot.available_bytes < rest_bytes:
+        message = (
+            f"the driver would put {gigabytes(rest_bytes)} into process {candidate.pid} and the node has "
+            f"{gigabytes(snapshot.available_bytes)} of memory available"
+        )
+        yield REFUSED, message, "free memory on the node first"
+
+
+def rest_of(candidate: Candidate) -> int:
+    """What it needs on a GPU besides the storages that its agent vouches for, as far as that is known beforehand.
+
+    What an allocator keeps only for later is given back before the driver comes: `beside_of` counts it.
+    """
+    held_bytes = candidate.vram_bytes or 0
+    agent = candidate.agent
+    if agent is None:
+        return held_bytes + RESTORE_MARGIN_BYTES
+    gone_bytes = agent.size_bytes or 0
+    if agent.cuda is not None and agent.cuda.reserved_bytes:
+        stays_bytes = sum(item.size_bytes for item in agent.left_alone)
+        gone_bytes = max(gone_bytes, agent.cuda.reserved_bytes - stays_bytes)
+    return max(0, held_bytes - gone_bytes) + RESTORE_MARGIN_BYTES
+
+
+def stacks_of(candidate: Candidate) -> int:
+    """What its agent gives back of its contexts while its storages are out, where it shows these."""
+    cuda = None if candidate.agent is None else candidate.agent.cuda
+    return 0 if cuda is None else cuda.stacks_bytes
+
+
+def beside_of(candidate: Candidate, own: GpuRoom) -> int:
+    """What its allocator takes more than its storages have, when they are made again.
+
+    Either what it rounds up, or all that it had, if that is more: what it had cached is given back before the driver
+    comes, and taken again with the storages. A step that had to ask the driver for it could find that nothing is left.
+    """
+    cuda = None if candidate.agent is None else candidate.agent.cuda
+    if cuda is None or candidate.agent is None:
+        return 0
+    size_bytes = candidate.agent.size_bytes or 0
+    if len(candidate.gpus) > 1:
+        return cuda.padding_bytes
+    cached_bytes = _cached(candidate, cuda.reserved_bytes, size_bytes)
+    return max(cuda.padding_bytes, min(cached_bytes, _most_beside(own, rest_of(candidate) + size_bytes)))
+
+
+def storage_rooms(candidate: Candidate, devices: Sequence[CudaDevice], own: Sequence[GpuRoom]) -> tuple[int, ...]:
+    """The same for one on several GPUs, its storages included, on each of them."""
+    rests_bytes = shares_of(candidate, devices)
+    rooms: list[int] = []
+    for device, gpu, rest_bytes in zip(devices, own, rests_bytes, strict=True):
+        cached_bytes = _cached(candidate, device.reserved_bytes, device.size_bytes)
+        most_bytes = _most_beside(gpu, rest_bytes + device.size_bytes)
+        rooms.append(device.size_bytes + max(device.padding_bytes, min(cached_bytes, most_bytes)))
+    return tuple(rooms)
+
+
+def _cached(candidate: Candidate, reserved_bytes: int, size_bytes: int) -> int:
+    """What an allocator has beside storages of that size that go, and those that it keeps; with what it rounds up."""
+    stays_bytes = 0 if candidate.agent is None else sum(item.size_bytes for item in candidate.agent.left_alone)
+    cached_bytes = reserved_bytes - stays_bytes - size_bytes
+    return cached_bytes + SEGMENT_BYTES if cached_bytes > 0 else 0
+
+
+def _most_beside(gpu: GpuRoom, others_bytes: int) -> int:
+    """How much there could ever be on such a GPU besides: who has it to himself may have cached to the last bit."""
+    if gpu.total_bytes is None:
+        return sys.maxsize
+    return max(0, gpu.total_bytes - others_bytes - CONTEXT_BYTES - LAST_BYTES)
+
+
+def devices_of(snapshot: Snapshot, candidate: Candidate) -> tuple[CudaDevice, ...]:
+    """What its agent vouches for on each of its GPUs, in their order; nothing where it is not known of all."""
+    cuda = None if candidate.agent is None else candidate.agent.cuda
+    told = {device.uuid: device for device in cuda.devices} if cuda is not None else {}
+    uuids = {gpu.id: gpu.uuid for gpu in snapshot.gpus}
+    found = [told[uuid] for gpu in candidate.gpus if (uuid := uuids.get(gpu)) in told]
+    return tuple(found) if len(found) == len(candidate.gpus) == len(told) else ()
+
+
+def shares_of(candidate: Candidate, devices: Sequence[CudaDevice] = ()) -> tuple[int, ...]:
+    """What one on several GPUs needs on each of them, in their order; nothing for one on a single GPU.
+
+    Without what it vouches for on these `devices`, and what its allocator keeps there for later.
+    """
+    if len(candidate.gpus) < 2:
+        return ()
+    stays_bytes = 0 if candidate.agent is None else sum(item.size_bytes for item in candidate.agent.left_alone)
+    gone = [max(device.size_bytes, device.reserved_bytes - stays_bytes) for device in devices]
+    held = [candidate.shares_bytes.get(gpu, 0) for gpu in candidate.gpus]
+    rests = [max(0, one - other) for one, other in zip(held, gone, strict=True)] if gone else held
+    return tuple([rest_bytes + RESTORE_MARGIN_BYTES for rest_bytes in rests])
+
+
+def major_of(version: str | None) -> int | None:
+    """The driver's branch; None when it is not known."""
+    head = (version or "").partition(".")[0]
+    return int(head) if head.isascii() and head.isdigit() else None

@@ -1,0 +1,181 @@
+"""What a plan says of itself before it is carried out: how long the job stands, in which steps, and what to know first.
+
+Owns these words and the sum of the estimates. Decides nothing: there is a plan when this is asked. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hegmd.migration.machine.operation import BY_DRIVER, CHECKPOINT, MIGRATE, QUIESCE, RESTART, RESTORE, RESUME, SUSPEND
+from hegmd.migration.machine.wording import gigabytes, listed
+from hegmd.migration.model import Candidate, Plan, Rates, Snapshot
+from hegmd.migration.plan import carrier_choice, restart_rules
+from hegmd.migration.plan.draft import Draft, candidate_of
+from hegmd.migration.plan.throughput import IN, LEFT, OUT, image_s
+from hegmd.protocol.operations import PlannedProcess
+
+SIMULATED = "simulated"
+DRIVER = "driver"
+
+_STEPS = {
+    MIGRATE: "take room and pool; stop at a boundary; take the bytes out; change GPU; put them back; see a boundary",
+    SUSPEND: "take pool; stop at a boundary; take the bytes out; give the GPU's room back",
+    RESUME: "take room; put the bytes back; let it go on; see a boundary; give the pool back",
+    CHECKPOINT: "take pool; stop at a boundary; take the bytes out; write process and bytes",
+    QUIESCE: "stop at a boundary; stand there; let it go on",
+}
+_DRIVER_STEPS = {
+    MIGRATE: "take room; {out}lock and checkpoint; restore on the other GPU and unlock; {in}see it run there",
+    SUSPEND: "{out}lock and checkpoint; see its GPU free of it",
+    RESUME: "take room; restore and unlock; {in}see it run there",
+    CHECKPOINT: "{out}lock and checkpoint; write process and bytes",
+}
+# In the place of the last step of a checkpoint, where the job goes on.
+_LEFT_RUNNING = (
+    "write the process; put the bytes back; let it go on; see a boundary; "
+    "write the bytes from the pool and read all of it back meanwhile"
+)
+_AROUND = {
+    "out": "stop at a boundary; take the bytes out by {carrier}; ",
+    "in": "put the bytes back; let it go on; see a boundary; ",
+}
+
+
+def with_image(plan: Plan, rates: Rates, *, size_bytes: int, leave_running: bool) -> Plan:
+    """The plan of a checkpoint or a handoff, with an image for which the job stands while so much is written, and with
+    its last steps."""
+    made_s = image_s(rates, LEFT if leave_running else OUT, size_bytes)
+    back_s = estimate_s(plan.workers, RESUME, rates) if leave_running else 0.0
+    ends = (*plan.steps, "read all of it back", "end the job")
+    return plan.replace(
+        estimate_s=plan.estimate_s + made_s + back_s,
+        image_s=made_s,
+        ends=not leave_running,
+        steps=(*plan.steps[:-1], *_LEFT_RUNNING.split("; ")) if leave_running else ends,
+    )
+
+
+def from_image(plan: Plan, rates: Rates, *, size_bytes: int) -> Plan:
+    """The plan of a resume, of a job that comes out of an image of that size before it."""
+    read_s = image_s(rates, IN, size_bytes)
+    first = "read the image and restore the processes, side by side"
+    return plan.replace(kind=RESTORE, estimate_s=plan.estimate_s + read_s, image_s=read_s, steps=(first, *plan.steps))
+
+
+def estimate_s(moving: Sequence[PlannedProcess], kind: str, rates: Rates, snapshot: Snapshot | None = None) -> float:
+    """How long the job will stand, beyond the wait for its boundary. Without the node, nothing is thought to have room
+    to be copied beside the driver's steps."""
+    by_driver = [worker for worker in moving if worker.method == DRIVER]
+    size_bytes = sum(worker.size_bytes for worker in moving if worker.method != DRIVER)
+    driver_s = sum(
+        carrier_choice.estimate_s(
+            kind, w.carrier, w.size_bytes, w.rest_bytes, rates, w.overlap_bytes, _copies(snapshot, kind, w), w.own_bytes
+        )
+        for w in by_driver
+    )
+    out_s = size_bytes / rates.out_bytes_per_s if kind != RESUME else 0.0
+    in_s = size_bytes / rates.in_bytes_per_s if kind not in (SUSPEND, CHECKPOINT) else 0.0
+    start_s = restart_rules.START_S if _is_restart(moving) else 0.0
+    return out_s + in_s + driver_s + start_s + (0.0 if by_driver else rates.fixed_s)
+
+
+def _copies(snapshot: Snapshot | None, kind: str, worker: PlannedProcess) -> carrier_choice.Beside:
+    if snapshot is None:
+        return carrier_choice.Beside()
+    at = None if kind == RESUME else worker.gpu
+    return carrier_choice.copies_beside(snapshot, worker.carrier, worker.size_bytes, at, worker.to)
+
+
+def _is_restart(moving: Sequence[PlannedProcess]) -> bool:
+    return any(worker.method == RESTART for worker in moving)
+
+
+def steps(moving: list[PlannedProcess], kind: str) -> tuple[str, ...]:
+    """What would be done, in order."""
+    return tuple(_steps(moving, kind).split("; "))
+
+
+def _steps(moving: list[PlannedProcess], kind: str) -> str:
+    if kind == QUIESCE:
+        return _STEPS[kind]
+    if not moving:
+        return "unlock; see it run"
+    if _is_restart(moving) and kind != RESUME:
+        return restart_rules.STEPS
+    if all(worker.method != DRIVER for worker in moving):
+        return _STEPS[kind]
+    carriers = listed(tuple(dict.fromkeys(w.carrier for w in moving if w.carrier != BY_DRIVER)))
+    around = {name: text.format(carrier=carriers) if carriers else "" for name, text in _AROUND.items()}
+    return _DRIVER_STEPS[kind].format(**around)
+
+
+def hazards(draft: Draft, members: tuple[Candidate, ...], world: int) -> tuple[str, ...]:
+    """What to know before saying yes."""
+    stopped = tuple(_stopped(members))
+    if _is_restart(draft.moving):
+        return (*stopped, *restart_rules.not_kept(members, draft.request))
+    own = tuple(_own_copies(draft))
+    return (*stopped, *_hazards(members, world), *_slow_ways(draft), *own, *_unknown_places(draft))
+
+
+def _stopped(members: tuple[Candidate, ...]) -> Iterator[str]:
+    """First of all, since nothing comes of the rest before they go on."""
+    pids = " ".join(str(candidate.pid) for candidate in members if candidate.stopped)
+    if pids:
+        are = f"processes {pids} are" if " " in pids else f"process {pids} is"
+        yield f"{are} stopped by a signal or a debugger, and would be waited for; let it go on first: kill -CONT {pids}"
+
+
+def _slow_ways(draft: Draft) -> Iterator[str]:
+    """What a faster way was closed by, for whoever could open it."""
+    for worker in draft.moving:
+        why = draft.choices[worker.pid].why if worker.pid in draft.choices else ""
+        candidate = candidate_of(draft.snapshot, worker.pid)
+        if why and candidate is not None and candidate.agent is not None:
+            yield f"the bytes of process {worker.pid} go by {worker.carrier}: {why}"
+
+
+def _own_copies(draft: Draft) -> Iterator[str]:
+    """What does not go by the carrier that is named, from the start."""
+    for worker in draft.moving:
+        if worker.own_bytes:
+            yield (
+                f"{gigabytes(worker.own_bytes)} of process {worker.pid} go by {carrier_choice.WORKER} and not by "
+                f"{worker.carrier}: they share memory with what stays in the process, which nobody else can open later"
+            )
+
+
+def _unknown_places(draft: Draft) -> Iterator[str]:
+    for pid, gpus in draft.anywhere.items():
+        yield (
+            f"on which GPU the driver had process {pid} is not known: it comes back there, and room for it is held on "
+            f"{listed(gpus)} until then"
+        )
+
+
+def _hazards(members: tuple[Candidate, ...], world: int) -> Iterator[str]:
+    for candidate in members:
+        if candidate.agent is not None and candidate.agent.left_alone:
+            yield f"process {candidate.pid} keeps what its agent leaves alone: {left_alone(candidate)}"
+        if candidate.agent is None:
+            yield (
+                f"process {candidate.pid} has no agent: managed memory, and another's video memory open through CUDA "
+                "IPC, cannot be seen from outside; with the latter the driver could not bring it back"
+            )
+        if len(candidate.gpus) > 1:
+            yield (
+                f"process {candidate.pid} is on several GPUs: once moved, copies between these go through host "
+                "memory, and a kernel that reads another one's memory by itself fails"
+            )
+    ranks = [c for c in members if c.agent and c.agent.rank is not None]
+    if world > len(ranks) and world > 1:
+        yield f"{len(ranks)} of the job's {world} ranks are here; the others wait for them meanwhile"
+
+
+def left_alone(candidate: Candidate) -> str:
+    """What its agent does not vouch for, and why, in words."""
+    if candidate.agent is None:
+        return ""
+    items = candidate.agent.left_alone
+    return "; ".join(f"{item.storages} storages, {gigabytes(item.size_bytes)}: {item.why}" for item in items)

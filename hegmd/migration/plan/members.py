@@ -1,0 +1,150 @@
+"""Who moves: the processes that were named, what belongs to them, and what speaks against stopping each. Pure.
+
+A job moves as one: its ranks would wait for one another, and processes that have started one another may share what the
+driver restores only together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hegmd.errors import BUSY, NOT_FOUND, REFUSED
+from hegmd.migration.machine.describe import in_hand
+from hegmd.migration.machine.machine import HOLDING
+from hegmd.migration.machine.next_effects import SUSPENDED
+from hegmd.migration.machine.operation import CHECKPOINT, QUIESCE, RESTART
+from hegmd.migration.machine.wording import listed, otherwise
+from hegmd.migration.model import Candidate, Snapshot
+from hegmd.migration.plan.draft import Draft, candidate_of
+
+NVIDIA = "nvidia"
+
+
+def members_of(snapshot: Snapshot, candidate: Candidate) -> tuple[Candidate, ...]:
+    """Those that move with it, itself among them: the processes of its job, and its kin."""
+    return tuple(
+        [
+            other
+            for other in snapshot.candidates
+            if other.pid == candidate.pid or _is_same_job(other, candidate) or _are_kin(snapshot, other, candidate)
+        ]
+    )
+
+
+def members_named(draft: Draft) -> Iterator[Candidate]:
+    """The processes that were named, and with each the others that move with it."""
+    seen: set[int] = set()
+    for pid in draft.request.pids:
+        candidate = candidate_of(draft.snapshot, pid)
+        if candidate is None and pid in draft.snapshot.beginning:
+            hint = "wait until hegmctl ps has it on one, and ask again; a loop without a loader calls hegm.boundary()"
+            message = f"process {pid} is still beginning, and on no GPU before its first batch"
+            draft.against(REFUSED, message, hint, pid=pid)
+            continue
+        held = next((op for op in draft.snapshot.running if any(w.pid == pid and w.is_absent for w in op.live)), None)
+        if candidate is None and held is not None:
+            message = f"process {pid} has ended, and operation {held.id} ({held.phase}) has its state"
+            draft.against(
+                BUSY,
+                message,
+                otherwise(held) if held.phase == SUSPENDED else f"watch it with: hegmctl op {held.id}",
+                pid=pid,
+            )
+            continue
+        if candidate is None:
+            draft.against(NOT_FOUND, f"process {pid} is on no GPU", "see who is with: hegmctl ps", pid=pid)
+            continue
+        for member in members_of(draft.snapshot, candidate):
+            if member.pid not in seen:
+                seen.add(member.pid)
+                yield member
+
+
+def _is_same_job(one: Candidate, other: Candidate) -> bool:
+    return one.job is not None and one.job == other.job and one.uid == other.uid
+
+
+def _are_kin(snapshot: Snapshot, one: Candidate, other: Candidate) -> bool:
+    """Whether one has started the other, or some process on a GPU both: they may share what the driver restores."""
+    return _first_parent(snapshot, one) == _first_parent(snapshot, other)
+
+
+def _first_parent(snapshot: Snapshot, candidate: Candidate) -> int:
+    seen = {candidate.pid}
+    while candidate.parent is not None and candidate.parent not in seen:
+        parent = candidate_of(snapshot, candidate.parent)
+        if parent is None:
+            break
+        candidate = parent
+        seen.add(candidate.pid)
+    return candidate.pid
+
+
+def can_be_stopped(draft: Draft, candidate: Candidate) -> bool:
+    """Whether nothing speaks against stopping it; what does is in the draft."""
+    before = len(draft.reasons)
+    who = f"process {candidate.pid}"
+    for op in draft.snapshot.running:
+        if op.phase == HOLDING and draft.request.kind != QUIESCE:
+            continue  # it holds its job for whoever wants it next
+        if any(worker.pid == candidate.pid for worker in op.live):
+            draft.against(BUSY, *in_hand(op, candidate.pid, draft.request.kind), pid=candidate.pid)
+            return False  # where it is and what it holds is that operation's doing, and no reason of its own
+        is_its = candidate.job is not None and candidate.uid == op.owner_uid
+        if is_its and any(worker.restarts and worker.run == candidate.job for worker in op.live):
+            message = f"operation {op.id} ({op.kind}, {op.phase}) has started {who}, and waits for its next boundary"
+            draft.against(BUSY, message, f"see: hegmctl op {op.id}", pid=candidate.pid)
+            return False
+    on_cpu = candidate.on_cpu and not candidate.gpus
+    if candidate.agent is not None and candidate.agent.rank is not None and not candidate.gpus and not on_cpu:
+        # It is among the candidates for its job's sake: the others must not leave without it.
+        hint = "its ranks move together: ask again when all of them train"
+        message = f"rank {candidate.agent.rank} ({who}) has not said yet what it holds"
+        draft.against(REFUSED, message, hint, pid=candidate.pid)
+        return False
+    if candidate.agent is None:
+        if not are_of(draft, candidate, NVIDIA):
+            hint = "start the job with `hegmctl run`; a process without an agent cannot be stopped between two batches"
+            draft.against(REFUSED, f"{who} has no agent", hint, pid=candidate.pid)
+    elif candidate.agent.size_bytes is None:
+        hint = "it has not trained yet, or its agent is just connecting; ask again in a moment"
+        draft.against(REFUSED, f"the agent of {who} has not said yet what it holds", hint, pid=candidate.pid)
+    if on_cpu:
+        if draft.request.via != RESTART:
+            hint = "only what is on a GPU can be taken off it; see hegmctl ps"
+            draft.against(REFUSED, f"{who} trains on the CPU, and has nothing on a GPU", hint, pid=candidate.pid)
+    elif not candidate.gpus and candidate.agent is not None and candidate.agent.size_bytes == 0:
+        hint = "a job can be moved once it has storages of PyTorch; hegmctl ps shows who is on the GPUs"
+        draft.against(REFUSED, f"{who} holds nothing that could be moved", hint, pid=candidate.pid)
+    elif not candidate.gpus:
+        hint = "only processes on GPUs that are known can be moved; see hegmctl ps"
+        draft.against(REFUSED, f"{who} is on no GPU that is known", hint, pid=candidate.pid)
+    elif len(candidate.gpus) > 1 and draft.request.via != RESTART:
+        _judge_several(draft, candidate, f"{who} is on {listed(candidate.gpus)}")
+    return len(draft.reasons) == before
+
+
+def _judge_several(draft: Draft, candidate: Candidate, who_is: str) -> None:
+    """One on several GPUs that reach into one another's memory is lost by the driver's restore, and that is seen and
+    undone from inside the process alone."""
+    if not are_of(draft, candidate, NVIDIA):
+        hint = "on several GPUs only processes on NVIDIA's can be moved"
+        draft.against(REFUSED, who_is, hint, pid=candidate.pid)
+    elif candidate.agent is None:
+        hint = "start the job with `hegmctl run`: its agent undoes that before it is moved"
+        message = f"{who_is}, and without an agent nobody sees whether these reach into one another's memory"
+        draft.against(
+            REFUSED, f"{message}: then the driver could take it off and never bring it back", hint, pid=candidate.pid
+        )
+    elif candidate.agent.cuda is None:
+        hint = "only PyTorch's access from GPU to GPU can be undone before a move"
+        draft.against(REFUSED, f"{who_is}, and its agent does not know what it does there", hint, pid=candidate.pid)
+    elif draft.request.kind == CHECKPOINT:
+        hint = f"take it off its GPUs for a while instead: hegmctl suspend {candidate.pid}"
+        draft.against(REFUSED, f"{who_is}, and an image is of processes on one GPU", hint, pid=candidate.pid)
+
+
+def are_of(draft: Draft, candidate: Candidate, vendor: str) -> bool:
+    """Whether all its GPUs are that vendor's."""
+    gpus = [draft.gpu(name) for name in candidate.gpus]
+    return bool(gpus) and all(gpu is not None and gpu.vendor == vendor for gpu in gpus)

@@ -1,0 +1,410 @@
+"""What an operation would do, or why it cannot: from one look at the node and what was asked to a Plan or Reasons.
+
+Owns the questions that are asked before anything is done, and the words of the answers. Pure: `--dry-run` and the real
+thing run the same code on the same snapshot, so they say the same. It promises nothing: room and pool are only looked
+at here and taken by the machine, which turns back when somebody was quicker. Who may ask is decided elsewhere, before.
+
+All reasons are given at once, each with the next step. What a plan says of itself is in `estimate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hegmd.errors import BUSY, REFUSED
+from hegmd.memory.sizes import CONTEXT_BYTES, whole_size
+from hegmd.migration.machine.operation import (
+    BY_DRIVER,
+    CHECKPOINT,
+    QUIESCE,
+    RESTART,
+    RESUME,
+    SUSPEND,
+    Operation,
+    Worker,
+)
+from hegmd.migration.machine.wording import gigabytes, listed, named, resuming
+from hegmd.migration.model import Candidate, GpuRoom, Plan, Request, Snapshot
+from hegmd.migration.plan import carrier_choice, driver_rules, estimate, restart_rules, targets
+from hegmd.migration.plan.carrier_choice import Choice, Refusal
+from hegmd.migration.plan.draft import Draft, candidate_of, left_by_others, room_needed
+from hegmd.migration.plan.estimate import DRIVER, SIMULATED
+from hegmd.migration.plan.forecast import expected
+from hegmd.migration.plan.members import NVIDIA, can_be_stopped, members_named
+from hegmd.node.gpu_sets import gpus_of, place_of
+from hegmd.protocol.operations import PlannedProcess, Reason
+
+# A suspend that leaves more than this share of the bytes where they are would not be worth the name.
+MOST_LEFT_PERCENT = 50
+
+
+def planned(snapshot: Snapshot, request: Request) -> Plan | tuple[Reason, ...]:
+    """The plan for a migration or a suspension, or every reason against it; a restart only if nothing else goes."""
+    found = _planned(snapshot, request)
+    if isinstance(found, Plan) or request.via == RESTART or request.kind in (SUSPEND, CHECKPOINT, QUIESCE):
+        return found
+    if not request.allow_restart:
+        return restart_rules.offer(found, tuple(members_named(Draft(snapshot, request))))
+    other = _planned(snapshot, request.replace(via=RESTART))
+    if isinstance(other, Plan):
+        return other.replace(hazards=(restart_rules.why_not_better(found), *other.hazards))
+    return (*found, *[reason for reason in other if reason not in found])
+
+
+def _planned(snapshot: Snapshot, request: Request) -> Plan | tuple[Reason, ...]:
+    draft = Draft(expected(snapshot), request)
+    members = tuple(members_named(draft))
+    for candidate in members:
+        if can_be_stopped(draft, candidate):
+            (_place if request.kind != QUIESCE else _leave_in_place)(draft, candidate)
+    if request.via == RESTART:
+        restart_rules.judge_ranks(draft, members)
+    if members and not draft.reasons and request.kind != QUIESCE:
+        _judge_whole(draft, members)
+    if draft.reasons or not members:
+        return tuple(draft.reasons)
+    return _plan(draft, request.kind, members)
+
+
+def planned_resume(snapshot: Snapshot, request: Request, op: Operation) -> Plan | tuple[Reason, ...]:
+    """The plan for going on with a suspended operation, or every reason why it cannot."""
+    draft = Draft(expected(snapshot), request)
+    if op.phase != "suspended":
+        hint = f"watch it with: hegmctl op {op.id}"
+        draft.against(REFUSED, f"operation {op.id} is {op.phase}; only a suspended one can be resumed", hint)
+        return tuple(draft.reasons)
+    members: list[Candidate] = []
+    for worker in op.live:
+        candidate = candidate_of(snapshot, worker.pid)
+        if worker.is_absent:
+            _place_suspended(draft, worker, None)
+            continue
+        if candidate is None or (candidate.agent is None and worker.has_agent):
+            hint = "it connects by itself within seconds; if it does not, see the log of the job"
+            draft.against(REFUSED, f"the agent of process {worker.pid} is not connected", hint, pid=worker.pid)
+            continue
+        members.append(candidate)
+        _place_suspended(draft, worker, candidate)
+    if draft.workers and not draft.reasons:
+        held = {worker.pid: worker.rooms for worker in op.live}
+        kept = {planned.pid: held[planned.pid].get(planned.to or "", 0) for planned in draft.workers}
+        _judge_room(draft, room_needed(draft, kept))
+    if draft.reasons:
+        return tuple(draft.reasons)
+    plan = _plan(draft, RESUME, tuple(members))
+    absent = [worker for worker in op.live if worker.is_absent]
+    return plan.replace(hazards=(*plan.hazards, _started_by(op))) if absent else plan
+
+
+def _started_by(op: Operation) -> str:
+    return f"it takes the hegmctl run that started it, if that is there still and waits; else: {resuming(op)}"
+
+
+def planned_return(snapshot: Snapshot, suspended: Plan, to: str) -> Plan | tuple[Reason, ...]:
+    """The plan for the return of what that plan is going to suspend, to that GPU, or every reason why it cannot be."""
+    pids = tuple([worker.pid for worker in suspended.workers])
+    draft = Draft(expected(snapshot), Request(kind=RESUME, pids=pids, to=to))
+    draft.workers += [worker.replace(gpu=None, to=to) for worker in suspended.workers]
+    _judge_room(draft, room_needed(draft, {}))
+    members = tuple([candidate for candidate in snapshot.candidates if candidate.pid in pids])
+    return tuple(draft.reasons) or _plan(draft, RESUME, members)
+
+
+def planned_handoff(op: Operation) -> Plan:
+    """What is done of a suspended job that goes into an image: nothing of it moves any more."""
+    workers = [
+        PlannedProcess(
+            pid=worker.pid,
+            name=worker.name,
+            gpu=None,
+            to=None,
+            size_bytes=worker.carried_bytes,
+            carrier=worker.carrier,
+            method=worker.method,
+        )
+        for worker in op.live
+    ]
+    return Plan(
+        kind=CHECKPOINT,
+        way="agent",
+        workers=tuple(workers),
+        size_bytes=sum(worker.size_bytes for worker in workers),
+        room_needed_bytes={},
+        room_free_bytes={},
+        pool_needed_bytes=0,
+        pool_free_bytes=0,
+        estimate_s=0.0,
+        lockstep=op.lockstep,
+        steps=("write process and bytes",),
+    )
+
+
+# ---- where to --------------------------------------------------------------------------------------------------------
+
+
+def _place(draft: Draft, candidate: Candidate) -> None:
+    request, source = draft.request, place_of(candidate.gpus)
+    if request.kind == CHECKPOINT and candidate.agent is None:
+        hint = f"start it with hegmctl run; as it is it can be moved or suspended: hegmctl suspend {candidate.pid}"
+        draft.against(REFUSED, f"process {candidate.pid} has no agent, which an image needs", hint, pid=candidate.pid)
+        return
+    if request.via == RESTART:
+        restart_rules.place(draft, candidate)
+        return
+    own = targets.judge_source(draft, candidate.pid, source)
+    to = None
+    if own and request.kind not in (SUSPEND, CHECKPOINT):
+        asked = request.placement.get(str(candidate.pid), request.to or source)
+        to = targets.destination(draft, candidate.pid, source, asked)
+        if to is None:
+            return
+        targets.judge_place(draft, to, source, own[0].vendor, own[0].chip)
+    if not own:
+        return
+    if own[0].vendor == NVIDIA:
+        _place_by_driver(draft, candidate, own, to)
+    elif own[0].vendor == SIMULATED and candidate.agent is not None:
+        _place_simulated(draft, candidate, to)
+    else:
+        message = f"{source} is of vendor {own[0].vendor}, which no carrier serves yet"
+        draft.against(
+            REFUSED,
+            message,
+            "this version moves processes between NVIDIA's GPUs and between simulated ones",
+            gpu=source,
+        )
+
+
+def _leave_in_place(draft: Draft, candidate: Candidate) -> None:
+    """One that is only to stand keeps all that it has: nothing has to fit anywhere, and no driver is asked."""
+    if candidate.agent is None:
+        hint = f"start it with hegmctl run; as it is it can be suspended: hegmctl suspend {candidate.pid}"
+        message = f"process {candidate.pid} has no agent, and so no boundary at which it could stand"
+        draft.against(REFUSED, message, hint, pid=candidate.pid)
+        return
+    own = draft.gpu(candidate.gpus[0])
+    draft.workers.append(
+        PlannedProcess(
+            pid=candidate.pid,
+            name=named(candidate),
+            gpu=candidate.gpus[0],
+            to=candidate.gpus[0],
+            size_bytes=candidate.agent.size_bytes or 0,
+            carrier="none",
+            method=DRIVER if own is not None and own.vendor == NVIDIA else SIMULATED,
+        )
+    )
+
+
+def _place_simulated(draft: Draft, candidate: Candidate, to: str | None) -> None:
+    agent = candidate.agent
+    asked = draft.request.carrier
+    if asked not in {None, carrier_choice.WORKER}:
+        message = (
+            f"{str(asked)[:40]} cannot carry process {candidate.pid}: on simulated GPUs its bytes go by its own hands"
+        )
+        draft.against(
+            REFUSED, message, f"ask for {carrier_choice.WORKER}, or leave the choice to hegmd", pid=candidate.pid
+        )
+        return
+    size_bytes = 0 if agent is None else agent.size_bytes or 0
+    draft.choices[candidate.pid] = Choice(carrier_choice.WORKER, pool_bytes=size_bytes)
+    draft.workers.append(
+        PlannedProcess(
+            pid=candidate.pid,
+            name=named(candidate),
+            gpu=candidate.gpus[0],
+            to=to,
+            size_bytes=size_bytes,
+            left_alone_bytes=0 if agent is None else sum(item.size_bytes for item in agent.left_alone),
+            carrier="none" if to == candidate.gpus[0] else carrier_choice.WORKER,
+        )
+    )
+
+
+def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuRoom, ...], to: str | None) -> None:
+    """One whose context only NVIDIA's driver can take off; its storages go by the fastest carrier that can."""
+    source = place_of(candidate.gpus)
+    stays = to == source
+    for gpu in () if stays else own:
+        for reason in driver_rules.against_leaving(draft.snapshot, candidate, gpu):
+            draft.against(*reason, pid=candidate.pid, gpu=gpu.id)
+        for reason in () if to is None else driver_rules.against_moving(gpu):
+            draft.against(*reason, pid=candidate.pid, gpu=gpu.id)
+    choice = carrier_choice.choose_as_asked(draft.snapshot, draft.request, candidate, own[0], left_by_others(draft, to))
+    if isinstance(choice, Refusal):
+        draft.against(REFUSED, choice.message, choice.hint, pid=candidate.pid)
+        return
+    vouched_bytes = 0 if candidate.agent is None else candidate.agent.size_bytes or 0
+    by_driver = choice.carrier == BY_DRIVER
+    rest_bytes = driver_rules.rest_of(candidate) + (vouched_bytes if by_driver and candidate.agent is not None else 0)
+    stacks_bytes = driver_rules.stacks_of(candidate) if choice.carrier in carrier_choice.SHOWN else 0
+    devices = () if by_driver or len(candidate.gpus) < 2 else driver_rules.devices_of(draft.snapshot, candidate)
+    shares_bytes = driver_rules.shares_of(candidate, devices)
+    rest_bytes = sum(shares_bytes) if shares_bytes else rest_bytes
+    rooms_bytes = driver_rules.storage_rooms(candidate, devices, own) if devices else ()
+    beside_bytes = 0 if by_driver else driver_rules.beside_of(candidate, own[0])
+    if rooms_bytes:
+        beside_bytes = sum(rooms_bytes) - sum(device.size_bytes for device in devices)
+    for reason in () if stays else driver_rules.against_memory(draft.snapshot, candidate, rest_bytes):
+        draft.against(*reason, pid=candidate.pid)
+    draft.choices[candidate.pid] = choice
+    draft.workers.append(
+        PlannedProcess(
+            pid=candidate.pid,
+            name=named(candidate),
+            gpu=source,
+            to=to,
+            size_bytes=candidate.vram_bytes or 0 if by_driver else vouched_bytes,
+            carrier="none" if stays else choice.carrier,
+            method=DRIVER,
+            rest_bytes=max(0, rest_bytes - stacks_bytes),
+            beside_bytes=stacks_bytes + beside_bytes,
+            shares_bytes=shares_bytes,
+            storage_shares_bytes=rooms_bytes,
+            overlap_bytes=choice.overlap_bytes,
+            own_bytes=0 if stays else carrier_choice.own_bytes(candidate, choice.carrier),
+        )
+    )
+
+
+def _place_suspended(draft: Draft, worker: Worker, candidate: Candidate | None) -> None:
+    to = _place_resumed(draft, worker)
+    if to is None:
+        return
+    target = draft.gpu(next(iter(gpus_of(to)), None))
+    targets.judge_place(
+        draft, to, None, target.vendor if target else SIMULATED, None if worker.restarts else worker.chip
+    )
+    left = draft.gpu(next(iter(gpus_of(worker.left)), None))
+    for reason in driver_rules.against_moving(left) if left is not None and worker.left != to else ():
+        if worker.method == DRIVER:
+            draft.against(*reason, pid=worker.pid, gpu=to)
+    helped = worker.carrier in carrier_choice.SHOWN
+    draft.choices[worker.pid] = Choice(worker.carrier, target_bytes=CONTEXT_BYTES if helped else 0)
+    draft.workers.append(
+        PlannedProcess(
+            pid=worker.pid,
+            name=worker.name if candidate is None else named(candidate),
+            gpu=worker.at if to == worker.at else None,
+            to=to,
+            size_bytes=worker.carried_bytes,
+            carrier=worker.carrier,
+            method=worker.method,
+            rest_bytes=worker.rest_bytes,
+            beside_bytes=worker.beside_bytes,
+            shares_bytes=worker.shares_bytes,
+            storage_shares_bytes=worker.storage_shares_bytes,
+            overlap_bytes=worker.overlap_bytes,
+        )
+    )
+
+
+def _place_resumed(draft: Draft, worker: Worker) -> str | None:
+    """Where one that is suspended goes on; None, with the reason in the draft, where that is not known."""
+    asked = draft.request.placement.get(str(worker.pid), draft.request.to)
+    if worker.anywhere:
+        to = targets.place_anywhere(draft, worker)
+    elif worker.at is not None and worker.method == DRIVER and not worker.parked and not worker.out:
+        to = worker.at  # it was never off
+    elif asked is not None:
+        return targets.destination(draft, worker.pid, worker.left or worker.was_on, asked, anew=worker.restarts)
+    else:
+        to = worker.keeps or worker.was_on
+    if to is None:
+        hint = "name one with --to; see hegmctl gpus"
+        draft.against(REFUSED, f"it is not known on which GPU process {worker.pid} was", hint, pid=worker.pid)
+    return to
+
+
+# ---- whether it fits -------------------------------------------------------------------------------------------------
+
+
+def _judge_whole(draft: Draft, members: tuple[Candidate, ...]) -> None:
+    moving = draft.moving
+    if not moving:
+        where = listed(tuple(dict.fromkeys(str(worker.to) for worker in draft.workers)))
+        pids = listed(tuple(str(worker.pid) for worker in draft.workers))
+        who = f"process {pids} is" if len(draft.workers) == 1 else f"processes {pids} are"
+        draft.against(REFUSED, f"{who} on {where} already", "name another GPU with --to; see hegmctl gpus")
+        return
+    _judge_room(draft, room_needed(draft, {}))
+    pooled_bytes = sum(draft.choices[worker.pid].pool_bytes for worker in moving)
+    _judge_pool(draft, pooled_bytes, _pool_needed(draft))
+    for worker in moving:
+        if worker.method == DRIVER:
+            continue  # what no carrier takes goes with the driver
+        whole = worker.size_bytes + worker.left_alone_bytes
+        if draft.request.kind == SUSPEND and worker.left_alone_bytes * 100 > whole * MOST_LEFT_PERCENT:
+            candidate = candidate_of(draft.snapshot, worker.pid)
+            why = estimate.left_alone(candidate) if candidate else ""
+            message = f"of {gigabytes(whole)} of process {worker.pid}, {gigabytes(worker.left_alone_bytes)} would stay"
+            draft.against(REFUSED, message, f"they are left alone because: {why}", pid=worker.pid)
+
+
+def _judge_room(draft: Draft, needed: Mapping[str, int]) -> None:
+    for name, size_bytes in needed.items():
+        gpu = draft.gpu(name)
+        if gpu is None:
+            continue
+        if gpu.free_bytes is None:
+            draft.against(REFUSED, f"how much is free on {name} is not known", "see hegmctl doctor", gpu=name)
+        elif gpu.free_bytes < size_bytes:
+            message = f"{name} has {gigabytes(gpu.free_bytes)} free and {gigabytes(size_bytes)} are needed"
+            left = {worker.gpu for worker in draft.workers if worker.to == name}
+            others = [
+                other.id
+                for other in draft.snapshot.gpus
+                if other.state == "ok" and other.chip == gpu.chip and (other.free_bytes or 0) >= size_bytes
+                if other.id not in left
+            ]
+            hint = f"there is room on {listed(tuple(others))}" if others else "suspend or move something off it first"
+            draft.against(REFUSED, message, hint, gpu=name)
+
+
+def _pool_needed(draft: Draft) -> int:
+    """What the pool will be asked for: a piece for each that has any bytes for it, as large as pieces are made."""
+    sizes = [draft.choices[worker.pid].pool_bytes for worker in draft.moving]
+    return sum(whole_size(size_bytes) for size_bytes in sizes if size_bytes)
+
+
+def _judge_pool(draft: Draft, carried_bytes: int, needed_bytes: int) -> None:
+    pool = draft.snapshot.pool
+    needed = f"{gigabytes(needed_bytes)} of the pool are needed for the {gigabytes(carried_bytes)} to be carried"
+    if needed_bytes > pool.budget_bytes:
+        message = f"{needed}, over its budget of {gigabytes(pool.budget_bytes)}"
+        draft.against(REFUSED, message, "raise pool.budget_bytes in the configuration, if the node has the memory")
+    elif needed_bytes > pool.free_bytes:
+        message = f"{needed}, and {gigabytes(pool.free_bytes)} are free"
+        draft.against(BUSY, message, "wait for what is in it, or resume what is suspended; see hegmctl ops")
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+def _way(draft: Draft, members: tuple[Candidate, ...]) -> str:
+    if any(worker.method == RESTART for worker in draft.moving):
+        return RESTART
+    return "agent" if any(candidate.agent is not None for candidate in members) else DRIVER
+
+
+def _plan(draft: Draft, kind: str, members: tuple[Candidate, ...]) -> Plan:
+    moving = draft.moving
+    needed = room_needed(draft, {})
+    world = max((c.agent.world_size or 1 for c in members if c.agent), default=1)
+    free = {gpu.id: gpu.free_bytes for gpu in draft.snapshot.gpus if gpu.id in needed and gpu.free_bytes is not None}
+    return Plan(
+        kind=kind,
+        way=_way(draft, members),
+        workers=tuple(draft.workers),
+        size_bytes=sum(worker.size_bytes for worker in moving),
+        room_needed_bytes=needed,
+        room_free_bytes=free,
+        pool_needed_bytes=0 if kind == RESUME else _pool_needed(draft),
+        pool_free_bytes=draft.snapshot.pool.free_bytes,
+        estimate_s=estimate.estimate_s(moving, kind, draft.snapshot.rates, draft.snapshot),
+        lockstep=world > 1 or restart_rules.are_launched(draft, members),
+        hazards=estimate.hazards(draft, members, world),
+        steps=estimate.steps(moving, kind),
+        respawn=draft.request.respawn if any(worker.method == RESTART for worker in moving) else None,
+    )

@@ -1,0 +1,212 @@
+"""Plans of several operations in a row: a GPU that is emptied, and two jobs that change places.
+
+Owns which steps there are, in what order and which of them at once, each planned on the node as the steps before it
+leave it; so what a dry run says of the last step counts with the first. Whether a single step can be is planner.py's to
+say. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+from hegmd.errors import REFUSED
+from hegmd.migration.machine.operation import MIGRATE, SUSPEND
+from hegmd.migration.machine.wording import listed
+from hegmd.migration.model import Candidate, Plan, Request, Snapshot
+from hegmd.migration.plan.carrier_choice import PEER, WORKER
+from hegmd.migration.plan.draft import candidate_of
+from hegmd.migration.plan.forecast import after
+from hegmd.migration.plan.members import members_of
+from hegmd.migration.plan.planner import planned, planned_return
+from hegmd.protocol.operations import Reason
+
+_ON_ONE_EACH = "swap is for jobs on one GPU each; see hegmctl migrate"
+
+Outcome = tuple[Plan, ...] | tuple[Reason, ...]
+
+
+# ---- a GPU that is emptied -------------------------------------------------------------------------------------------
+
+
+def occupants(snapshot: Snapshot, gpu: str) -> Iterator[int]:
+    """One process of each job on that GPU."""
+    seen: set[int] = set()
+    for candidate in snapshot.candidates:
+        if gpu in candidate.gpus and candidate.pid not in seen:
+            seen.update(member.pid for member in members_of(snapshot, candidate))
+            yield candidate.pid
+
+
+def departure(snapshot: Snapshot, pid: int, gpu: str, to: Sequence[str]) -> Plan | tuple[Reason, ...]:
+    """The plan that takes a job off that GPU, to the first of those named that takes it; its other processes stay.
+
+    With none named, the others are tried, the one with most room first. Refused, every reason of every target is given.
+    """
+    candidate = candidate_of(snapshot, pid)
+    members = () if candidate is None else members_of(snapshot, candidate)
+    leaving = {member.pid: _leave(member, gpu) for member in members if gpu in member.gpus} or {pid: ""}
+    reasons: dict[Reason, None] = {}
+    for target in to or _others(snapshot, gpu):
+        placement = {str(member): leave + target for member, leave in leaving.items()}
+        request = Request(kind=MIGRATE, pids=(pid,), placement=placement)
+        found = planned(snapshot, request)
+        if isinstance(found, Plan):
+            return found
+        reasons.update(dict.fromkeys(found))
+    if not reasons:
+        hint = f"take what is on it off: hegmctl suspend {pid}"
+        return (Reason(code=REFUSED.name, message=f"there is no other GPU than {gpu}", hint=hint, pid=pid),)
+    return tuple(reasons)
+
+
+def _leave(member: Candidate, gpu: str) -> str:
+    """What comes before its target: of one on several GPUs only what is on that GPU is to leave."""
+    return f"{gpu}=" if len(member.gpus) > 1 else ""
+
+
+def planned_drain(
+    snapshot: Snapshot, gpu: str, to: Sequence[str]
+) -> tuple[tuple[Plan, ...], tuple[tuple[Reason, ...], ...]]:
+    """The plans that empty a GPU, one for each job, and for each job that has to stay, why."""
+    plans: list[Plan] = []
+    stays: list[tuple[Reason, ...]] = []
+    for pid in tuple(occupants(snapshot, gpu)):
+        found = departure(snapshot, pid, gpu, to)
+        if isinstance(found, Plan):
+            plans.append(found)
+            snapshot = after(snapshot, found)
+        else:
+            stays.append(found)
+    return tuple(plans), tuple(stays)
+
+
+def _others(snapshot: Snapshot, gpu: str) -> list[str]:
+    others = [other for other in snapshot.gpus if other.id != gpu and other.state == "ok"]
+    return [other.id for other in sorted(others, key=lambda other: -(other.free_bytes or 0))]
+
+
+# ---- two jobs that change places -------------------------------------------------------------------------------------
+
+
+def planned_swap(snapshot: Snapshot, first: int, second: int) -> Outcome:
+    """The steps by which two jobs, or two processes of one, change places, or every reason why they cannot.
+
+    Where there is room for one beside the other, it is two moves. Where there is not, both go to the pool at once and
+    come back crosswise at once, each over its own GPU's link; or the first alone waits there, where the pool has not
+    the room for both, or the second goes straight from GPU to GPU, which is over before its bytes would be in the pool.
+    So they do where there is room for one beside the other but not for a context to copy by: their own copies take
+    several times as long as the helper's.
+    """
+    if first == second:
+        return (_against(f"process {first} cannot change places with itself", "name two processes; see hegmctl ps"),)
+    one, other = candidate_of(snapshot, first), candidate_of(snapshot, second)
+    if one is None or other is None or len(one.gpus) != 1 or len(other.gpus) != 1:
+        return _not_to_be_moved(snapshot, (first, second))
+    there, here = one.gpus[0], other.gpus[0]
+    if there == here:
+        return (_against(f"{first} and {second} are both on {here}", "see hegmctl ps"),)
+    if other in members_of(snapshot, one):  # which moves as one: two steps would each take all of it along
+        placement = {str(first): here, str(second): there}
+        found = planned(snapshot, Request(kind=MIGRATE, pids=(first, second), placement=placement))
+        return (found,) if isinstance(found, Plan) else found
+    for candidate in (one, other):
+        gpus = dict.fromkeys(gpu for member in members_of(snapshot, candidate) for gpu in member.gpus)
+        if len(gpus) > 1:
+            message = f"the job of process {candidate.pid} is on {listed(tuple(gpus))}"
+            return (_against(message, _ON_ONE_EACH, candidate.pid),)
+    return _exchange(snapshot, (first, here), (second, there))
+
+
+def _exchange(snapshot: Snapshot, first: tuple[int, str], second: tuple[int, str]) -> Outcome:
+    refused: tuple[Reason, ...] = ()
+    by_hand: Outcome = ()
+    for order in ((first, second), (second, first)):
+        found = _in_a_row(snapshot, order)
+        if all(isinstance(step, Plan) for step in found):
+            if not _goes_by(WORKER, found):
+                return found
+            by_hand = by_hand or found
+        refused = refused or tuple(step for step in found if isinstance(step, Reason))
+    by_one = _past_one_in_the_pool(snapshot, first, second)
+    if _goes_by(PEER, [step for step in by_one if isinstance(step, Plan) and step.kind == MIGRATE]):
+        return by_one
+    by_both = _past_both_in_the_pool(snapshot, first, second)
+    is_open = all(isinstance(step, Plan) for step in by_both)
+    if by_hand and (not is_open or _goes_by(WORKER, by_both)):
+        return by_hand
+    return by_both if is_open else by_one
+
+
+def _past_one_in_the_pool(snapshot: Snapshot, first: tuple[int, str], second: tuple[int, str]) -> Outcome:
+    (pid, here), (other, there) = first, second
+    leaves = planned(snapshot, Request(kind=SUSPEND, pids=(pid,)))
+    if not isinstance(leaves, Plan):
+        return leaves
+    empty = after(snapshot, leaves)
+    moves = planned(empty, Request(kind=MIGRATE, pids=(other,), to=there))
+    if not isinstance(moves, Plan):
+        return moves
+    comes = planned_return(after(empty, moves), leaves, here)
+    return (leaves, moves, comes) if isinstance(comes, Plan) else comes
+
+
+def _past_both_in_the_pool(snapshot: Snapshot, first: tuple[int, str], second: tuple[int, str]) -> Outcome:
+    leave: list[Plan] = []
+    for pid, _ in (first, second):
+        found = planned(snapshot, Request(kind=SUSPEND, pids=(pid,)))
+        if not isinstance(found, Plan):
+            return found
+        leave.append(found)
+        snapshot = after(snapshot, found)
+    come: list[Plan] = []
+    for left, (_, to) in zip(leave, (first, second), strict=True):
+        found = planned_return(snapshot, left, to)
+        if not isinstance(found, Plan):
+            return found
+        come.append(found)
+        snapshot = after(snapshot, found)
+    return (*leave, *come)
+
+
+def _goes_by(carrier: str, steps: Iterable[Plan | Reason]) -> bool:
+    """Whether any of those has its bytes carried so in one of these steps."""
+    return any(worker.carrier == carrier for step in steps if isinstance(step, Plan) for worker in step.workers)
+
+
+def at_once(steps: Sequence[Plan]) -> Iterator[tuple[Plan, ...]]:
+    """The steps of a swap, in order; those that are for the pool or from it, one behind the other, go at once."""
+    for kind, alike in groupby(steps, key=lambda step: step.kind):
+        if kind == MIGRATE:
+            yield from ((step,) for step in alike)
+        else:
+            yield tuple(alike)
+
+
+def _in_a_row(snapshot: Snapshot, moves: Sequence[tuple[int, str]]) -> Outcome:
+    plans: list[Plan] = []
+    for pid, to in moves:
+        found = planned(snapshot, Request(kind=MIGRATE, pids=(pid,), to=to))
+        if not isinstance(found, Plan):
+            return found
+        plans.append(found)
+        snapshot = after(snapshot, found)
+    return tuple(plans)
+
+
+def _not_to_be_moved(snapshot: Snapshot, pids: Sequence[int]) -> tuple[Reason, ...]:
+    """Why: in the words in which a suspension of them would be refused."""
+    reasons: dict[Reason, None] = {}
+    for pid in pids:
+        found = planned(snapshot, Request(kind=SUSPEND, pids=(pid,)))
+        candidate = candidate_of(snapshot, pid)
+        if not isinstance(found, Plan):
+            reasons.update(dict.fromkeys(found))
+        elif candidate is not None and len(candidate.gpus) > 1:
+            message = f"process {pid} is on {listed(candidate.gpus)}"
+            reasons[_against(message, _ON_ONE_EACH, pid)] = None
+    return tuple(reasons)
+
+
+def _against(message: str, hint: str, pid: int | None = None) -> Reason:
+    return Reason(code=REFUSED.name, message=message, hint=hint, pid=pid)

@@ -1,0 +1,94 @@
+"""How fast bytes went on this node, so that the next estimate is one from here: what was seen counts half each time.
+
+Pure: whoever performs tells what took how long. What is too small to say anything of speed is left out of account.
+"""
+
+from __future__ import annotations
+
+from hegmd.memory.sizes import NEXT_TO_NOTHING_BYTES
+from hegmd.migration.machine.operation import BY_DRIVER
+from hegmd.migration.model import Rates
+
+__all__ = ["HELPED", "IN", "LEFT", "OUT", "Paces"]
+
+# Below this, a copy is mostly its overhead.
+TELLING_BYTES = 256 << 20
+OUT, IN = "out", "in"
+# Of an image whose job goes on: its processes alone, since the job stands for no more of it.
+LEFT = "left"
+# What an image takes beside its bytes is never less than that.
+_LEAST_S = 0.05
+# The carriers that have the helper copy, which has to be ready for that.
+HELPED = frozenset(("peer", "host"))
+
+
+class Paces:
+    """Begins with the figures that were measured elsewhere."""
+
+    def __init__(self) -> None:
+        self._rates = Rates()
+
+    def rates(self) -> Rates:
+        """As of now."""
+        return self._rates
+
+    def note(self, carrier: str, direction: str, size_bytes: int, took_s: float, rounds: int = 1) -> None:
+        """A carrier, or the driver, took so long for so many bytes; on the way in, in so many rounds."""
+        if carrier == BY_DRIVER:
+            self._note_driver(direction, size_bytes, took_s)
+            return
+        name = _RATES.get((carrier, direction))
+        copying_s = took_s - self._rates.exchange_s / 2
+        if direction == IN:
+            copying_s -= size_bytes / self._rates.make_bytes_per_s + (rounds - 1) * self._rates.round_s
+        if name is not None and size_bytes >= TELLING_BYTES and copying_s > 0:
+            self._mean(name, size_bytes / copying_s)
+
+    def note_beside(self, carrier: str, direction: str, size_bytes: int, took_s: float) -> None:
+        """A carrier copied so much beside a step of the driver, and nothing but that."""
+        name = _RATES.get((carrier, direction))
+        if name is not None and size_bytes >= TELLING_BYTES and took_s > 0:
+            self._mean(name, size_bytes / took_s)
+
+    def note_arming(self, carrier: str, took_s: float) -> None:
+        """A carrier took so long to be ready for a job that stood already."""
+        if carrier in HELPED:
+            self._mean("arm_s", took_s)
+
+    def note_image(self, direction: str, size_bytes: int, took_s: float) -> None:
+        """An image of that size took so long, with its processes; LEFT, OUT or IN."""
+        fixed_s = getattr(self._rates, f"image_{direction}_s")
+        rate = f"image_{direction}_bytes_per_s"
+        if size_bytes >= NEXT_TO_NOTHING_BYTES and took_s > fixed_s:
+            self._mean(rate, size_bytes / (took_s - fixed_s))
+        else:
+            self._mean(f"image_{direction}_s", max(_LEAST_S, took_s - size_bytes / getattr(self._rates, rate)))
+
+    def _note_driver(self, direction: str, size_bytes: int, took_s: float) -> None:
+        fixed_s = getattr(self._rates, f"driver_{direction}_s")
+        more_bytes = size_bytes - NEXT_TO_NOTHING_BYTES
+        if more_bytes < TELLING_BYTES:
+            carrying_s = max(0, more_bytes) / getattr(self._rates, f"driver_{direction}_bytes_per_s")
+            self._mean(f"driver_{direction}_s", max(0.0, took_s - carrying_s))
+        elif took_s > fixed_s:
+            self._mean(f"driver_{direction}_bytes_per_s", more_bytes / (took_s - fixed_s))
+
+    def _mean(self, name: str, seen: float) -> None:
+        self._rates = self._rates.replace(**{name: (getattr(self._rates, name) + seen) / 2})
+
+
+def image_s(rates: Rates, direction: str, size_bytes: int) -> float:
+    """How long an image of that size takes."""
+    fixed_s: float = getattr(rates, f"image_{direction}_s")
+    bytes_per_s: float = getattr(rates, f"image_{direction}_bytes_per_s")
+    return fixed_s + size_bytes / bytes_per_s
+
+
+_RATES = {
+    ("peer", OUT): "peer_out_bytes_per_s",
+    ("peer", IN): "peer_in_bytes_per_s",
+    ("host", OUT): "host_out_bytes_per_s",
+    ("host", IN): "host_in_bytes_per_s",
+    ("worker", OUT): "cuda_out_bytes_per_s",
+    ("worker", IN): "cuda_in_bytes_per_s",
+}

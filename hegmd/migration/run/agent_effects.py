@@ -1,0 +1,119 @@
+"""Effects that are orders to an agent alone: counted, stopped at a boundary, let go, and seen to go on.
+
+Owns how long an agent has for each, and what an answer that is none means; that one boundary more was passed is what
+proves a move. One function for each effect, which `executor` calls.
+"""
+
+from __future__ import annotations
+
+import anyio
+
+from hegmd.errors import TIMEOUT, Refused
+from hegmd.migration.contracts import Progress
+from hegmd.migration.machine import effects, events
+from hegmd.migration.machine.events import Event
+from hegmd.migration.machine.operation import BY_DRIVER, SIMULATED, Operation
+from hegmd.migration.machine.operation import Worker as Member
+from hegmd.migration.run.participants import Cast
+from hegmd.workers.workers import Given, OrderFailed, Worker
+
+# The agent answers a survey at its next boundary; without one in this time it tells its count alone.
+SURVEY_LIMIT_S = 5.0
+AGENT_SHARE = 0.9
+
+
+class AgentEffects:
+    """Tells agents, and hears what becomes of it."""
+
+    def __init__(self, cast: Cast) -> None:
+        self._cast = cast
+        self._released: dict[tuple[int, int], Given] = {}
+
+    async def survey(self, op: Operation, member: Member, effect: effects.Survey, _: Progress) -> Event:
+        worker = self._cast.worker(member)
+        if member.restarts and member.parked:
+            size_bytes = await _weighed(worker)
+            return events.Surveyed(**effect.ending(), boundary=worker.boundary, size_bytes=size_bytes)
+        report = await worker.order("survey", limit_s=SURVEY_LIMIT_S)
+        size_bytes = member.size_bytes if report.size_bytes is None else report.size_bytes
+        had_bytes = member.rooms.get(member.at, 0) if member.at is not None else 0
+        self._cast.method(member).note_size(self._cast.subject(op, member), max(size_bytes, had_bytes))
+        return events.Surveyed(**effect.ending(), boundary=worker.boundary, size_bytes=size_bytes)
+
+    async def park(self, op: Operation, member: Member, effect: effects.Park, _: Progress) -> Event:
+        worker = self._cast.worker(member)
+        if effect.at is not None and worker.parked and worker.boundary > effect.at:
+            return events.Overran(**effect.ending(), boundary=worker.boundary)
+        # The agent's limit is the first to pass, so that it withdraws by itself and says what it has waited for.
+        limit_s = effect.limit_s * AGENT_SHARE
+        began = anyio.current_time()
+        exact = effect.at is not None
+        if exact:
+            worker.parked = False  # one that stands at an earlier boundary goes on to this one
+        try:
+            stand_s, leaving = op.limits.stand_s, member.restarts
+            report = await worker.order(
+                "park", at=effect.at, limit_s=limit_s, exact=exact, leaving=leaving, stand_s=stand_s
+            )
+        except OrderFailed as error:
+            if effect.at is not None and worker.boundary >= effect.at:
+                why = error.message if error.stood_s else ""
+                return events.Overran(**effect.ending(), boundary=worker.boundary, stood_s=error.stood_s, why=why)
+            is_late = anyio.current_time() - began >= limit_s
+            return events.Failed(
+                **effect.ending(),
+                fault=events.BROKEN,
+                code=TIMEOUT.name if is_late else error.code.name,
+                message=error.message,
+                hint=error.hint,
+                stood_s=error.stood_s,
+            )
+        return events.Parked(**effect.ending(), boundary=worker.boundary, stood_s=report.stood_s or 0.0)
+
+    async def withdraw(self, op: Operation, member: Member, effect: effects.Withdraw, _: Progress) -> Event:
+        report = await self._cast.worker(member).order("withdraw")
+        return events.Withdrawn(**effect.ending(), stood_s=report.stood_s or 0.0)
+
+    async def release(self, op: Operation, member: Member, effect: effects.Release, _: Progress) -> Event:
+        worker = self._cast.worker(member)
+        self._released[_who(member)] = await worker.give("release", restored=_was_restored(member))
+        worker.parked = False
+        return events.Released(**effect.ending())
+
+    async def verify(self, op: Operation, member: Member, effect: effects.Verify, _: Progress) -> Event:
+        subject = self._cast.subject(op, member)
+        try:
+            await self._cast.method(member).verify(subject)
+        finally:  # it goes on, whatever could be seen of it
+            await self._cast.carrier(member).gone_on(subject)
+        if not member.has_agent:
+            return events.Verified(**effect.ending(), boundary=effect.beyond)
+        worker = self._cast.worker(member)
+        released = self._released.pop(_who(member), None)
+        if released is not None:
+            await released.report()
+        while worker.boundary <= effect.beyond:
+            await worker.order("survey", limit_s=SURVEY_LIMIT_S)  # comes back at a boundary, or at its limit
+        if member.starts:
+            await self._cast.method(member).note_gone_on(subject)
+        return events.Verified(**effect.ending(), boundary=worker.boundary)
+
+
+async def _weighed(worker: Worker) -> int:
+    """What the state of one that stands comes to. Raises Refused with all that a restart would not keep."""
+    report = await worker.order("weigh")
+    if report.refusals or report.state_bytes is None:
+        why = "\n".join(report.refusals) or "its agent does not say what its state comes to"
+        raise Refused(
+            f"process {worker.pid} cannot be restarted: {why}", "see what its script would have to say to hegm"
+        )
+    return report.state_bytes
+
+
+def _who(member: Member) -> tuple[int, int]:
+    return member.pid, member.start_ticks
+
+
+def _was_restored(member: Member) -> bool:
+    """Whether the driver has carried its storages too, and they are somewhere else now or were away."""
+    return member.method != SIMULATED and member.carrier == BY_DRIVER and member.left is not None

@@ -1,0 +1,376 @@
+"""Performs one effect and says how it ended: the one door from operations to workers, methods and carriers.
+
+One function for each effect, by its name: those of the bytes and the GPUs are here, those of agents alone and of images
+in modules beside. A name that is missing is a bug and not a failure. Decides nothing: what an ending means is the
+machine's, and which method and which carrier a worker has stands in the operation. Each may be asked for twice and
+finds its work done the second time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import anyio
+
+from hegmd.errors import INTERNAL, Bug, HegmError, Refused
+from hegmd.memory.sizes import rounds_of
+from hegmd.migration.contracts import (
+    Carrier,
+    Crowded,
+    Meanwhile,
+    Method,
+    NoRoom,
+    Outgrown,
+    Over,
+    Progress,
+    Reborn,
+    Standing,
+    Subject,
+)
+from hegmd.migration.machine import effects, events
+from hegmd.migration.machine.effects import Effect
+from hegmd.migration.machine.events import Event
+from hegmd.migration.machine.operation import BY_DRIVER, RESTART, SIMULATED, Operation
+from hegmd.migration.machine.operation import Worker as Member
+from hegmd.migration.methods.progress_probe import is_ending, is_stopped
+from hegmd.migration.plan.throughput import IN, OUT, Paces
+from hegmd.migration.run.agent_effects import SURVEY_LIMIT_S, AgentEffects
+from hegmd.migration.run.image_effects import ImageEffects
+from hegmd.migration.run.image_service import Imager
+from hegmd.migration.run.participants import Cast
+from hegmd.system.resource_errors import scarcity
+from hegmd.telemetry.log import error_ref, fields
+from hegmd.workers.workers import AgentAway, OrderFailed, Workers
+
+logger = logging.getLogger(__name__)
+
+
+class Performer:
+    """The hands of the operations."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        methods: Mapping[str, Method],
+        carriers: Mapping[str, Carrier],
+        *,
+        start_ticks: Callable[[int], int | None],
+        imager: Imager | None = None,
+        paces: Paces | None = None,
+        is_stopped: Callable[[int], bool] = is_stopped,
+        utc: Callable[[], float] = time.time,
+    ) -> None:
+        self._utc = utc
+        self._cast = Cast(workers, methods, carriers, start_ticks=start_ticks, imager=imager)
+        self._is_stopped = is_stopped
+        #: How fast bytes went, for the next estimate.
+        self.paces = Paces() if paces is None else paces
+        agents, images = AgentEffects(self._cast), ImageEffects(self._cast)
+        self._abandon = images.abandon
+        self._do: dict[str, Callable[[Operation, Member, Any, Progress], Awaitable[Event]]] = {
+            effects.TakeRoom.tag: self._take_room,
+            effects.GiveRoom.tag: self._give_room,
+            effects.TakePool.tag: self._take_pool,
+            effects.GivePool.tag: self._give_pool,
+            effects.AwaitNext.tag: self._await_next,
+            effects.Survey.tag: agents.survey,
+            effects.Park.tag: agents.park,
+            effects.Withdraw.tag: agents.withdraw,
+            effects.Evacuate.tag: self._evacuate,
+            effects.Checkpoint.tag: self._checkpoint,
+            effects.Hold.tag: self._hold,
+            effects.Dump.tag: images.dump,
+            effects.Seal.tag: images.seal,
+            effects.Scrap.tag: images.scrap,
+            effects.End.tag: images.end,
+            effects.Restore.tag: self._restore,
+            effects.Refill.tag: self._refill,
+            effects.Release.tag: agents.release,
+            effects.Verify.tag: agents.verify,
+            effects.Inspect.tag: self._inspect,
+        }
+
+    def lives(self, member: Member) -> bool:
+        """Whether the process is there still, and no other one under its pid."""
+        return self._cast.lives(member)
+
+    def connection(self, member: Member) -> int | None:
+        """The number of the connection that its agent is on; None while there is none."""
+        return self._cast.connection(member)
+
+    def stopped(self, op: Operation) -> tuple[int, ...]:
+        """Those of its processes that a signal or a debugger has stopped: no step of the driver in them comes on."""
+        return tuple([member.pid for member in op.live if self._is_stopped(member.pid) and self._is_there(member)])
+
+    def ending(self, op: Operation) -> tuple[int, ...]:
+        """Those of its processes that are about to be gone: their agents will not come back."""
+        return tuple([member.pid for member in op.live if member.waits is not None and is_ending(member.pid)])
+
+    def _is_there(self, member: Member) -> bool:
+        try:
+            return self._cast.lives(member)
+        except HegmError:  # it cannot be seen now
+            return False
+
+    def as_held(self, op: Operation) -> Operation:
+        """The operation with the room and the memory that are held for it now: what it knows itself it has from its
+        journal, which is told after each step."""
+        return op.replace(workers=tuple([self._as_held(op, member) for member in op.workers]))
+
+    def _as_held(self, op: Operation, member: Member) -> Member:
+        method, carrier = self._cast.methods.get(member.method), self._cast.carriers.get(member.carrier)
+        if method is None or carrier is None or member.gone:
+            return member
+        subject = self._cast.subject(op, member)
+        return member.replace(rooms=method.rooms(subject), pool_bytes=carrier.held_bytes(subject))
+
+    async def perform(self, op: Operation, effect: Effect, on_progress: Progress, heard: int | None) -> Event:
+        """The event that ends the effect. Raises nothing but cancellation, which leaves the effect to `inspect`.
+
+        `heard` is the number of the connection that the operation heard of last. No order but `inspect` goes over
+        another: what has become of the worker since then is not known.
+        """
+        member = op.worker(effect.worker)
+        try:
+            if member is None:
+                raise Bug(f"operation {op.id} has no worker {effect.worker}")
+            if effect.in_worker or member.gone:
+                await self._abandon(op, member)
+            is_order = effect.in_worker and member.has_agent and not isinstance(effect, effects.Inspect)
+            # Who is started anew has no connection yet, and is no news of the one that has left.
+            is_order = is_order and not (member.is_absent and isinstance(effect, effects.Restore))
+            if is_order and self._cast.connection(member) != heard:
+                raise AgentAway(member.pid, f"it has not been asked how it stands, so it is not told to {effect.tag}")
+            return await self._do[effect.tag](op, member, effect, on_progress)
+        except HegmError as error:
+            if error.code is INTERNAL:
+                logger.error("operation %s: %s failed", op.id, effect.tag, exc_info=error)
+            return self._failed(effect, error)
+        except Exception as unexpected:  # the edge at which whatever happens becomes an event
+            if (scarce := scarcity(unexpected)) is not None:
+                return self._failed(effect, scarce)
+            reference = error_ref()
+            logger.error(
+                "operation %s: %s failed [%s]",
+                op.id,
+                effect.tag,
+                reference,
+                exc_info=unexpected,
+                extra=fields(error_ref=reference),
+            )
+            message = f"{effect.tag} failed inside hegmd: {type(unexpected).__name__} [{reference}]"
+            hint = f"report it with what `journalctl -u hegmd | grep -A30 {reference}` shows"
+            return self._failed(effect, HegmError(INTERNAL, message, hint))
+
+    def _failed(self, effect: Effect, error: HegmError) -> Event:
+        fault = events.BROKEN
+        if isinstance(error, AgentAway):
+            fault = events.DISCONNECTED
+        elif isinstance(error, Crowded):
+            fault = events.CROWDED
+        elif isinstance(error, NoRoom) or (isinstance(error, OrderFailed) and error.lacks_bytes is not None):
+            fault = events.NO_ROOM
+        elif isinstance(error, Refused):
+            fault = events.REFUSED
+        return events.Failed(
+            effect=effect.number,
+            worker=effect.worker,
+            cause=effect.tag,
+            fault=fault,
+            code=error.code.name,
+            message=error.message,
+            hint=error.hint,
+        )
+
+    # -- room and pool -------------------------------------------------------------------------------------------------
+
+    async def _take_room(self, op: Operation, member: Member, effect: effects.TakeRoom, tell: Progress) -> Event:
+        """For bytes that are out the carrier is made ready too: what that takes has to be there before a restore."""
+        subject = self._cast.subject(op, member)
+        await self._cast.method(member).hold_room(subject, effect.gpu, effect.size_bytes)
+        if member.out and not member.anywhere:  # of such a one it is not known yet which GPU is to be reached
+            await self._cast.carrier(member).fetch(subject, tell)
+            began = anyio.current_time()
+            await self._cast.carrier(member).arm(subject)
+            self.paces.note_arming(member.carrier, anyio.current_time() - began)
+        return events.RoomTaken(**effect.ending())
+
+    async def _give_room(self, op: Operation, member: Member, effect: effects.GiveRoom, _: Progress) -> Event:
+        subject = self._cast.subject(op, member)
+        if member.goal is None:
+            await self._cast.carrier(member).disarm(subject)
+        await self._cast.method(member).give_room(subject, effect.gpu)
+        return events.RoomGiven(**effect.ending())
+
+    async def _take_pool(self, op: Operation, member: Member, effect: effects.TakePool, _: Progress) -> Event:
+        await self._cast.carrier(member).hold(self._cast.subject(op, member), effect.size_bytes)
+        return events.PoolTaken(**effect.ending())
+
+    async def _give_pool(self, op: Operation, member: Member, effect: effects.GivePool, _: Progress) -> Event:
+        await self._cast.carrier(member).give(self._cast.subject(op, member))
+        return events.PoolGiven(**effect.ending())
+
+    async def _await_next(self, op: Operation, member: Member, effect: effects.AwaitNext, tell: Progress) -> Event:
+        is_ready = await self._cast.carrier(member).await_next(self._cast.subject(op, member), tell)
+        return events.NextAwaited(**effect.ending(), ready=is_ready)
+
+    def doing(self, op: Operation) -> str | None:
+        """What is waited for now, in words that change as that takes longer; None for nothing of that kind."""
+        carriers = [(self._cast.carriers.get(member.carrier), member) for member in op.live]
+        said = [carrier.doing(self._cast.subject(op, member)) for carrier, member in carriers if carrier is not None]
+        return next(filter(None, said), None)
+
+    async def _evacuate(self, op: Operation, member: Member, effect: effects.Evacuate, tell: Progress) -> Event:
+        worker = self._cast.worker(member)
+        if worker.held_bytes:
+            return events.Evacuated(**effect.ending(), size_bytes=worker.held_bytes)
+        began = anyio.current_time()
+        subject, carrier = self._cast.subject(op, member), self._cast.carrier(member)
+        size_bytes = await carrier.take_out(subject, tell)
+        if not carrier.is_passing(subject):
+            self._note_pace(member, member.carrier, OUT, size_bytes, began)
+        return events.Evacuated(**effect.ending(), size_bytes=size_bytes)
+
+    async def _checkpoint(self, op: Operation, member: Member, effect: effects.Checkpoint, _: Progress) -> Event:
+        """It has ended when the bytes that are out are where they may stay, too."""
+        subject, began = self._cast.subject(op, member), anyio.current_time()
+        try:
+            async with self._settling(member, subject) as passed:
+                left = await self._cast.method(member).checkpoint(subject)
+                took_s = anyio.current_time() - began
+        except Outgrown as more:
+            return events.Outgrown(**effect.ending(), rest_bytes=more.rest_bytes, shares_bytes=more.shares_bytes)
+        self._note_step(member, OUT, left.rest_bytes or 0, took_s, passed)
+        return events.Checkpointed(
+            **effect.ending(), room_bytes=left.room_bytes, rest_bytes=left.rest_bytes, shares_bytes=left.shares_bytes
+        )
+
+    async def _hold(self, op: Operation, _: Member, effect: effects.Hold, __: Progress) -> Event:
+        """Never beyond the instant that the request itself allowed, however often a daemon is started meanwhile."""
+        last_utc = op.created_utc + op.limits.park_s + op.limits.hold_s
+        await anyio.sleep(max(0.0, min(op.limits.hold_s, last_utc - self._utc())))
+        return events.Held(**effect.ending())
+
+    async def _restore(self, op: Operation, member: Member, effect: effects.Restore, tell: Progress) -> Event:
+        subject = self._cast.subject(op, member)
+        if member.out:
+            await self._cast.carrier(member).fetch(subject, tell)  # one that fails has changed nothing
+        began, is_near = anyio.current_time(), False
+        try:
+            async with self._cast.carrier(member).nearing(subject) if member.out else nullcontext(Meanwhile()) as ahead:
+                is_near = member.out and self._cast.carrier(member).near(subject) is not None
+                landed = await self._cast.method(member).restore(subject, effect.gpu)
+                took_s = anyio.current_time() - began
+        except NoRoom as error:
+            if not is_near:
+                raise
+            logger.warning("what went ahead of process %d makes room for it: %s", member.pid, error.message)
+            began, ahead = anyio.current_time(), Meanwhile()
+            landed = await self._restore_anew(member, subject, effect.gpu)
+            took_s = anyio.current_time() - began
+        if isinstance(landed, Over):
+            return events.TrainingEnded(worker=effect.worker, cause=effect.tag)
+        if isinstance(landed, Reborn):
+            return events.Restored(
+                **effect.ending(),
+                landed=landed.gpu,
+                pid=landed.pid,
+                start_ticks=landed.start_ticks,
+                token=landed.token,
+                run=landed.run,
+                boundary=landed.boundary,
+                is_earlier=landed.is_earlier,
+            )
+        if not member.anywhere:  # of whom it is only known that it is not more
+            self._note_step(member, IN, member.rest_bytes, took_s, ahead)
+        return events.Restored(**effect.ending(), landed=landed)
+
+    async def _restore_anew(self, member: Member, subject: Subject, gpu: str) -> str | Reborn | Over | None:
+        """What was held beside it was given back; then as when it was armed: the room, and what the carrier needs."""
+        await self._cast.method(member).hold_room(subject, gpu, member.room_bytes)
+        await self._cast.carrier(member).arm(subject)
+        return await self._cast.method(member).restore(subject, gpu)
+
+    async def _refill(self, op: Operation, member: Member, effect: effects.Refill, tell: Progress) -> Event:
+        if self._cast.worker(member).held_bytes:
+            subject, carrier = self._cast.subject(op, member), self._cast.carrier(member)
+            await carrier.fetch(subject, tell)
+            began, near = anyio.current_time(), carrier.near(subject)
+            size_bytes = await carrier.put_back(subject, tell, lambda: self._cast.method(member).making(subject))
+            if near is not None:
+                self.paces.note_beside(member.carrier, IN, near.size_bytes, near.took_s)
+            else:
+                rounds = rounds_of(size_bytes, member.overlap_bytes)
+                self._note_pace(member, member.carrier, IN, size_bytes, began, rounds)
+        return events.Refilled(**effect.ending())
+
+    async def _inspect(self, op: Operation, member: Member, effect: effects.Inspect, _: Progress) -> Event:
+        subject = self._cast.subject(op, member)
+        if not self._cast.lives(member):
+            is_stateless = member.saved and not member.verified and not self._cast.carrier(member).held_bytes(subject)
+            why = "it is not there any more"
+            return events.WorkerGone(worker=member.name, cause=effect.tag, why=why, stateless=is_stateless)
+        if not member.has_agent:
+            standing = await self._cast.method(member).inspect(subject)
+            return self._inspected(effect, member, subject, standing)
+        known = self._cast.find(member.pid)
+        if known is not None and known.token != member.token:  # the agent that is waited for will never come
+            return events.WorkerGone(worker=member.name, cause=effect.tag, why="it runs another program now")
+        worker = self._cast.worker(member)
+        standing = await self._cast.method(member).inspect(subject)
+        if worker.held_bytes and standing.gpu is None and not standing.busy:
+            await self._settle(member, subject)
+        stands = worker.parked or worker.held_bytes > 0
+        if not worker.busy and not stands and not standing.busy:
+            await worker.order("survey", limit_s=SURVEY_LIMIT_S)
+        if not (worker.parked or worker.held_bytes) and member.starts and worker.boundary > (member.boundary or 0):
+            await self._cast.method(member).note_gone_on(subject)
+        return self._inspected(effect, member, subject, standing)
+
+    def _inspected(self, effect: effects.Inspect, member: Member, subject: Subject, standing: Standing) -> Event:
+        worker = subject.worker if member.has_agent else None
+        return events.Inspected(
+            **effect.ending(),
+            parked=worker is not None and (worker.parked or worker.held_bytes > 0),
+            boundary=0 if worker is None else worker.boundary,
+            out_bytes=0 if worker is None else worker.held_bytes,
+            gpu=standing.gpu,
+            rooms=self._cast.method(member).rooms(replace(subject, gpu=standing.gpu)),
+            pool_bytes=self._cast.carrier(member).held_bytes(subject),
+            busy=standing.busy or (worker is not None and worker.busy),
+            failed=standing.failed,
+        )
+
+    def _settling(self, member: Member, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
+        return self._cast.carrier(member).settling(subject) if member.out else nullcontext(Meanwhile())
+
+    async def _settle(self, member: Member, subject: Subject) -> None:
+        """Finish what an earlier caller left half way. What stays where it is can be brought back from there."""
+        carrier = self._cast.carrier(member)
+        try:
+            async with carrier.settling(subject):
+                pass
+            if member.goal is None:  # also where nothing was left to copy: memory that it passed through may be held
+                await carrier.disarm(subject)
+        except HegmError as error:
+            logger.warning("the bytes of process %d stay where they are for now: %s", member.pid, error.message)
+
+    def _note_step(self, member: Member, direction: str, rest_bytes: int, took_s: float, copied: Meanwhile) -> None:
+        """A step of the driver, and the copy beside it. A step that had one says nothing of those without."""
+        if member.method in (SIMULATED, RESTART):
+            return
+        if copied.size_bytes:
+            self.paces.note_beside(member.carrier, direction, copied.size_bytes, copied.took_s)
+        else:
+            self.paces.note(BY_DRIVER, direction, rest_bytes, took_s)
+
+    def _note_pace(
+        self, member: Member, carrier: str, direction: str, size_bytes: int, began: float, rounds: int = 1
+    ) -> None:
+        if member.method not in (SIMULATED, RESTART):
+            self.paces.note(carrier, direction, size_bytes, anyio.current_time() - began, rounds)

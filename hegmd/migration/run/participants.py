@@ -1,0 +1,137 @@
+"""Who takes part in an operation's effects: the process, its agent, the method and the carrier that it has.
+
+Owns how a worker of an operation is found again on the node, by pid, start time and token, and how it is put to methods
+and carriers as a subject. Says who is missing, and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from hegmd.errors import UNAVAILABLE, HegmError
+from hegmd.migration.contracts import Carrier, Method, Rank, Respawn, Subject, start_key
+from hegmd.migration.machine.operation import FORWARD, HOLD, Operation
+from hegmd.migration.machine.operation import Worker as Member
+from hegmd.migration.run.image_service import Imager
+from hegmd.workers.workers import AgentAway, Worker, Workers
+
+
+class Cast:
+    """Whoever there is on this node, under this run of the daemon."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        methods: Mapping[str, Method],
+        carriers: Mapping[str, Carrier],
+        *,
+        start_ticks: Callable[[int], int | None],
+        imager: Imager | None,
+    ) -> None:
+        self._workers = workers
+        self.methods = methods
+        self.carriers = carriers
+        self._start_ticks = start_ticks
+        self._imager = imager
+
+    def lives(self, member: Member) -> bool:
+        """Whether the process is there still, and no other one under its pid."""
+        return self._start_ticks(member.pid) == member.start_ticks
+
+    def connection(self, member: Member) -> int | None:
+        """The number of the connection that its agent is on; None while there is none."""
+        worker = self._workers.find(member.pid)
+        is_it = worker is not None and worker.identity.start_ticks == member.start_ticks and worker.connected
+        return worker.connection if worker is not None and is_it else None
+
+    def find(self, pid: int) -> Worker | None:
+        """The handle of whatever process has that pid now."""
+        return self._workers.find(pid)
+
+    def method(self, member: Member) -> Method:
+        """Raises HegmError for one that this daemon does not have, as after a start without its GPUs."""
+        method = self.methods.get(member.method)
+        if method is None:
+            raise _not_here(member, "method", member.method)
+        return method
+
+    def carrier(self, member: Member) -> Carrier:
+        """Raises HegmError, as `method`."""
+        carrier = self.carriers.get(member.carrier)
+        if carrier is None:
+            raise _not_here(member, "carrier", member.carrier)
+        return carrier
+
+    def imager_for(self, member: Member) -> Imager:
+        """Raises HegmError where this daemon can make no images."""
+        if self._imager is None:
+            raise _not_here(member, "maker of images", "criu")
+        return self._imager
+
+    def subject(self, op: Operation, member: Member) -> Subject:
+        """The process, as its operation knows it now."""
+        return Subject(
+            operation=op.id,
+            name=member.name,
+            pid=member.pid,
+            start_ticks=member.start_ticks,
+            gpu=member.at,
+            goal=member.goal,
+            left=member.left,
+            size_bytes=member.size_bytes,
+            storage_room_bytes=member.room_bytes - member.rest_bytes,
+            rest_bytes=member.rest_bytes,
+            beside_bytes=member.beside_bytes,
+            shares_bytes=member.shares_bytes,
+            storage_shares_bytes=member.storage_shares_bytes,
+            in_rounds=member.overlap_bytes > 0,
+            goes_on=not op.lockstep and op.heading != HOLD and op.handoff is None,
+            keeps_room=member.goal is not None or member.keeps is not None or len(op.workers) > 1,
+            elsewhere=member.elsewhere,
+            anywhere=member.anywhere,
+            uid=op.owner_uid,
+            run=member.run,
+            respawn=_respawn(op),
+            start=start_key(op.kind, op.heading, [one.goal for one in op.workers]),
+            rank=member.rank,
+            ranks=_ranks(op),
+            agent=self.agent(member),
+        )
+
+    def agent(self, member: Member) -> Worker | None:
+        """The handle of that process and program, if there is one."""
+        worker = self._workers.find(member.pid)
+        if worker is None or worker.identity.start_ticks != member.start_ticks or worker.token != member.token:
+            return None
+        return worker
+
+    def worker(self, member: Member) -> Worker:
+        """The handle of that process and program. Raises AgentAway."""
+        worker = self.agent(member)
+        if worker is None:
+            raise AgentAway(member.pid, "it has not attended since hegmd was started")
+        return worker
+
+
+def _respawn(op: Operation) -> Respawn:
+    """On the way back it is started as it was."""
+    if op.respawn is None or op.heading != FORWARD:
+        return Respawn()
+    return Respawn(dict(op.respawn.set), op.respawn.unset, op.respawn.python)
+
+
+def _ranks(op: Operation) -> tuple[Rank, ...]:
+    """Of a restart of ranks, those that are started again together."""
+    if not op.restarts_together:
+        return ()
+    known = [Rank(one.name, one.rank, one.goal) for one in op.live if one.rank is not None]
+    return tuple(sorted(known, key=lambda one: one.number))
+
+
+def _not_here(member: Member, kind: str, name: str) -> HegmError:
+    return HegmError(
+        UNAVAILABLE,
+        f"process {member.pid} is moved by the {kind} {name}, which this run of hegmd does not have",
+        "start hegmd as it was when the operation began: with the same GPUs, and simulated or not as then",
+        {"pid": member.pid},
+    )

@@ -1,0 +1,400 @@
+"""Runs the operations: one task each, which journals what happened before it has anything done about it.
+
+Owns the order that everything rests on: an event is handled, what follows from it is on disk, and only then are its
+effects performed. The machine decides, `performer` acts, `migration/journal/file` keeps; here they are put together,
+with the clock and the followers. After a restart every operation that is not over is told `recovered`.
+
+An effect that the machine no longer waits for is dropped if it may be cut; one that has to end goes on, and its ending
+is known by its number to mean nothing. When the journal cannot be written, operations stand still where they are until
+it can: nothing is done that is not on disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+
+import anyio
+import anyio.abc
+import anyio.lowlevel
+
+from hegmd.errors import Bug, HegmError
+from hegmd.migration.journal import records
+from hegmd.migration.journal.disk import Disk
+from hegmd.migration.journal.history import Ledger
+from hegmd.migration.journal.records import History
+from hegmd.migration.machine import events
+from hegmd.migration.machine.describe import description, happenings, way_of
+from hegmd.migration.machine.downtime import timed
+from hegmd.migration.machine.effects import Effect
+from hegmd.migration.machine.events import Event
+from hegmd.migration.machine.machine import handle
+from hegmd.migration.machine.next_effects import TERMINAL
+from hegmd.migration.machine.operation import RESTART, Operation
+from hegmd.migration.machine.operation import Worker as Member
+from hegmd.migration.run.executor import Performer
+from hegmd.migration.run.task import AT_REST, SETTLED, EndedWell, Errand, Running, nobody_knows
+from hegmd.protocol import operations as told
+from hegmd.telemetry.events import EventLog
+from hegmd.telemetry.log import fields
+from hegmd.workers.workers import BACK, CAME, ENDED, LEFT, Worker
+
+logger = logging.getLogger(__name__)
+
+
+# Of these there may be more in a moment, and /proc cannot be asked without them either.
+_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_LOOK_AGAIN_S = 1.0
+
+
+async def ended(pid: int, lives: Callable[[], bool]) -> None:
+    """Wait for the end of a process. Without a handle of it nothing is concluded: where the kernel refuses one for
+    good, `lives` is asked again and again, which tells by its start time whether it is there still, or raises
+    HegmError when that cannot be seen now."""
+    while True:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return
+        except OSError as error:
+            if error.errno not in _SCARCE and _is_gone(lives):
+                return
+            await anyio.sleep(_LOOK_AGAIN_S)
+            continue
+        try:
+            if lives():
+                await anyio.wait_readable(pidfd)
+            return
+        except HegmError:
+            pass
+        finally:
+            anyio.notify_closing(pidfd)
+            os.close(pidfd)
+        await anyio.sleep(_LOOK_AGAIN_S)
+
+
+def _is_gone(lives: Callable[[], bool]) -> bool:
+    try:
+        return not lives()
+    except HegmError:
+        return False
+
+
+class Runner:
+    """Every operation of the node. `run` has to be running before any is begun."""
+
+    def __init__(
+        self,
+        folder: Path,
+        performer: Performer,
+        log: EventLog,
+        *,
+        disk: Disk | None = None,
+        ended_well: EndedWell = nobody_knows,
+        clock: Callable[[], float] = time.monotonic,
+        utc: Callable[[], float] = time.time,
+    ) -> None:
+        self._ledger = Ledger(folder, log, disk=disk)
+        self._performer = performer
+        self._log = log
+        self._ended_well = ended_well
+        self._clock = clock
+        self._utc = utc
+        self._running: dict[str, Running] = {}
+        self._ended: dict[str, Running] = {}
+        #: Operations that came to their end under this daemon, by kind, way and end.
+        self.ended_counts: Counter[tuple[str, str, str]] = Counter()
+        self.over: Callable[[], object] = lambda: None  # called whenever an operation has come to its end
+        self._tasks: anyio.abc.TaskGroup | None = None
+
+    # -- up and down ---------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Read the journal. Blocks. Raises HegmError for one that cannot be trusted."""
+        self._ledger.open()
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Go on with what is not over, and run what is begun, until cancelled."""
+        try:
+            async with anyio.create_task_group() as self._tasks:
+                for history in tuple(self._ledger.histories.values()):
+                    if history.operation.phase not in TERMINAL:
+                        self._start(Running(history), events.Recovered(cause="hegmd was started"))
+                task_status.started()
+                await anyio.sleep_forever()
+        finally:
+            self._tasks = None
+            self._ledger.close()
+
+    def _start(self, running: Running, first: Event) -> None:
+        if self._tasks is None:
+            raise Bug("an operation was begun before operations are run")
+        self._running[running.op.id] = running
+        running.put(first)
+        self._tasks.start_soon(self._drive, running, name=f"operation {running.op.id}")
+
+    # -- what is asked -------------------------------------------------------------------------------------------------
+
+    def next_id(self) -> str:
+        """An id that no operation in the journal has."""
+        return self._ledger.next_id()
+
+    def reserve_id(self) -> str:
+        """The same, for an operation that begins later; nobody else gets it before the daemon ends."""
+        return self._ledger.reserve_id()
+
+    async def begin(self, op: Operation) -> None:
+        """Put an operation in the journal and start it. Raises HegmError; nothing has been done then."""
+        utc = self._utc()
+        history = History(op).after(op, records.Line(utc=utc, event="", phase=op.phase))
+        running = Running(history)
+        for member in op.workers:
+            running.note_connection(member.name, self._performer.connection(member))
+        self._running[op.id] = running  # takes the processes, before anything is waited for
+        try:
+            await self._ledger.enter(history, records.opening(op, utc))
+        except BaseException:
+            del self._running[op.id]
+            raise
+        pids = ", ".join(str(worker.pid) for worker in op.workers)
+        way = way_of(op)
+        message = f"operation {op.id}: {op.kind} of {pids}{' by restart' if way == RESTART else ''}"
+        self._log.record("operation.began", "info", message, facts={"id": op.id, "way": way})
+        self._start(running, events.Begin(cause="request"))
+
+    async def ask(self, op_id: str, event: Event) -> None:
+        """Have an operation take an event. Raises Refused when it cannot be granted, and NOT_FOUND."""
+        running = self._running.get(op_id)
+        if running is None:
+            op = self.history(op_id).operation
+            handle(op, event, self._clock())  # it is over, and says so by itself
+            raise Bug(f"operation {op_id} is {op.phase} and has no task")
+        asking = running.put(event)
+        await asking.settled.wait()
+        if asking.refusal is not None:
+            raise asking.refusal
+
+    def hear(self, news: str, worker: Worker) -> None:
+        """Listens to the workers: hands on what concerns an operation."""
+        for running in tuple(self._running.values()):
+            for member in running.op.live:
+                identity = (worker.pid, worker.identity.start_ticks)
+                if not member.has_agent or (member.pid, member.start_ticks) != identity:
+                    continue
+                if news == ENDED and member.restarts and not member.saved and self._tasks is not None:
+                    self._tasks.start_soon(self._hear_end, running, member, worker)
+                else:
+                    running.put(_news_event(news, worker, member), worker.connection)
+
+    async def _hear_end(self, running: Running, member: Member, worker: Worker) -> None:
+        """Of one that was to leave and has ended before: its supervisor knows how, and is heard first."""
+        event = _news_event(ENDED, worker, member)
+        if isinstance(event, events.WorkerGone) and await self._ended_well(
+            worker.identity.uid, worker.about.run, worker.pid
+        ):
+            event = event.replace(finished=True, why="it came to its end")
+        running.put(event, worker.connection)
+
+    # -- what is told --------------------------------------------------------------------------------------------------
+
+    def history(self, op_id: str) -> History:
+        """One operation and its story. Raises NOT_FOUND."""
+        return self._ledger.history(op_id)
+
+    def operations(self) -> tuple[Operation, ...]:
+        """All that are remembered, oldest first."""
+        return tuple(history.operation for history in self._ledger.histories.values())
+
+    def under_way(self) -> tuple[Operation, ...]:
+        """Those that are not over, the suspended among them."""
+        return tuple(running.op for running in self._running.values())
+
+    def as_held(self) -> tuple[Operation, ...]:
+        """The same, with the room and the memory that are held for them at this moment."""
+        return tuple(self._performer.as_held(op) for op in self.under_way())
+
+    def of_process(self, pid: int, start_ticks: int | None = None) -> Operation | None:
+        """The operation that has this process now."""
+        for op in self.under_way():
+            for member in op.live:
+                if member.pid == pid and start_ticks in (None, member.start_ticks):
+                    return op
+        return None
+
+    def last_place(self, pid: int, start_ticks: int) -> Member | None:
+        """What the newest operation on that process knows of it."""
+        for op in reversed(self.operations()):
+            for member in op.workers:
+                if (member.pid, member.start_ticks) == (pid, start_ticks):
+                    return member
+        return None
+
+    def held_bytes(self) -> Mapping[int, int]:
+        """Bytes that are out of their processes, by pid."""
+        held: dict[int, int] = {}
+        for op in self.under_way():
+            held.update({member.pid: member.size_bytes if member.out else 0 for member in op.live})
+        return held
+
+    def describe(self, op_id: str) -> told.Operation:
+        """How it stands, for people and programs. Raises NOT_FOUND."""
+        running = self._running.get(op_id) or self._ended.get(op_id)
+        history = self.history(op_id)
+        op = history.operation
+        return description(
+            op,
+            moved_bytes=0 if running is None else sum(running.moved.values()),
+            last_utc=history.story[-1].utc if history.story else None,
+            trouble=self._ledger.trouble,
+            stopped=() if op.phase in AT_REST else self._performer.stopped(op),
+            ending=self._performer.ending(op),
+            awaits=None if running is None else self._performer.doing(op),
+        )
+
+    async def follow(self, op_id: str) -> AsyncIterator[told.OperationProgress]:
+        """How it comes on, until it is at rest: suspended, holding its job, or over. Raises NOT_FOUND."""
+        last: told.OperationProgress | None = None
+        while True:
+            running = self._running.get(op_id)
+            changed = None if running is None else running.progress.next
+            described = self.describe(op_id)
+            progress = told.OperationProgress(
+                id=op_id,
+                phase=described.phase,
+                moved_bytes=described.moved_bytes,
+                size_bytes=described.size_bytes,
+                doing=described.doing,
+                waits=described.waits,
+            )
+            if progress != last:
+                yield progress
+                last = progress
+            if running is None or changed is None:
+                return
+            if described.phase in SETTLED and not running.inbox and not running.taking:
+                return
+            with anyio.move_on_after(_LOOK_AGAIN_S):  # one of its processes may be stopped, which nobody tells of
+                await changed.wait()
+
+    async def changed(self, op_id: str) -> None:
+        """Wait until something happens to it; back at once for one that is over."""
+        running = self._running.get(op_id)
+        if running is not None:
+            await running.progress.wait()
+
+    # -- one operation -------------------------------------------------------------------------------------------------
+
+    async def _drive(self, running: Running) -> None:
+        """Take one event after the other until the operation is over."""
+        async with anyio.create_task_group() as tasks:
+            for member in running.op.live:
+                if not member.has_agent:
+                    tasks.start_soon(self._watch, running, member)
+            while running.op.phase not in TERMINAL:
+                asking = await running.next(self._clock)
+                running.taking = True
+                try:
+                    wanted = await self._take(running, asking.event)
+                except HegmError as refusal:
+                    asking.settle(refusal)
+                    continue
+                finally:
+                    running.taking = False
+                    running.progress.tell()
+                asking.settle()
+                if isinstance(asking.event, events.Restored) and asking.event.pid is not None:
+                    running.forget_connection(asking.event.worker)
+                if isinstance(asking.event, (events.AgentBack, events.Inspected)):
+                    running.note_connection(asking.event.worker, asking.connection)
+                running.drop_what_is_not_awaited()
+                for effect in wanted:
+                    tasks.start_soon(self._perform, running, running.start(effect))
+                running.progress.tell()
+            tasks.cancel_scope.cancel()
+        self._finish(running)
+
+    async def _watch(self, running: Running, member: Member) -> None:
+        """Wait for the end of a process that has no agent whose handle would tell of it."""
+        await ended(member.pid, lambda: self._performer.lives(member))
+        running.put(events.WorkerGone(worker=member.name, cause="the process"))
+
+    async def _take(self, running: Running, event: Event) -> tuple[Effect, ...]:
+        """Handle one event and have what follows on disk. Raises Refused, with nothing changed."""
+        now = self._clock()
+        before = running.op
+        after, wanted = handle(before, event, now)
+        if after is before:
+            return ()
+        after = timed(event, after, now)
+        record, line = records.step(before, event, after, wanted, now=now, utc=self._utc())
+        history = running.history.after(after, line)
+        await self._ledger.write(history, record)
+        took_ms = (self._clock() - now) * 1e3
+        logger.debug("operation %s: %s after %s is on disk, in %.1f ms", after.id, after.phase, event.tag, took_ms)
+        running.history = history
+        self._note(running, event, before, after)
+        return wanted
+
+    def _note(self, running: Running, event: Event, before: Operation, after: Operation) -> None:
+        """Tell of it what is news, and forget the progress of what is over."""
+        for happening in happenings(before, event, after):
+            self._log.record(happening.kind, happening.severity, happening.message, facts={"id": after.id})
+        if before.phase != after.phase:
+            running.moved.clear()
+            logger.info("operation %s: %s", after.id, after.phase, extra=fields(operation=after.id, phase=after.phase))
+
+    async def _perform(self, running: Running, errand: Errand) -> None:
+        effect = errand.effect
+
+        def on_progress(moved_bytes: int) -> None:
+            running.moved[effect.worker] = moved_bytes
+            running.progress.tell()
+
+        try:
+            with errand.scope:
+                for earlier in running.before(effect):
+                    await earlier.over.wait()
+                await anyio.lowlevel.checkpoint_if_cancelled()
+                began = self._clock()
+                ending = await self._performer.perform(running.op, effect, on_progress, errand.heard)
+                took_ms = (self._clock() - began) * 1e3
+                logger.debug("operation %s: %s took %.1f ms", running.op.id, effect.tag, took_ms)
+                member = running.op.worker(effect.worker)
+                running.put(ending, None if member is None else self._performer.connection(member))
+        finally:
+            running.end(errand)
+
+    def _finish(self, running: Running) -> None:
+        """The operation is over."""
+        op = running.op
+        del self._running[op.id]
+        self._ended[op.id] = running
+        self.ended_counts[op.kind, way_of(op), op.phase] += 1
+        self.over()
+        for old in tuple(self._ended)[: -records.REMEMBERED]:
+            del self._ended[old]
+        self._ledger.forget_oldest()
+        for asking in running.inbox:
+            try:
+                handle(op, asking.event, self._clock())
+                asking.settle()
+            except HegmError as refusal:
+                asking.settle(refusal)
+        severity, why = ("info", "") if op.failure is None else ("warning", f": {op.failure.message}")
+        self._log.record(f"operation.{op.phase}", severity, f"operation {op.id}: {op.phase}{why}", facts={"id": op.id})
+        running.progress.tell()
+
+
+def _news_event(news: str, worker: Worker, member: Member) -> Event:
+    if news == ENDED and worker.token == member.token:
+        return events.WorkerGone(worker=member.name, cause="the process", why=worker.how_ended or "it ended")
+    if news in (CAME, BACK):
+        return events.AgentBack(worker=member.name, token=worker.token, cause="the agent")
+    if news in (LEFT, ENDED):
+        return events.AgentLost(worker=member.name, cause="the agent")
+    raise Bug(f"workers have no news {news!r}")

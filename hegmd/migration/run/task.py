@@ -1,0 +1,160 @@
+"""One operation while it is not over: what has happened to it and was not handled, and who performs what for it.
+
+Owns the inbox of events, the order in which effects are performed, and which connection of each agent was heard of
+last. Journals nothing and decides nothing: `runner` does the one, the machine the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+
+import anyio
+
+from hegmd.errors import HegmError
+from hegmd.migration.journal.records import History
+from hegmd.migration.machine import events
+from hegmd.migration.machine.effects import FINISH, Dump, Effect
+from hegmd.migration.machine.events import Event
+from hegmd.migration.machine.machine import HOLDING
+from hegmd.migration.machine.next_effects import SUSPENDED, TERMINAL
+from hegmd.migration.machine.operation import Operation
+from hegmd.migration.machine.operation import Worker as Member
+from hegmd.system.condition import News
+
+AT_REST = frozenset((SUSPENDED, *TERMINAL))
+# What whoever follows an operation waits for: also that its job stands, where that is all that was asked.
+SETTLED = AT_REST | {HOLDING}
+
+
+# Of a user and a run, and the process that it was: whether that has ended with 0, which may take a moment to be known.
+EndedWell = Callable[[int, str | None, int], Awaitable[bool]]
+
+
+async def nobody_knows(_uid: int, _run: str | None, _pid: int) -> bool:
+    """Where nobody is the parent of anybody."""
+    return False
+
+
+class Asking:
+    """An event that somebody waits for the acceptance of. `connection` is the agent's, where it is news of one."""
+
+    def __init__(self, event: Event, connection: int | None = None) -> None:
+        self.event = event
+        self.connection = connection
+        self.settled = anyio.Event()
+        self.refusal: HegmError | None = None
+
+    def settle(self, refusal: HegmError | None = None) -> None:
+        self.refusal = refusal
+        self.settled.set()
+
+
+class Errand:
+    """An effect that is being performed, or waits for its turn. `heard` is the connection that an order goes over."""
+
+    def __init__(self, effect: Effect, heard: int | None) -> None:
+        self.effect = effect
+        self.heard = heard
+        self.scope = anyio.CancelScope()
+        self.over = anyio.Event()
+
+    def holds_up(self, later: Effect) -> bool:
+        """Whether the later effect has to wait for this one.
+
+        A room or a piece of the pool is taken and given one after the other, also when the machine has given up waiting
+        for the first. An order goes out while others are under way, which is the agent's to sort out; but not before
+        one that was dropped is out of the way.
+        """
+        own = self.effect
+        if own.tag == Dump.tag:  # what is dropped of it is undone first, whomever of the job the later one is for
+            return own.number < later.number and self.scope.cancel_called
+        if own.worker != later.worker or own.number >= later.number:
+            return False
+        if own.in_worker or later.in_worker:
+            return own.in_worker and later.in_worker and self.scope.cancel_called
+        return _resource(own) == _resource(later)
+
+
+def _resource(effect: Effect) -> tuple[str, str | None]:
+    """What a `take-...` or `give-...` takes or gives."""
+    return effect.tag.partition("-")[2], getattr(effect, "gpu", None)
+
+
+class Running:
+    """An operation that is not over: its history, what has happened and was not handled, and who performs what."""
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self.inbox: deque[Asking] = deque()
+        #: Whether something that happened is being handled: taken from the inbox, and not on disk yet.
+        self.taking = False
+        self.news = anyio.Event()
+        #: How it comes on, for those who follow.
+        self.progress = News()
+        self.performing: dict[int, Errand] = {}
+        #: For each worker the connection that was last heard of, by `agent-back` or `inspected`, or as it began.
+        self.heard: dict[str, int] = {}
+        self.moved: dict[str, int] = {}
+
+    @property
+    def op(self) -> Operation:
+        return self.history.operation
+
+    def put(self, event: Event, connection: int | None = None) -> Asking:
+        """Something happened."""
+        asking = Asking(event, connection)
+        self.inbox.append(asking)
+        self.news.set()
+        return asking
+
+    def note_connection(self, worker: str, connection: int | None) -> None:
+        """That connection was heard of. Old news may come after newer."""
+        self.heard[worker] = max(self.heard.get(worker, 0), connection or 0)
+
+    def forget_connection(self, worker: str) -> None:
+        """Another process goes on in that worker's place: its connections are counted anew."""
+        self.heard.pop(worker, None)
+
+    async def next(self, clock: Callable[[], float]) -> Asking:
+        """What happened next, or that the deadline is over."""
+        while not self.inbox:
+            self.news = anyio.Event()
+            deadline = self.op.deadline
+            wait_s = math.inf if deadline is None or self.op.phase in AT_REST else max(0.0, deadline - clock())
+            with anyio.move_on_after(wait_s):
+                await self.news.wait()
+                continue
+            return Asking(events.DeadlinePassed(cause="the clock"))
+        return self.inbox.popleft()
+
+    def start(self, effect: Effect) -> Errand:
+        """Enter an effect that is to be performed, over the connection that is known of now and no later one."""
+        self.performing[effect.number] = errand = Errand(effect, self.heard.get(effect.worker))
+        return errand
+
+    def end(self, errand: Errand) -> None:
+        """It is performed, or given up."""
+        errand.over.set()
+        self.performing.pop(errand.effect.number, None)
+
+    def before(self, effect: Effect) -> Iterator[Errand]:
+        """What has to be over before that effect is performed."""
+        return (errand for errand in tuple(self.performing.values()) if errand.holds_up(effect))
+
+    def drop_what_is_not_awaited(self) -> None:
+        """Give up what the machine does not wait for any more, as far as it may be cut off."""
+        awaited = {pending.number for pending in self.op.pending}
+        for number, errand in self.performing.items():
+            if number not in awaited and errand.effect.on_cancel != FINISH:
+                errand.scope.cancel()
+
+
+def rooms_to_restore(ops: Iterable[Operation]) -> Iterable[tuple[Member, str, int]]:
+    """What has to be held again after a restart for the operations that are not over."""
+    for op in ops:
+        if op.phase not in TERMINAL:
+            for member in op.live:
+                for gpu, size_bytes in member.rooms.items():
+                    yield member, gpu, size_bytes

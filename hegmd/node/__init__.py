@@ -1,0 +1,1 @@
+"""What this node is: devices, processes, inventory, possible migration methods, and the doctor's checks."""

@@ -1,0 +1,129 @@
+"""Where CRIU is, which version it is, and whether this daemon may use it.
+
+A program on the node's own search path is preferred when it is new enough; after that comes the one that
+contrib/criu/install.sh unpacks beside the system. Starting it is left to `hegmd.system.programs`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from hegmd.errors import REFUSED, ExternalError
+from hegmd.protocol.operations import Reason
+from hegmd.system.programs import SYSTEM_PATH, Completed, find_program, run
+from hegmd.system.threads import run_detached
+from hegmd.system.transient_units import systemd_run
+
+__all__ = ["BESIDE", "INSTALL_STEP", "WANTED", "Candidate", "Criu", "check", "find", "rights_missing", "survey"]
+
+WANTED = (4, 1)
+BESIDE = "/usr/local/lib/hegm-criu/bin/criu"
+INSTALL_STEP = (
+    "sudo contrib/criu/install.sh (packages have it as /usr/lib/hegm/share/get-criu), or apt-get install criu on "
+    "Debian 13 and newer"
+)
+
+VERSION_DEADLINE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Criu:
+    """A CRIU that is new enough."""
+
+    path: str
+    version: str
+
+
+def candidates(configured: str | None = None, path: str = SYSTEM_PATH) -> tuple[str, ...]:
+    """The programs that there are, the one to prefer first. One that is configured is the only one."""
+    if configured is not None:
+        return (configured,)
+    found = (find_program("criu", path), BESIDE if path == SYSTEM_PATH and os.access(BESIDE, os.X_OK) else None)
+    return tuple(each for each in found if each is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A CRIU that is there: its version, or why it does not even name one."""
+
+    path: str
+    version: str | None
+    error: ExternalError | None = None
+
+    @property
+    def is_new_enough(self) -> bool:
+        """Whether it starts on today's kernels."""
+        return self.version is not None and version_of(self.version) >= WANTED
+
+
+async def survey(configured: str | None = None, path: str = SYSTEM_PATH) -> tuple[Candidate, ...]:
+    """Every CRIU that there is, the one to prefer first. Starts each of them once."""
+    paths = await run_detached(lambda _: candidates(configured, path), name="find criu")
+    found: list[Candidate] = []
+    for each in paths:
+        try:
+            found.append(Candidate(each, await version_named(each, deadline_s=VERSION_DEADLINE_S, path=path)))
+        except ExternalError as error:
+            found.append(Candidate(each, None, error))
+    return tuple(found)
+
+
+async def find(configured: str | None = None, path: str = SYSTEM_PATH) -> Criu | tuple[Reason, ...]:
+    """The CRIU to use, or every reason why there is none."""
+    reasons: list[Reason] = []
+    for each in await survey(configured, path):
+        if each.version is not None and each.is_new_enough:
+            return Criu(each.path, each.version)
+        if each.error is not None:
+            reasons.append(_reason(f"{each.path}: {each.error.message}", each.error.hint))
+        else:
+            reasons.append(_reason(f"{each.path} is CRIU {each.version}; {_wanted()} or newer is needed", INSTALL_STEP))
+    if not reasons:
+        reasons.append(_reason(f"CRIU is not installed; version {_wanted()} or newer is needed", INSTALL_STEP))
+    return tuple(reasons)
+
+
+def rights_missing(uid: int) -> Reason | None:
+    """Why a daemon of that user may not dump and restore processes; None when it may."""
+    if uid == 0:
+        return None
+    return _reason(
+        f"CRIU needs root's rights (CAP_CHECKPOINT_RESTORE and others) and hegmd runs as uid {uid}",
+        "use the system's hegmd: sudo systemctl start hegmd",
+    )
+
+
+def version_of(text: str) -> tuple[int, ...]:
+    """For comparing: 4.2.1 gives (4, 2, 1)."""
+    return tuple(int(number) for number in text.split(".") if number.isdigit())
+
+
+def _wanted() -> str:
+    return ".".join(str(number) for number in WANTED)
+
+
+def _reason(message: str, hint: str) -> Reason:
+    return Reason(code=REFUSED.name, message=message, hint=hint)
+
+
+async def version_named(program: str, *, deadline_s: float, path: str = SYSTEM_PATH) -> str:
+    """The version that `criu --version` names, such as 4.1 or 3.17.1. Raises ExternalError."""
+    hint = "install CRIU again; `criu --version` should name its version"
+    completed = (await run([program, "--version"], deadline_s=deadline_s, path=path)).require(hint)
+    found = re.search(r"^Version:\s*v?(\d+(?:\.\d+)*)", completed.stdout, re.MULTILINE)
+    if found is None:
+        message = f"`{program} --version` does not name a version"
+        raise ExternalError(
+            message, hint, argv=completed.argv, status=completed.status, output_tail=completed.output_tail
+        )
+    return found[1]
+
+
+async def check(program: str, *, deadline_s: float, in_unit: bool, path: str = SYSTEM_PATH) -> Completed:
+    """CRIU's own check of the kernel; `in_unit` runs it as a unit of its own, outside the daemon's sandbox."""
+    argv = [program, "check"]
+    if in_unit:
+        return await systemd_run(argv, deadline_s=deadline_s, path=path)
+    return await run(argv, deadline_s=deadline_s, path=path)

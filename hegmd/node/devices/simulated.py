@@ -1,0 +1,302 @@
+"""GPUs in memory, for a node without any: the same contract as a vendor's library, and faults on request.
+
+Owns what is held on the pretend GPUs and which faults are in force. It invents nothing: used memory is the sum of what
+is held, and what nothing measures, such as power, is unknown. It must not look at processes: whoever takes memory is an
+owner (a connection), and gives it back by `release`, as a driver frees what a process held when its descriptors close.
+
+Its methods may be called from any thread at any time, unlike those of a vendor's library: the server takes and gives
+back memory while a snapshot hangs in the inventory's thread. So one condition guards everything, and only a hanging
+snapshot ever waits on it.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from hegmd.errors import BAD_REQUEST, NOT_FOUND, HegmError, Refused
+from hegmd.node.devices.base import DeviceAbsent, DeviceError, ProcessUse, VendorSnapshot
+from hegmd.node.devices.node_spec import GPU_FAULTS, VENDOR, VENDOR_FAULTS, GpuSpec, Topology, gpu_id, write_size
+from hegmd.protocol.snapshots import Gpu, GpuUse, Health, PeerLink
+
+MEND = "none"
+# What NVIDIA's driver would tell: 48 is its number for an uncorrectable memory error, 74 for an error of a link.
+_XID_OF_ECC = 48
+_XID_OF_FAULT = 74
+_SHUTS_OUT = ("lost", "error", "hang")
+_MENDING = "mend it with the fault `none`"
+
+
+@dataclass(frozen=True, slots=True)
+class _Hold:
+    pid: int
+    vram_bytes: int
+
+
+class SimulatedProvider:
+    """A node's worth of pretend GPUs. They are called `gpu0`, `gpu1` and so on, in the order of the topology."""
+
+    vendor = "simulated"
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._changed = threading.Condition()
+        self._opened = 0  # counts the times it was opened, so that a hanging snapshot notices a close in between
+        self._is_open = False
+        self._snapshots = 0
+        self._holds: dict[object, dict[int, _Hold]] = {}
+        self._set_faults: dict[str, str] = {}
+        self._coming_faults = list(topology.faults)
+
+    # ---- the provider's contract ------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Always works: what fails here fails in `snapshot`, so that faults which end by themselves can end."""
+        with self._changed:
+            if not self._is_open:
+                self._is_open = True
+                self._opened += 1
+
+    def close(self) -> None:
+        """A snapshot that hangs ends with DeviceError. What is held stays held."""
+        with self._changed:
+            self._is_open = False
+            self._changed.notify_all()
+
+    def snapshot(self) -> VendorSnapshot:
+        """Read everything; while a fault `hang` is in force, waits until it is mended."""
+        with self._changed:
+            opened = self._opened
+            if self._is_open:
+                self._snapshots += 1
+            while self._is_open and self._opened == opened and "hang" in self._faults().values():
+                self._changed.wait()
+            if not self._is_open or self._opened != opened:
+                raise DeviceError("the simulated driver is not open", "open it before asking it for a snapshot")
+            faults = self._faults()
+            if faults.get(VENDOR) == "lost":
+                raise DeviceAbsent("the simulated driver is gone, as was asked for", _MENDING)
+            if faults.get(VENDOR) == "error":
+                raise DeviceError("the simulated driver answers with an error, as was asked for", _MENDING)
+            return self._read(faults)
+
+    # ---- memory -----------------------------------------------------------------------------------------------------
+
+    def hold(self, owner: object, pid: int, gpu: str, vram_bytes: int) -> int:
+        """Let the owner hold so much on that GPU from now on, for that process; returns what it holds there now.
+
+        The GPU is named by id, index or UUID. Raises HegmError NOT_FOUND for one that is not there, and Refused when
+        the memory is not free or the GPU does not answer; then the owner holds what it held before.
+        """
+        if vram_bytes < 0:
+            raise HegmError(BAD_REQUEST, f"{vram_bytes} bytes cannot be held", "ask for 0 bytes or more")
+        with self._changed:
+            index = self._index_of(gpu)
+            held = self._holds.get(owner, {}).get(index, _Hold(pid, 0)).vram_bytes
+            if vram_bytes > held:
+                self._refuse_unless_it_answers(index)
+                self._refuse_unless_it_fits(index, vram_bytes, held)
+            if vram_bytes:
+                self._holds.setdefault(owner, {})[index] = _Hold(pid, vram_bytes)
+            else:
+                self._give_back(owner, index)
+            return vram_bytes
+
+    def release(self, owner: object) -> None:
+        """Give back all that the owner holds. Fine when it holds nothing."""
+        with self._changed:
+            self._holds.pop(owner, None)
+
+    def _give_back(self, owner: object, index: int) -> None:
+        holds = self._holds.get(owner, {})
+        holds.pop(index, None)
+        if not holds:
+            self._holds.pop(owner, None)
+
+    def _index_of(self, gpu: str) -> int:
+        for index, spec in enumerate(self._topology.gpus):
+            if gpu in {gpu_id(index), str(index), spec.uuid}:
+                return index
+        raise HegmError(NOT_FOUND, f"there is no GPU {gpu!r}", f"the GPUs here are {self._names()}")
+
+    def _names(self) -> str:
+        last = len(self._topology.gpus) - 1
+        return gpu_id(0) if last == 0 else f"{gpu_id(0)} to {gpu_id(last)}"
+
+    def _refuse_unless_it_answers(self, index: int) -> None:
+        faults = self._faults()
+        for target in (gpu_id(index), VENDOR):
+            fault = faults.get(target)
+            if fault in _SHUTS_OUT:
+                name = gpu_id(index) if target != VENDOR else "the simulated driver"
+                raise Refused(f"{name} has the fault `{fault}` and gives no memory", _MENDING, {"fault": fault})
+
+    def _refuse_unless_it_fits(self, index: int, asked_bytes: int, held_bytes: int) -> None:
+        total_bytes = self._topology.gpus[index].memory_bytes
+        free_bytes = total_bytes - self._used_bytes(index)
+        if asked_bytes - held_bytes <= free_bytes:
+            return
+        most_bytes = held_bytes + free_bytes
+        faults = self._faults()
+        hint = f"ask for at most {write_size(most_bytes)}, or end a process that holds memory there"
+        free_elsewhere = {
+            other: spec.memory_bytes - self._used_bytes(other)
+            for other, spec in enumerate(self._topology.gpus)
+            if other != index and faults.get(gpu_id(other)) not in _SHUTS_OUT
+        }
+        roomy = max(free_elsewhere, key=lambda other: free_elsewhere[other], default=index)
+        if free_elsewhere.get(roomy, 0) >= asked_bytes:
+            hint = f"use {gpu_id(roomy)}, where {write_size(free_elsewhere[roomy])} are free, or " + hint
+        raise Refused(
+            f"{gpu_id(index)} has {write_size(free_bytes)} of {write_size(total_bytes)} free, "
+            f"and {write_size(asked_bytes - held_bytes)} more were asked for",
+            hint,
+            {
+                "gpu": gpu_id(index),
+                "total_bytes": total_bytes,
+                "free_bytes": free_bytes,
+                "held_bytes": held_bytes,
+                "asked_bytes": asked_bytes,
+            },
+        )
+
+    def _used_bytes(self, index: int) -> int:
+        there_already = sum(process.vram_bytes or 0 for process in self._topology.gpus[index].processes)
+        return there_already + sum(holds[index].vram_bytes for holds in self._holds.values() if index in holds)
+
+    # ---- faults -----------------------------------------------------------------------------------------------------
+
+    def set_fault(self, target: str, fault: str) -> dict[str, str]:
+        """Make a GPU, or with `vendor` the whole library, fail, or mend it with `none`; returns the faults in force."""
+        with self._changed:
+            name = VENDOR if target == VENDOR else gpu_id(self._index_of(target))
+            possible = VENDOR_FAULTS if name == VENDOR else GPU_FAULTS
+            if fault not in possible and fault != MEND:
+                raise HegmError(
+                    BAD_REQUEST,
+                    f"{name} cannot have the fault {fault!r}",
+                    f"it can have {', '.join(possible)}, or {MEND} to mend it",
+                )
+            self._set_faults.pop(name, None)
+            self._coming_faults = [
+                each for each in self._coming_faults if each.target != name or each.after_snapshots >= self._snapshots
+            ]
+            if fault != MEND:
+                self._set_faults[name] = fault
+            self._changed.notify_all()
+            return self._faults()
+
+    def _faults(self) -> dict[str, str]:
+        """Every fault in force, by target. One that was asked for goes before one that came by itself."""
+        came = {
+            each.target: each.fault
+            for each in self._coming_faults
+            if each.after_snapshots < self._snapshots
+            and (each.for_snapshots is None or self._snapshots <= each.after_snapshots + each.for_snapshots)
+        }
+        return {**came, **self._set_faults}
+
+    # ---- what a snapshot shows --------------------------------------------------------------------------------------
+
+    def _read(self, faults: dict[str, str]) -> VendorSnapshot:
+        gpus: list[Gpu] = []
+        uses: list[ProcessUse] = []
+        for index, spec in enumerate(self._topology.gpus):
+            fault = faults.get(gpu_id(index))
+            known = self._identity(index, spec)
+            if fault == "lost":
+                health = Health(state="failed", notes=("it fell off the bus, as was asked for",))
+                gpus.append(known.replace(state="lost", health=health))
+            elif fault == "error":
+                health = Health(state="unknown", notes=("it answers with an error, as was asked for",))
+                gpus.append(known.replace(state="unknown", health=health))
+            else:
+                gpus.append(self._answering(known, index, spec, fault))
+                uses += self._uses(index, spec, hide_memory=fault == "unknown-memory")
+        return VendorSnapshot(
+            gpus=tuple(gpus),
+            uses=tuple(uses),
+            driver_version=self._topology.driver_version,
+            library_version=self._topology.library_version,
+            compute_version=self._topology.compute_version,
+        )
+
+    def _identity(self, index: int, spec: GpuSpec) -> Gpu:
+        """What stays true of a GPU that does not answer."""
+        return Gpu(
+            id=str(index),
+            index=index,
+            uuid=spec.uuid,
+            pci_address=spec.pci_address,
+            name=spec.name,
+            vendor=self.vendor,
+            chip=spec.chip,
+            plays=spec.plays,
+            numa_node=spec.numa_node,
+            driver_version=self._topology.driver_version,
+        )
+
+    def _answering(self, known: Gpu, index: int, spec: GpuSpec, fault: str | None) -> Gpu:
+        used_bytes = None if fault == "unknown-memory" else self._used_bytes(index)
+        return known.replace(
+            memory_total_bytes=spec.memory_bytes,
+            memory_used_bytes=used_bytes,
+            memory_free_bytes=None if used_bytes is None else spec.memory_bytes - used_bytes,
+            temperature_celsius=_as_float(spec.temperature_celsius),
+            power_watts=_as_float(spec.power_watts),
+            power_limit_watts=_as_float(spec.power_limit_watts),
+            links=self._links(index),
+            mig=spec.mig,
+            mps=spec.mps,
+            persistence=spec.persistence,
+            health=_health(spec, fault),
+        )
+
+    def _links(self, index: int) -> tuple[PeerLink, ...]:
+        return tuple(
+            PeerLink(
+                to_uuid=self._topology.gpus[link.ends[link.ends[0] == index]].uuid,
+                kind=link.kind,
+                lanes=link.lanes,
+                bytes_per_s=link.bytes_per_s,
+            )
+            for link in self._topology.links
+            if index in link.ends
+        )
+
+    def _uses(self, index: int, spec: GpuSpec, *, hide_memory: bool) -> list[ProcessUse]:
+        """A process's share is the sum over its connections; the driver knows processes only."""
+        shares: dict[int, tuple[int | None, str]] = {
+            process.pid: (process.vram_bytes, process.kind) for process in spec.processes
+        }
+        for holds in self._holds.values():
+            if index in holds:
+                pid, vram_bytes = holds[index].pid, holds[index].vram_bytes
+                before, kind = shares.get(pid, (0, "compute"))
+                shares[pid] = (None if before is None else before + vram_bytes, kind)
+        return [
+            ProcessUse(pid, GpuUse(gpu=spec.uuid, vram_bytes=None if hide_memory else vram_bytes, kind=kind))
+            for pid, (vram_bytes, kind) in sorted(shares.items())
+        ]
+
+
+def _as_float(value: int | None) -> float | None:
+    return None if value is None else float(value)
+
+
+def _health(spec: GpuSpec, fault: str | None) -> Health:
+    uncorrected = (spec.ecc_uncorrected or 0) + 1 if fault == "ecc" else spec.ecc_uncorrected
+    last_xid = {"ecc": _XID_OF_ECC, "xid": _XID_OF_FAULT}.get(fault or "", spec.last_xid)
+    notes: list[str] = []
+    if uncorrected:
+        notes.append(f"uncorrected memory errors: {uncorrected}")
+    if last_xid is not None:
+        notes.append(f"the driver reported XID {last_xid}")
+    return Health(
+        state="failed" if last_xid == _XID_OF_ECC else "warn" if notes else "ok",
+        notes=tuple(notes),
+        ecc_corrected=spec.ecc_corrected,
+        ecc_uncorrected=uncorrected,
+        retired_pages=spec.retired_pages,
+        last_xid=last_xid,
+    )

@@ -1,0 +1,220 @@
+"""Checks of NVIDIA's driver: loaded, of one version, with the calls that migration needs, and reachable.
+
+libcuda is only read as a file, never loaded. What NVML tells comes with the GPUs' records. Driver 570 brought the calls
+that checkpoint a process, 580 the ones that restore it onto another GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from hegmd.node.doctor import pci
+from hegmd.node.doctor.facts import Finding, NodeFacts, clipped, counted, fail, listed, ok, skip, version_numbers, warn
+from hegmd.node.doctor.libraries import find_library
+from hegmd.node.doctor.rights import READ_WRITE, may_use
+from hegmd.system import elf
+
+CHECKPOINT_DRIVER = 570
+MOVE_DRIVER = 580
+
+CHECKPOINT_CALLS = (
+    "cuCheckpointProcessCheckpoint",
+    "cuCheckpointProcessGetRestoreThreadId",
+    "cuCheckpointProcessGetState",
+    "cuCheckpointProcessLock",
+    "cuCheckpointProcessRestore",
+    "cuCheckpointProcessUnlock",
+)
+
+_INSTALL = f"install NVIDIA driver {MOVE_DRIVER} or newer and reboot"
+_VERSION = re.compile(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b")
+
+
+def absent(facts: NodeFacts) -> str | None:
+    """Why there is nothing of NVIDIA to check, or None."""
+    if facts.simulated:
+        return "the GPUs are simulated"
+    vendor = facts.vendor("nvidia")
+    if vendor is not None and vendor.state == "off":
+        return "NVIDIA is switched off in the configuration"
+    if facts.gpus_of("nvidia") or pci.devices_of(facts, pci.NVIDIA) or module_version(facts) is not None:
+        return None
+    return "there is no NVIDIA GPU on this node"
+
+
+def module_version(facts: NodeFacts) -> str | None:
+    """The version of the kernel module that is loaded, by its own word."""
+    text = facts.read("proc/driver/nvidia/version")
+    found = None if text is None else _VERSION.search(text)
+    return None if found is None else found[1]
+
+
+def driver(facts: NodeFacts) -> Finding:
+    """The kernel module is loaded, has taken the GPUs, and NVML answers for them."""
+    vendor = facts.vendor("nvidia")
+    # Under WSL and in some sandboxes there is no /proc/driver/nvidia, and NVML answers all the same.
+    version = module_version(facts) or (None if vendor is None else vendor.driver_version)
+    devices = pci.devices_of(facts, pci.NVIDIA)
+    if version is None:
+        return _not_loaded(devices)
+    if vendor is None or vendor.state == "absent":
+        reason = vendor.message if vendor is not None and vendor.message else "NVML finds no GPU"
+        hint = vendor.hint if vendor is not None and vendor.hint else "nvidia-smi"
+        return fail(f"driver {version} is loaded, but {reason}", hint)
+    if vendor.state != "ok":
+        return fail(f"driver {version}: {vendor.message or vendor.state}", vendor.hint or "nvidia-smi")
+    unbound = [device.address for device in devices if device.driver is None]
+    if unbound:
+        return warn(
+            f"driver {version} is loaded, but has not taken {listed(unbound)}",
+            f"sudo dmesg | grep -i -e NVRM -e {unbound[0]}",
+        )
+    return ok(f"driver {version} is loaded and answers for {counted(len(facts.gpus_of('nvidia')), 'GPU')}")
+
+
+def _not_loaded(devices: tuple[pci.PciDevice, ...]) -> Finding:
+    drivers = {device.driver for device in devices}
+    number = counted(len(devices), "NVIDIA GPU")
+    if drivers == {"vfio-pci"}:
+        return skip(f"{number} passed through to virtual machines (vfio-pci)")
+    if "nouveau" in drivers:
+        return fail(f"{number} driven by nouveau, which can neither tell nor move anything", _INSTALL)
+    return fail(f"{number} on the PCI bus, but the NVIDIA driver is not loaded", f"sudo modprobe nvidia, or {_INSTALL}")
+
+
+def library(facts: NodeFacts) -> Finding:
+    """libcuda is there, and of the loaded module's version."""
+    module = module_version(facts)
+    path = find_library(facts, "libcuda.so.1")
+    if path is None:
+        fix = f"install the CUDA driver library (libcuda.so.1) of driver {module or MOVE_DRIVER}"
+        return fail("libcuda.so.1 is not installed where the loader looks", fix)
+    version = _library_version(path)
+    if version is None or module is None:
+        return ok(f"{path.name} is installed in {path.parent}; its version cannot be compared")
+    if version != module:
+        return fail(
+            f"libcuda is {version}, but the loaded driver is {module}: every CUDA program fails",
+            "reboot, or with no process on any GPU: "
+            "sudo rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia; sudo modprobe nvidia nvidia_uvm",
+        )
+    return ok(f"libcuda and the loaded driver are both {version}")
+
+
+def _library_version(path: Path) -> str | None:
+    found = re.search(r"\.so\.(\d{3,}\.\d+(?:\.\d+)?)$", os.path.realpath(path))
+    return None if found is None else found[1]
+
+
+def checkpoint(facts: NodeFacts) -> Finding:
+    """The driver has the calls that take a process off a GPU and put it onto another."""
+    path = find_library(facts, "libcuda.so.1")
+    if path is None:
+        return fail("without libcuda.so.1 there are no checkpoint calls", "see nvidia.library")
+    try:
+        found = elf.defined_functions(path, CHECKPOINT_CALLS)
+    except elf.NotElf as error:
+        return fail(f"{clipped(str(path), 45)} cannot be read: {error}", _INSTALL)
+    missing = [name for name in CHECKPOINT_CALLS if name not in found]
+    version = _library_version(path) or module_version(facts)
+    shown = "" if version is None else f" {version}"
+    if missing:
+        what = "no checkpoint calls" if len(missing) == len(CHECKPOINT_CALLS) else f"no {listed(missing, 1)}"
+        return fail(f"libcuda{shown} has {what}; driver {CHECKPOINT_DRIVER} brought them", _INSTALL)
+    if version is None:
+        return ok("libcuda has the checkpoint calls; its version is unknown")
+    if version_numbers(version) < (MOVE_DRIVER,):
+        return warn(f"libcuda{shown} can suspend and resume, but not restore onto another GPU", _INSTALL)
+    return ok(f"libcuda{shown} has the checkpoint calls and restores onto other GPUs")
+
+
+def nodes(facts: NodeFacts) -> Finding:
+    """The device nodes that CUDA opens are there, for this user."""
+    minors = _minors(facts)
+    wanted = ["nvidiactl", "nvidia-uvm", *(f"nvidia{minor}" for minor in minors)]
+    missing = [name for name in wanted if not facts.at(f"dev/{name}").exists()]
+    if missing:
+        nodes_too = "".join(f" -c {minor}" for minor in minors) or " -c 0"
+        return fail(f"missing in /dev: {listed(missing)}", f"sudo nvidia-modprobe -u{nodes_too}")
+    closed = [name for name in wanted if not may_use(facts, facts.at(f"dev/{name}"), READ_WRITE)]
+    if closed:
+        gid = facts.at(f"dev/{closed[0]}").stat().st_gid
+        group = facts.group_name(gid)
+        fix = (
+            f"sudo usermod -aG {group} $USER, and log in anew"
+            if group not in (None, "root")
+            else "echo options nvidia NVreg_DeviceFileMode=0666 | sudo tee /etc/modprobe.d/nvidia-nodes.conf; reboot"
+        )
+        return fail(f"not open to this user: /dev/{listed(closed)}", fix)
+    return ok(f"{counted(len(wanted), 'device node')} in /dev, open to this user")
+
+
+def _minors(facts: NodeFacts) -> list[int]:
+    # By the listed GPUs only: in a container, /proc/driver/nvidia may tell of cards that are not given to it.
+    minors: list[int] = []
+    for gpu in facts.gpus_of("nvidia"):
+        text = facts.read(f"proc/driver/nvidia/gpus/{gpu.pci_address}/information") if gpu.pci_address else None
+        found = None if text is None else re.search(r"^Device Minor:\s*(\d+)", text, re.MULTILINE)
+        if found is not None:
+            minors.append(int(found[1]))
+    return minors
+
+
+def persistence(facts: NodeFacts) -> Finding:
+    """The driver stays loaded when no process uses a GPU."""
+    known = [gpu for gpu in facts.gpus_of("nvidia") if gpu.persistence is not None]
+    if not known:
+        return skip("the driver does not say")
+    off = [gpu.id for gpu in known if not gpu.persistence]
+    if off:
+        return warn(
+            f"off on {listed(off)}: whoever is first on an idle GPU waits for it to be initialised",
+            "sudo systemctl enable --now nvidia-persistenced, or until the next boot: sudo nvidia-smi -pm 1",
+        )
+    return ok(f"on for {counted(len(known), 'GPU')}")
+
+
+def mig(facts: NodeFacts) -> Finding:
+    """No GPU is cut into MIG instances."""
+    known = [gpu for gpu in facts.gpus_of("nvidia") if gpu.mig is not None]
+    if not known:
+        return skip("no GPU here has MIG, or the driver does not say")
+    cut = [gpu for gpu in known if gpu.mig]
+    if cut:
+        indexes = ",".join(str(gpu.index) for gpu in cut)
+        return warn(
+            f"on for {listed(gpu.id for gpu in cut)}: the driver does not checkpoint processes there",
+            f"when idle: sudo nvidia-smi -i {indexes} -mig 0",
+        )
+    return ok(f"off for {counted(len(known), 'GPU')}")
+
+
+def mps(facts: NodeFacts) -> Finding:
+    """No process goes through MPS."""
+    known = [gpu for gpu in facts.gpus_of("nvidia") if gpu.mps is not None]
+    if not known:
+        return skip("the driver does not say")
+    shared = [gpu.id for gpu in known if gpu.mps]
+    if shared:
+        return warn(
+            f"in use on {listed(shared)}: the driver does not checkpoint processes that go through it",
+            "when its jobs have ended: echo quit | sudo nvidia-cuda-mps-control",
+        )
+    return ok(f"not in use on {counted(len(known), 'GPU')}")
+
+
+def fabric(facts: NodeFacts) -> Finding:
+    """Where NVSwitches join the GPUs, the service that sets them up is running."""
+    switches = pci.devices_of(facts, pci.NVIDIA, pci.BRIDGE_CLASSES)
+    if not switches:
+        return skip("there is no NVSwitch on this node's PCI bus")
+    # The kernel keeps 15 characters of a program's name.
+    for pid in facts.names_in("proc"):
+        if pid.isdigit() and (facts.read(f"proc/{pid}/comm") or "").startswith("nv-fabricmanage"):
+            return ok(f"{counted(len(switches), 'NVSwitch', 'es')}, and the fabric manager is running")
+    return warn(
+        "there are NVSwitches and no fabric manager is running: CUDA may not start (error 802)",
+        "sudo systemctl enable --now nvidia-fabricmanager",
+    )

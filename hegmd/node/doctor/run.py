@@ -1,0 +1,148 @@
+"""Runs the checks: all at once where they wait, in the order of the table for whoever listens.
+
+The table is the whole list; a check is one function and one row. A check that raises, or does not end, becomes a line
+that says so, and the others go on. Checks that read files run in threads that can be left behind, because a dead
+network disk or a hanging driver file would otherwise take the daemon's loop with it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import anyio
+
+from hegmd.errors import HegmError
+from hegmd.node.doctor import amd, cgroups, criu, disk, gpus, injection, kernel, memory, nvidia, permissions
+from hegmd.node.doctor.facts import Finding, NodeFacts, fail, skip, warn
+from hegmd.protocol.snapshots import Check
+from hegmd.system.threads import run_detached
+
+CHECK_DEADLINE_S = 15.0
+_AT_ONCE = 6
+
+_log = logging.getLogger(__name__)
+
+Absent = Callable[[NodeFacts], str | None]
+
+
+def _always(_facts: NodeFacts) -> str | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A check that reads; blocking."""
+
+    id: str
+    check: Callable[[NodeFacts], Finding]
+    absent: Absent = _always
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A check that runs a program."""
+
+    id: str
+    check: Callable[[NodeFacts], Awaitable[Finding]]
+    absent: Absent = _always
+
+
+Row = Look | Ask
+
+CHECKS: tuple[Row, ...] = (
+    Look("nvidia.driver", nvidia.driver, nvidia.absent),
+    Look("nvidia.library", nvidia.library, nvidia.absent),
+    Look("nvidia.checkpoint", nvidia.checkpoint, nvidia.absent),
+    Look("nvidia.nodes", nvidia.nodes, nvidia.absent),
+    Look("nvidia.persistence", nvidia.persistence, nvidia.absent),
+    Look("nvidia.mig", nvidia.mig, nvidia.absent),
+    Look("nvidia.mps", nvidia.mps, nvidia.absent),
+    Look("nvidia.fabric", nvidia.fabric, nvidia.absent),
+    Look("amd.driver", amd.driver, amd.absent),
+    Look("amd.library", amd.library, amd.absent),
+    Look("amd.nodes", amd.nodes, amd.absent),
+    Look("gpu.health", gpus.health, gpus.absent),
+    Look("gpu.peers", gpus.peers, gpus.absent),
+    Ask("criu.program", criu.program),
+    Look("criu.rights", criu.rights),
+    Ask("criu.check", criu.check),
+    Look("memory.host", memory.host),
+    Look("memory.hugepages", memory.hugepages),
+    Look("memory.cgroup", cgroups.own_memory),
+    Look("cgroup.hierarchy", cgroups.hierarchy),
+    Look("kernel.version", kernel.version),
+    Look("kernel.options", kernel.options),
+    Look("kernel.ptrace", kernel.ptrace),
+    Look("kernel.hidepid", kernel.hidepid),
+    Look("kernel.pid-namespace", kernel.pid_namespace),
+    Look("limits.open-files", kernel.descriptors),
+    Look("permissions.daemon", permissions.rights),
+    Look("permissions.group", permissions.group),
+    Look("permissions.socket", permissions.socket),
+    Look("disk.state", disk.state),
+    Look("disk.images", disk.images),
+    Ask("agent.injection", injection.injection),
+)
+
+
+async def run_checks(
+    facts: NodeFacts,
+    on_check: Callable[[Check], Awaitable[None]],
+    *,
+    checks: tuple[Row, ...] = CHECKS,
+    deadline_s: float = CHECK_DEADLINE_S,
+) -> tuple[Check, ...]:
+    """Make the checks and return them in the table's order; each is also handed on as soon as all before it are made.
+
+    Raises nothing of its own; what `on_check` raises ends the run and is raised as it is. Cancellation ends what was
+    started.
+    """
+    made: dict[str, Check] = {}
+    ready = {row.id: anyio.Event() for row in checks}
+    places = anyio.CapacityLimiter(_AT_ONCE)
+
+    async def make(row: Row) -> None:
+        async with places:
+            finding = await _finding(row, facts, deadline_s)
+        made[row.id] = Check(id=row.id, status=finding.status, summary=finding.summary, fix=finding.fix)
+        ready[row.id].set()
+
+    refusal: Exception | None = None
+    async with anyio.create_task_group() as tasks:
+        for row in checks:
+            tasks.start_soon(make, row)
+        for row in checks:
+            await ready[row.id].wait()
+            try:
+                await on_check(made[row.id])
+            except Exception as error:  # noqa: BLE001 - raised below, where the task group cannot wrap it
+                refusal = error
+                tasks.cancel_scope.cancel()
+                break
+    if refusal is not None:
+        raise refusal
+    return tuple(made[row.id] for row in checks)
+
+
+async def _finding(row: Row, facts: NodeFacts, deadline_s: float) -> Finding:
+    try:
+        with anyio.fail_after(deadline_s):
+            reason = await run_detached(lambda _: row.absent(facts), name=f"doctor {row.id}")
+            if reason is not None:
+                return skip(reason)
+            if isinstance(row, Look):
+                look = row.check
+                return await run_detached(lambda _: look(facts), name=f"doctor {row.id}")
+            return await row.check(facts)
+    except TimeoutError:
+        return fail(f"no answer within {deadline_s:g} s: a disk or a driver hangs", "sudo dmesg | tail -50")
+    except HegmError as error:
+        return warn(f"could not be checked: {error.message}", error.hint)
+    except OSError as error:
+        where = f"{error.filename}: " if isinstance(error.filename, str) else ""
+        return warn(f"could not be checked: {where}{error.strerror or error}", "run hegmd with the rights to read it")
+    except Exception as error:  # noqa: BLE001 - a check's own mistake must not cost the others their answer
+        _log.exception("check %s failed", row.id)
+        return warn(f"the check itself failed: {type(error).__name__}: {error}", "report this with the daemon's log")

@@ -1,0 +1,47 @@
+"""The doctor's checks of a running daemon: made for one caller at a time, each told as soon as it is made.
+
+Owns the turn, since checks start programs, and how results reach whoever asked; what is checked is `doctor`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+
+import anyio
+from anyio.streams.memory import MemoryObjectSendStream
+
+from hegmd.node.doctor.facts import NodeFacts
+from hegmd.node.doctor.run import run_checks
+from hegmd.protocol.snapshots import Check
+
+
+class Examination:
+    """Examines the node. `look` tells what the checks are made on."""
+
+    def __init__(self, look: Callable[[], Awaitable[NodeFacts]]) -> None:
+        self._look = look
+        self._turn = anyio.Lock()
+
+    async def examine(self, on_check: Callable[[Check], Awaitable[None]]) -> tuple[Check, ...]:
+        """The doctor's checks, in the order of its table; raises what `on_check` raises."""
+        told, to_tell = anyio.create_memory_object_stream[Check](math.inf)  # of as many as there are checks
+        made: list[Check] = []
+        refusal: Exception | None = None
+        async with anyio.create_task_group() as tasks, to_tell:
+            tasks.start_soon(self._make, told)
+            try:
+                async for check in to_tell:
+                    made.append(check)
+                    await on_check(check)
+            except Exception as error:  # noqa: BLE001 - raised below, where the task group cannot wrap it
+                refusal = error
+                tasks.cancel_scope.cancel()
+        if refusal is not None:
+            raise refusal
+        return tuple(made)
+
+    async def _make(self, told: MemoryObjectSendStream[Check]) -> None:
+        """Make them for one caller at a time, since they start programs; how fast it listens is its own affair."""
+        async with told, self._turn:
+            await run_checks(await self._look(), told.send)

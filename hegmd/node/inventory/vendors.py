@@ -1,0 +1,204 @@
+"""The life of one vendor's library as the daemon sees it: absent, well, failing, hanging, and back again.
+
+Owns when a provider is opened, asked, closed and asked again, and the words for its state. Must not start a second
+call while one hangs, and must not wait longer than it was told to. What the answers say about GPUs is the register's.
+
+A provider is asked in a job of its own. An answer that comes too late for the one who asked is taken at the next
+look: so a slow library is shown with the age of what it said, and only one that never answers stays at what it said
+last. After an error the library is closed and opened again, at first soon and then at growing intervals, because that
+is what finds a driver that was reloaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import anyio
+
+from hegmd.node.devices.base import DeviceAbsent, DeviceError, DeviceProvider, VendorSnapshot
+from hegmd.node.inventory.jobs import SHORTAGE_HINT, Job, shortage
+from hegmd.protocol.snapshots import Vendor
+
+__all__ = ["VendorView", "VendorWatch"]
+
+log = logging.getLogger(__name__)
+
+FIRST_RETRY_S = 1.0
+LAST_RETRY_S = 30.0
+ABSENT_RETRY_S = 30.0
+
+_HANG_HINTS = {
+    "nvidia": "look for NVRM and Xid with: dmesg | grep -e NVRM -e Xid; what hangs in the driver may need a reboot",
+    "amd": "look for amdgpu with: dmesg | grep amdgpu; what hangs in the driver may need a reboot",
+    "simulated": "mend the fault of the simulated library",
+}
+_HANG_HINT = "see the kernel's log with: dmesg; what hangs in a driver may need a reboot"
+_BUG_HINT = "hegmd tries again by itself; report this with the traceback in its log"
+
+
+@dataclass(frozen=True, slots=True)
+class VendorView:
+    """What one vendor's library comes to now.
+
+    `snapshot` is the last that it gave since it was last opened, and `reading` counts them, so that the same one is
+    told from a new one that is equal.
+    """
+
+    vendor: Vendor
+    snapshot: VendorSnapshot | None
+    reading: int
+
+
+class VendorWatch:
+    """Looks after one provider. Belongs to the event loop; only the provider's own methods run elsewhere."""
+
+    def __init__(self, provider: DeviceProvider, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.name = provider.vendor
+        self._provider = provider
+        self._monotonic = monotonic
+        self._job: Job[VendorSnapshot] | None = None
+        self._overdue = False
+        self._reopen = False
+        self._snapshot: VendorSnapshot | None = None
+        self._reading = 0
+        self._read_at: float | None = None
+        self._error: DeviceError | None = None
+        self._retry_at = 0.0
+        self._retry_s = FIRST_RETRY_S
+
+    async def update(self, limit_s: float) -> None:
+        """Ask the library, and wait for its answer that long at most. While it is known to hang, do not wait at all.
+
+        Being cancelled leaves the call running; whoever updates next waits for the same one.
+        """
+        self._take_answer()
+        if self._job is None:
+            if self._error is not None and not self._reopen and self._monotonic() < self._retry_at:
+                return
+            self._ask()
+        if self._overdue or self._job is None:
+            return
+        with anyio.move_on_after(limit_s):
+            await self._job.wait()
+        if not self._take_answer():
+            self._overdue = True
+            log.warning("the %s library has not answered within %.2g s; showing what it said last", self.name, limit_s)
+
+    def reopen(self) -> None:
+        """Close and open the library before it is asked the next time, without regard to any interval."""
+        self._reopen = True
+
+    def view(self) -> VendorView:
+        """Where things stand now."""
+        return VendorView(vendor=self._vendor(self._monotonic()), snapshot=self._snapshot, reading=self._reading)
+
+    async def close(self, limit_s: float) -> None:
+        """Close the library, unless it hangs: then its thread is left behind, as it is when closing takes too long."""
+        began = anyio.current_time()
+        with anyio.CancelScope(deadline=began if self._overdue else began + limit_s):
+            if self._job is not None:
+                await self._job.wait()
+        if not self._take_answer():
+            if self._job is not None:
+                self._job.let_go()
+                self._job = None
+            return
+        job = Job(self._provider.close, name=f"hegmd-{self.name}-close", monotonic=self._monotonic)
+        with anyio.CancelScope(deadline=began + limit_s):
+            await job.wait()
+        job.let_go()
+        self._forget()
+
+    def _ask(self) -> None:
+        reopen, self._reopen = self._reopen, False
+        self._overdue = False
+        self._job = Job(lambda: self._turn(reopen), name=f"hegmd-{self.name}", monotonic=self._monotonic)
+
+    def _turn(self, reopen: bool) -> VendorSnapshot:
+        """One question to the library; runs in the job's thread. Opening what is open does nothing."""
+        provider = self._provider
+        if reopen:
+            provider.close()
+        try:
+            provider.open()
+            return provider.snapshot()
+        except Exception:
+            provider.close()
+            raise
+
+    def _take_answer(self) -> bool:
+        """Take the answer of a call that has ended; whether there was one, or no call at all."""
+        job = self._job
+        if job is None:
+            return True
+        if not job.done:
+            return False
+        self._job = None
+        self._overdue = False
+        try:
+            snapshot = job.result()
+        except DeviceError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - whatever a vendor's binding raises is this vendor's failure
+            self._fail(self._as_failure(error))
+        else:
+            self._snapshot = snapshot
+            self._reading += 1
+            self._read_at = job.ended
+            self._error = None
+            self._retry_s = FIRST_RETRY_S
+        return True
+
+    def _as_failure(self, error: Exception) -> DeviceError:
+        """What is no word of the library's own: the kernel gives hegmd no more files or memory, or it is a mistake."""
+        missing = shortage(error)
+        if missing is not None:
+            return DeviceError(f"the {self.name} library cannot be asked: {missing}", SHORTAGE_HINT)
+        log.error("the %s provider failed in an unforeseen way", self.name, exc_info=error)
+        text = f"asking the {self.name} library failed with {type(error).__name__}: {error}"
+        return DeviceError(text, _BUG_HINT)
+
+    def _fail(self, error: DeviceError) -> None:
+        absent = isinstance(error, DeviceAbsent)
+        if not absent and (self._error is None or self._error.message != error.message):
+            log.warning("the %s library failed: %s", self.name, error)
+        self._error = error
+        self._snapshot = None
+        self._retry_at = self._monotonic() + (ABSENT_RETRY_S if absent else self._retry_s)
+        self._retry_s = FIRST_RETRY_S if absent else min(2 * self._retry_s, LAST_RETRY_S)
+
+    def _forget(self) -> None:
+        self._snapshot = None
+        self._error = None
+        self._retry_at = 0.0
+
+    def _vendor(self, now: float) -> Vendor:
+        age_s = None if self._read_at is None else max(0.0, now - self._read_at)
+        if self._overdue or (self._snapshot is None and self._error is None):
+            return self._vendor_as("stale", self._hang_text(now), _HANG_HINTS.get(self.name, _HANG_HINT), age_s)
+        if isinstance(self._error, DeviceAbsent):
+            return self._vendor_as("absent", self._error.message, self._error.hint, age_s)
+        if self._error is not None:
+            return self._vendor_as("failed", self._error.message, self._error.hint, age_s)
+        return self._vendor_as("ok", "", "", age_s)
+
+    def _hang_text(self, now: float) -> str:
+        waited_s = now - (now if self._job is None else self._job.started)
+        known = "nothing is known of its GPUs now" if self._snapshot is None else "what is shown is what it said last"
+        return f"the {self.name} library has not answered for {waited_s:.1f} s; {known}"
+
+    def _vendor_as(self, state: str, message: str, hint: str, age_s: float | None) -> Vendor:
+        snapshot = self._snapshot
+        return Vendor(
+            vendor=self.name,
+            state=state,
+            message=message,
+            hint=hint,
+            driver_version=None if snapshot is None else snapshot.driver_version,
+            library_version=None if snapshot is None else snapshot.library_version,
+            compute_version=None if snapshot is None else snapshot.compute_version,
+            age_s=age_s,
+        )

@@ -1,0 +1,167 @@
+"""The other ends of what a tree of processes has open: pipes, terminals, unix sockets, TCP connections.
+
+Says which are outside of the tree, which of these can be led elsewhere at the restore, and which stand against the
+dump. Pure.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from hegmd.errors import REFUSED
+from hegmd.node.processes.process_tree import Descriptor, Tree
+from hegmd.node.processes.socket_peers import STREAMS, TcpEnd
+from hegmd.protocol.operations import Reason
+
+__all__ = [
+    "PTY_MAJORS",
+    "Outlet",
+    "connections",
+    "has_pty_master",
+    "is_named_elsewhere",
+    "number_of",
+    "outlets_of",
+    "reason_of_connection",
+    "reasons_of_unix",
+    "refusal",
+    "unix_datagrams",
+]
+
+PTY_MAJORS = range(136, 144)
+_V4_IN_V6 = "0000000000000000FFFF0000"
+
+
+@dataclass(frozen=True, slots=True)
+class Outlet:
+    """One end of something whose other end is not in the tree: a pipe, a terminal, a socket to a log.
+
+    The other end will not be there at the restore, so the key is tied to a file then, or to /dev/null.
+    """
+
+    key: str
+    fds: tuple[tuple[int, int], ...]  # process and descriptor
+    is_read: bool
+    is_written: bool
+
+
+def refusal(message: str, hint: str, pid: int) -> Reason:
+    """A reason against dumping, about that process."""
+    return Reason(code=REFUSED.name, message=message, hint=hint, pid=pid)
+
+
+def number_of(each: Descriptor) -> tuple[int, int]:
+    """Major and minor number of a device."""
+    return os.major(each.kind_device), os.minor(each.kind_device)
+
+
+def has_pty_master(tree: Tree) -> bool:
+    """Whether a terminal of the tree has its other side in the tree too."""
+    return any(stat.S_ISCHR(each.mode) and number_of(each) == (5, 2) for each in tree.descriptors)
+
+
+def outlets_of(tree: Tree) -> Iterator[Outlet]:
+    """What the tree has one end of and somebody outside the other."""
+    groups: dict[str, list[Descriptor]] = {}
+    for each in tree.descriptors:
+        if (key := _outlet_key(tree, each)) is not None:
+            groups.setdefault(key, []).append(each)
+    for key, ends in groups.items():
+        modes = {each.flags & os.O_ACCMODE for each in ends}
+        is_read, is_written = modes != {os.O_WRONLY}, modes != {os.O_RDONLY}
+        if key.startswith("pipe:") and is_read and is_written:
+            continue  # both of its ends are in the tree
+        yield Outlet(key, tuple((each.pid, each.fd) for each in ends), is_read, is_written)
+
+
+def _outlet_key(tree: Tree, each: Descriptor) -> str | None:
+    """What CRIU calls it, for both its options; None for what has no other end, or has it in the tree."""
+    if each.target.startswith("pipe:["):
+        return each.target
+    if stat.S_ISCHR(each.mode) and number_of(each)[0] in PTY_MAJORS and not has_pty_master(tree):
+        return f"tty[{each.kind_device:x}:{each.device:x}]"
+    if each.target.startswith("socket:[") and each.fd in {0, 1, 2} and _is_log_socket(tree, each.inode):
+        return each.target
+    return None
+
+
+def _is_log_socket(tree: Tree, inode: int) -> bool:
+    """Whether it is a stream to the journal, which units have for their output."""
+    end = tree.unix.get(inode)
+    peer = tree.unix.get(end.peer) if end is not None and end.peer else None
+    return peer is not None and peer.name == "/run/systemd/journal/stdout"
+
+
+def unix_datagrams(tree: Tree) -> Iterable[int]:
+    """Its unix sockets that are no streams, by inode."""
+    inodes = {each.inode for each in tree.descriptors if each.target.startswith("socket:[")}
+    return [inode for inode in inodes if inode in tree.unix and tree.unix[inode].kind not in STREAMS]
+
+
+def is_named_elsewhere(tree: Tree, inode: int) -> bool:
+    """Whether it is connected to a socket outside that has a name, by which CRIU connects it again."""
+    peer = tree.unix[inode].peer
+    return peer is not None and peer not in _inodes(tree) and peer in tree.unix and tree.unix[peer].name is not None
+
+
+def _inodes(tree: Tree) -> frozenset[int]:
+    return frozenset(each.inode for each in tree.descriptors if each.target.startswith("socket:["))
+
+
+def reasons_of_unix(tree: Tree, agent_sockets: Collection[str], outlets: Collection[str]) -> Iterator[Reason]:
+    """Against each that is connected to outside and can be neither led elsewhere nor connected again."""
+    inside = _inodes(tree)
+    for each in tree.descriptors:
+        end = tree.unix.get(each.inode) if each.target.startswith("socket:[") else None
+        # A connection that nobody has accepted yet has no peer.
+        is_alone = end is None or (end.peer is None and not (end.is_connected and end.kind in STREAMS))
+        if end is None or is_alone or end.peer in inside or each.target in outlets:
+            continue
+        peer = tree.unix.get(end.peer or 0)
+        name = peer.name if peer is not None else None
+        if name in agent_sockets or (end.kind not in STREAMS and name is not None):
+            continue
+        yield refusal(
+            f"process {each.pid} has a unix socket connected to outside of the job (descriptor {each.fd}"
+            f"{'' if name is None else ', to ' + name})",
+            "have the script close it before; what it talks to will not be there when it comes back",
+            each.pid,
+        )
+
+
+def connections(tree: Tree) -> tuple[list[Descriptor], list[Descriptor]]:
+    """TCP connections whose other end is in the tree, and those where it is not."""
+    sockets = [each for each in tree.descriptors if each.target.startswith("socket:")]
+    mine = {each.inode: each for each in sockets if each.inode in tree.tcp}
+    ends = {(_address(tree.tcp[inode].local), _address(tree.tcp[inode].remote)) for inode in mine}
+    within: list[Descriptor] = []
+    beyond: list[Descriptor] = []
+    for inode, each in mine.items():
+        other = (_address(tree.tcp[inode].remote), _address(tree.tcp[inode].local))
+        (within if other in ends else beyond).append(each)
+    return within, beyond
+
+
+def _address(text: str) -> str:
+    return text.removeprefix(_V4_IN_V6)
+
+
+def reason_of_connection(each: Descriptor, end: TcpEnd) -> Reason:
+    """Against a connection to outside."""
+    return refusal(
+        f"process {each.pid} has a TCP connection to {_readable(end.remote)} (descriptor {each.fd})",
+        "have the script close it before, or ask for connections to be closed: it finds them closed when it comes back",
+        each.pid,
+    )
+
+
+def _readable(address: str) -> str:
+    host, _, port = _address(address).partition(":")
+    octets = bytes.fromhex(host)
+    if len(octets) == 4:
+        return f"{'.'.join(str(octet) for octet in reversed(octets))}:{int(port, 16)}"
+    words = [octets[at : at + 4][::-1].hex() for at in range(0, len(octets), 4)]
+    joined = "".join(words)
+    return f"[{':'.join(joined[at : at + 4] for at in range(0, len(joined), 4))}]:{int(port, 16)}"

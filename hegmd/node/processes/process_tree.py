@@ -1,0 +1,282 @@
+"""A tree of processes as /proc shows it: who is in it, what each has open and mapped, who is at the other ends.
+
+Owns the reading; what it means for CRIU is for `images/criu/needs`. Reading maps waits for a lock of the process, and
+looking at an open file can wait for a dead network disk: whoever calls this does so in a thread that can be left
+behind. A process that ends meanwhile is not in the tree.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hegmd.node.processes.socket_peers import TcpEnd, UnixEnd, tcp_ends, unix_ends
+
+__all__ = ["Descriptor", "Mapping", "Member", "Tree", "pids_below", "read_tree"]
+
+Tell = Callable[[str], object]
+
+NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
+_DELETED = " (deleted)"
+# Fields of /proc/PID/stat after the name.
+_STATE, _PARENT, _GROUP, _SESSION, _TERMINAL, _START_TICKS = 0, 1, 2, 3, 4, 19
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process of the tree."""
+
+    pid: int
+    parent: int
+    start_ticks: int
+    state: str
+    group: int
+    session: int
+    has_terminal: bool = False  # a controlling one
+    tracer: int = 0
+    threads: int = 1
+    uid: int = 0
+    gid: int = 0
+    groups: tuple[int, ...] = ()  # further ones
+    is_confined: bool = False  # by a filter of system calls
+    is_guarded: bool = False  # the kernel keeps its memory from its own user
+    namespaces: tuple[tuple[str, str], ...] = ()
+    command: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """One open descriptor."""
+
+    pid: int
+    fd: int
+    target: str
+    mode: int = stat.S_IFREG
+    flags: int = 0
+    size_bytes: int = 0
+    inode: int = 0
+    device: int = 0
+    kind_device: int = 0  # which device it is, of a device
+    links: int = 1
+    owner: tuple[int, int] = (0, 0)  # user and group
+    is_locked: bool = False
+    refers_to: int = 0  # the process that it is a pidfd of; -1 of one that has ended
+    trouble: str | None = None  # why no more is known of it
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether the name that it was opened by leads there no more."""
+        return self.target.endswith(_DELETED)
+
+    @property
+    def path(self) -> str:
+        """The name that it was opened by."""
+        return self.target.removesuffix(_DELETED)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it is open for writing."""
+        return self.flags & os.O_ACCMODE != os.O_RDONLY
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """A file that a process has mapped, however often."""
+
+    pid: int
+    path: str
+    is_deleted: bool = False
+    is_executable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A process and all that descend from it."""
+
+    root: int
+    members: tuple[Member, ...]
+    descriptors: tuple[Descriptor, ...] = ()
+    mappings: tuple[Mapping, ...] = ()
+    unix: dict[int, UnixEnd] = field(default_factory=dict[int, UnixEnd])  # by inode, of the whole namespace
+    tcp: dict[int, TcpEnd] = field(default_factory=dict[int, TcpEnd])
+    # Those that CRIU can run in: a kind is there twice where the daemon's own is another than the first process's.
+    namespaces: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """All processes, by number."""
+        return frozenset(member.pid for member in self.members)
+
+    def member(self, pid: int) -> Member:
+        """That process of the tree."""
+        return next(member for member in self.members if member.pid == pid)
+
+
+def silent(_what: str) -> None:
+    """For those who do not want to know what is looked at."""
+
+
+def read_tree(root: int, *, proc_root: str = "/proc", tell: Tell = silent) -> Tree:
+    """The tree as it is now. `tell` is told of each file before it is looked at, which can take for ever.
+
+    Raises ProcessLookupError when there is no such process, and PermissionError when it may not be looked at.
+    """
+    proc = Path(proc_root)
+    pids = pids_below(root, proc_root=proc_root)
+    members = tuple(member for pid in pids if (member := _member(proc, pid)) is not None)
+    if not members or members[0].pid != root:
+        raise ProcessLookupError(f"there is no process {root}")
+    descriptors = tuple(found for member in members for found in _descriptors(proc, member.pid, tell))
+    mappings = tuple(found for member in members for found in _mappings(proc, member.pid))
+    return Tree(
+        root=root,
+        members=members,
+        descriptors=descriptors,
+        mappings=mappings,
+        unix=unix_ends() if any(found.target.startswith("socket:") for found in descriptors) else {},
+        tcp=tcp_ends(proc / str(root)),
+        # As a unit of its own CRIU is in the first process's, whatever the daemon's sandbox; otherwise in the daemon's.
+        namespaces=tuple(dict.fromkeys((*_first_namespaces(proc), *_namespaces(proc / "self")))),
+    )
+
+
+def pids_below(root: int, *, proc_root: str = "/proc") -> list[int]:
+    """The root first, then its children, and so on. Looks at nothing that they have open, so no dead disk hangs it."""
+    proc = Path(proc_root)
+    children: dict[int, list[int]] = {}
+    for name in os.listdir(proc):
+        if name.isdigit() and len(fields := _stat_fields(proc / name)) > _PARENT:
+            children.setdefault(int(fields[_PARENT]), []).append(int(name))
+    order = [root]
+    for pid in order:
+        order.extend(sorted(children.get(pid, [])))
+    return order
+
+
+def _stat_fields(process: Path) -> list[bytes]:
+    """The fields after the name, which may hold anything; none when the process is gone."""
+    try:
+        return (process / "stat").read_bytes().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def _member(proc: Path, pid: int) -> Member | None:
+    process = proc / str(pid)
+    fields = _stat_fields(process)
+    if len(fields) <= _START_TICKS:
+        return None
+    status = _status(process)
+    command = _bytes(process / "cmdline").rstrip(b"\0").split(b"\0")
+    uids, gids = ([int(each) for each in status.get(kind, "0").split()] for kind in ("Uid", "Gid"))
+    return Member(
+        pid=pid,
+        parent=int(fields[_PARENT]),
+        start_ticks=int(fields[_START_TICKS]),
+        state=fields[_STATE].decode(),
+        group=int(fields[_GROUP]),
+        session=int(fields[_SESSION]),
+        has_terminal=int(fields[_TERMINAL]) != 0,
+        tracer=int(status.get("TracerPid", "0")),
+        threads=int(status.get("Threads", "1")),
+        uid=uids[0],
+        gid=gids[0],
+        groups=tuple(int(each) for each in status.get("Groups", "").split()),
+        is_confined=status.get("Seccomp", "0") == "2",
+        is_guarded=_is_guarded(process, uids) or set(gids) != {gids[0]},
+        namespaces=_namespaces(process),
+        command=tuple(os.fsdecode(word) for word in command),
+    )
+
+
+def _is_guarded(process: Path, uids: list[int]) -> bool:
+    """Whether its user may not look into it: it has, or had, other rights than its user's, or hides its memory.
+
+    The kernel gives what tells of the inside of such a process to root, whoever's it is (dumpable, man 5 proc).
+    """
+    try:
+        return {*uids, (process / "environ").stat().st_uid} != {uids[0]}
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _status(process: Path) -> dict[str, str]:
+    lines = _bytes(process / "status").decode("utf-8", "replace").splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def _namespaces(process: Path) -> tuple[tuple[str, str], ...]:
+    """Those that can be read; a process that has ended has none."""
+    found: list[tuple[str, str]] = []
+    for kind in NAMESPACES:
+        try:
+            found.append((kind, os.readlink(process / "ns" / kind)))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return tuple(found)
+
+
+def _first_namespaces(proc: Path) -> tuple[tuple[str, str], ...]:
+    """None where not even root may look at the first process."""
+    try:
+        return _namespaces(proc / "1")
+    except PermissionError:
+        return ()
+
+
+def _descriptors(proc: Path, pid: int, tell: Tell) -> Iterator[Descriptor]:
+    process = proc / str(pid)
+    try:
+        names = os.listdir(process / "fd")
+    except (FileNotFoundError, ProcessLookupError):
+        return
+    for name in sorted(names, key=int):
+        target = "?"
+        try:
+            target = os.readlink(process / "fd" / name)
+            tell(target)
+            seen = os.stat(process / "fd" / name)
+            told = (process / "fdinfo" / name).read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        except OSError as error:  # of a file system whose server is gone, or a broken disk
+            yield Descriptor(pid=pid, fd=int(name), target=target, trouble=error.strerror or str(error))
+            continue
+        facts = dict(line.split(":", 1) for line in told.decode("utf-8", "replace").splitlines() if ":" in line)
+        yield Descriptor(
+            pid=pid,
+            fd=int(name),
+            target=target,
+            mode=seen.st_mode,
+            flags=int(facts.get("flags", "0"), 8),
+            size_bytes=seen.st_size,
+            inode=seen.st_ino,
+            device=seen.st_dev,
+            kind_device=seen.st_rdev,
+            links=seen.st_nlink,
+            owner=(seen.st_uid, seen.st_gid),
+            is_locked="lock" in facts,
+            refers_to=int(facts.get("Pid", "0")),
+        )
+
+
+def _mappings(proc: Path, pid: int) -> Iterator[Mapping]:
+    """Each mapped file once; memory without a file is left out."""
+    executable: dict[str, bool] = {}
+    for line in _bytes(proc / str(pid) / "maps").splitlines():
+        parts = line.split(None, 5)
+        if len(parts) == 6 and parts[5].startswith((b"/", b"anon_inode:")):
+            name = os.fsdecode(parts[5])
+            executable[name] = executable.get(name, False) or b"x" in parts[1]
+    for name, is_executable in executable.items():
+        yield Mapping(pid, name.removesuffix(_DELETED), name.endswith(_DELETED), is_executable)
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""

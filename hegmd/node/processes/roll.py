@@ -1,0 +1,232 @@
+"""The roll of GPU processes: the drivers' word (which pid uses which GPU) joined with what this node knows of the pid.
+
+Owns the making of GpuProcess records. A roll is called in three steps, because the middle one may have to be left
+behind: `look` sees to the pids, `lookups.read` waits for what has to be waited for, `write` makes the records. Steps
+of one roster must not overlap; each may run in another thread.
+
+Records are frozen, so what did not change is the same object as in the roll before: 2,000 processes that do what they
+did ten seconds ago cost a comparison each and no allocation, and whoever compares rolls can compare identities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hegmd.node.devices.base import ProcessUse
+from hegmd.node.migration_options import Candidate, Ground, ways_of
+from hegmd.node.processes.lookups import Lookups, Wanted
+from hegmd.node.processes.table import NOTE_ENDED, NOTE_HELD, Presence, ProcessFacts, ProcessTable
+from hegmd.protocol.snapshots import AgentInfo, GpuProcess, GpuUse, Way
+
+__all__ = ["Roll", "RollCall", "Roster", "Sightings", "stand_in"]
+
+# An agent gives itself its name, so that one process can be of any number of kinds over time.
+MOST_KINDS = 1024
+NOTE_NOT_LOOKED_AT = "/proc was not read in time; ask again"
+
+
+@dataclass(frozen=True, slots=True)
+class RollCall:
+    """What there is to know of this moment before anybody looks at /proc.
+
+    `uses` speak of GPUs by UUID, and `ids` has the node's id for each. `unproven` are pids from a driver that may
+    count in another namespace. `agents` and `held_bytes` are by pid; who has an entry in the latter is on the roll even
+    when no driver names it, as a suspended job is.
+    """
+
+    uses: tuple[ProcessUse, ...]
+    ids: Mapping[str, str]
+    unproven: frozenset[int]
+    agents: Mapping[int, AgentInfo]
+    held_bytes: Mapping[int, int]
+    ground: Ground
+
+
+@dataclass(frozen=True, slots=True)
+class Sightings:
+    """What was seen of the pids in a call, and who is no longer called without having ended."""
+
+    uses_of: Mapping[int, list[ProcessUse]]
+    facts_of: Mapping[int, ProcessFacts]
+    departed: frozenset[int]
+    wanted: Wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Roll:
+    """The processes, ordered by pid.
+
+    `ended` are those among them that a driver still lists though they have ended, and `departed` those that were in
+    the roll before, are not in this one, and have let go of their GPUs without ending.
+    """
+
+    processes: tuple[GpuProcess, ...] = ()
+    ended: frozenset[int] = frozenset()
+    departed: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class _Line:
+    """What a record was made from, to see whether it can be used again."""
+
+    uses: list[ProcessUse]
+    facts: ProcessFacts
+    command: str | None
+    command_note: str | None
+    user: str | None
+    agent: AgentInfo | None
+    held_bytes: int
+    record: GpuProcess
+
+
+class Roster:
+    """Calls the roll, again and again, over one table."""
+
+    def __init__(self, table: ProcessTable) -> None:
+        self._table = table
+        self._lines: dict[int, _Line] = {}
+        self._ids: Mapping[str, str] = {}
+        self._ground: Ground | None = None
+        self._ways: dict[Candidate, tuple[Way, ...]] = {}
+
+    @property
+    def lookups(self) -> Lookups:
+        """What has to be waited for, to be read between `look` and `write`."""
+        return self._table.lookups
+
+    def look(self, call: RollCall) -> Sightings:
+        """See who is behind the pids. Reads /proc, but nothing that waits for another process."""
+        uses_of: dict[int, list[ProcessUse]] = {}
+        for use in call.uses:
+            uses_of.setdefault(use.pid, []).append(use)
+        for pid in call.held_bytes:
+            uses_of.setdefault(pid, [])
+        facts_of = self._table.refresh(uses_of, call.unproven)
+        visible = (
+            (facts.pid, facts.start_ticks, facts.name, facts.uid)
+            for facts in facts_of.values()
+            if facts.start_ticks is not None and facts.name is not None and facts.uid is not None
+        )
+        return Sightings(
+            uses_of=uses_of,
+            facts_of=facts_of,
+            departed=self._table.departed,
+            wanted=self.lookups.wanted(visible),
+        )
+
+    def write(self, call: RollCall, seen: Sightings) -> Roll:
+        """Make the records from what was seen and looked up."""
+        if call.ground != self._ground or call.ids != self._ids:
+            self._ground, self._ids = call.ground, dict(call.ids)
+            self._ways.clear()
+            self._lines.clear()
+        lines = {pid: self._line(pid, call, seen) for pid in sorted(seen.uses_of)}
+        self._lines = lines
+        return Roll(
+            processes=tuple(line.record for line in lines.values()),
+            ended=frozenset(pid for pid, facts in seen.facts_of.items() if facts.presence is Presence.ENDED),
+            departed=seen.departed,
+        )
+
+    def _line(self, pid: int, call: RollCall, seen: Sightings) -> _Line:
+        facts = seen.facts_of[pid]
+        uses = seen.uses_of[pid]
+        command, command_note, user = None, None, None
+        if facts.start_ticks is not None:
+            command, command_note = self.lookups.command(pid, facts.start_ticks)
+        if facts.uid is not None:
+            user = self.lookups.user(facts.uid)
+        agent = call.agents.get(pid)
+        held_bytes = call.held_bytes.get(pid, 0)
+        line = self._lines.get(pid)
+        if (
+            line is not None
+            and line.facts is facts
+            and line.command == command
+            and line.command_note == command_note
+            and line.user == user
+            and line.agent == agent
+            and line.held_bytes == held_bytes
+            and line.uses == uses
+        ):
+            return line
+        record = GpuProcess(
+            pid=pid,
+            start_ticks=facts.start_ticks,
+            started_utc=facts.started_utc,
+            uid=facts.uid,
+            user=user,
+            name=facts.name,
+            command=command,
+            workload=facts.workload,
+            gpus=_named_uses(uses, call.ids),
+            held_bytes=held_bytes,
+            agent=agent,
+            ways=self._ways_of(facts, agent, uses, call),
+            note="; ".join(note for note in (_note(facts, uses), command_note) if note is not None) or None,
+        )
+        if line is not None and line.record == record:
+            record = line.record
+        return _Line(uses, facts, command, command_note, user, agent, held_bytes, record)
+
+    def _ways_of(
+        self, facts: ProcessFacts, agent: AgentInfo | None, uses: list[ProcessUse], call: RollCall
+    ) -> tuple[Way, ...]:
+        """The ways of a process. Most processes of a node are alike in this, so each kind is judged once."""
+        candidate = Candidate(
+            visible=facts.presence is Presence.VISIBLE,
+            uid=facts.uid,
+            agent=None if agent is None else f"{agent.name} {agent.version}".rstrip(),
+            uses=tuple((use.gpu, use.kind) for use in _named_uses(uses, call.ids)),
+            on_cpu=agent is not None and agent.on_cpu,
+            supervised=agent is not None and agent.supervised,
+            kept=agent is not None and agent.kept,
+        )
+        ways = self._ways.get(candidate)
+        if ways is None:
+            if len(self._ways) >= MOST_KINDS:
+                self._ways.clear()
+            ways = self._ways[candidate] = ways_of(candidate, call.ground)
+        return ways
+
+    def close(self) -> None:
+        """Give the table's descriptors back."""
+        self._table.close()
+        self._lines.clear()
+
+
+def _note(facts: ProcessFacts, uses: Sequence[ProcessUse]) -> str | None:
+    """One that is on no GPU is listed by no driver, but for what is held of it."""
+    return NOTE_HELD if facts.note == NOTE_ENDED and not uses else facts.note
+
+
+def stand_in(call: RollCall, before: Roll) -> Roll:
+    """A roll for when nobody could look: the records of before where there are any, and bare pids for the others.
+
+    Of those that are not called any more it is not known whether they ended.
+    """
+    known = {process.pid: process for process in before.processes}
+    uses_of: dict[int, list[ProcessUse]] = {}
+    for use in call.uses:
+        uses_of.setdefault(use.pid, []).append(use)
+    for pid in call.held_bytes:
+        uses_of.setdefault(pid, [])
+    processes: list[GpuProcess] = []
+    for pid, uses in sorted(uses_of.items()):
+        named = _named_uses(uses, call.ids)
+        record = known.get(pid) or GpuProcess(pid=pid, gpus=named, note=NOTE_NOT_LOOKED_AT)
+        processes.append(record if record.gpus == named else record.replace(gpus=named))
+    return Roll(
+        processes=tuple(processes),
+        ended=before.ended & uses_of.keys(),
+        departed=frozenset(known.keys() - uses_of.keys() - before.ended),
+    )
+
+
+def _named_uses(uses: list[ProcessUse], ids: Mapping[str, str]) -> tuple[GpuUse, ...]:
+    """The uses with the node's ids for the GPUs, in the order of the ids. An unknown UUID stays what it is."""
+    named = [use.use.replace(gpu=ids.get(use.use.gpu, use.use.gpu)) for use in uses]
+    if len(named) > 1:
+        named.sort(key=lambda use: (len(use.gpu), use.gpu))
+    return tuple(named)

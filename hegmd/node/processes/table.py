@@ -1,0 +1,328 @@
+"""Which process stands behind a pid: identity is pid and start time together, held by a pidfd.
+
+Owns one descriptor for each process that a driver names, and what /proc said of it. Must not be used from two threads
+at a time, and never touches what could block on another process (see `lookups`).
+
+The order of things is what makes it true. The pidfd is opened first, then /proc is read, then the pidfd is asked
+whether the process still lives: if so, its pid cannot have been given to another in between, and all that was read is
+of one process. From then on a death shows in one poll over all descriptors, without a look at /proc, and a pid that
+is used again is a new process. Where no pidfd can be had (an old kernel, a seccomp filter, too few descriptors,
+another namespace's /proc) the start time is read again at every refresh instead, which costs more and says so in the
+note.
+
+Processes change under the same identity: exec gives another name and command, a job is moved to its control group. So
+each refresh reads a bounded share of the known ones again.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import os
+import resource
+import select
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from hegmd.node.processes.lookups import Lookups
+from hegmd.node.processes.procfs import TICKS_PER_S, KernelFacts, Unreadable, Vanished, boot_time_utc, read_kernel_facts
+from hegmd.node.workloads import workload_of
+from hegmd.protocol.snapshots import Workload
+
+__all__ = ["Presence", "ProcessFacts", "ProcessTable"]
+
+REREAD_PER_REFRESH = 32
+# The inode of the first pid namespace is a constant of the kernel: PROC_PID_INIT_INO in include/linux/proc_ns.h.
+FIRST_PID_NAMESPACE = 0xEFFFFFFC
+_GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
+
+_GONE = (errno.ESRCH, errno.EINVAL, errno.ENOENT)
+
+NOTE_ENDED = "it has ended, and the driver still lists it"
+NOTE_HELD = "it has ended, and what it had is held; see: hegmctl ops"
+NOTE_OTHER_NAMESPACE = "it runs in a pid namespace that hegmd cannot see into; run hegmd in the node's own"
+NOTE_HIDDEN = "/proc hides it from hegmd's user; run hegmd as root, or in the group of the mount option gid="
+NOTE_GONE_OR_HIDDEN = "it is not in /proc: it has ended, or is hidden from hegmd's user"
+NOTE_NO_PID = "the driver does not tell its pid"
+
+
+class Presence(enum.Enum):
+    """How far a process can be seen from here."""
+
+    VISIBLE = enum.auto()
+    ENDED = enum.auto()
+    UNSEEN = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessFacts:
+    """What is known of the process behind a pid, with None for the rest and a note that says why."""
+
+    pid: int
+    presence: Presence
+    start_ticks: int | None = None
+    started_utc: float | None = None
+    uid: int | None = None
+    name: str | None = None
+    workload: Workload | None = None
+    note: str | None = None
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One pid that a driver names: what is known, the pidfd that holds it, and the text its workload was read from."""
+
+    facts: ProcessFacts
+    pidfd: int | None = None
+    cgroup_text: str = ""
+
+
+class ProcessTable:
+    """The processes behind the drivers' pids. `refresh` from one thread at a time; `close` gives descriptors back."""
+
+    def __init__(
+        self,
+        proc_root: str = "/proc",
+        *,
+        open_pidfd: Callable[[int], int] = os.pidfd_open,
+        pidfd_limit: int | None = None,
+        lookups: Lookups | None = None,
+    ) -> None:
+        self._proc_root = proc_root
+        self._open_pidfd = open_pidfd
+        self._pidfd_limit = pidfd_limit
+        self._pidfd_room = 0
+        self._entries: dict[int, _Entry] = {}
+        self._pid_of: dict[int, int] = {}
+        self._poll: select.epoll | None = None
+        self._next_reread = 0
+        self._root_is_ours = _is_own_proc(proc_root)
+        self.in_first_namespace = _is_first_namespace(proc_root)
+        #: Who left in the last refresh without having ended, as far as that can be seen.
+        self.departed: frozenset[int] = frozenset()
+        #: What has to be waited for: command lines and users' names. For another thread than this table's.
+        self.lookups = Lookups(proc_root) if lookups is None else lookups
+
+    def refresh(self, pids: Iterable[int], unproven: frozenset[int] = frozenset()) -> Mapping[int, ProcessFacts]:
+        """What is known of exactly these pids now; the others' descriptors are closed.
+
+        An object that is the same as in the refresh before says that nothing has changed. `unproven` are pids that
+        come from a driver which may count in another namespace than ours: outside the first namespace they are
+        believed only of processes that hold a GPU's device open.
+        """
+        wanted = set(pids)
+        self._pidfd_room = _half_of_the_descriptors() if self._pidfd_limit is None else self._pidfd_limit
+        self._bury_the_dead()
+        leavers = self._entries.keys() - wanted
+        self.departed = frozenset(pid for pid in leavers if self._entries[pid].facts.presence is not Presence.ENDED)
+        for pid in leavers:
+            self._drop(pid)
+        doubted: frozenset[int] = frozenset() if self.in_first_namespace else unproven
+        for pid in wanted:
+            entry = self._entries.get(pid)
+            if entry is None or entry.pidfd is None:
+                self._admit(pid, entry, pid in doubted)
+        self._read_some_again(doubted)
+        return {pid: entry.facts for pid, entry in self._entries.items()}
+
+    @property
+    def pidfd_count(self) -> int:
+        """How many processes are held by descriptor."""
+        return len(self._pid_of)
+
+    def close(self) -> None:
+        """Let go of everything. The table can be used again afterwards."""
+        for pid in tuple(self._entries):
+            self._drop(pid)
+        if self._poll is not None:
+            self._poll.close()
+            self._poll = None
+
+    def _bury_the_dead(self) -> None:
+        if self._poll is None or not self._pid_of:
+            return
+        for pidfd, _ in self._poll.poll(0, len(self._pid_of)):
+            pid = self._pid_of[pidfd]
+            entry = self._entries[pid]
+            self._release(entry)
+            entry.facts = ProcessFacts(pid=pid, presence=Presence.ENDED, note=NOTE_ENDED)
+
+    def _admit(self, pid: int, known: _Entry | None, doubted: bool) -> None:
+        """Find out who has this pid now: for one that is new, that has just ended, or that is held by no descriptor."""
+        if pid <= 0:
+            self._enter(pid, known, _unseen(pid, NOTE_NO_PID))
+            return
+        pidfd, why_none = self._hold(pid)
+        cgroup_text = ""
+        try:
+            if pidfd is None and why_none is None:
+                raise Vanished
+            kernel_facts = read_kernel_facts(self._proc_root, pid)
+            if pidfd is not None and not _lives(pidfd):
+                raise Vanished
+        except Vanished:
+            facts = self._absent(pid, known, pidfd, why_none)
+        except Unreadable as reason:
+            facts = _unseen(pid, f"/proc/{pid} cannot be read: {reason}")
+        else:
+            if doubted and not _holds_gpu_device(self._proc_root, pid):
+                facts = _unseen(pid, NOTE_OTHER_NAMESPACE)
+            else:
+                facts, cgroup_text = self._visible(pid, kernel_facts, known, why_none)
+        self._enter(pid, known, facts, cgroup_text, pidfd)
+
+    def _hold(self, pid: int) -> tuple[int | None, str | None]:
+        """A pidfd; or None with the reason why none can be had; or None twice if there is no such process here."""
+        if not self._root_is_ours:
+            return None, "this /proc is another namespace's"
+        if len(self._pid_of) >= self._pidfd_room:
+            return None, "hegmd's limit of open files is reached, raise LimitNOFILE="
+        try:
+            return self._open_pidfd(pid), None
+        except OSError as error:
+            if error.errno in _GONE:
+                return None, None
+            return None, f"a pidfd cannot be opened ({error.strerror})"
+
+    def _absent(self, pid: int, known: _Entry | None, pidfd: int | None, why_no_pidfd: str | None) -> ProcessFacts:
+        """What to say of a pid that /proc does not have: whether it ended, is hidden, or was never one of ours."""
+        if pidfd is not None and _lives(pidfd):
+            return _unseen(pid, NOTE_HIDDEN)
+        seen_before = known is not None and known.facts.presence is not Presence.UNSEEN
+        if pidfd is not None or seen_before or (self.in_first_namespace and why_no_pidfd is None):
+            return ProcessFacts(pid=pid, presence=Presence.ENDED, note=NOTE_ENDED)
+        return _unseen(pid, NOTE_GONE_OR_HIDDEN if self.in_first_namespace else NOTE_OTHER_NAMESPACE)
+
+    def _visible(
+        self, pid: int, kernel_facts: KernelFacts, known: _Entry | None, why_no_pidfd: str | None
+    ) -> tuple[ProcessFacts, str]:
+        """The facts of a process that was read, and the text of its control groups."""
+        note = _note(pid, kernel_facts, why_no_pidfd)
+        before = None if known is None else known.facts
+        if before is not None and before.start_ticks == kernel_facts.start_ticks:
+            started_utc = before.started_utc
+        else:
+            started_utc = round(boot_time_utc() + kernel_facts.start_ticks / TICKS_PER_S, 2)
+        if known is not None and before is not None and known.cgroup_text == kernel_facts.cgroup_text:
+            workload = before.workload
+        else:
+            workload = workload_of(kernel_facts.cgroup_text)
+        facts = ProcessFacts(
+            pid=pid,
+            presence=Presence.VISIBLE,
+            start_ticks=kernel_facts.start_ticks,
+            started_utc=started_utc,
+            uid=kernel_facts.uid,
+            name=kernel_facts.name,
+            workload=workload,
+            note=note,
+        )
+        return facts, kernel_facts.cgroup_text
+
+    def _enter(
+        self, pid: int, known: _Entry | None, facts: ProcessFacts, cgroup_text: str = "", pidfd: int | None = None
+    ) -> None:
+        """Keep what was found out. The descriptor is closed again unless it holds a living process."""
+        if pidfd is not None and facts.presence is Presence.ENDED:
+            os.close(pidfd)
+            pidfd = None
+        if known is None:
+            known = self._entries[pid] = _Entry(facts)
+        elif known.facts != facts:
+            known.facts = facts
+        known.cgroup_text = cgroup_text
+        known.pidfd = pidfd
+        if pidfd is not None:
+            if self._poll is None:
+                self._poll = select.epoll()
+            self._poll.register(pidfd, select.EPOLLIN)
+            self._pid_of[pidfd] = pid
+
+    def _read_some_again(self, doubted: frozenset[int]) -> None:
+        """The next few of those held by descriptor, round and round; the others were read in this refresh anyway."""
+        held = list(self._pid_of.values())
+        first = self._next_reread if self._next_reread < len(held) else 0
+        for pid in held[first : first + REREAD_PER_REFRESH]:
+            self._read_again(pid, self._entries[pid], pid in doubted)
+        self._next_reread = first + REREAD_PER_REFRESH
+
+    def _read_again(self, pid: int, entry: _Entry, doubted: bool) -> None:
+        """Read a held process again. What is read counts only if it lives still after that."""
+        try:
+            kernel_facts = read_kernel_facts(self._proc_root, pid)
+        except (Vanished, Unreadable):
+            return  # it is about to end, which the next refresh sees; or it is as hidden as before
+        if entry.pidfd is None or not _lives(entry.pidfd):
+            return
+        if doubted and entry.facts.presence is Presence.UNSEEN and not _holds_gpu_device(self._proc_root, pid):
+            return
+        facts, entry.cgroup_text = self._visible(pid, kernel_facts, entry, None)
+        if facts != entry.facts:
+            entry.facts = facts
+
+    def _drop(self, pid: int) -> None:
+        self._release(self._entries.pop(pid))
+
+    def _release(self, entry: _Entry) -> None:
+        pidfd, entry.pidfd = entry.pidfd, None
+        if pidfd is not None:
+            del self._pid_of[pidfd]
+            if self._poll is not None:
+                self._poll.unregister(pidfd)
+            os.close(pidfd)
+
+
+def _note(pid: int, kernel_facts: KernelFacts, why_no_pidfd: str | None) -> str | None:
+    """What there is to say of one that can be seen."""
+    notes: list[str] = []
+    if kernel_facts.stopped:
+        notes.append(f"a signal or a debugger has stopped it; it goes on by: kill -CONT {pid}")
+    if why_no_pidfd is not None:
+        notes.append(f"known by its start time only, not held: {why_no_pidfd}")
+    return "; ".join(notes) or None
+
+
+def _unseen(pid: int, note: str) -> ProcessFacts:
+    return ProcessFacts(pid=pid, presence=Presence.UNSEEN, note=note)
+
+
+def _lives(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return not poll.poll(0)
+
+
+def _holds_gpu_device(proc_root: str, pid: int) -> bool:
+    """Whether the process has a GPU's device open, as far as we may look."""
+    try:
+        descriptors = os.listdir(f"{proc_root}/{pid}/fd")
+    except OSError:
+        return False
+    for descriptor in descriptors:
+        try:
+            if os.readlink(f"{proc_root}/{pid}/fd/{descriptor}").startswith(_GPU_DEVICES):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def _is_own_proc(proc_root: str) -> bool:
+    """Whether the pids in this /proc are those of our own pid namespace, the one that pidfds are opened in."""
+    try:
+        return os.readlink(f"{proc_root}/self") == str(os.getpid())
+    except OSError:
+        return False
+
+
+def _is_first_namespace(proc_root: str) -> bool:
+    try:
+        return os.stat(f"{proc_root}/self/ns/pid").st_ino == FIRST_PID_NAMESPACE
+    except OSError:
+        return False
+
+
+def _half_of_the_descriptors() -> int:
+    """As many pidfds as leave the other half for clients, and for reading /proc at all."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 30 if soft == resource.RLIM_INFINITY else soft // 2

@@ -1,0 +1,292 @@
+"""Processes that NVIDIA's driver has locked or checkpointed and that no operation knows of: found, told of, let go on.
+
+A daemon that was killed and has lost its journal leaves such, and so does whoever else calls the driver's checkpoint.
+A locked one is listed as before and only its CUDA calls wait; one that is checkpointed is listed nowhere. So those
+are asked that have libcuda in them and no device open, and, at the start or when a person wants to know, those on GPUs.
+
+Nobody is asked whom a signal has stopped: the driver would wait without end. Whoever does not answer may be in the
+middle of somebody's step. So they are asked by a helper of their own, which is ended when one of them does not answer,
+and with it goes nothing that an operation is about. Where there is nobody to ask, no helper is started.
+
+Changes nothing. Adopting is for `operations`, by what `stands` says.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import anyio
+import anyio.abc
+
+from hegmd.errors import NOT_FOUND, TIMEOUT, HegmError, Refused
+from hegmd.gpu_helper.link import DriverFailed, HelperLost, Link
+from hegmd.migration.machine.adoption import Driven, room_bound
+from hegmd.migration.methods.driver_calls import CHECKPOINTED, FAILED, LOCKED
+from hegmd.migration.methods.other_processes import Neighbours
+from hegmd.migration.methods.progress_probe import is_stopped
+from hegmd.node.gpu_sets import place_of
+from hegmd.node.processes.cuda_users import CudaUser, find_cuda_users, read_cuda_user
+from hegmd.protocol.operations import Stray
+from hegmd.protocol.snapshots import Gpu, GpuProcess
+from hegmd.system.threads import run_detached
+
+__all__ = ["DriverStrays", "Found"]
+
+logger = logging.getLogger(__name__)
+
+STOPPED = "stopped"
+# The driver answers in under a millisecond, or when somebody's step is over. Who asked waits no longer than this.
+ANSWER_S = 3.0
+PROC_S = 10.0
+# What was seen so lately is of now for whoever asks in passing: a look goes through all of /proc.
+PASSING_S = 5.0
+# Whoever did not answer is let be for so long: each costs a helper.
+LET_BE_S = 600.0
+MIB = 1 << 20
+
+Who = tuple[int, int]
+
+
+class Node(Protocol):
+    """What was seen of the node at one moment."""
+
+    @property
+    def gpus(self) -> Sequence[Gpu]: ...
+    @property
+    def processes(self) -> Sequence[GpuProcess]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One of them: how the driver has it, and the GPUs that it is listed on."""
+
+    user: CudaUser
+    state: str
+    gpus: tuple[str, ...]
+
+
+class DriverStrays:
+    """Looks when it is asked to; `run` has to be running. `link` is for these questions alone.
+
+    `node` looks at the GPUs now; `is_taken` tells of whom an operation knows, or the list of what else is stray.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        neighbours: Neighbours,
+        node: Callable[[], Awaitable[Node]],
+        *,
+        is_taken: Callable[[int], bool],
+        own_pids: Callable[[], Iterable[int | None]] = tuple,
+        proc_root: str = "/proc",
+    ) -> None:
+        self._proc_root = proc_root
+        self._link = link
+        self._neighbours = neighbours
+        self._node = node
+        self._is_taken = is_taken
+        self._own_pids = own_pids
+        self._found: dict[Who, Found] = {}
+        self._silent: dict[Who, float] = {}
+        self._wanted = anyio.Event()
+        self._looked = anyio.Event()
+        self._thorough = True
+        self._ended: float | None = None
+        self.changed: Callable[[], object] = lambda: None
+
+    # -- what is told --------------------------------------------------------------------------------------------------
+
+    def strays(self) -> Iterable[Stray]:
+        for found in self._found.values():
+            if self._neighbours.may_be_there(found.user.who) and not self._is_taken(found.user.pid):
+                yield _told(found)
+
+    async def drop(self, name: str) -> int | None:
+        raise Refused(f"{name} is a process and not bytes", f"let it go on with: hegmctl adopt {name}; or end it")
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Look at the start, and whenever somebody wants to know, until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(self._link.run)
+            task_status.started()
+            self._wanted.set()
+            while True:
+                await self._wanted.wait()
+                self._wanted = anyio.Event()
+                looked, self._looked = self._looked, anyio.Event()
+                thorough, self._thorough = self._thorough, False
+                try:
+                    await self._look(thorough=thorough)
+                except HegmError as error:
+                    logger.warning("it is not known whom the driver has locked or checkpointed: %s", error.message)
+                self._link.kill("nobody is left to be asked")
+                self._ended = anyio.current_time()
+                looked.set()
+                self.changed()
+
+    async def look(self, *, thorough: bool, within_s: float) -> None:
+        """Have what is told be of now, as far as that takes no longer; the look itself goes on."""
+        if not thorough and self._ended is not None and anyio.current_time() - self._ended < PASSING_S:
+            return
+        self._thorough = self._thorough or thorough
+        looked = self._looked  # of the look that begins next
+        self._wanted.set()
+        with anyio.move_on_after(within_s):
+            await looked.wait()
+
+    async def _look(self, *, thorough: bool) -> None:
+        users = await self._users()
+        listed = await self._listed() if thorough or self._found else {}
+        now = anyio.current_time()
+        self._silent = {who: until for who, until in self._silent.items() if until > now}
+        own = set(self._own_pids())
+        found: dict[Who, Found] = {}
+        # Forked ones last: what was begun in their parent is not theirs, and they may have nobody who would answer.
+        for user in sorted(users, key=lambda user: user.forked):
+            is_one = not user.has_devices or user.who in self._found or (thorough and user.pid in listed)
+            if not is_one or user.pid in own or user.who in self._silent or self._is_taken(user.pid):
+                continue
+            state = await self._state(user)
+            if state is not None and not self._is_taken(user.pid):
+                found[user.who] = Found(user, state, listed.get(user.pid, ()))
+        self._found = found
+
+    async def _users(self) -> list[CudaUser]:
+        """Whoever was read in time: one that keeps its memory map locked hides those after it."""
+        found: dict[int, CudaUser] = {}
+        with anyio.move_on_after(PROC_S):
+            await run_detached(lambda _: find_cuda_users(found, self._proc_root), name="hegmd-cuda-users")
+        return list(dict(found).values())  # the thread may go on
+
+    async def _user(self, pid: int) -> CudaUser | None:
+        with anyio.move_on_after(PROC_S):
+            return await run_detached(lambda _: read_cuda_user(pid, self._proc_root), name="hegmd-cuda-user")
+        return None
+
+    async def _listed(self) -> dict[int, tuple[str, ...]]:
+        node = await self._node()
+        return {
+            process.pid: tuple(use.gpu for use in process.gpus if use.kind == "compute") for process in node.processes
+        }
+
+    async def _state(self, user: CudaUser) -> str | None:
+        """How the driver has it, where that is worth telling. Raises HegmError when nobody can be asked."""
+        if user.stopped or is_stopped(user.pid):
+            return None if user.has_devices else STOPPED
+        try:
+            state = await self._ask(user)
+        except HelperLost as error:
+            self._silent[user.who] = anyio.current_time() + LET_BE_S
+            logger.warning("the driver did not say how it has process %d: %s", user.pid, error.message)
+            return None
+        except DriverFailed as error:
+            if error.number is None:
+                raise
+            return None  # it has ended, is somebody else's, or has no CUDA that was begun
+        return state if state in {LOCKED, CHECKPOINTED, FAILED} else None
+
+    async def _ask(self, user: CudaUser) -> str:
+        async with self._neighbours.apart(user.who):  # a lock of our own is no news
+            answer = await self._link.call("state", {"pid": user.pid}, deadline_s=ANSWER_S)
+        return str(answer.values["state"])
+
+    # -- one of them ---------------------------------------------------------------------------------------------------
+
+    async def stands(self, pid: int) -> Driven:
+        """How the driver has that process now, and what its return takes. Raises HegmError if it is not to be adopted.
+
+        One that runs is given too: whether it stands by other means is not the driver's to say.
+        """
+        user = await self._user(pid)
+        if user is None:
+            raise HegmError(
+                NOT_FOUND,
+                f"there is no process {pid} that uses CUDA, as far as hegmd may look",
+                "see: hegmctl adopt, and hegmctl ps",
+                {"pid": pid},
+            )
+        if user.stopped or is_stopped(pid):
+            raise Refused(
+                f"process {pid} is stopped by a signal, and the driver would wait for it without end",
+                f"let it go on first: kill -CONT {pid}",
+                {"pid": pid},
+            )
+        try:
+            state = await self._ask(user)
+        except HelperLost as error:
+            raise HegmError(
+                TIMEOUT,
+                f"the driver did not say within {ANSWER_S:g} s how it has process {pid}",
+                "somebody's checkpoint or restore of it may be under way: ask again in a minute",
+                {"pid": pid},
+            ) from error
+        if state == FAILED:
+            raise Refused(
+                f"a checkpoint or restore of process {pid} has failed for good: the driver never brings it back",
+                f"end it, and start it anew: kill {pid}",
+                {"pid": pid},
+            )
+        return await self._driven(user, state)
+
+    async def _driven(self, user: CudaUser, state: str) -> Driven:
+        node = await self._node()
+        here = [process for process in node.processes if process.pid == user.pid]
+        gpus = [use.gpu for process in here for use in process.gpus if use.kind == "compute"]
+        off = state == CHECKPOINTED
+        if not off and not gpus:
+            raise Refused(
+                f"the driver has process {user.pid} {state}, and does not say on which GPU",
+                "ask again in a moment; see hegmctl ps",
+                {"pid": user.pid},
+            )
+        return Driven(
+            pid=user.pid,
+            start_ticks=user.start_ticks,
+            uid=user.uid,
+            name=user.name,
+            state=state,
+            gpu=None if off else place_of(gpus),
+            rest_bytes=room_bound(user.own_bytes, [_whole_bytes(gpu) for gpu in node.gpus]) if off else 0,
+        )
+
+
+def _whole_bytes(gpu: Gpu) -> int | None:
+    """What processes can have of it at most: what is shown has not the driver's own reserve in it."""
+    if gpu.memory_free_bytes is None or gpu.memory_used_bytes is None:
+        return None
+    return gpu.memory_free_bytes + gpu.memory_used_bytes
+
+
+def _told(found: Found) -> Stray:
+    user, pid = found.user, found.user.pid
+    adopt = f"hegmctl adopt {pid}"
+    where, why, then = {
+        LOCKED: (
+            f"on {', '.join(found.gpus) or 'its GPU'}",
+            "the CUDA driver has it locked, so its CUDA calls wait, and no operation has it",
+            adopt,
+        ),
+        CHECKPOINTED: (
+            "in its own memory",
+            "the CUDA driver has it checkpointed, off its GPU, and no operation has it",
+            adopt,
+        ),
+        FAILED: (
+            "nowhere that it can be brought back from",
+            "a checkpoint or restore by the CUDA driver has failed for good",
+            f"end it, and start it anew: kill {pid}",
+        ),
+        STOPPED: (
+            "perhaps in its own memory",
+            "it uses CUDA and has no GPU open, and a signal has stopped it, so the driver cannot be asked about it",
+            f"kill -CONT {pid}, then look again: hegmctl adopt",
+        ),
+    }[found.state]
+    size_bytes = user.own_bytes if found.state == CHECKPOINTED else None
+    return Stray(name=str(pid), kind="process", pid=pid, size_bytes=size_bytes, where=where, why=why, next=then)

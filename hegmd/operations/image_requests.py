@@ -1,0 +1,287 @@
+"""The desk at which images are asked for: a job into one, and a job out of one.
+
+Owns who may (the owner of all its processes, or root: an image holds their memory, which an administrator of hegmd has
+no other right to), what is said against it before anything is done, and the way from a job that came back to its
+operation. Handing over and bringing back are `handoff`'s and `reviving`'s.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+
+import anyio
+
+from hegmd.errors import BAD_REQUEST, DENIED, NOT_FOUND, REFUSED, TIMEOUT, HegmError
+from hegmd.images.dump_job import Handoff, Looked
+from hegmd.images.files.catalogue import size_of
+from hegmd.images.files.open_image import Image
+from hegmd.images.manifests import needs_in
+from hegmd.images.output_redirection import led_elsewhere, lost_streams, named_streams
+from hegmd.images.restore_checks import Grown
+from hegmd.images.restore_job import Reviving
+from hegmd.migration.machine.next_effects import SUSPENDED
+from hegmd.migration.machine.operation import BY_DRIVER, CHECKPOINT, RESUME, Operation
+from hegmd.migration.machine.operation import Handoff as Wish
+from hegmd.migration.model import Plan, Request, Snapshot
+from hegmd.migration.plan.estimate import from_image, with_image
+from hegmd.migration.plan.planner import planned, planned_handoff, planned_resume
+from hegmd.migration.plan.throughput import IN, Paces
+from hegmd.operations.operations import Operations
+from hegmd.operations.request_context import Answer, Asked, Emit, limit_of, plan_or_raise, refusal, told_plan
+from hegmd.operations.survey import Lookout
+from hegmd.protocol.operations import OperationProgress, Reason
+from hegmd.system.programs import Rights
+
+# What a resume has at the least when a restore has taken nearly all of its time: its bytes are in the pool by then.
+LEAST_LEFT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wished:
+    """A restore that is wanted: of which image, where to, whether files to which the job only appends have to be as
+    long as they were, and where its streams are to lead: a descriptor for each that is named."""
+
+    path: str
+    to: str | None = None
+    as_then: bool = False
+    outlets: tuple[str, ...] = ()
+    fds: tuple[int, ...] = ()
+
+
+class Checkpoints:
+    """What can be asked about images of jobs."""
+
+    def __init__(
+        self, operations: Operations, lookout: Lookout, handoff: Handoff, reviving: Reviving, paces: Paces
+    ) -> None:
+        self._operations = operations
+        self._lookout = lookout
+        self._handoff = handoff
+        self._reviving = reviving
+        self._paces = paces
+        # Two of one user's images may want one pool and one number. Others do not wait for them: a user can stop what
+        # works with that user's rights, CRIU too; then it is the pool, and CRIU, that refuse the later one.
+        self._restoring: dict[int, anyio.Lock] = {}
+
+    async def checkpoint(
+        self, pid: int, path: str, rights: Rights, asked: Asked, *, leave_running: bool = False
+    ) -> Answer:
+        """Have a job in an image at that path; then it ends, or goes on. Raises HegmError with every reason why not."""
+        _require_absolute(path)
+        pid = await self._operations.named_one(pid)
+        snapshot = await self._operations.look(asked, [pid])
+        plan = plan_or_raise(planned(snapshot, Request(kind=CHECKPOINT, pids=(pid,), carrier=asked.carrier)))
+        pids = [worker.pid for worker in plan.workers]
+        _require_own(snapshot, pids, rights)
+        looked = await self._handoff.against(pids, path, plan.size_bytes, rights)
+        if looked.reasons:
+            raise refusal(looked.reasons)
+        # Of a job that goes on, it stands only for what CRIU writes: what the driver has put into its memory, too.
+        with_it_bytes = plan.size_bytes if not leave_running else _driven_bytes(plan)
+        size_bytes = looked.criu_bytes + with_it_bytes
+        whole_bytes = looked.criu_bytes + plan.size_bytes
+        plan = with_image(plan, snapshot.rates, size_bytes=size_bytes, leave_running=leave_running)
+        plan = plan.replace(hazards=(*plan.hazards, *looked.notes, _told_size(whole_bytes, path)))
+        wish = _wish(path, rights, looked, leave_running=leave_running)
+        return await self._operations.carry_out(plan, snapshot, asked, handoff=wish)
+
+    async def handoff(self, pid: int, path: str, rights: Rights, asked: Asked) -> Answer:
+        """Have a suspended job in an image at that path; then its processes end. Raises HegmError; it is suspended."""
+        _require_absolute(path)
+        pid = await self._operations.named_one(pid)
+        self._operations.check(asked, [pid])
+        op = self._operations.runner.of_process(pid)
+        if op is None or op.phase != SUSPENDED:
+            state = "no operation has it" if op is None else f"operation {op.id} has it, which is {op.phase}"
+            raise HegmError(
+                NOT_FOUND if op is None else REFUSED,
+                f"process {pid} is not suspended: {state}",
+                f"take it off its GPU first: hegmctl offload {pid}; or do both: hegmctl checkpoint {pid} DIR",
+                {"pid": pid},
+            )
+        pids = [member.pid for member in op.live]
+        plan = planned_handoff(op)
+        looked = await self._handoff.against(pids, path, plan.size_bytes, rights)
+        reasons = looked.reasons
+        without = [member.pid for member in op.live if not member.has_agent]
+        if without:
+            message = f"process {without[0]} has no agent, which an image needs"
+            reasons = (*reasons, Reason(code=REFUSED.name, message=message, hint="start its job with hegmctl run"))
+        if reasons:
+            raise refusal(reasons)
+        size_bytes = plan.size_bytes + looked.criu_bytes
+        plan = with_image(plan, self._paces.rates(), size_bytes=size_bytes, leave_running=False)
+        plan = plan.replace(hazards=(*plan.hazards, *looked.notes, _told_size(size_bytes, path)))
+        return await self._operations.hand_over(op, _wish(path, rights, looked), plan, asked)
+
+    async def restore(self, wish: Wished, rights: Rights, asked: Asked) -> Answer:
+        """Bring a job back from an image. Raises HegmError with every reason why not.
+
+        Once its processes are there, it is a suspended job: what fails from there on leaves it that.
+        """
+        _require_absolute(wish.path)
+        streams = named_streams(wish.outlets, wish.fds)
+        limit_s = limit_of(asked)
+        due = math.inf if limit_s is None else anyio.current_time() + limit_s
+        plan: Plan | None = None
+        op: Operation | None = None
+        with anyio.CancelScope(deadline=due):
+            async with self._reviving.opened(wish.path, rights) as image:
+                if asked.dry_run:
+                    plan = await self._plan(image, wish, rights, streams, dry_run=True)
+                    async with reading("", size_of(image.manifest), asked.emit) as on_progress:
+                        await self._reviving.rehearse(image, rights, on_progress)
+                    return Answer(None, told_plan(plan))
+                async with self._restoring.setdefault(rights.uid, anyio.Lock()):
+                    plan = await self._plan(image, wish, rights, streams)
+                    op = await self._bring_back(image, rights, asked, streams)
+                await self._handoff.forget(image.manifest)
+        if op is None or plan is None:
+            raise HegmError(
+                TIMEOUT,
+                f"the job was not back from {wish.path} within {limit_s or 0:g} s; only the image is left of it",
+                "restore it again with a longer --timeout",
+                {"path": wish.path},
+            )
+        left_s = None if limit_s is None else max(LEAST_LEFT_S, due - anyio.current_time())
+        return await self._operations.go_on_with(op, plan, replace(asked, dry_run=False, limit_s=left_s))
+
+    async def _plan(
+        self, image: Image, wish: Wished, rights: Rights, streams: Mapping[str, int], *, dry_run: bool = False
+    ) -> Plan:
+        manifest = image.manifest
+        snapshot, op = self._reviving.expected(await self._lookout.snapshot([]), manifest)
+        request = Request(kind=RESUME, pids=tuple([worker.pid for worker in op.workers]), to=wish.to)
+        found = planned_resume(snapshot, request, op)
+        reasons: list[Reason] = [] if isinstance(found, Plan) else list(found)
+        objections = await self._reviving.against(manifest, rights, as_then=wish.as_then)
+        reasons += objections.reasons
+        ends = needs_in(manifest).outlets
+        try:
+            led_elsewhere(ends, streams)
+        except HegmError as error:
+            reasons.append(Reason(code=error.code.name, message=error.message, hint=error.hint))
+        grown = to_cut_back(reasons, objections.grown)
+        would_be_cut = grown if wish.as_then and dry_run else ()
+        if (reasons and not would_be_cut) or not isinstance(found, Plan):
+            refused = refusal(reasons)
+            named = [[file.path, file.size_bytes] for file in grown]
+            raise HegmError(refused.code, refused.message, refused.hint, {**refused.facts, "grown": named})
+        cut = [f"{file.reason.message}: it is cut back to that" for file in would_be_cut]
+        notes = [*cut, *objections.notes, *_told_lost(lost_streams(ends, streams)), *_told_foreign(image)]
+        plan = from_image(found, snapshot.rates, size_bytes=size_of(manifest))
+        return plan.replace(hazards=(*plan.hazards, *notes))
+
+    async def _bring_back(self, image: Image, rights: Rights, asked: Asked, streams: Mapping[str, int]) -> Operation:
+        """The job as an operation that has begun, at rest. Raises HegmError; nothing of it is there then."""
+        runner = self._operations.runner
+        manifest = image.manifest
+        outlets = led_elsewhere(needs_in(manifest).outlets, streams)
+        began = anyio.current_time()
+        op_id = runner.reserve_id()
+        op: Operation | None = None
+        size_bytes = sum(file.size_bytes for file in manifest.byte_files)
+        try:
+            async with reading(op_id, size_bytes, asked.emit) as on_progress:
+                op = await self._reviving.bring_back(image, op_id, rights, on_progress, outlets)
+            await runner.begin(op)
+            with suppress(HegmError):  # whoever has gone meanwhile is told nothing
+                await asked.emit(OperationProgress(id=op_id, phase=SUSPENDED))
+        except BaseException:
+            if op is not None:
+                with anyio.CancelScope(shield=True):
+                    await self._reviving.undo(manifest, op_id)
+            raise
+        await self._reviving.settled(manifest, op_id)
+        self._paces.note_image(IN, size_of(manifest), anyio.current_time() - began)
+        return op
+
+
+@asynccontextmanager
+async def reading(op_id: str, size_bytes: int, emit: Emit) -> AsyncGenerator[Callable[[int], object]]:
+    """Tell whoever waits how much of an image was read, while it is: no operation does, before it has begun.
+
+    What was not told in time is left out for what comes after it. Whoever does not listen any more is told nothing.
+    """
+    send, receive = anyio.create_memory_object_stream[int](1)
+
+    def tell(moved_bytes: int) -> None:
+        with suppress(anyio.WouldBlock):
+            send.send_nowait(moved_bytes)
+
+    async def pass_on() -> None:
+        with suppress(HegmError):
+            await emit(OperationProgress(id=op_id, phase="reading", size_bytes=size_bytes))
+            async for moved_bytes in receive:
+                await emit(OperationProgress(id=op_id, phase="reading", moved_bytes=moved_bytes, size_bytes=size_bytes))
+
+    failure: HegmError | None = None
+    with send, receive:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pass_on)
+            try:
+                yield tell
+            except HegmError as error:  # told as it is, without a group around it
+                failure = error
+            tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+
+
+def _told_size(size_bytes: int, path: str) -> str:
+    return f"the image takes about {math.ceil(size_bytes / (1 << 20))} MiB in {path}, and no room for zeros"
+
+
+def _driven_bytes(plan: Plan) -> int:
+    return sum(worker.size_bytes for worker in plan.workers if worker.carrier == BY_DRIVER)
+
+
+def _told_lost(names: Sequence[str]) -> Iterator[str]:
+    for name in names:
+        yield f"its {name} led to somebody who is gone, and leads nowhere: give it a file by --{name} FILE"
+
+
+def _told_foreign(image: Image) -> Iterator[str]:
+    if image.foreign:
+        yield f"{image.path} holds {', '.join(image.foreign[:3])}, which is no part of the image and is not read"
+
+
+def _wish(path: str, rights: Rights, looked: Looked, *, leave_running: bool = False) -> Wish:
+    return Wish(
+        path=path,
+        uid=rights.uid,
+        gid=rights.gid,
+        groups=rights.groups,
+        root_pid=looked.root_pid,
+        root_ticks=looked.root_ticks,
+        leave_running=leave_running,
+    )
+
+
+def to_cut_back(reasons: Sequence[Reason], grown: Sequence[Grown]) -> Sequence[Grown]:
+    """The files that it is enough to cut back, if it is: while anything else stands against a restore, none is named.
+
+    Who asked cuts what is named, and what is cut off is gone; the job itself may be what still writes there.
+    """
+    named = [file.reason for file in grown]
+    return grown if all(reason in named for reason in reasons) else ()
+
+
+def _require_absolute(path: str) -> None:
+    if not os.path.isabs(path) or "\0" in path:
+        raise HegmError(BAD_REQUEST, f"{path[:200]!r} is no absolute path", "name the directory from the root on")
+
+
+def _require_own(snapshot: Snapshot, pids: Sequence[int], rights: Rights) -> None:
+    for candidate in snapshot.candidates:
+        if candidate.pid in pids and rights.uid not in (0, candidate.uid):
+            raise HegmError(
+                DENIED,
+                f"process {candidate.pid} belongs to uid {candidate.uid}, and its image would be yours",
+                "an image holds all of a process's memory: have its owner make it, or root",
+                {"pid": candidate.pid, "uid": candidate.uid},
+            )

@@ -1,0 +1,433 @@
+"""What can be asked of operations: looks at the node, has a plan made, and has it carried out.
+
+Owns what is asked of single operations, also where that is more than one step: a suspension whose bytes go to disk, and
+the adoption of a job that was found standing. Those that are several in a row are `sequences`'. Who may ask is told by
+the caller as `may`, which is asked for each process's owner; what is possible is the planner's to say; what happens
+then is the runner's.
+Longer than 400 lines because every way of asking for an operation is here, in the order of the commands.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+
+from hegmd.errors import BAD_REQUEST, BUSY, DENIED, NOT_FOUND, REFUSED, HegmError, Refused
+from hegmd.memory.pool import Key
+from hegmd.migration.machine import events
+from hegmd.migration.machine.adoption import adopted, adopted_of_driver
+from hegmd.migration.machine.describe import in_hand
+from hegmd.migration.machine.machine import HOLDING, handle
+from hegmd.migration.machine.next_effects import SUSPENDED
+from hegmd.migration.machine.operation import (
+    MIGRATE,
+    QUIESCE,
+    RESTART,
+    RESUME,
+    SUSPEND,
+    Handoff,
+    Limits,
+    Operation,
+    Respawn,
+)
+from hegmd.migration.model import Candidate, Plan, Request, Snapshot
+from hegmd.migration.plan.planner import planned, planned_resume
+from hegmd.migration.run.runner import Runner
+from hegmd.node.inventory import Inventory
+from hegmd.operations.orphaned_memory import FoundBytes
+from hegmd.operations.orphans import ByDriver, StandingStrays
+from hegmd.operations.request_context import (
+    NO_RESTART,
+    Answer,
+    Asked,
+    Emit,
+    Restarting,
+    limit_of,
+    limits_of,
+    plan_or_raise,
+    told_plan,
+)
+from hegmd.operations.survey import Lookout
+from hegmd.operations.suspended import Resting
+from hegmd.protocol import operations as told
+from hegmd.workers.job_names import JobNames
+from hegmd.workers.workers import Workers
+
+
+class Operations:
+    """The desk at which operations are asked for."""
+
+    def __init__(  # noqa: PLR0913 - the parts that it asks, each named
+        self,
+        inventory: Inventory,
+        workers: Workers,
+        lookout: Lookout,
+        runner: Runner,
+        *,
+        found: FoundBytes,
+        resting: Resting,
+        standing: StandingStrays,
+        utc: Callable[[], float] = time.time,
+        restart_allowed: Callable[[], bool] = lambda: False,
+        jobs: JobNames | None = None,
+        stand_s: float | None = None,
+    ) -> None:
+        self._stand_s = Limits().stand_s if stand_s is None else stand_s
+        self._restart_allowed = restart_allowed
+        self._jobs = jobs
+        self._inventory = inventory
+        self._workers = workers
+        self._lookout = lookout
+        self._found = found
+        self._resting = resting
+        self._standing = standing
+        self._utc = utc
+        self.runner = runner
+
+    # -- single operations ---------------------------------------------------------------------------------------------
+
+    async def migrate(
+        self, pids: Sequence[int], to: str | None, asked: Asked, restart: Restarting = NO_RESTART
+    ) -> Answer:
+        """Move jobs to another GPU. Raises HegmError with every reason why not."""
+        if restart.via not in (None, RESTART):
+            raise HegmError(BAD_REQUEST, f"there is no way {str(restart.via)[:40]!r}", "leave it out, or say restart")
+        if to is None and restart.via is None:
+            raise HegmError(BAD_REQUEST, "migrate was asked without a GPU to go to", "hegmctl gpus lists them")
+        if restart.via is None and restart.respawn != Respawn():
+            hint = "say --via restart as well"
+            raise HegmError(BAD_REQUEST, "only a restart can change a job's environment or Python", hint)
+        request = Request(
+            kind=MIGRATE,
+            pids=tuple(pids),
+            to=to,
+            carrier=asked.carrier,
+            via=restart.via,
+            allow_restart=restart.via is not None or restart.allowed or self._restart_allowed(),
+            respawn=restart.respawn,
+        )
+        return await self._perform(request, asked)
+
+    async def place(self, pids: Sequence[int], placement: Mapping[str, str], asked: Asked) -> Answer:
+        """Move jobs so that each of these processes is on the GPU named for its pid. Raises HegmError as `migrate`."""
+        return await self._perform(Request(kind=MIGRATE, pids=tuple(pids), placement=placement), asked)
+
+    async def quiesce(self, pids: Sequence[int], hold_s: float | None, asked: Asked) -> Answer:
+        """Have jobs stand at a boundary, and go on by themselves after that time. Raises HegmError as `migrate`."""
+        if not pids:
+            raise HegmError(BAD_REQUEST, f"{QUIESCE} was asked of no process", "name one or more pids")
+        limits = limits_of(asked.limit_s, hold_s)
+        pids = await self.named(pids)
+        snapshot = await self.look(asked, pids)
+        plan = plan_or_raise(planned(snapshot, Request(kind=QUIESCE, pids=tuple(pids))))
+        return await self.carry_out(plan, snapshot, asked, limits=limits)
+
+    async def suspend(self, pids: Sequence[int], asked: Asked, *, spill: bool = False) -> Answer:
+        """Take jobs off their GPUs, or only their bytes to disk. Raises HegmError with every reason why not."""
+        pids = await self.named(pids)
+        suspended = [self.runner.of_process(pid) for pid in pids] if spill else []
+        if suspended and all(op is not None and op.phase == SUSPENDED for op in suspended):
+            self.check(asked, pids)
+            op_ids = list(dict.fromkeys(op.id for op in suspended if op is not None))
+            for op_id in op_ids:
+                await self._see_spilled(op_id, self._resting.spill(op_id), asked)
+            # Why one that failed is suspended is no failure of what was asked now.
+            return Answer(self.runner.describe(op_ids[-1]).replace(failure=None), None)
+        request = Request(kind=SUSPEND, pids=tuple(pids), carrier=asked.carrier)
+        answer = await self._perform(request, asked, spill=spill)
+        if asked.wait and answer.operation is not None and answer.operation.phase == SUSPENDED:
+            if spill:
+                await self._see_spilled(answer.operation.id, self._resting.follow(answer.operation.id), asked)
+            else:
+                await self._resting.wait_a_moment(answer.operation.id)
+        return answer
+
+    async def _see_spilled(self, op_id: str, spilling: AsyncIterator[int], asked: Asked) -> None:
+        """Tell how a suspended operation's bytes come on to disk. Raises HegmError when they cannot."""
+        size_bytes = self.runner.describe(op_id).size_bytes
+        try:
+            async for moved_bytes in spilling:
+                await asked.emit(
+                    told.OperationProgress(id=op_id, phase="spilling", moved_bytes=moved_bytes, size_bytes=size_bytes)
+                )
+        except HegmError as error:
+            raise HegmError(
+                error.code,
+                f"operation {op_id} is suspended, and its bytes stay in memory: {error.message}",
+                error.hint,
+                {**error.facts, "operation": op_id},
+            ) from error
+
+    async def resume(self, pid: int, to: str | None, asked: Asked) -> Answer:
+        """Let a suspended job go on. Raises HegmError with every reason why not."""
+        pid = await self.named_one(pid)
+        op = self.runner.of_process(pid)
+        self.check(asked, [pid])
+        limit_of(asked)
+        if op is not None and op.phase == HOLDING:
+            return await self._let_go(op, pid, to, asked)
+        if op is None or op.phase != SUSPENDED:
+            state = "no operation has it" if op is None else f"operation {op.id} has it, which is {op.phase}"
+            raise HegmError(
+                NOT_FOUND if op is None else REFUSED,
+                f"process {pid} is not suspended: {state}",
+                "hegmctl ops lists what is suspended",
+                {"pid": pid},
+            )
+        plan = await self._plan_resume(op, to)
+        if asked.dry_run:
+            return Answer(None, told_plan(plan))
+        await self._claim_for(op)
+        return await self._go_on(op.id, plan, asked)
+
+    async def _let_go(self, op: Operation, pid: int, to: str | None, asked: Asked) -> Answer:
+        """One that is only held goes on where it is."""
+        for member in op.live:
+            _refuse_elsewhere(member.pid, member.at, to)
+        if asked.dry_run:
+            message = f"process {pid} is held at a boundary, and goes on where it is as soon as it is resumed"
+            raise Refused(message, "there is nothing to plan: leave --dry-run out", {"pid": pid})
+        await self.runner.ask(op.id, events.ResumeAsked(cause=asked.by, to={}))
+        if asked.wait:
+            await self.follow(op.id, asked.emit)
+        return Answer(self.runner.describe(op.id), None)
+
+    async def hand_over(self, op: Operation, wish: Handoff, plan: Plan, asked: Asked) -> Answer:
+        """Have an image made of a suspended job. Raises HegmError; it is suspended then."""
+        limit_s = limit_of(asked)
+        if asked.dry_run:
+            return Answer(None, told_plan(plan))
+        await self._resting.wake(op.id)
+        try:
+            await self.runner.ask(op.id, events.HandAsked(cause=asked.by, handoff=wish, limit_s=limit_s))
+        finally:
+            self._resting.watch(op.id)
+        return await self._outcome(op.id, plan, asked)
+
+    async def adopt(self, pid: int, to: str | None, asked: Asked) -> Answer:
+        """Make an operation of a job that stands and that none has, and let it go on. Raises HegmError; it stands then.
+
+        Once there is an operation, a resume that fails leaves it suspended, as any other.
+        """
+        pid = await self.named_one(pid)
+        self.check(asked, [pid])
+        self._refuse_if_taken(pid)
+        worker = self._workers.find(pid)
+        by_driver = self._standing.by_driver
+        if by_driver is not None and (worker is None or not self._standing.is_stray(worker)):
+            return await self._adopt_of_driver(by_driver, pid, to, asked)
+        op = adopted(self.runner.next_id(), await self._standing.job_of(pid), utc=self._utc())
+        for standing in op.workers:
+            _refuse_elsewhere(standing.pid, standing.at, to)
+        plan = await self._plan_resume(op, to)
+        if asked.dry_run:
+            return Answer(None, told_plan(plan))
+        return await self._begin_adopted(op, plan, asked)
+
+    async def _adopt_of_driver(self, strays: ByDriver, pid: int, to: str | None, asked: Asked) -> Answer:
+        """One that the driver has locked, which is only unlocked, or checkpointed, which is restored where it was."""
+        driven = await strays.stands(pid)
+        self._check_owner(asked, driven.uid, f"process {pid}")  # it may be listed nowhere
+        if driven.state == "running":
+            raise Refused(f"process {pid} does not stand: there is nothing to adopt", "see: hegmctl ps", {"pid": pid})
+        _refuse_elsewhere(pid, driven.gpu, to)
+        op = adopted_of_driver(self.runner.next_id(), driven, utc=self._utc())
+        there = Candidate(
+            pid=pid, start_ticks=driven.start_ticks, uid=driven.uid, name=driven.name, gpus=(), vram_bytes=None
+        )
+        plan = await self._plan_resume(op, to, there)
+        return Answer(None, told_plan(plan)) if asked.dry_run else await self._begin_adopted(op, plan, asked)
+
+    async def _begin_adopted(self, op: Operation, plan: Plan, asked: Asked) -> Answer:
+        for worker in op.workers:  # nothing is awaited from here to the beginning
+            self._refuse_if_taken(worker.pid)
+        op = op.replace(id=self.runner.next_id())
+        await self.runner.begin(op)
+        await self._claim_for(op)
+        return await self._go_on(op.id, plan, asked)
+
+    async def go_on_with(self, op: Operation, plan: Plan, asked: Asked) -> Answer:
+        """Have a suspended operation resumed by a plan that was made before it began. Raises HegmError."""
+        return await self._go_on(op.id, plan, asked)
+
+    async def _plan_resume(self, op: Operation, to: str | None, *unlisted: Candidate) -> Plan:
+        snapshot = await self._lookout.snapshot([])
+        listed = {candidate.pid for candidate in snapshot.candidates}
+        also = [candidate for candidate in unlisted if candidate.pid not in listed]
+        snapshot = snapshot.replace(candidates=(*snapshot.candidates, *also))
+        request = Request(kind=RESUME, pids=tuple([worker.pid for worker in op.live]), to=to)
+        return plan_or_raise(planned_resume(snapshot, request, op))
+
+    async def _go_on(self, op_id: str, plan: Plan, asked: Asked) -> Answer:
+        limit_s = limit_of(asked)
+        op = self.runner.history(op_id).operation
+        names = {str(member.pid): member.name for member in op.workers}  # one that was started anew keeps its name
+        to = {names.get(pid, pid): gpu for pid, gpu in plan.destinations.items()}
+        await self.go_on_at(op_id, to, asked.by, limit_s)
+        return await self._outcome(op_id, plan, asked)
+
+    async def go_on_at(self, op_id: str, to: Mapping[str, str], by: str, limit_s: float | None = None) -> None:
+        """Have a suspended operation resumed, each worker by its name at that GPU. Raises HegmError."""
+        await self._resting.wake(op_id)
+        try:
+            await self.runner.ask(op_id, events.ResumeAsked(cause=by, to=to, limit_s=limit_s))
+        finally:
+            self._resting.watch(op_id)
+
+    async def named(self, pids: Sequence[int]) -> tuple[int, ...]:
+        """The processes; in the place of one that belongs to a job and does not train, those of its job that do."""
+        found: dict[int, None] = {}
+        latest = self._inventory.latest
+        listed = {process.pid for process in latest.processes if process.gpus} if latest is not None else frozenset()
+        for pid in pids:
+            is_itself = self._jobs is None or pid in listed or self.runner.of_process(pid) is not None
+            job = () if is_itself or self._jobs is None else await self._jobs.processes_of(pid)
+            found.update(dict.fromkeys(job or (pid,)))
+        return tuple(found)
+
+    async def named_one(self, pid: int) -> int:
+        """The same where one process is wanted: the first of its job."""
+        return (await self.named([pid]))[0]
+
+    async def _claim_for(self, op: Operation) -> None:
+        """Give an operation the bytes that were found of its workers and that it has not. Raises HegmError."""
+        for member in op.live:
+            key, worker = Key(op.id, member.name), self._workers.find(member.pid)
+            if worker is not None and worker.held_bytes and not self._found.has(worker, key):
+                await self._found.claim(worker, key)
+
+    async def _perform(self, request: Request, asked: Asked, *, spill: bool = False) -> Answer:
+        if not request.pids:
+            raise HegmError(BAD_REQUEST, f"{request.kind} was asked of no process", "name one or more pids")
+        request = request.replace(pids=await self.named(request.pids))
+        within_s = limits_of(asked.limit_s).park_s if request.allow_restart else None
+        snapshot = await self.look(asked, request.pids, weighed_within_s=within_s, respawn=request.respawn)
+        return await self.carry_out(plan_or_raise(planned(snapshot, request)), snapshot, asked, spill=spill)
+
+    async def carry_out(
+        self,
+        plan: Plan,
+        snapshot: Snapshot,
+        asked: Asked,
+        *,
+        spill: bool = False,
+        handoff: Handoff | None = None,
+        limits: Limits | None = None,
+    ) -> Answer:
+        """Have a plan of anything but a resume carried out that was just made from that snapshot."""
+        self.check(asked, [worker.pid for worker in plan.workers])
+        owners = {candidate.pid: candidate.uid for candidate in snapshot.candidates}
+        for worker in plan.workers:  # it may be listed no more
+            self._check_owner(asked, owners.get(worker.pid), f"process {worker.pid}")
+        if asked.dry_run:
+            return Answer(None, told_plan(plan))
+        limits = (limits or limits_of(asked.limit_s)).replace(stand_s=self._stand_s)
+        chips = {gpu.id: gpu.chip for gpu in snapshot.gpus}
+        holder = None if plan.kind == QUIESCE else self._holder(plan.workers[0].pid)
+        for worker in plan.workers:  # somebody else may have been quicker since the snapshot; nothing is awaited below
+            self._refuse_if_taken(worker.pid, but_for=holder)
+        op_id = self.runner.next_id() if holder is None else holder.id
+        op = plan.operation(op_id, snapshot.candidates, chips, limits=limits, utc=self._utc())
+        op = op.replace(spill=spill, handoff=handoff)
+        if holder is None:
+            await self.runner.begin(op)
+        else:
+            await self.runner.ask(op_id, events.TakenUp(cause=asked.by, into=op))
+        self._resting.watch(op_id)
+        return await self._outcome(op_id, plan, asked)
+
+    def _holder(self, pid: int) -> Operation | None:
+        """The operation that holds that process at a boundary for whatever is wanted next."""
+        op = self.runner.of_process(pid)
+        return op if op is not None and op.phase == HOLDING else None
+
+    def _refuse_if_taken(self, pid: int, but_for: Operation | None = None) -> None:
+        op = self.runner.of_process(pid)
+        if op is not None and (but_for is None or op.id != but_for.id):
+            raise HegmError(BUSY, *in_hand(op, pid), {"pid": pid, "operation": op.id})
+
+    async def _outcome(self, op_id: str, plan: Plan, asked: Asked) -> Answer:
+        if asked.wait:
+            await self.follow(op_id, asked.emit)
+        return Answer(self.runner.describe(op_id), told_plan(plan))
+
+    async def follow(self, op_id: str, emit: Emit) -> None:
+        """Tell how an operation comes on, until it is at rest."""
+        async for progress in self.runner.follow(op_id):
+            await emit(progress)
+
+    async def cancel(self, op_id: str, asked: Asked) -> told.Operation:
+        """Have an operation turned back. Raises HegmError."""
+        op = self.runner.history(op_id).operation
+        self._check_owner(asked, op.owner_uid, f"operation {op_id}")
+        await self.runner.ask(op_id, events.CancelAsked(cause="request", by=asked.by))
+        return self.runner.describe(op_id)
+
+    async def drop(self, op_id: str, asked: Asked) -> told.Operation:
+        """Give up for good the state that an operation holds for a process that is gone. Raises HegmError."""
+        op = self.runner.history(op_id).operation
+        self._check_owner(asked, op.owner_uid, f"operation {op_id}")
+        event = events.DropAsked(cause="request", by=asked.by)
+        handle(op, event, time.monotonic())  # one that is refused stays at its rest
+        await self._resting.wake(op_id)
+        try:
+            await self.runner.ask(op_id, event)
+        finally:
+            self._resting.watch(op_id)
+        async for _ in self.runner.follow(op_id):
+            pass
+        return self.runner.describe(op_id)
+
+    # -- who may -------------------------------------------------------------------------------------------------------
+
+    async def look(
+        self,
+        asked: Asked,
+        pids: Sequence[int],
+        *,
+        weighed_within_s: float | None = None,
+        respawn: Respawn | None = None,
+    ) -> Snapshot:
+        """The node for a plan on those processes. Raises DENIED where the caller may not act on one of them.
+
+        One that nobody knew before may be known by the end of this, and is the caller's then or is told nothing of.
+        """
+        self.check(asked, pids)
+        snapshot = await self._lookout.snapshot(pids, may=asked.may, weighed_within_s=weighed_within_s, respawn=respawn)
+        self.check(asked, pids)
+        return snapshot
+
+    def check(self, asked: Asked, pids: Iterable[int]) -> None:
+        """See that the caller may act on those processes, and on the operations that have them. Raises DENIED.
+
+        A process that an operation has may be known by that alone: off its GPU, its agent not back yet, or ended for a
+        restart.
+        """
+        latest = self._inventory.latest
+        owners = {process.pid: process.uid for process in latest.processes} if latest is not None else {}
+        for pid in pids:
+            worker = self._workers.find(pid)
+            if worker is not None:
+                self._check_owner(asked, worker.identity.uid, f"process {pid}")
+            elif pid in owners:
+                self._check_owner(asked, owners[pid], f"process {pid}")
+            op = self.runner.of_process(pid)
+            if op is not None:
+                self._check_owner(asked, op.owner_uid, f"operation {op.id}")
+
+    def _check_owner(self, asked: Asked, uid: int | None, what: str) -> None:
+        if not asked.may(uid):
+            owner = "nobody that is known" if uid is None else f"uid {uid}"
+            raise HegmError(
+                DENIED, f"{what} belongs to {owner}", "ask its owner, or an administrator of hegmd", {"uid": uid}
+            )
+
+
+def _refuse_elsewhere(pid: int, gpu: str | None, to: str | None) -> None:
+    """One that is on its GPU is only let go on there."""
+    if to is not None and gpu not in {None, to}:
+        raise Refused(
+            f"process {pid} is on {gpu}, and all that it takes is to let it go on there",
+            f"hegmctl adopt {pid}, then hegmctl migrate {pid} --to {to}",
+            {"pid": pid},
+        )

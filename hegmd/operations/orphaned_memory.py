@@ -1,0 +1,198 @@
+"""Bytes that were found of processes that stand, in pieces of the pool and in video memory: which of them are whose.
+
+What is taken for a process's bytes goes into its storages, so nothing is guessed: a piece and video memory tell of whom
+they are by pid and start time, and where several could be meant nobody gets any. Video memory that does not say so, as
+of earlier releases, is only listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from hegmd.errors import Refused
+from hegmd.memory.pool import Key, Pool
+from hegmd.memory.pool import Source as PieceSource
+from hegmd.memory.video_memory import STORE_PREFIX, VideoMemory
+from hegmd.migration.methods.gpus import BYTES, PASSING, bytes_name
+from hegmd.protocol.operations import Stray
+from hegmd.workers.workers import Worker, Workers
+
+__all__ = ["FoundBytes", "InVideo", "VideoStrays", "found_for"]
+
+# What memory begins with that an agent copied to: hegmd/agent/transfer.py. Then comes what it drew for it.
+_MAGIC = b"HEGMWRK1"
+
+
+@dataclass(frozen=True, slots=True)
+class InVideo:
+    """Video memory with bytes that no operation has: its name, its GPU by UUID, what kind it is, whose, how much."""
+
+    who: str
+    gpu: str
+    kind: str
+    key: Key
+    start_ticks: int | None
+    size_bytes: int
+
+    @property
+    def name(self) -> str:
+        """What it is called in commands."""
+        return f"{STORE_PREFIX}-{self.who}-{self.gpu}"
+
+    @property
+    def pid(self) -> int | None:
+        return int(self.key.worker) if self.key.worker.isdigit() else None
+
+    def is_of(self, worker: Worker) -> bool:
+        """Whether it is that process's, and no other's of its number."""
+        return self.start_ticks is not None and (self.pid, self.start_ticks) == (
+            worker.pid,
+            worker.identity.start_ticks,
+        )
+
+
+class VideoStrays:
+    """Video memory with bytes in it that a store kept, and whose operation is gone. `named` tells a GPU by its UUID.
+
+    Where it says its process's start time it can be adopted with that process, and only its owner may give it up. What
+    says no more than a pid is given to nobody, and whoever has that pid now may give it up: they are its owner, or the
+    process is gone whose bytes they were.
+    """
+
+    def __init__(
+        self,
+        memory: VideoMemory,
+        owned: Callable[[Key], bool],
+        why: Callable[[str], str],
+        named: Callable[[str], str],
+        workers: Workers,
+    ) -> None:
+        self._memory = memory
+        self._owned = owned
+        self._why = why
+        self._named = named
+        self._workers = workers
+
+    def found(self) -> Iterable[InVideo]:
+        """All of it."""
+        for (who, gpu), size_bytes in self._memory.by_owner().items():
+            operation, _, rest = who.partition(".")
+            worker, _, what = rest.rpartition(".")
+            kind, _, ticks = what.partition("@")
+            key = Key(operation, worker)
+            if kind in (BYTES, PASSING) and not self._owned(key):
+                yield InVideo(who, gpu, kind, key, int(ticks) if ticks.isdigit() else None, size_bytes)
+
+    def strays(self) -> Iterable[Stray]:
+        for one in self.found():
+            agent = None if one.pid is None else self._workers.find(one.pid)
+            is_its = agent is not None and (one.start_ticks is None or one.is_of(agent))
+            yield Stray(
+                name=one.name,
+                kind="bytes",
+                pid=one.pid,
+                size_bytes=one.size_bytes,
+                where=f"video memory of {self._named(one.gpu)}",
+                why=self._why(one.key.operation),
+                next=_next(one, agent),
+                uid=agent.identity.uid if agent is not None and is_its else None,
+            )
+
+    async def drop(self, name: str) -> int | None:
+        found = next(one for one in self.found() if one.name == name)
+        await self._memory.give(found.who, found.gpu)
+        return found.size_bytes
+
+
+def _next(one: InVideo, agent: Worker | None) -> str:
+    if agent is not None and one.is_of(agent):
+        if agent.held_bytes:
+            return f"hegmctl adopt {one.pid}, which these bytes are out of"
+        return f"hegmctl adopt --drop {one.name}: process {one.pid} has all its bytes itself"
+    if one.start_ticks is not None:
+        return f"hegmctl adopt --drop {one.name}, if process {one.key.worker} has ended or attends no more"
+    return f"hegmctl adopt --drop {one.name}, once process {one.key.worker} has ended: it does not say of which start"
+
+
+class FoundBytes:
+    """What was found in both places."""
+
+    def __init__(self, pool: Pool, memory: VideoMemory, video: VideoStrays) -> None:
+        self._pool = pool
+        self._memory = memory
+        self._video = video
+
+    async def in_video(self, worker: Worker, name: str) -> InVideo | None:
+        """The video memory that has what is out of that process, which operations call so; None if a piece has it, or
+        nothing does. Raises Refused where several could be meant, or a part of it is gone."""
+        if not worker.held_bytes or worker.about.mark:  # it copied them itself, and never to video memory
+            return None
+        fitting = [one for one in self._video.found() if one.kind == BYTES and one.is_of(worker)]
+        if not fitting:
+            return None
+        piece = await found_for(self._pool, worker, name)
+        if len(fitting) == 1 and piece is None:
+            return self._whole(fitting[0], worker)
+        names = [one.name for one in fitting] + ([] if piece is None else [piece])
+        names.sort()
+        raise Refused(
+            f"{len(names)} could be what is out of process {worker.pid}, and nothing tells which",
+            f"it stays parked, and all are kept: {', '.join(names)}; give up those of an earlier move with --drop",
+            {"pid": worker.pid, "found": names},
+        )
+
+    def _whole(self, one: InVideo, worker: Worker) -> InVideo:
+        """What a move in rounds has put back already is not in it any more; how far it reaches stays."""
+        last = self._memory.pieces(one.who, one.gpu)[-1]
+        if last.at + last.size_bytes < worker.held_bytes:
+            raise Refused(
+                f"{worker.held_bytes} bytes are out of process {worker.pid}, and {one.name} reaches to"
+                f" {last.at + last.size_bytes}",
+                "what was in the rest cannot be had back; see the log of the service manager around hegmd's last start",
+                {"pid": worker.pid, "held_bytes": worker.held_bytes, "reach_bytes": last.at + last.size_bytes},
+            )
+        return one
+
+    async def claim(self, worker: Worker, key: Key) -> None:
+        """Give what was found of that process to that operation. Raises HegmError; fine where there is nothing."""
+        found = await self.in_video(worker, key.worker)
+        if found is not None:
+            to = bytes_name(key.operation, key.worker, worker.identity.start_ticks)
+            await self._memory.hand_on(found.who, found.gpu, to)
+            return
+        name = await found_for(self._pool, worker, key.worker)
+        if name is not None:
+            await self._pool.claim(name, key)
+
+    def has(self, worker: Worker, key: Key) -> bool:
+        """Whether that operation has them already."""
+        to = bytes_name(key.operation, key.worker, worker.identity.start_ticks)
+        return bool(self._pool.held_for(key) or self._memory.of(to))
+
+
+async def found_for(pool: Pool, worker: Worker, name: str) -> str | None:
+    """The piece that has what is out of that process, which operations call so; None if there is none.
+
+    One that does not say whose it is is given to nobody, and of several the one that its agent has marked. Raises
+    Refused where that does not tell them apart: bytes of another moment would be taken for its own.
+    """
+    source = PieceSource(worker.identity.uid, worker.identity.start_ticks)
+    fitting = [
+        called
+        for called, piece in pool.unclaimed().items()
+        if piece.name.key.worker == name and piece.name.source == source and piece.usable_bytes >= worker.held_bytes
+    ]
+    if len(fitting) < 2:
+        return next(iter(fitting), None)
+    begins = _MAGIC + bytes.fromhex(worker.about.mark or "")
+    marked = [called for called in fitting if await pool.beginning(called, len(begins)) == begins != _MAGIC]
+    if len(marked) == 1:
+        return marked[0]
+    if not worker.about.entrusted:
+        return None  # it has a descriptor of its own bytes
+    raise Refused(
+        f"{len(fitting)} pieces could be what is out of process {worker.pid}, and its agent tells none by its mark",
+        f"it stays parked, and all are kept: {', '.join(sorted(fitting))}",
+        {"pid": worker.pid, "pieces": sorted(fitting)},
+    )

@@ -1,0 +1,242 @@
+"""What was found on the node and no operation has: listed, told of once, and never touched but by a person's word.
+
+One source for each kind of thing: pieces of the pool, what looks like one and is none, and processes that stand. What a
+driver has locked or checkpointed and no operation knows of is another source, beside its vendor. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from hegmd.errors import DENIED, NOT_FOUND, HegmError, Refused
+from hegmd.memory.pool import Pool
+from hegmd.memory.pool_found import Distrusted
+from hegmd.migration.machine.adoption import Driven, Standing, on_real_gpu
+from hegmd.operations.orphaned_memory import FoundBytes
+from hegmd.protocol.operations import Stray
+from hegmd.telemetry.events import EventLog
+from hegmd.telemetry.log import fields
+from hegmd.workers.workers import BACK, CAME, Worker, Workers
+
+logger = logging.getLogger(__name__)
+
+SURVEY_LIMIT_S = 5.0
+
+
+class Source(Protocol):
+    """One kind of things that can be found."""
+
+    def strays(self) -> Iterable[Stray]:
+        """Those that are there now."""
+        ...
+
+    async def drop(self, name: str) -> int | None:
+        """Give up the one of that name for good; how many bytes that frees, if that is known. Raises HegmError."""
+        ...
+
+
+class ByDriver(Protocol):
+    """Who asks a real GPU's driver about a process: `driver_orphans`."""
+
+    async def stands(self, pid: int) -> Driven: ...
+
+
+class Looker(Protocol):
+    """A source that has to be asked to look."""
+
+    async def look(self, *, thorough: bool, within_s: float) -> None: ...
+
+
+class PieceStrays:
+    """Pieces of the pool that were found at the start. `why` tells what became of the operation of that number."""
+
+    def __init__(self, pool: Pool, why: Callable[[str], str]) -> None:
+        self._pool = pool
+        self._why = why
+
+    def strays(self) -> Iterable[Stray]:
+        for name, piece in self._pool.unclaimed().items():
+            key, memory = piece.name.key, piece.memory
+            worker, _, _ = key.worker.partition("-")
+            where = (
+                "disk" if memory is None else "nameless memory" if memory.place is None else str(memory.place.folder)
+            )
+            yield Stray(
+                name=name,
+                kind="bytes",
+                pid=int(worker) if worker.isdigit() else None,
+                size_bytes=piece.size_bytes,
+                where=where,
+                why=self._why(key.operation),
+                next=f"hegmctl adopt {worker}, if that process stands; else hegmctl adopt --drop {name}",
+                uid=None if piece.name.source is None else piece.name.source.uid,
+            )
+
+    async def drop(self, name: str) -> int | None:
+        return await self._pool.drop_unclaimed(name)
+
+
+class DistrustedStrays:
+    """What looks like a piece and cannot be believed. A person may look at it and take it away by hand."""
+
+    def __init__(self) -> None:
+        self.found: tuple[Distrusted, ...] = ()
+
+    def strays(self) -> Iterable[Stray]:
+        for one in self.found:
+            yield Stray(
+                name=one.name,
+                kind="unknown",
+                size_bytes=one.size_bytes,
+                where=one.where,
+                why=one.why,
+                next=f"look at it in {one.where}, and remove it by hand if nobody needs it",
+            )
+
+    async def drop(self, name: str) -> int | None:
+        where = next(one.where for one in self.found if one.name == name)
+        raise Refused(f"{name} in {where} is nothing that hegmd knows", "look at it, and remove it by hand")
+
+
+class StandingStrays:
+    """Processes that stand, or whose bytes are out, and that no operation has. `in_hand` tells which one has.
+
+    `by_driver` asks the driver, where there are real GPUs: whether it has a process checkpointed, and how much room its
+    restore needs at most, since what was measured of it was in the journal. `bytes_of` knows what was found of bytes.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        in_hand: Callable[[int], bool],
+        by_driver: ByDriver | None = None,
+        bytes_of: FoundBytes | None = None,
+    ) -> None:
+        self._workers = workers
+        self._bytes = bytes_of
+        self._in_hand = in_hand
+        self.by_driver = by_driver
+
+    def standing(self) -> Sequence[Worker]:
+        """Their handles."""
+        return [worker for worker in self._workers if self.is_stray(worker)]
+
+    def is_stray(self, worker: Worker) -> bool:
+        """Whether that one is."""
+        return worker.connected and (worker.parked or worker.held_bytes > 0) and not self._in_hand(worker.pid)
+
+    async def job_of(self, pid: int) -> tuple[Standing, ...]:
+        """That process and the others of its job that stand as well, each asked how it stands. Raises HegmError."""
+        worker = self._workers.find(pid)
+        if worker is None or not worker.connected:
+            raise HegmError(
+                NOT_FOUND, f"process {pid} has no agent that is connected", "see: hegmctl adopt", {"pid": pid}
+            )
+        others = [other for other in self._workers if other is not worker and _is_same_job(worker, other)]
+        found = [await self._asked(one) for one in (worker, *others) if one is worker or self.is_stray(one)]
+        if not self.is_stray(worker):
+            raise Refused(f"process {pid} does not stand: there is nothing to adopt", "see: hegmctl ps", {"pid": pid})
+        return tuple(found)
+
+    async def _asked(self, worker: Worker) -> Standing:
+        await worker.order("survey", limit_s=SURVEY_LIMIT_S)
+        standing = Standing(
+            pid=worker.pid,
+            start_ticks=worker.identity.start_ticks,
+            uid=worker.identity.uid,
+            token=worker.token,
+            rank=worker.about.rank,
+            world_size=worker.about.world_size,
+            gpu=worker.gpu or worker.about.gpu,
+            boundary=worker.boundary,
+            size_bytes=max(worker.size_bytes or 0, worker.held_bytes),
+            held_bytes=worker.held_bytes,
+        )
+        if self.by_driver is None:
+            return standing
+        in_video = self._bytes is not None and await self._bytes.in_video(worker, str(worker.pid)) is not None
+        driven = await self.by_driver.stands(worker.pid)
+        return on_real_gpu(standing, driven, worker.about.mark, in_video=in_video)
+
+    def strays(self) -> Iterable[Stray]:
+        for worker in self.standing():
+            out = f", {worker.held_bytes} bytes of it are out" if worker.held_bytes else ""
+            yield Stray(
+                name=str(worker.pid),
+                kind="process",
+                pid=worker.pid,
+                size_bytes=worker.held_bytes,
+                where="hegmd alone has them" if worker.about.entrusted else "it has a descriptor of them itself",
+                why=f"its training thread stands{out}, and no operation has it",
+                next=f"hegmctl adopt {worker.pid}",
+                uid=worker.identity.uid,
+            )
+
+    async def drop(self, name: str) -> int | None:
+        raise Refused(f"{name} is a process and not bytes", f"bring it back with: hegmctl adopt {name}; or end it")
+
+
+def _not_theirs(stray: Stray) -> HegmError:
+    owner = "it is not known whose it is" if stray.uid is None else f"it is of uid {stray.uid}"
+    hint = "ask its owner, or an administrator of hegmd"
+    return HegmError(DENIED, f"{stray.name} is not yours to give up: {owner}", hint, {"uid": stray.uid})
+
+
+def _is_same_job(one: Worker, other: Worker) -> bool:
+    run, other_run = one.about.run or one.about.job, other.about.run or other.about.job
+    return run is not None and run == other_run and one.identity.uid == other.identity.uid
+
+
+class Strays:
+    """All of them. Listens to the workers; each stray is told of once, as an event and in the log."""
+
+    def __init__(self, sources: Sequence[Source], events: EventLog, looker: Looker | None = None) -> None:
+        self._sources = sources
+        self._looker = looker
+        self._events = events
+        self._told: set[str] = set()
+
+    def all(self) -> tuple[Stray, ...]:
+        """Everything that needs a person now."""
+        return tuple([stray for source in self._sources for stray in source.strays()])
+
+    async def look(self, *, thorough: bool, within_s: float) -> None:
+        """Have what can only be seen by asking looked at now, as far as that takes no longer."""
+        if self._looker is not None:
+            await self._looker.look(thorough=thorough, within_s=within_s)
+
+    async def drop(self, name: str, may: Callable[[int | None], bool]) -> int | None:
+        """Give up the one of that name for good; how many bytes that frees. Raises HegmError.
+
+        `may` tells whether who asks may act on what is of that user; DENIED where they may not.
+        """
+        for source in self._sources:
+            stray = next((stray for stray in source.strays() if stray.name == name), None)
+            if stray is not None:
+                if not may(stray.uid):
+                    raise _not_theirs(stray)
+                freed_bytes = await source.drop(name)
+                self._events.record("pool.dropped", "warning", f"{name} was given up", facts={"name": name})
+                return freed_bytes
+        raise HegmError(NOT_FOUND, f"nothing stray is called {name[:120]!r}", "see: hegmctl adopt")
+
+    def hear(self, news: str, _worker: Worker) -> None:
+        """Listens to the workers."""
+        if news in (CAME, BACK):
+            self.tell()
+
+    def tell(self) -> None:
+        """Tell of those that were not told of yet."""
+        strays = self.all()
+        self._told &= {stray.name for stray in strays}  # a pid may be a stray's again, of another process
+        for stray in strays:
+            if stray.name in self._told:
+                continue
+            self._told.add(stray.name)
+            message = f"{stray.name} needs a person: {stray.why}; {stray.next}"
+            self._events.record(
+                "pool.stray", "warning", message, pid=stray.pid, facts={"name": stray.name, "kind": stray.kind}
+            )
+            logger.warning("%s", message, extra=fields(name=stray.name, kind=stray.kind))

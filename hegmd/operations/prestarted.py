@@ -1,0 +1,189 @@
+"""Jobs whose next process is kept ready from their first batch on, for a restart that may come at any time.
+
+Who wants that is told by its configuration or its user; here is when: once a job has passed a boundary, since from then
+on its process has imported all that it trains with, and again after each restart. One that has ended since, as where
+memory ran short, is replaced soon, and later each time that the next one ends as well. Whoever waits for long is asked
+every now and then whether it is still what the job would start: its files may have changed, and the job may have
+imported more. Nothing here is part of an operation.
+
+A supervisor names the process that it is the parent of, and a job names its run: neither is taken at its word for
+another user. Each job is asked in a task of its own, for a while only: one that is stopped keeps no other from it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import anyio
+
+from hegmd.errors import DISCONNECTED, TIMEOUT, HegmError
+from hegmd.migration.carriers.prestart import ALWAYS, Readying
+from hegmd.system.condition import News
+from hegmd.telemetry.events import EventLog
+from hegmd.workers.supervisors import Supervisor, Supervisors
+from hegmd.workers.workers import Worker, Workers
+
+logger = logging.getLogger(__name__)
+
+# A first boundary, and the end of an operation, are not told to anybody; they are looked for where they are awaited.
+LOOK_AGAIN_S = 1.0
+# An agent says at once what its process has imported; one that is stopped does not, and is asked again later.
+ANSWERS_WITHIN_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long it is until the next try after one that came to nothing, twice as long each time; and until one that
+    waits is looked at again, by when it has lasted."""
+
+    first_s: float = 10.0
+    longest_s: float = 600.0
+
+    def after(self, fallen: int) -> float:
+        """How long it is after so many in a row."""
+        return min(self.first_s * 2.0 ** min(max(fallen - 1, 0), 30), self.longest_s)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a supervisor was asked for last: for which process, over which of its connections, and when; and how many
+    in a row have come to nothing."""
+
+    asked: tuple[str, int]
+    at: float
+    fallen: int = 0
+    #: When it is to be asked again; None while it is being asked, and where it is not to be.
+    again_at: float | None = None
+    #: Whether that is since the last one came to nothing.
+    has_fallen: bool = False
+
+    def fall(self, now: float, patience: Patience) -> float:
+        """That one has come to nothing: in how long it is to be asked again."""
+        self.fallen, self.has_fallen = self.fallen + 1, True
+        wait_s = patience.after(self.fallen)
+        self.again_at = now + wait_s
+        return wait_s
+
+
+class KeptReady:
+    """Looks after them. `in_hand` tells whether an operation has a process now."""
+
+    def __init__(
+        self,
+        supervisors: Supervisors,
+        workers: Workers,
+        readying: Readying,
+        events: EventLog,
+        *,
+        in_hand: Callable[[int], bool],
+        answers_within_s: float = ANSWERS_WITHIN_S,
+        patience: Patience | None = None,
+    ) -> None:
+        self._answers_within_s, self._patience = answers_within_s, patience or Patience()
+        self._supervisors = supervisors
+        self._workers = workers
+        self._readying = readying
+        self._events = events
+        self._in_hand = in_hand
+        self._kept: dict[tuple[int, str], _Kept] = {}
+        self._news = News()
+        supervisors.listen(lambda _supervisor: self._news.tell())
+        workers.listen(lambda _news, _worker: self._news.tell())
+
+    async def run(self) -> None:
+        """Ask for them as they become due, until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            while True:
+                changed = self._news.next
+                next_look = float("inf")
+                for supervisor, worker in self._wanting():
+                    due = self._due(supervisor, worker)
+                    if due > anyio.current_time():
+                        next_look = min(next_look, due)
+                    elif worker.about.rank is not None:  # by a launcher, which nobody can be made ready for
+                        self._note_asked(supervisor, worker)
+                    elif not self._may_be_asked(supervisor, worker):
+                        next_look = min(next_look, anyio.current_time() + LOOK_AGAIN_S)
+                    else:
+                        tasks.start_soon(self._ask, supervisor, worker, self._note_asked(supervisor, worker))
+                with anyio.move_on_at(next_look):
+                    await changed.wait()
+
+    def _wanting(self) -> Iterator[tuple[Supervisor, Worker]]:
+        """Supervisors that want it for the very process that they have started, with that process; and those that have
+        one which nobody wants."""
+        known = list(self._supervisors)
+        there = {_whose(supervisor) for supervisor in known}
+        self._kept = {whose: kept for whose, kept in self._kept.items() if whose in there}
+        for supervisor in known:
+            pid = supervisor.offer.pid
+            is_one = supervisor.connected and supervisor.offer.python
+            worker = self._workers.find(pid) if is_one and pid is not None else None
+            if worker is None or self._supervisors.find(worker.identity.uid, worker.about.run) is not supervisor:
+                continue
+            if self._is_wanted(supervisor) or supervisor.offer.kept:
+                yield supervisor, worker
+
+    def _is_wanted(self, supervisor: Supervisor) -> bool:
+        return self._readying.when(supervisor) == ALWAYS
+
+    def _due(self, supervisor: Supervisor, worker: Worker) -> float:
+        """When it is to be asked; notes of one that it has fallen."""
+        kept = self._kept.get(_whose(supervisor))
+        if kept is None or kept.asked != (worker.name, supervisor.connection):
+            if not (self._is_wanted(supervisor) and supervisor.offer.kept):
+                return 0.0
+            # It has one from before, when it had another connection.
+            kept = self._note_asked(supervisor, worker)
+            kept.again_at = kept.at + self._patience.longest_s
+        if supervisor.lacks_kept and kept.again_at is not None:
+            supervisor.lacks_kept = False
+            self._note_fallen(kept, worker)
+        return float("inf") if kept.again_at is None else kept.again_at
+
+    def _note_asked(self, supervisor: Supervisor, worker: Worker) -> _Kept:
+        """Those that have fallen for the same process count on, but for the first after one that has lasted."""
+        asked, before = (worker.name, supervisor.connection), self._kept.get(_whose(supervisor))
+        counts = before is not None and before.asked == asked and before.has_fallen
+        fallen = before.fallen if before is not None and counts else 0
+        kept = self._kept[_whose(supervisor)] = _Kept(asked, anyio.current_time(), fallen)
+        return kept
+
+    def _note_fallen(self, kept: _Kept, worker: Worker) -> None:
+        """One that was kept has ended, or was not to be had."""
+        wait_s = kept.fall(anyio.current_time(), self._patience)
+        message = f"no Python is ready for the next start of process {worker.pid}: another is made in {wait_s:g} s"
+        facts = {"fallen": kept.fallen, "wait_s": wait_s}
+        self._events.record("process.next-fell", "warning", message, pid=worker.pid, facts=facts)
+
+    def _may_be_asked(self, supervisor: Supervisor, worker: Worker) -> bool:
+        """Not before its first batch, and not beside an operation, which asks by itself."""
+        is_busy = self._in_hand(worker.pid) or supervisor.offer.operation is not None
+        return not is_busy and worker.connected and worker.boundary > 0
+
+    async def _ask(self, supervisor: Supervisor, worker: Worker, kept: _Kept) -> None:
+        """Ask it; once more after a while, where nobody has answered. Raises nothing."""
+        with anyio.move_on_after(self._answers_within_s):
+            try:
+                if not self._is_wanted(supervisor):
+                    await supervisor.tell("unready", "")  # of a daemon that was configured otherwise
+                elif await self._readying.keep(supervisor, worker):
+                    kept.again_at = kept.at + self._patience.longest_s
+                else:
+                    self._note_fallen(kept, worker)
+            except HegmError as error:
+                logger.debug("nothing is kept ready for process %d: %s", worker.pid, error.message)
+                if error.code not in (DISCONNECTED, TIMEOUT):  # the agent refuses it, as one of an earlier release
+                    return
+            else:
+                self._news.tell()
+                return
+        logger.info("process %d does not say what its next one may import: it is asked again", worker.pid)
+        kept.fall(anyio.current_time(), self._patience)
+        self._news.tell()
+
+
+def _whose(supervisor: Supervisor) -> tuple[int, str]:
+    return supervisor.uid, supervisor.run

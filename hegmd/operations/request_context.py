@@ -1,0 +1,105 @@
+"""How operations are asked for and answered: by whom, within which limits, and every reason why not.
+
+Owns the values that go between those who ask and the desks that are asked (`operations`, `sequences`,
+`image_requests`), and what is no answer to anybody: limits that are none, and refusals put into words. Looks at nothing
+itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hegmd.errors import BAD_REQUEST, Bug, HegmError, code_named
+from hegmd.migration.machine.operation import Limits, Respawn
+from hegmd.migration.model import Plan
+from hegmd.operations.survey import May
+from hegmd.protocol import operations as told
+from hegmd.protocol.operations import Reason
+
+Emit = Callable[[told.OperationProgress], Awaitable[None]]
+
+LONGEST_LIMIT_S = 1_000_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How something is asked: by whom, and whether it is only for the plan and waited for."""
+
+    by: str
+    may: May
+    emit: Emit
+    wait: bool = True
+    dry_run: bool = False
+    limit_s: float | None = None
+    carrier: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Restarting:
+    """Whether a migration may be a restart, and what is to be different for the process that goes on."""
+
+    via: str | None = None
+    allowed: bool = False
+    set: Mapping[str, str] = field(default_factory=dict[str, str])
+    unset: tuple[str, ...] = ()
+    python: str | None = None
+
+    @property
+    def respawn(self) -> Respawn:
+        return Respawn(set=self.set, unset=self.unset, python=self.python)
+
+
+NO_RESTART = Restarting()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An operation as it stands, and its plan."""
+
+    operation: told.Operation | None
+    plan: told.Plan | None
+
+
+def limits_of(limit_s: float | None, hold_s: float | None = None) -> Limits:
+    """The limits of an operation; those that were not asked for are the daemon's own. Raises HegmError."""
+    limits = Limits()
+    for asked_s, what in ((limit_s, "the wait for a boundary"), (hold_s, "standing there")):
+        if asked_s is not None:
+            _require_limit(asked_s, what)
+    return limits.replace(park_s=limit_s or limits.park_s, hold_s=hold_s or limits.hold_s)
+
+
+def limit_of(asked: Asked) -> float | None:
+    """How long what is asked may take in all; None for as long as its steps may. Raises HegmError."""
+    if asked.limit_s is not None:
+        _require_limit(asked.limit_s, "it")
+    return asked.limit_s
+
+
+def _require_limit(limit_s: float, what: str) -> None:
+    if not 0 < limit_s <= LONGEST_LIMIT_S:  # NaN fails both comparisons
+        hint = f"give more than 0 and at most {LONGEST_LIMIT_S:,.0f} seconds"
+        raise HegmError(BAD_REQUEST, f"{limit_s:g} s is no limit for {what}", hint)
+
+
+def plan_or_raise(result: Plan | tuple[Reason, ...]) -> Plan:
+    """The plan, or an error that gives every reason."""
+    if isinstance(result, Plan):
+        return result
+    raise refusal(result)
+
+
+def refusal(reasons: Sequence[Reason]) -> HegmError:
+    """An error that gives every reason: the first one's code, all messages, all hints."""
+    if not reasons:
+        raise Bug("a plan was refused without a reason")
+    messages = "\n".join(dict.fromkeys(reason.message for reason in reasons))
+    hints = "; ".join(dict.fromkeys(reason.hint for reason in reasons))
+    facts = {"reasons": [reason.to_plain() for reason in reasons]}
+    return HegmError(code_named(reasons[0].code), messages, hints, facts)
+
+
+def told_plan(plan: Plan) -> told.Plan:
+    """The plan as it is told."""
+    return told.Plan.from_plain(plan.to_plain(), "plan")

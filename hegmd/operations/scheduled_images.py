@@ -1,0 +1,232 @@
+"""Images of jobs that are taken again and again: the wish comes with a job's agents, as `hegmctl run` was told it.
+
+Owns when the next one is due, what it is called, and what becomes of those before it. An image is taken as `hegmctl
+checkpoint --leave-running` takes one, with the rights of the job's own user. Only after it was read back the oldest
+beyond those to keep go, so that the last whole one never makes room for one that may fail.
+
+Nothing of it is kept here: the agents say it again to the next daemon, and when the last image was asked for stands in
+the journal of operations. A turn that fails is told of and followed by the next, and whoever watches the job is told of
+the first in a row, and of the end of it; one for which another operation has the job is made up for as soon as that is
+over.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+import anyio
+
+from hegmd.errors import INTERNAL, NOT_FOUND, HegmError, Refused
+from hegmd.migration.machine.next_effects import DONE
+from hegmd.migration.machine.operation import CHECKPOINT
+from hegmd.migration.run.runner import Runner
+from hegmd.operations.request_context import Answer, Asked
+from hegmd.protocol.operations import OperationProgress, PeriodicImages
+from hegmd.system.background_tasks import TaskHome
+from hegmd.system.programs import Rights
+from hegmd.system.threads import run_detached
+from hegmd.telemetry.events import EventLog
+from hegmd.telemetry.log import fields
+from hegmd.workers.workers import BACK, CAME, Worker, Workers
+
+logger = logging.getLogger(__name__)
+
+BY = "hegmctl run --checkpoint-every"
+SHORTEST_S, LONGEST_S, MOST_KEPT, LONGEST_PATH = 1.0, 1_000_000.0, 10_000, 3_000
+# Jobs that were started at one time are due at one time, and share the disk.
+AT_ONCE = 2
+# A job that another operation has, or that does not train yet, is looked at again after so long.
+LOOK_AGAIN_S = 5.0
+
+Take = Callable[[int, str, Rights, Asked], Awaitable[Answer]]
+Trim = Callable[[str, str, int, Rights], Awaitable[Sequence[str]]]
+Note = Callable[[Worker, str, str], Awaitable[object]]
+# A job, by its user and its run: which run it is of, a process says itself.
+Whose = tuple[int, str | None]
+
+
+async def _to_nobody(_worker: Worker, _message: str, _hint: str) -> None:
+    """Nobody watches."""
+
+
+class Periodic(TaskHome):
+    """Sees to them. `take` makes an image of a job that goes on, `trim` removes all of a series but so many.
+
+    `note` says something, and the next step, to whoever watches the job.
+
+    `utc` and `sleep` are the clock. `run` has to be running.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        runner: Runner,
+        events: EventLog,
+        *,
+        take: Take,
+        trim: Trim,
+        note: Note = _to_nobody,
+        utc: Callable[[], float] = time.time,
+        sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
+    ) -> None:
+        self._workers = workers
+        self._runner = runner
+        self._events = events
+        self._take = take
+        self._trim = trim
+        self._note = note
+        self._without: set[Whose] = set()
+        self._utc = utc
+        self._sleep = sleep
+        self._known: set[Whose] = set()
+        self._slots = anyio.Semaphore(AT_ONCE)
+        super().__init__()
+
+    @property
+    def missed(self) -> int:
+        """How many jobs have no image of the last time at which one was due."""
+        return len(self._without)
+
+    def hear(self, news: str, worker: Worker) -> None:
+        """Listens to the workers: the first of a job that wants images begins to have them."""
+        whose = _whose(worker)
+        if news not in (CAME, BACK) or self._tasks is None or worker.about.run is None or worker.about.images is None:
+            return
+        if whose in self._known:
+            return
+        why = _against(worker.about.images)
+        if why is not None:
+            logger.warning("process %d wants images that it cannot have: %s", worker.pid, why)
+            worker.image_missed = f"it cannot have images: {why}"
+            return
+        self._known.add(whose)
+        since_utc = self._last_utc(whose)
+        first_utc = self._utc() if since_utc is None else min(since_utc, self._utc())
+        self._tasks.start_soon(self._attend, whose, first_utc, name=f"images of {worker.about.run}")
+
+    async def _attend(self, whose: Whose, since_utc: float) -> None:
+        """One job, for as long as it lives. `since_utc` is when its last image was begun, or when it was first seen."""
+        try:
+            while (worker := self._one_of(whose)) is not None:
+                wish = worker.about.images
+                if wish is None:
+                    return
+                due_s = since_utc + wish.every_s - self._utc()
+                if due_s > 0:
+                    await self._sleep(due_s)
+                elif self._runner.of_process(worker.pid) is not None or not worker.boundary:
+                    await self._sleep(min(LOOK_AGAIN_S, wish.every_s))
+                else:
+                    async with self._slots:
+                        begun_utc = self._utc()
+                        await self._turn(worker, wish, begun_utc)
+                    # One that takes longer than the time between two leaves the job half of that to train.
+                    since_utc = max(begun_utc, self._utc() - wish.every_s / 2)
+        finally:
+            self._known.discard(whose)
+            self._without.discard(whose)
+
+    def _one_of(self, whose: Whose) -> Worker | None:
+        """A process of the job; one that trains, if any does: launchers have agents too."""
+        found = [w for w in self._workers if _whose(w) == whose and w.about.images is not None]
+        return max(found, key=lambda worker: (worker.gpu is not None, worker.boundary), default=None)
+
+    def _last_utc(self, whose: Whose) -> float | None:
+        """When its last image was asked for, of a daemon before this one too, as far as the journal remembers."""
+        who = {(w.pid, w.identity.start_ticks) for w in self._workers if _whose(w) == whose}
+        taken = [
+            op.created_utc
+            for op in self._runner.operations()
+            if op.kind == CHECKPOINT and any((member.pid, member.start_ticks) in who for member in op.workers)
+        ]
+        return max(taken, default=None)
+
+    async def _turn(self, worker: Worker, wish: PeriodicImages, begun_utc: float) -> None:
+        """Take one, and then let the oldest go. Raises nothing."""
+        series = series_of(worker)
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(begun_utc))
+        path = os.path.join(wish.path, f"{series}.{stamp}")
+        try:
+            rights = await run_detached(lambda _: _rights_of(worker), name="hegmd-rights")
+            answer = await self._take(worker.pid, path, rights, _asked(rights))
+            op = answer.operation
+            if op is None or op.phase != DONE or op.failure is not None:
+                failure = None if op is None else op.failure
+                await self._missed(worker, path, "it was not made" if failure is None else failure.message)
+                return
+            await self._made(worker)
+            logger.info("process %d has an image in %s", worker.pid, path, extra=fields(pid=worker.pid, path=path))
+            gone = await self._trim(wish.path, series, wish.keep, rights)
+            logger.debug("of the images of %s, %d were removed", series, len(gone))
+        except HegmError as error:
+            await self._missed(worker, path, error.message)
+        except Exception as bug:  # the edge of one turn: the next is not to be missed for it
+            logger.exception("the image %s failed inside hegmd", path)
+            await self._missed(worker, path, f"{INTERNAL.name}: {type(bug).__name__}: {bug}")
+
+    async def _made(self, worker: Worker) -> None:
+        worker.image_missed = None
+        if _whose(worker) in self._without:
+            self._without.discard(_whose(worker))
+            await self._note(worker, "images of this job are made again", "see them with: hegmctl images ls DIR")
+
+    async def _missed(self, worker: Worker, path: str, why: str) -> None:
+        message = f"process {worker.pid}: no image in {path}, or too many of them: {why}; it is tried again in its time"
+        worker.image_missed = f"no image at {time.strftime('%H:%M:%S', time.localtime(self._utc()))}: {why}"
+        self._events.record("operation.image-missed", "warning", message, pid=worker.pid, facts={"path": path})
+        logger.warning("%s", message, extra=fields(pid=worker.pid, path=path))
+        if _whose(worker) not in self._without:
+            self._without.add(_whose(worker))
+            hint = "it is tried again in its time, and this is not said each time: hegmctl ps tells of the last"
+            await self._note(worker, f"no image of this job was made: {why}", hint)
+
+
+def _whose(worker: Worker) -> Whose:
+    return worker.identity.uid, worker.about.run
+
+
+def series_of(worker: Worker) -> str:
+    """What the images of one run of a job begin with: nothing that a path could be made of but a name."""
+    name, run = (_UNSAFE.sub("_", text)[:_LONGEST_NAME] for text in (worker.about.job or "job", worker.about.run or ""))
+    return f"{name.lstrip('.') or 'job'}-{run}"
+
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
+_LONGEST_NAME = 64
+
+
+def _against(wish: PeriodicImages) -> str | None:
+    """Why such a wish is not granted; None for one that is."""
+    if not SHORTEST_S <= wish.every_s <= LONGEST_S:  # NaN fails both comparisons
+        return f"every {wish.every_s:g} s is not between {SHORTEST_S:g} and {LONGEST_S:,.0f} s"
+    if not 1 <= wish.keep <= MOST_KEPT:
+        return f"{wish.keep} cannot be kept; 1 to {MOST_KEPT} can"
+    if not os.path.isabs(wish.path) or "\0" in wish.path or len(wish.path) > LONGEST_PATH:
+        return f"{wish.path[:200]!r} is no absolute path"
+    return None
+
+
+def _asked(rights: Rights) -> Asked:
+    async def to_nobody(_: OperationProgress) -> None:
+        """Nobody watches."""
+
+    return Asked(by=BY, may=lambda uid: rights.uid in (0, uid), emit=to_nobody)
+
+
+def _rights_of(worker: Worker) -> Rights:
+    """Those of its process, as its files would be made. Blocks. Raises HegmError."""
+    try:
+        with open(f"/proc/{worker.pid}/status", encoding="utf-8", errors="replace") as file:
+            lines = {key: value for key, _, value in (line.partition(":") for line in file)}
+        uid, gid = (int(lines[key].split()[1]) for key in ("Uid", "Gid"))
+        groups = tuple(int(word) for word in lines["Groups"].split())
+    except (OSError, KeyError, ValueError) as error:
+        raise HegmError(NOT_FOUND, f"process {worker.pid} has ended: {error}", "see the log of the job") from error
+    if uid != worker.identity.uid:
+        message = f"process {worker.pid} acts as uid {uid}, and its agent came as uid {worker.identity.uid}"
+        raise Refused(message, "ask for its images by hand: hegmctl checkpoint --leave-running")
+    return Rights(uid, gid, groups)

@@ -1,0 +1,250 @@
+"""What takes several operations in a row: a GPU that is emptied, and two jobs that change places.
+
+Owns their order and what becomes of the rest when a step fails. A swap is carried out by the daemon also when whoever
+asked for it leaves: half of it would be a job that waits in the pool for nobody. Where both jobs go by way of the pool
+they go at once, over the links of both GPUs, and come back at once; a daemon that is killed in between leaves them as
+suspended operations, which are in the journal as any other and say how they are resumed. A drain that nobody watches
+any more ends with the job that is under way; one that nobody waits for from the start begins all of its moves at once.
+Which steps there are is `itinerary`'s to say, and each step is an operation like any other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import anyio
+
+from hegmd.errors import NOT_FOUND, REFUSED, Bug, HegmError
+from hegmd.migration.machine.next_effects import DONE, SUSPENDED
+from hegmd.migration.machine.operation import MIGRATE, RESUME, SUSPEND
+from hegmd.migration.model import Plan, Snapshot
+from hegmd.migration.plan.sequence_plan import at_once, departure, occupants, planned_drain, planned_swap
+from hegmd.operations.operations import Operations
+from hegmd.operations.request_context import Answer, Asked, plan_or_raise, refusal, told_plan
+from hegmd.operations.survey import Lookout
+from hegmd.protocol import operations as told
+from hegmd.protocol.operations import Reason
+from hegmd.system.background_tasks import TaskHome
+from hegmd.system.condition import News
+from hegmd.telemetry.log import fields
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of all of it: the operations, for a dry run the plans, and why jobs were not moved."""
+
+    operations: list[told.Operation] = field(default_factory=list[told.Operation])
+    plans: list[told.Plan] = field(default_factory=list[told.Plan])
+    left: list[Reason] = field(default_factory=list[Reason])
+
+
+class _Exchange:
+    """A swap under way: the operations that it has begun, in their order, and what ended it early."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.over = False
+        self.failure: HegmError | None = None
+        self.news = News()
+
+
+class Sequences(TaskHome):
+    """The desk for these. `run` has to be running before a swap is asked for."""
+
+    def __init__(self, lookout: Lookout, operations: Operations) -> None:
+        self._lookout = lookout
+        self._operations = operations
+        super().__init__()
+
+    # -- a GPU that is emptied -----------------------------------------------------------------------------------------
+
+    async def drain(self, gpu: str, to: Sequence[str], asked: Asked) -> Outcome:
+        """Move every job off a GPU. Raises NOT_FOUND for a GPU that is not there."""
+        snapshot = await self._lookout.snapshot_for(gpu, may=asked.may)
+        _require_targets(snapshot, gpu, to)
+        outcome = Outcome()
+        if asked.dry_run:
+            self._plan_drain(snapshot, gpu, to, asked, outcome)
+            return outcome
+        for number, pid in enumerate(tuple(occupants(snapshot, gpu))):
+            if number:  # the one before it has taken room, and time
+                snapshot = await self._lookout.snapshot([pid], may=asked.may)
+            try:
+                self._operations.check(asked, [pid])
+                plan = plan_or_raise(departure(snapshot, pid, gpu, to))
+                answer = await self._operations.carry_out(plan, snapshot, asked)
+            except HegmError as error:
+                outcome.left.append(_reason(error, pid))
+            else:
+                outcome.operations += _operation(answer)
+        return outcome
+
+    def _plan_drain(self, snapshot: Snapshot, gpu: str, to: Sequence[str], asked: Asked, outcome: Outcome) -> None:
+        denied: set[int] = set()
+        for pid in tuple(occupants(snapshot, gpu)):
+            try:
+                self._operations.check(asked, [pid])
+            except HegmError as error:
+                denied.add(pid)
+                outcome.left.append(_reason(error, pid))
+        allowed = tuple(candidate for candidate in snapshot.candidates if candidate.pid not in denied)
+        plans, stays = planned_drain(snapshot.replace(candidates=allowed), gpu, to)
+        outcome.plans += [told_plan(plan) for plan in plans]
+        outcome.left += [_reason(refusal(reasons), reasons[0].pid) for reasons in stays]
+
+    # -- two jobs that change places -----------------------------------------------------------------------------------
+
+    async def swap(self, first: int, second: int, asked: Asked) -> Outcome:
+        """Let two jobs change places, or two processes of one. Raises HegmError with every reason why not.
+
+        Without `wait` it answers when the first step has begun; the others follow by themselves.
+        """
+        first, second = [await self._operations.named_one(pid) for pid in (first, second)]
+        snapshot = await self._operations.look(asked, [first, second])
+        steps = _plans_or_raise(planned_swap(snapshot, first, second))
+        if asked.dry_run:
+            return Outcome(plans=[told_plan(step) for step in steps])
+        if self._tasks is None:
+            raise Bug("a swap was asked for before swaps are carried out")
+        for step in steps:
+            self._operations.check(asked, [worker.pid for worker in step.workers])
+        exchange = _Exchange()
+        alone = Asked(by=asked.by, may=asked.may, emit=_to_nobody, wait=False, limit_s=asked.limit_s)
+        self._tasks.start_soon(self._carry_out, exchange, steps, snapshot, alone, name=f"swap of {first} and {second}")
+        await self._watch(exchange, asked)
+        if exchange.failure is not None and not exchange.begun:
+            raise exchange.failure
+        describe = self._operations.runner.describe
+        outcome = Outcome(operations=[describe(op_id) for op_id in dict.fromkeys(exchange.begun)])
+        if exchange.failure is not None:
+            outcome.left.append(_reason(exchange.failure, second))
+        return outcome
+
+    async def _watch(self, exchange: _Exchange, asked: Asked) -> None:
+        """Tell how it comes on until it is over, or until it has begun if nobody waits."""
+        seen = 0
+        while True:
+            if exchange.begun and not asked.wait:
+                return
+            while seen < len(exchange.begun):
+                await self._operations.follow(exchange.begun[seen], asked.emit)
+                seen += 1
+            if exchange.over:
+                return
+            await exchange.news.wait()
+
+    async def _carry_out(self, exchange: _Exchange, steps: Sequence[Plan], snapshot: Snapshot, asked: Asked) -> None:
+        try:
+            await self._exchange(exchange, steps, snapshot, asked)
+        except HegmError as error:
+            exchange.failure = error
+            logger.warning("a swap is not complete: %s", error.message, extra=fields(hint=error.hint))
+        finally:
+            exchange.over = True
+            exchange.news.tell()
+
+    async def _exchange(self, exchange: _Exchange, steps: Sequence[Plan], snapshot: Snapshot, asked: Asked) -> None:
+        """Part after part; where one fails, whoever waits in the pool goes back to where it was, if that is free."""
+        waiting: dict[int, Plan] = {}
+        seen: Snapshot | None = snapshot
+        for part in at_once(steps):
+            ended = await self._all_of(exchange, part, seen, asked)
+            seen = None
+            for step in part:
+                if _is_well(ended[_pid(step)]) and step.kind == SUSPEND:
+                    waiting[_pid(step)] = step
+                elif _is_well(ended[_pid(step)]) and step.kind == RESUME:
+                    del waiting[_pid(step)]
+            if not all(map(_is_well, ended.values())):
+                for suspended in waiting.values():
+                    await self._bring_back(exchange, suspended, asked)
+                for failure in ended.values():
+                    if isinstance(failure, HegmError):
+                        raise failure
+                return
+
+    async def _all_of(
+        self, exchange: _Exchange, part: Sequence[Plan], snapshot: Snapshot | None, asked: Asked
+    ) -> dict[int, told.Operation | HegmError]:
+        """Carry steps out at once; how each ended, by its process."""
+        ended: dict[int, told.Operation | HegmError] = {}
+
+        async def carry_out(step: Plan) -> None:
+            try:
+                ended[_pid(step)] = await self._step(exchange, step, snapshot, asked)
+            except HegmError as error:
+                ended[_pid(step)] = error
+
+        async with anyio.create_task_group() as tasks:
+            for step in part:
+                tasks.start_soon(carry_out, step)
+        return ended
+
+    async def _step(self, exchange: _Exchange, step: Plan, snapshot: Snapshot | None, asked: Asked) -> told.Operation:
+        """Carry a step out, as things are by then, and wait for its end. Raises HegmError."""
+        operations, pids = self._operations, [worker.pid for worker in step.workers]
+        if snapshot is not None:
+            answer = await operations.carry_out(step, snapshot, asked)
+        elif step.kind == MIGRATE:
+            placement = {str(worker.pid): worker.to for worker in step.workers if worker.to is not None}
+            answer = await operations.place(pids, placement, asked)
+        else:
+            answer = await operations.resume(pids[0], step.workers[0].to, asked)
+        return await self._end(exchange, answer)
+
+    async def _bring_back(self, exchange: _Exchange, suspended: Plan, asked: Asked) -> None:
+        """One that cannot be brought back stays suspended, which `hegmctl ops` shows with the command."""
+        worker = suspended.workers[0]
+        try:
+            await self._end(exchange, await self._operations.resume(worker.pid, worker.gpu, asked))
+        except HegmError as error:
+            logger.warning("process %d stays suspended: %s", worker.pid, error.message, extra=fields(hint=error.hint))
+
+    async def _end(self, exchange: _Exchange, answer: Answer) -> told.Operation:
+        if answer.operation is None:
+            raise Bug("a step of a swap was planned and not begun")
+        op_id = answer.operation.id
+        exchange.begun.append(op_id)
+        exchange.news.tell()
+        await self._operations.follow(op_id, _to_nobody)
+        return self._operations.runner.describe(op_id)
+
+
+def _require_targets(snapshot: Snapshot, gpu: str, to: Sequence[str]) -> None:
+    names = [known.id for known in snapshot.gpus]
+    for name in to:
+        if name not in names:
+            raise HegmError(NOT_FOUND, f"there is no GPU {name[:40]!r}", f"the GPUs here: {', '.join(names)}")
+        if name == gpu:
+            raise HegmError(REFUSED, f"{gpu} cannot be emptied onto itself", "name other GPUs with --to")
+
+
+def _plans_or_raise(found: tuple[Plan, ...] | tuple[Reason, ...]) -> tuple[Plan, ...]:
+    plans = tuple([step for step in found if isinstance(step, Plan)])
+    if plans:
+        return plans
+    raise refusal([reason for reason in found if isinstance(reason, Reason)])
+
+
+def _pid(step: Plan) -> int:
+    return step.workers[0].pid
+
+
+def _is_well(ended: told.Operation | HegmError) -> bool:
+    return isinstance(ended, told.Operation) and ended.failure is None and ended.phase in (DONE, SUSPENDED)
+
+
+def _reason(error: HegmError, pid: int | None) -> Reason:
+    return Reason(code=error.code.name, message=error.message.replace("\n", "; "), hint=error.hint, pid=pid)
+
+
+def _operation(answer: Answer) -> list[told.Operation]:
+    return [] if answer.operation is None else [answer.operation]
+
+
+async def _to_nobody(_progress: told.OperationProgress) -> None:
+    """It goes on whether anybody watches or not."""

@@ -1,0 +1,411 @@
+"""The parts that move jobs, put together: pool, rooms, performer, runner, attendance and the desk at which it is asked.
+
+Owns their order on the way up (the journal is read before anybody can ask, the rooms it names are held before an agent
+attends) and on the way down. Holds no rule of its own.
+
+Longer than 400 lines because each part is made in one place, in the order in which they know of one another.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+
+from hegmd.errors import Bug
+from hegmd.gpu_helper.link import Link
+from hegmd.images.dump_job import Handoff
+from hegmd.images.dump_records import StandingNotes
+from hegmd.images.files.images import Images
+from hegmd.images.hegm_lock_files import LockFiles
+from hegmd.images.rendezvous import MeetingPlaces
+from hegmd.images.restore_job import Reviving
+from hegmd.images.restore_records import HalfRevived
+from hegmd.memory.pool import Keep, Key, Pool
+from hegmd.memory.pool_found import find_pieces
+from hegmd.memory.video_memory import VideoMemory
+from hegmd.migration.carriers.driver import DriverCarrier
+from hegmd.migration.carriers.host import HostCarrier
+from hegmd.migration.carriers.peer import PeerCarrier
+from hegmd.migration.carriers.prestart import Ready, Readying
+from hegmd.migration.carriers.state import StateCarrier
+from hegmd.migration.carriers.worker import WorkerCarrier
+from hegmd.migration.contracts import Carrier, Method
+from hegmd.migration.journal.disk import Disk
+from hegmd.migration.machine.next_effects import TERMINAL
+from hegmd.migration.methods.driver import DriverMethod
+from hegmd.migration.methods.driver_calls import Steps
+from hegmd.migration.methods.gpus import Gpus
+from hegmd.migration.methods.other_processes import STILL_S, Neighbours
+from hegmd.migration.methods.progress_probe import is_stopped
+from hegmd.migration.methods.restart import RestartMethod
+from hegmd.migration.methods.restore_lock import forget_claims, has_come_to_its_end, lock_path
+from hegmd.migration.methods.simulated import SimulatedMethod
+from hegmd.migration.methods.simulated_memory import Rooms
+from hegmd.migration.plan.throughput import Paces
+from hegmd.migration.run.executor import Performer
+from hegmd.migration.run.runner import Runner
+from hegmd.migration.run.task import rooms_to_restore
+from hegmd.node.criu_program import Criu, find, rights_missing
+from hegmd.node.devices.simulated import SimulatedProvider
+from hegmd.node.inventory import Inventory, NodeSnapshot
+from hegmd.operations.driver_orphans import DriverStrays
+from hegmd.operations.image_requests import Checkpoints
+from hegmd.operations.operations import Operations
+from hegmd.operations.orphaned_memory import FoundBytes, VideoStrays
+from hegmd.operations.orphans import DistrustedStrays, PieceStrays, Source, StandingStrays, Strays
+from hegmd.operations.prestarted import KeptReady
+from hegmd.operations.request_context import Answer, Asked, refusal
+from hegmd.operations.restart_requests import Restarts
+from hegmd.operations.scheduled_images import Periodic
+from hegmd.operations.sequences import Sequences
+from hegmd.operations.simulated_placement import Attendance
+from hegmd.operations.survey import Lookout
+from hegmd.operations.suspended import ASKED, Resting
+from hegmd.protocol.snapshots import AgentInfo, Gpu
+from hegmd.system.programs import Rights
+from hegmd.telemetry.events import EventLog
+from hegmd.workers.job_names import JobNames
+from hegmd.workers.supervisors import SupervisorAway, Supervisors
+from hegmd.workers.workers import Worker, Workers
+
+
+@dataclass(frozen=True, slots=True)
+class ImageMeans:
+    """What images of jobs are made with: where agents are met, a CRIU and a key if others than the usual are wanted."""
+
+    socket_path: Path
+    #: Whether the service manager can be asked for units, outside of the daemon's own.
+    in_unit: bool = False
+    criu: Path | None = None
+    key_file: Path | None = None
+    #: Where controllers look for lock files of jobs that have gone into images.
+    lock_dir: Path | None = None
+    #: Whether users other than root may have CRIU bring their images back.
+    by_owner: bool = False
+
+
+class Moving:
+    """Made once, opened once, then run for as long as the daemon serves."""
+
+    def __init__(  # noqa: PLR0913 - the parts that it is made of, each named, put together in one place only
+        self,
+        *,
+        state_dir: Path,
+        pool: Pool,
+        simulator: SimulatedProvider | None,
+        inventory: Inventory,
+        workers: Workers,
+        events: EventLog,
+        start_ticks: Callable[[int], int | None],
+        spill: str = ASKED,
+        still_s: float = STILL_S,
+        stand_s: float | None = None,
+        restart_always: bool = False,
+        ready: Ready | None = None,
+        images_by: ImageMeans | None = None,
+        disk: Disk | None = None,
+    ) -> None:
+        self._state_dir = state_dir
+        self._images_by = images_by or ImageMeans(state_dir / "hegmd.sock")
+        self._workers, self._inventory, self._events = workers, inventory, events
+        self._start_ticks, self._ready, self.pool = start_ticks, ready or Ready(), pool
+        self.rooms = Rooms(simulator, gpus=self._gpus, changed=inventory.expire)
+        self.helper = Link()
+        self.memory = VideoMemory(self.helper, pool.keep.store)
+        self._neighbours = Neighbours(
+            self.helper, state_dir, start_ticks=start_ticks, is_stopped=is_stopped, still_s=still_s
+        )
+        simulated = simulator is not None
+        self.supervisors = Supervisors(start_ticks)
+        handoff, self._reviving = self._make_imaging(simulated=simulated)
+        performer, ended_well = self._make_performer(handoff, simulated=simulated), self.supervisors.ended_well
+        self.runner = Runner(state_dir, performer, events, disk=disk, ended_well=ended_well)
+        self.attendance = Attendance(
+            workers,
+            self.rooms,
+            in_hand=self._is_in_hand,
+            last_place=self.runner.last_place,
+            out_bytes=self.runner.held_bytes,
+            changed=inventory.expire,
+            supervised=lambda worker: self.supervisors.find(worker.identity.uid, worker.about.run),
+        )
+        self._by_driver = None if simulated else self._driver_strays()
+        self.strays = self._make_strays(events)
+        self.resting = Resting(workers, pool, self.runner, events, when=spill)
+        lookout = Lookout(
+            inventory,
+            workers,
+            self.resting.pool_room,
+            count=self.attendance.count,
+            running=self.runner.as_held,
+            standing=self._standing.standing,
+            rates=self._paces.rates,
+            outlives=lambda: self.memory.store is not None,
+            supervisors=self.supervisors,
+        )
+        self._make_desks(lookout, handoff, restart_always=restart_always, stand_s=stand_s)
+        self.periodic = self._make_periodic(events)
+        for part in (self.attendance, self.runner, self.resting, self.strays, self.periodic):
+            workers.listen(part.hear)
+
+    def _make_desks(self, lookout: Lookout, handoff: Handoff, *, restart_always: bool, stand_s: float | None) -> None:
+        """Where operations are asked for."""
+        self.runner.over = self.attendance.drop_ended
+        self.operations = Operations(
+            self._inventory,
+            self._workers,
+            lookout,
+            self.runner,
+            found=self._found,
+            resting=self.resting,
+            standing=self._standing,
+            restart_allowed=lambda: restart_always,
+            jobs=JobNames(self._workers, self.supervisors),
+            stand_s=stand_s,
+        )
+        self.restarts = Restarts(
+            self.supervisors,
+            self._workers,
+            self.runner,
+            self.operations,
+            forget=self._forget_claim,
+            is_over=partial(has_come_to_its_end, self._state_dir),
+        )
+        self.sequences = Sequences(lookout, self.operations)
+        self.checkpoints = Checkpoints(self.operations, lookout, handoff, self._reviving, self._paces)
+
+    def _means(self, *, simulated: bool) -> tuple[Mapping[str, Method], Mapping[str, Carrier]]:
+        """What processes and bytes are moved by here, by name."""
+        by_worker = WorkerCarrier(self.pool)
+        if simulated:
+            books = SimulatedMethod(self.rooms)
+            restarting, by_state = self._restarting(books)
+            carried: dict[str, Carrier] = {by_worker.name: by_worker, by_state.name: by_state}
+            return {books.name: books, restarting.name: restarting}, carried
+        gpus = Gpus(self._look, self._inventory.expire)
+        steps = Steps(self.helper, gpus, self._neighbours)
+        method = DriverMethod(steps, self.memory, gpus, self._neighbours)
+        restarting, by_state = self._restarting(method)
+        host = HostCarrier(self.helper, gpus, self.pool, self.memory)
+        self.memory.make_room = host.make_room
+        peer = PeerCarrier(self.helper, gpus, self.memory, self.pool)
+        carriers: tuple[Carrier, ...] = (by_worker, by_state, DriverCarrier(), host, peer)
+        return {method.name: method, restarting.name: restarting}, {carrier.name: carrier for carrier in carriers}
+
+    def _restarting(self, by: Method) -> tuple[RestartMethod, StateCarrier]:
+        workers, supervisors, pool = self._workers, self.supervisors, self.pool
+        method = RestartMethod(workers, supervisors, pool, by=by, gpus=self._gpus, folder=self._state_dir)
+        readying = Readying(supervisors, method.surroundings_of, self._ready)
+        self._kept_ready = KeptReady(supervisors, workers, readying, self._events, in_hand=self._is_in_hand)
+        return method, StateCarrier(pool, supervisors, readying)
+
+    def _forget_claim(self, op_id: str) -> None:
+        lock_path(self._state_dir, op_id).unlink(missing_ok=True)
+
+    def agents(self) -> Mapping[int, AgentInfo]:
+        """Every connected agent by pid, and whether it has a supervisor, which keeps a Python ready or does not."""
+        found = dict(self._workers.agents())
+        for worker in self._workers:
+            supervisor = self.supervisors.find(worker.identity.uid, worker.about.run) if worker.pid in found else None
+            if supervisor is not None:
+                kept = supervisor.keeps and supervisor.offer.pid == worker.pid
+                found[worker.pid] = found[worker.pid].replace(supervised=True, kept=kept)
+        return found
+
+    def _make_strays(self, events: EventLog) -> Strays:
+        """Of all kinds."""
+        self._in_video = VideoStrays(self.memory, self._is_claimed, self._why_stray, self._gpu_named, self._workers)
+        self._found = FoundBytes(self.pool, self.memory, self._in_video)
+        self._standing = StandingStrays(self._workers, self._is_in_hand, self._by_driver, self._found)
+        self._distrusted = DistrustedStrays()
+        pieces = PieceStrays(self.pool, self._why_stray)
+        sources: list[Source] = [pieces, self._in_video, self._distrusted, self._standing]
+        if self._by_driver is None:
+            return Strays(sources, events)
+        strays = Strays([*sources, self._by_driver], events, self._by_driver)
+        self._by_driver.changed = strays.tell
+        return strays
+
+    def _is_claimed(self, key: Key) -> bool:
+        """Whether an operation has what was that worker's in the one of that number."""
+        return self._owned(key) or self.pool.was_claimed_from(key)
+
+    def _driver_strays(self) -> DriverStrays:
+        """Asked by a helper of their own: one of them that does not answer is to cost no operation its helper."""
+        asking = Link()
+
+        def is_taken(pid: int) -> bool:
+            worker = self._workers.find(pid)
+            return self.runner.of_process(pid) is not None or (worker is not None and self._standing.is_stray(worker))
+
+        return DriverStrays(
+            asking, self._neighbours, self._look, is_taken=is_taken, own_pids=lambda: (self.helper.pid, asking.pid)
+        )
+
+    def _make_performer(self, handoff: Handoff, *, simulated: bool) -> Performer:
+        means = self._means(simulated=simulated)
+        ticks, paces = self._start_ticks, self._paces
+        return Performer(self._workers, *means, start_ticks=ticks, imager=handoff, paces=paces)
+
+    def _make_imaging(self, *, simulated: bool) -> tuple[Handoff, Reviving]:
+        """Who hands jobs over to images, and who brings them back."""
+        self._images: Images | None = None
+        self._paces = Paces()
+        self._half_revived = HalfRevived(self._state_dir)
+        self.places = MeetingPlaces(self._images_by.socket_path)
+        parts = (self._opened_images, self.places, self._workers, self.pool)
+        by: dict[str, Any] = {"criu": self._criu, "look": self._look, "in_unit": self._images_by.in_unit}
+        locks = LockFiles(self._images_by.lock_dir)
+        self._standing_notes = StandingNotes(self._state_dir)
+        self._handoff = Handoff(*parts, **by, locks=locks, notes=self._standing_notes, noted=self._paces.note_image)
+        return self._handoff, Reviving(
+            *parts, **by, simulated=simulated, notes=self._half_revived, by_owner=self._images_by.by_owner
+        )
+
+    def _make_periodic(self, events: EventLog) -> Periodic:
+        take, trim = self._take_image, self._trim_images
+        return Periodic(self._workers, self.runner, events, take=take, trim=trim, note=self._note_to_watcher)
+
+    async def _take_image(self, pid: int, path: str, rights: Rights, asked: Asked) -> Answer:
+        return await self.checkpoints.checkpoint(pid, path, rights, asked, leave_running=True)
+
+    async def _note_to_watcher(self, worker: Worker, message: str, hint: str) -> None:
+        """Have the `hegmctl run` that stays with that job say it, where one does."""
+        supervisor = self.supervisors.find(worker.identity.uid, worker.about.run)
+        if supervisor is not None:
+            with suppress(SupervisorAway):
+                await supervisor.tell("note", "", message=message, hint=hint)
+
+    async def _trim_images(self, path: str, series: str, keep: int, rights: Rights) -> list[str]:
+        return await self._opened_images().trim(path, series, keep, rights)
+
+    def _is_in_hand(self, pid: int) -> bool:
+        """Whether an operation has that process, or is about to."""
+        return self.runner.of_process(pid) is not None or self._reviving.is_coming(pid)
+
+    def _opened_images(self) -> Images:
+        if self._images is None:
+            raise Bug("images are asked for before the state directory is open")
+        return self._images
+
+    async def _criu(self) -> Criu:
+        """The CRIU to use, looked for anew each time: doctor's advice may have been followed. Raises HegmError."""
+        missing, criu = rights_missing(os.geteuid()), self._images_by.criu
+        found = (missing,) if missing is not None else await find(None if criu is None else str(criu))
+        if isinstance(found, Criu):
+            return found
+        raise refusal(found)
+
+    async def _look(self) -> NodeSnapshot:
+        """What is done to real processes rests on what is so now."""
+        self._inventory.expire()
+        return await self._inventory.fresh(0.0)
+
+    def _gpus(self) -> tuple[Gpu, ...]:
+        latest = self._inventory.latest
+        return () if latest is None else latest.gpus
+
+    def _gpu_named(self, uuid: str) -> str:
+        return next((gpu.id for gpu in self._gpus() if gpu.uuid == uuid), uuid)
+
+    def keep_by(self, keep: Keep) -> None:
+        """By what bytes that are held for jobs outlive the daemon: before anything is held."""
+        self.pool.keep = keep
+        self.memory.store = keep.store
+
+    async def open(self) -> None:
+        """Read the journal, and hold again what it says is held. Raises HegmError for one that cannot be trusted.
+
+        A simulated driver forgets with the daemon what was held on its GPUs. Bytes that no operation owns are kept.
+        """
+        await anyio.to_thread.run_sync(self.runner.open)
+        self._images = Images(self._state_dir, in_unit=self._images_by.in_unit, key_file=self._images_by.key_file)
+        self.places.open()
+        unended = [op.id for op in self.runner.operations() if op.phase not in TERMINAL]
+        forget_claims(self._state_dir, unended)
+        self._standing_notes.keep_only(unended)
+        findings = await find_pieces(self.pool.keep, self.memory.adopt)
+        self.pool.enter(findings.pieces, self._owned)
+        begun = self.runner.operations()
+        taken = {(member.pid, member.start_ticks) for op in begun for member in op.workers}
+        await self._half_revived.clear({op.id for op in begun}, taken, self.pool)
+        self._distrusted.found = findings.distrusted
+        self.strays.tell()
+        for member, gpu, size_bytes in rooms_to_restore(self.runner.operations()):
+            if self._start_ticks(member.pid) == member.start_ticks:
+                self.rooms.hold_what_fits((member.pid, member.start_ticks), gpu, size_bytes)
+
+    def _owned(self, key: Key) -> bool:
+        """Whether an operation that is not over has that piece."""
+        return any(
+            op.id == key.operation and op.worker(key.worker) is not None
+            for op in self.runner.operations()
+            if op.phase not in TERMINAL
+        )
+
+    def _why_stray(self, op_id: str) -> str:
+        for op in self.runner.operations():
+            if op.id == op_id:
+                return f"operation {op_id} is {op.phase} and does not have it"
+        return f"operation {op_id} is not in the journal"
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Watch the workers and run the operations, until cancelled."""
+        over = anyio.Event()
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(self._keep_helper, over)
+            if self.pool.keep.store is not None:
+                tasks.start_soon(self.pool.keep.store.run)
+            try:
+                async with anyio.create_task_group() as inner:
+                    inner.start_soon(self._neighbours.run)
+                    await inner.start(self._workers.run)
+                    await inner.start(self._opened_images().run)
+                    await inner.start(self.runner.run)
+                    await inner.start(self.restarts.run)
+                    self.restarts.take_over()
+                    await inner.start(self.resting.run)
+                    await inner.start(self.sequences.run)
+                    await inner.start(self.periodic.run)
+                    inner.start_soon(self.attendance.run)
+                    inner.start_soon(self._kept_ready.run)
+                    if self._by_driver is not None:
+                        await inner.start(self._by_driver.run)
+                    task_status.started()
+            finally:
+                over.set()
+
+    async def _keep_helper(
+        self, over: anyio.Event, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED
+    ) -> None:
+        """The helper outlives the operations: one that is cut off has a process to unlock before it is gone."""
+        with anyio.CancelScope(shield=True):
+            async with anyio.create_task_group() as tasks:
+                await tasks.start(self.helper.run)
+                task_status.started()
+                await over.wait()
+                tasks.cancel_scope.cancel()
+
+    def stop(self) -> None:
+        """Said before `run` is cancelled: what is under way is left to the next daemon where it can be."""
+        self._handoff.stop()
+
+    def close(self) -> None:
+        """Let go of all that is held here; what has a name or a store stays."""
+        self.pool.close()
+        self.memory.close()
+        self.supervisors.close()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a job, or an operation that is not over."""
+        return any(True for _ in self._workers) or bool(self.runner.under_way())

@@ -1,0 +1,145 @@
+"""Workers as they come and go: where a new one is, and how much it holds there, on a node with simulated GPUs.
+
+On one with real GPUs only those that could be started again are asked, until they train: whether that is on the CPU.
+
+A simulated driver does not see what a training holds, so the agent is asked: at one boundary soon after it came, then
+now and then. A worker that trains is put on the GPU that it was started for, or on the one with most room; one that an
+operation has moved is where that left it, also for a daemon that was started since. Nothing is asked of a worker that
+an operation has in hand.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import anyio
+
+from hegmd.errors import HegmError
+from hegmd.migration.methods.simulated_memory import Rooms
+from hegmd.node.gpu_sets import CPU
+from hegmd.workers.workers import BACK, CAME, ENDED, Worker, Workers
+
+logger = logging.getLogger(__name__)
+
+# A new worker has its storages within seconds; after that they change little.
+EAGER_S = 0.5
+CALM_S = 10.0
+SURVEY_LIMIT_S = 5.0
+
+
+class Placed(Protocol):
+    """What an operation knows of a worker."""
+
+    @property
+    def at(self) -> str | None: ...
+
+
+class Attendance:
+    """Listens to the workers. `in_hand` tells whether an operation has a process now, `last_place` what one left."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        rooms: Rooms,
+        *,
+        in_hand: Callable[[int], bool],
+        last_place: Callable[[int, int], Placed | None],
+        out_bytes: Callable[[], Mapping[int, int]],
+        changed: Callable[[], object],
+        supervised: Callable[[Worker], object] = lambda _worker: None,
+    ) -> None:
+        self._workers = workers
+        self._rooms = rooms
+        self._in_hand = in_hand
+        self._last_place = last_place
+        self._out_bytes = out_bytes
+        self._changed = changed
+        self._supervised = supervised
+        self._due: dict[int, float] = {}
+        self._ended: set[tuple[int, int]] = set()
+        self._news = anyio.Event()
+
+    def hear(self, news: str, worker: Worker) -> None:
+        """Listens to the workers."""
+        who = (worker.pid, worker.identity.start_ticks)
+        if news == CAME and self._rooms.simulated:  # of others the driver says where they are, however they came there
+            place = self._last_place(*who)
+            if place is not None:
+                worker.gpu = None if place.at == CPU else place.at
+        if news in (CAME, BACK):
+            self._due[worker.pid] = 0.0
+            self._news.set()
+        if news == ENDED:
+            self._ended.add(who)
+            self.drop_ended()
+        self._changed()
+
+    def drop_ended(self) -> None:
+        """Whoever has ended holds nothing, once no operation has it in hand: one that comes to its end may not hear of
+        it any more. Called whenever one has."""
+        for who in [who for who in self._ended if not self._in_hand(who[0])]:
+            self._ended.discard(who)
+            self._rooms.drop(who)
+
+    def held_bytes(self) -> Mapping[int, int]:
+        """For each worker that trains, the bytes that are held for it outside of its process; by pid.
+
+        One on the CPU is among them if it can be started again on a GPU.
+        """
+        training = [worker for worker in self._workers if worker.gpu is not None or self._may_leave_cpu(worker)]
+        return {**{worker.pid: 0 for worker in training}, **self._out_bytes()}
+
+    def _may_leave_cpu(self, worker: Worker) -> bool:
+        return bool(worker.on_cpu) and worker.gpu is None and bool(self._supervised(worker))
+
+    def _is_asked(self, worker: Worker) -> bool:
+        """Of real GPUs the driver says who is on them; who trains on none is told from being started by itself."""
+        return worker.connected and (
+            self._rooms.simulated or (worker.on_cpu is None and bool(self._supervised(worker)))
+        )
+
+    async def run(self) -> None:
+        """Ask them how much they hold, until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            while True:
+                now = anyio.current_time()
+                for worker in self._workers:
+                    if self._is_asked(worker) and self._due.get(worker.pid, now) <= now:
+                        self._due[worker.pid] = now + CALM_S
+                        tasks.start_soon(self.count, worker)
+                known = {worker.pid for worker in self._workers}
+                self._due = {pid: due for pid, due in self._due.items() if pid in known}
+                wait_s = min(self._due.values(), default=now + CALM_S) - now
+                self._news = anyio.Event()
+                with anyio.move_on_after(max(0.05, wait_s)):
+                    await self._news.wait()
+
+    async def count(self, worker: Worker, limit_s: float = SURVEY_LIMIT_S) -> None:
+        """Have a worker count its storages, and put it on a GPU when it turns out to train. Raises nothing.
+
+        Over the limit it says how far it is, and what it holds is as it was last told; so it is while it is asked what
+        a restart would carry.
+        """
+        if self._in_hand(worker.pid) or worker.parked or worker.held_bytes or worker.weighing.locked():
+            return
+        try:
+            await worker.order("survey", limit_s=limit_s)
+        except HegmError as error:
+            logger.debug("worker %d was not counted: %s", worker.pid, error.message)
+            return
+        if not (worker.size_bytes or worker.boundary):
+            self._due[worker.pid] = anyio.current_time() + EAGER_S
+            self._news.set()
+        elif not self._in_hand(worker.pid) and not worker.ended:
+            self._place(worker)
+
+    def _place(self, worker: Worker) -> None:
+        if worker.boundary:  # its tensors are where it trains
+            worker.on_cpu = worker.about.gpu == CPU if self._rooms.simulated else worker.cuda is None
+        if worker.gpu is None and worker.about.gpu != CPU:
+            worker.gpu = self._rooms.place(worker.about.gpu)
+        if worker.gpu is not None:
+            self._rooms.hold_what_fits((worker.pid, worker.identity.start_ticks), worker.gpu, worker.size_bytes or 0)
+        self._changed()

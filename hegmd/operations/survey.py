@@ -1,0 +1,391 @@
+"""What is looked at before anything is planned: GPUs, processes, the pool, and what the jobs' agents say they hold.
+
+Owns the snapshot that plans are made from, and how current it is: the agents of the job are asked, for a limited time,
+so that a plan's bytes are of now and no rank is left out. Decides nothing about operations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+
+import anyio
+
+from hegmd.errors import NOT_FOUND, HegmError
+from hegmd.memory.pool import read_available_bytes
+from hegmd.migration.machine.operation import Operation, Respawn
+from hegmd.migration.methods.progress_probe import is_stopped
+from hegmd.migration.model import AgentSurvey, Candidate, GpuRoom, PoolRoom, Rates, Snapshot, Surroundings
+from hegmd.node.inventory import Inventory, NodeSnapshot
+from hegmd.node.processes.surroundings import nearest_ancestor, parent_of, read_outside
+from hegmd.protocol.snapshots import Gpu
+from hegmd.system.threads import run_detached
+from hegmd.workers.supervisors import Supervisor, SupervisorAway, Supervisors
+from hegmd.workers.workers import Worker, Workers
+
+FRESH_S = 0.0
+# What a job holds is asked of it before it is planned for: at its next boundary, or after this without one. The agents
+# are given a little less, so that it is they who say that no boundary came.
+SURVEY_S = 1.0
+AGENT_SHARE = 0.8
+# What its state comes to is looked at in the job's own thread, between two batches: that takes a batch, within the
+# limit of the request. One that is seen to be stopped twice meanwhile, so long after one another, is not waited for.
+_STOPPED_FOR_S = 1.0
+# How long a program may take to say which Python it is: what a supervisor gives it, and a little for the way.
+ASK_S = 6.0
+# Looking at a process from outside waits for it; one that does not let itself be looked at in time stays unknown.
+OUTSIDE_S = 2.0
+NVIDIA = "nvidia"
+
+May = Callable[[int | None], bool]
+
+
+def nobody(_uid: int | None) -> bool:
+    """Whose agents and supervisors are asked where the caller acts on no process."""
+    return False
+
+
+class Lookout:
+    """Looks when it is asked to.
+
+    `pool` tells its room, `count` has one worker counted within a limit, `running` tells the operations with what is
+    held for each at that moment, `standing` the workers that stand and that none of these has, and `outlives` whether
+    somebody keeps what is held for jobs when the daemon ends.
+    """
+
+    def __init__(  # noqa: PLR0913 - what it looks at, each named
+        self,
+        inventory: Inventory,
+        workers: Workers,
+        pool: Callable[[], PoolRoom],
+        *,
+        count: Callable[[Worker, float], Coroutine[object, object, None]],
+        running: Callable[[], tuple[Operation, ...]],
+        standing: Callable[[], Iterable[Worker]] = tuple,
+        rates: Callable[[], Rates] = Rates,
+        outlives: Callable[[], bool] = lambda: True,
+        supervisors: Supervisors,
+    ) -> None:
+        self._inventory = inventory
+        self._workers = workers
+        self._pool = pool
+        self._count = count
+        self._running = running
+        self._standing = standing
+        self._rates = rates
+        self._outlives = outlives
+        self._supervisors = supervisors
+
+    async def snapshot(
+        self,
+        pids: Collection[int],
+        *,
+        may: May = nobody,
+        weighed_within_s: float | None = None,
+        respawn: Respawn | None = None,
+    ) -> Snapshot:
+        """The node for a plan on those processes, with what they hold now as far as they say so in time.
+
+        Only those of users for whom `may` says so are asked anything. It is asked at that moment, since a pid that
+        nobody knew when the plan was wanted may attend while others are waited for, and be another user's.
+
+        With a limit for it, they say as well what a restart would carry, where one is possible. Where they are to be
+        started with another Python that one says which it is.
+        """
+        await self._survey(pids, may)
+        if weighed_within_s is not None:
+            await self._weigh(pids, may, weighed_within_s)
+        pythons = {} if respawn is None or respawn.python is None else await self._ask_python(pids, may, respawn)
+        node = await self._inventory.settled()
+        running, pool = self._running(), self._pool()  # before anything is waited for: of the same moment
+        candidates = await _seen_from_outside(_without_idle(tuple(self._candidates(node, pythons))), node)
+        candidates = _with_stopped(candidates, pids)
+        return Snapshot(
+            gpus=tuple(_room(gpu, node.gpus) for gpu in node.gpus),
+            candidates=candidates,
+            beginning=tuple(pid for pid in pids if self._begins(pid)),
+            pool=pool,
+            running=running,
+            rates=self._rates(),
+            outlived=self._outlives(),
+            uid=os.geteuid(),
+            available_bytes=read_available_bytes(),
+        )
+
+    async def snapshot_for(self, gpu: str, *, may: May) -> Snapshot:
+        """The node for plans on every process of that GPU. Raises NOT_FOUND for one that is not there.
+
+        As of `snapshot`, other users' are not asked.
+        """
+        node = await self._inventory.fresh(FRESH_S)
+        names = [known.id for known in node.gpus]
+        if gpu not in names:
+            raise HegmError(NOT_FOUND, f"there is no GPU {gpu[:40]!r}", f"the GPUs here: {', '.join(names) or 'none'}")
+        return await self.snapshot([p.pid for p in node.processes if any(use.gpu == gpu for use in p.gpus)], may=may)
+
+    async def _survey(self, pids: Collection[int], may: May) -> None:
+        """Have the processes that are named, and the others of their jobs, say what they hold now, all at once.
+
+        Of one that comes to no boundary in time, what it said last is what is known. Who has never come to one is asked
+        only if it was named or is a rank that is missing: launchers and the workers of loaders would never answer.
+        """
+        jobs = self._jobs(pids)
+        missing = set(self._missing_ranks({worker.pid for worker in self._workers if worker.boundary}))
+        with anyio.move_on_after(SURVEY_S):
+            async with anyio.create_task_group() as tasks:
+                for worker in self._workers:
+                    is_one = _job(worker) in jobs and (worker.boundary or worker in missing)
+                    if worker.connected and (worker.pid in pids or is_one) and may(worker.identity.uid):
+                        tasks.start_soon(self._count, worker, SURVEY_S * AGENT_SHARE)
+
+    async def _weigh(self, pids: Collection[int], may: May, within_s: float) -> None:
+        """Have the supervised among them, and the other ranks of theirs, say what a restart would carry, at their next
+        boundary."""
+        jobs = self._jobs(pids)
+        async with anyio.create_task_group() as tasks:
+            for worker in self._workers:
+                is_one = worker.pid in pids or (worker.about.rank is not None and _job(worker) in jobs)
+                is_one = is_one and may(worker.identity.uid)
+                if is_one and worker.connected and not worker.parked and self._supervised(worker):
+                    tasks.start_soon(_weigh_one, worker, within_s)
+
+    def _jobs(self, pids: Collection[int]) -> set[tuple[int, str] | None]:
+        return {_job(worker) for worker in self._workers if worker.pid in pids} - {None}
+
+    def _begins(self, pid: int) -> bool:
+        """Whether it is of a job that is on its way to its first batch; its supervisor is as well."""
+        worker = self._workers.find(pid)
+        if worker is not None:
+            return worker.connected and not worker.boundary
+        return any(one.offer.pid and pid in (one.pid, one.offer.pid) and one.lives for one in self._supervisors)
+
+    def _supervised(self, worker: Worker) -> Supervisor | None:
+        return self._supervisors.find(worker.identity.uid, worker.about.run)
+
+    async def _ask_python(self, pids: Collection[int], may: May, respawn: Respawn) -> dict[int, tuple[str, bool]]:
+        """Have the supervisors of those processes ask it: theirs are the job's user, its environment and its files.
+
+        It runs that program with what is set for it, so none is asked of a user in whose place the caller may not act.
+        By supervisor what it says, and whether that is a Python. Who cannot ask, or does not answer, is not in it.
+        """
+        found: dict[int, tuple[str, bool]] = {}
+
+        async def ask(supervisor: Supervisor, python: str) -> None:
+            with contextlib.suppress(SupervisorAway):
+                found[supervisor.pid] = await supervisor.ask_python(python, respawn.set, respawn.unset)
+
+        theirs = [self._supervised(worker) for worker in self._workers if worker.pid in pids]
+        supervisors = {one.pid: one for one in theirs if one is not None and one.offer.asks and may(one.uid)}
+        with anyio.move_on_after(ASK_S):
+            async with anyio.create_task_group() as tasks:
+                for one in supervisors.values():
+                    tasks.start_soon(ask, one, respawn.python or "")
+        return found
+
+    def _candidates(self, node: NodeSnapshot, pythons: Mapping[int, tuple[str, bool]]) -> Iterable[Candidate]:
+        attending: set[int] = set()
+        for process in node.processes:
+            if process.start_ticks is None:
+                continue
+            worker = self._workers.find(process.pid)
+            if worker is not None and (not worker.connected or worker.identity.start_ticks != process.start_ticks):
+                worker = None
+            if worker is not None:
+                attending.add(worker.pid)
+            supervisor = None if worker is None else self._supervised(worker)
+            said, is_python = ("", True) if supervisor is None else pythons.get(supervisor.pid, ("", True))
+            yield Candidate(
+                pid=process.pid,
+                start_ticks=process.start_ticks,
+                uid=process.uid,
+                name=process.name,
+                job=None if worker is None else _run(worker),
+                gpus=tuple(use.gpu for use in process.gpus),
+                on_cpu=worker is not None and bool(worker.on_cpu),
+                kinds=tuple(use.kind for use in process.gpus),
+                vram_bytes=_sum([use.vram_bytes for use in process.gpus]),
+                shares_bytes={use.gpu: use.vram_bytes for use in process.gpus if use.vram_bytes is not None},
+                supervisor=None if supervisor is None else supervisor.pid,
+                launched=supervisor is not None and _is_launched(process.pid, worker, supervisor),
+                apart=supervisor is not None and parent_of(process.pid) not in (None, supervisor.pid),
+                ranks=supervisor is not None and supervisor.offer.ranks,
+                python=supervisor is not None and supervisor.offer.python,
+                other_python=said if is_python else "",
+                no_python="" if is_python else said,
+                agent=None if worker is None else _told(worker),
+            )
+        for worker in self._standing():  # off its GPU, and in no operation that would have it shown there
+            if worker.pid not in attending:
+                attending.add(worker.pid)
+                yield _nowhere(worker)
+        for worker in self._missing_ranks(attending):
+            yield _nowhere(worker)
+
+    def _missing_ranks(self, there: Collection[int]) -> Iterator[Worker]:
+        """Ranks of which nobody is among those pids: still on their way to their first batch, and on no GPU yet.
+
+        What a rank starts, such as the workers of its loaders, says that it is that rank too; so once one of a rank is
+        there, nobody is waited for on its account.
+        """
+        present = {(_job(worker), worker.about.rank) for worker in self._workers if worker.pid in there}
+        for worker in self._workers:
+            rank = worker.about.rank
+            if worker.connected and rank is not None and (_job(worker), rank) not in present:
+                yield worker
+
+
+def _without_idle(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    """The same, but for what runs on the CPU beside others of its job that are on a GPU: it moves with nobody."""
+    on_gpus = {(candidate.uid, candidate.job) for candidate in candidates if candidate.gpus}
+    return tuple([one for one in candidates if one.gpus or not one.on_cpu or (one.uid, one.job) not in on_gpus])
+
+
+def _with_stopped(candidates: tuple[Candidate, ...], pids: Collection[int]) -> tuple[Candidate, ...]:
+    """The same, and of those processes, and the others of their jobs, whether they are stopped."""
+    jobs = {(one.uid, one.job) for one in candidates if one.pid in pids and one.job is not None}
+    meant = [one.pid for one in candidates if one.pid in pids or (one.uid, one.job) in jobs]
+    stopped = {pid for pid in meant if is_stopped(pid)}
+    return tuple([one.replace(stopped=True) if one.pid in stopped else one for one in candidates])
+
+
+def _run(worker: Worker) -> str | None:
+    """What its processes have in common; an agent of a release before this one knows its job's name only."""
+    return worker.about.run or worker.about.job
+
+
+def _job(worker: Worker) -> tuple[int, str] | None:
+    """The job that it belongs to; None for a process that is one of its own."""
+    run = _run(worker)
+    return None if run is None else (worker.identity.uid, run)
+
+
+def _nowhere(worker: Worker) -> Candidate:
+    """As a candidate that is on no GPU."""
+    return Candidate(
+        pid=worker.pid,
+        start_ticks=worker.identity.start_ticks,
+        uid=worker.identity.uid,
+        job=_run(worker),
+        gpus=(),
+        agent=_told(worker),
+    )
+
+
+def _is_launched(pid: int, worker: Worker | None, supervisor: Supervisor) -> bool:
+    return worker is not None and worker.about.rank is not None and supervisor.offer.pid != pid
+
+
+def _told(worker: Worker) -> AgentSurvey:
+    return AgentSurvey(
+        token=worker.token,
+        size_bytes=worker.size_bytes,
+        left_alone=worker.left_alone,
+        boundary=worker.boundary,
+        rank=worker.about.rank,
+        world_size=worker.about.world_size,
+        cuda=worker.cuda,
+        state_bytes=worker.state_bytes,
+        refusals=worker.refusals,
+        unweighed=worker.unweighed,
+        begin_anew=worker.begin_anew,
+    )
+
+
+async def _weigh_one(worker: Worker, within_s: float) -> None:
+    """Raises nothing: one that cannot say has a reason, which is one against its restart.
+
+    One that somebody else has asked is waited for no longer either: their limit may be a longer one.
+    """
+    with anyio.move_on_after(within_s) as waiting:
+        await worker.weighing.acquire()
+    if waiting.cancelled_caught:
+        return
+    try:
+        await _ask_weight(worker, within_s)
+    finally:
+        worker.weighing.release()
+
+
+async def _ask_weight(worker: Worker, within_s: float) -> None:
+    """What it said last stands until it has answered: somebody else may be making a plan of it at this moment."""
+    answered, why = False, None
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_watch_for_a_stop, worker.pid, tasks.cancel_scope)
+        try:
+            await worker.order("weigh", limit_s=within_s)
+            answered = True
+        except HegmError as error:
+            why = (error.message, error.hint)
+        tasks.cancel_scope.cancel()
+    if answered:
+        return
+    worker.state_bytes, worker.refusals, worker.begin_anew, worker.imports = None, (), None, ()
+    # Looked at now: one that was stopped for a moment, as by a profiler, has answered.
+    if is_stopped(worker.pid):
+        message = f"process {worker.pid} is stopped by a signal or a debugger, and cannot say what it would take along"
+        why = (message, f"let it go on first: kill -CONT {worker.pid}")
+    worker.unweighed = why
+
+
+async def _watch_for_a_stop(pid: int, scope: anyio.CancelScope) -> None:
+    """Cancel that once the process is seen to be stopped twice."""
+    was_stopped = False
+    while True:
+        await anyio.sleep(_STOPPED_FOR_S)
+        stopped = is_stopped(pid)
+        if stopped and was_stopped:
+            scope.cancel()
+        was_stopped = stopped
+
+
+def _sum(sizes: Sequence[int | None]) -> int | None:
+    """All of them together; unknown if any is."""
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
+
+
+async def _seen_from_outside(candidates: tuple[Candidate, ...], node: NodeSnapshot) -> tuple[Candidate, ...]:
+    """The candidates, and of those that the driver would have to move what is seen from outside in time."""
+    driven = {gpu.id for gpu in node.gpus if gpu.vendor == NVIDIA}
+    pids = [candidate.pid for candidate in candidates if driven.intersection(candidate.gpus)]
+    if not pids:
+        return candidates
+    looked: dict[int, tuple[int | None, Surroundings]] = {}
+    with anyio.move_on_after(OUTSIDE_S):
+        await run_detached(lambda _: _look_at(pids, looked), name="hegmd-outside")
+    found = dict(looked)  # the thread may go on
+    return tuple([_with(candidate, found) for candidate in candidates])
+
+
+def _look_at(pids: Sequence[int], looked: dict[int, tuple[int | None, Surroundings]]) -> None:
+    """Fills `looked`, one after the other, so that what hangs leaves the others known. Blocks."""
+    for pid in pids:
+        looked[pid] = (nearest_ancestor(pid, pids), Surroundings(**asdict(read_outside(pid))))
+
+
+def _with(candidate: Candidate, found: Mapping[int, tuple[int | None, Surroundings]]) -> Candidate:
+    if candidate.pid not in found:
+        return candidate
+    parent, around = found[candidate.pid]
+    return candidate.replace(parent=parent, around=around)
+
+
+def _room(gpu: Gpu, gpus: Sequence[Gpu]) -> GpuRoom:
+    known = gpu.memory_total_bytes is not None and gpu.memory_used_bytes is not None
+    left_bytes = (gpu.memory_total_bytes or 0) - (gpu.memory_used_bytes or 0) if known else None
+    reached = {link.to_uuid for link in gpu.links if link.kind == "nvlink"}
+    return GpuRoom(
+        id=gpu.id,
+        vendor=gpu.vendor,
+        chip=gpu.chip,
+        state=gpu.state,
+        free_bytes=gpu.memory_free_bytes if gpu.memory_free_bytes is not None else left_bytes,
+        total_bytes=gpu.memory_total_bytes,
+        mig=gpu.mig,
+        mps=gpu.mps,
+        uuid=gpu.uuid,
+        driver_version=gpu.driver_version,
+        nvlinks=tuple(other.id for other in gpus if other.uuid in reached),
+    )

@@ -1,0 +1,255 @@
+"""Suspended operations at rest: their workers are told to stay, and their bytes go to disk where that is wanted.
+
+Looks at what there is and does what is missing, as often as it is asked: when an operation was begun or went on, when
+an agent is back, and after a start. So a daemon that is killed at any point here is no case of its own. The order keeps
+the bytes: first they are on disk, synced and read back; then the agent is told to entrust them, and closes its own
+descriptor; only then their memory is given back.
+
+Nothing here is in the journal but the wish itself: where the bytes are is seen by looking. An operation that is to go
+on is waited for by `wake`, so that nothing is spilled under its hands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator
+
+import anyio
+import anyio.abc
+
+from hegmd.errors import CANCELLED, INTERNAL, HegmError, Refused
+from hegmd.gpu_helper.mark import MARK_BYTES
+from hegmd.memory.pool import Key, Piece, Pool
+from hegmd.migration.machine.next_effects import SUSPENDED
+from hegmd.migration.machine.operation import Operation
+from hegmd.migration.machine.operation import Worker as Member
+from hegmd.migration.model import PoolRoom
+from hegmd.migration.plan.carrier_choice import HOST
+from hegmd.migration.run.runner import Runner
+from hegmd.system.condition import News
+from hegmd.telemetry.events import EventLog
+from hegmd.workers.agent_orders import AgentAway, OrderFailed
+from hegmd.workers.workers import BACK, CAME, Worker, Workers
+
+logger = logging.getLogger(__name__)
+
+# How long the answer to a suspension waits for the checksums of what rests: those of some 100 MB are taken by then.
+MOMENT_S = 0.1
+
+ASKED, FULL, ALWAYS = "asked", "full", "always"
+
+
+class Rest:
+    """What is done for one operation until it is at rest."""
+
+    def __init__(self) -> None:
+        self.scope = anyio.CancelScope()
+        self.over = anyio.Event()
+        self.news = News()
+        self.moved: dict[str, int] = {}
+        self.again = True
+        self.failure: HegmError | None = None
+
+
+class Resting:
+    """`when` is the setting: asked, full or always. `run` has to be running."""
+
+    def __init__(self, workers: Workers, pool: Pool, runner: Runner, events: EventLog, *, when: str = ASKED) -> None:
+        self._workers = workers
+        self._pool = pool
+        self._runner = runner
+        self._events = events
+        self._when = when
+        self._rests: dict[str, Rest] = {}
+        self._wanted: set[str] = set()
+        self._tasks: anyio.abc.TaskGroup | None = None
+        if when != ASKED:
+            pool.make_room = self.make_room
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Look after what is suspended, until cancelled."""
+        async with anyio.create_task_group() as self._tasks:
+            for op in self._runner.under_way():
+                self.watch(op.id)
+            task_status.started()
+            await anyio.sleep_forever()
+
+    def hear(self, news: str, worker: Worker) -> None:
+        """Listens to the workers: one that is back may have missed what it was to be told."""
+        op = self._runner.of_process(worker.pid) if news in (CAME, BACK) else None
+        if op is not None:
+            self.watch(op.id)
+
+    def watch(self, op_id: str) -> None:
+        """See to that operation as soon as it is at rest."""
+        known = self._rests.get(op_id)
+        if known is not None and not known.over.is_set():
+            known.again = True
+        if self._tasks is None or (known is not None and not known.over.is_set()):
+            return
+        under_way = {op.id for op in self._runner.under_way()}
+        self._rests = {known_id: rest for known_id, rest in self._rests.items() if known_id in under_way}
+        self._wanted &= under_way
+        self._rests[op_id] = rest = Rest()
+        self._tasks.start_soon(self._live, op_id, rest, name=f"rest of operation {op_id}")
+
+    async def wake(self, op_id: str) -> None:
+        """It is to go on: end what is being done for its rest."""
+        rest = self._rests.pop(op_id, None)
+        self._wanted.discard(op_id)
+        if rest is not None:
+            rest.scope.cancel()
+            await rest.over.wait()
+
+    async def spill(self, op_id: str) -> AsyncIterator[int]:
+        """Have a suspended operation's bytes on disk: how many are, until all are. Raises HegmError."""
+        self._wanted.add(op_id)
+        self.watch(op_id)
+        async for moved_bytes in self.follow(op_id):
+            yield moved_bytes
+
+    async def follow(self, op_id: str) -> AsyncIterator[int]:
+        """How many bytes of an operation that is to be spilled are on disk, until all are. Raises HegmError."""
+        rest = self._rests.get(op_id)
+        while rest is not None and not rest.over.is_set():
+            changed = rest.news.next
+            yield sum(rest.moved.values())
+            await changed.wait()
+        if rest is not None and rest.failure is not None:
+            raise rest.failure
+
+    async def wait_a_moment(self, op_id: str) -> None:
+        """Until what is done for its rest is over, such as checksums, where that does not take long. Raises nothing."""
+        with anyio.move_on_after(MOMENT_S), contextlib.suppress(HegmError):
+            async for _ in self.follow(op_id):
+                pass
+
+    def pool_room(self) -> PoolRoom:
+        """The pool's room, with what would be given back rather than refuse somebody."""
+        free_bytes = self._pool.free_bytes() + self.reclaimable_bytes()
+        return PoolRoom(budget_bytes=self._pool.budget_bytes(), free_bytes=free_bytes)
+
+    def reclaimable_bytes(self) -> int:
+        """Bytes of memory that would be given back rather than refuse somebody."""
+        if self._when == ASKED:
+            return 0
+        resting = {op.id for op in self._runner.under_way() if op.phase == SUSPENDED}
+        pieces = [piece for key, piece in self._pool.by_owner().items() if key.operation in resting]
+        return sum(piece.size_bytes for piece in pieces if piece.memory is not None)
+
+    async def make_room(self, missing_bytes: int) -> None:
+        """Have bytes at rest spilled, oldest first, until so many are given back, or there are no more of them."""
+        goal_bytes = self._pool.held_bytes - missing_bytes
+        for op in self._runner.under_way():
+            if self._pool.held_bytes <= goal_bytes:
+                return
+            if op.phase == SUSPENDED and any(member.out for member in op.live):
+                try:
+                    async for _ in self.spill(op.id):
+                        pass
+                except HegmError as error:
+                    logger.warning("no room was made by spilling operation %s: %s", op.id, error.message)
+
+    # -- one operation -------------------------------------------------------------------------------------------------
+
+    async def _live(self, op_id: str, rest: Rest) -> None:
+        try:
+            with rest.scope:
+                while rest.again:
+                    rest.again = False
+                    await self._look(op_id, rest)
+        except HegmError as error:
+            self._fail(op_id, rest, error)
+        except Exception as bug:  # the edge of one operation's rest: what is wrong here is not to end the daemon
+            logger.exception("what is done for the rest of operation %s failed", op_id)
+            self._fail(op_id, rest, HegmError(INTERNAL, f"{type(bug).__name__}: {bug}", "see the log of hegmd"))
+        finally:
+            rest.over.set()
+            rest.news.tell()
+
+    def _fail(self, op_id: str, rest: Rest, error: HegmError) -> None:
+        rest.failure = error
+        if error.code is CANCELLED:  # it was wanted in memory after all
+            return
+        message = f"the bytes of operation {op_id} stay in memory: {error.message}"
+        self._events.record("pool.spill-failed", "warning", message, facts={"id": op_id})
+        logger.warning("%s; %s", message, error.hint)
+
+    async def _look(self, op_id: str, rest: Rest) -> None:
+        async for _ in self._runner.follow(op_id):
+            pass
+        op = self._runner.history(op_id).operation
+        if op.phase == SUSPENDED:
+            for member in op.live:
+                await self._settle(op, member, rest)
+
+    async def _settle(self, op: Operation, member: Member, rest: Rest) -> None:
+        key = Key(op.id, member.name)
+        if not member.parked and not member.out:
+            return
+
+        def on_progress(moved_bytes: int) -> None:
+            rest.moved[member.name] = moved_bytes
+            rest.news.tell()
+
+        if member.out and self._is_to_be_spilled(op):
+            await self._pool.spill(key, on_progress)
+        piece = self._pool.by_owner().get(key)
+        if member.out and piece is not None and piece.spilled:
+            await self._entrust(key, member, in_memory=piece.memory is not None)
+        else:
+            with contextlib.suppress(OrderFailed):  # an agent of an older release goes by the clock, as it did
+                await self._order(member, "rest")
+            if member.out and piece is not None and not _is_elsewhere(member, piece):
+                await self._sum_up(key, member)
+
+    async def _sum_up(self, key: Key, member: Member) -> None:
+        """Have the sums of its bytes, which nobody writes to from here on."""
+        try:
+            await self._pool.sum_up(key)
+        except HegmError as error:
+            message = f"the bytes of process {member.pid} cannot be summed: {error.message}"
+            self._events.record("pool.damaged", "error", message, pid=member.pid, facts={"id": key.operation})
+            logger.error("%s; %s", message, error.hint)
+
+    async def _entrust(self, key: Key, member: Member, *, in_memory: bool) -> None:
+        """Have the memory given back of what is on disk: nobody else may have a descriptor of it by then.
+
+        Of a restart nobody writes to it any more, whoever has one.
+        """
+        try:
+            if not member.is_absent and not await self._order(member, "entrust"):
+                return  # it is told when it is back
+        except OrderFailed as error:
+            raise Refused(
+                f"process {member.pid} keeps its bytes in memory as well: {error.message}",
+                "its agent is of an older release; resume the job and start it anew at its next occasion",
+            ) from error
+        await self._pool.let_go(key)
+        if in_memory:
+            message = f"the bytes of process {member.pid} are on disk"
+            self._events.record("pool.spilled", "info", message, pid=member.pid, facts={"id": key.operation})
+
+    def _is_to_be_spilled(self, op: Operation) -> bool:
+        return op.spill or op.id in self._wanted or self._when == ALWAYS
+
+    async def _order(self, member: Member, do: str) -> bool:
+        """Whether the agent did it; false when it is not there now. Raises OrderFailed."""
+        worker = self._workers.find(member.pid)
+        if worker is None or worker.token != member.token or not worker.connected:
+            return False
+        try:
+            await worker.order(do)
+        except AgentAway:
+            return False
+        return True
+
+
+def _is_elsewhere(member: Member, piece: Piece) -> bool:
+    """Whether its bytes have still to come to its piece, by what that says of itself."""
+    if member.carrier != HOST or piece.memory is None:
+        return False
+    mark_at = piece.memory.size_bytes - MARK_BYTES
+    return any(os.pread(piece.memory.fd, 1, mark_at))

@@ -1,0 +1,93 @@
+"""Programs as transient units of systemd: with the rights of the node, and not those of the daemon's sandbox.
+
+A unit is no child of ours: ending `systemd-run` would leave it running, so the service manager is told every deadline,
+and it is the one to end, to reap and to show what runs there.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from hegmd.errors import ExternalError, Refused
+from hegmd.system.programs import SYSTEM_PATH, Completed, find_program, missing, run
+from hegmd.system.threads import run_detached
+
+__all__ = ["UnitTaken", "start_unit", "stop_unit", "systemd_run"]
+
+STOP_DEADLINE_S = 30.0
+_TAKEN = re.compile(r"[Uu]nit \S+ (?:already exists|was already loaded)")
+# For systemd itself, on a busy node.
+_SLACK_S = 5.0
+
+
+class UnitTaken(Refused):
+    """There is a unit of that name, and it is not touched."""
+
+
+async def systemd_run(argv: Sequence[str], *, deadline_s: float, path: str = SYSTEM_PATH) -> Completed:
+    """Run a program to its end as a transient unit and pass on its output and status. Raises ExternalError.
+
+    A deadline of `math.inf` is for a program that must not be cut off.
+    """
+    program = await _program(argv[0], path)
+    if program is None:
+        raise missing(argv, path)
+    fixed = ["--quiet", "--wait", "--pipe", "--collect", "--service-type=exec"]
+    longest = "infinity" if deadline_s == math.inf else f"{deadline_s:g}"
+    properties = [f"--property=RuntimeMaxSec={longest}", "--property=TimeoutStopSec=2"]
+    whole = ["systemd-run", *fixed, *properties, *_environment(path), "--", program, *argv[1:]]
+    return await run(whole, deadline_s=deadline_s, path=path)
+
+
+async def start_unit(
+    argv: Sequence[str],
+    name: str,
+    *,
+    pid_file: str,
+    description: str,
+    deadline_s: float,
+    properties: Mapping[str, str] | None = None,
+    path: str = SYSTEM_PATH,
+) -> Completed:
+    """Start a service whose program leaves others behind and ends, the main one named in `pid_file`; how that went.
+
+    The service goes on after this, until they have ended: systemd is their parent and shows them. Raises UnitTaken when
+    there is one of that name, and ExternalError.
+    """
+    program = await _program(argv[0], path)
+    if program is None:
+        raise missing(argv, path)
+    given = {
+        "PIDFile": pid_file,
+        "TimeoutStartSec": f"{deadline_s:g}",
+        # The processes bring their own limits; what the manager gives to services would be another one.
+        "TasksMax": "infinity",
+        **(properties or {}),
+    }
+    whole = ["systemd-run", "--quiet", "--collect", f"--unit={name}", "--service-type=forking"]
+    whole += [f"--description={description or name}", *_environment(path)]
+    whole += [f"--property={key}={value}" for key, value in given.items()]
+    done = await run([*whole, "--", program, *argv[1:]], deadline_s=deadline_s + _SLACK_S, path=path)
+    if done.status != 0 and _TAKEN.search(done.stderr) is not None:
+        raise UnitTaken(f"there is a unit {name} already", f"see what runs in it: systemctl status {name}")
+    return done
+
+
+async def stop_unit(name: str, path: str = SYSTEM_PATH) -> None:
+    """End all that is in that unit; fine when there is no such unit, or nothing to be had of the manager."""
+    with suppress(ExternalError):
+        await run(["systemctl", "kill", "--signal=SIGKILL", name], deadline_s=STOP_DEADLINE_S, path=path)
+        await run(["systemctl", "stop", name], deadline_s=STOP_DEADLINE_S, path=path)
+
+
+async def _program(name: str, path: str) -> str | None:
+    if name.startswith("/"):
+        return name
+    return await run_detached(lambda _: find_program(name, path), name=f"find {name}")
+
+
+def _environment(path: str) -> list[str]:
+    return [f"--setenv=PATH={path}", "--setenv=LC_ALL=C"]

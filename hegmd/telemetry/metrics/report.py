@@ -1,0 +1,255 @@
+"""Every metric that hegmd has: its name, its meaning, and where its value comes from.
+
+Pure: a snapshot of the node and the daemon's counts give a text. Values that came from a library which does not answer
+any more are old, and are left out here although `hegmctl gpus` shows them with their age: a graph would draw them as
+true. All names begin with hegmd_, those of the process too, since node_exporter has `process_` names of its own and
+refuses a textfile that repeats one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hegmd.protocol.snapshots import Gpu, GpuProcess, Vendor
+from hegmd.telemetry.metrics.counters import Counters
+from hegmd.telemetry.metrics.exposition import CONTENT_TYPE, Exposition, Family, Labels
+from hegmd.telemetry.metrics.own_process import OwnProcess
+
+__all__ = ["CONTENT_TYPE", "Build", "Snapshot", "Tallies", "render"]
+
+HEALTH_STATES = ("ok", "warn", "failed", "unknown")
+VENDOR_STATES = ("ok", "absent", "off", "stale", "failed")
+
+
+class Snapshot(Protocol):
+    """The node at one moment."""
+
+    @property
+    def taken_utc(self) -> float: ...
+    @property
+    def gpus(self) -> Sequence[Gpu]: ...
+    @property
+    def processes(self) -> Sequence[GpuProcess]: ...
+    @property
+    def vendors(self) -> Sequence[Vendor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Which hegmd this is."""
+
+    version: str
+    protocol_version: int
+    python_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tallies:
+    """Counts that other parts keep themselves."""
+
+    events: Mapping[str, int] = field(default_factory=dict[str, int])
+    log_dropped: int = 0
+    log_held_back: int = 0
+    audit_lost: int = 0
+    pool_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
+    strays: int = 0
+    images_missed: int = 0
+    operations: Mapping[tuple[str, str, str], int] = field(default_factory=dict[tuple[str, str, str], int])
+
+
+# A value of a GPU that changes, by name, kind, meaning, and how it is found.
+_GPU_VALUES: tuple[tuple[str, str, str, Callable[[Gpu], float | None]], ...] = (
+    (
+        "memory_used_bytes",
+        "gauge",
+        "Video memory in use by processes and the driver, without the driver's fixed reserve.",
+        lambda gpu: gpu.memory_used_bytes,
+    ),
+    ("memory_free_bytes", "gauge", "Video memory that can still be taken.", lambda gpu: gpu.memory_free_bytes),
+    (
+        "utilisation_ratio",
+        "gauge",
+        "Share of the last sample in which a kernel ran, from 0 to 1.",
+        lambda gpu: None if gpu.utilisation_percent is None else gpu.utilisation_percent / 100,
+    ),
+    ("temperature_celsius", "gauge", "Core temperature.", lambda gpu: gpu.temperature_celsius),
+    ("power_watts", "gauge", "Power drawn now.", lambda gpu: gpu.power_watts),
+    ("power_limit_watts", "gauge", "Power limit in force.", lambda gpu: gpu.power_limit_watts),
+    ("mig_enabled", "gauge", "Whether it is cut into MIG instances.", lambda gpu: gpu.mig),
+    ("mps_enabled", "gauge", "Whether processes share it through MPS.", lambda gpu: gpu.mps),
+    ("persistence_enabled", "gauge", "Whether the driver stays loaded without processes.", lambda gpu: gpu.persistence),
+    (
+        "retired_pages",
+        "gauge",
+        "Pages or rows of memory that were taken out of use for good.",
+        lambda gpu: gpu.health.retired_pages,
+    ),
+    (
+        "last_xid",
+        "gauge",
+        "The newest XID error that the driver reported since the daemon started.",
+        lambda gpu: gpu.health.last_xid,
+    ),
+)
+
+
+def render(
+    snapshot: Snapshot | None, counters: Counters, *, build: Build, own: OwnProcess, tallies: Tallies | None = None
+) -> str:
+    """The whole text; without a snapshot, what is known before the first look at the node."""
+    out = Exposition()
+    if snapshot is not None:
+        _vendors(out, snapshot.vendors)
+        answering = {vendor.vendor for vendor in snapshot.vendors if vendor.state == "ok"}
+        _gpus(out, snapshot, answering)
+        taken = out.family("hegmd_inventory_timestamp_seconds", "gauge", "When the node was looked at last.")
+        taken.add(snapshot.taken_utc)
+    _inventory(out, counters)
+    _server(out, counters)
+    _kept(out, tallies or Tallies())
+    _daemon(out, build, own)
+    return out.text()
+
+
+def _vendors(out: Exposition, vendors: Sequence[Vendor]) -> None:
+    state = out.family("hegmd_vendor_state", "gauge", "How a vendor's library does: 1 for the state that it is in.")
+    age = out.family("hegmd_vendor_age_seconds", "gauge", "Age of what the vendor's library told last.")
+    for vendor in vendors:
+        for name in VENDOR_STATES:
+            state.add(vendor.state == name, {"vendor": vendor.vendor, "state": name})
+        age.add(vendor.age_s, {"vendor": vendor.vendor})
+
+
+def _gpus(out: Exposition, snapshot: Snapshot, answering: set[str]) -> None:
+    labels = {gpu.id: _gpu_labels(gpu) for gpu in snapshot.gpus}
+    answers = [gpu for gpu in snapshot.gpus if gpu.state == "ok" and gpu.vendor in answering]
+    info = out.family("hegmd_gpu_info", "gauge", "What stays as it is about a GPU; always 1.")
+    up = out.family("hegmd_gpu_up", "gauge", "Whether the GPU answers: 0 when it is lost or its library hangs.")
+    total = out.family("hegmd_gpu_memory_total_bytes", "gauge", "Video memory.")
+    health = out.family("hegmd_gpu_health", "gauge", "Whether the GPU can be trusted: 1 for the state that it is in.")
+    for gpu in snapshot.gpus:
+        fixed = {"pci_address": gpu.pci_address, "chip": gpu.chip, "driver_version": gpu.driver_version}
+        info.add(1, {**labels[gpu.id], **{name: value for name, value in fixed.items() if value is not None}})
+        up.add(gpu in answers, labels[gpu.id])
+        total.add(gpu.memory_total_bytes, labels[gpu.id])
+    for gpu in answers:
+        for name in HEALTH_STATES:
+            health.add(gpu.health.state == name, {**labels[gpu.id], "state": name})
+    for name, kind, meaning, value in _GPU_VALUES:
+        family = out.family(f"hegmd_gpu_{name}", kind, meaning)
+        for gpu in answers:
+            family.add(value(gpu), labels[gpu.id])
+    _ecc(out, answers, labels)
+    _processes(out, snapshot.processes, answers, labels)
+
+
+def _gpu_labels(gpu: Gpu) -> Labels:
+    return {"gpu": gpu.id, "uuid": gpu.uuid, "vendor": gpu.vendor, **({"name": gpu.name} if gpu.name else {})}
+
+
+def _ecc(out: Exposition, gpus: Sequence[Gpu], labels: Mapping[str, Labels]) -> None:
+    family = out.family("hegmd_gpu_ecc_errors_total", "counter", "Memory errors since the driver was loaded.")
+    for gpu in gpus:
+        family.add(gpu.health.ecc_corrected, {**labels[gpu.id], "kind": "corrected"})
+        family.add(gpu.health.ecc_uncorrected, {**labels[gpu.id], "kind": "uncorrected"})
+
+
+def _processes(
+    out: Exposition, processes: Sequence[GpuProcess], gpus: Sequence[Gpu], labels: Mapping[str, Labels]
+) -> None:
+    on_gpu: Counter[str] = Counter()
+    vram_bytes: Counter[str] = Counter()
+    untold: set[str] = set()
+    for process in processes:
+        on_gpu.update({use.gpu for use in process.gpus})
+        for use in process.gpus:
+            if use.vram_bytes is None:
+                untold.add(use.gpu)
+            else:
+                vram_bytes[use.gpu] += use.vram_bytes
+    count = out.family("hegmd_gpu_processes", "gauge", "Processes with a hand on the GPU.")
+    memory = out.family(
+        "hegmd_gpu_processes_memory_bytes", "gauge", "Video memory of all processes; only when known of each of them."
+    )
+    for gpu in gpus:
+        count.add(on_gpu[gpu.id], labels[gpu.id])
+        memory.add(None if gpu.id in untold else vram_bytes[gpu.id], labels[gpu.id])
+    held = out.family("hegmd_held_bytes", "gauge", "Memory held by the daemon for processes, outside of them.")
+    held.add(sum(process.held_bytes for process in processes))
+    agents = out.family("hegmd_agents", "gauge", "Processes on GPUs whose agent is connected.")
+    agents.add(sum(process.agent is not None for process in processes))
+
+
+def _inventory(out: Exposition, counters: Counters) -> None:
+    took = out.family("hegmd_inventory_refresh_duration_seconds", "histogram", "Time that a look at the node took.")
+    took.add_histogram(counters.refreshes, {})
+    failures = out.family("hegmd_vendor_failures_total", "counter", "Errors and timeouts of a vendor's library.")
+    _by_word(failures, "vendor", counters.vendor_failures)
+
+
+def _server(out: Exposition, counters: Counters) -> None:
+    requests = out.family(
+        "hegmd_requests_total", "counter", "Requests answered; result is ok or the code of the error."
+    )
+    for (op, result), count in sorted(counters.requests.items()):
+        requests.add(count, {"op": op, "result": result})
+    durations = out.family("hegmd_request_duration_seconds", "histogram", "Time from a request to its answer.")
+    for op, histogram in sorted(counters.durations.items()):
+        durations.add_histogram(histogram, {"op": op})
+    out.family("hegmd_connections", "gauge", "Connections now.").add(counters.connections)
+    out.family("hegmd_connections_total", "counter", "Connections let in.").add(counters.connections_total)
+    refused = out.family("hegmd_connections_refused_total", "counter", "Connections turned away, by error code.")
+    _by_word(refused, "code", counters.refusals)
+    dropped = out.family("hegmd_connections_dropped_total", "counter", "Connections the daemon ended, by error code.")
+    _by_word(dropped, "code", counters.drops)
+    out.family("hegmd_bad_frames_total", "counter", "Frames that are no message.").add(counters.bad_frames)
+    out.family("hegmd_received_bytes_total", "counter", "Bytes received at the socket.").add(counters.received_bytes)
+    out.family("hegmd_sent_bytes_total", "counter", "Bytes sent at the socket.").add(counters.sent_bytes)
+
+
+def _kept(out: Exposition, tallies: Tallies) -> None:
+    events = out.family("hegmd_events_total", "counter", "Events recorded, by kind.")
+    _by_word(events, "kind", tallies.events)
+    dropped = out.family("hegmd_log_records_dropped_total", "counter", "Log records lost to a reader that stood still.")
+    dropped.add(tallies.log_dropped)
+    held_back = out.family(
+        "hegmd_log_records_held_back_total", "counter", "Repeated log records that were only counted."
+    )
+    held_back.add(tallies.log_held_back)
+    ended = out.family("hegmd_operations_total", "counter", "Operations that are over, by kind, way and end.")
+    for (kind, way, end), count in sorted(tallies.operations.items()):
+        ended.add(count, {"kind": kind, "way": way, "end": end})
+    lost = out.family("hegmd_audit_records_lost_total", "counter", "Audit records that are in the log only.")
+    lost.add(tallies.audit_lost)
+    pool = out.family("hegmd_pool_bytes", "gauge", "What the pool has: held in memory, on disk, and its budget.")
+    _by_word(pool, "what", tallies.pool_bytes)
+    strays = out.family("hegmd_strays", "gauge", "Bytes and processes that no operation has and that need a person.")
+    strays.add(tallies.strays)
+    missed = out.family("hegmd_images_missed", "gauge", "Jobs that have no image of the last time that one was due.")
+    missed.add(tallies.images_missed)
+
+
+def _daemon(out: Exposition, build: Build, own: OwnProcess) -> None:
+    out.family("hegmd_build_info", "gauge", "Which hegmd this is; always 1.").add(
+        1,
+        {
+            "version": build.version,
+            "protocol_version": str(build.protocol_version),
+            "python_version": build.python_version,
+        },
+    )
+    process = "hegmd_process_"
+    out.family(f"{process}start_time_seconds", "gauge", "When the daemon was started.").add(own.started_utc)
+    out.family(f"{process}cpu_seconds_total", "counter", "CPU time of the daemon.").add(own.cpu_s)
+    out.family(f"{process}resident_memory_bytes", "gauge", "Resident memory of the daemon.").add(own.resident_bytes)
+    out.family(f"{process}threads", "gauge", "Threads of the daemon.").add(own.threads)
+    out.family(f"{process}open_fds", "gauge", "Open descriptors of the daemon.").add(own.open_fds)
+    out.family(f"{process}max_fds", "gauge", "Descriptors that the daemon may have open.").add(own.max_fds)
+
+
+def _by_word(family: Family, label: str, counts: Mapping[str, int]) -> None:
+    for word, count in sorted(counts.items()):
+        family.add(count, {label: word})

@@ -1,0 +1,1 @@
+"""Connections to agents and to supervisors: one handle for each, orders and reports."""

@@ -1,0 +1,115 @@
+"""Orders to one agent over one connection, as `order_link` has them, and what is special about agents.
+
+Owns how long an order may take, and the two ways in which one fails: the agent says so, or is not there to say
+anything. Which connection counts, and what a report says of the worker, is `workers`' business.
+
+An order holds up those after it, but not for ever: whoever gave it may have left, and an agent may swallow one. After
+the time that it has by itself and some more it is overdue, and is only remembered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+import anyio
+
+from hegmd.errors import DISCONNECTED, REFUSED, HegmError
+from hegmd.protocol.messages import AgentReport, Order
+from hegmd.workers.order_link import Awaited, OrderLink
+
+DONE, FAILED, PROGRESS = "done", "failed", "progress"
+
+# Orders that move bytes: while one is under way in a worker, nothing else is to be believed of it.
+MOVING = frozenset({"evacuate", "refill", "free", "make", "copy", "save"})
+# Those that an agent answers within a limit of its own, whatever its training does.
+LIMITED = frozenset({"survey", "weigh", "beforehand"})
+# Those that an agent answers when its training thread has come to a boundary, however long that takes without a limit.
+_AT_A_BOUNDARY = frozenset({"park", "release"})
+# Beyond the limit that an agent keeps to by itself.
+ANSWERS_WITHIN_S = 1.0
+# What one of those without a limit has by the agent's own word, and what answers at once on a busy machine.
+_LIMITED_S, _AT_ONCE_S = 5.0, 30.0
+
+Send = Callable[[Order, Sequence[int]], Awaitable[None]]
+Progress = Callable[[int], object]
+
+
+class AgentAway(HegmError):
+    """The agent's connection ended, or there is none: whether an order under way was obeyed is not known."""
+
+    def __init__(self, pid: int, what: str) -> None:
+        super().__init__(
+            DISCONNECTED,
+            f"the agent in process {pid} is not connected: {what}",
+            "it connects again by itself; see `hegmctl ps`, and the job's own output if it does not",
+            {"pid": pid},
+        )
+
+
+class OrderFailed(HegmError):
+    """The agent could not do what it was told, and says why."""
+
+    def __init__(self, pid: int, do: str, report: AgentReport) -> None:
+        why = report.message or "the agent gave no reason"
+        super().__init__(
+            REFUSED, f"{do} in process {pid}: {why}", report.hint or "look at what the job is doing", {"pid": pid}
+        )
+        #: For how many bytes its GPU has no room; None if it failed for another reason.
+        self.lacks_bytes = report.lacks_bytes
+        #: How long its training thread stood for the order.
+        self.stood_s = report.stood_s or 0.0
+
+
+def answered_within_s(do: str, limit_s: float | None) -> float:
+    """How long an agent may take to answer an order that was given with that limit."""
+    if do in MOVING or (limit_s is None and do in _AT_A_BOUNDARY):
+        return math.inf
+    if do in _AT_A_BOUNDARY or do in LIMITED:
+        return (limit_s or _LIMITED_S) + ANSWERS_WITHIN_S
+    return _AT_ONCE_S
+
+
+class Given(Awaited[AgentReport]):
+    """An order that was given. `report` waits for what becomes of it; `deadline` is when it has to be answered."""
+
+    def __init__(self, pid: int, do: str, on_progress: Progress | None, deadline: float = math.inf) -> None:
+        super().__init__(do)
+        self.deadline = deadline
+        self._pid = pid
+        self._on_progress = on_progress
+
+    async def report(self) -> AgentReport:
+        """What was reported. Raises OrderFailed, or AgentAway when the connection ended before."""
+        await self.over.wait()
+        if self.reported is None:
+            raise AgentAway(self._pid, f"it left while it was told to {self.do}")
+        if self.reported.result != DONE:
+            raise OrderFailed(self._pid, self.do, self.reported)
+        return self.reported
+
+    def take(self, report: AgentReport) -> bool:
+        """Take a report; whether it was the last one."""
+        if report.result == PROGRESS:
+            if self._on_progress is not None and report.size_bytes is not None:
+                self._on_progress(report.size_bytes)
+            return False
+        self.conclude(report)
+        return True
+
+
+class Link(OrderLink[Order, Given]):
+    """One connection of an agent."""
+
+    def enter(self, given: Given) -> int:
+        """Its number. Those that an agent answers in time by itself, and has not, make room: they are asked again."""
+        now = anyio.current_time()
+        late = [number for number, old in self.given.items() if old.do in LIMITED and old.deadline <= now]
+        for number in late:
+            self.given.pop(number).end()
+        return super().enter(given)
+
+    def in_the_way(self) -> Iterator[Given]:
+        """What is under way and not overdue, oldest first."""
+        now = anyio.current_time()
+        return (given for given in tuple(self.given.values()) if given.deadline > now)

@@ -1,0 +1,393 @@
+"""Workers: processes with an agent of ours in them, one handle each, over as many connections as that takes.
+
+A worker's identity is its pid and start time by the kernel's word, and the token that its agent made for itself. A
+connection that ends leaves the handle: orders under way fail as `AgentAway`, and the agent that comes back with the
+same token finds its handle again. The process's own end is seen on its pidfd and nowhere else, so a pid that is used
+again is never taken for its predecessor. Another token from the same process means that it runs another program now.
+
+Owns the orders under way and what the agents last said of themselves. Decides nothing about operations: who listens is
+told that a worker `came`, was `left` by its agent, has it `back`, or has `ended`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import anyio.abc
+
+from hegmd.errors import DENIED, TIMEOUT, Bug, HegmError, Refused
+from hegmd.protocol.messages import AgentAttend, AgentReport, CudaFacts, LeftAlone, Order
+from hegmd.protocol.snapshots import AgentInfo
+from hegmd.system.condition import News
+from hegmd.telemetry.log import fields
+from hegmd.workers.agent_orders import (
+    DONE,
+    LIMITED,
+    MOVING,
+    AgentAway,
+    Given,
+    Link,
+    OrderFailed,
+    Progress,
+    Send,
+    answered_within_s,
+)
+
+__all__ = ["AgentAway", "Given", "Identity", "OrderFailed", "Worker", "Workers"]
+
+logger = logging.getLogger(__name__)
+
+# Of what an agent says of the parts of an order, so many are logged.
+MOST_PARTS = 16
+
+CAME, LEFT, BACK, ENDED = "came", "left", "back", "ended"
+
+Listener = Callable[[str, "Worker"], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Whom the kernel says is at the other end."""
+
+    pid: int
+    start_ticks: int
+    uid: int
+
+
+class Worker:
+    """One process with an agent, from its first word to the process's end."""
+
+    def __init__(self, identity: Identity, program: AgentInfo, about: AgentAttend) -> None:
+        self.identity = identity
+        self.program = program
+        self.about = about
+        self.token = about.token
+        self.ended = False
+        #: How its process has ended, in words, where that could be seen.
+        self.how_ended: str | None = None
+        #: The GPU that it is on, as far as somebody has settled that; the operations and the simulation write it.
+        self.gpu: str | None = None
+        #: Whether it trains without one; None before that is known. Attendance writes it.
+        self.on_cpu: bool | None = None
+        self.boundary = about.boundary
+        self.parked = about.parked
+        self.held_bytes = about.held_bytes
+        #: Bytes of the storages that its agent vouches for; None before it has counted them.
+        self.size_bytes: int | None = about.size_bytes or None
+        self.left_alone: tuple[LeftAlone, ...] = ()
+        #: What its state comes to and what stands against a restart, by its last word; None before it was asked.
+        self.state_bytes: int | None = None
+        self.refusals: tuple[str, ...] = ()
+        self.unweighed: tuple[str, str] | None = None  # why it has not said what a restart would carry, and what to do
+        self.begin_anew: tuple[str, ...] | None = None
+        #: What the process that goes on may import before its turn, and the path of its script's modules.
+        self.imports: tuple[str, ...] = ()
+        self.path: tuple[str, ...] = ()
+        #: Its use of CUDA by its own word; None if it uses none or has not said.
+        self.cuda: CudaFacts | None = None
+        #: Why the last image that was to be taken of it was not made; whoever takes them writes it.
+        self.image_missed: str | None = None
+        #: Held while it is asked what its state comes to: another question would take the place of that one.
+        self.weighing = anyio.Lock()
+        self._link: Link | None = None
+        #: Counts its agent's connections, so that an order can be meant for one of them and no later one.
+        self.connection = 0
+
+    @property
+    def pid(self) -> int:
+        return self.identity.pid
+
+    @property
+    def name(self) -> str:
+        """What operations call it: unique on this node from boot to boot."""
+        return f"{self.identity.pid}-{self.identity.start_ticks}"
+
+    @property
+    def connected(self) -> bool:
+        """Whether its agent can be given orders now."""
+        return self._link is not None and not self.ended
+
+    @property
+    def busy(self) -> bool:
+        """Whether bytes are on their way out of it or into it."""
+        return self._link is not None and any(given.do in MOVING for given in self._link.given.values())
+
+    async def order(
+        self, do: str, *, fds: Sequence[int] = (), on_progress: Progress | None = None, **how: Any
+    ) -> AgentReport:
+        """Give an order and wait for its end. Raises OrderFailed, AgentAway. Cancelled, the order goes on by itself.
+
+        `how` are the other fields of `Order`, such as `limit_s`. An agent keeps to that of a survey by itself; one that
+        does not is not waited for any longer. Raises TIMEOUT then.
+        """
+        began = anyio.current_time()
+        given = await self.give(do, fds=fds, on_progress=on_progress, **how)
+        with anyio.CancelScope() as in_time:
+            if do in LIMITED:
+                in_time.deadline = given.deadline
+            report = await given.report()
+            logger.debug("process %d: %s took %.1f ms", self.pid, do, (anyio.current_time() - began) * 1e3)
+            for part, took_ms in tuple(report.spent_ms.items())[:MOST_PARTS]:
+                logger.debug("process %d: %s.%s took %.1f ms", self.pid, do, part[:20], took_ms)
+            return report
+        raise HegmError(
+            TIMEOUT,
+            f"the agent of process {self.pid} has not answered a {do} within {given.deadline - began:.1f} s",
+            "the job goes on as it is; look for its agent with HEGM_AGENT_DEBUG=FILE, or start the job anew",
+            {"pid": self.pid, "do": do},
+        )
+
+    async def give(self, do: str, *, fds: Sequence[int] = (), on_progress: Progress | None = None, **how: Any) -> Given:
+        """Give an order without waiting for its end. The descriptors stay the caller's. Raises AgentAway.
+
+        An agent waits for one boundary at a time: an order waits for those before it, but for `withdraw`, which ends
+        them, and for a `park` that takes the place of another. It goes over the connection that stands now: an agent
+        that comes back meanwhile may have gone on by itself, and has to be asked how it stands before.
+        """
+        link = self._link
+        while do != "withdraw" and (before := self._under_way()) is not None and (do, before.do) != ("park", "park"):
+            with anyio.CancelScope(deadline=before.deadline):
+                await before.over.wait()
+        if link is None or self._link is not link:
+            raise AgentAway(self.pid, f"it cannot be told to {do}")
+        within_s = answered_within_s(do, how.get("limit_s"))
+        given = Given(self.pid, do, on_progress, anyio.current_time() + within_s)
+        number = link.enter(given)
+        try:
+            await link.send(Order(order=number, do=do, **how), fds)
+        except BaseException as error:  # cancelled as well, before a byte of it was sent: nobody will answer it
+            link.given.pop(number, None)
+            given.end()
+            if isinstance(error, (OSError, anyio.ClosedResourceError, HegmError)):
+                raise AgentAway(self.pid, f"it cannot be told to {do}") from error
+            raise
+        return given
+
+    def _under_way(self) -> Given | None:
+        return None if self._link is None else next(self._link.in_the_way(), None)
+
+    def take(self, link: object, report: AgentReport) -> None:
+        """Take a report that came on that connection; one of an order that nobody waits for changes nothing."""
+        if self._link is None or self._link is not link:
+            return
+        given = self._link.given.get(report.order)
+        if given is None:
+            return
+        self._note(given.do, report)
+        if given.take(report):
+            del self._link.given[report.order]
+
+    def _note(self, do: str, report: AgentReport) -> None:
+        """Keep what a report says of the worker."""
+        if report.boundary is not None:
+            self.boundary = report.boundary
+        if report.result != DONE:
+            return
+        if do in {"park", "withdraw", "release"}:
+            self.parked = do == "park"
+        if do == "survey":
+            if report.size_bytes is not None:  # one that came to no boundary in time says nothing of what it has
+                self.size_bytes, self.left_alone, self.cuda = report.size_bytes, report.left_alone, report.cuda
+            self.parked = self.parked if report.parked is None else report.parked
+            self.held_bytes = self.held_bytes if report.held_bytes is None else report.held_bytes
+        if do == "weigh":
+            self.state_bytes, self.refusals = report.state_bytes, report.refusals
+            self.begin_anew, self.unweighed = report.begin_anew, None
+        if do in {"weigh", "beforehand"}:
+            self.imports, self.path = report.imports, report.path
+        if do == "filled" and report.held_bytes is not None:
+            self.held_bytes = report.held_bytes
+        if do in {"evacuate", "free"}:
+            self.held_bytes = report.size_bytes or 0
+        if do == "refill":
+            self.held_bytes = 0
+
+    def info(self) -> AgentInfo:
+        """What is shown of its agent."""
+        return self.program.replace(
+            framework=self.about.framework,
+            framework_version=self.about.framework_version,
+            job=self.about.job,
+            run=self.about.run,
+            rank=self.about.rank,
+            boundary=self.boundary,
+            parked=self.parked,
+            held_bytes=self.held_bytes,
+            image_missed=self.image_missed,
+            on_cpu=self.gpu is None and bool(self.on_cpu),
+        )
+
+    # -- for Workers ---------------------------------------------------------------------------------------------------
+
+    def connect(self, send: Send, about: AgentAttend) -> Link:
+        """Take a new connection of its agent; the one before is over."""
+        before = self._link
+        self._link = link = Link(send)
+        self.connection += 1
+        self.about = about
+        self.boundary, self.parked, self.held_bytes = about.boundary, about.parked, about.held_bytes
+        self.size_bytes = about.size_bytes or self.size_bytes
+        if before is not None:
+            before.end()
+            before.replaced.set()
+        return link
+
+    def disconnect(self, link: Link) -> bool:
+        """That connection ended; whether it was the one that counts."""
+        link.end()
+        if self._link is not link:
+            return False
+        self._link = None
+        return True
+
+
+class Workers:
+    """Every worker on the node. `run` has to be running for as long as agents attend.
+
+    `start_ticks` tells a process's start time, or None if there is no such process, and raises HegmError when that
+    cannot be seen now. `how_ended` tells of one that has just ended how it did, where that can be seen.
+    """
+
+    def __init__(
+        self,
+        start_ticks: Callable[[int], int | None] = lambda _pid: None,
+        how_ended: Callable[[int, int], str | None] = lambda _pid, _ticks: None,
+    ) -> None:
+        self._start_ticks = start_ticks
+        self._how_ended = how_ended
+        self._introduced: dict[int, AgentInfo] = {}
+        self._workers: dict[int, Worker] = {}
+        self._links: dict[object, tuple[Worker, Link]] = {}
+        self._listeners: list[Listener] = []
+        #: Told with each piece of news, for those who only wait until something is so.
+        self.news = News()
+        self._watching: anyio.abc.TaskGroup | None = None
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Watch the processes of all workers, until cancelled."""
+        async with anyio.create_task_group() as self._watching:
+            task_status.started()
+            await anyio.sleep_forever()
+
+    def listen(self, listener: Listener) -> None:
+        """Have every piece of news told: what happened, and to whom. Told from the event loop, must not wait."""
+        self._listeners.append(listener)
+
+    # -- who is there --------------------------------------------------------------------------------------------------
+
+    def register(self, pid: int, agent: AgentInfo) -> Callable[[], None]:
+        """Enter an agent that introduced itself; returns what takes it out again. The newest of a pid counts."""
+        self._introduced[pid] = agent
+
+        def leave() -> None:
+            if self._introduced.get(pid) is agent:
+                del self._introduced[pid]
+
+        return leave
+
+    def agents(self) -> Mapping[int, AgentInfo]:
+        """Every connected agent by pid."""
+        attending = {worker.pid: worker.info() for worker in self if worker.connected}
+        return {**self._introduced, **attending}
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(tuple(self._workers.values()))
+
+    def find(self, pid: int) -> Worker | None:
+        """The worker that has that pid now."""
+        return self._workers.get(pid)
+
+    def named(self, name: str) -> Worker | None:
+        """The worker of that name, if its process lives."""
+        return next((worker for worker in self if worker.name == name), None)
+
+    # -- what agents say -----------------------------------------------------------------------------------------------
+
+    async def attend(self, key: object, pid: int, uid: int, program: AgentInfo, about: AgentAttend, send: Send) -> None:
+        """Let an agent attend on the connection `key`, until a newer one takes its place or this is cancelled."""
+        with contextlib.ExitStack() as held:
+            worker, news = self._admit(pid, uid, program, about)
+            link = worker.connect(send, about)
+            self._links[key] = (worker, link)
+            held.callback(self._leave, key, worker, link)
+            self._tell(news, worker)
+            await link.replaced.wait()
+
+    def report(self, key: object, report: AgentReport) -> None:
+        """Take what an agent reports on that connection. Raises Refused when it does not attend there."""
+        attending = self._links.get(key)
+        if attending is None:
+            raise Refused("this connection attends no orders", "send agent.attend first, on the same connection")
+        worker, link = attending
+        worker.take(link, report)
+
+    def _admit(self, pid: int, uid: int, program: AgentInfo, about: AgentAttend) -> tuple[Worker, str]:
+        """The handle for an agent that attends: its own of before, or a new one. Raises HegmError."""
+        if self._watching is None:
+            raise Bug("an agent attends before its process can be watched")
+        known = self._workers.get(pid)
+        ticks = self._start_ticks(pid)
+        if ticks is None:
+            raise HegmError(
+                DENIED,
+                f"process {pid} cannot be seen from here",
+                "run hegmd where it sees the processes of the node: in its pid namespace, with its /proc",
+            )
+        identity = Identity(pid, ticks, uid)
+        if known is not None and known.identity == identity and known.token == about.token:
+            return known, BACK
+        if known is not None:
+            self._end(known)
+        worker = Worker(identity, program, about)
+        pidfd = os.pidfd_open(pid)
+        try:
+            if self._start_ticks(pid) != ticks:  # between the two looks it became another process
+                raise AgentAway(pid, "the process has ended")
+        except BaseException:
+            os.close(pidfd)
+            raise
+        self._workers[pid] = worker
+        self._watching.start_soon(self._watch, worker, pidfd)
+        return worker, CAME
+
+    async def _watch(self, worker: Worker, pidfd: int) -> None:
+        """Wait for the end of the process; in one task for each, which its own end or the daemon's ends."""
+        try:
+            await anyio.wait_readable(pidfd)
+            worker.how_ended = self._how_ended(worker.pid, worker.identity.start_ticks)
+        finally:
+            anyio.notify_closing(pidfd)
+            os.close(pidfd)
+        self._end(worker)
+
+    def _end(self, worker: Worker) -> None:
+        """The process has ended, or its program has: the handle is of no more use."""
+        if worker.ended:
+            return
+        worker.ended = True
+        if self._workers.get(worker.pid) is worker:
+            del self._workers[worker.pid]
+        for key, (other, link) in tuple(self._links.items()):
+            if other is worker:
+                del self._links[key]
+                worker.disconnect(link)
+                link.replaced.set()
+        self._tell(ENDED, worker)
+
+    def _leave(self, key: object, worker: Worker, link: Link) -> None:
+        if self._links.get(key) == (worker, link):
+            del self._links[key]
+        if worker.disconnect(link) and not worker.ended:
+            self._tell(LEFT, worker)
+
+    def _tell(self, news: str, worker: Worker) -> None:
+        logger.info("worker %d: %s", worker.pid, news, extra=fields(pid=worker.pid, news=news))
+        for listener in self._listeners:
+            listener(news, worker)
+        self.news.tell()

@@ -1,0 +1,120 @@
+"""What every carrier of storages' bytes has to keep, as a plain function for any test framework.
+
+The same for the pool and for video memory, over a stub driver or a real one: what the machine of the operations relies
+on is here, above all that what is held stays held until it is given back, whatever becomes of those who copy, that
+everything but carrying itself may be asked for twice, and that storages are made where their room is seen to, and
+nowhere else. Whether the bytes are the same after it is for the caller to compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from hegmd.errors import HegmError
+from hegmd.migration.contracts import Carrier, Made, Subject
+from tests.kit.contracts import ContractBroken
+
+__all__ = ["check_carrier"]
+
+Makes = Callable[[], int]
+Meanwhile = Callable[[Carrier], Awaitable[None]]
+
+
+async def check_carrier(
+    carrier: Carrier,
+    subject: Subject,
+    *,
+    size_bytes: int,
+    too_many_bytes: int,
+    made: Makes,
+    while_out: Meanwhile | None = None,
+) -> None:
+    """Take the bytes of a process out and put them back, and look at every promise on the way.
+
+    `subject` has an agent whose training thread stands and whose storages have `size_bytes`; `too_many_bytes` are more
+    than can be held. `made` is how often the agent has made storages so far; `while_out` is called once they are out,
+    as for what a restart does to those who copy. One that leaves everything to the driver has nothing to hold, which
+    `size_bytes` of 0 says. Raises ContractBroken.
+    """
+    carries = size_bytes > 0
+    await _check_holding(carrier, subject, size_bytes, too_many_bytes)
+    await carrier.hold(subject, size_bytes + size_bytes // 2)  # it had more when it was counted, before its boundary
+    for _ in range(2):
+        await carrier.arm(subject)
+    told: list[int] = []
+    out_bytes = await carrier.take_out(subject, told.append)
+    _must(out_bytes == size_bytes, f"{size_bytes} bytes were to be taken out, and {out_bytes} were by its word")
+    _must_come_on(told, size_bytes)
+    held_bytes = carrier.held_bytes(subject)
+    _must(held_bytes >= size_bytes, f"{size_bytes} bytes are out, and {held_bytes} are held")
+    for _ in range(2):
+        async with carrier.settling(subject) as passed:
+            _must(passed.size_bytes <= size_bytes, "no more passes than there is")
+        _must(not carrier.is_passing(subject), "bytes that are out are where they may stay")
+    for _ in range(2):
+        await carrier.disarm(subject)
+    _must(carrier.held_bytes(subject) == held_bytes, "what is held stays held when nobody is ready to copy")
+    if while_out is not None:
+        await while_out(carrier)
+    for _ in range(2):
+        await carrier.fetch(subject, told.append)
+        await carrier.arm(subject)
+    for _ in range(2):
+        async with carrier.nearing(subject):
+            _must(carrier.held_bytes(subject) == held_bytes, "what comes nearer is held as it was")
+    await _check_return(carrier, subject, size_bytes, made, carries=carries)
+    for _ in range(2):
+        await carrier.give(subject)
+        _must(carrier.held_bytes(subject) == 0, "nothing is held when it was given back")
+
+
+async def _check_holding(carrier: Carrier, subject: Subject, size_bytes: int, too_many_bytes: int) -> None:
+    _must(carrier.held_bytes(subject) == 0, "nothing is held at first")
+    await carrier.give(subject)
+    await carrier.disarm(subject)
+    for wanted_bytes in (size_bytes // 2, size_bytes, size_bytes // 2):
+        await carrier.hold(subject, wanted_bytes)
+        held_bytes = carrier.held_bytes(subject)
+        _must(held_bytes >= wanted_bytes, f"{wanted_bytes} bytes were to be held, and {held_bytes} are")
+    held_bytes = carrier.held_bytes(subject)
+    if size_bytes:
+        try:
+            await carrier.hold(subject, too_many_bytes)
+        except HegmError as error:
+            _must(bool(error.hint), "a refusal to hold so much has a hint")
+        else:
+            raise ContractBroken(f"{too_many_bytes} bytes cannot be held, and it says that they are")
+        _must(carrier.held_bytes(subject) == held_bytes, "a refusal leaves what was held")
+    for _ in range(2):
+        await carrier.give(subject)
+        _must(carrier.held_bytes(subject) == 0, "nothing is held when it was given back")
+
+
+async def _check_return(carrier: Carrier, subject: Subject, size_bytes: int, made: Makes, *, carries: bool) -> None:
+    before, inside = made(), 0
+    told: list[int] = []
+
+    @asynccontextmanager
+    async def making() -> AsyncGenerator[Made]:
+        nonlocal inside
+        began = made()
+        yield lambda: False
+        inside += made() - began
+
+    back_bytes = await carrier.put_back(subject, told.append, making)
+    _must(back_bytes == size_bytes, f"{size_bytes} bytes were to come back, and {back_bytes} did by its word")
+    _must_come_on(told, size_bytes)
+    count = made() - before
+    _must(count == inside, f"storages were made {count} times, {inside} of them where their room is seen to")
+    _must(bool(count) is carries, f"storages were made {count} times")
+
+
+def _must_come_on(told: list[int], size_bytes: int) -> None:
+    _must(told == sorted(told), f"what is told of how it comes on goes up: {told}")
+    _must(all(0 <= so_far <= size_bytes for so_far in told), f"more than {size_bytes} bytes were told of: {told}")
+
+
+def _must(holds: bool, what: str) -> None:
+    if not holds:
+        raise ContractBroken(what)

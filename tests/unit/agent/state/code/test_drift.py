@@ -1,0 +1,109 @@
+"""Changes are seen wherever a value can be, without keeping anything alive by looking."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections import deque
+from fractions import Fraction
+from pathlib import PurePosixPath
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from hegmd.agent.state.code import named_values
+from hegmd.agent.state.code.drift import print_of
+from hegmd.agent.state.loaders.dataset_identity import sums_of
+
+
+def grown(value: list[object]) -> list[object]:
+    return [*value, None]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (1, True),
+        (0.1, 0.2),
+        ("a", "b"),
+        ([1, 2], [1, 3]),
+        ([[1], {"a": {"b": 1}}], [[1], {"a": {"b": 2}}]),
+        ({"a": 1}, {"b": 1}),
+        ({1, 2}, {1, 3}),
+        (deque([1]), deque([2])),
+        (bytearray(b"a"), bytearray(b"b")),
+        (np.zeros(3), np.array([0.0, 0.0, 1e-9])),
+        (np.float32(1), np.float32(2)),
+    ],
+)
+def test_another_value_has_another_print(before: object, after: object) -> None:
+    assert print_of(before) != print_of(after)
+    assert print_of(before) == print_of(before)
+
+
+def test_a_tensor_written_to_in_place_has_another_print() -> None:
+    tensor = torch.zeros(3)
+    before = print_of(tensor)
+    tensor += 1
+    assert print_of(tensor) != before
+
+
+def test_no_number_is_the_same_as_itself() -> None:
+    assert print_of(float("nan")) == print_of(float("nan"))
+
+
+def test_prints_keep_nothing_alive() -> None:
+    class Thing: ...
+
+    thing = Thing()
+    held = weakref.ref(thing)
+    prints = print_of([thing, {"a": thing}])
+    del thing
+    gc.collect()
+    assert held() is None
+    assert prints
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Fraction(1, 3), PurePosixPath("/a"), bytearray(b"x"), torch.bfloat16, torch.Size([2, 3])],
+    ids=lambda value: type(value).__name__,
+)
+def test_values_that_are_made_of_a_text_come_back(value: object) -> None:
+    found = named_values.value_of(named_values.form_of(value))
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_a_state_makes_nothing_that_it_names_itself() -> None:
+    assert named_values.value_of((named_values.MADE, "os", "system", "true")) is None
+    assert named_values.value_of((named_values.MADE, "antigravity", "Size", [1])) is None
+    assert named_values.marked((named_values.NAME, "os", "system"), print) is None
+    assert named_values.value_of((named_values.ENUM, "os", "environ", "PATH")) is None
+
+
+class Counting(Dataset[int]):
+    """Gives another item each time, and counts them."""
+
+    def __init__(self) -> None:
+        self.given = 0
+        self.own = random.Random(1)
+        self.rows = torch.arange(4.0)
+
+    def __getitem__(self, index: int) -> int:
+        self.given += 1
+        return self.own.randrange(100)
+
+
+def test_a_dataset_was_asked_for_an_item_to_see_whether_it_is_the_same() -> None:
+    """So that a dry run had the training go on with other numbers than it would have."""
+    dataset = Counting()
+    before = dataset.own.getstate()
+    sums = sums_of(dataset)
+    assert (dataset.given, dataset.own.getstate()) == (0, before)
+    dataset.rows += 1
+    changed = sums_of(dataset)
+    assert {name for name, found in sums.items() if changed[name] != found} == {".rows"}

@@ -1,0 +1,43 @@
+"""Whether a script can be read again, asked by scripts that are started in one way or another."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ASKS = (
+    "import threading\nfrom hegmd.agent.state.code.source_check import refusals\n"
+    "print([found.what for found in refusals()])\n"
+)
+
+
+def run(*words: str, read: str | None = None, folder: Path | None = None) -> str:
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, *words], input=read, env=environ, cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("words", [("-",), (), ("/dev/stdin",)])
+def test_a_script_that_came_by_a_pipe_is_not_left_for_a_python_that_would_read_nothing(words: tuple[str, ...]) -> None:
+    """It was restarted, read an empty input, and ended with 0 as if the training were over."""
+    assert "the script came by" in run(*words, read=ASKS)
+
+
+def test_a_script_that_is_gone_is_refused_before_its_training_leaves(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"import os\nos.unlink({str(script)!r})\n{ASKS}")
+    assert f"{script} cannot be read again: No such file or directory" in run(str(script))
+
+
+def test_scripts_that_are_there_are_let_go(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"import os\nos.chdir('/')\n{ASKS}")
+    assert run("train.py", folder=tmp_path) == "[]\n"
+    assert run("-m", "train", folder=tmp_path) == "[]\n"
+    assert run("-c", ASKS) == "[]\n"

@@ -1,0 +1,54 @@
+"""Loops of frameworks that are not known are a reason against a restart, never passed over."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from hegmd.agent.state.frameworks import accelerate_hf, lightning
+
+
+def _frame_in(module: str, call: Callable[[], Any] | None = None) -> FrameType:
+    """A frame of a function of that module."""
+    names: dict[str, Any] = {"__name__": module, "call": call or (lambda: sys._getframe(1))}
+    exec("def loop():\n    return call()", names)
+    frame: FrameType = names["loop"]()
+    return frame
+
+
+def test_a_script_of_its_own_is_nobodys_business_here() -> None:
+    assert accelerate_hf.against([_frame_in("__main__"), _frame_in("timm.models")]) is None
+    taking = accelerate_hf.Taking([_frame_in("__main__")])
+    assert (taking.against, taking.read) == ([], None)
+
+
+def test_lightning_that_fetches_no_batch_is_asked_again() -> None:
+    for module in ("lightning.pytorch.loops.fit_loop", "pytorch_lightning.loops.fit_loop"):
+        ((what, hint, passes),) = accelerate_hf.against([_frame_in("__main__"), _frame_in(module)]) or []
+        assert "Lightning" in what
+        assert "ask again" in hint
+        assert passes
+
+
+def test_the_training_loader_of_lightning_has_one_place_for_all_epochs() -> None:
+    """Its pass begins above the epochs for the first of them, and within each later one."""
+    script = ("__main__", "main", 40, 61)
+    fit = ("lightning.pytorch.loops.fit_loop", "run", 175)
+    first = lightning.path_of_pass((script, (*fit, 176), ("lightning.pytorch.loops.fit_loop", "setup_data", 190, 240)))
+    later = lightning.path_of_pass((script, (*fit, 183), ("lightning.pytorch.loops.training_epoch_loop", "run", 1, 2)))
+    held_out = (script, (*fit, 183), ("lightning.pytorch.loops.evaluation_loop", "run", 1, 2))
+    assert first == later
+    assert lightning.path_of_pass(held_out) == held_out
+
+
+def test_frames_of_transformers_that_train_nothing_are_as_any_others() -> None:
+    assert accelerate_hf.against([_frame_in("transformers.generation.utils")]) is None
+
+
+def test_a_generator_of_accelerates_that_is_not_known_has_no_place() -> None:
+    names: dict[str, Any] = {"__name__": "accelerate.data_loader"}
+    exec("def __iter__(self):\n    yield 1", names)
+    assert accelerate_hf.look_ahead(names["__iter__"](None)) == (None, 0)
+    assert accelerate_hf.look_ahead(number for number in (1, 2)) is None

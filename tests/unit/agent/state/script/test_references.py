@@ -1,0 +1,29 @@
+"""What a variable refers to is told by all names at once: one that was set to another thing misleads nobody."""
+
+from __future__ import annotations
+
+from hegmd.agent.state.script.references import matched
+
+
+def anyhow(_mine: int, _yours: int) -> bool:
+    return True
+
+
+def test_a_model_that_took_anothers_name_was_taken_for_it() -> None:
+    """`model = second`: both of `model` and `second` are names of the second now, and the first has its own left."""
+    saved = [["model", "second"], ["first"]]
+    here = [["model", "first"], ["second"]]
+    assert matched(saved, here, anyhow) == {0: 1, 1: 0}
+
+
+def test_what_has_most_of_the_names_is_chosen_where_several_could_be() -> None:
+    saved = [["a", "b", "c"], ["c", "d"]]
+    here = [["c"], ["a", "b"], ["d", "x"]]
+    assert matched(saved, here, anyhow) == {0: 1, 1: 0}
+
+
+def test_nobody_is_matched_twice_or_with_what_does_not_fit() -> None:
+    saved = [["a"], ["a"], ["b"]]
+    here = [["a", "b"]]
+    assert matched(saved, here, lambda mine, _yours: mine == 2) == {2: 0}
+    assert len(matched(saved, here, anyhow)) == 1

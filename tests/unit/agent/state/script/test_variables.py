@@ -1,0 +1,281 @@
+"""Variables of a script over a restart, by running it twice in one process: as it was left, and as it begins anew."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import types
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from hegmd.agent.state.code.drift import Drift
+from hegmd.agent.state.code.position import is_users_module
+from hegmd.agent.state.code.script_objects import Instances
+from hegmd.agent.state.script import restore_variables, variables
+
+#: The module's own name: a script's.
+NAME = "a_script_that_is_left"
+
+
+class Left(BaseException):
+    """The script has left, with its state."""
+
+
+class Scripts:
+    """Runs scripts with a function train(), whose loops begin at `first` and `second` and call ask()."""
+
+    def run(self, text: str) -> Any:
+        """What it gives undisturbed."""
+        return self._run(text, {}, lambda: None)
+
+    def restarted(self, text: str, at: int, kept: tuple[str, ...] = (), **begin: int) -> tuple[Any, list[str]]:
+        """What it gives if it is left at that call of ask(), and what is said. `begin` is where its loops go on."""
+        with pytest.raises(Left) as left:
+            self._run(text, {}, _leaving(at, kept).__next__)
+        state = pickle.loads(pickle.dumps(left.value.args[0]))
+        said = variables.begin_anew({variables.KEY: state})
+        due = [state]
+
+        def put_back() -> None:
+            if due:
+                frames = _frames(sys._getframe(1))
+                assert restore_variables.misfits(due[0], frames) == []
+                said.extend(restore_variables.put_back(due.pop(), frames, lambda _reference: None))
+
+        return self._run(text, begin, put_back), said
+
+    def _run(self, text: str, begin: dict[str, int], ask: Any) -> Any:
+        module = types.ModuleType(NAME)
+        module.__file__ = f"/home/somebody/{NAME}.py"
+        vars(module).update({"ask": ask, "first": 0, "second": 0, **begin})
+        sys.modules[NAME] = module
+        exec(compile(text, module.__file__, "exec"), vars(module))
+        return vars(module)["train"]()
+
+
+def _leaving(at: int, kept: tuple[str, ...]) -> Iterator[None]:
+    """A generator, since what a function counts would be taken for the script's."""
+    first = Drift(Instances(_frames(sys._getframe(1))))
+    for _call in range(at - 1):
+        yield
+    raise Left(variables.capture(_frames(sys._getframe(1)), {}, kept, drift=first))
+
+
+def _frames(frame: FrameType | None) -> list[FrameType]:
+    found: list[FrameType] = []
+    while frame is not None:
+        if frame.f_globals.get("__name__") == NAME and frame.f_code.co_name != "<module>":
+            found.insert(0, frame)
+        frame = frame.f_back
+    return found
+
+
+@pytest.fixture
+def scripts() -> Iterator[Scripts]:
+    """With no other modules of somebody's: what a test run has loaded would be looked through with the script."""
+    others = {name: module for name, module in list(sys.modules.items()) if is_users_module(module)}
+    for name in others:
+        del sys.modules[name]
+    yield Scripts()
+    sys.modules.pop(NAME, None)
+    sys.modules.update(others)
+
+
+EPOCHS = """
+def train():
+    history = []
+    for epoch in range(first, 3):
+        losses = []
+        history.append(losses)
+        for batch in range(second if epoch == first else 0, 4):
+            ask()
+            losses.append(10 * epoch + batch)
+    return history
+"""
+
+
+def test_a_list_of_each_epochs_losses_was_filled_into_the_list_of_the_epoch_under_way(scripts: Scripts) -> None:
+    """The first epoch's losses were put into the second's list, whose own were put there too."""
+    assert scripts.restarted(EPOCHS, 7, first=1, second=2) == (scripts.run(EPOCHS), [])
+
+
+HELD_TWICE = """
+class Meter:
+    def __init__(self, log):
+        self.log = log
+        self.last = log
+
+    def add(self, value):
+        self.log.append(value)
+
+log = []
+by_name = {}
+
+def train():
+    best = worst = log
+    meter = Meter(log)
+    rows = [log, log, []]
+    other = log
+    for batch in range(first, 4):
+        ask()
+        meter.add(batch)
+        by_name.setdefault("all", log).append(-batch)
+        rows[2].append(batch)
+        rows[1] = other
+        other = rows[2]
+    return log, meter.log, by_name["all"], rows, other, [found is log for found in (best, meter.last, rows[0])]
+"""
+
+
+def test_what_several_hold_was_torn_apart(scripts: Scripts) -> None:
+    """One that a global, an object, a dict and a list hold is one again, as is one that two came to share."""
+    result, said = scripts.restarted(HELD_TWICE, 3, first=2)
+    log, of_meter, of_name, rows, other, _same = result
+    assert (result, said) == (scripts.run(HELD_TWICE), [])
+    assert of_meter is log
+    assert of_name is log
+    assert other is rows[2] is rows[1]
+
+
+TWO_METERS = """
+class Meter:
+    def __init__(self):
+        self.total = self.best = 0
+
+    def update(self, value):
+        self.total += 1
+        self.best = max(self.best, value)
+
+class Trainer:
+    def train(self, epoch):
+        meter = Meter()
+        for batch in range(second if epoch == first else 0, 4):
+            ask()
+            meter.update(10 * epoch + batch)
+        return meter
+
+def train():
+    meter = Meter()
+    last = None
+    inner = []
+    for epoch in range(first, 3):
+        last = Trainer().train(epoch)
+        inner.append((last.total, last.best))
+        meter.update(100)
+    return meter.total, meter.best, inner
+"""
+
+
+def test_variables_of_two_functions_of_one_name_were_taken_for_one(scripts: Scripts) -> None:
+    """The meter of a function had what that of a method of the same name had, or that of the epoch before."""
+    assert scripts.restarted(TWO_METERS, 7, first=1, second=2) == (scripts.run(TWO_METERS), [])
+
+
+def test_an_attribute_of_a_kept_names_name_began_anew_without_a_word(scripts: Scripts) -> None:
+    assert scripts.restarted(TWO_METERS, 7, ("best", "meter"), first=1, second=2) == (scripts.run(TWO_METERS), [])
+
+
+OPENED = """
+def train():
+    view = memoryview(b"")
+    for batch in range(first, 4):
+        ask()
+        view, before = memoryview(b"a"), view
+"""
+
+
+def test_what_cannot_go_along_was_not_named_if_something_is_kept_by_its_name(scripts: Scripts) -> None:
+    where = f"view (memoryview) in train() at {NAME}.py:6"
+    assert scripts.restarted(OPENED, 2, first=1)[1] == [where]
+    assert scripts.restarted(OPENED, 2, ("view",), first=1)[1] == [f"{where}, but for what hegm.keep('view') keeps"]
+
+
+BEGUN_AGAIN = """
+def train():
+    start = {"n": 0}
+    state = start
+    seen = []
+    for batch in range(first, 6):
+        ask()
+        state = {"n": state["n"] + 1}
+        if batch == 4:
+            state = start
+        seen.append(state["n"])
+    return seen, start
+"""
+
+
+def test_what_a_variable_was_first_set_to_was_filled_with_what_it_held_last(scripts: Scripts) -> None:
+    assert scripts.restarted(BEGUN_AGAIN, 3, first=2) == (scripts.run(BEGUN_AGAIN), [])
+
+
+BYTES = """
+def train():
+    last = begun = bytearray(b"0")
+    for batch in range(first, 4):
+        ask()
+        begun = begun + bytes([batch]) if batch == 1 else begun
+        begun[0] += batch
+        last = begun
+    return last, last is begun
+"""
+
+
+def test_bytes_that_two_variables_hold_ended_the_restart(scripts: Scripts) -> None:
+    assert scripts.restarted(BYTES, 3, first=2) == (scripts.run(BYTES), [])
+
+
+SETS = """
+def train():
+    left, right, odd = set(range(9)), set(range(9)), {0}
+    for batch in range(first, 4):
+        ask()
+        left.difference_update([batch])
+        right.intersection_update(range(batch, 9))
+        odd.symmetric_difference_update([batch])
+    return left, right, odd
+"""
+
+
+def test_sets_that_only_their_updates_alter_were_as_at_the_beginning(scripts: Scripts) -> None:
+    assert scripts.restarted(SETS, 3, first=2) == (scripts.run(SETS), [])
+
+
+WARMING = """
+import torch
+
+class Schedule:
+    def __init__(self):
+        self.asked = 0
+
+    def rate(self, calls):
+        self.asked += 1
+        return 0.01 * calls
+
+class Warming(torch.optim.Optimizer):
+    def __init__(self):  # nothing of PyTorch's, which would import its compiler
+        self.param_groups, self.state = [{"lr": 1.0}], {}
+        self._calls = 0
+        self.rates = []
+        self.schedule = Schedule()
+
+    def warm(self):
+        self._calls += 1
+        self.rates.append(self.schedule.rate(self._calls))
+        self.param_groups[0]["lr"] = self.rates[-1]
+
+optimizer = Warming()
+
+def train():
+    for batch in range(first, 4):
+        ask()
+        optimizer.warm()
+    return optimizer._calls, optimizer.rates, optimizer.schedule.asked
+"""
+
+
+def test_what_a_scripts_own_optimizer_counts_began_anew(scripts: Scripts) -> None:
+    assert scripts.restarted(WARMING, 3, first=2) == (scripts.run(WARMING), [])

@@ -1,0 +1,93 @@
+"""The host memory that a state's bytes go through: taken ahead of its use, and one piece at a time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hegmd.agent.state.storage import pinned_buffers
+from tests.patience import HANG_S
+
+ROOT = Path(__file__).parents[5]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_prepared() -> Iterator[None]:
+    pinned_buffers.drop()
+    yield
+    pinned_buffers.drop()
+
+
+def _pages_bytes() -> int:
+    """What this process has in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_what_is_prepared_has_its_pages_before_it_is_taken() -> None:
+    before = _pages_bytes()
+    pinned_buffers.prepare()
+    pinned_buffers.prepare()
+    pinned_buffers.wait()
+    assert pinned_buffers.SIZE_BYTES * 0.9 < _pages_bytes() - before < pinned_buffers.SIZE_BYTES * 1.5, (
+        "one piece, and all of it"
+    )
+    taken = pinned_buffers.take()
+    assert _pages_bytes() - before < pinned_buffers.SIZE_BYTES * 1.5
+    taken.close()
+
+
+def test_another_is_taken_where_none_is_prepared_any_more() -> None:
+    pinned_buffers.prepare()
+    taken = [pinned_buffers.take(), pinned_buffers.take()]
+    assert taken[0].address != taken[1].address
+    for one in taken:
+        one.close()
+
+
+def test_what_nobody_took_is_let_go_of() -> None:
+    before = _pages_bytes()
+    pinned_buffers.prepare()
+    pinned_buffers.drop()
+    pinned_buffers.drop()
+    assert _pages_bytes() - before < pinned_buffers.SIZE_BYTES * 0.5
+
+
+# Forks beside a piece that is prepared, and beside one on its way: with 1 ends who has any of it, or waits for it.
+FORKS = """
+import os, signal
+from hegmd.agent.state.storage import pinned_buffers as ground
+
+def in_child(look):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        os._exit(int(look()))
+    return os.waitpid(child, 0)[1]
+
+def is_mapped(address):
+    with open("/proc/self/maps") as maps:
+        return any(int(line.split("-")[0], 16) <= address < int(line.split("-")[1].split()[0], 16) for line in maps)
+
+ground.prepare()
+ground.wait()
+address = ground._ahead.ground.address
+print(in_child(lambda: is_mapped(address)), is_mapped(address))
+ground.drop()
+ground._ahead = late = ground._Ahead()
+print(in_child(lambda: ground.wait() or ground.drop() or False))
+late.work()
+ground.take().close()
+"""
+
+
+def test_a_forked_child_kept_what_its_parent_had_prepared_or_waited_for_it() -> None:
+    """As a loader's worker, which is there before the state is put back and has no use for any of it."""
+    words = [sys.executable, "-c", FORKS]
+    said = subprocess.check_output(words, env={"PYTHONPATH": str(ROOT)}, text=True, timeout=HANG_S)
+    assert said.splitlines() == ["0 True", "0"]

@@ -1,0 +1,240 @@
+"""Scripts that were restarted and had other numbers than undisturbed ones, each named after what was lost.
+
+All of them run in one process, which imports PyTorch once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.patience import HANG_S
+
+ROOT = Path(__file__).parents[4]
+
+SCRIPTS = {
+    "views": """
+import torch
+
+buffer = torch.zeros(100)
+head = buffer[:10]
+
+def train(begin):
+    for step in range(begin, 9):
+        at(step)
+        buffer.add_(1)
+    return [buffer[0].item(), buffer[50].item()]
+""",
+    "speaking": """
+import random
+import torch
+
+class Agent:
+    def __init__(self):
+        self.policy = torch.nn.Linear(200, 200)
+        self.moment = torch.zeros(1)
+        self.rng = random.Random(3)
+        self.calls = 0
+
+    def state_dict(self):
+        return self.policy.state_dict()
+
+    def load_state_dict(self, state):
+        self.policy.load_state_dict(state)
+
+    def learn(self):
+        self.calls += 1
+        self.moment.mul_(0.9).add_(self.rng.random())
+        with torch.no_grad():
+            self.policy.weight.add_(self.moment)
+
+class Average:
+    def __init__(self):
+        self.made = {"sum": torch.zeros(40000)}
+
+    def state_dict(self):
+        return {"made": dict(self.made)}
+
+    def load_state_dict(self, state):
+        for name, value in state["made"].items():
+            self.made[name] = value * 1
+
+torch.manual_seed(0)
+agent, average = Agent(), Average()
+
+def train(begin):
+    for step in range(begin, 9):
+        at(step)
+        agent.learn()
+        average.made = {"sum": average.made["sum"] + 1}
+    weight = agent.policy.weight.double().sum().item()
+    return [agent.calls, agent.moment.item(), weight, average.made["sum"].sum().item()]
+""",
+    "inner": """
+import torch
+
+class Noise(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gen = torch.Generator().manual_seed(1)
+        self.seen = torch.zeros(1)
+
+    def forward(self, x):
+        torch.add(self.seen, 1, out=self.seen)
+        return x + torch.rand(1, generator=self.gen)
+
+def nested(depth):
+    return torch.nn.Sequential(nested(depth - 1)) if depth else Noise()
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nested(12)
+
+net = Net()
+
+def train(begin):
+    total = 0.0
+    for step in range(begin, 9):
+        at(step)
+        total += net.body(torch.zeros(1)).item()
+    noise = list(net.modules())[-1]
+    return [total, noise.seen.item()]
+""",
+    "drawing": """
+import functools
+import random
+
+class Augment:
+    rng = random.Random(5)
+
+    @classmethod
+    def draw(cls):
+        return cls.rng.random()
+
+    @staticmethod
+    def fixed(rng=random.Random(9)):
+        return rng.random()
+
+class Turned(Augment):
+    pass
+
+def by_default(rng=random.Random(6), *, other=random.Random(7)):
+    return rng.random() + other.random()
+
+def by_attribute():
+    return by_attribute.rng.random()
+
+by_attribute.rng = random.Random(8)
+partly = functools.partial(lambda rng: rng.random(), random.Random(10))
+bound = random.Random(11).random
+shared = random.random
+
+def train(begin):
+    sums = [0.0] * 7
+    for step in range(begin, 9):
+        at(step)
+        from random import uniform
+        drawn = [Turned.draw(), Augment.fixed(), by_default(), by_attribute(), partly(), bound(), uniform(0, 1)]
+        sums = [one + other for one, other in zip(sums, drawn)]
+    return sums
+""",
+    "inferring": """
+import torch
+
+with torch.inference_mode():
+    features = torch.ones(3)
+    written = torch.zeros(3)
+    turned = torch.zeros(2, 3).t()
+counted = torch.zeros(1)
+
+def train(begin):
+    for step in range(begin, 9):
+        at(step)
+        torch.add(counted, 1, out=counted)
+        with torch.inference_mode():
+            torch.add(written, features, out=written)
+            torch.add(turned, 1, out=turned)
+    return [counted.item(), written.sum().item(), turned.sum().item()]
+""",
+    "aside": """
+import numpy
+import torch
+
+class Shadow:
+    def __init__(self):
+        self.mean = torch.zeros(1)
+        self.data = []
+
+mean = torch.zeros(1)
+large = torch.zeros(6 << 20)
+small = torch.zeros(9)
+shadow = Shadow()
+replaced = torch.zeros(1)
+
+def train(begin):
+    for step in range(begin, 9):
+        at(step)
+        mean.data.mul_(0.9).add_(0.1)
+        shadow.mean.data[0] = shadow.mean.data[0] + 1
+        shadow.data.append(step)
+        replaced.data = replaced.data + 1
+        for tensor in (large, small):
+            numpy.add(tensor.numpy(), 1, out=tensor.numpy())
+    return [mean.item(), shadow.mean.item(), shadow.data, replaced.item(), large[5].item(), small.sum().item()]
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of each script what it gave undisturbed, what restarted, and what was said of it."""
+    folder = tmp_path_factory.mktemp("scripts")
+    for name, text in SCRIPTS.items():
+        (folder / f"{name}.py").write_text(text)
+    files = [str(folder / f"{name}.py") for name in SCRIPTS]
+    argv = [sys.executable, "-m", "tests.unit.agent.state.twice", *files]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def assert_exact(found: dict[str, Any]) -> None:
+    """The second half ended as the undisturbed run did, and nothing was said to be lost."""
+    assert found["halves"] == found["whole"]
+    assert (found["refusals"], found["anew"], found["unseen"]) == ([], [], [])
+
+
+@pytest.mark.thorough
+def test_a_view_at_the_beginning_of_a_buffer_had_the_rest_of_it_begin_anew(halves: dict[str, Any]) -> None:
+    assert_exact(halves["views"])
+
+
+def test_what_an_object_of_the_scripts_with_a_state_dict_does_not_say_in_it_began_anew(halves: dict[str, Any]) -> None:
+    """And a `load_state_dict` that copied large tensors copied them before they were there."""
+    assert_exact(halves["speaking"])
+
+
+@pytest.mark.thorough
+def test_generators_and_tensors_of_inner_modules_began_anew(halves: dict[str, Any]) -> None:
+    assert_exact(halves["inner"])
+
+
+def test_generators_of_classes_defaults_and_partial_functions_began_anew(halves: dict[str, Any]) -> None:
+    assert_exact(halves["drawing"])
+
+
+def test_one_tensor_made_in_inference_mode_had_all_tensors_begin_anew(halves: dict[str, Any]) -> None:
+    assert_exact(halves["inferring"])
+
+
+def test_a_tensor_written_by_way_of_its_data_or_of_numpy_began_anew(halves: dict[str, Any]) -> None:
+    assert_exact(halves["aside"])

@@ -1,0 +1,115 @@
+"""What an optimizer holds goes back to where it was kept: beside its parameter, or on the CPU.
+
+Where a GPU is wanted `meta` plays one: it is another device, and a tensor there has no bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from hegmd.agent.state.storage import state_file, tensors
+from hegmd.agent.state.values import contents
+
+
+class Optimizer:
+    """As much of one as is looked at; making a real one has PyTorch import its compiler."""
+
+    def __init__(self, device: str, **options: Any) -> None:
+        parameter = torch.nn.Parameter(torch.ones(3, device=device))
+        self.param_groups: list[dict[str, Any]] = [{"params": [parameter], "lr": 0.1, **options}]
+        self.state: dict[Any, dict[str, Any]] = {
+            parameter: {"momentum_buffer": torch.full((3,), 2.0), "step": torch.tensor(7.0)}
+        }
+
+
+def test_moments_of_a_gpu_went_to_the_cpu_when_they_were_put_back() -> None:
+    """A tensor that was read lies in the file's memory; where it was is not where it is. `meta` plays the GPU here."""
+    taken = contents.take_optimizer(Optimizer("cpu"), {})
+    fd = os.memfd_create("state", os.MFD_CLOEXEC)
+    try:
+        state_file.write(fd, taken)
+        found = state_file.read(fd)
+    finally:
+        os.close(fd)
+    (((where, key, _device),),) = (group["params"] for group in found["groups"])
+    found["groups"][0]["params"] = [(where, key, "cuda")]
+    setattr(found["states"][0]["momentum_buffer"], tensors.WAS_ON, torch.device("cuda:0"))
+    put = Optimizer("meta")
+    contents.put_optimizer(put, found)
+    contents.make_copies()
+    (state,) = put.state.values()
+    assert state["momentum_buffer"].device.type == "meta"
+    assert state["step"].device.type == "cpu"
+    assert state["step"] == 7.0
+
+
+def written(value: Any) -> Any:
+    fd = os.memfd_create("state", os.MFD_CLOEXEC)
+    try:
+        state_file.write(fd, value)
+        return state_file.read(fd)
+    finally:
+        os.close(fd)
+
+
+def test_counts_of_steps_went_to_the_gpu_with_the_moments_and_each_step_waited_for_them() -> None:
+    """From the CPU everything beside a parameter is on the CPU; PyTorch reads the counts there unless it is fused."""
+    for options, counts_on in (({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")):
+        put = Optimizer("meta", **options)
+        contents.put_optimizer(put, written(contents.take_optimizer(Optimizer("cpu"), {})))
+        contents.make_copies()
+        (state,) = put.state.values()
+        assert (state["momentum_buffer"].device.type, state["step"].device.type) == ("meta", counts_on)
+
+
+def test_how_steps_are_computed_is_told_and_not_taken_to_another_kind_of_device() -> None:
+    """`fused=torch.cuda.is_available()` was False on the GPU too, and `capturable` of a GPU failed on the CPU."""
+    before = Optimizer("meta", fused=True, capturable=True, foreach=None)
+    taken = contents.take_optimizer(before, {})
+    taken["states"] = [None]  # which has no bytes on `meta`
+    taken["own"] = [(torch.ones(3), None, True)]
+    put = Optimizer("cpu", fused=None, capturable=False, foreach=None)
+    put.param_groups[0]["lr"] = 7.0
+    told = contents.put_optimizer(put, taken)
+    assert {name: put.param_groups[0][name] for name in ("fused", "capturable", "lr")} == {
+        "fused": None,
+        "capturable": False,
+        "lr": 0.1,
+    }
+    assert told == ["fused was True on meta and is None on cpu", "capturable was True on meta and is False on cpu"]
+    same = Optimizer("cpu", fused=False)
+    assert contents.put_optimizer(same, contents.take_optimizer(Optimizer("cpu", fused=True), {})) == []
+    assert same.param_groups[0]["fused"] is True
+    contents.make_copies()
+
+
+def test_large_and_small_tensors_are_there_once_all_copies_are_made() -> None:
+    value = {"large": torch.arange(1 << 18), "small": torch.ones(3, requires_grad=True)}
+    found = contents.owned(value)
+    contents.make_copies()
+    assert torch.equal(found["large"], value["large"])
+    assert torch.equal(found["small"], value["small"])
+    assert found["small"].requires_grad
+    assert found["large"].data_ptr() != value["large"].data_ptr()
+
+
+def test_what_an_optimizer_has_in_its_state_beside_its_parameters_was_lost() -> None:
+    before, put = Optimizer("cpu"), Optimizer("cpu")
+    before.state["seen"] = {"batches": 16, "mean": torch.ones(2)}
+    put.state["begun"] = {}
+    contents.put_optimizer(put, written(contents.take_optimizer(before, {})))
+    contents.make_copies()
+    (parameter,) = put.param_groups[0]["params"]
+    assert list(put.state) == [parameter, "seen"]
+    assert str(put.state["seen"]) == str(before.state["seen"])
+
+
+def test_a_state_of_a_tensor_that_is_none_of_an_optimizers_parameters_has_no_form() -> None:
+    before = Optimizer("cpu")
+    before.state[torch.nn.Parameter(torch.ones(2))] = {"seen": torch.ones(2)}
+    with pytest.raises(state_file.NotPlain):
+        written(contents.take_optimizer(before, {}))

@@ -1,0 +1,60 @@
+"""Where tensors of a state come to be in a process with other devices, and what of GPUs that are not there is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hegmd.agent.state.code.encoding import Settling
+from hegmd.agent.state.storage import tensors
+from hegmd.agent.state.values import devices, rng
+
+GPU = torch.device("cuda:1")
+
+
+def saved_on(device: torch.device) -> torch.Tensor:
+    tensor = torch.ones(3)
+    setattr(tensor, tensors.WAS_ON, device)
+    return tensor
+
+
+def settled(saved: torch.Tensor, here: Any) -> Any:
+    return Settling().settle(("tensor", saved, False), here, "mean")
+
+
+def test_a_tensor_of_a_gpu_could_not_be_put_back_where_there_is_none() -> None:
+    """PyTorch was asked for the GPU that it had been on, and ended the restart."""
+    assert settled(saved_on(GPU), None).device.type == "cpu"
+    assert settled(saved_on(GPU), torch.zeros(3)).device.type == "cpu"
+
+
+def test_a_tensor_that_comes_from_the_cpu_goes_where_the_script_has_its_place() -> None:
+    here, saved = torch.empty(3, device="meta"), saved_on(torch.device("cpu"))
+    assert devices.device_beside(saved, here, from_cpu=True).type == "meta"
+    assert devices.device_beside(saved, None, from_cpu=True).type == "cpu"
+    assert devices.device_beside(saved, here, from_cpu=False).type == "cpu", "the script had brought it there itself"
+
+
+def test_a_training_has_left_the_cpu_when_all_of_its_tensors_were_there_and_some_are_on_a_gpu() -> None:
+    class Here:
+        device = GPU
+
+    cpu = torch.ones(3)
+    assert devices.left_cpu([(saved_on(cpu.device), Here()), (saved_on(cpu.device), cpu)])
+    assert not devices.left_cpu([(saved_on(cpu.device), cpu)])
+    assert not devices.left_cpu([(saved_on(GPU), Here()), (saved_on(cpu.device), cpu)])
+    assert not devices.left_cpu([])
+
+
+def test_random_numbers_of_a_gpu_were_lost_on_the_cpu_and_are_kept_for_the_way_back() -> None:
+    before = rng.read_shared()
+    rng.set_shared({**before, "cuda:7": b"its state"})
+    assert rng.read_shared()["cuda:7"] == b"its state"
+    assert "cuda:7" not in rng.read_shared(with_gpus=False)
+
+
+def test_a_generator_on_a_gpu_is_another_one_than_on_the_cpu() -> None:
+    mine = torch.Generator()
+    assert rng.fits(mine, rng.read(mine))
+    assert not rng.fits(mine, bytes(16)), "which a generator on a GPU has"

@@ -1,0 +1,47 @@
+"""The state that a process was started with: taken once, and let go of when it is put back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from hegmd.agent.state.storage import state_file
+from tests.patience import HANG_S
+
+ROOT = Path(__file__).parents[5]
+PUTS_BACK = """
+import os
+from hegmd.agent.state.values import inherited as given
+given.claim()
+number = int(os.environ["NUMBER"])
+print(given.state()["epoch"], os.fstat(number).st_size > 0)
+if "TAKES" in os.environ:
+    os.dup2(os.open("/dev/null", os.O_RDONLY), number)
+for _ in range(2):
+    given.forget()
+with open("/proc/self/maps") as maps:
+    is_mapped = "restart-4" in maps.read()
+print(given.is_there(), given.state(), os.path.exists(f"/proc/self/fd/{number}"), is_mapped)
+"""
+
+
+def _puts_back(tmp_path: Path, **more: str) -> list[str]:
+    state = os.open(tmp_path / "restart-4", os.O_RDWR | os.O_CREAT)
+    try:
+        state_file.write(state, {"epoch": 7})
+        environ = {"PYTHONPATH": str(ROOT), "HEGM_STATE_FD": str(state), "NUMBER": str(state), **more}
+        words = [sys.executable, "-c", PUTS_BACK]
+        return subprocess.check_output(words, env=environ, pass_fds=(state,), text=True, timeout=HANG_S).splitlines()
+    finally:
+        os.close(state)
+
+
+def test_the_memory_of_a_state_that_was_put_back_stayed_as_long_as_its_process(tmp_path: Path) -> None:
+    """The descriptor that it had come by was open still: what the pool had given back was nobody's, and in use."""
+    assert _puts_back(tmp_path) == ["7 True", "False None False False"]
+
+
+def test_what_the_script_has_opened_under_that_number_meanwhile_stays_open(tmp_path: Path) -> None:
+    assert _puts_back(tmp_path, TAKES="it") == ["7 True", "False None True False"]

@@ -1,0 +1,207 @@
+"""What a script says through `hegm` means the same with an agent and without, before a restart and after it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hegmd.agent.state.save_and_exit import UNRESTORED_STATUS
+from hegmd.agent.state.storage import state_file
+from hegmd.agent.state.values import inherited
+from hegmd.agent.state.values.script_api import KEY, Said, replayed
+
+ROOT = Path(__file__).parents[5]
+
+
+class Optimizer:
+    """What of an optimizer is looked at: that it is one object, whose steps its module tells of."""
+
+
+class Optimizers:
+    """A module of optimizers with a hook for their steps, as PyTorch's is from 2.0 on."""
+
+    def __init__(self) -> None:
+        self.hooks: list[Any] = []
+
+    def register_optimizer_step_post_hook(self, hook: Any) -> None:
+        self.hooks.append(hook)
+
+    def step(self, optimizer: Optimizer) -> None:
+        for hook in self.hooks:
+            hook(optimizer, (), {})
+
+
+@pytest.fixture
+def module() -> Optimizers:
+    return Optimizers()
+
+
+@pytest.fixture
+def said(module: Optimizers) -> Said:
+    """A script's words, with steps counted."""
+    made = Said(lambda: None)
+    made.count_in(module)
+    return made
+
+
+def _restarted(state: dict[str, Any]) -> Said:
+    """A script that was started again and has said nothing yet; the state went through a file."""
+    fd = os.memfd_create("state", os.MFD_CLOEXEC)
+    try:
+        state_file.write(fd, {KEY: state})
+        whole = state_file.read(fd)
+    finally:
+        os.close(fd)
+    return Said(lambda: whole)
+
+
+def test_steps_are_counted_by_optimizer_and_go_along(said: Said, module: Optimizers) -> None:
+    first, second = Optimizer(), Optimizer()
+    for optimizer in (second, first, second):
+        module.step(optimizer)
+    assert (said.global_step(), said.global_step(first), said.global_step(second)) == (2, 1, 2)
+    state, against = said.capture([first, second])
+    again = _restarted(state)
+    assert again.global_step() == 2, "before the first batch as well"
+    mine = [Optimizer(), Optimizer()]
+    assert again.misfits(state, mine) == against == []
+    again.put_back(state, mine)
+    assert (again.global_step(), again.global_step(mine[0]), again.global_step(mine[1])) == (2, 1, 2)
+
+
+def test_a_kept_value_is_set_at_once_and_again_after_the_scripts_own_preparations(said: Said) -> None:
+    kept = {"best": torch.tensor(0.25), "names": ["a"]}
+    said.keep("history", lambda: kept, kept.update)
+    state, against = said.capture([])
+    assert against == []
+    again = _restarted(state)
+    found: list[Any] = []
+    again.keep("history", lambda: None, found.append)
+    assert len(found) == 1
+    again.put_back(state, [])
+    assert [one["names"] for one in found] == [["a"], ["a"]]
+    assert found[1]["best"] == 0.25
+
+
+def test_a_value_that_cannot_be_kept_is_a_reason_with_its_place_and_a_hint(said: Said) -> None:
+    def fail() -> None:
+        raise KeyError("best")
+
+    said.keep("history", lambda: {"log": [print]}, lambda _value: None)
+    said.keep("best", fail, lambda _value: None)
+    _state, against = said.capture([])
+    assert [what for what, _hint in against] == [
+        "what hegm.keep('history') keeps cannot be written: log[0] is a function",
+        "what hegm.keep('best') keeps cannot be had: KeyError('best')",
+    ]
+
+
+def test_what_the_script_does_not_keep_any_more_is_a_misfit(said: Said) -> None:
+    said.keep("history", lambda: 1, lambda _value: None)
+    state, _against = said.capture([Optimizer()])
+    assert _restarted(state).misfits(state, []) == [
+        "the state has a value for hegm.keep('history'), and the script has not called that before its first batch",
+        "the state has 1 optimizers, and the script has 0",
+    ]
+
+
+def test_the_epoch_is_told_after_a_restart_and_is_0_before(said: Said, module: Optimizers) -> None:
+    said.set_steps_per_epoch(6)
+    said.set_gradient_accumulation_steps(2)
+    optimizer = Optimizer()
+    for _ in range(7):
+        module.step(optimizer)
+    assert said.start_epoch() == 0
+    state, _against = said.capture([optimizer])
+    assert _restarted(state).start_epoch() == 2
+
+
+def test_what_hegm_was_told_wrongly_is_an_error_at_once(said: Said) -> None:
+    with pytest.raises(ValueError, match="an epoch has 0 batches"):
+        said.set_steps_per_epoch(0)
+    with pytest.raises(TypeError, match="a function that gets the value"):
+        said.keep("x", 3, print)
+
+
+def test_resumable_is_enumerate_and_marks_what_may_be_replayed(said: Said) -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(4))
+    loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(data, batch_size=2)
+    assert [(number, batch[0].tolist()) for number, batch in said.resumable(loader)] == [(0, [0, 1]), (1, [2, 3])]
+    assert not replayed(loader)
+    said.resumable(loader, replay=True)
+    assert replayed(loader)
+
+
+def test_a_process_that_was_not_restarted_has_no_state() -> None:
+    assert not inherited.is_there()
+    assert inherited.state() is None
+
+
+BEFORE_TRAINING = """
+import hegm
+value = []
+hegm.keep("value", lambda: value, value.extend)
+hegm.boundary()
+print(list(hegm.resumable([5])))
+"""
+TRAINING = """
+import hegm, torch
+value = []
+hegm.keep("value", lambda: value, value.extend)
+print(hegm.start_epoch(), hegm.global_step(), value)
+torch.optim.optimizer.Optimizer().step()
+print("a step")
+"""
+# As much of PyTorch as is looked at: importing the real one takes seconds, and the whole minute of a busy machine.
+OPTIMIZERS = """
+hooks = []
+register_optimizer_step_post_hook = lambda hook: None
+def register_optimizer_step_pre_hook(hook):
+    hooks.append(hook)
+    return register_optimizer_step_pre_hook
+register_optimizer_step_pre_hook.remove = hooks.clear
+class Optimizer:
+    def step(self):
+        for hook in hooks:
+            hook(self, (), {})
+"""
+
+
+def _run(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    path = {"PYTHONPATH": str(ROOT)} if "PYTHONPATH" not in environ else {}
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env={**path, **environ},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_script_runs_where_there_is_no_agent_and_no_thread_is_started() -> None:
+    done = _run(BEFORE_TRAINING + "import threading, sys; print(threading.active_count(), '_hegm' in sys.modules)")
+    assert (done.stdout, done.stderr) == ("[(0, 5)]\n1 False\n", "")
+
+
+def test_under_the_agent_hegm_is_found_beside_it_and_no_step_is_made_before_the_state_is_back(tmp_path: Path) -> None:
+    """The package is on nobody's path there, and is imported before torch. This script comes to no loop at all."""
+    with (tmp_path / "state").open("wb+") as file:
+        state_file.write(
+            file.fileno(), {KEY: {"kept": {"value": [7]}, "steps": [41], "first": 0, "epoch": 3}, "passes": []}
+        )
+    (tmp_path / "torch" / "optim").mkdir(parents=True)
+    (tmp_path / "torch" / "__init__.py").write_text("__version__ = '2.0'\nimport torch.optim.optimizer")
+    (tmp_path / "torch" / "optim" / "__init__.py").touch()
+    (tmp_path / "torch" / "optim" / "optimizer.py").write_text(OPTIMIZERS)
+    inject = str(ROOT / "hegmd" / "agent" / "inject")
+    path = f"{inject}:{tmp_path}"
+    done = _run(TRAINING, PYTHONPATH=path, HEGM_STATE=str(tmp_path / "state"), HEGM_SOCKET=str(tmp_path / "none"))
+    assert (done.returncode, done.stdout) == (UNRESTORED_STATUS, "3 41 [7]\n")
+    assert "an optimizer was about to step before the script came to where it was" in done.stderr

@@ -1,0 +1,15 @@
+"""What the child brings along: little, so that it starts quickly, and nothing that would keep it from ending."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def test_the_child_imports_no_event_loop_and_no_logging() -> None:
+    """They take longer than all that the child needs, while a job may be waiting for it."""
+    text = "import hegmd.gpu_helper.child, hegmd.gpu_helper.requests, sys; print(*sys.modules)"
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True, env=environment)
+    heavy = {"anyio", "asyncio", "subprocess", "logging", "dataclasses", "argparse", "cuda.bindings"}
+    assert not heavy & set(done.stdout.split())

@@ -1,0 +1,37 @@
+"""The program for a GPU's processors is the one whose source stands beside it."""
+
+from __future__ import annotations
+
+import base64
+import shutil
+import subprocess
+import textwrap
+import zlib
+from pathlib import Path
+
+import pytest
+
+from hegmd.gpu_helper import kernel_copy
+from tests.patience import HANG_S
+
+RELEASE = "V13.0.88"
+
+
+def _built(folder: Path) -> bytes:
+    """By the compiler and the words that the docstring names; other releases make other programs of it."""
+    nvcc = shutil.which("nvcc") or ""
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout if nvcc else ""
+    if RELEASE not in said:
+        pytest.skip(f"there is no nvcc {RELEASE}")
+    source, program = folder / "copy.cu", folder / "copy.cubin"
+    text = kernel_copy.__doc__ or ""
+    source.write_text(textwrap.dedent(text[text.index("    extern") :]))
+    words = text.partition("`nvcc ")[2].partition("`")[0].split()
+    subprocess.run([nvcc, *words, source, "-o", program], check=True, capture_output=True, timeout=HANG_S)
+    return program.read_bytes()
+
+
+@pytest.mark.thorough
+def test_the_program_is_what_its_source_says(tmp_path: Path) -> None:
+    """To the byte: whoever looks at the source knows what runs beside their job's memory."""
+    assert _built(tmp_path) == zlib.decompress(base64.b64decode(kernel_copy._PROGRAM))

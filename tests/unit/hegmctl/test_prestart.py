@@ -1,0 +1,391 @@
+"""A process that is started before its turn, as both sides have it: real Pythons that import little."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hegmctl.prestart import LOCK_FD, OPERATION, READY_FD, STATE_FD, Beforehand, Readied, make_ready
+from hegmctl.rank_states import STATES
+from hegmctl.running import inject_folder, msgpack_folder
+from hegmctl.supervisor import NOT_ITS_TURN_STATUS
+from tests.patience import HANG_S
+from tests.stubs.cuda.node import CudaNode
+
+ROOT = Path(__file__).parents[3]
+PTRACE_SEIZE = 0x4206
+PATIENCE_S = HANG_S
+SCRIPT = """
+import os, sys
+seen = "torch" in sys.modules, READY in os.environ, os.environ.get("HEGM_RESTART")
+from torch import was_told as seen_by_its_imports
+import torch, torch.inner
+from torch import made
+state = os.pread(int(os.environ["HEGM_STATE_FD"]), 99, 0)
+os.write(3, repr((*seen, seen_by_its_imports, made, torch is sys.modules["torch"], state, torch.inner.made)).encode())
+"""
+
+
+@pytest.fixture(autouse=True)
+def without_signals() -> Iterator[None]:
+    """What comes for a supervisor is told by SIGIO as well, which would end a process that has not blocked it."""
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGIO, before)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """One that says what it sees of a PyTorch, which counts how often it was made."""
+    (tmp_path / "lib/torch").mkdir(parents=True)
+    counts = "import builtins\nmade = builtins.counted = getattr(builtins, 'counted', 0) + 1\n"
+    told = f"import os\nwas_told = {READY_FD!r} in os.environ\n"
+    (tmp_path / "lib/torch/__init__.py").write_text(counts + told)
+    (tmp_path / "lib/torch/inner.py").write_text(counts + "import warnings\nwarnings.warn('heard by nobody')\n")
+    path = tmp_path / "script/train.py"
+    path.parent.mkdir()
+    path.write_text(SCRIPT.replace("READY", repr(READY_FD)))
+    return path
+
+
+class Next:
+    """What is to be made ready of that script, and where it says something, which is its descriptor 3."""
+
+    def __init__(self, script: Path, *, inject: str | None = None, shadow: str | None = None) -> None:
+        library = script.parents[1] / "lib"
+        paths = os.pathsep.join((inject_folder() if inject is None else inject, str(library)))
+        self.environ = {"PATH": os.environ["PATH"], "PYTHONPATH": paths, "HEGM_MSGPACK": msgpack_folder()}
+        self.environ["HEGM_SOCKET"] = str(library / "nobody")
+        if shadow is not None:
+            (script.parent / shadow).write_text("raise SystemExit(3)\n")
+        self.command = ("sh", "-c", f"exec 3>{script.parents[1]}/said; exec {shlex.quote(sys.executable)} {script}")
+        self.said = script.parents[1] / "said"
+        self.path = [str(script.parent), str(library), *sys.path]
+
+    def expected(self) -> Beforehand:
+        return Beforehand(self.command, self.environ, ("torch", "torch.inner", "torch.missing"), self.path)
+
+    def start(self, state: int, **more: str) -> tuple[tuple[str, ...], dict[str, str]]:
+        own = {STATE_FD: str(state), LOCK_FD: str(state), OPERATION: "4"}
+        return self.command, {**self.environ, **own, **more}
+
+
+def made_ready(what: Beforehand) -> Readied:
+    readied = make_ready(what, set())
+    assert readied is not None
+    heard_of(readied)
+    return readied
+
+
+def heard_of(readied: Readied) -> None:
+    """Wait until it has said something, or has ended."""
+    poll = select.poll()
+    assert readied._line is not None
+    poll.register(readied._line, select.POLLIN)
+    assert poll.poll(PATIENCE_S * 1000)
+
+
+def end(readied: Readied) -> None:
+    """Let go of it, and take it up."""
+    readied.end()
+    status_of(readied.pid)
+
+
+def status_of(pid: int) -> int:
+    """How it has ended, if it was not taken up at once; then as one that was killed."""
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:
+        return -signal.SIGKILL
+
+
+@pytest.fixture
+def state() -> Iterator[int]:
+    fd = os.memfd_create("state")
+    os.write(fd, b"the state")
+    yield fd
+    os.close(fd)
+
+
+def test_it_waits_before_the_first_line_and_goes_on_as_that_very_start(script: Path, state: int) -> None:
+    """PyTorch is out of sight until the script imports it, and then there without being made again.
+
+    Whatever PyTorch starts while it is imported is not told to wait as well.
+    """
+    known = Next(script)
+    readied = made_ready(known.expected())
+    wanted = known.start(state)
+    assert readied.look()
+    assert readied.waits
+    assert not readied.look()
+    assert readied.awaited_until(*wanted) is None
+    assert known.said.read_text() == ""
+    assert readied.go_on_as(*wanted) == readied.pid
+    assert os.waitpid(readied.pid, 0) == (readied.pid, 0)
+    assert known.said.read_text() == repr((False, False, "4", False, 1, True, b"the state", 2))
+
+
+@pytest.mark.parametrize("what", ["killed", "another environment", "ranks", "another command"])
+def test_one_that_cannot_go_on_as_that_start_is_ended(script: Path, state: int, what: str) -> None:
+    known = Next(script)
+    readied = made_ready(known.expected())
+    wanted = known.start(state, **{"another environment": {"MORE": "1"}, "ranks": {STATES: "2:x"}}.get(what, {}))
+    if what == "killed":
+        os.kill(readied.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, readied.pid, os.WEXITED | os.WNOWAIT)
+    if what == "another command":
+        wanted = ("true",), wanted[1]
+    assert readied.go_on_as(*wanted) is None
+    assert status_of(readied.pid) in {-signal.SIGKILL, NOT_ITS_TURN_STATUS}
+    assert known.said.read_text() == ""
+    readied.end()
+
+
+def test_nobody_waits_any_more_once_it_is_let_go_of(script: Path) -> None:
+    known = Next(script)
+    readied = made_ready(known.expected())
+    readied.end()
+    readied.end()
+    assert status_of(readied.pid) in {-signal.SIGKILL, NOT_ITS_TURN_STATUS}
+
+
+def test_a_supervisor_waited_for_one_that_it_had_killed_and_that_could_not_end(script: Path) -> None:
+    """As in a call of the kernel that hangs; here somebody traces it, and has not been told of its end yet."""
+    ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+    ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    words = [sys.executable, "-m", "tests.unit.hegmctl.test_prestart", str(script)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as supervisor:
+        assert supervisor.stdin is not None
+        assert supervisor.stdout is not None
+        pid = int(supervisor.stdout.readline())
+        assert ptrace(PTRACE_SEIZE, pid, None, None) == 0, os.strerror(ctypes.get_errno())
+        try:
+            supervisor.stdin.write(b"end it\n")
+            supervisor.stdin.flush()
+            poll = select.poll()
+            poll.register(supervisor.stdout, select.POLLIN)
+            assert poll.poll(PATIENCE_S * 1000), "it waits for it"
+        finally:
+            os.waitpid(pid, 0)  # its tracer is told, and then its parent
+        assert supervisor.stdout.readline() == b"ended\n"
+
+
+def end_one_when_told(script: Path) -> None:
+    """A supervisor, in a process of its own."""
+    signal.signal(signal.SIGIO, signal.SIG_IGN)
+    readied = made_ready(Next(script).expected())
+    os.write(1, b"%d\n" % readied.pid)
+    sys.stdin.readline()
+    readied.end()
+    os.write(1, b"ended\n")
+    status_of(readied.pid)
+
+
+def test_one_that_could_not_take_its_turn_ended_as_a_training_that_is_over(script: Path, state: int) -> None:
+    """It may have no descriptors but those that it has, and ended with 0: the restart was given up for that."""
+    known = Next(script)
+    readied = made_ready(known.expected())
+    resource.prlimit(readied.pid, resource.RLIMIT_NOFILE, (3, 3))
+    assert readied.go_on_as(*known.start(state)) == readied.pid
+    assert status_of(readied.pid) == NOT_ITS_TURN_STATUS
+    assert known.said.read_text() == ""
+
+
+def test_it_ends_by_itself_where_the_script_would_import_another_module(script: Path, state: int) -> None:
+    """The script's folder comes first on its path, and has a module by the name of one that was imported without it."""
+    known = Next(script, shadow="socket.py")
+    readied = made_ready(known.expected())
+    assert readied.look(), "nobody is told that it is not to be waited for"
+    assert not readied.waits
+    assert not readied.look()
+    assert readied.awaited_until(*known.start(state)) is None
+    assert readied.go_on_as(*known.start(state)) is None
+    assert status_of(readied.pid) in {-signal.SIGKILL, NOT_ITS_TURN_STATUS}
+    assert known.said.read_text() == ""
+
+
+KEPT_SCRIPT = """
+import os
+import torch.later
+names = "HEGM_GPU", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "OMP_NUM_THREADS"
+seen = [os.environ.get(name) for name in names]
+with open("/proc/self/oom_score_adj") as file:
+    seen += [torch.made, torch.later.made, file.read().strip()]
+os.write(3, repr(seen).encode())
+"""
+PLACED = {"HEGM_GPU": "gpu0", "CUDA_VISIBLE_DEVICES": "GPU-0", "OMP_NUM_THREADS": "2"}
+
+
+@pytest.fixture
+def kept(script: Path) -> Next:
+    """One that was made ready long before anybody knew what for, where it was."""
+    script.write_text(KEPT_SCRIPT)
+    (script.parents[1] / "lib/torch/later.py").write_text("import torch\nmade = torch.made\n")
+    known = Next(script)
+    known.environ.update(PLACED)
+    return known
+
+
+def differing(known: Next, **different: str | None) -> Beforehand:
+    """The start that is then expected."""
+    environ = {name: value for name, value in {**known.environ, **different}.items() if value is not None}
+    return Beforehand(known.command, environ, ("torch", "torch.inner", "torch.later"), known.path)
+
+
+def test_one_that_was_kept_goes_on_elsewhere_with_what_was_imported_since(kept: Next, state: int) -> None:
+    """What nothing has read yet it is given in its turn, or loses then; and only then it is a process as any."""
+    readied = made_ready(kept.expected())
+    assert readied.look()
+    own = Path("/proc/self/oom_score_adj").read_text().strip()
+    assert Path(f"/proc/{readied.pid}/oom_score_adj").read_text() == "1000\n"
+    for _ in range(2):  # as every ten minutes: it is still what would be started
+        assert readied.is_to_serve(kept.expected())
+        heard_of(readied)
+        assert readied.look()
+        assert readied.waits
+    what = differing(kept, HEGM_GPU=None, CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="-1")
+    assert readied.is_to_serve(what)
+    assert not readied.waits
+    assert readied.awaited_until(what.command, what.environ) is not None
+    heard_of(readied)
+    assert readied.look()
+    assert readied.waits
+    assert readied.go_on_as(what.command, {**what.environ, STATE_FD: str(state)}) == readied.pid
+    assert os.waitpid(readied.pid, 0) == (readied.pid, 0)
+    assert kept.said.read_text() == repr([None, "", "-1", "2", 1, 1, own])
+
+
+ASKED_SCRIPT = """
+import os, sys
+import torch.later
+from _hegm.agent.state.prestart import beforehand
+asked = [sorted(beforehand().modules)]
+os.environ["OMP_NUM_THREADS"] = "3"
+asked.append(sorted(beforehand().modules))
+os.write(3, repr(asked).encode())
+"""
+
+
+def test_after_one_restart_on_another_gpu_no_python_was_ever_made_ready_again(
+    kept: Next, script: Path, state: int
+) -> None:
+    """The kernel tells the environment of its start; what its turn changed was taken for a change by the script."""
+    script.write_text(ASKED_SCRIPT)
+    kept.environ["ROCR_VISIBLE_DEVICES"] = "0"
+    readied = made_ready(kept.expected())
+    assert readied.look()
+    what = differing(kept, CUDA_VISIBLE_DEVICES="GPU-1", ROCR_VISIBLE_DEVICES=None, HIP_VISIBLE_DEVICES="-1")
+    assert readied.go_on_as(what.command, {**what.environ, STATE_FD: str(state)}) == readied.pid
+    assert os.waitpid(readied.pid, 0) == (readied.pid, 0)
+    assert kept.said.read_text() == repr([["torch", "torch.inner", "torch.later"], []])
+
+
+def test_the_end_of_one_that_had_been_ready_was_told_to_nobody(kept: Next) -> None:
+    """The next daemon would have been told that it is there still."""
+    readied = made_ready(kept.expected())
+    assert readied.look()
+    os.kill(readied.pid, signal.SIGKILL)
+    heard_of(readied)
+    assert readied.look()
+    assert (readied.waits, readied.is_kept) == (False, False)
+    assert not readied.look()
+    assert status_of(readied.pid) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("different", [{"OMP_NUM_THREADS": "3"}, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, {"X": None}])
+def test_one_is_not_kept_for_an_environment_that_its_imports_may_have_read(
+    kept: Next, different: dict[str, str | None]
+) -> None:
+    kept.environ["X"] = "1"
+    readied = made_ready(kept.expected())
+    assert readied.look()
+    assert not readied.is_to_serve(differing(kept, **different))
+    end(readied)
+
+
+def test_one_whose_modules_have_changed_on_disk_ends_as_soon_as_it_is_wanted(kept: Next, script: Path) -> None:
+    """An edited module would have been another one in the process that goes on than in a start as any."""
+    readied = made_ready(kept.expected())
+    assert readied.look()
+    with (script.parents[1] / "lib/torch/inner.py").open("a") as file:
+        file.write("# edited")
+    assert readied.is_to_serve(kept.expected())
+    heard_of(readied)
+    assert readied.look()
+    assert (readied.waits, readied.is_kept) == (False, True)
+    end(readied)
+
+
+@pytest.mark.parametrize("how", ["edited", "shadowed"])
+def test_one_whose_modules_have_changed_since_it_was_asked_does_not_take_its_turn(
+    kept: Next, script: Path, state: int, how: str
+) -> None:
+    """It ends as one that cannot: it is started as without one, and not counted as another try."""
+    readied = made_ready(kept.expected())
+    assert readied.look()
+    changed = script.parents[1] / "lib/torch/inner.py" if how == "edited" else script.parent / "socket.py"
+    with changed.open("a") as file:
+        file.write("# edited")
+    assert readied.go_on_as(*kept.start(state)) == readied.pid
+    assert status_of(readied.pid) == NOT_ITS_TURN_STATUS
+    assert kept.said.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("does", "visible", "may_change"),
+    [
+        ("", "0", True),
+        ("", "", False),  # a cuInit that has found no GPU leaves no trace
+        ("assert driver.cuInit(0) == 0", "0", False),
+        ("import sys; version = type(sys)('torch.version'); version.hip = '6'; sys.modules[version.__name__] = version",
+         "GPU-0", False),
+    ],
+)  # fmt: skip
+def test_its_gpus_may_change_until_the_driver_has_looked_at_them(
+    kept: Next, tmp_path: Path, does: str, visible: str, may_change: bool
+) -> None:
+    """The driver reads them in cuInit, once; until then its functions answer that it was not called."""
+    node = CudaNode.make(tmp_path)
+    driver = tmp_path / "libcuda.so.1"
+    with (tmp_path / "lib/torch/__init__.py").open("a") as module:
+        module.write(f"import ctypes\ndriver = ctypes.CDLL({str(driver)!r})\n{does}\n")
+    kept.environ.update(node.environment(), CUDA_VISIBLE_DEVICES=visible)
+    readied = made_ready(kept.expected())
+    assert readied.look()
+    waited, serves = readied.waits, readied.is_to_serve(differing(kept, CUDA_VISIBLE_DEVICES="GPU-1"))
+    end(readied)
+    assert (waited, serves) == (True, may_change)
+
+
+def test_it_ends_with_its_supervisor_and_runs_no_line_of_the_script(script: Path) -> None:
+    """Whoever has the other end of the pair has ended, whatever it was told until then."""
+    known = Next(script)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        environ = {**known.environ, READY_FD: str(theirs.fileno())}
+        process = subprocess.Popen(known.command, env=environ, pass_fds=(theirs.fileno(),))
+    assert process.wait(PATIENCE_S) == NOT_ITS_TURN_STATUS
+    assert known.said.read_text() == ""
+
+
+def test_an_agent_that_knows_of_no_turn_would_have_run_the_script_at_once(script: Path, tmp_path: Path) -> None:
+    """As after a release was taken back while the job ran: nothing is started by it before its turn."""
+    (tmp_path / "sitecustomize.py").write_text("")
+    known = Next(script, inject=str(tmp_path))
+    assert make_ready(known.expected(), set()) is None
+    assert not known.said.exists()
+
+
+if __name__ == "__main__":
+    end_one_when_told(Path(sys.argv[1]))

@@ -1,0 +1,528 @@
+"""The daemon's desk of a supervised command, against a daemon that orders what each test wants of it.
+
+The supervisor itself sleeps until a signal tells it of news; here the desk is simply asked again and again.
+
+Longer than 400 lines because every test has the same desk, and the daemon that orders what it does.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from hegmctl.prestart import LOCK_FD, OPERATION, STATE_FD
+from hegmctl.restart_client import LONG_S, DaemonDesk
+from hegmctl.supervisor import GAVE_UP_STATUS, LEFT_STATUS, NOT_ITS_TURN_STATUS, GiveUp, Start
+from hegmd.errors import Refused
+from hegmd.protocol.connection import Asked
+from hegmd.protocol.messages import Noted, Supervise, SuperviseReport, SupervisorOrder
+from tests.patience import HANG_S
+from tests.unit.hegmctl import node
+from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, failing, saying
+from tests.unit.hegmctl.offspring import children, reap
+from tests.unit.hegmctl.test_agentless import INJECT, TRAINS, probes, running
+
+PATIENCE_S = HANG_S
+COMMAND = ("python3", "train.py")
+ENVIRON = {"HEGM_RUN": "run-1", "HEGM_GPU": "gpu0", "CUDA_VISIBLE_DEVICES": "0"}
+
+
+@pytest.fixture(autouse=True)
+def without_signals() -> Iterator[None]:
+    """What comes for a desk is told by SIGIO as well, which would end a process that has not blocked it."""
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGIO, before)
+
+
+class Attended:
+    """A desk, the daemon that it attends, and what both have said."""
+
+    def __init__(
+        self,
+        path: Path,
+        folder: Path,
+        command: tuple[str, ...] = COMMAND,
+        resumes: str | None = None,
+        **environ: str,
+    ) -> None:
+        self.path = path
+        self.said: list[str] = []
+        self.lock_path = folder / "lock"
+        self.desk = DaemonDesk(str(path), command, {**ENVIRON, **environ}, say=self.said.append, resumes=resumes)
+        self.daemon: FakeDaemon | None = None
+        self._caller: Caller | None = None
+        self._asked = 0
+        self._ordered = 0
+
+    def listen(self) -> FakeDaemon:
+        """Have a daemon there from now on, which lets it attend."""
+        answers = {**node.answers(), Supervise: self._attend, SuperviseReport: saying(Noted())}
+        self.daemon = FakeDaemon(self.path, answers)
+        return self.daemon
+
+    def _attend(self, caller: Caller, asked: Asked) -> None:
+        self._caller, self._asked = caller, asked.id
+
+    def until(self, is_so: Callable[[], bool]) -> None:
+        """Have the desk look after what has come until that is so."""
+        deadline = monotonic() + PATIENCE_S
+        while not is_so():
+            assert monotonic() < deadline, (self.said, self.daemon and self.daemon.asked)
+            self.desk.turn(monotonic(), None)
+            select.poll().poll(2)
+
+    def offers(self) -> list[Supervise]:
+        assert self.daemon is not None
+        return [asked for asked in self.daemon.asked if isinstance(asked, Supervise)]
+
+    def reports(self) -> list[SuperviseReport]:
+        assert self.daemon is not None
+        return [asked for asked in self.daemon.asked if isinstance(asked, SuperviseReport)]
+
+    def attend(self) -> Supervise:
+        """Let it connect; what it offered."""
+        self.until(lambda: bool(self.offers()))
+        return self.offers()[-1]
+
+    def order(self, do: str, *, state: bytes | None = None, operation: str = "4", **how: Any) -> None:
+        """Order it; with a state, also the descriptors that come with one."""
+        assert self._caller is not None
+        self._ordered += 1
+        order = SupervisorOrder(order=self._ordered, do=do, operation=operation, **how)
+        fds: list[int] = []
+        if state is not None:
+            fds = [os.memfd_create("state") for _ in how.get("ranks") or (0,)]
+            for memory in fds:
+                os.write(memory, state)
+            fds.append(os.open(self.lock_path, os.O_RDWR | os.O_CREAT))
+        self._caller.send(self._caller.protocol.event(self._asked, order, len(fds)), fds)
+        for fd in fds:
+            os.close(fd)
+
+    def expect(self) -> None:
+        """Have it know that its command may leave, and see it leave."""
+        self.order("expect")
+        self.until(lambda: any(report.order for report in self.reports()))
+        assert self.desk.ended(LEFT_STATUS, told=None)
+
+    def start(self, **how: Any) -> Start:
+        """Order a start; what the desk wants of its supervisor then, which does it."""
+        self.order("start", state=b"the state", **how)
+        self.until(lambda: self.desk.wanted() is not None)
+        wanted = self.desk.wanted()
+        assert isinstance(wanted, Start)
+        self.desk.started(77)
+        return wanted
+
+
+@pytest.fixture
+def attended(socket_path: Path, tmp_path: Path) -> Iterator[Attended]:
+    one = Attended(socket_path, tmp_path)
+    with one.listen():
+        yield one
+        one.desk.close()
+
+
+def test_it_offers_its_run_and_what_it_is_the_parent_of(attended: Attended) -> None:
+    offer = attended.attend()
+    assert (offer.run, offer.python, offer.left, offer.operation) == ("run-1", True, False, None)
+
+
+def test_the_exit_status_of_a_restart_that_nobody_expects_is_the_commands_own(attended: Attended) -> None:
+    attended.attend()
+    assert not attended.desk.ended(LEFT_STATUS, told=None)
+    attended.until(lambda: bool(attended.reports()))
+    assert (attended.reports()[0].result, attended.reports()[0].status) == ("ended", LEFT_STATUS)
+
+
+def test_an_end_that_somebody_wanted_by_a_signal_is_none_of_a_restart(attended: Attended) -> None:
+    attended.attend()
+    attended.order("expect")
+    attended.until(lambda: bool(attended.reports()))
+    assert not attended.desk.ended(-signal.SIGTERM, told=signal.SIGTERM)
+
+
+def test_it_is_started_with_other_surroundings_from_the_state_and_its_lock(attended: Attended) -> None:
+    attended.attend()
+    attended.expect()
+    assert attended.desk.wanted() is None
+    how: dict[str, Any] = {
+        "set": {"HIP_VISIBLE_DEVICES": "GPU-1"},
+        "unset": ("CUDA_VISIBLE_DEVICES",),
+        "python": "/opt/rocm/python",
+    }
+    start = attended.start(**how)
+    assert list(start.command) == ["/opt/rocm/python", "train.py"]
+    assert start.environ["HIP_VISIBLE_DEVICES"] == "GPU-1"
+    assert "CUDA_VISIBLE_DEVICES" not in start.environ
+    assert start.environ[OPERATION] == "4"
+    state, lock = int(start.environ[STATE_FD]), int(start.environ[LOCK_FD])
+    assert os.pread(state, 100, 0) == b"the state"
+    assert os.path.samestat(os.fstat(lock), attended.lock_path.stat())
+    assert start.keep == (state, lock)
+
+
+def test_no_variable_of_an_earlier_start_leads_away_from_the_state(attended: Attended) -> None:
+    """With a HEGM_STATES from somewhere the script found no state, and began anew without a word."""
+    attended.attend()
+    attended.expect()
+    wanted = attended.start(set={"HEGM_STATES": "2:gone", "HEGM_STATE": "/gone", STATE_FD: "0", LOCK_FD: "0"})
+    assert "HEGM_STATES" not in wanted.environ
+    assert "HEGM_STATE" not in wanted.environ
+    assert {int(wanted.environ[STATE_FD]), int(wanted.environ[LOCK_FD])} == set(wanted.keep)
+
+
+def test_another_python_for_a_command_that_is_none_is_refused(socket_path: Path, tmp_path: Path) -> None:
+    attended = Attended(socket_path, tmp_path, ("bash", "train.sh"))
+    with attended.listen():
+        assert not attended.attend().python
+        attended.expect()
+        attended.order("start", state=b"", python="/opt/python3")
+        attended.until(lambda: attended.reports()[-1].result == "failed")
+        assert "begins with bash" in attended.reports()[-1].message
+        assert attended.desk.wanted() is None
+        attended.desk.close()
+
+
+@pytest.mark.parametrize("python", [sys.executable, "true", "/nowhere/python3"])
+def test_it_is_said_which_python_a_program_is_before_anything_ends(attended: Attended, python: str) -> None:
+    others = children()
+    assert attended.attend().asks
+    attended.order("ask", operation="", python=python, set={"PATH": "/usr/bin:/bin"})
+    attended.until(lambda: bool(attended.reports()))
+    report = attended.reports()[0]
+    assert (report.order, report.result) == (1, "done" if python == sys.executable else "failed")
+    assert report.message.startswith(f"{sys.implementation.name} ") == (python == sys.executable)
+    assert attended.desk.wanted() is None
+    reap(children() - others)
+
+
+def test_a_start_that_ends_at_once_is_tried_again_and_then_told_of(attended: Attended) -> None:
+    """And a process that had the state back before it fell says nothing of the one after it."""
+    attended.attend()
+    attended.expect()
+    attended.start()
+    attended.lock_path.write_bytes(b"back")
+    assert attended.desk.ended(1, told=None)
+    assert attended.lock_path.read_bytes() == b""
+    assert isinstance(attended.desk.wanted(), Start)
+    attended.desk.started(78)
+    assert attended.desk.ended(1, told=None)
+    assert attended.desk.wanted() is None
+    attended.until(lambda: attended.reports()[-1].result == "failed")
+    assert attended.reports()[-1].starts == 2
+
+
+def test_a_restart_was_given_up_where_the_one_that_was_made_ready_could_not_take_its_turn(attended: Attended) -> None:
+    """It is started as without one then, as often as any other is; the script itself may end with that status."""
+    attended.attend()
+    attended.expect()
+    attended.order("start", state=b"the state")
+    attended.until(lambda: attended.desk.wanted() is not None)
+    attended.desk.started(77, was_ready=True)
+    for pid in (78, 79):
+        assert attended.desk.ended(NOT_ITS_TURN_STATUS, told=None)
+        assert isinstance(attended.desk.wanted(), Start)
+        attended.desk.started(pid)
+    assert attended.desk.ended(NOT_ITS_TURN_STATUS, told=None)
+    assert attended.desk.wanted() is None
+    attended.until(lambda: attended.reports()[-1].result == "failed")
+    assert attended.reports()[-1].starts == 2
+
+
+def test_one_that_failed_hours_after_its_restart_was_started_again_from_its_old_state(attended: Attended) -> None:
+    """No daemon had been there since to say that the operation was over."""
+    attended.attend()
+    attended.expect()
+    attended.start()
+    os.pwrite(_lock(attended), b"back\0\0\0\0+", 0)
+    assert not attended.desk.ended(1, told=None)
+    assert attended.desk.wanted() is None
+    assert attended.said[0].startswith("it ended with 1 after it had gone on, and is not started again; ")
+
+
+@pytest.mark.parametrize(("notes", "goes_on"), [(b"++", False), (b"+\0", True), (b"", True)])
+def test_ranks_are_started_again_unless_all_have_trained_on(attended: Attended, notes: bytes, goes_on: bool) -> None:
+    attended.attend()
+    attended.expect()
+    wanted = attended.start(ranks=(0, 1))
+    os.pwrite(wanted.keep[0], notes, 8)
+    assert attended.desk.ended(1, told=None) == goes_on
+    assert isinstance(attended.desk.wanted(), Start) == goes_on
+    assert not goes_on or not attended.lock_path.read_bytes()
+
+
+def test_one_that_says_that_it_cannot_go_on_is_not_tried_again(attended: Attended) -> None:
+    attended.attend()
+    attended.expect()
+    attended.start()
+    assert attended.desk.ended(GAVE_UP_STATUS, told=None)
+    assert attended.desk.wanted() is None
+
+
+def test_the_end_of_the_training_is_noted_where_the_next_daemon_finds_it(attended: Attended) -> None:
+    """It ended with 0 while no daemon was there, and its state was held for nobody."""
+    attended.attend()
+    attended.expect()
+    attended.start()
+    os.pwrite(_lock(attended), b"back", 0)
+    assert not attended.desk.ended(0, told=None)
+    assert attended.lock_path.read_bytes() == b"backover"
+
+
+def test_the_end_of_a_command_that_never_had_its_state_back_is_none_of_the_training(attended: Attended) -> None:
+    """As of `--resume 4 -- true`, which ended with 0 as if the training were over. Both words let go of the state."""
+    attended.attend()
+    attended.expect()
+    attended.start()
+    assert attended.desk.ended(0, told=None)
+    assert not attended.lock_path.read_bytes().startswith(b"back")
+    attended.until(lambda: attended.reports()[-1].result == "failed")
+    assert "no training in it has gone on" in attended.reports()[-1].message
+    assert attended.desk.wanted() is None
+
+
+def test_a_training_without_the_agent_began_anew_and_was_not_ended(attended: Attended, tmp_path: Path) -> None:
+    """As of `--resume 4 -- ./wrapper.sh`, which drops PYTHONPATH. It is not tried again: it would do so again."""
+    torch = tmp_path / "libtorch_cpu.so"
+    torch.write_bytes(bytes(4096))
+    attended.attend()
+    attended.expect()
+    attended.start()
+    with running(sys.executable, "-I", "-c", TRAINS, str(torch), path=None) as process:
+        attended.desk.started(process.pid)
+        os.pwrite(_lock(attended), b"back", 0)
+        assert attended.desk.turn(monotonic(), process.pid) is None  # one that has its state back is not looked at
+        os.ftruncate(_lock(attended), 0)
+        attended.desk.turn(monotonic(), process.pid)
+        assert process.wait(timeout=PATIENCE_S) == -signal.SIGKILL
+    assert attended.desk.ended(-signal.SIGKILL, told=None)
+    assert attended.desk.wanted() is None
+    attended.until(lambda: attended.reports()[-1].result == "failed")
+    assert "has begun anew: the option -I leaves hegmd's agent out" in attended.reports()[-1].message
+    assert "start it without -E, -I and -S" in attended.said[-1]
+
+
+def test_a_script_that_looked_at_pytorch_by_another_python_was_ended_on_its_way(
+    attended: Attended, tmp_path: Path
+) -> None:
+    torch = tmp_path / "libtorch_cpu.so"
+    torch.write_bytes(bytes(4096))
+    attended.attend()
+    attended.expect()
+    attended.start()
+    words = (*probes(str(torch)), sys.executable, "-I", "-c", TRAINS, str(torch))
+    with attended.lock_path.open("r+b") as right, running(*words, path=INJECT, fds=(right.fileno(),)) as process:
+        attended.desk.started(process.pid)
+        attended.desk.turn(monotonic(), process.pid)
+        assert process.poll() is None
+    assert attended.said == []
+
+
+def test_a_start_in_which_nobody_has_its_state_for_long_is_told_of_once(attended: Attended) -> None:
+    """As of `--resume 4 -- docker run ...`, whose processes nobody here can look into."""
+    attended.attend()
+    attended.expect()
+    attended.start()
+    began = monotonic()
+    for later_s in (LONG_S - 1, LONG_S + 1, LONG_S + 2):
+        assert attended.desk.turn(began + later_s, os.getpid()) is not None
+    assert [line.partition(",")[0] for line in attended.said] == ["it was started 120 s ago"]
+
+
+def test_a_job_with_an_exit_code_of_its_own_was_taken_for_ended(socket_path: Path, tmp_path: Path) -> None:
+    """Its agent ends with HEGM_EXIT_CODE, and 99 alone was known for leaving: nobody started it again."""
+    attended = Attended(socket_path, tmp_path, HEGM_EXIT_CODE="77")
+    with attended.listen():
+        attended.attend()
+        attended.order("expect")
+        attended.until(lambda: any(report.order for report in attended.reports()))
+        assert attended.desk.ended(77, told=None)
+        assert attended.start().environ[OPERATION] == "4"
+        attended.desk.close()
+
+
+def test_without_the_descriptors_of_its_state_a_command_began_anew(attended: Attended) -> None:
+    """A process at its limit of open files loses them on the way; it was started without, and trained from nothing."""
+    attended.attend()
+    attended.expect()
+    attended.order("start")
+    attended.until(lambda: any(report.result == "failed" for report in attended.reports()))
+    assert "0 of 2 descriptors" in attended.reports()[-1].message
+    assert attended.desk.wanted() is None
+
+
+def test_a_restart_after_one_whose_end_was_not_heard_of_lost_what_that_had_set(attended: Attended) -> None:
+    """The daemon's word that the former operation is over came over a connection that had gone by then."""
+    attended.attend()
+    attended.expect()
+    attended.start(set={"TRIED": "1"})
+    attended.order("expect", operation="5")
+    attended.until(lambda: len([report for report in attended.reports() if report.order]) == 3)
+    assert attended.desk.ended(LEFT_STATUS, told=None)
+    assert attended.desk.wanted() is None  # and surely not started from the former state
+    attended.order("start", state=b"another", operation="5")
+    attended.until(lambda: attended.desk.wanted() is not None)
+    wanted = attended.desk.wanted()
+    assert isinstance(wanted, Start)
+    assert (wanted.environ[OPERATION], wanted.environ["TRIED"]) == ("5", "1")
+
+
+def test_one_that_was_killed_before_it_had_left_ended_its_supervisor_with_another_status(attended: Attended) -> None:
+    attended.attend()
+    attended.order("expect")
+    attended.until(lambda: bool(attended.reports()))
+    assert attended.desk.ended(-signal.SIGKILL, told=None)
+    attended.order("forget")
+    attended.until(lambda: attended.desk.wanted() is not None)
+    wanted = attended.desk.wanted()
+    assert isinstance(wanted, GiveUp)
+    assert wanted.status == -signal.SIGKILL
+
+
+def test_what_was_different_for_a_start_that_went_well_stays_so(attended: Attended) -> None:
+    attended.attend()
+    attended.expect()
+    attended.start(set={"EXTRA": "1"}, python="/opt/python3")
+    attended.order("forget")
+    attended.order("expect")
+    attended.until(lambda: len([report for report in attended.reports() if report.order]) == 3)
+    assert attended.desk.ended(LEFT_STATUS, told=None)
+    again = attended.start(set={"HEGM_GPU": "gpu1"})
+    assert (again.command[0], again.environ["EXTRA"], again.environ["HEGM_GPU"]) == ("/opt/python3", "1", "gpu1")
+
+
+@pytest.mark.parametrize(
+    ("changed", "path"),
+    [({"set": {"PYTHONPATH": "/mine"}}, "/agent:/mine"), ({"unset": ["PYTHONPATH"]}, "/agent"), ({}, "/agent:/before")],
+)
+def test_a_path_of_modules_that_was_asked_for_had_the_script_begin_anew_without_the_agent(
+    tmp_path: Path, changed: dict[str, Any], path: str
+) -> None:
+    """`--env PYTHONPATH=...` took the place of the folder that the agent comes from: its losses began a second time."""
+    one = Attended(tmp_path / "socket", tmp_path, PYTHONPATH="/agent:/before")
+    with one.listen():
+        one.attend()
+        one.expect()
+        assert one.start(**changed).environ["PYTHONPATH"] == path
+        one.desk.close()
+
+
+def test_while_it_waits_it_can_be_given_up(attended: Attended) -> None:
+    attended.attend()
+    attended.expect()
+    attended.order("give-up", message="its state is held by operation 4", hint="go on with: hegmctl run --resume 4")
+    attended.until(lambda: attended.desk.wanted() is not None)
+    given_up = attended.desk.wanted()
+    assert isinstance(given_up, GiveUp)
+    assert (given_up.status, given_up.hint) == (GAVE_UP_STATUS, "go on with: hegmctl run --resume 4")
+
+
+def test_a_daemon_that_was_away_hears_what_it_waits_for_when_it_is_back(attended: Attended) -> None:
+    attended.attend()
+    attended.expect()
+    assert attended.daemon is not None
+    attended.daemon.stop()
+    attended.until(lambda: any("goes on when hegmd is back" in line for line in attended.said))
+    with attended.listen():
+        offer = attended.attend()
+        assert (offer.left, offer.operation, offer.started) == (True, "4", False)
+        assert len(attended.said) == 1
+        assert isinstance(attended.start(), Start)
+        attended.desk.close()
+
+
+def test_a_start_that_an_earlier_daemon_has_ordered_is_not_done_twice(attended: Attended) -> None:
+    attended.attend()
+    attended.expect()
+    attended.start()
+    assert attended.daemon is not None
+    attended.daemon.stop()
+    with attended.listen():
+        attended.until(lambda: bool(attended.offers()))
+        assert attended.offers()[-1].started
+        attended.order("start", state=b"")
+        attended.until(lambda: bool(attended.reports()))
+        assert (attended.reports()[-1].result, attended.reports()[-1].starts) == ("done", 1)
+        assert attended.desk.wanted() is None
+        attended.desk.close()
+
+
+def test_what_was_made_ready_ended_with_the_daemon_that_had_asked_for_it(attended: Attended) -> None:
+    """The next one is told of it, and says what it does not want. A job that had left stood for a whole start then."""
+    offer = attended.attend()
+    assert (offer.kept, offer.readies) == (False, None)
+    attended.order("ready", operation="", imports=("torch",))
+    attended.until(lambda: attended.desk.expected() is not None)
+    kept = attended.desk.expected()
+    attended.order("ready", imports=("torch",))
+    attended.until(lambda: attended.desk.expected() is not kept)
+    for_operation = attended.desk.expected()
+    assert attended.daemon is not None
+    attended.daemon.stop()
+    with attended.listen():
+        offer = attended.attend()
+        assert (offer.kept, offer.readies) == (True, "4")
+        assert attended.desk.expected() is for_operation
+        attended.order("forget")
+        attended.until(lambda: attended.desk.expected() is kept)
+        attended.order("unready", operation="")
+        attended.until(lambda: attended.desk.expected() is None)
+        attended.desk.close()
+
+
+def test_one_that_could_not_be_kept_is_offered_to_nobody(attended: Attended) -> None:
+    attended.attend()
+    attended.order("ready", operation="", imports=("torch",))
+    attended.until(lambda: attended.desk.expected() is not None)
+    attended.desk.is_ready(None)
+    assert attended.daemon is not None
+    attended.daemon.stop()
+    with attended.listen():
+        assert not attended.attend().kept
+        assert attended.desk.expected() is None
+        attended.desk.close()
+
+
+def test_nobody_is_kept_for_a_daemon_that_declines(attended: Attended) -> None:
+    attended.attend()
+    attended.order("ready", operation="", imports=("torch",))
+    attended.until(lambda: attended.desk.expected() is not None)
+    assert attended.daemon is not None
+    attended.daemon.stop()
+    refusal = failing(Refused("another supervises run-1", "see: hegmctl ps"))
+    with FakeDaemon(attended.path, {**node.answers(), Supervise: refusal}):
+        attended.until(lambda: attended.desk.expected() is None)
+        attended.desk.close()
+
+
+@pytest.mark.parametrize("resumes", ["9", None])
+def test_a_daemon_that_will_not_have_it_is_told_of_once(socket_path: Path, tmp_path: Path, resumes: str | None) -> None:
+    """One that wants to go on from a state gives up; a job that runs goes on running, without restarts."""
+    attended = Attended(socket_path, tmp_path, resumes=resumes)
+    refusal = failing(Refused("operation 9 is done, and holds no state", "hegmctl ops lists operations"))
+    with FakeDaemon(socket_path, {**node.answers(), Supervise: refusal}):
+        if resumes is None:
+            attended.until(lambda: bool(attended.said))
+            assert "cannot be restarted elsewhere" in attended.said[0]
+            assert attended.desk.wanted() is None
+        else:
+            attended.until(lambda: attended.desk.wanted() is not None)
+            assert isinstance(attended.desk.wanted(), GiveUp)
+        attended.desk.close()
+
+
+def _lock(attended: Attended) -> int:
+    """The descriptor that the process it started has inherited."""
+    target = attended.lock_path.resolve()
+    found = [int(link.name) for link in Path("/proc/self/fd").iterdir() if link.exists() and link.resolve() == target]
+    return found[0]

@@ -1,0 +1,119 @@
+"""From CRIU's log to a sentence and the next step. The lines are CRIU 4.2.1's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from hegmd.images.criu.error_messages import failure, first_error, had_numbers_taken
+
+NOISE = """\
+(00.000116) Version: 4.2.1 (gitid 0)
+(00.072) Error (criu/util.c:642): exited, status=1
+"""
+AFTER = "(00.072246) Error (criu/cr-restore.c:2331): Restoring FAILED.\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence", "hint"),
+    [
+        (
+            "(00.05)   77: Error (criu/files-reg.c:2122): File srv/out.log has bad size 300 (expect 200)",
+            "/srv/out.log has 300 bytes and had 200 when the image was made",
+            "--truncate-outputs",
+        ),
+        (
+            "(0.05) Error (criu/files-reg.c:2316): Can't open file srv/out.log on restore: No such file or directory",
+            "/srv/out.log is not there",
+            "put that file where it was",
+        ),
+        (
+            "(00.07) Error (criu/sk-inet.c:191): inet: Connected TCP socket, consider using --tcp-established option.",
+            "a TCP connection to outside",
+            "connections to be closed",
+        ),
+        (
+            "(00.07) Error (criu/sk-unix.c:874): unix: Can't dump half of stream unix connection.",
+            "a unix socket that is connected to outside",
+            "have the script close it",
+        ),
+        (
+            "(00.07) Error (criu/cr-restore.c:1237): Can't fork for 1448: File exists",
+            "the process number 1448 is taken",
+            "unshare --pid",
+        ),
+        (
+            "(00.38) pie: 4534: Error (criu/pie/restorer.c:2185): Unable to create a thread: -17",
+            "the number of one of the job's threads is taken",
+            "restore it again",
+        ),
+        (
+            "(00.07) Error (criu/proc_parse.c:116): Can't handle non-regular mapping on 33's map 7f00",
+            "process 33 has device memory mapped",
+            "hegmctl run",
+        ),
+        (
+            "(00.07) Error (criu/files.c:457): Can't dump file 5 of that type [20600] (chr 10:229)",
+            "descriptor 5, chr 10:229",
+            "have the script close it",
+        ),
+        (
+            "(00.07) Error (criu/files-reg.c:352): Can't create ghost regfile: File exists",
+            "has left a file there",
+            ".ghost",
+        ),
+        (
+            "(00.07) Error (criu/cgroup.c:741): cg: Failed walking /sys/fs/cgroup for empty cgroups",
+            "the job's control groups",
+            "--manage-cgroups",
+        ),
+        (
+            "(00.07) Error (criu/pidfd.c:148): pidfd: pidfd pid 6677 is not a part of process tree..",
+            "a pidfd of process 6677 open",
+            "have the script close it",
+        ),
+        (
+            "(00.07) Error (criu/files-reg.c:1790): Can't lookup mount=12 for fd=3 path=/queue",
+            "on a mount that CRIU does not see",
+            "have the script close it",
+        ),
+        (
+            "(00.07) Error (criu/image.c:112): write failed: No space left on device",
+            "no room left",
+            "make room",
+        ),
+    ],
+)
+def test_a_known_reason_is_told_with_the_next_step(line: str, sentence: str, hint: str) -> None:
+    error = failure("restore", NOISE + line + "\n" + AFTER, "", 1)
+    assert error.message.startswith("CRIU's restore failed with status 1: ")
+    assert sentence in error.message
+    assert hint in error.hint
+    assert error.facts["complaint"] == line.partition("): ")[2]
+
+
+def test_an_unknown_reason_is_told_in_criu_s_own_words() -> None:
+    error = failure("dump", NOISE + "(00.1) Error (criu/x.c:1): the moon is full\n" + AFTER, "", 1)
+    assert error.message == "CRIU's dump failed with status 1: the moon is full"
+    assert error.hint == "see the end of CRIU's log in hegmd's: journalctl -u hegmd"
+
+
+def test_no_reason_at_all() -> None:
+    error = failure("dump", "", "", None)
+    assert error.message == "CRIU's dump was ended before it was done: it says nothing about why"
+    assert "hegmctl doctor" in error.hint
+
+
+def test_what_it_says_instead_of_a_log_counts_too() -> None:
+    error = failure("dump", "", "Error (criu/util.c:1): Can't create log: No space left on device\n", 1)
+    assert "no room left" in error.message
+
+
+def test_a_number_that_was_taken_just_before_criu_came_to_it_is_worth_another_try() -> None:
+    for line in ("Unable to create a thread: -17", "Can't fork for 1448: File exists"):
+        assert had_numbers_taken(f"{NOISE}(00.07) Error (criu/x.c:1): {line}\n{AFTER}")
+    assert not had_numbers_taken(NOISE + AFTER)
+
+
+def test_the_first_error_is_the_first_that_says_something() -> None:
+    assert first_error(NOISE + AFTER) == "Restoring FAILED."
+    assert first_error("") is None

@@ -1,0 +1,127 @@
+"""What is said of images and of disks that are refused: by code, and with the next step."""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+import zlib
+from pathlib import Path
+
+import pytest
+
+from hegmd.errors import DENIED, INCOMPATIBLE, NOT_FOUND, REFUSED, UNAVAILABLE, Code, HegmError
+from hegmd.images.files import catalogue
+from hegmd.images.files.folder import find, free_bytes_at
+from hegmd.images.files.refusals import told
+from hegmd.images.files.signature import MOST_BYTES, written
+from tests.unit.images.files.directory import BLOCK_BYTES, MANIFEST, built, ignore
+
+
+def refusal(path: Path, code: Code) -> str:
+    with pytest.raises(HegmError) as refused:
+        catalogue.verify(str(path), ignore)
+    assert refused.value.code is code, refused.value
+    return refused.value.message
+
+
+def test_bytes_that_a_later_hegmd_wrote_are_not_guessed_at(tmp_path: Path) -> None:
+    path = tmp_path / "image"
+    built(path)
+    with (path / "bytes/4711.0").open("r+b") as file:
+        head = bytearray(file.read(BLOCK_BYTES))
+        struct.pack_into("<I", head, 8, 7)  # the version
+        end = 32 + struct.unpack_from("<I", head, 12)[0]
+        struct.pack_into("<I", head, end, zlib.crc32(head[:end]))
+        file.seek(0)
+        file.write(head)
+    assert "4711.0 is of version 7 with chunks of 8388608 bytes" in refusal(path, INCOMPATIBLE)
+
+
+def test_a_manifest_that_is_too_large_is_neither_read_nor_written(tmp_path: Path) -> None:
+    path = tmp_path / "image"
+    built(path)
+    os.truncate(path / "manifest.json", MOST_BYTES + 1)
+    assert f"manifest.json has over {MOST_BYTES} bytes" in refusal(path, REFUSED)
+    with pytest.raises(HegmError, match=f"and {MOST_BYTES} are the most that is read"):
+        written(MANIFEST.replace(host="x" * MOST_BYTES))
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [
+        (errno.ENOSPC, REFUSED, "free space or quota there"),
+        (errno.EDQUOT, REFUSED, "free space or quota there"),
+        (errno.EROFS, DENIED, "name a directory that you may write"),
+        (errno.ENOENT, NOT_FOUND, "hegmctl images ls"),
+        (errno.ELOOP, REFUSED, "name the directory itself"),
+        (errno.EIO, UNAVAILABLE, "look at the disk"),
+    ],
+)
+def test_what_a_disk_refuses_is_told_with_the_next_step(number: int, code: Code, words: str) -> None:
+    with pytest.raises(HegmError) as refused, told("/images/one", "written"):
+        raise OSError(number, os.strerror(number))
+    assert refused.value.code is code
+    assert words in refused.value.hint
+
+
+def test_who_may_not_look_into_a_directory_was_told_to_name_one_to_write() -> None:
+    for what, step in (("opened", "that you may read"), ("written", "that you may write")):
+        with pytest.raises(HegmError, match="Permission denied") as refused, told("/images/one", what):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        assert refused.value.hint == f"name a directory {step}"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "why", "step"),
+    [
+        ("file", "is there already: it is a file and no directory", "name a directory that is not there yet"),
+        ("file/x", "cannot be made: {}/file is a file and no directory", "that is not there yet, in one that is"),
+        ("pipe", "is there already: it is a pipe and no directory", "name a directory that is not there yet"),
+        ("dangling", "is there already: it is a link to gone, where nothing is", "name a directory that is not there"),
+        ("dangling/x", "cannot be made: {}/dangling is a link to gone, where nothing is", "in one that is"),
+        ("round/x", "cannot be made: {}/round is a link to round, where nothing is", "in one that is"),
+        ("to-full", "is there already: it is a link to full", "name a directory that is not there yet"),
+        ("gone/x", "cannot be made: there is no {}/gone", "mkdir -p {}/gone"),
+        ("full", "is there already, and is not an empty directory", "name a directory that is not there yet"),
+        ("image", "is there already: it is an image", "`hegmctl images rm {}/image` removes that one"),
+    ],
+)
+def test_to_remove_what_is_no_image_was_named_as_the_way_to_put_one_there(
+    tmp_path: Path, name: str, why: str, step: str
+) -> None:
+    """`hegmctl images rm /dev/null`, for one."""
+    _furnish(tmp_path)
+    with pytest.raises(HegmError) as refused:
+        free_bytes_at(f"{tmp_path}/{name}")
+    assert refused.value.message.endswith(why.format(tmp_path))
+    assert step.format(tmp_path) in refused.value.hint
+    assert ("images rm" in refused.value.hint) is (name == "image")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("file", "it is a file and no directory"),
+        ("dangling", "it is a link to gone, where nothing is"),
+        ("to-full", "it is a link to full"),
+        ("gone", "No such file or directory"),
+        ("gone/x", "there is no {}/gone"),
+    ],
+)
+def test_what_is_no_image_is_told_for_what_it_is(tmp_path: Path, name: str, why: str) -> None:
+    _furnish(tmp_path)
+    with pytest.raises(HegmError) as refused:
+        find(f"{tmp_path}/{name}")
+    assert refused.value.message == f"{tmp_path}/{name} cannot be opened: {why.format(tmp_path)}"
+    assert "name the directory itself" in refused.value.hint
+
+
+def _furnish(folder: Path) -> None:
+    (folder / "file").touch()
+    os.mkfifo(folder / "pipe")
+    for name, target in (("dangling", "gone"), ("round", "round"), ("to-full", "full")):
+        (folder / name).symlink_to(target)
+    (folder / "full" / "other").mkdir(parents=True)
+    built(folder / "image")

@@ -1,0 +1,267 @@
+"""Jobs on their way into an image: what is against that, and what becomes of them where it is not waited for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import anyio
+import pytest
+
+from hegmd.errors import REFUSED, TIMEOUT, UNAVAILABLE, HegmError, Refused
+from hegmd.gpu_helper.mark import MARK_BYTES, Mark, packed_mark
+from hegmd.images.dump_files import require_unmarked
+from hegmd.images.dump_job import Handoff
+from hegmd.images.dump_records import StandingNotes
+from hegmd.images.hegm_lock_files import LockFiles
+from hegmd.images.rendezvous import MeetingPlaces
+from hegmd.memory.pool import Key, Pool
+from hegmd.memory.pool_memory import Memory
+from hegmd.migration.machine.operation import CHECKPOINT
+from hegmd.migration.machine.operation import Handoff as Wish
+from hegmd.node.processes.process_set import population_of
+from hegmd.protocol.images import Manifest
+from hegmd.protocol.messages import Order
+from hegmd.system.programs import Rights
+from hegmd.workers.agent_orders import AgentAway
+from hegmd.workers.workers import Workers
+from tests.unit.handed import (
+    Borrowed,
+    HangingUp,
+    Shelf,
+    attended,
+    handoff_with,
+    none,
+    some_criu,
+    state,
+    wished,
+)
+from tests.unit.migration.operations import operation
+from tests.unit.model_agent import ModelAgent
+from tests.unit.moving_node import start_ticks
+
+
+class SlowDisk:
+    """Images on a disk that does not answer before somebody gives up."""
+
+    def __init__(self) -> None:
+        self.asked = anyio.Event()
+
+    async def open(self, _path: str, _rights: Rights) -> NoReturn:
+        self.asked.set()
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    async def sweep(self, _path: str, _rights: Rights) -> list[str]:
+        return []
+
+
+@pytest.mark.parametrize("is_stopping", [True, False], ids=["the daemon ends", "somebody cancels"])
+async def test_a_job_ran_on_beyond_its_whole_image_when_the_daemon_was_stopped_again(
+    is_stopping: bool, stopped: int, tmp_path: Path
+) -> None:
+    """The next daemon found the image whole and ended the job, with files grown that the image has the sizes of."""
+    disk: Any = SlowDisk()
+    parts = (lambda: disk, MeetingPlaces(tmp_path / "hegmd.sock"), Workers(), Pool(1 << 20))
+    handoff = Handoff(*parts, criu=none, look=none, in_unit=False, locks=LockFiles(None), notes=StandingNotes(tmp_path))
+    ticks = population_of([stopped]).start_ticks[stopped]
+    wish = Wish(path="/images/one", uid=os.geteuid(), gid=os.getegid(), root_pid=stopped, root_ticks=ticks)
+    op = operation(kind=CHECKPOINT, handoff=wish)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(handoff.find, op)
+        await disk.asked.wait()
+        if is_stopping:
+            handoff.stop()
+        tasks.cancel_scope.cancel()
+    assert (state(stopped) == "T") is is_stopping
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+async def _no_criu() -> NoReturn:
+    raise HegmError(UNAVAILABLE, "there is no CRIU", "install one")
+
+
+async def test_no_criu_and_no_room_are_told_before_anybody_is_stopped(tmp_path: Path, paused: int) -> None:
+    full = HegmError(REFUSED, "/images has 1 MiB free", "free some")
+    handoff = handoff_with(Shelf(why=full), tmp_path, _no_criu)
+    looked = await handoff.against([paused], "/images/one", 1 << 30, Rights(os.geteuid(), os.getegid(), ()))
+    assert [reason.message for reason in looked.reasons] == ["there is no CRIU", "/images has 1 MiB free"]
+    assert looked.root_pid == paused
+
+
+async def test_a_job_that_has_ended_is_in_no_image(tmp_path: Path, paused: int) -> None:
+    handoff = handoff_with(Shelf(), tmp_path, some_criu)
+    for gone in (wished(1 << 22), wished(paused, root_ticks=1)):  # it is no more, or its number is another's
+        with pytest.raises(HegmError, match=r"process \d+ has ended"):
+            await handoff.dump(gone, lambda _: None)
+    with pytest.raises(HegmError, match="a process of the job has ended"):
+        await handoff.against([1 << 22], "/images/one", 0, Rights(0, 0, ()))
+    stranger = os.getppid()
+    with pytest.raises(Refused, match="have no common parent that could be taken with them"):
+        await handoff.against([1, stranger], "/images/one", 0, Rights(0, 0, ()))
+
+
+def test_bytes_that_are_elsewhere_by_their_mark_are_put_in_no_image() -> None:
+    memory = Memory(os.memfd_create("piece"), 1 << 20, huge=False)
+    try:
+        os.pwrite(memory.fd, bytes(memory.size_bytes), 0)
+        require_unmarked(memory, 4321)
+        os.pwrite(memory.fd, packed_mark(Mark("1.4321.passing", 9)), memory.size_bytes - MARK_BYTES)
+        with pytest.raises(Refused, match="bytes of process 4321 are not in the pool"):
+            require_unmarked(memory, 4321)
+    finally:
+        memory.close()
+
+
+async def test_an_agent_that_is_not_there_cannot_step_aside(tmp_path: Path, paused: int) -> None:
+    lent = Borrowed()
+    with pytest.raises(AgentAway, match="it cannot be told to step aside"):
+        await handoff_with(lent, tmp_path, some_criu).dump(wished(paused), lambda _: None)
+    assert lent.ends == ["discarded"]
+
+
+async def test_an_agent_that_does_not_hang_up_is_told_of_and_the_job_goes_on(tmp_path: Path, paused: int) -> None:
+    lent, workers = Borrowed(), Workers(start_ticks)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(workers.run)
+        agent = ModelAgent(workers, paused)
+        await agent.attend(tasks)
+        handoff = handoff_with(lent, tmp_path, some_criu, workers=workers)
+        with pytest.raises(HegmError, match=f"the agent of process {paused} did not hang up") as refused:
+            await handoff.dump(attended(paused), lambda _: None)
+        assert refused.value.code is TIMEOUT
+        assert (agent.seen, lent.ends) == (["aside"], ["discarded"])
+        assert os.listdir(tmp_path / "aside") == [], "it would wait there"
+        tasks.cancel_scope.cancel()
+
+
+async def test_bytes_that_would_be_lost_with_the_daemon_are_no_agents_to_step_aside_from(
+    tmp_path: Path, paused: int
+) -> None:
+    """An agent that stepped aside has let go of its own descriptor of them."""
+    lent, workers, pool = Borrowed(), Workers(start_ticks), Pool(64 << 20)
+    op = attended(paused, out=True)
+    await pool.take(Key(op.id, "a"), 1 << 10)
+    try:
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(workers.run)
+            agent = ModelAgent(workers, paused)
+            await agent.attend(tasks)
+            handoff = handoff_with(lent, tmp_path, some_criu, workers=workers, pool=pool)
+            with pytest.raises(Refused, match=f"the bytes of process {paused} are held by hegmd alone"):
+                await handoff.dump(op, lambda _: None)
+            assert (agent.seen, lent.ends) == ([], ["discarded"])
+            tasks.cancel_scope.cancel()
+    finally:
+        await pool.give(Key(op.id, "a"))
+
+
+class Guarding(HangingUp):
+    """By then its process keeps its memory from its own user."""
+
+    def __init__(self, workers: Workers, job: subprocess.Popen[str]) -> None:
+        super().__init__(workers, job.pid)
+        self.job = job
+
+    async def take(self, order: Order, fds: Sequence[int]) -> None:
+        await super().take(order, fds)
+        assert self.job.stdin is not None
+        assert self.job.stdout is not None
+        self.job.stdin.write("hide\n")
+        self.job.stdin.flush()
+        assert self.job.stdout.readline() == "hidden\n"
+
+
+HIDES = "import ctypes, sys\nprint('ready', flush=True)\nsys.stdin.readline()\nctypes.CDLL(None).prctl(4, 0)\n"
+HIDES += "print('hidden', flush=True)\nsys.stdin.read()"
+
+
+@pytest.fixture
+def hiding() -> Iterator[subprocess.Popen[str]]:
+    """Another user's process, whose memory that user may not look at any more once it is told so."""
+    argv, pipe = [sys.executable, "-c", HIDES], subprocess.PIPE
+    own: dict[str, Any] = {"user": 4242, "group": 4242, "extra_groups": [], "cwd": "/", "start_new_session": True}
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, **own) as job:
+        try:
+            assert job.stdout is not None
+            assert job.stdout.readline() == "ready\n"
+            yield job
+        finally:
+            job.kill()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="to be another user takes root")
+async def test_a_job_that_gets_other_rights_while_it_steps_aside_is_in_no_image(
+    tmp_path: Path, hiding: subprocess.Popen[str]
+) -> None:
+    """CRIU was to have its user's rights, which are not enough any more."""
+    lent, workers = Borrowed(), Workers(start_ticks)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(workers.run)
+        agent = Guarding(workers, hiding)
+        await agent.attend(tasks)
+
+        async def come_back() -> None:
+            await lent.discarded.wait()
+            await agent.attend(tasks)
+
+        tasks.start_soon(come_back)
+        handoff = handoff_with(lent, tmp_path, some_criu, workers=workers)
+        with pytest.raises(Refused, match="the job has got other rights meanwhile"):
+            await handoff.dump(attended(hiding.pid), lambda _: None)
+        assert lent.ends == ["discarded"]
+        tasks.cancel_scope.cancel()
+
+
+async def test_what_an_earlier_daemon_has_written_of_an_image_is_none(tmp_path: Path, paused: int) -> None:
+    """Nobody has read it back. One of another operation at that path stays as it is."""
+    op = wished(paused, leave_running=True, begun=True, written=True)
+    for shelf, why in ((Shelf(), "is no image"), (Shelf(Manifest(more={"operation": "another"})), "is another image")):
+        with pytest.raises(Refused, match=f"hegmd was stopped before the image in /images/one was whole: .*{why}"):
+            await handoff_with(shelf, tmp_path).seal(op, lambda _: None)
+        assert shelf.swept == ["/images/one"]
+    whole = Shelf(Manifest(more={"operation": op.id, "asked_utc": op.created_utc}))
+    await handoff_with(whole, tmp_path).seal(op, lambda _: None)
+    assert whole.swept == []
+
+
+async def test_an_image_that_is_scrapped_after_its_daemon_is_swept_away(tmp_path: Path, paused: int) -> None:
+    shelf = Shelf()
+    await handoff_with(shelf, tmp_path).scrap(wished(paused, leave_running=True, begun=True, written=True))
+    assert shelf.swept == ["/images/one"]
+
+
+async def test_a_child_of_a_job_that_was_killed_as_its_daemon_was_stood_for_ever(tmp_path: Path, paused: int) -> None:
+    """The next daemon knew that the image was whole, and asked nobody who is in it."""
+    ticks = population_of([paused]).start_ticks[paused]
+    op = wished(1 << 22, root_ticks=1, begun=True, whole=True)
+    more = {"operation": op.id, "asked_utc": op.created_utc, "start_ticks": [[1 << 22, 1], [paused, ticks]]}
+    handoff = handoff_with(Shelf(Manifest(more=more)), tmp_path)
+    await handoff.end(op, op.workers[0])
+    assert population_of([paused]).start_ticks == {}
+    await handoff.end(op, op.workers[0])
+    await handoff_with(Shelf(), tmp_path).end(op, op.workers[0])  # of an image that was taken away nobody knows
+
+
+async def test_nobody_let_go_of_a_job_whose_dump_was_given_up_once_that_daemon_was_killed(
+    tmp_path: Path, stopped: int
+) -> None:
+    """Nor took away what it had written. One that stands later on does so for another reason."""
+    shelf, op = Shelf(), wished(stopped, begun=True)
+    op = op.replace(workers=(op.workers[0].replace(token="a" * 32),))
+    handoff = handoff_with(shelf, tmp_path)
+    place = MeetingPlaces(tmp_path / "hegmd.sock").hold("a" * 32)
+    await handoff.abandon(op)
+    assert (state(stopped) == "T", shelf.swept) == (False, ["/images/one"])
+    assert not await anyio.Path(place).exists()
+    os.kill(stopped, signal.SIGSTOP)
+    await anyio.to_thread.run_sync(os.waitid, os.P_PID, stopped, os.WSTOPPED)
+    await handoff.abandon(op)
+    assert (state(stopped), shelf.swept) == ("T", ["/images/one"])

@@ -1,0 +1,139 @@
+"""The tree of a job that goes into an image: who may be in it, and nobody of it stands or stays whom nobody finds."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hegmd.errors import DENIED, REFUSED, HegmError
+from hegmd.images.criu.needs import needs_of
+from hegmd.images.dump_tree import end_tree, let_all_go, not_theirs, require_no_more, told_of_kin
+from hegmd.migration.machine.operation import Handoff as Wish
+from hegmd.node.processes.process_set import Population, end_all, population_of
+from hegmd.node.processes.process_tree import Member as Process
+from hegmd.node.processes.process_tree import Tree, read_tree
+from hegmd.system.programs import Rights
+from tests.unit.migration.operations import worker
+
+
+@pytest.mark.parametrize(
+    ("uid", "changes", "why"),
+    [
+        (1000, {}, None),
+        (1001, {}, "process 7 runs as uid 1000, and its image would be yours, of uid 1001"),
+        (1000, {"is_guarded": True}, "hides its memory from its own user"),
+        (1000, {"gid": 5}, "has other rights or another group"),
+        (0, {"is_guarded": True}, None),
+    ],
+)
+def test_an_image_holds_nothing_that_its_reader_could_not_have(
+    uid: int, changes: dict[str, Any], why: str | None
+) -> None:
+    first = Process(7, 1, 70, "S", 7, 7, uid=1000, gid=1000)
+    tree = Tree(7, (replace(first, **changes),))
+    reasons = not_theirs(tree, needs_of(tree), Rights(uid, 1000, ()))
+    assert [reason.message for reason in reasons if why is None or why in reason.message] == (
+        [] if why is None else [reasons[0].message]
+    )
+
+
+@pytest.mark.parametrize("uid", [0, 1000])
+def test_who_comes_to_a_job_while_its_image_is_made_is_in_none(uid: int) -> None:
+    tree = Tree(7, (Process(7, 1, 70, "S", 7, 7),))
+    with pytest.raises(HegmError, match="process 8 has come to the job while its image was made") as refused:
+        require_no_more({7: True, 8: True}, tree, Rights(uid, uid, ()))
+    assert refused.value.code is (DENIED if uid else REFUSED)
+    require_no_more({7: True}, tree, Rights(uid, uid, ()))
+
+
+@pytest.fixture
+def orphan() -> Iterator[tuple[int, int, int]]:
+    """The number of a root that was killed, and its child, which stands still as CRIU leaves it; its start time too."""
+    text = "import subprocess\nchild = subprocess.Popen(['sleep', '1000'])\nprint(child.pid, flush=True)\nchild.wait()"
+    with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, start_new_session=True) as root:
+        assert root.stdout is not None
+        child = int(root.stdout.readline())
+        people = population_of([child])
+        os.kill(child, signal.SIGSTOP)
+        root.kill()
+    try:
+        yield root.pid, child, people.start_ticks[child]
+    finally:
+        end_all(people)
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["in a whole image", "in none"])
+def test_a_child_of_a_job_that_was_killed_after_its_dump_stood_for_ever(
+    is_whole: bool, orphan: tuple[int, int, int]
+) -> None:
+    """Nobody found it from its root any more; a restore was refused, since it had its number."""
+    root, child, ticks = orphan
+    wish = Wish(path="/images/one", uid=0, gid=0, root_pid=root, root_ticks=1)
+    dumped = Population({root: 1, child: ticks})
+    if is_whole:
+        end_tree(wish, worker(pid=root, start_ticks=1), dumped)
+        assert child not in population_of([child]).start_ticks
+    else:
+        let_all_go(wish, dumped)
+        assert child not in population_of([child]).stopped
+
+
+STARTS = """
+import subprocess
+started = subprocess.run(["sh", "-c", "sleep 1000 >&2 & echo $!"], check=True, stdout=subprocess.PIPE, text=True)
+print(started.stdout, end="", flush=True)
+input()
+"""
+
+
+def test_what_a_job_had_started_for_good_was_told_of_only_when_the_job_could_not_come_back() -> None:
+    """It has the job's number for its group, and its parent has ended."""
+    argv, pipe = [sys.executable, "-c", STARTS], subprocess.PIPE
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as job:
+        assert job.stdout is not None
+        kin = int(job.stdout.readline())
+        try:
+            told = list(told_of_kin(read_tree(job.pid)))
+        finally:
+            end_all(population_of([kin]))
+            job.kill()
+    assert [line.partition(":")[0] for line in told] == [
+        f"process {kin}, which is not in the job, has its number {job.pid} as its group"
+    ]
+
+
+def test_a_root_that_cannot_be_looked_at_for_want_of_a_descriptor_goes_on(paused: int) -> None:
+    ticks = population_of([paused]).start_ticks[paused]
+    wish = Wish(path="/images/one", uid=0, gid=0, root_pid=paused, root_ticks=ticks)
+    os.kill(paused, signal.SIGSTOP)
+    os.waitid(os.P_PID, paused, os.WSTOPPED)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+        let_all_go(wish, Population({}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    os.waitid(os.P_PID, paused, os.WCONTINUED)
+
+
+def test_a_child_that_the_job_had_stopped_itself_went_on_after_its_image(paused: int) -> None:
+    with subprocess.Popen(["sleep", "1000"]) as child:
+        try:
+            ticks = population_of([paused, child.pid]).start_ticks
+            for pid in (paused, child.pid):
+                os.kill(pid, signal.SIGSTOP)
+                os.waitid(os.P_PID, pid, os.WSTOPPED)
+            wish = Wish(path="/images/one", uid=0, gid=0, root_pid=paused, root_ticks=ticks[paused])
+            let_all_go(wish, Population(ticks, frozenset({child.pid})))
+            os.waitid(os.P_PID, paused, os.WCONTINUED)
+            assert population_of([child.pid]).stopped == {child.pid}
+        finally:
+            child.kill()

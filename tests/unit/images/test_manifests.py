@@ -1,0 +1,104 @@
+"""What an image says of its job, and the operation that is made of it again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hegmd.errors import HegmError
+from hegmd.images.criu.needs import Needs
+from hegmd.images.manifests import candidates_in, composed, is_of, meeting_in, needs_in, revived, start_ticks_in
+from hegmd.migration.machine.operation import CHECKPOINT, Handoff, Operation
+from hegmd.node.processes.process_tree import Member, Tree
+from hegmd.protocol.images import ImageWorker, Manifest
+from hegmd.protocol.snapshots import Gpu
+from tests.unit.migration.operations import operation, worker
+
+NEEDS = Needs(pids=(197, 300), dump_options=("--file-locks",))
+TREE = Tree(197, (Member(197, 1, 7, "S", 197, 197, uid=1000), Member(300, 197, 8, "S", 197, 197, uid=1000)))
+
+
+def gpu(name: str, uuid: str) -> Gpu:
+    return Gpu(id=name, index=int(name[3:]), vendor="simulated", uuid=uuid, name="pretend", chip="one")
+
+
+def handed() -> Operation:
+    off = worker("a", to=None, at=None, left="gpu0", out=True, parked=True, boundary=41, chip="one", rank=2)
+    op = operation(off, kind=CHECKPOINT, handoff=Handoff(path="/images/one", uid=1000, gid=1000), created_utc=5.0)
+    return op.replace(lockstep=True)
+
+
+def manifest() -> Manifest:
+    told = ImageWorker(pid=197, gpus=(), carrier=None, size_bytes=0, rest_bytes=0, bytes=(), agent_version="1")
+    made = composed(
+        handed(),
+        [gpu("gpu0", "U-0"), gpu("gpu1", "U-1")],
+        TREE,
+        NEEDS,
+        criu_version="4.2",
+        meeting="/run/hegm/aside",
+        attending={197: told},
+    )
+    return Manifest.from_plain(json.loads(json.dumps(made.to_plain())), "manifest")
+
+
+def test_the_operation_of_a_job_that_came_back_is_a_suspended_one_with_all_it_takes() -> None:
+    op = revived(manifest(), "9", {197: 70}, [gpu("gpu5", "U-0")], 6.0)
+    (member,) = op.workers
+    before = handed().workers[0]
+    assert (op.phase, op.lockstep, op.owner_uid) == ("suspended", True, 1000)
+    assert (member.start_ticks, member.token, member.rank) == (70, before.token, 2)
+    assert (member.method, member.carrier, member.size_bytes) == (before.method, before.carrier, before.size_bytes)
+    assert (member.out, member.parked, member.unsure, member.boundary) == (True, True, True, 41)
+    assert (member.left, member.was_on) == ("gpu5", "gpu5")  # the same GPU by its uuid, whatever it is called now
+
+
+def test_who_was_dumped_is_known_by_number_and_start_time() -> None:
+    assert start_ticks_in(manifest()) == {member.pid: member.start_ticks for member in TREE.members}
+    strange = manifest().replace(more={"start_ticks": [[1], [2, "3"], "45", [6, 7], [-1, 8], [1 << 40, 9]]})
+    assert start_ticks_in(strange) == {6: 7}
+    assert start_ticks_in(manifest().replace(more=None)) == {}
+
+
+def test_on_a_node_without_its_gpu_nobody_believes_in_a_name() -> None:
+    """gpu0 of another node is another GPU."""
+    (member,) = revived(manifest(), "9", {197: 70}, [gpu("gpu0", "another")], 6.0).workers
+    assert (member.left, member.was_on) == (None, None)
+
+
+def test_of_a_node_with_other_gpus_all_are_told_with_its_own_first() -> None:
+    """Without them the driver was given no map, and would have looked for a GPU that is on another node."""
+    here = [gpu("gpu0", "GPU-0"), gpu("gpu1", "GPU-9")]
+    made = manifest()
+    all_gpus = [["gpu0", "GPU-1"], ["gpu1", "GPU-0"], ["gpu2", "amd"]]
+    worker = made.workers[0].replace(gpus=("GPU-0",))
+    made = made.replace(workers=(worker,), more={**(made.more or {}), "all_gpus": all_gpus})
+    (member,) = revived(made, "9", {197: 70}, here, 6.0).workers
+    assert (member.left, member.was_on, member.elsewhere) == (None, "gpu0", ("GPU-0", "GPU-1"))
+    here[1] = gpu("gpu1", "GPU-1")
+    (member,) = revived(made, "9", {197: 70}, here, 6.0).workers
+    assert (member.left, member.elsewhere) == ("gpu0", ())
+
+
+def test_an_image_of_the_same_path_is_not_taken_for_the_one_that_was_begun() -> None:
+    assert is_of(manifest(), handed())
+    assert not is_of(manifest(), handed().replace(created_utc=6.0))
+    assert not is_of(manifest(), handed().replace(id="2"))
+
+
+def test_what_criu_needs_and_where_agents_wait_comes_back_as_it_went() -> None:
+    assert needs_in(manifest()) == NEEDS
+    assert meeting_in(manifest()) == "/run/hegm/aside"
+    (candidate,) = candidates_in(manifest())
+    assert candidate.agent is not None
+    assert candidate.agent.token == handed().workers[0].token
+
+
+@pytest.mark.parametrize("more", [None, {}, {"needs": {"pids": "x"}, "meeting": "aside"}])
+def test_a_manifest_that_does_not_say_what_the_way_back_takes_is_refused(more: dict[str, object] | None) -> None:
+    bare = manifest().replace(more=more)
+    with pytest.raises(HegmError, match="what CRIU needs"):
+        needs_in(bare)
+    with pytest.raises(HegmError, match="where its agents wait"):
+        meeting_in(bare)

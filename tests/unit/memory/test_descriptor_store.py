@@ -1,0 +1,69 @@
+"""The service manager's descriptor store as a `Store`: against a real datagram socket that plays the manager."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from hegmd.memory.descriptor_store import ManagerStore
+from hegmd.system.systemd import PassedDescriptors, ServiceManager
+
+
+def take_report(manager: socket.socket) -> tuple[list[str], list[int]]:
+    data, ancillary, _, _ = manager.recvmsg(65536, socket.CMSG_SPACE(64))
+    fds = array.array("i")
+    for _, _, payload in ancillary:
+        fds.frombytes(payload)
+    return data.decode().split("\n"), list(fds)
+
+
+async def test_what_is_put_and_dropped_reaches_the_manager_by_name(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(5)
+        reports = ServiceManager(str(tmp_path / "notify"))
+        store = ManagerStore(reports, PassedDescriptors([]))
+        fd = os.memfd_create("bytes")
+        os.pwrite(fd, b"weights", 0)
+
+        seen: list[tuple[list[str], bytes]] = []
+
+        def manage() -> None:
+            for _ in range(4):
+                lines, fds = take_report(manager)
+                seen.append((lines, b"".join(os.pread(one, 7, 0) for one in fds if lines[0] == "FDSTORE=1")))
+                for one in fds:
+                    os.close(one)  # of a barrier: that is what ends it
+
+        thread = threading.Thread(target=manage)
+        thread.start()
+        await store.put("hegm-pool-7-4711-7.ab", fd)
+        await store.drop("hegm-pool-7-4711-7.ab")
+        thread.join()
+        os.close(fd)
+        reports.close()
+    assert seen[0] == (["FDSTORE=1", "FDNAME=hegm-pool-7-4711-7.ab", "FDPOLL=0"], b"weights")
+    assert seen[1][0] == ["BARRIER=1"], "it was not waited for until the manager had it"
+    assert seen[2][0] == ["FDSTOREREMOVE=1", "FDNAME=hegm-pool-7-4711-7.ab"]
+    assert seen[3][0] == ["BARRIER=1"], "what is dropped may be video memory, which others wait for"
+
+
+async def test_what_came_with_the_start_is_found_once_and_the_rest_left_to_others() -> None:
+    fds = [os.memfd_create(name) for name in ("a", "b", "listening")]
+    first = min(fds)
+    if fds != list(range(first, first + 3)):
+        pytest.skip("descriptors are not in a row")
+    with PassedDescriptors(["hegm-pool-7-4711-7.ab", "hegm-pool-7-4711-7.ab", "hegmd"], first) as passed:
+        store = ManagerStore(ServiceManager(None), passed)
+        ((name, fd),) = await store.found()
+        assert (name, fd) == ("hegm-pool-7-4711-7.ab", first)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fds[1])
+        assert passed.names == ("hegmd",)
+        assert list(await store.found()) == []
+        os.close(fd)

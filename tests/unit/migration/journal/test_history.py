@@ -1,0 +1,157 @@
+"""The ledger over a disk that fails: nothing is known that is not written, and what stands still goes on."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from random import Random
+
+import anyio
+import pytest
+
+from hegmd.errors import NOT_FOUND, HegmError
+from hegmd.migration.journal import records
+from hegmd.migration.journal.file import NAME, QUIET_COMPACT_BYTES
+from hegmd.migration.journal.history import Ledger
+from hegmd.migration.journal.records import History
+from hegmd.migration.machine import events
+from hegmd.migration.machine.machine import handle
+from hegmd.migration.machine.operation import Failure, Operation
+from hegmd.telemetry.events import EventLog
+from tests.simulation.disk import ModelDisk
+from tests.unit.migration.operations import operation
+
+FOLDER = Path("/model")
+
+
+class FailingOnce(ModelDisk):
+    """Fails the next sync when it is told to."""
+
+    fails = False
+
+    def sync(self, fd: int) -> None:
+        if self.fails:
+            self.fails = False
+            raise OSError(errno.EIO, "Input/output error")
+        super().sync(fd)
+
+
+def _opened() -> tuple[Ledger, FailingOnce, EventLog]:
+    disk, log = FailingOnce(Random(1)), EventLog()
+    ledger = Ledger(FOLDER, log, disk=disk, retry_s=0.0)
+    ledger.open()
+    return ledger, disk, log
+
+
+def _begun(op: Operation) -> tuple[History, bytes]:
+    return History(op), records.opening(op, 1.0)
+
+
+def _step(op: Operation) -> tuple[History, bytes]:
+    event = events.Begin()
+    after, wanted = handle(op, event, 0.0)
+    return History(after), records.step(op, event, after, wanted, now=0.0, utc=1.0)[0]
+
+
+def _on_disk(disk: ModelDisk) -> dict[str, Operation]:
+    found = records.read(disk.read(FOLDER / NAME)).histories
+    return {op_id: history.operation for op_id, history in found.items()}
+
+
+def _kinds(log: EventLog) -> list[str]:
+    return [event.kind for event in log.remembered()]
+
+
+async def test_an_operation_that_could_not_be_written_is_not_known_and_the_next_one_is_taken() -> None:
+    """Issue 4: once a write had failed with no operation under way, every later one was refused until a restart."""
+    ledger, disk, log = _opened()
+    disk.fails = True
+    with pytest.raises(HegmError, match="Input/output error"):
+        await ledger.enter(*_begun(operation(id="1")))
+    with pytest.raises(HegmError) as unknown:
+        ledger.history("1")
+    assert unknown.value.code is NOT_FOUND
+    assert ledger.next_id() == "1"
+    assert ledger.trouble is not None
+    await ledger.enter(*_begun(operation(id="1")))
+    assert ledger.trouble is None
+    assert _on_disk(disk) == {"1": operation(id="1")}
+    assert _kinds(log) == ["operation.journal-failed", "operation.journal-mended"]
+    ledger.close()
+
+
+async def test_a_journal_that_is_written_anew_while_an_operation_begins_has_it_once() -> None:
+    """Issue 4: it had it twice, and no daemon would start on it any more."""
+    ledger, disk, _ = _opened()
+    first, second, third = operation(id="1"), operation(id="2"), operation(id="3")
+    await ledger.enter(*_begun(first))
+    await ledger.enter(*_begun(second))
+    disk.fails = True
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ledger.write, *_step(first))  # fails, and leaves the file to be written anew
+        tasks.start_soon(ledger.write, *_step(second))  # does that
+        tasks.start_soon(ledger.enter, *_begun(third))  # is known by then, and not yet written
+    assert _on_disk(disk) == {op_id: history.operation for op_id, history in ledger.histories.items()}
+    assert set(ledger.histories) == {"1", "2", "3"}
+    ledger.close()
+
+
+async def test_a_step_that_cannot_be_written_waits_and_is_not_known_meanwhile() -> None:
+    ledger, disk, log = _opened()
+    op = operation(id="1")
+    await ledger.enter(*_begun(op))
+    disk.read_only = True
+    history, record = _step(op)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ledger.write, history, record)
+        while ledger.trouble is None:
+            await anyio.lowlevel.checkpoint()
+        assert ledger.history("1").operation == op
+        assert _on_disk(disk) == {"1": op}
+        disk.read_only = False
+    assert ledger.history("1") == history
+    assert _on_disk(disk) == {"1": history.operation}
+    assert _kinds(log) == ["operation.journal-failed", "operation.journal-mended"]
+    ledger.close()
+
+
+async def test_a_start_on_a_disk_that_cannot_be_written_is_told() -> None:
+    ledger, disk, _ = _opened()
+    await ledger.enter(*_begun(operation(id="1")))
+    ledger.close()
+    disk.read_only = True
+    log = EventLog()
+    again = Ledger(FOLDER, log, disk=disk)
+    again.open()
+    assert set(again.histories) == {"1"}
+    assert _kinds(log) == ["operation.journal-failed"]
+    again.close()
+
+
+async def test_only_the_newest_that_are_over_are_known() -> None:
+    ledger, _, _ = _opened()
+    for number in range(records.REMEMBERED + 3):
+        await ledger.enter(*_begun(operation(id=str(number)).replace(phase="done")))
+    ledger.forget_oldest()
+    assert len(ledger.histories) == records.REMEMBERED
+    assert "2" not in ledger.histories
+    assert "3" in ledger.histories
+    ledger.close()
+
+
+async def test_the_journal_is_made_small_before_an_operation_and_never_grew_beyond_a_bound() -> None:
+    """Issue 14, row 17: it grew from 12.5 kB to 1.2 MB in ten minutes, and on up to more than 4 MiB."""
+    ledger, disk, _ = _opened()
+    sizes: list[int] = []
+    for number in range(3 * records.REMEMBERED):
+        op = operation(id=str(number))
+        await ledger.enter(*_begun(op))
+        over = op.replace(phase="done", failure=Failure(code="refused", message="x" * 4000, hint="y"))
+        record, _ = records.step(op, events.Begin(), over, (), now=0.0, utc=1.0)
+        await ledger.write(History(over), record)
+        ledger.forget_oldest()
+        sizes.append(len(disk.read(FOLDER / NAME)))
+    small = len(records.compacted(ledger.histories.values()))
+    assert max(sizes) <= small + QUIET_COMPACT_BYTES + 2 * small // records.REMEMBERED
+    assert sizes != sorted(sizes)  # it was made small, and more than once
+    ledger.close()

@@ -1,0 +1,59 @@
+"""What is believed of a process that the driver has and no journal mentions, and where the machine takes it."""
+
+from __future__ import annotations
+
+from hegmd.memory.sizes import LAST_BYTES, UNSEEN_BYTES
+from hegmd.migration.machine import events
+from hegmd.migration.machine.adoption import Driven, adopted_of_driver, room_bound
+from tests.unit.migration.operations import Drive, tags
+
+GIB = 1 << 30
+
+
+def driven(gpu: str | None) -> Drive:
+    state = "checkpointed" if gpu is None else "locked"
+    rest_bytes = 3 * GIB if gpu is None else 0
+    found = Driven(pid=7, start_ticks=1, uid=0, name="x", state=state, gpu=gpu, rest_bytes=rest_bytes)
+    return Drive(adopted_of_driver("1", found, utc=0.0), phases=["suspended"])
+
+
+def inspected(drive: Drive, gpu: str | None) -> None:
+    """It is looked at first, and found so."""
+    assert tags(drive.wanted) == ["inspect"]
+    drive.end(gpu=gpu, parked=False, boundary=0, rooms={})
+
+
+def test_room_for_one_that_nobody_measured_is_all_that_it_can_need() -> None:
+    assert room_bound(10 * GIB, [80 * GIB, 80 * GIB]) == 10 * GIB + UNSEEN_BYTES
+    assert room_bound(400 * GIB, [40 * GIB, 80 * GIB]) == 80 * GIB - LAST_BYTES, "no GPU could ever hold it"
+    assert room_bound(10 * GIB, [None]) == 10 * GIB + UNSEEN_BYTES
+
+
+def test_one_that_comes_back_elsewhere_is_where_it_is_to_be() -> None:
+    drive = driven(None)
+    drive.feed(events.ResumeAsked(to={"7": "gpu0"}))
+    inspected(drive, None)
+    assert tags(drive.wanted) == ["take-room"]
+    drive.end()
+    assert tags(drive.wanted) == ["restore"], "it is restored with room held"
+    drive.end(landed="gpu1")
+    assert (drive.op.workers[0].at, drive.op.workers[0].goal) == ("gpu1", "gpu1")
+    drive.until("done")
+    assert "checkpoint" not in {pending.effect for _, _, op, _ in drive.taken for pending in op.pending}
+
+
+def test_one_that_came_back_by_somebody_elses_hand_meanwhile_is_not_moved() -> None:
+    drive = driven(None)
+    drive.feed(events.ResumeAsked(to={"7": "gpu0"}))
+    inspected(drive, "gpu1")
+    assert tags(drive.wanted) == ["verify"]
+    drive.until("done")
+    assert drive.op.workers[0].at == "gpu1"
+
+
+def test_one_that_is_locked_is_unlocked_by_the_look_and_nothing_else_is_done() -> None:
+    drive = driven("gpu1")
+    drive.feed(events.ResumeAsked(to={"7": "gpu1"}))
+    inspected(drive, "gpu1")
+    assert tags(drive.wanted) == ["verify"]
+    drive.until("done")

@@ -1,0 +1,192 @@
+"""What is told of an operation: the events that a step of it is worth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hegmd.errors import UNAVAILABLE, HegmError
+from hegmd.migration.machine import events
+from hegmd.migration.machine.describe import HAPPENINGS, Happening, description, happenings, in_hand, waiting
+from hegmd.migration.machine.operation import CHECKPOINT, RESTART, SUSPEND, Handoff
+from tests.unit.migration.operations import Drive, operation, tags, worker
+
+
+def _told(drive: Drive) -> list[Happening]:
+    return [happening for before, event, after, _ in drive.taken for happening in happenings(before, event, after)]
+
+
+def _kinds(drive: Drive) -> list[str]:
+    found = [happening.kind for happening in _told(drive)]
+    assert set(found) <= HAPPENINGS.keys()
+    return found
+
+
+def test_a_move_that_goes_well_is_worth_no_more_than_its_beginning_and_end() -> None:
+    assert _kinds(Drive(operation()).until("done")) == []
+
+
+def test_a_rollback_is_told_once_with_its_reason() -> None:
+    drive = Drive(operation()).until("evacuating")
+    drive.fail()
+    drive.on(lambda: tags(drive.wanted) == ["inspect"])
+    drive.end(parked=True)
+    drive.until("undone")
+    assert _kinds(drive) == ["operation.turned-back"]
+    assert "evacuate failed" in _told(drive)[0].message
+
+
+def test_a_refusal_before_anything_was_done_is_no_rollback() -> None:
+    drive = Drive(operation())
+    drive.feed(events.Recovered())
+    assert _kinds(drive) == ["operation.recovered"]
+
+
+def test_a_job_that_is_held_is_an_error_with_the_command() -> None:
+    drive = Drive(operation()).until("checkpointing")
+    drive.fail()
+    drive.on(lambda: tags(drive.wanted) == ["inspect"])
+    drive.end(parked=True, out_bytes=10)
+    drive.on(lambda: tags(drive.wanted) == ["refill"])
+    drive.fail()
+    assert _kinds(drive) == ["operation.turned-back", "operation.found", "operation.held"]
+    assert _told(drive)[-1].severity == "error"
+    assert "hegmctl resume" in _told(drive)[-1].message
+
+
+def test_a_process_that_was_stopped_while_it_was_restored_was_in_the_log_alone() -> None:
+    op = Drive(operation()).until("restoring").op
+    assert waiting(op) is None
+    waits = waiting(op, stopped=(4711,))
+    assert waits is not None
+    assert (waits.why, waits.next) == ("process 4711 is stopped by a signal or a debugger", "kill -CONT 4711")
+    waits = waiting(op, stopped=(4711, 4712))
+    assert waits is not None
+    assert (waits.why[:24], waits.next) == ("processes 4711 4712 are ", "kill -CONT 4711 4712")
+    assert description(op, stopped=(4711,)).waits == waiting(op, stopped=(4711,))
+
+
+def test_a_job_that_ended_was_said_to_wait_for_its_agent_to_come_back() -> None:
+    """Issue 14, row 11: `settling waits: the agent is not connected`, and then that it is gone."""
+    drive = Drive(operation()).until("quiescing")
+    drive.feed(events.AgentLost(worker="a"))
+    pid = drive.op.workers[0].pid
+    assert waiting(drive.op) is not None
+    assert waiting(drive.op, ending=(pid,)) is None
+    assert description(drive.op, ending=(pid,)).waits is None
+
+
+def test_a_job_that_stood_for_its_image_was_said_to_be_stopped_with_the_command_that_lets_it_go_on() -> None:
+    """Whoever followed that had a job that wrote to files beyond what is in its image."""
+    wish = Handoff(path="/images/one", uid=0, gid=0, root_pid=4711)
+    drive = Drive(operation(worker(to=None), kind=CHECKPOINT, handoff=wish)).until("handing")
+    assert waiting(drive.op, stopped=(4711,)) is None
+    drive.until("ending")
+    assert waiting(drive.op, stopped=(4711,)) is None
+    left = wish.replace(leave_running=True)
+    drive = Drive(operation(worker(to=None), kind=CHECKPOINT, handoff=left)).until("restoring")
+    assert waiting(drive.op, stopped=(4711,)) is not None, "by then CRIU has let it go"
+
+
+def test_a_job_that_was_killed_while_its_image_was_written_was_lost_and_nobody_told_of_the_image() -> None:
+    wish = Handoff(path="/images/one", uid=0, gid=0, leave_running=True)
+    drive = Drive(operation(worker(to=None, keeps="gpu0"), kind=CHECKPOINT, handoff=wish)).until("restoring")
+    drive.feed(events.WorkerGone(worker="a", why="it is not there any more"))
+    drive.until("lost")
+    told = description(drive.op)
+    assert told.failure is not None
+    assert told.note == "its image is whole, and brings it back: hegmctl restore /images/one"
+
+
+def test_more_bytes_were_moved_than_there_were() -> None:
+    """Pieces of the pool have whole pages, and it was said: 6.0 MiB of 112.0 KiB."""
+    op = Drive(operation()).until("evacuating").op
+    told = description(op, moved_bytes=1 << 50)
+    assert told.moved_bytes == told.size_bytes
+
+
+def test_a_recovery_tells_what_was_and_what_was_found() -> None:
+    drive = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended")
+    assert _kinds(drive) == ["operation.suspended"]
+    drive.taken.clear()
+    drive.feed(events.Recovered())
+    drive.end(parked=True, out_bytes=10, gpu=None, rooms={}, pool_bytes=10)
+    assert [happening.message for happening in _told(drive)] == [
+        "operation op1 was suspended when hegmd was stopped",
+        "operation op1: process 197 stands on no GPU, 10 bytes of it out",
+        "operation op1: suspended",
+    ]
+
+
+def test_a_process_that_is_found_to_have_ended_is_told_too() -> None:
+    drive = Drive(operation()).until("evacuating")
+    drive.feed(events.Recovered())
+    drive.taken.clear()
+    drive.feed(events.WorkerGone(worker="a"))
+    assert "has ended" in _told(drive)[0].message
+
+
+def test_what_comes_on_by_itself_or_is_over_waits_for_nothing() -> None:
+    assert waiting(Drive(operation()).until("evacuating").op) is None
+    assert (
+        waiting(Drive(operation()).until("done").op, HegmError(UNAVAILABLE, "the disk is full", "look at it")) is None
+    )
+
+
+def test_a_suspended_job_names_the_command_that_brings_it_back() -> None:
+    waits = waiting(Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended").op)
+    assert waits is not None
+    assert waits.next == "hegmctl resume 197"
+
+
+def test_a_suspended_job_was_to_be_resumed_and_stopped_again_for_an_image() -> None:
+    op = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended").op
+    assert in_hand(op, 197, CHECKPOINT)[1].startswith("have it in an image as it stands: hegmctl handoff 197 DIR")
+    assert in_hand(op, 197)[1] == "see: hegmctl resume 197"
+    saved = op.workers[0].replace(method=RESTART, saved=True, at=None)
+    for kind in (CHECKPOINT, None):  # «hegmctl resume» of one that has left found nobody to start it
+        hint = in_hand(op.replace(workers=(saved,)), 197, kind)[1]
+        assert hint == f"see: hegmctl run --allow-restart --resume {op.id} -- COMMAND"
+
+
+def test_a_job_that_is_held_says_why() -> None:
+    drive = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended")
+    drive.feed(events.ResumeAsked(to={"a": "gpu1"}))
+    drive.fail("refused")
+    waits = waiting(drive.op)
+    assert waits is not None
+    assert (waits.why, waits.next) == ("its job stands: take-room failed", "hegmctl resume 197")
+
+
+def test_an_agent_that_is_away_and_a_stage_that_does_not_end_are_named() -> None:
+    drive = Drive(operation()).until("verifying")
+    drive.feed(events.AgentLost(worker="a"))
+    waits = waiting(drive.op)
+    assert waits is not None
+    assert "the agent of process 197 is not connected" in waits.why
+    retried = drive.op.replace(tries=3).with_worker(drive.op.workers[0].replace(waits=None))
+    waits = waiting(retried)
+    assert waits is not None
+    assert "3 attempts" in waits.why
+    assert "hegmctl op op1 --story" in waits.next
+
+
+def test_a_journal_that_cannot_be_written_is_what_everything_waits_for() -> None:
+    trouble = HegmError(UNAVAILABLE, "the disk is full", "look at it")
+    waits = waiting(Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended").op, trouble)
+    assert waits is not None
+    assert (waits.why, waits.next) == ("it stands still: the disk is full", "look at it")
+
+
+def test_every_event_of_operations_is_explained_to_operators() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "operations.md").read_text()
+    for kind, meaning in HAPPENINGS.items():
+        assert f"`{kind}`" in page, kind
+        assert f"| {meaning} |" in page, kind
+
+
+def test_how_long_it_took_is_told_once_it_is_over() -> None:
+    done = operation(phase="done", created_utc=100.0)
+    assert description(done, last_utc=108.5).took_s == 8.5
+    assert description(done.replace(phase="sealing"), last_utc=108.5).took_s is None
+    assert description(done).took_s is None, "of an operation whose story is forgotten nobody knows"
+    assert description(done, last_utc=99.0).took_s == 0.0, "the clock was put back"

@@ -1,0 +1,52 @@
+"""The node as the methods see it: what a driver said long ago is no answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from hegmd.errors import UNAVAILABLE, HegmError
+from hegmd.migration.methods.gpus import Gpus
+from hegmd.protocol.snapshots import Gpu, GpuProcess, Vendor
+from tests.unit.doubles import gpu
+
+
+@dataclass
+class Seen:
+    """A node with one vendor in that state."""
+
+    state: str
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        return (gpu(0, id="gpu0"),)
+
+    @property
+    def processes(self) -> tuple[GpuProcess, ...]:
+        return ()
+
+    @property
+    def vendors(self) -> tuple[Vendor, ...]:
+        return (Vendor(vendor="nvidia", state=self.state, message="it hangs"),)
+
+
+@pytest.mark.parametrize("state", ["stale", "failed"])
+async def test_figures_of_a_driver_that_does_not_answer_were_taken_for_those_of_now(state: str) -> None:
+    """Issue 14, row 20: no test noticed that they were used."""
+
+    async def look() -> Seen:
+        return Seen(state)
+
+    gpus = Gpus(look)
+    for ask in (gpus.seen, lambda: gpus.gpu("gpu0")):
+        with pytest.raises(HegmError, match="the library of nvidia does not answer now: it hangs") as refused:
+            await ask()
+        assert refused.value.code == UNAVAILABLE
+
+
+async def test_a_driver_that_answers_is_believed() -> None:
+    async def look() -> Seen:
+        return Seen("ok")
+
+    assert (await Gpus(look).gpu("gpu0")).id == "gpu0"

@@ -1,0 +1,164 @@
+"""Whether a rank has fallen on its way up: by the tree of processes, and by what its launcher makes of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from typing_extensions import Self
+
+from hegmd.migration.methods.rank_startup import LEFT_BEHIND_S, Line, RankOnItsWay, Who, line_of, ranks_below
+from hegmd.node.processes.procfs import start_ticks_of
+from tests.patience import HANG_S
+
+COMMAND, RANK, OTHER = (10, 1), (11, 1), (12, 1)
+AGAIN = Line((21, 1), (20, 1))
+
+
+class Started:
+    """A rank of which those live that are named."""
+
+    def __init__(self, *living: Who) -> None:
+        self.living = set(living)
+        self.rank = RankOnItsWay(self.living.__contains__)
+        self.rank.note(RANK, Line(RANK, COMMAND))
+
+    def failed(self, now: float) -> bool:
+        return self.rank.fallen(now) is not None and self.rank.is_left_behind(now)
+
+
+def test_a_rank_that_lives_has_not_fallen() -> None:
+    started = Started(RANK, COMMAND)
+    started.rank.note(OTHER, Line(OTHER, COMMAND))
+    assert not started.failed(0.0)
+    assert not started.failed(LEFT_BEHIND_S)
+
+
+def test_a_rank_that_its_launcher_starts_anew_has_fallen_at_once() -> None:
+    """torchrun did, and the operation waited for ranks that waited for one another."""
+    started = Started(COMMAND, OTHER)
+    assert not started.failed(0.0)
+    started.rank.note(OTHER, Line(OTHER, COMMAND))
+    assert started.failed(0.0)
+
+
+def test_a_rank_in_whose_place_nobody_comes_has_fallen_after_a_while() -> None:
+    started = Started(COMMAND)
+    assert not started.failed(100.0)
+    assert not started.failed(100.0 + LEFT_BEHIND_S / 2)
+    assert started.failed(100.0 + LEFT_BEHIND_S)
+
+
+def test_what_a_launcher_says_by_its_own_end_is_left_to_its_supervisor() -> None:
+    """Ranks that came to the end of their training before they were seen would have been started once more."""
+    started = Started(COMMAND)
+    assert not started.failed(0.0)
+    started.living.clear()
+    assert not started.failed(LEFT_BEHIND_S)
+
+
+def test_a_command_that_was_started_again_has_not_failed_by_what_fell_before() -> None:
+    started = Started(COMMAND)
+    assert not started.failed(0.0)
+    started.living.update((AGAIN.rank, AGAIN.command))
+    started.rank.note(AGAIN.rank, AGAIN)
+    assert not started.failed(LEFT_BEHIND_S)
+    started.living.remove(AGAIN.rank)
+    assert not started.failed(LEFT_BEHIND_S + 1)
+
+
+def test_what_a_rank_has_run_itself_is_not_taken_for_it() -> None:
+    """A script that prepares its data says that it is that rank as well, and ends before the training begins."""
+    started = Started(COMMAND, RANK)
+    started.rank.note(OTHER, Line(RANK, COMMAND))
+    assert not started.failed(LEFT_BEHIND_S)
+    assert started.rank.knows(OTHER)
+
+
+# -- by the tree of processes ------------------------------------------------------------------------------------------
+
+
+class Tree:
+    """Shells below this process, each of which tells its pid, until their input ends."""
+
+    def __init__(self, script: str) -> None:
+        self._process = subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._process.communicate(timeout=HANG_S)
+
+    @property
+    def command(self) -> Who:
+        return _who(self._process.pid)
+
+    def told(self) -> Who:
+        """The pid that was told next."""
+        assert self._process.stdout is not None
+        return _who(int(self._process.stdout.readline()))
+
+
+def _who(pid: int) -> Who:
+    ticks = start_ticks_of(pid)
+    assert ticks is not None
+    return pid, ticks
+
+
+@pytest.fixture
+def wrapped() -> Iterator[Tree]:
+    """A launcher that is said to be of a world of its own, a shell around its rank, and that."""
+    rank = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 sh -c 'echo $$; sh -c \"echo \\$\\$; read _\"; true'"
+    with Tree(f"export RANK=0 WORLD_SIZE=1; {rank}; true") as tree:
+        yield tree
+
+
+def test_a_rank_is_the_topmost_process_with_its_variables(wrapped: Tree) -> None:
+    shell, rank = wrapped.told(), wrapped.told()
+    assert line_of(rank[0], os.getpid()) == Line(shell, wrapped.command)
+
+
+def test_a_process_below_another_supervisor_is_no_rank_of_this_one(wrapped: Tree) -> None:
+    wrapped.told()
+    rank = wrapped.told()
+    assert line_of(rank[0], rank[0]) is None
+    assert line_of(os.getpid(), wrapped.command[0]) is None
+
+
+def test_a_rank_that_fell_before_the_daemon_was_started_was_waited_for_in_vain() -> None:
+    """Nobody told the daemon that it was that rank; the others are there, and wait for it."""
+    rank = RankOnItsWay({COMMAND, OTHER}.__contains__)
+    rank.note_below(COMMAND, {}, 1)
+    assert rank.fallen(0.0) is None, "its launcher may have started none yet"
+    rank.note_below(COMMAND, {0: OTHER}, 1)
+    assert rank.fallen(5.0) is not None
+    assert not rank.is_left_behind(5.0)
+    rank.note_below(COMMAND, {0: OTHER}, 1)
+    assert rank.is_left_behind(5.0 + LEFT_BEHIND_S)
+
+
+def test_a_rank_that_its_launcher_starts_after_the_others_has_not_fallen() -> None:
+    rank = RankOnItsWay({COMMAND, RANK, OTHER}.__contains__)
+    rank.note_below(COMMAND, {0: OTHER}, 1)
+    assert rank.fallen(0.0) is not None
+    rank.note_below(COMMAND, {0: OTHER, 1: RANK}, 1)
+    assert rank.fallen(LEFT_BEHIND_S) is None
+    assert not rank.is_left_behind(LEFT_BEHIND_S)
+
+
+def test_ranks_are_found_below_their_launcher_and_not_what_they_start_themselves() -> None:
+    launcher = "for n in 0 1; do RANK=$n sh -c 'sleep 60 & echo $$; wait' & done; wait"
+    with subprocess.Popen(["sh", "-c", launcher], stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None
+            said = {int(process.stdout.readline()) for _ in range(2)}
+            command, ranks = ranks_below(process.pid)
+            assert command == (process.pid, start_ticks_of(process.pid))
+            assert {pid for pid, _ in ranks.values()} == said
+            assert set(ranks) == {0, 1}
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)

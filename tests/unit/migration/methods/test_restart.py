@@ -1,0 +1,294 @@
+"""The method of a restart, of whom it takes for the process that goes on, and when there is nobody to wait for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import anyio
+import anyio.from_thread
+import anyio.to_thread
+import pytest
+
+from hegmd.errors import Refused
+from hegmd.memory.pool import Keep, Pool
+from hegmd.migration.contracts import Over, Rank, Reborn, Subject, start_key
+from hegmd.migration.methods.rank_startup import Line, Who, line_of, ranks_below
+from hegmd.migration.methods.restart import RestartMethod
+from hegmd.migration.methods.restore_lock import has_come_to_its_end, has_passed, lock_path
+from hegmd.migration.methods.simulated import SimulatedMethod
+from hegmd.migration.methods.simulated_memory import Rooms
+from hegmd.node.processes.procfs import start_ticks_of
+from hegmd.protocol.agents import AgentAttend, Order
+from hegmd.protocol.snapshots import AgentInfo, Gpu
+from hegmd.protocol.supervision import BACK, OVER, Supervise, SuperviseReport, SupervisorOrder
+from hegmd.workers.agent_orders import AgentAway
+from hegmd.workers.supervisors import Supervisors
+from hegmd.workers.workers import Identity, Worker, Workers
+from tests.patience import HANG_S
+
+UID, TICKS = 1000, 7
+BEFORE, NEXT = 4711, 4712
+
+
+class Gone(Supervisors):
+    """The supervisor of every run has ended."""
+
+    def has_ended(self, uid: int | None, run: str | None) -> bool:
+        return True
+
+
+class Attending(Workers):
+    """Workers that attend, whatever has become of them."""
+
+    def __init__(self, *pids: int) -> None:
+        super().__init__(lambda _pid: TICKS)
+        self._attending = [_went_on(pid) for pid in pids]
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(tuple(self._attending))
+
+    def come(self, pid: int) -> Worker:
+        """Rank 0 of the run attends, which has not put anything back."""
+        about = AgentAttend(token=f"token-{pid}", python_version="3.11", boundary=0, run="run-1", rank=0, world_size=1)
+        worker = Worker(Identity(pid, TICKS, UID), AgentInfo(name="agent", version="1"), about)
+        worker.connect(_send, about)
+        self._attending.append(worker)
+        self.news.tell()
+        return worker
+
+    def go_on(self, pid: int, gpu: str | None) -> None:
+        """That process attends, and has the state of operation 4 back."""
+        self._attending.append(_went_on(pid, gpu))
+
+    def leave(self, worker: Worker) -> None:
+        """Its process has ended."""
+        worker.ended = True
+        self._attending.remove(worker)
+        self.news.tell()
+
+
+def _went_on(pid: int, gpu: str | None = "gpu1") -> Worker:
+    """One that says that it has the state of operation 4 back."""
+    about = AgentAttend(token=f"token-{pid}", python_version="3.11", boundary=5, restarted="4", gpu=gpu, run="run-1")
+    worker = Worker(Identity(pid, TICKS, UID), AgentInfo(name="agent", version="1"), about)
+    worker.connect(_send, about)
+    return worker
+
+
+async def _send(_order: Order, _fds: Sequence[int]) -> None:
+    raise AssertionError("nothing is asked of it")
+
+
+async def _send_to_supervisor(_order: SupervisorOrder, _fds: Sequence[int]) -> None:
+    raise AssertionError("nothing is asked of it")
+
+
+def method(
+    folder: Path,
+    *pids: int,
+    workers: Workers | None = None,
+    supervisors: Supervisors | None = None,
+    line_of: Callable[[int, int], Line | None] = line_of,
+    ranks_below: Callable[[int], tuple[Who | None, Mapping[int, Who]]] = ranks_below,
+) -> RestartMethod:
+    gpus = [Gpu(id=name, index=index, uuid=name, vendor="simulated") for index, name in enumerate(("gpu0", "gpu1"))]
+    by = SimulatedMethod(Rooms(None))
+    pool = Pool(1 << 20, keep=Keep())
+    parts = workers or Attending(*pids), supervisors or Gone(lambda _: TICKS), pool
+    return RestartMethod(*parts, by=by, gpus=lambda: gpus, folder=folder, line_of=line_of, ranks_below=ranks_below)
+
+
+def subject(pid: int = BEFORE) -> Subject:
+    return Subject("4", "a", pid, TICKS, gpu=None, goal="gpu1", left="gpu0", uid=UID, run="run-1")
+
+
+def noted(folder: Path, notes: bytes) -> None:
+    lock_path(folder, "4").write_bytes(notes)
+
+
+async def test_who_says_that_it_has_the_state_back_is_the_one_that_goes_on(tmp_path: Path) -> None:
+    reborn = await method(tmp_path, NEXT).restore(subject(), "gpu1")
+    assert isinstance(reborn, Reborn)
+    assert (reborn.pid, reborn.gpu, reborn.boundary) == (NEXT, "gpu1", 5)
+
+
+async def test_one_that_was_started_again_by_an_earlier_order_is_where_that_had_it_and_known_for_it(
+    tmp_path: Path,
+) -> None:
+    """On a real GPU it says itself nothing of where it is: it was taken to be where it was to be brought back to."""
+    supervisors, workers = Supervisors(start_ticks_of), Attending()
+    forth, back = (start_key("migrate", heading, [gpu]) for heading, gpu in (("forward", "gpu1"), ("back", "gpu0")))
+    offer = Supervise(run="run-1", python=True, pid=NEXT, started=True, operation="4", key=forth)
+    workers.go_on(NEXT, gpu=None)
+    parts = method(tmp_path, workers=workers, supervisors=supervisors)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisors.attend, "it", os.getpid(), UID, offer, _send_to_supervisor)
+        await supervisors.news.wait()
+        again = await parts.restore(replace(subject(), goal="gpu0", start=back), "gpu0")
+        first = await parts.restore(replace(subject(), start=forth), "gpu1")
+        tasks.cancel_scope.cancel()
+    supervisors.close()
+    assert isinstance(again, Reborn)
+    assert isinstance(first, Reborn)
+    assert [(one.gpu, one.is_earlier) for one in (again, first)] == [("gpu1", True), ("gpu1", False)]
+
+
+async def test_a_process_that_was_killed_is_not_taken_for_the_one_in_its_place(tmp_path: Path) -> None:
+    """Killed before its boundary, its connection was there for a moment still: it went on a second time, and the
+    operation was suspended while its supervisor had started another."""
+    with pytest.raises(Refused, match="is gone, and nobody else can start it again"):
+        await method(tmp_path, NEXT).restore(subject(NEXT), "gpu0")
+
+
+@pytest.mark.parametrize("attends", [(), (NEXT,)])
+async def test_nobody_is_started_from_the_state_of_a_training_that_came_to_its_end(
+    tmp_path: Path, attends: tuple[int, ...]
+) -> None:
+    noted(tmp_path, BACK + OVER)
+    assert await method(tmp_path, *attends).restore(subject(NEXT), "gpu1") == Over()
+
+
+@pytest.mark.parametrize("notes", [b"", BACK, bytes(len(BACK)) + OVER])
+def test_both_words_are_the_end_of_a_training_and_neither_alone_is(tmp_path: Path, notes: bytes) -> None:
+    assert not has_come_to_its_end(tmp_path, "4")
+    noted(tmp_path, notes)
+    assert not has_come_to_its_end(tmp_path, "4")
+    with lock_path(tmp_path, "4").open("r+b") as lock:
+        os.pwrite(lock.fileno(), BACK, 0)
+        os.pwrite(lock.fileno(), OVER, len(BACK))
+    assert has_come_to_its_end(tmp_path, "4")
+
+
+async def test_who_has_gone_on_is_noted_for_its_supervisor_and_who_has_ended_by_then_is_not(tmp_path: Path) -> None:
+    """One that was killed at that moment may have been replaced from its state already."""
+    noted(tmp_path, BACK)
+    ticks = start_ticks_of(os.getpid())
+    assert ticks is not None
+    here = replace(subject(os.getpid()), start_ticks=ticks)
+    await method(tmp_path).note_gone_on(replace(here, rank=1))
+    assert has_passed(tmp_path, "4", 1)
+    assert not has_passed(tmp_path, "4", 0)
+    with pytest.raises(AgentAway, match="has ended"):
+        await method(tmp_path).note_gone_on(replace(here, start_ticks=ticks - 1))
+    assert not has_passed(tmp_path, "4", 0)
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+# A launcher that starts its one rank again by itself, below a supervisor that stays.
+LAUNCHER = "echo $$; for _ in 1 2; do RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 sh -c 'echo $$; read _'; done"
+SUPERVISOR = 'sh -c "$LAUNCHER"; echo ended; read _'
+
+
+class Launched:
+    """The processes of a start, and what is said of them to the daemon."""
+
+    def __init__(self, workers: Attending, supervisors: Supervisors) -> None:
+        self._workers = workers
+        self._supervisors = supervisors
+        environ, pipe = {**os.environ, "LAUNCHER": LAUNCHER}, subprocess.PIPE
+        self._process = subprocess.Popen(["sh", "-c", SUPERVISOR], env=environ, stdin=pipe, stdout=pipe, text=True)
+        #: Set once it was seen where a rank stands.
+        self.seen = anyio.Event()
+
+    def line_of(self, pid: int, supervisor: int) -> Line | None:
+        found = line_of(pid, supervisor)
+        anyio.from_thread.run_sync(self.seen.set)
+        return found
+
+    async def attend(self) -> None:
+        """The supervisor says that it has started its command; until this is cancelled."""
+        command = int(await self.say())
+        offer = Supervise(run="run-1", python=False, pid=command, started=True, operation="4", ranks=True)
+        try:
+            await self._supervisors.attend(self, self._process.pid, UID, offer, _send_to_supervisor)
+        finally:
+            self._process.communicate()
+            self._supervisors.close()
+
+    def ranks_below(self, command: int) -> tuple[Who | None, Mapping[int, Who]]:
+        found = ranks_below(command)
+        if found[1]:
+            anyio.from_thread.run_sync(self.seen.set)
+        return found
+
+    async def say(self) -> str:
+        """The next word of them: the pid of a rank, or that the launcher has ended."""
+        assert self._process.stdout is not None
+        return (await anyio.to_thread.run_sync(self._process.stdout.readline)).strip()
+
+    def fall(self, rank: Worker | None = None) -> None:
+        """The rank ends, and so does its agent's connection, if it has come so far."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        if rank is not None:
+            self._workers.leave(rank)
+
+    def fail(self, message: str) -> None:
+        """The supervisor has given the start up."""
+        self._supervisors.report(self, SuperviseReport(result="failed", message=message))
+
+
+async def refusal_of_a_rank(parts: RestartMethod) -> Refused:
+    """Why the only rank of a job does not come back."""
+    with pytest.raises(Refused) as failed:
+        await parts.restore(replace(subject(), rank=0, ranks=(Rank("a", 0, "gpu1"),)), "gpu1")
+    return failed.value
+
+
+async def test_a_rank_that_fell_before_it_was_seen_left_the_operation_waiting(tmp_path: Path) -> None:
+    """Its launcher had started it anew by itself, where it waited for ranks that were gone, and nobody ended them."""
+    workers, supervisors = Attending(), Supervisors(start_ticks_of)
+    launched = Launched(workers, supervisors)
+    parts = method(tmp_path, workers=workers, supervisors=supervisors, line_of=launched.line_of)
+    failures: list[Refused] = []
+
+    async def restore() -> None:
+        failures.append(await refusal_of_a_rank(parts))
+        tasks.cancel_scope.cancel()
+
+    with anyio.fail_after(HANG_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(launched.attend)
+            await supervisors.news.wait()
+            tasks.start_soon(restore)
+            fallen = int(await launched.say())
+            rank = workers.come(fallen)
+            await launched.seen.wait()
+            launched.fall(rank)
+            workers.come(int(await launched.say()))
+            assert await launched.say() == "ended"
+            launched.fail("it ended with -9, started 2 times")
+    assert f"rank 0 (process {fallen}) ended before its first boundary; it ended with -9" in failures[0].message
+    assert failures[0].hint == "see what it printed", "whether its state is held is seen later"
+
+
+async def test_a_daemon_that_was_not_there_at_the_start_saw_no_rank_fall_before_its_agent_came(tmp_path: Path) -> None:
+    """An earlier daemon had asked for the start; the one that waits now finds the rank below the launcher itself."""
+    workers, supervisors = Attending(), Supervisors(start_ticks_of)
+    launched = Launched(workers, supervisors)
+    parts = method(tmp_path, workers=workers, supervisors=supervisors, ranks_below=launched.ranks_below)
+    failures: list[Refused] = []
+
+    async def restore() -> None:
+        failures.append(await refusal_of_a_rank(parts))
+        tasks.cancel_scope.cancel()
+
+    with anyio.fail_after(HANG_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(launched.attend)
+            await supervisors.news.wait()
+            fallen = int(await launched.say())
+            tasks.start_soon(restore)
+            await launched.seen.wait()
+            launched.fall()
+            assert int(await launched.say()) != fallen
+            assert await launched.say() == "ended"
+            launched.fail("it ended with -9, started 2 times")
+    assert f"rank 0 (process {fallen}) ended before its first boundary; it ended with -9" in failures[0].message
+    assert failures[0].hint == "see what it printed", "whether its state is held is seen later"

@@ -1,0 +1,338 @@
+"""What a plan says, and every reason against one, with the next step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hegmd.memory.sizes import whole_size
+from hegmd.migration.machine.operation import CHECKPOINT, MIGRATE, RESTORE, RESUME, SUSPEND, Limits, Operation
+from hegmd.migration.model import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Request, Snapshot
+from hegmd.migration.plan import throughput as pace
+from hegmd.migration.plan.estimate import from_image, with_image
+from hegmd.migration.plan.planner import planned, planned_resume
+from hegmd.migration.plan.throughput import IN, OUT, Paces, image_s
+from hegmd.protocol.messages import LeftAlone
+from hegmd.protocol.operations import Reason
+from tests.unit.migration.operations import Drive, operation, worker
+
+GIB = 2**30
+
+
+def _gpu(name: str, **values: Any) -> GpuRoom:
+    plain: dict[str, Any] = {"id": name, "vendor": "simulated", "chip": "sim", "free_bytes": 8 * GIB}
+    return GpuRoom(**{**plain, **values})
+
+
+def _agent(**values: Any) -> AgentSurvey:
+    return AgentSurvey(**{"token": "t", "size_bytes": 2 * GIB, "boundary": 3, **values})
+
+
+def _process(pid: int = 4711, **values: Any) -> Candidate:
+    plain: dict[str, Any] = {
+        "pid": pid,
+        "start_ticks": 7,
+        "uid": 1000,
+        "name": "train.py",
+        "gpus": ("gpu0",),
+        "agent": _agent(),
+    }
+    return Candidate(**{**plain, **values})
+
+
+def _snapshot(*candidates: Candidate, **values: Any) -> Snapshot:
+    plain: dict[str, Any] = {
+        "gpus": (_gpu("gpu0"), _gpu("gpu1")),
+        "candidates": candidates or (_process(),),
+        "pool": PoolRoom(budget_bytes=16 * GIB, free_bytes=12 * GIB),
+    }
+    return Snapshot(**{**plain, **values})
+
+
+def _to(gpu: str | None = "gpu1", *pids: int, **values: Any) -> Request:
+    return Request(**{"kind": MIGRATE, "pids": pids or (4711,), "to": gpu, **values})
+
+
+def _suspend(*pids: int) -> Request:
+    return Request(kind=SUSPEND, pids=pids or (4711,))
+
+
+def _plan(found: Plan | tuple[Reason, ...]) -> Plan:
+    assert isinstance(found, Plan), found
+    return found
+
+
+def test_a_dry_run_said_nothing_of_a_job_that_was_stopped() -> None:
+    """It comes to no boundary, so the plan would have come to nothing until somebody found out."""
+    snapshot = _snapshot()
+    candidates = tuple(candidate.replace(stopped=True) for candidate in snapshot.candidates)
+    plan = _plan(planned(snapshot.replace(candidates=candidates), _to()))
+    (pid,) = [worker.pid for worker in plan.workers]
+    assert f"process {pid} is stopped by a signal or a debugger" in plan.hazards[0]
+    assert plan.hazards[0].endswith(f"kill -CONT {pid}")
+
+
+def _only_reason(found: Plan | tuple[Reason, ...]) -> Reason:
+    assert isinstance(found, tuple), found
+    (reason,) = found
+    assert reason.hint
+    return reason
+
+
+def test_a_plan_says_what_is_needed_and_what_there_is() -> None:
+    plan = _plan(planned(_snapshot(), _to()))
+    assert (plan.kind, plan.way, plan.workers[0].carrier) == (MIGRATE, "agent", "worker")
+    assert plan.room_needed_bytes == {"gpu1": 2 * GIB}
+    assert plan.room_free_bytes == {"gpu1": 8 * GIB}
+    assert (plan.size_bytes, plan.pool_needed_bytes, plan.pool_free_bytes) == (2 * GIB, whole_size(2 * GIB), 12 * GIB)
+    assert plan.estimate_s == pytest.approx(2 * 2 * GIB / 2e9 + 0.05)
+    assert plan.hazards == ()
+    assert "see a boundary" in plan.steps
+
+
+def test_a_suspension_needs_no_room_and_half_the_time() -> None:
+    plan = _plan(planned(_snapshot(), _suspend()))
+    assert plan.room_needed_bytes == {}
+    assert plan.estimate_s == pytest.approx(2 * GIB / 2e9 + 0.05)
+    assert plan.workers[0].to is None
+
+
+def test_a_plan_becomes_the_operation_that_the_machine_takes() -> None:
+    snapshot = _snapshot()
+    plan = _plan(planned(snapshot, _to()))
+    chips = {gpu.id: gpu.chip for gpu in snapshot.gpus}
+    op = plan.operation("op1", snapshot.candidates, chips, limits=Limits(), utc=5.0)
+    moved = Drive(op).until("done").op.workers[0]
+    assert (moved.pid, moved.start_ticks, moved.token, moved.chip, moved.at) == (4711, 7, "t", "sim", "gpu1")
+    assert op.owner_uid == 1000
+
+
+def test_a_job_moves_as_one_and_another_users_job_of_that_name_stays() -> None:
+    job = [_process(pid, job="bert", gpus=(gpu,)) for pid, gpu in ((1, "gpu0"), (2, "gpu1"))]
+    stranger = _process(3, job="bert", uid=1001)
+    alone = _process(4)
+    plan = _plan(planned(_snapshot(*job, stranger, alone), _to("gpu1", 1)))
+    assert [(found.pid, found.to, found.carrier) for found in plan.workers] == [
+        (1, "gpu1", "worker"),
+        (2, "gpu1", "none"),
+    ]
+    assert plan.size_bytes == 2 * GIB
+
+
+@pytest.mark.parametrize("uid", [1000, 1001])
+def test_a_restart_kept_another_users_job_from_moving_that_said_it_was_of_the_same_run(uid: int) -> None:
+    op = _plan(planned(_snapshot(), _to())).operation("op1", _snapshot().candidates, {}, limits=Limits(), utc=5.0)
+    restarting = op.replace(workers=tuple([one.replace(pid=1, method="restart", run="bert") for one in op.workers]))
+    found = planned(_snapshot(_process(job="bert", uid=uid), running=(restarting,)), _to())
+    if uid == op.owner_uid:
+        assert _only_reason(found).code == "busy"
+    else:
+        assert _plan(found).workers[0].to == "gpu1"
+
+
+def test_single_processes_can_be_placed() -> None:
+    job = [_process(pid, job="bert") for pid in (1, 2)]
+    plan = _plan(planned(_snapshot(*job), _to(None, 1, placement={"2": "gpu1"})))
+    assert [found.to for found in plan.workers] == ["gpu0", "gpu1"]
+
+
+def test_ranks_stop_together_and_absent_ones_are_a_hazard() -> None:
+    ranks = [_process(pid, job="ddp", agent=_agent(rank=pid, world_size=4)) for pid in (0, 1)]
+    plan = _plan(planned(_snapshot(*ranks), _to("gpu1", 0)))
+    assert plan.lockstep
+    assert plan.hazards == ("2 of the job's 4 ranks are here; the others wait for them meanwhile",)
+
+
+LEFT = LeftAlone(why="shared with another process", storages=3, size_bytes=GIB)
+
+
+def test_what_is_left_alone_is_named() -> None:
+    plan = _plan(planned(_snapshot(_process(agent=_agent(left_alone=(LEFT,)))), _to()))
+    assert plan.workers[0].left_alone_bytes == GIB
+    assert "3 storages, 1.0 GiB: shared with another process" in plan.hazards[0]
+
+
+def _op(phase: str = "refilling") -> Operation:
+    return operation(worker(pid=4711), id="op7", phase=phase)
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "request_", "code", "says", "hints"),
+    [
+        (_snapshot(_process(agent=None)), _to(), "refused", "4711 has no agent", "hegmctl run"),
+        (_snapshot(_process(agent=_agent(size_bytes=None))), _to(), "refused", "has not said yet", "in a moment"),
+        (_snapshot(), _to("gpu1", 9), "not-found", "process 9 is on no GPU", "hegmctl ps"),
+        (_snapshot(beginning=(9,)), _to("gpu1", 9), "refused", "process 9 is still beginning", "ask again"),
+        (_snapshot(), _to("gpu7"), "not-found", "there is no GPU gpu7", "gpu0 and gpu1"),
+        (_snapshot(), _to("gpu0"), "refused", "4711 is on gpu0 already", "--to"),
+        (_snapshot(running=(_op(),)), _to(), "busy", "operation op7 (migrate, refilling)", "hegmctl op op7"),
+        (_snapshot(running=(_op("suspended"),)), _to(), "busy", "operation op7", "hegmctl resume"),
+        (_snapshot(_process(gpus=("gpu0", "gpu1"))), _to(), "refused", "on gpu0 and gpu1", "NVIDIA"),
+        (_snapshot(_process(gpus=())), _to(), "refused", "no GPU that is known", "hegmctl ps"),
+        (_snapshot(gpus=(_gpu("gpu0"), _gpu("gpu1", state="lost"))), _to(), "refused", "gpu1 is lost", "gpus"),
+        (_snapshot(gpus=(_gpu("gpu0", state="lost"), _gpu("gpu1"))), _to(), "refused", "gpu0 is lost", "doctor"),
+        (_snapshot(gpus=(_gpu("gpu0"), _gpu("gpu1", chip="x"))), _to(), "refused", "another chip: x, not sim", "equal"),
+        (_snapshot(gpus=(_gpu("gpu0"), _gpu("gpu1", mig=True))), _to(), "refused", "MIG", "whole"),
+        (_snapshot(gpus=(_gpu("gpu0"), _gpu("gpu1", mps=True))), _to(), "refused", "MPS", "whole"),
+        (_snapshot(gpus=(_gpu("gpu0"), _gpu("gpu1", free_bytes=None))), _to(), "refused", "not known", "doctor"),
+        (_snapshot(gpus=(_gpu("gpu0"), _gpu("gpu1", free_bytes=GIB))), _to(), "refused", "1.0 GiB free", "off it"),
+        (
+            _snapshot(gpus=(_gpu("gpu0", vendor="amd"), _gpu("gpu1", vendor="amd"))),
+            _to(),
+            "refused",
+            "of vendor amd",
+            "simulated",
+        ),
+        (
+            _snapshot(pool=PoolRoom(budget_bytes=GIB, free_bytes=GIB)),
+            _suspend(),
+            "refused",
+            "2.1 GiB of the pool are needed for the 2.0 GiB to be carried, over its budget of 1.0 GiB",
+            "pool.budget_bytes",
+        ),
+        (_snapshot(pool=PoolRoom(budget_bytes=4 * GIB, free_bytes=GIB)), _suspend(), "busy", "1.0 GiB", "hegmctl ops"),
+        (_snapshot(), _to().replace(carrier="host"), "refused", "host cannot carry process 4711", "ask for worker"),
+        (
+            _snapshot(_process(agent=_agent(size_bytes=GIB // 2, left_alone=(LEFT,)))),
+            _suspend(),
+            "refused",
+            "of 1.5 GiB of process 4711, 1.0 GiB would stay",
+            "shared with another process",
+        ),
+    ],
+)
+def test_a_reason_says_what_and_the_next_step(
+    snapshot: Snapshot, request_: Request, code: str, says: str, hints: str
+) -> None:
+    reason = _only_reason(planned(snapshot, request_))
+    assert reason.code == code
+    assert says in reason.message
+    assert hints in reason.hint
+
+
+def test_a_plan_that_the_pool_would_refuse_for_its_table_is_refused() -> None:
+    """The pool's pieces are larger than the bytes that go into them, and a plan that forgot that was turned back."""
+    needed_bytes = whole_size(2 * GIB)
+    for free_bytes, refused in ((2 * GIB, True), (needed_bytes - 1, True), (needed_bytes, False)):
+        found = planned(_snapshot(pool=PoolRoom(budget_bytes=16 * GIB, free_bytes=free_bytes)), _suspend())
+        assert isinstance(found, tuple) is refused, found
+    job = [_process(pid, job="bert") for pid in (1, 2)]
+    each_rounded = _snapshot(*job, pool=PoolRoom(budget_bytes=2 * needed_bytes, free_bytes=2 * needed_bytes))
+    assert _plan(planned(each_rounded, _suspend(1))).pool_needed_bytes == 2 * needed_bytes
+
+
+def test_a_process_in_hand_is_refused_for_that_alone() -> None:
+    """A suspended process is on no GPU, and was refused for that too, as if it were wrong with it."""
+    suspended = _process(gpus=(), agent=None)
+    reason = _only_reason(planned(_snapshot(suspended, running=(_op("suspended"),)), _suspend()))
+    assert (reason.code, "hegmctl resume 4711" in reason.hint) == ("busy", True)
+
+
+def test_a_rank_that_has_not_said_what_it_holds_is_not_left_behind() -> None:
+    ready = _process(1, job="ddp", agent=_agent(rank=0, world_size=2))
+    late = _process(2, job="ddp", gpus=(), agent=_agent(rank=1, world_size=2, size_bytes=None))
+    reason = _only_reason(planned(_snapshot(ready, late), _to("gpu1", 1)))
+    assert reason.message == "rank 1 (process 2) has not said yet what it holds"
+
+
+def test_all_reasons_come_at_once_and_each_once() -> None:
+    snapshot = _snapshot(_process(1, agent=None), _process(2), _process(3))
+    found = planned(snapshot, _to("gpu7", 1, 2, 3))
+    assert isinstance(found, tuple)
+    assert [reason.message for reason in found] == ["process 1 has no agent", "there is no GPU gpu7"]
+
+
+def test_room_is_counted_for_all_that_go_to_a_gpu() -> None:
+    job = [_process(pid, job="bert") for pid in (1, 2)]
+    gpus = (_gpu("gpu0"), _gpu("gpu1", free_bytes=3 * GIB))
+    assert "4.0 GiB are needed" in _only_reason(planned(_snapshot(*job, gpus=gpus), _to("gpu1", 1))).message
+
+
+def test_a_gpu_that_a_job_is_to_leave_is_not_where_there_is_room_for_it() -> None:
+    """A drain of gpu0 onto a full gpu1 ended with the advice that there was room on gpu0."""
+    gpus = (_gpu("gpu0"), _gpu("gpu1", free_bytes=GIB))
+    assert "suspend or move" in _only_reason(planned(_snapshot(gpus=gpus), _to("gpu1"))).hint
+    third = (*gpus, _gpu("gpu2"))
+    assert _only_reason(planned(_snapshot(gpus=third), _to("gpu1"))).hint == "there is room on gpu2"
+
+
+def _suspended() -> Operation:
+    op = operation(worker(pid=4711, to=None, size_bytes=2 * GIB, chip="sim"), kind=SUSPEND)
+    return Drive(op).until("suspended").op.replace(id="op7")
+
+
+def _resume(gpu: str | None) -> Request:
+    return Request(kind=RESUME, pids=(4711,), to=gpu)
+
+
+def test_a_resume_goes_where_it_was_unless_told_otherwise() -> None:
+    op = _suspended()
+    for asked, expected in ((None, "gpu0"), ("gpu1", "gpu1")):
+        plan = _plan(planned_resume(_snapshot(_process(gpus=())), _resume(asked), op))
+        assert plan.destinations == {"4711": expected}
+        assert plan.room_needed_bytes == {expected: op.workers[0].size_bytes}
+        assert plan.pool_needed_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "says"),
+    [
+        (_snapshot(_process(gpus=(), agent=None)), "not connected"),
+        (_snapshot(_process(gpus=()), gpus=(_gpu("gpu1", state="lost"),)), "gpu1 is lost"),
+        (_snapshot(_process(gpus=()), gpus=(_gpu("gpu1", chip="x"),)), "another chip"),
+        (_snapshot(_process(gpus=()), gpus=(_gpu("gpu1", free_bytes=1),)), "1 byte free"),
+        (_snapshot(_process(gpus=()), gpus=(_gpu("gpu0"),)), "there is no GPU gpu1"),
+    ],
+)
+def test_a_resume_that_cannot_be_says_why(snapshot: Snapshot, says: str) -> None:
+    assert says in _only_reason(planned_resume(snapshot, _resume("gpu1"), _suspended())).message
+
+
+def test_only_what_is_suspended_can_be_resumed() -> None:
+    assert "only a suspended one" in _only_reason(planned_resume(_snapshot(), _resume(None), _op())).message
+
+
+def test_a_held_job_needs_no_room_where_its_room_was_kept() -> None:
+    drive = Drive(operation(worker(pid=4711, chip="sim"))).until("checkpointing")
+    held = drive.op.replace(phase="suspended", heading="hold")
+    held = held.with_worker(held.workers[0].replace(goal=None, keeps="gpu0"))
+    full = (_gpu("gpu0", free_bytes=0), _gpu("gpu1", free_bytes=0))
+    plan = _plan(planned_resume(_snapshot(_process(), gpus=full), _resume(None), held))
+    assert plan.destinations == {"4711": "gpu0"}
+
+
+def test_the_time_for_an_image_was_not_in_the_estimate() -> None:
+    """It said 0.06 s, and the job stood for 3 s."""
+    snapshot = _snapshot()
+    plan = _plan(planned(snapshot, Request(kind=CHECKPOINT, pids=(4711,))))
+    made_s = image_s(snapshot.rates, OUT, 3 * GIB)
+    ended = with_image(plan, snapshot.rates, size_bytes=3 * GIB, leave_running=False)
+    assert (ended.image_s, ended.estimate_s, ended.ends) == (made_s, plan.estimate_s + made_s, True)
+    left = with_image(plan, snapshot.rates, size_bytes=3 * GIB, leave_running=True)
+    back_s = 2 * GIB / snapshot.rates.in_bytes_per_s
+    left_s = image_s(snapshot.rates, pace.LEFT, 3 * GIB)
+    assert left_s < made_s, "it does not stand while the image is read back"
+    assert "write process and bytes" not in left.steps, "nor while its bytes are written"
+    assert left.estimate_s >= plan.estimate_s + left_s + back_s
+    assert (left.ends, left.steps[-1]) == (False, "write the bytes from the pool and read all of it back meanwhile")
+
+
+def test_a_job_that_comes_back_takes_the_reading_and_the_resume() -> None:
+    snapshot, op = _snapshot(_process(gpus=())), _suspended()
+    plan = _plan(planned_resume(snapshot, _resume(None), op))
+    restored = from_image(plan, snapshot.rates, size_bytes=3 * GIB)
+    assert (restored.kind, restored.image_s) == (RESTORE, image_s(snapshot.rates, IN, 3 * GIB))
+    assert restored.estimate_s == plan.estimate_s + image_s(snapshot.rates, IN, 3 * GIB)
+
+
+def test_estimates_of_images_follow_what_this_node_took() -> None:
+    paces = Paces()
+    assert image_s(paces.rates(), OUT, 0) == paces.rates().image_out_s
+    for _ in range(20):
+        paces.note_image(OUT, 0, 3.0)
+        paces.note_image(OUT, 8 * GIB, 7.0)
+        paces.note_image(IN, 8 * GIB, 0.1)  # sooner than without a byte: nothing can be told of the rate
+    assert image_s(paces.rates(), OUT, 0) == pytest.approx(3.0, rel=0.01)
+    assert image_s(paces.rates(), OUT, 8 * GIB) == pytest.approx(7.0, rel=0.01)
+    assert image_s(paces.rates(), IN, 0) < 0.1

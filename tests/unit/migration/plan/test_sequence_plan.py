@@ -1,0 +1,212 @@
+"""Steps in a row, each planned on the node as the ones before it leave it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hegmd.memory.sizes import whole_size
+from hegmd.migration.machine.operation import Operation
+from hegmd.migration.model import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Snapshot
+from hegmd.migration.plan.forecast import after, expected
+from hegmd.migration.plan.sequence_plan import at_once, departure, occupants, planned_drain, planned_swap
+from hegmd.protocol.messages import CudaFacts
+from hegmd.protocol.operations import PlannedProcess, Reason
+from tests.unit.migration.operations import Drive, operation, worker
+
+GIB = 1 << 30
+
+
+def _gpu(name: str, free_gib: int | None, **values: Any) -> GpuRoom:
+    free_bytes = None if free_gib is None else free_gib * GIB
+    return GpuRoom(**{"id": name, "vendor": "simulated", "chip": "sim", "free_bytes": free_bytes, **values})
+
+
+def _process(pid: int, *gpus: str, size_gib: int = 2, **values: Any) -> Candidate:
+    agent = AgentSurvey(token=str(pid), size_bytes=size_gib * GIB, boundary=3)
+    return Candidate(**{"pid": pid, "start_ticks": 7, "uid": 1000, "gpus": gpus, "agent": agent, **values})
+
+
+def _snapshot(*candidates: Candidate, gpus: tuple[GpuRoom, ...], **values: Any) -> Snapshot:
+    pool = PoolRoom(budget_bytes=16 * GIB, free_bytes=16 * GIB)
+    return Snapshot(**{"gpus": gpus, "candidates": candidates, "pool": pool, **values})
+
+
+def _steps(found: object) -> list[tuple[str, int, str | None]]:
+    assert isinstance(found, tuple)
+    assert all(isinstance(step, Plan) for step in found), found
+    return [(step.kind, step.workers[0].pid, step.workers[0].to) for step in found]
+
+
+def _messages(found: object) -> list[str]:
+    assert isinstance(found, tuple)
+    assert all(isinstance(reason, Reason) for reason in found), found
+    return [reason.message for reason in found]
+
+
+def test_with_room_for_one_beside_the_other_the_first_goes_first() -> None:
+    gpus = (_gpu("gpu0", 2), _gpu("gpu1", 2))
+    found = planned_swap(_snapshot(_process(1, "gpu0"), _process(2, "gpu1"), gpus=gpus), 1, 2)
+    assert _steps(found) == [("migrate", 1, "gpu1"), ("migrate", 2, "gpu0")]
+
+
+def test_where_only_the_second_fits_beside_the_first_it_goes_first() -> None:
+    gpus = (_gpu("gpu0", 1), _gpu("gpu1", 1))
+    snapshot = _snapshot(_process(1, "gpu0"), _process(2, "gpu1", size_gib=1), gpus=gpus)
+    assert _steps(planned_swap(snapshot, 1, 2)) == [("migrate", 2, "gpu0"), ("migrate", 1, "gpu1")]
+
+
+BY_BOTH = [("suspend", 1, None), ("suspend", 2, None), ("resume", 1, "gpu1"), ("resume", 2, "gpu0")]
+BY_ONE = [("suspend", 1, None), ("migrate", 2, "gpu0"), ("resume", 1, "gpu1")]
+
+
+def test_without_room_for_both_on_one_gpu_both_go_to_the_pool_at_once_and_come_back_at_once() -> None:
+    gpus = (_gpu("gpu0", 0), _gpu("gpu1", 0))
+    found = planned_swap(_snapshot(_process(1, "gpu0"), _process(2, "gpu1"), gpus=gpus), 1, 2)
+    assert _steps(found) == BY_BOTH
+    parts = at_once([step for step in found if isinstance(step, Plan)])
+    assert [[(step.kind, step.workers[0].pid) for step in part] for part in parts] == [
+        [("suspend", 1), ("suspend", 2)],
+        [("resume", 1), ("resume", 2)],
+    ]
+
+
+def test_what_goes_straight_to_the_other_gpu_does_not_wait_in_the_pool() -> None:
+    """One stands for its own move alone then, by NVLink for a tenth of the time that its bytes took to the pool."""
+    gpus = [_gpu(name, 0, vendor="nvidia", driver_version="580.1") for name in ("gpu0", "gpu1")]
+    linked = tuple(gpu.replace(nvlinks=("gpu0", "gpu1"), free_bytes=4 * GIB) for gpu in gpus)
+    cuda = CudaFacts(gpus=(), allocator="native", expandable=False, largest_bytes=GIB)
+    jobs = []
+    for pid in (1, 2):
+        agent = AgentSurvey(token=str(pid), size_bytes=6 * GIB, boundary=3, cuda=cuda)
+        jobs.append(_process(pid, f"gpu{pid - 1}", agent=agent, kinds=("compute",), vram_bytes=7 * GIB))
+    pool = PoolRoom(budget_bytes=64 * GIB, free_bytes=64 * GIB)
+    snapshot = _snapshot(*jobs, gpus=linked, pool=pool)
+    assert _steps(planned_swap(snapshot, 1, 2)) == BY_ONE
+    apart = tuple(gpu.replace(nvlinks=()) for gpu in linked)
+    assert _steps(planned_swap(snapshot.replace(gpus=apart), 1, 2)) == BY_BOTH
+
+
+def test_where_the_pool_has_room_for_one_it_alone_waits_there() -> None:
+    gpus = (_gpu("gpu0", 0), _gpu("gpu1", 0))
+    snapshot = _snapshot(_process(1, "gpu0", size_gib=2), _process(2, "gpu1"), gpus=gpus)
+    small = PoolRoom(budget_bytes=16 * GIB, free_bytes=3 * GIB)
+    assert "are needed for the 2.0 GiB" in _messages(planned_swap(snapshot.replace(pool=small), 1, 2))[0]
+
+
+def test_the_drivers_own_share_of_a_gpu_is_free_when_a_process_has_left_it() -> None:
+    """It was left out, so a swap on GPUs that are full was refused."""
+    leaves = PlannedProcess(pid=1, name="", gpu="gpu0", to=None, size_bytes=4, rest_bytes=3, carrier="host")
+    plan = Plan(
+        kind="suspend",
+        way="agent",
+        workers=(leaves, leaves.replace(pid=2, gpu="gpu1", carrier="driver", size_bytes=5, rest_bytes=6)),
+        size_bytes=4,
+        room_needed_bytes={},
+        room_free_bytes={},
+        pool_needed_bytes=0,
+        pool_free_bytes=0,
+        estimate_s=0.0,
+        lockstep=False,
+        steps=(),
+    )
+    left = after(_snapshot(gpus=(_gpu("gpu0", 0), _gpu("gpu1", 0))), plan)
+    assert [gpu.free_bytes for gpu in left.gpus] == [7, 6]
+    assert left.pool.free_bytes == 16 * GIB - whole_size(4), "what the driver carries is not in the pool"
+
+
+def test_a_swap_that_ends_without_room_is_refused_before_it_begins() -> None:
+    gpus = (_gpu("gpu0", 0), _gpu("gpu1", 0))
+    snapshot = _snapshot(_process(1, "gpu0", size_gib=1), _process(2, "gpu1"), gpus=gpus)
+    assert _messages(planned_swap(snapshot, 1, 2)) == ["gpu0 has 1.0 GiB free and 2.0 GiB are needed"]
+
+
+def test_two_processes_of_one_job_change_places_in_one_operation() -> None:
+    gpus = (_gpu("gpu0", 8), _gpu("gpu1", 8), _gpu("gpu2", 8))
+    job = [_process(pid, f"gpu{pid}", job="run") for pid in (0, 1, 2)]
+    (plan,) = planned_swap(_snapshot(*job, gpus=gpus), 0, 1)
+    assert isinstance(plan, Plan)
+    assert [(found.pid, found.to) for found in plan.workers] == [(0, "gpu1"), (1, "gpu0"), (2, "gpu2")]
+
+
+def test_a_job_on_several_gpus_changes_places_with_nobody() -> None:
+    gpus = (_gpu("gpu0", 8), _gpu("gpu1", 8), _gpu("gpu2", 8))
+    job = [_process(pid, f"gpu{pid}", job="run") for pid in (0, 1)]
+    found = planned_swap(_snapshot(*job, _process(2, "gpu2"), gpus=gpus), 2, 0)
+    assert _messages(found) == ["the job of process 0 is on gpu0 and gpu1"]
+
+
+def test_a_gpu_is_left_for_the_one_with_most_room_and_only_by_who_is_there() -> None:
+    gpus = (_gpu("gpu0", 8), _gpu("gpu1", 3), _gpu("gpu2", 5), _gpu("gpu3", 9, state="lost"))
+    job = [_process(1, "gpu0", job="run"), _process(2, "gpu1", job="run")]
+    found = departure(_snapshot(*job, gpus=gpus), 1, "gpu0", ())
+    assert isinstance(found, Plan)
+    assert [(moved.pid, moved.to, moved.carrier) for moved in found.workers] == [
+        (1, "gpu2", "worker"),
+        (2, "gpu1", "none"),
+    ]
+
+
+def test_every_target_says_why_not() -> None:
+    gpus = (_gpu("gpu0", 8), _gpu("gpu1", 1), _gpu("gpu2", None))
+    found = departure(_snapshot(_process(1, "gpu0"), gpus=gpus), 1, "gpu0", ("gpu1", "gpu2"))
+    assert _messages(found) == ["gpu1 has 1.0 GiB free and 2.0 GiB are needed", "how much is free on gpu2 is not known"]
+    alone = departure(_snapshot(_process(1, "gpu0"), gpus=gpus[:1]), 1, "gpu0", ())
+    assert _messages(alone) == ["there is no other GPU than gpu0"]
+
+
+def test_a_job_is_listed_once_and_a_drain_plans_each_after_the_others() -> None:
+    gpus = (_gpu("gpu0", 0), _gpu("gpu1", 5))
+    job = [_process(pid, "gpu0", job="run") for pid in (1, 2)]
+    snapshot = _snapshot(*job, _process(3, "gpu0"), gpus=gpus)
+    assert list(occupants(snapshot, "gpu0")) == [1, 3]
+    plans, stays = planned_drain(snapshot, "gpu0", ())
+    assert [[moved.pid for moved in plan.workers] for plan in plans] == [[1, 2]]
+    assert [_messages(reasons) for reasons in stays] == [["gpu1 has 1.0 GiB free and 2.0 GiB are needed"]]
+
+
+def _under_way(phase: str) -> Operation:
+    size_bytes = 2 * GIB
+    mine = worker(pid=9, size_bytes=size_bytes, rooms={"gpu0": size_bytes})
+    return Drive(operation(mine)).until(phase).op
+
+
+def test_what_was_promised_and_not_taken_yet_is_not_there_for_others() -> None:
+    gpus = (_gpu("gpu0", 8), _gpu("gpu1", 8))
+    snapshot = _snapshot(gpus=gpus, running=(_under_way("arming"),))
+    seen = expected(snapshot)
+    assert [gpu.free_bytes for gpu in seen.gpus] == [8 * GIB, 6 * GIB]
+    assert seen.pool.free_bytes == 16 * GIB - whole_size(2 * GIB)
+    taken = expected(snapshot.replace(running=(_under_way("quiescing"),)))
+    assert taken.replace(running=()) == snapshot.replace(running=()), "what was taken counts in what is free already"
+
+
+def test_what_goes_by_peer_was_promised_video_memory_and_none_of_the_pool() -> None:
+    """A second move was refused for a pool that nobody was to use, and planned for room that was promised."""
+    gpus = (_gpu("gpu0", 8), _gpu("gpu1", 8))
+    mine = worker(pid=9, method="driver", carrier="peer", size_bytes=2 * GIB, rest_bytes=GIB, rooms={"gpu0": 3 * GIB})
+    seen = expected(_snapshot(gpus=gpus, running=(Drive(operation(mine)).until("arming").op,)))
+    assert [gpu.free_bytes for gpu in seen.gpus] == [8 * GIB, 3 * GIB]
+    assert seen.pool.free_bytes == 16 * GIB
+    by_driver = mine.replace(carrier="driver", size_bytes=0, rest_bytes=3 * GIB)
+    seen = expected(_snapshot(gpus=gpus, running=(Drive(operation(by_driver)).until("arming").op,)))
+    assert [gpu.free_bytes for gpu in seen.gpus] == [8 * GIB, 5 * GIB]
+    assert seen.pool.free_bytes == 16 * GIB
+
+
+def test_after_a_suspension_the_room_is_free_and_the_pool_is_not() -> None:
+    snapshot = _snapshot(_process(1, "gpu0"), _process(2, "gpu1"), gpus=(_gpu("gpu0", 0), _gpu("gpu1", 0)))
+    seen = [snapshot]
+    for step in planned_swap(snapshot, 1, 2):
+        assert isinstance(step, Plan)
+        seen.append(after(seen[-1], step))
+    empty, whole = seen[1], seen[-1]
+    assert [gpu.free_bytes for gpu in empty.gpus] == [2 * GIB, 0]
+    assert (empty.candidates[0].gpus, empty.pool.free_bytes) == ((), 16 * GIB - whole_size(2 * GIB))
+    assert [candidate.gpus for candidate in whole.candidates] == [("gpu1",), ("gpu0",)]
+    assert (whole.gpus, whole.pool) == (snapshot.gpus, snapshot.pool)
+
+
+def test_a_process_that_changes_places_with_itself_was_told_that_both_are_on_one_gpu() -> None:
+    gpus = (_gpu("gpu0", 2), _gpu("gpu1", 2))
+    found = planned_swap(_snapshot(_process(1, "gpu0"), gpus=gpus), 1, 1)
+    assert _messages(found) == ["process 1 cannot change places with itself"]

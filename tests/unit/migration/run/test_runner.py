@@ -1,0 +1,316 @@
+"""Operations carried out: real runner, journal, pool, rooms and inventory over model agents in processes that live."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from pathlib import Path
+
+import anyio
+import pytest
+
+from hegmd.errors import BUSY, CANCELLED, DENIED, NOT_FOUND, REFUSED, HegmError, Refused
+from hegmd.migration.journal import records
+from hegmd.migration.journal.disk import Disk
+from hegmd.migration.journal.file import JournalFile
+from tests.patience import HANG_S
+from tests.unit.moving_node import running, start_ticks
+
+MIB = 1 << 20
+
+Child = subprocess.Popen[bytes]
+
+
+class HeldDisk(Disk):
+    """The real one, which holds up all records with that in them that are written once the journal is open."""
+
+    def __init__(self, held: bytes = b"") -> None:
+        self._held = held
+        self._is_open = False
+        self._reached, self._goes = threading.Event(), threading.Event()
+
+    def sync_folder(self, folder: Path) -> None:
+        super().sync_folder(folder)
+        self._is_open = True
+
+    def write(self, fd: int, data: bytes) -> int:
+        if self._is_open and self._held in data:
+            self._reached.set()
+            self._goes.wait()
+        return super().write(fd, data)
+
+    def wait_for_a_record(self) -> None:
+        assert self._reached.wait(15)
+
+    def go_on(self) -> None:
+        self._goes.set()
+
+
+async def test_a_migration_moves_room_and_bytes_and_gives_everything_back(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        assert node.rooms(process.pid) == {"gpu0": 7}
+        answer = await node.operations.migrate([process.pid], "gpu1", node.asked())
+        assert answer.operation is not None
+        assert (answer.operation.phase, answer.operation.failure) == ("done", None)
+        assert answer.operation.blackout_s is not None
+        assert agent.data == b"weights"
+        assert not agent.parked
+        assert node.rooms(process.pid) == {"gpu1": 7}
+        assert node.moving.pool.held_bytes == 0
+        assert {"quiescing", "evacuating", "refilling"} <= set(node.phases)
+        assert agent.seen[1:] == ["survey", "park", "survey", "evacuate", "refill", "release"]
+
+
+async def test_a_suspended_job_holds_no_room_and_goes_on_where_it_is_told(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        suspended = await node.operations.suspend([process.pid], node.asked())
+        assert suspended.operation is not None
+        assert suspended.operation.phase == "suspended"
+        assert agent.data is None
+        assert node.rooms(process.pid) == {}
+        (shown,) = (await node.inventory.fresh(0)).processes
+        assert (shown.pid, shown.gpus, shown.held_bytes) == (process.pid, (), 7)
+        resumed = await node.operations.resume(process.pid, "gpu1", node.asked())
+        assert resumed.operation is not None
+        assert resumed.operation.phase == "done"
+        assert agent.data == b"weights"
+        assert node.rooms(process.pid) == {"gpu1": 7}
+        assert node.moving.pool.held_bytes == 0
+
+
+async def test_a_dry_run_does_nothing(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        before = list(agent.seen)
+        answer = await node.operations.migrate([process.pid], "gpu1", node.asked(dry_run=True))
+        assert answer.operation is None
+        assert answer.plan is not None
+        assert answer.plan.size_bytes == 7
+        assert agent.seen == [*before, "survey"]
+        assert node.operations.runner.operations() == ()
+
+
+async def test_a_process_that_became_another_program_was_waited_for_without_end(tmp_path: Path, process: Child) -> None:
+    """Its agent is another one, so the one that has the bytes will never come back to the next daemon."""
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        await node.operations.suspend([process.pid], node.asked())
+    async with running(tmp_path) as node:
+        agent.workers, agent.token, agent.data = node.workers, "b" * 32, b"anew"
+        await agent.attend(node.tasks)
+        lost = await node.at_rest("1")
+        assert lost.phase == "lost"
+        assert lost.failure is not None
+        assert "it runs another program now" in lost.failure.message
+        assert lost.processes[0].state == "lost"
+
+
+async def test_an_order_was_given_to_an_agent_that_had_come_back_and_gone_on(tmp_path: Path, process: Child) -> None:
+    """What was decided on the news of one connection went over the next one, before anybody had asked how it stands."""
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        worker = node.workers.find(process.pid)
+        assert worker is not None
+        agent.slow.add("survey")
+        await worker.give("survey")  # what is ordered next waits for it
+        begun = await node.operations.migrate([process.pid], "gpu1", node.asked(wait=False))
+        assert begun.operation is not None
+        with anyio.fail_after(HANG_S):
+            while node.operations.runner.describe(begun.operation.id).phase != "quiescing":
+                await anyio.wait_all_tasks_blocked()
+                await anyio.lowlevel.checkpoint()
+        agent.seen.clear()
+        agent.slow.clear()
+        await agent.attend(node.tasks)
+        assert (await node.at_rest(begun.operation.id)).phase == "done"
+        assert agent.seen[0] == "survey", "it was not asked how it stands"
+        agent.go_on.set()
+
+
+async def test_a_refused_evacuation_leaves_the_job_running_where_it_was(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        agent.refuses["evacuate"] = "a storage is in use"
+        answer = await node.operations.migrate([process.pid], "gpu1", node.asked())
+        assert answer.operation is not None
+        assert answer.operation.phase == "undone"
+        assert answer.operation.failure is not None
+        assert "a storage is in use" in answer.operation.failure.message
+        assert (agent.data, agent.parked) == (b"weights", False)
+        assert node.rooms(process.pid) == {"gpu0": 7}
+        assert node.moving.pool.held_bytes == 0
+
+
+async def test_the_second_operation_on_a_process_is_refused_by_the_name_of_the_first(
+    tmp_path: Path, process: Child
+) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        agent.slow.add("park")
+        first = await node.operations.migrate([process.pid], "gpu1", node.asked(wait=False))
+        assert first.operation is not None
+        with pytest.raises(HegmError, match=f"operation {first.operation.id}") as refused:
+            await node.operations.suspend([process.pid], node.asked())
+        assert refused.value.code is BUSY
+        agent.go_on.set()
+        assert (await node.at_rest(first.operation.id)).phase == "done"
+
+
+async def test_a_cancelled_wait_for_a_boundary_is_withdrawn_without_a_trace(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        agent.slow.add("park")
+        begun = await node.operations.migrate([process.pid], "gpu1", node.asked(wait=False))
+        assert begun.operation is not None
+        await agent.waiting.wait()
+        await node.operations.cancel(begun.operation.id, node.asked())
+        ended = await node.at_rest(begun.operation.id)
+        assert ended.phase == "undone"
+        assert ended.failure is not None
+        assert ended.failure.code == CANCELLED.name
+        assert node.rooms(process.pid) == {"gpu0": 7}
+        assert node.moving.pool.held_bytes == 0
+        with pytest.raises(Refused, match="it is over"):
+            await node.operations.cancel(begun.operation.id, node.asked())
+        agent.go_on.set()
+
+
+async def test_a_process_that_dies_while_its_bytes_are_out_is_lost_and_its_bytes_are_freed(
+    tmp_path: Path, process: Child
+) -> None:
+    async with running(tmp_path) as node:
+        await node.attend(process.pid)
+        await node.operations.suspend([process.pid], node.asked())
+        assert node.moving.pool.held_bytes > 0
+        process.kill()
+        with anyio.fail_after(HANG_S):
+            while node.operations.runner.describe("1").phase == "suspended":
+                await anyio.wait_all_tasks_blocked()
+                await anyio.lowlevel.checkpoint()
+        assert (await node.at_rest("1")).phase == "lost"
+        assert node.moving.pool.held_bytes == 0
+
+
+async def test_who_may_not_is_denied_before_anything_is_asked(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        before = list(agent.seen)
+        with pytest.raises(HegmError) as denied:
+            await node.operations.migrate([process.pid], "gpu1", node.asked(may=False))
+        assert denied.value.code is DENIED
+        assert agent.seen == before
+
+
+@pytest.mark.parametrize(
+    ("pid", "to", "code"), [(None, "gpu7", NOT_FOUND), (None, "gpu0", REFUSED), (1, "gpu1", NOT_FOUND)]
+)
+async def test_bad_requests_name_their_reason(
+    tmp_path: Path, process: Child, pid: int | None, to: str, code: object
+) -> None:
+    async with running(tmp_path) as node:
+        await node.attend(process.pid)
+        with pytest.raises(HegmError) as refused:
+            await node.operations.migrate([pid or process.pid], to, node.asked())
+        assert refused.value.code is code
+        assert refused.value.facts["reasons"]
+
+
+async def test_what_a_killed_daemon_had_suspended_the_next_one_resumes(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        await node.operations.suspend([process.pid], node.asked())
+    async with running(tmp_path) as node:
+        assert node.operations.runner.describe("1").phase in {"suspended", "settling"}
+        agent.workers = node.workers
+        await agent.attend(node.tasks)
+        assert (await node.at_rest("1")).phase == "suspended"
+        assert agent.data is None
+        await node.operations.resume(process.pid, None, node.asked())
+        assert agent.data == b"weights"
+        assert node.rooms(process.pid) == {"gpu0": 7}
+        assert not (tmp_path / "memory").exists(), "its bytes were not given back"
+
+
+async def test_a_suspended_job_was_told_at_rest_while_its_recovery_was_on_its_way_to_the_disk(
+    tmp_path: Path, process: Child
+) -> None:
+    """The event was out of the inbox and not in the journal yet: who followed was told how it stood before."""
+    async with running(tmp_path) as node:
+        await node.attend(process.pid)
+        await node.operations.suspend([process.pid], node.asked())
+    disk = HeldDisk()
+    async with running(tmp_path, disk=disk) as node:
+        try:
+            await anyio.to_thread.run_sync(disk.wait_for_a_record)
+            assert node.operations.runner.describe("1").phase == "suspended"
+            said_at_rest = False
+            with anyio.CancelScope(deadline=-1):  # one look, without waiting
+                await node.operations.follow("1", node.emit)
+                said_at_rest = True
+            assert not said_at_rest
+        finally:
+            disk.go_on()
+
+
+async def test_a_process_that_ended_while_its_operation_did_was_listed_on_its_gpu_for_ever(
+    tmp_path: Path, process: Child
+) -> None:
+    """The operation had it in hand still, so its room was left to it; and it did not hear of the end any more."""
+    disk = HeldDisk(b"done")
+    async with running(tmp_path, disk=disk) as node:
+        await node.attend(process.pid)
+        who = (process.pid, start_ticks(process.pid) or 0)
+        worker = node.workers.find(process.pid)
+        assert worker is not None
+        try:
+            await node.operations.migrate([process.pid], "gpu1", node.asked(wait=False))
+            await anyio.to_thread.run_sync(disk.wait_for_a_record)
+            assert node.moving.rooms.of(who) == {"gpu1": 7}
+            process.kill()
+            with anyio.fail_after(HANG_S):
+                while not worker.ended:
+                    await node.workers.news.wait()
+        finally:
+            disk.go_on()
+        assert (await node.at_rest("1")).phase == "done"
+        assert not node.moving.rooms.of(who)
+
+
+async def test_a_daemon_killed_in_the_middle_leaves_the_move_to_the_next_one(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        agent.slow.add("evacuate")
+        await node.operations.migrate([process.pid], "gpu1", node.asked(wait=False))
+        await agent.waiting.wait()
+    agent.slow.clear()
+    async with running(tmp_path) as node:
+        assert node.rooms(process.pid) == {"gpu0": 7, "gpu1": 7}, "the room for it was not held again"
+        agent.workers = node.workers
+        await agent.attend(node.tasks)
+        ended = await node.at_rest("1")
+        assert ended.phase in {"done", "undone"}
+        assert (agent.data, agent.parked) == (b"weights", False)
+        assert list(node.rooms(process.pid)) == [ended.processes[0].gpu]
+        assert node.moving.pool.held_bytes == 0
+
+
+def test_a_journal_that_cannot_be_trusted_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "operations.journal").write_bytes(b"something else entirely")
+    with pytest.raises(records.JournalBroken):
+        JournalFile(tmp_path).open()
+    assert (tmp_path / "operations.journal").read_bytes() == b"something else entirely"
+
+
+async def test_how_long_a_job_stood_was_forgotten_with_the_daemon(
+    tmp_path: Path, process: subprocess.Popen[bytes]
+) -> None:
+    async with running(tmp_path) as node:
+        await node.attend(process.pid)
+        moved = await node.operations.migrate([process.pid], "gpu1", node.asked())
+        assert moved.operation is not None
+        blackout_s = moved.operation.blackout_s
+        assert blackout_s is not None
+    async with running(tmp_path) as node:
+        assert node.operations.runner.describe(moved.operation.id).blackout_s == blackout_s

@@ -1,0 +1,205 @@
+"""Making all checks: order, failures of checks themselves, deadlines, and the table as a whole."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import anyio
+import pytest
+
+from hegmd.errors import EXTERNAL, HegmError
+from hegmd.node.doctor.facts import SUMMARY_CHARACTERS, Finding, NodeFacts, ok, warn
+from hegmd.node.doctor.run import CHECKS, Ask, Look, Row, run_checks
+from hegmd.protocol.snapshots import Check, Gpu, Vendor
+from tests.unit.node.doctor.node import FileNode, gpu, vendor
+
+
+async def ignore(_check: Check) -> None:
+    """A listener that does not listen."""
+
+
+async def run_rows(node: FileNode, *rows: Row, deadline_s: float = 10.0) -> dict[str, Check]:
+    made = await run_checks(node.facts(), ignore, checks=rows, deadline_s=deadline_s)
+    return {check.id: check for check in made}
+
+
+async def test_the_order_is_the_tables_whatever_takes_how_long(node: FileNode) -> None:
+    quick_is_made = anyio.Event()
+    heard: list[str] = []
+
+    async def slow(_: NodeFacts) -> Finding:
+        await quick_is_made.wait()
+        return ok("slow")
+
+    async def quick(_: NodeFacts) -> Finding:
+        quick_is_made.set()
+        return ok("quick")
+
+    async def hear(check: Check) -> None:
+        heard.append(check.id)
+
+    rows = (Ask("a", slow), Look("b", lambda _: ok("between")), Ask("c", quick))
+    made = await run_checks(node.facts(), hear, checks=rows)
+    assert heard == ["a", "b", "c"] == [check.id for check in made]
+
+
+async def test_a_check_is_told_before_the_next_is_made(node: FileNode) -> None:
+    told = anyio.Event()
+
+    async def second(_: NodeFacts) -> Finding:
+        await told.wait()
+        return ok("second")
+
+    async def hear(_check: Check) -> None:
+        told.set()
+
+    await run_checks(node.facts(), hear, checks=(Look("a", lambda _: ok("first")), Ask("b", second)), deadline_s=5)
+    assert told.is_set()
+
+
+def breaks(error: Exception) -> Look:
+    def check(_: NodeFacts) -> Finding:
+        raise error
+
+    return Look("broken", check)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (HegmError(EXTERNAL, "it said no", "ask again"), "could not be checked: it said no"),
+        (PermissionError(13, "Permission denied", "/proc/secret"), "could not be checked: /proc/secret: Permission"),
+        (KeyError("gpu9"), "the check itself failed: KeyError: 'gpu9'"),
+    ],
+)
+async def test_a_check_that_fails_is_a_line_and_the_others_go_on(
+    node: FileNode, error: Exception, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    made = await run_rows(node, breaks(error), Look("good", lambda _: ok("fine")))
+    assert made["broken"].status == "warn"
+    assert words in made["broken"].summary
+    assert made["broken"].fix
+    assert made["good"].status == "ok"
+
+
+async def test_a_check_that_hangs_is_a_line_and_left_behind(node: FileNode) -> None:
+    release = threading.Event()
+
+    def hang(_: NodeFacts) -> Finding:
+        release.wait()
+        return ok("too late")
+
+    async def wait(_: NodeFacts) -> Finding:
+        await anyio.Event().wait()
+        return ok("never")
+
+    try:
+        made = await run_rows(node, Look("a", hang), Ask("b", wait), Look("c", lambda _: ok("fine")), deadline_s=0.1)
+    finally:
+        release.set()
+    assert [made[key].status for key in "abc"] == ["fail", "fail", "ok"]
+    assert made["a"].summary == "no answer within 0.1 s: a disk or a driver hangs"
+
+
+async def test_more_hanging_checks_than_places_do_not_stop_the_rest(node: FileNode) -> None:
+    release = threading.Event()
+
+    def hang(_: NodeFacts) -> Finding:
+        release.wait()
+        return ok("too late")
+
+    try:
+        hanging = [Look(f"h{number}", hang) for number in range(12)]
+        made = await run_rows(node, *hanging, Look("last", lambda _: ok("fine")), deadline_s=0.05)
+    finally:
+        release.set()
+    assert made["last"].status == "ok"
+
+
+async def test_what_does_not_apply_is_skipped_with_the_reason(node: FileNode) -> None:
+    row = Look("x", lambda _: warn("not asked", "not asked"), lambda _: "there is none here")
+    made = await run_rows(node, row)
+    assert (made["x"].status, made["x"].summary, made["x"].fix) == ("skip", "there is none here", None)
+
+
+async def test_what_the_listener_raises_ends_the_run_as_it_is(node: FileNode) -> None:
+    class Gone(Exception):
+        pass
+
+    ended = anyio.Event()
+
+    async def hear(_check: Check) -> None:
+        raise Gone
+
+    async def wait(_: NodeFacts) -> Finding:
+        try:
+            await anyio.Event().wait()
+        finally:
+            ended.set()
+        return ok("never")
+
+    with pytest.raises(Gone):
+        await run_checks(node.facts(), hear, checks=(Look("a", lambda _: ok("fine")), Ask("b", wait)), deadline_s=60)
+    assert ended.is_set()
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def check_form(check: Check) -> None:
+    assert check.status in {"ok", "warn", "fail", "skip"}
+    assert 0 < len(check.summary) <= SUMMARY_CHARACTERS
+    assert check.summary.isprintable()
+    assert bool(check.fix) == (check.status in {"warn", "fail"}), check
+
+
+def test_every_check_has_a_stable_name_of_its_own() -> None:
+    names = [row.id for row in CHECKS]
+    assert len(set(names)) == len(names)
+    assert all(part.replace("-", "").isalpha() for name in names for part in name.split("."))
+
+
+async def test_an_empty_node_is_described_in_full(node: FileNode, tmp_path: Path) -> None:
+    """Nothing in /proc, /sys or /dev at all: still a line for each, and none that blames the check."""
+    facts = node.facts(program_path=str(tmp_path), python_path=str(tmp_path))
+    for check in await run_checks(facts, ignore):
+        check_form(check)
+        assert "the check itself failed" not in check.summary
+
+
+SIMULATED = tuple(gpu(index, vendor="simulated", memory_total_bytes=8 * 1024**3) for index in range(2))
+
+
+@pytest.mark.parametrize(
+    ("vendors", "gpus", "simulated"),
+    [
+        ((), (), False),
+        ((vendor("simulated"),), SIMULATED, True),
+        ((vendor(), vendor("amd", state="absent")), tuple(gpu(index) for index in range(8)), False),
+    ],
+    ids=["bare", "simulated", "eight"],
+)
+async def test_this_very_machine(
+    tmp_path: Path, vendors: tuple[Vendor, ...], gpus: tuple[Gpu, ...], simulated: bool
+) -> None:
+    facts = NodeFacts(
+        vendors=vendors,
+        gpus=gpus,
+        simulated=simulated,
+        user_mode=True,
+        under_systemd=False,
+        socket_path=tmp_path / "hegmd.sock",
+        state_dir=tmp_path,
+    )
+    made = {check.id: check for check in await run_checks(facts, ignore)}
+    assert len(made) == len(CHECKS)
+    for check in made.values():
+        check_form(check)
+        assert "the check itself failed" not in check.summary
+    assert made["kernel.version"].status == "ok"
+    if simulated:
+        hardware = {name for name in made if name.startswith(("nvidia.", "amd."))}
+        assert {made[name].summary for name in hardware} == {"the GPUs are simulated"}

@@ -1,0 +1,264 @@
+"""Processes seen, let go on and ended: by processes of the tests' own."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hegmd.images.criu.privileges import CAP_SYS_RESOURCE
+from hegmd.node.processes.process_set import (
+    Population,
+    dumpers_of,
+    end_all,
+    holders_of,
+    let_go,
+    population_of,
+    wait_for_thread_numbers,
+    wait_until_free,
+)
+
+# Whose tree the dumpers of these tests dump: of this very process, since others run the same tests beside it.
+ROOT = os.getpid()
+
+SLEEPER = "import time; print('ready', flush=True); time.sleep(600)"
+
+
+TREE = Path(__file__).parents[4]
+UNIT, CONFINED = TREE / "systemd" / "hegmd.service", TREE / "tests" / "gpu" / "confined.py"
+# Somebody who has nothing here.
+USER = 4242
+
+
+@contextmanager
+def sleeper(
+    *arguments: str, text: str = SLEEPER, user: int | None = None, fds: Sequence[int] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    argv, pipe = [sys.executable, "-c", text, *arguments], subprocess.PIPE
+    with subprocess.Popen(
+        argv, stdin=pipe, stdout=pipe, text=True, user=user, group=user, cwd="/", pass_fds=fds
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+@contextmanager
+def confined(unit: Path, pid: int) -> Iterator[subprocess.Popen[str]]:
+    """What the next daemon does for a job, with no more than that unit allows."""
+    argv = [sys.executable, str(CONFINED), str(unit), sys.executable, "-c", LET_GO, str(pid)]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, cwd=TREE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def has_capability(number: int) -> bool:
+    status = Path("/proc/self/status").read_text()
+    return bool(int(status.partition("CapEff:")[2].split()[0], 16) >> number & 1)
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+
+
+def state(process: subprocess.Popen[str]) -> str:
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_whoever_was_stopped_in_between_goes_on_and_who_was_before_does_not() -> None:
+    with sleeper() as one, sleeper() as other:
+        stop(other)
+        before = population_of([one.pid, other.pid])
+        assert before.stopped == {other.pid}
+        stop(one)
+        let_go(before)
+        os.waitid(os.P_PID, one.pid, os.WCONTINUED)
+        assert state(other) == "T"
+
+
+def test_one_that_no_descriptor_could_be_had_for_left_everybody_after_it_stopped() -> None:
+    with sleeper() as one, sleeper() as other:
+        before = population_of([one.pid, other.pid])
+        for process in (one, other):
+            stop(process)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+            let_go(before)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for process in (one, other):
+            os.waitid(os.P_PID, process.pid, os.WCONTINUED)
+
+
+def test_nobody_is_taken_for_gone_for_want_of_a_descriptor() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        with pytest.raises(OSError, match="Too many open files") as scarce:
+            population_of([os.getpid()])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert scarce.value.errno == errno.EMFILE
+
+
+def test_a_strangers_tracer_was_waited_for_before_a_job_went_on() -> None:
+    """An strace of a job kept it, once CRIU was done with it, standing for 15 minutes."""
+    trace = "import ctypes, os, signal, sys, time\nlibc = ctypes.CDLL(None)\npid = int(sys.argv[1])\n"
+    trace += "assert libc.ptrace(0x4206, pid, None, None) == 0\nprint('ready', flush=True)\ntime.sleep(600)"
+    with sleeper() as one:
+        before = population_of([one.pid])
+        with sleeper(str(one.pid), text=trace) as tracer:
+            let_go(before)
+            assert tracer.poll() is None
+
+
+def test_a_number_that_is_somebody_elses_by_now_is_not_touched() -> None:
+    with sleeper() as process:
+        ticks = population_of([process.pid]).start_ticks[process.pid]
+        end_all(Population({process.pid: ticks - 1}))
+        assert process.poll() is None
+        end_all(Population({process.pid: ticks}))
+        assert process.wait() == -signal.SIGKILL
+
+
+def test_who_is_gone_is_passed_over() -> None:
+    with sleeper() as process:
+        people = population_of([process.pid])
+    let_go(people)
+    end_all(people)
+    assert population_of([process.pid]).start_ticks == {}
+
+
+def test_a_number_is_held_by_processes_groups_and_sessions_and_by_zombies() -> None:
+    leader = "import os, time\nif os.fork() == 0: time.sleep(600)\nprint('ready', flush=True)\ntime.sleep(600)"
+    with subprocess.Popen(
+        [sys.executable, "-c", leader], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        found = {(each.what, each.is_zombie) for each in holders_of([process.pid])}
+        assert found == {("process", False), ("group", False)}
+        os.kill(process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert ("process", True) in {(each.what, each.is_zombie) for each in holders_of([process.pid])}
+        assert wait_until_free([process.pid], limit_s=0) != ()
+        end_all(population_of(each.pid for each in holders_of([process.pid]) if not each.is_zombie))
+    assert [each for each in holders_of([process.pid]) if not each.is_zombie] == []
+
+
+def test_a_restore_failed_because_a_stranger_had_the_number_of_one_of_its_threads() -> None:
+    """CRIU said: Unable to create a thread: -17. Nobody had looked at the numbers of threads."""
+    begun, ended = threading.Event(), threading.Event()
+    stranger = threading.Thread(target=lambda: (begun.set(), ended.wait()))
+    stranger.start()
+    begun.wait()
+    number = stranger.native_id
+    assert number is not None
+    assert wait_for_thread_numbers([1 << 22, number], limit_s=0) == (number, os.getpid())
+    ended.set()
+    assert wait_for_thread_numbers([number], limit_s=30) is None
+    stranger.join()
+
+
+@pytest.mark.parametrize(
+    ("tree", "is_one"),
+    [(f"{ROOT}", True), (f"{ROOT}"[:-1], False), (f"{ROOT}0", False)],
+    ids=["it", "shorter", "longer"],
+)
+def test_a_dumper_is_known_by_the_root_of_its_tree(tree: str, is_one: bool) -> None:
+    with sleeper("dump", "--tree", tree, "--images-dir", "x") as process:
+        assert (process.pid in dumpers_of([ROOT])) == is_one
+
+
+def test_what_a_killed_criu_left_standing_was_waited_for_for_ever() -> None:
+    with sleeper("dump", "--tree", str(ROOT), "--images-dir", "x") as process:
+        stop(process)
+        assert dumpers_of([ROOT]) == ()
+
+
+# Writes for as long as it can, as CRIU does, and then lets go.
+WRITER = "import os, sys\nprint('ready', flush=True)\nfile = os.open(sys.argv[-1], os.O_WRONLY | os.O_CREAT)\n"
+WRITER += "try:\n    while True: os.pwrite(file, b'x', 0)\nexcept OSError as error: sys.exit(error.errno)"
+
+
+def test_a_dump_that_nobody_wanted_any_more_was_waited_for_to_its_end(tmp_path: Path) -> None:
+    """A daemon that was started anew waited for up to 15 minutes, the job standing, for an image that it threw away."""
+    people = population_of([ROOT])
+    with sleeper("dump", "--tree", str(ROOT), "--images-dir", str(tmp_path / "pages"), text=WRITER) as dumper:
+        let_go(people)
+        assert dumper.wait(0) == errno.EFBIG, "it was told by an error, and was not killed"
+
+
+# The service as it was, and as it is.
+WITHOUT, WITH = "CapabilityBoundingSet=CAP_KILL", "CapabilityBoundingSet=CAP_KILL CAP_SYS_RESOURCE"
+LET_GO = "import sys\nfrom hegmd.node.processes.process_set import let_go, population_of\n"
+LET_GO += "let_go(population_of([int(sys.argv[1])]))"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="to be another user takes root")
+def test_a_users_dump_was_waited_for_to_its_end_because_the_service_could_not_tell_it(tmp_path: Path) -> None:
+    """What the unit left root was not enough to set a limit of another user's process."""
+    (tmp_path / "unit").write_text(WITHOUT)
+    with sleeper(user=USER) as one:
+        text = "import sys; print('ready', flush=True); sys.stdin.read()"
+        words = ("dump", "--tree", str(one.pid), "--images-dir", "x")
+        with sleeper(*words, text=text, user=USER) as dumper, confined(tmp_path / "unit", one.pid) as daemon:
+            assert daemon.stderr is not None
+            assert "waited for, because to tell it to end takes CAP_SYS_RESOURCE" in daemon.stderr.readline()
+            assert dumper.stdin is not None
+            dumper.stdin.close()  # its own end
+            assert (daemon.wait(30), dumper.wait(30)) == (0, 0)
+    assert "CAP_SYS_RESOURCE" in next(line for line in UNIT.read_text().splitlines() if line.startswith("Capab"))
+
+
+@pytest.mark.skipif(not has_capability(CAP_SYS_RESOURCE), reason="to tell another user's CRIU takes CAP_SYS_RESOURCE")
+def test_a_users_dump_is_told_to_end_by_the_service(tmp_path: Path) -> None:
+    (tmp_path / "unit").write_text(WITH)
+    pages = os.memfd_create("pages")  # with a name that everybody may open
+    try:
+        with sleeper(user=USER) as one:
+            words = ("dump", "--tree", str(one.pid), "--images-dir", f"/proc/self/fd/{pages}")
+            with sleeper(*words, text=WRITER, user=USER, fds=(pages,)) as dumper:
+                with confined(tmp_path / "unit", one.pid) as daemon:
+                    assert daemon.wait(30) == 0
+                assert dumper.wait(0) == errno.EFBIG, "it was told by an error, and was not killed"
+    finally:
+        os.close(pages)
+
+
+def test_a_dump_that_a_signal_would_kill_is_not_told_to_end(tmp_path: Path) -> None:
+    """Killed within a process of the job, it could take that with it; it comes to its end by itself."""
+    text = f"import signal; signal.signal(signal.SIGXFSZ, signal.SIG_DFL)\n{WRITER}"
+    text = text.replace("while True", "while not os.path.exists(sys.argv[-2])")
+    enough = tmp_path / "enough"
+    people = population_of([ROOT])
+    words = ("dump", "--tree", str(ROOT), "--images-dir", str(enough), str(tmp_path / "pages"))
+    with sleeper(*words, text=text) as dumper:
+        told = threading.Timer(0, enough.touch)
+        told.start()
+        let_go(people)
+        told.join()
+        assert dumper.wait(0) == 0
+
+
+def test_another_users_program_that_was_called_like_a_dumper_kept_a_job_standing() -> None:
+    """Whoever runs a program with CRIU's arguments was waited for, for 15 minutes each, before the job went on."""
+    with sleeper("dump", "--tree", str(ROOT), "--images-dir", "x") as process:
+        assert dumpers_of([ROOT], uid=os.geteuid()) == (process.pid,)
+        assert dumpers_of([ROOT], uid=os.geteuid() + 1) == ()

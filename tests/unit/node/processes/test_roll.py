@@ -1,0 +1,178 @@
+"""The join of the drivers' word with what is known of the pids: new records only where something changed."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import pwd
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from hegmd.node.devices.base import ProcessUse
+from hegmd.node.migration_options import Candidate, GpuTraits, Ground, NodeMeans
+from hegmd.node.processes.lookups import NOTE_UNREAD
+from hegmd.node.processes.procfs import read_command
+from hegmd.node.processes.roll import MOST_KINDS, NOTE_NOT_LOOKED_AT, Roll, RollCall, Roster, stand_in
+from hegmd.node.processes.table import NOTE_ENDED, NOTE_HELD, NOTE_NO_PID, ProcessTable
+from hegmd.protocol.snapshots import AgentInfo, GpuProcess, GpuUse
+from tests.unit.node.processes.pretended_proc import Start
+
+ME = os.getpid()
+GROUND = Ground(
+    gpus=(GpuTraits(id="gpu0", vendor="simulated"), GpuTraits(id="gpu1", vendor="simulated")), means=NodeMeans(uid=0)
+)
+
+
+def use(pid: int, gpu: str = "GPU-a", vram_bytes: int | None = 1 << 30, kind: str = "compute") -> ProcessUse:
+    return ProcessUse(pid=pid, use=GpuUse(gpu=gpu, vram_bytes=vram_bytes, kind=kind))
+
+
+CALL = RollCall(
+    uses=(use(ME),),
+    ids={"GPU-a": "gpu0", "GPU-b": "gpu1"},
+    unproven=frozenset(),
+    agents={},
+    held_bytes={},
+    ground=GROUND,
+)
+
+
+@pytest.fixture
+def roster() -> Iterator[Roster]:
+    roster = Roster(ProcessTable())
+    yield roster
+    roster.close()
+
+
+def call_roll(roster: Roster, call: RollCall, *, look_up: bool = True) -> Roll:
+    seen = roster.look(call)
+    if look_up:
+        roster.lookups.read(seen.wanted)
+    return roster.write(call, seen)
+
+
+def only(roll: Roll) -> GpuProcess:
+    (process,) = roll.processes
+    return process
+
+
+def test_a_process_with_all_that_is_known_of_it(roster: Roster) -> None:
+    agent = AgentInfo(name="hegm-agent", version="0.2")
+    process = only(call_roll(roster, replace(CALL, agents={ME: agent}, held_bytes={ME: 77})))
+    assert (process.pid, process.uid, process.agent, process.held_bytes) == (ME, os.getuid(), agent, 77)
+    assert process.gpus == (GpuUse(gpu="gpu0", vram_bytes=1 << 30, kind="compute"),)
+    assert process.command == read_command("/proc", ME)
+    assert process.user == pwd.getpwuid(os.getuid()).pw_name
+    assert [way.way for way in process.ways] == ["agent", "driver", "criu", "restart"]
+    assert process.ways[0].possible
+    assert process.note is None
+
+
+def test_nothing_new_makes_the_same_objects(roster: Roster) -> None:
+    first = call_roll(roster, CALL)
+    again = call_roll(roster, replace(CALL, uses=(use(ME),), ids=dict(CALL.ids)))
+    assert again.processes[0] is first.processes[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"uses": (use(ME, vram_bytes=5),)},
+        {"uses": (use(ME), use(ME, gpu="GPU-b"))},
+        {"uses": (use(ME, kind="graphics"),)},
+        {"agents": {ME: AgentInfo(name="hegm-agent", version="1")}},
+        {"held_bytes": {ME: 1}},
+        {"ids": {"GPU-a": "gpu7"}},
+        {"ground": replace(GROUND, means=NodeMeans(uid=5, criu_path="/usr/sbin/criu"))},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_every_change_makes_a_new_record(roster: Roster, change: dict[str, object]) -> None:
+    first = call_roll(roster, CALL)
+    second = call_roll(roster, replace(CALL, **change))  # type: ignore[arg-type]  # the table above has the right ones
+    assert second.processes[0] != first.processes[0]
+    assert call_roll(roster, CALL).processes[0] == first.processes[0]
+
+
+def test_a_command_line_that_comes_late_is_missed_until_then(roster: Roster) -> None:
+    early = only(call_roll(roster, CALL, look_up=False))
+    assert (early.command, early.user, early.note) == (None, None, NOTE_UNREAD)
+    assert early.start_ticks is not None
+    late = only(call_roll(roster, CALL))
+    assert late.command is not None
+    assert late.note is None
+
+
+def test_processes_come_by_pid_and_their_gpus_by_number(roster: Roster) -> None:
+    ids = {f"GPU-{number}": f"gpu{number}" for number in range(12)}
+    parent = os.getppid()
+    uses = (use(ME, "GPU-10"), use(parent, "GPU-0"), use(ME, "GPU-2"))
+    roll = call_roll(roster, replace(CALL, ids=ids, uses=uses))
+    assert [process.pid for process in roll.processes] == sorted([ME, parent])
+    mine = next(process for process in roll.processes if process.pid == ME)
+    assert [held.gpu for held in mine.gpus] == ["gpu2", "gpu10"]
+
+
+def test_unknown_memory_stays_unknown(roster: Roster) -> None:
+    assert only(call_roll(roster, replace(CALL, uses=(use(ME, vram_bytes=None),)))).gpus[0].vram_bytes is None
+
+
+def test_a_gpu_that_nobody_knows_keeps_its_uuid(roster: Roster) -> None:
+    assert only(call_roll(roster, replace(CALL, uses=(use(ME, "MIG-1"),)))).gpus[0].gpu == "MIG-1"
+
+
+def test_a_pid_without_a_process_is_listed_with_nothing_but_the_reason(roster: Roster) -> None:
+    process = only(call_roll(roster, replace(CALL, uses=(use(0),))))
+    assert (process.start_ticks, process.uid, process.name, process.command) == (None, None, None, None)
+    assert process.note == NOTE_NO_PID
+    assert not any(way.possible for way in process.ways)
+
+
+def test_an_ended_process_is_listed_while_the_driver_does_and_marked() -> None:
+    def ended(pid: int) -> int:
+        raise OSError(errno.ESRCH, "No such process")
+
+    table = ProcessTable(open_pidfd=ended)
+    if not table.in_first_namespace:
+        pytest.skip("elsewhere a pid without a process is one of another namespace")
+    roll = call_roll(Roster(table), CALL)
+    assert (only(roll).note, roll.ended) == (NOTE_ENDED, {ME})
+    held = call_roll(Roster(table), replace(CALL, uses=(), held_bytes={ME: 1}))
+    assert only(held).note == NOTE_HELD  # a restart's state was said to be listed by the driver
+
+
+def test_processes_that_left_are_not_in_the_roll(roster: Roster) -> None:
+    call_roll(roster, CALL)
+    assert call_roll(roster, replace(CALL, uses=())) == Roll(departed=frozenset({ME}))
+    assert call_roll(roster, replace(CALL, uses=())) == Roll()
+
+
+def test_most_processes_are_alike_and_judged_once(roster: Roster, start: Start) -> None:
+    roll = call_roll(roster, replace(CALL, uses=(use(ME), use(start().pid))))
+    assert roll.processes[0].ways is roll.processes[1].ways
+
+
+def test_the_stand_in_keeps_what_was_known_and_names_what_was_not(roster: Roster) -> None:
+    before = call_roll(roster, CALL)
+    parent = os.getppid()
+    roll = stand_in(replace(CALL, uses=(use(ME, vram_bytes=9), use(parent))), before)
+    by_pid = {process.pid: process for process in roll.processes}
+    assert by_pid[ME].command == before.processes[0].command
+    assert by_pid[ME].gpus[0].vram_bytes == 9
+    assert by_pid[parent] == GpuProcess(
+        pid=parent, gpus=(GpuUse(gpu="gpu0", vram_bytes=1 << 30),), note=NOTE_NOT_LOOKED_AT
+    )
+    assert stand_in(replace(CALL, uses=()), before) == Roll(departed=frozenset({ME}))
+
+
+def test_an_agent_that_calls_itself_something_else_each_time_does_not_fill_the_memory(roster: Roster) -> None:
+    """The ways of every name that it ever had were kept, as long as the GPUs of the node stayed the same."""
+    for number in range(2 * MOST_KINDS):
+        agents = {ME: AgentInfo(name=f"agent-{number}", version="1")}
+        call_roll(roster, replace(CALL, agents=agents), look_up=False)
+    # By type, and not by isinstance, which asks every object in the process for its class: some of torch's then warn.
+    kept = [one for one in gc.get_objects() if type(one) is Candidate and (one.agent or "").startswith("agent-")]
+    assert 0 < len(kept) <= MOST_KINDS

@@ -1,0 +1,339 @@
+"""What no operation has: found, told of, adopted by a person's word, and given up by nothing less."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hegmd.errors import DENIED, NOT_FOUND, REFUSED, HegmError, Refused
+from hegmd.gpu_helper.link import Link
+from hegmd.memory.pool import Keep, Key, Piece, Pool, Source
+from hegmd.memory.pool_memory import Memory
+from hegmd.memory.pool_names import PieceName
+from hegmd.memory.spill_file import SpillFolder
+from hegmd.memory.video_memory import VideoMemory
+from hegmd.migration.machine.adoption import Driven, adopted
+from hegmd.operations.orphaned_memory import FoundBytes, VideoStrays, found_for
+from hegmd.operations.orphans import StandingStrays
+from hegmd.protocol.messages import AgentAttend
+from hegmd.protocol.snapshots import AgentInfo
+from hegmd.workers.workers import Identity, Worker, Workers
+from tests.unit.model_agent import ModelAgent
+from tests.unit.moving_node import MIB, Node, running
+
+Child = subprocess.Popen[bytes]
+
+
+async def suspended(state_dir: Path, pid: int, *, spill: bool = False) -> ModelAgent:
+    """An agent that a daemon suspended before it lost its journal."""
+    async with running(state_dir) as node:
+        agent = await node.attend(pid)
+        await node.operations.suspend([pid], node.asked(), spill=spill)
+    (state_dir / "operations.journal").unlink()
+    return agent
+
+
+async def back(agent: ModelAgent, node: Node) -> None:
+    agent.workers = node.workers
+    await agent.attend(node.tasks)
+
+
+async def test_parked_agents_and_bytes_without_a_journal_are_listed_and_brought_back(
+    tmp_path: Path, process: Child
+) -> None:
+    agent = await suspended(tmp_path, process.pid, spill=True)
+    async with running(tmp_path) as node:
+        await back(agent, node)
+        by_kind = {stray.kind: stray for stray in node.moving.strays.all()}
+        assert set(by_kind) == {"bytes", "process"}
+        assert "operation 1 is not in the journal" in by_kind["bytes"].why
+        assert by_kind["bytes"].pid == process.pid
+        assert by_kind["process"].next == f"hegmctl adopt {process.pid}"
+        assert node.events.counts["pool.stray"] == 2
+        with pytest.raises(HegmError, match="not known on which GPU"):
+            await node.operations.adopt(process.pid, None, node.asked())
+        assert agent.data is None
+        answer = await node.operations.adopt(process.pid, "gpu1", node.asked())
+        assert answer.operation is not None
+        assert (answer.operation.phase, answer.operation.failure) == ("done", None)
+        assert (agent.data, agent.parked) == (b"weights", False)
+        assert node.rooms(process.pid) == {"gpu1": 7}
+        assert node.moving.strays.all() == ()
+        assert node.moving.pool.spilled_bytes == 0
+
+
+async def test_one_that_has_its_own_descriptor_needs_no_piece(tmp_path: Path, process: Child) -> None:
+    agent = await suspended(tmp_path, process.pid)
+    async with running(tmp_path) as node:
+        await back(agent, node)
+        await node.operations.adopt(process.pid, "gpu0", node.asked())
+        assert agent.data == b"weights"
+        assert node.moving.strays.all() == (), "its bytes in memory are not its own any more"
+
+
+async def test_a_job_is_adopted_whole(tmp_path: Path, process: Child, other: Child) -> None:
+    async with running(tmp_path) as node:
+        agents = [ModelAgent(node.workers, child.pid, token=4 * f"{child.pid:08d}") for child in (process, other)]
+        for agent in agents:
+            agent.about, agent.parked = {"job": "train"}, True
+            await agent.attend(node.tasks)
+        answer = await node.operations.adopt(process.pid, "gpu0", node.asked())
+        assert answer.operation is not None
+        assert sorted(one.pid for one in answer.operation.processes) == sorted([process.pid, other.pid])
+        assert answer.operation.phase == "done"
+        assert [agent.parked for agent in agents] == [False, False]
+
+
+async def test_an_adoption_that_cannot_be_finished_leaves_a_suspended_operation(tmp_path: Path, process: Child) -> None:
+    agent = await suspended(tmp_path, process.pid)
+    async with running(tmp_path) as node:
+        await back(agent, node)
+        agent.refuses["refill"] = "no memory for it"
+        answer = await node.operations.adopt(process.pid, "gpu0", node.asked())
+        assert answer.operation is not None
+        assert answer.operation.phase == "suspended"
+        agent.refuses.clear()
+        await node.operations.resume(process.pid, "gpu1", node.asked())
+        assert agent.data == b"weights"
+
+
+@pytest.mark.parametrize("how", ["nobody", "training", "taken", "stranger", "elsewhere"])
+async def test_what_is_no_stray_is_not_adopted(tmp_path: Path, process: Child, how: str) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        pid, to, may, code = process.pid, "gpu0", True, REFUSED
+        if how == "nobody":
+            pid, code = 1, NOT_FOUND
+        if how == "stranger":
+            may, code = False, DENIED
+        if how == "elsewhere":
+            agent.parked, to, code = True, "gpu9", NOT_FOUND
+        if how == "taken":
+            await node.operations.suspend([process.pid], node.asked())
+        with pytest.raises(HegmError) as refused:
+            await node.operations.adopt(pid, to, node.asked(may=may))
+        assert refused.value.code is code or how == "taken"
+        assert "1" not in [op.id for op in node.operations.runner.operations()] or how == "taken"
+
+
+def standing(source: Source, held_bytes: int, *, mark: str | None = "", entrusted: bool = True) -> Worker:
+    about = AgentAttend(
+        token="a" * 32,
+        python_version="3.11",
+        boundary=1,
+        parked=True,
+        held_bytes=held_bytes,
+        mark=mark,
+        entrusted=entrusted,
+    )
+    return Worker(Identity(4711, source.start_ticks, source.uid), AgentInfo(name="agent", version="1"), about)
+
+
+def pool_of(*pieces: Piece) -> Pool:
+    pool = Pool(64 * MIB, keep=Keep())
+    pool.enter(pieces, lambda _: False)
+    return pool
+
+
+async def test_bytes_of_a_process_were_given_to_another_users_of_the_same_pid() -> None:
+    mine, size_bytes = Source(1000, 500), 4096
+    names = [
+        PieceName(Key("7", "4711"), size_bytes, "ab", mine),
+        PieceName(Key("8", "4711"), size_bytes, "cd", Source(1001, 500)),
+        PieceName(Key("9", "4711"), size_bytes, "ef", Source(1000, 501)),
+        PieceName(Key("10", "4711"), size_bytes, "0a"),  # of a release that did not say whose it is
+    ]
+    pool = pool_of(*[Piece(name, size_bytes, spilled=True) for name in names])
+    assert await found_for(pool, standing(mine, size_bytes), "4711") == str(names[0])
+    assert await found_for(pool, standing(Source(1002, 500), size_bytes), "4711") is None
+    assert await found_for(pool, standing(mine, size_bytes), "4712") is None
+    assert await found_for(pool, standing(mine, size_bytes + 1), "4711") is None
+
+
+async def test_of_several_pieces_of_one_process_the_newest_was_taken_whatever_was_in_it() -> None:
+    mine, size_bytes, mark = Source(1000, 500), 4096, "0f" * 16
+    pieces: list[Piece] = []
+    for number, drawn in (("7", mark), ("9", "00" * 16)):
+        memory = Memory(os.memfd_create("piece"), size_bytes, huge=False)
+        os.pwrite(memory.fd, b"HEGMWRK1" + bytes.fromhex(drawn), 0)
+        pieces.append(Piece(PieceName(Key(number, "4711"), size_bytes, "ab", mine), size_bytes, memory))
+    pool = pool_of(*pieces)
+    assert await found_for(pool, standing(mine, size_bytes, mark=mark), "4711") == str(pieces[0].name)
+    for unknown in ("", "11" * 16, None):
+        with pytest.raises(Refused, match="2 pieces could be what is out of process 4711"):
+            await found_for(pool, standing(mine, size_bytes, mark=unknown), "4711")
+    own = standing(mine, size_bytes, mark="", entrusted=False)
+    assert await found_for(pool, own, "4711") is None, "it has a descriptor of its own"
+    pool.close()
+
+
+async def test_a_spilled_piece_is_known_by_its_mark(tmp_path: Path) -> None:
+    mine, size_bytes, folder = Source(1000, 500), 4096, SpillFolder(tmp_path / "spill", spare_bytes=0)
+    names = [PieceName(Key(number, "4711"), size_bytes, nonce, mine) for number, nonce in (("7", "ab"), ("9", "cd"))]
+    for name, drawn in zip(names, (1, 2), strict=True):
+        fd = os.memfd_create("piece")
+        os.pwrite(fd, b"HEGMWRK1" + bytes([drawn]) * 16 + bytes(size_bytes - 24), 0)
+        folder.write(str(name), fd, size_bytes, lambda: False, lambda _: None)
+        os.close(fd)
+    pool = pool_of(*[Piece(name, size_bytes, spilled=True) for name in names])
+    pool.keep = Keep(spill=folder)
+    assert await found_for(pool, standing(mine, size_bytes, mark="02" * 16), "4711") == str(names[1])
+
+
+async def test_a_dry_run_adopts_nothing(tmp_path: Path, process: Child) -> None:
+    agent = await suspended(tmp_path, process.pid)
+    async with running(tmp_path) as node:
+        await back(agent, node)
+        answer = await node.operations.adopt(process.pid, "gpu0", node.asked(dry_run=True))
+        assert answer.operation is None
+        assert answer.plan is not None
+        assert len(node.moving.strays.all()) == 2
+
+
+def anybody(_uid: int | None) -> bool:
+    """Whoever asks may act on everything."""
+    return True
+
+
+async def test_bytes_are_given_up_by_name_only_and_a_process_never(tmp_path: Path, process: Child) -> None:
+    agent = await suspended(tmp_path, process.pid)
+    async with running(tmp_path) as node:
+        await back(agent, node)
+        strays = node.moving.strays
+        with pytest.raises(HegmError, match="is a process"):
+            await strays.drop(str(process.pid), anybody)
+        with pytest.raises(HegmError, match="nothing stray is called"):
+            await strays.drop("hegm-pool-1", anybody)
+        (name,) = node.moving.pool.unclaimed()
+        with pytest.raises(HegmError, match=rf"not yours to give up: it is of uid {os.getuid()}") as denied:
+            await strays.drop(name, lambda uid: uid == os.getuid() + 1)
+        assert denied.value.code is DENIED
+        assert await strays.drop(name, lambda uid: uid == os.getuid()), "its owner may"
+        assert not (tmp_path / "memory").exists()
+        assert node.events.counts["pool.dropped"] == 1
+        await node.operations.adopt(process.pid, "gpu0", node.asked(dry_run=True))
+
+
+async def test_a_process_that_stands_a_second_time_is_told_of_a_second_time(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = ModelAgent(node.workers, process.pid)
+        for times in (1, 2):
+            agent.parked = True
+            await agent.attend(node.tasks)
+            await agent.leave()
+            await agent.attend(node.tasks)  # once more is no news
+            assert node.events.counts["pool.stray"] == times
+            await node.operations.adopt(process.pid, "gpu0", node.asked())
+            await agent.leave()
+            await agent.attend(node.tasks)
+
+
+async def test_what_cannot_be_believed_is_told_of_and_not_deleted(tmp_path: Path) -> None:
+    (tmp_path / "spill").mkdir(mode=0o700)
+    file = tmp_path / "spill" / "hegm-pool-7-4711-3.ab.spill"
+    file.write_bytes(b"torn")
+    file.chmod(0o600)
+    async with running(tmp_path) as node:
+        (stray,) = node.moving.strays.all()
+        assert (stray.kind, "cut short" in stray.why) == ("unknown", True)
+        with pytest.raises(HegmError, match="nothing that hegmd knows"):
+            await node.moving.strays.drop(stray.name, anybody)
+    assert file.exists()
+
+
+class ByDriver:
+    """The driver of real GPUs, which has that process so."""
+
+    def __init__(self, gpu: str | None, rest_bytes: int = 0) -> None:
+        self.gpu = gpu
+        self.rest_bytes = rest_bytes
+
+    async def stands(self, pid: int) -> Driven:
+        state = "checkpointed" if self.gpu is None else "running"
+        return Driven(pid=pid, start_ticks=1, uid=0, name="x", state=state, gpu=self.gpu, rest_bytes=self.rest_bytes)
+
+
+@pytest.mark.parametrize(("mark", "carrier"), [("", "host"), ("0f" * 16, "worker")])
+async def test_a_job_on_a_real_gpu_was_not_adopted_for_want_of_a_figure(
+    tmp_path: Path, process: Child, mark: str, carrier: str
+) -> None:
+    """What the driver has is bounded by the process's own memory, and its storages come on top."""
+    agent = await suspended(tmp_path, process.pid)
+    async with running(tmp_path) as node:
+        agent.about = {"mark": mark}
+        await back(agent, node)
+        standing = StandingStrays(node.workers, lambda _pid: False, by_driver=ByDriver(None, 3 * MIB))
+        (found,) = await standing.job_of(process.pid)
+        (worker,) = adopted("1", [found], utc=0.0).workers
+        assert (worker.method, worker.carrier, worker.anywhere, worker.at) == ("driver", carrier, True, None)
+        assert worker.room_bytes == 3 * MIB + found.size_bytes
+        assert found.size_bytes >= found.held_bytes > 0
+        agent.about = {}
+        await agent.leave()
+        await back(agent, node)
+        with pytest.raises(Refused, match="does not say by which way"):
+            await standing.job_of(process.pid)
+
+
+async def test_one_that_stands_on_its_gpu_with_all_its_bytes_needs_no_room(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = ModelAgent(node.workers, process.pid)
+        agent.parked = True
+        await agent.attend(node.tasks)
+        standing = StandingStrays(node.workers, lambda _pid: False, by_driver=ByDriver("gpu1"))
+        (worker,) = adopted("1", await standing.job_of(process.pid), utc=0.0).workers
+        assert (worker.at, worker.was_on, worker.room_bytes, worker.parked) == ("gpu1", "gpu1", 0, True)
+
+
+async def test_video_memory_that_a_store_kept_for_nobody_was_held_in_silence(tmp_path: Path) -> None:
+    memory = VideoMemory(Link())
+    gpu = "GPU-00000000-0000-0000-0000-000000000001"
+    for who in ("7.4711.bytes", "8.4712.bytes"):
+        assert memory.adopt(f"hegm-vram-{who}-{gpu}-0-{MIB}", os.memfd_create("video"))
+    found = VideoStrays(
+        memory,
+        lambda key: key == Key("8", "4712"),
+        lambda op: f"{op} is gone",
+        lambda _: "gpu0",
+        Workers(lambda _: None),
+    )
+    (stray,) = found.strays()
+    assert (stray.name, stray.pid, stray.size_bytes) == (f"hegm-vram-7.4711.bytes-{gpu}", 4711, MIB)
+    assert (stray.where, stray.why, stray.uid) == ("video memory of gpu0", "7 is gone", None)
+    assert await found.drop(stray.name) == MIB
+    assert list(found.strays()) == []
+    assert list(memory.by_owner()) == [("8.4712.bytes", gpu)]
+    memory.close()
+
+
+def out_of(pid: int, start_ticks: int, held_bytes: int) -> Worker:
+    about = AgentAttend(token="a" * 32, python_version="3", boundary=1, held_bytes=held_bytes, mark="")
+    return Worker(Identity(pid, start_ticks, 1000), AgentInfo(name="x", version="1"), about)
+
+
+async def test_video_memory_goes_to_the_process_whose_start_it_names_and_to_nobody_where_two_do() -> None:
+    """A pid is used again, and one job's weights would be another's."""
+    memory, pool = VideoMemory(Link()), Pool(MIB)
+    gpu = "GPU-00000000-0000-0000-0000-000000000001"
+    for who in ("7.4711.bytes@500", "7.4712.bytes", "7.4713.passing@500"):
+        assert memory.adopt(f"hegm-vram-{who}-{gpu}-0-{MIB}", os.memfd_create("video"))
+    video = VideoStrays(memory, lambda _: False, str, str, Workers(lambda _: None))
+    found = FoundBytes(pool, memory, video)
+    mine = out_of(4711, 500, MIB)
+    assert (one := await found.in_video(mine, "4711")) is not None
+    assert one.who == "7.4711.bytes@500"
+    for other in (out_of(4711, 501, MIB), out_of(4712, 500, MIB), out_of(4713, 500, MIB), out_of(4711, 500, 0)):
+        assert await found.in_video(other, str(other.pid)) is None
+    with pytest.raises(Refused, match="reaches to"):
+        await found.in_video(out_of(4711, 500, MIB + 1), "4711")
+    await found.claim(mine, Key("9", "4711"))
+    assert found.has(mine, Key("9", "4711"))
+    assert memory.of("9.4711.bytes@500") == {gpu: MIB}
+    assert memory.adopt(f"hegm-vram-3.4711.bytes@500-{gpu}-0-{MIB}", os.memfd_create("video"))
+    with pytest.raises(Refused, match="nothing tells which"):
+        await found.in_video(mine, "4711")
+    memory.close()
+    pool.close()

@@ -1,0 +1,318 @@
+"""Whose next process is kept ready, from when on, how often that is asked for, and when it is replaced."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+from hegmd.errors import TIMEOUT, HegmError
+from hegmd.migration.carriers.prestart import ALWAYS, BEFOREHAND, LEAST_AVAILABLE_BYTES, Ready, Readying
+from hegmd.operations.prestarted import ANSWERS_WITHIN_S, KeptReady, Patience
+from hegmd.protocol.agents import AgentAttend
+from hegmd.protocol.messages import AgentReport, Order, Supervise, SuperviseReport, SupervisorOrder
+from hegmd.protocol.snapshots import AgentInfo
+from hegmd.system.condition import News
+from hegmd.telemetry.events import EventLog
+from hegmd.workers.agent_orders import LIMITED, AgentAway, answered_within_s
+from hegmd.workers.supervisors import Supervisor, Supervisors
+from hegmd.workers.workers import Worker, Workers
+
+PID = os.getpid()
+
+
+class Deaf(Readying):
+    """Whose agents do not answer for so many times, for that reason."""
+
+    deaf_times = 0
+    why = HegmError(TIMEOUT, "no answer", "ask again")
+
+    async def keep(self, supervisor: Supervisor, worker: Worker) -> bool:
+        if self.deaf_times:
+            self.deaf_times -= 1
+            raise self.why
+        return await super().keep(supervisor, worker)
+
+
+class Node:
+    """A job and its supervisor, which are both this process; what they are told; and who has the job in hand."""
+
+    def __init__(
+        self,
+        when: str,
+        available_bytes: int | None = None,
+        *,
+        uid: int = 0,
+        answers: bool = True,
+        deaf_times: int = 0,
+        why: HegmError = Deaf.why,
+        patience: Patience | None = None,
+    ) -> None:
+        self.uid, self.answers = uid, answers
+        self.ticks = 1
+        self.workers = Workers(lambda _pid: self.ticks)
+        self.supervisors = Supervisors(lambda pid: pid)
+        self.available_bytes, self.events = available_bytes, EventLog()
+        readying = Deaf(
+            self.supervisors, lambda _subject, _place: {}, Ready(when), available_bytes=lambda: self.available_bytes
+        )
+        readying.deaf_times, readying.why = deaf_times, why
+        self.in_hand = False
+        self.kept = KeptReady(
+            self.supervisors,
+            self.workers,
+            readying,
+            self.events,
+            in_hand=lambda _pid: self.in_hand,
+            patience=patience or Patience(first_s=3600.0, longest_s=36000.0),
+        )
+        self.asked: list[str] = []
+        self.told: list[SupervisorOrder] = []
+        self._heard = News()
+
+    async def until_told(self, count: int) -> None:
+        """Until its supervisor was told so many things."""
+        while len(self.told) < count:
+            await self._heard.wait()
+
+    @asynccontextmanager
+    async def running(self, *, boundary: int = 5, **offer: Any) -> AsyncIterator[None]:
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(self.workers.run)
+            tasks.start_soon(self.kept.run)
+            about = AgentAttend(token="token", python_version="3.11", boundary=boundary, run="run")
+            program = AgentInfo(name="agent", version="1")
+            tasks.start_soon(self.workers.attend, "agent", PID, 0, program, about, self.obey)
+            offered = Supervise(**{"run": "run", "pid": PID, "python": True, **offer})
+            tasks.start_soon(self.supervisors.attend, "supervisor", PID, self.uid, offered, self._hear)
+            await anyio.wait_all_tasks_blocked()
+            yield
+            tasks.cancel_scope.cancel()
+        self.supervisors.close()
+
+    async def obey(self, order: Order, _fds: Sequence[int]) -> None:
+        self.asked.append(order.do)
+        if not self.answers:
+            return
+        report = AgentReport(order=order.order, result="done", imports=("torch",), path=("/lib",))
+        self.workers.report("agent", report)
+
+    async def _hear(self, order: SupervisorOrder, _fds: Sequence[int]) -> None:
+        self.told.append(order)
+        self._heard.tell()
+
+
+@pytest.fixture
+def other() -> Iterator[int]:
+    """A process that lives for as long as the test."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        yield child.pid
+        child.kill()
+
+
+async def test_it_is_asked_for_once_as_soon_as_the_job_has_passed_a_boundary() -> None:
+    node = Node(ALWAYS)
+    async with node.running():
+        node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=7))
+        await anyio.wait_all_tasks_blocked()
+    assert node.asked == ["beforehand"]
+    assert [(order.do, order.operation, order.imports, order.path) for order in node.told] == [
+        ("ready", "", ("torch",), ("/lib",))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("when", "offer", "available_bytes"),
+    [
+        (BEFOREHAND, {}, None),
+        (ALWAYS, {"ready": "in-turn"}, None),
+        (ALWAYS, {"python": False}, None),
+        (ALWAYS, {"pid": PID + 1}, None),
+        (ALWAYS, {"boundary": 0}, None),
+        (ALWAYS, {"operation": "4", "started": True}, None),
+        (ALWAYS, {}, LEAST_AVAILABLE_BYTES - 1),
+    ],
+)
+async def test_nobody_waits_unasked_before_the_first_batch_or_while_an_operation_has_the_job(
+    when: str, offer: dict[str, Any], available_bytes: int | None
+) -> None:
+    node = Node(when, available_bytes)
+    async with node.running(**offer):
+        pass
+    assert node.told == []
+
+
+async def test_a_job_may_have_it_by_itself_and_is_waited_for_while_an_operation_has_it() -> None:
+    node = Node(BEFOREHAND)
+    node.in_hand = True
+    async with node.running(ready=ALWAYS):
+        assert node.told == []
+        node.in_hand = False
+        node.supervisors.news.tell()
+        node.supervisors.report("supervisor", SuperviseReport(result="done"))
+        await anyio.wait_all_tasks_blocked()
+        assert [order.do for order in node.told] == ["ready"]
+
+
+async def test_a_user_was_told_what_the_job_of_another_one_imports_by_naming_its_run_and_its_process() -> None:
+    """Nor is the other one's agent asked. Their own supervisor is asked for, beside the stranger's."""
+    node = Node(ALWAYS, uid=1000)
+    async with node.running(ready=ALWAYS):
+        assert (node.asked, node.told) == ([], [])
+        heard: list[str] = []
+
+        async def hear(order: SupervisorOrder, _fds: Sequence[int]) -> None:
+            heard.append(order.do)
+
+        async with anyio.create_task_group() as tasks:
+            offered = Supervise(run="run", pid=PID, python=True)
+            tasks.start_soon(node.supervisors.attend, "its own", PID, 0, offered, hear)
+            await anyio.wait_all_tasks_blocked()
+            assert (node.asked, heard, node.told) == (["beforehand"], ["ready"], [])
+            tasks.cancel_scope.cancel()
+
+
+async def test_one_job_that_did_not_answer_kept_all_others_from_being_asked(other: int) -> None:
+    """As one that is stopped; it is given up after a while, and asked again later."""
+    node = Node(ALWAYS, answers=False)
+    async with node.running():
+        heard: list[str] = []
+
+        async def obey(order: Order, _fds: Sequence[int]) -> None:
+            node.workers.report("other agent", AgentReport(order=order.order, result="done", imports=("torch",)))
+
+        async def hear(order: SupervisorOrder, _fds: Sequence[int]) -> None:
+            heard.append(order.do)
+
+        assert (node.asked, node.told) == (["beforehand"], [])
+        async with anyio.create_task_group() as tasks:
+            about = AgentAttend(token="other", python_version="3.11", boundary=1, run="other")
+            program = AgentInfo(name="agent", version="1")
+            tasks.start_soon(node.workers.attend, "other agent", other, 0, program, about, obey)
+            offered = Supervise(run="other", pid=other, python=True)
+            tasks.start_soon(node.supervisors.attend, "other", other, 0, offered, hear)
+            await anyio.wait_all_tasks_blocked()
+            assert heard == ["ready"]
+            tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("why", [Deaf.why, AgentAway(PID, "it left")], ids=["stopped", "away"])
+async def test_whoever_did_not_answer_is_asked_again_later(why: HegmError) -> None:
+    """As a job that was stopped when it was asked, and goes on; one whose agent was away was asked no more."""
+    node = Node(ALWAYS, deaf_times=2, why=why, patience=Patience(first_s=0.0))
+    async with node.running():
+        assert [order.do for order in node.told] == ["ready"]
+
+
+async def test_all_had_everything_imported_again_when_hegmd_was_started_again() -> None:
+    """The next daemon hears that one is kept. After a restart there is none, and it is asked for."""
+    node = Node(ALWAYS)
+    async with node.running(kept=True):
+        assert (node.asked, node.told) == ([], [])
+        supervisor = node.supervisors.find(0, "run")
+        assert supervisor is not None
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(supervisor.order, "start", "4")
+            await anyio.wait_all_tasks_blocked()
+            started = SuperviseReport(order=node.told[-1].order, result="done", pid=PID, was_ready=True)
+            node.supervisors.report("supervisor", started)
+        assert not supervisor.offer.kept
+        await supervisor.tell("forget", "4")
+        about = AgentAttend(token="another", python_version="3.11", boundary=1, run="run")
+        node.ticks += 1
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(
+                node.workers.attend, "agent", PID, 0, AgentInfo(name="agent", version="1"), about, node.obey
+            )
+            await anyio.wait_all_tasks_blocked()
+            assert [order.do for order in node.told] == ["start", "forget", "ready"]
+            tasks.cancel_scope.cancel()
+
+
+async def test_one_that_is_kept_though_it_is_not_to_be_any_more_is_let_go_of() -> None:
+    node = Node(BEFOREHAND)
+    async with node.running(kept=True):
+        node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=7))
+        await anyio.wait_all_tasks_blocked()
+    assert [(order.do, order.operation) for order in node.told] == [("unready", "")]
+    assert node.asked == []
+
+
+async def test_one_that_was_ended_where_memory_ran_short_was_not_replaced_before_a_restart_was_asked_for() -> None:
+    """Each is told of. What its supervisor says of another one, an operation's, is no word of this one."""
+    node = Node(ALWAYS, patience=Patience(first_s=0.0))
+    async with node.running():
+        for pid in (7, None, 8, None):
+            node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=pid))
+            await anyio.wait_all_tasks_blocked()
+        assert [(order.do, order.operation) for order in node.told] == [("ready", "")] * 3
+        fallen = node.events.remembered(kinds=("process.next-fell",))
+        assert [(event.pid, event.facts["fallen"]) for event in fallen] == [(PID, 1), (PID, 2)]
+        supervisor = node.supervisors.find(0, "run")
+        assert supervisor is not None
+        await supervisor.tell("ready", "4", imports=("torch",))
+        node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=None))
+        await anyio.wait_all_tasks_blocked()
+        assert [(order.do, order.operation) for order in node.told[3:]] == [("ready", "4")]
+        await supervisor.tell("unready", "4")
+        node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=None))
+        await anyio.wait_all_tasks_blocked()
+        assert [(order.do, order.operation) for order in node.told[4:]] == [("unready", "4"), ("ready", "")]
+
+
+async def test_one_that_falls_again_and_again_is_replaced_later_each_time() -> None:
+    """Else a job whose group has no memory for it would import PyTorch without end."""
+    node = Node(ALWAYS)
+    async with node.running():
+        node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=None))
+        await anyio.wait_all_tasks_blocked()
+        assert [order.do for order in node.told] == ["ready"]
+        assert [event.facts["wait_s"] for event in node.events.remembered(kinds=("process.next-fell",))] == [3600.0]
+    assert [Patience(10.0, 600.0).after(fallen) for fallen in (1, 2, 3, 7, 1000)] == [10.0, 20.0, 40.0, 600.0, 600.0]
+
+
+async def test_where_there_was_no_memory_for_it_it_is_made_once_there_is() -> None:
+    node = Node(ALWAYS, LEAST_AVAILABLE_BYTES - 1, patience=Patience(first_s=0.001, longest_s=0.002))
+    async with node.running():
+        assert node.told == []
+        node.available_bytes = LEAST_AVAILABLE_BYTES
+        await node.until_told(1)
+    assert node.told[0].do == "ready"
+
+
+async def test_one_that_was_made_ready_long_ago_had_files_of_long_ago() -> None:
+    """It is told once more what to import, whereupon it looks at its files; of an earlier daemon's too."""
+    for kept in (False, True):
+        node = Node(ALWAYS, patience=Patience(first_s=3600.0, longest_s=0.001))
+        async with node.running(kept=kept):
+            await node.until_told(2)
+        assert {(order.do, order.operation) for order in node.told} == {("ready", "")}
+        assert not node.events.remembered(kinds=("process.next-fell",))
+
+
+async def test_one_that_waited_on_a_node_short_of_memory_was_said_to_have_ended() -> None:
+    """Every ten minutes, with another to be made; and nobody looked at its files."""
+    node = Node(ALWAYS, patience=Patience(first_s=3600.0, longest_s=0.001))
+    async with node.running():
+        node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=7))
+        node.available_bytes = LEAST_AVAILABLE_BYTES - 1
+        told = len(node.told)
+        await node.until_told(told + 2)
+        assert not node.events.remembered(kinds=("process.next-fell",))
+        supervisor = node.supervisors.find(0, "run")
+        assert supervisor is not None
+        node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=None))
+        await anyio.wait_all_tasks_blocked()
+        assert not supervisor.keeps
+    assert node.events.remembered(kinds=("process.next-fell",))
+
+
+def test_an_agent_that_does_not_say_what_it_has_imported_is_not_waited_for_without_end() -> None:
+    assert "beforehand" in LIMITED
+    assert answered_within_s("beforehand", None) < ANSWERS_WITHIN_S < Patience().longest_s

@@ -1,0 +1,231 @@
+"""Images every so often: when, of whom, under which name, and what is done when one fails or cannot be now."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import anyio
+import pytest
+
+from hegmd.errors import REFUSED, HegmError
+from hegmd.operations.request_context import Answer, Asked
+from hegmd.operations.scheduled_images import Periodic, series_of
+from hegmd.protocol.operations import PeriodicImages
+from hegmd.system.programs import Rights
+from hegmd.workers.workers import Worker
+from tests.patience import HANG_S
+from tests.unit.model_agent import ModelAgent
+from tests.unit.moving_node import Node, running
+
+Child = subprocess.Popen[bytes]
+WISH = PeriodicImages(every_s=600.0, keep=2, path="/images")
+
+
+class Clock:
+    """Time that passes as soon as everybody waits for it, and stops at its end."""
+
+    def __init__(self, end_s: float) -> None:
+        self.utc_s = 1_700_000_000.0
+        self.end_s = self.utc_s + end_s
+        self.over = anyio.Event()
+
+    def utc(self) -> float:
+        return self.utc_s
+
+    async def sleep(self, wait_s: float) -> None:
+        if self.utc_s + wait_s > self.end_s:
+            self.over.set()
+            await anyio.sleep_forever()
+        self.utc_s += wait_s
+        await anyio.lowlevel.checkpoint()
+
+
+class Shelf:
+    """Takes images, each in so many seconds; the numbers in `fails` do not come off."""
+
+    def __init__(self, node: Node, clock: Clock, *, takes_s: float = 0.0, fails: Sequence[int] = ()) -> None:
+        self.node, self.clock, self.takes_s, self.fails = node, clock, takes_s, fails
+        self.taken: list[tuple[float, str]] = []
+        self.trimmed: list[tuple[str, str, int]] = []
+        self.notes: list[str] = []
+        self.missed: list[int] = []
+        self.count: Callable[[], int] = lambda: 0
+
+    async def take(self, pid: int, path: str, rights: Rights, asked: Asked) -> Answer:
+        self.taken.append((self.clock.utc_s, path))
+        self.missed.append(self.count())
+        self.clock.utc_s += self.takes_s
+        if len(self.taken) in self.fails:
+            raise HegmError(REFUSED, "the disk is full", "free some")
+        return await self.node.operations.migrate([pid], self._other(pid), self.node.asked())
+
+    def _other(self, pid: int) -> str:
+        worker = self.node.workers.find(pid)
+        return "gpu1" if worker is not None and worker.gpu == "gpu0" else "gpu0"
+
+    async def note(self, worker: Worker, message: str, hint: str) -> None:
+        """Whoever watches the job is told."""
+        self.notes.append(f"{message}; {hint}")
+
+    async def trim(self, path: str, series: str, keep: int, rights: Rights) -> Sequence[str]:
+        self.trimmed.append((path, series, keep))
+        return ()
+
+
+@asynccontextmanager
+async def attended(node: Node, clock: Clock, shelf: Shelf) -> AsyncIterator[None]:
+    periodic = Periodic(
+        node.workers,
+        node.operations.runner,
+        node.events,
+        take=shelf.take,
+        trim=shelf.trim,
+        note=shelf.note,
+        utc=clock.utc,
+        sleep=clock.sleep,
+    )
+    shelf.count = lambda: periodic.missed
+    node.workers.listen(periodic.hear)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(periodic.run)
+        yield
+        with anyio.fail_after(HANG_S):
+            await clock.over.wait()
+        tasks.cancel_scope.cancel()
+
+
+async def test_one_is_taken_every_so_often_and_the_old_ones_go_after_it(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        clock = Clock(2000.0)
+        shelf = Shelf(node, clock)
+        async with attended(node, clock, shelf):
+            await node.attend(process.pid, images=WISH, run="ab12", job="train")
+        begun = clock.end_s - 2000.0
+        assert [utc_s - begun for utc_s, _ in shelf.taken] == [600.0, 1200.0, 1800.0]
+        assert shelf.taken[0][1] == "/images/train-ab12.20231114T222320Z"
+        assert shelf.trimmed == [("/images", "train-ab12", 2)] * 3
+
+
+@pytest.fixture
+def other() -> Iterator[Child]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        yield child
+        child.kill()
+
+
+async def test_a_job_had_no_images_while_one_of_another_user_said_that_it_was_of_the_same_run(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    """That one is further on, and the node has no image of it: its process is not its agent's user's."""
+    async with running(tmp_path) as node:
+        its_own = ModelAgent(node.workers, process.pid)
+        its_own.about = {"images": WISH, "run": "ab12", "job": "train"}
+        clock = Clock(6300.0)
+        shelf = Shelf(node, clock)
+        async with attended(node, clock, shelf):
+            stranger = ModelAgent(node.workers, other.pid, token="b" * 32)
+            stranger.uid, stranger.boundary = stranger.uid + 1, 9
+            stranger.about = {"images": WISH, "run": "ab12", "job": "strange"}
+            node.tasks.start_soon(stranger.attend, node.tasks)
+            node.tasks.start_soon(its_own.attend, node.tasks)
+        assert {path.partition(".")[0] for _, path in shelf.taken} == {"/images/train-ab12"}
+
+
+async def test_one_that_fails_is_told_of_and_nothing_is_removed_for_it(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        clock = Clock(1300.0)
+        shelf = Shelf(node, clock, fails=[1])
+        async with attended(node, clock, shelf):
+            await node.attend(process.pid, images=WISH, run="ab12")
+        assert len(shelf.taken) == 2
+        assert len(shelf.trimmed) == 1
+        (missed,) = node.events.remembered(kinds=("operation.image-missed",))
+        assert "the disk is full" in missed.message
+        assert missed.pid == process.pid
+
+
+async def test_who_watches_the_job_was_told_of_no_miss_and_is_told_of_the_first_in_a_row(
+    tmp_path: Path, process: Child
+) -> None:
+    async with running(tmp_path) as node:
+        clock = Clock(3700.0)
+        shelf = Shelf(node, clock, fails=[1, 2, 3, 5])
+        async with attended(node, clock, shelf):
+            await node.attend(process.pid, images=WISH, run="ab12")
+        lost, found, lost_again, found_again = shelf.notes
+        assert "no image of this job was made: the disk is full; it is tried again in its time" in lost
+        assert found.startswith("images of this job are made again")
+        assert (lost_again, found_again) == (lost, found)
+        assert shelf.missed == [0, 1, 1, 1, 0, 1], "jobs without, whenever the next is taken"
+
+
+async def test_a_miss_is_seen_by_whoever_looks_at_the_job_until_one_is_made(tmp_path: Path, process: Child) -> None:
+    """It was in the daemon's events and log alone, and the job's owner believed that there were images."""
+    async with running(tmp_path) as node:
+        for end_s, missed in ((700.0, True), (1300.0, False)):
+            clock = Clock(end_s)
+            async with attended(node, clock, Shelf(node, clock, fails=[1])):
+                await node.attend(process.pid, images=WISH, run=f"ab{end_s:.0f}")
+            worker = node.workers.find(process.pid)
+            assert worker is not None
+            said = worker.info().image_missed
+            assert (said is not None and "the disk is full" in said) == missed
+
+
+async def test_images_that_take_longer_than_the_time_between_them_leave_the_job_time_to_train(
+    tmp_path: Path, process: Child
+) -> None:
+    async with running(tmp_path) as node:
+        clock = Clock(4000.0)
+        shelf = Shelf(node, clock, takes_s=1000.0)
+        async with attended(node, clock, shelf):
+            await node.attend(process.pid, images=WISH, run="ab12")
+        begun = [utc_s for utc_s, _ in shelf.taken]
+        assert [later - earlier for earlier, later in pairwise(begun)] == [1300.0, 1300.0]
+
+
+async def test_none_is_taken_while_another_operation_has_the_job(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        clock = Clock(1000.0)
+        shelf = Shelf(node, clock)
+        agent = await node.attend(process.pid, images=WISH, run="ab12")
+        await node.operations.quiesce([process.pid], 900.0, node.asked())
+        async with attended(node, clock, shelf):
+            await agent.leave()
+            await agent.attend(node.tasks)
+        assert shelf.taken == []
+        assert node.events.remembered(kinds=("operation.image-missed",)) == ()
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        WISH.replace(every_s=0.0),
+        WISH.replace(every_s=float("nan")),
+        WISH.replace(keep=0),
+        WISH.replace(path="images"),
+        WISH.replace(path="/images\0"),
+    ],
+)
+async def test_a_wish_that_makes_no_sense_is_not_granted(tmp_path: Path, process: Child, wish: PeriodicImages) -> None:
+    async with running(tmp_path) as node:
+        clock = Clock(5000.0)
+        shelf = Shelf(node, clock)
+        async with attended(node, clock, shelf):
+            await node.attend(process.pid, images=wish, run="ab12")
+            clock.over.set()
+        assert shelf.taken == []
+
+
+async def test_the_name_of_a_series_leads_nowhere(tmp_path: Path, process: Child) -> None:
+    """A job calls itself what it likes; the path is made by a daemon that may be root's."""
+    async with running(tmp_path) as node:
+        await node.attend(process.pid, run="../../etc", job="../a b/\n")
+        worker = node.workers.find(process.pid)
+        assert worker is not None
+        assert series_of(worker) == "_a_b__-.._.._etc"

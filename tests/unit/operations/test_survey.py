@@ -1,0 +1,344 @@
+"""What a plan is made from: bytes of now, whole jobs, and every rank of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import anyio
+import pytest
+
+from hegmd.errors import DENIED, HegmError
+from hegmd.operations.request_context import Restarting
+from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
+from tests.patience import HANG_S
+from tests.unit.model_agent import ModelAgent
+from tests.unit.moving_node import Node, running
+
+Child = subprocess.Popen[bytes]
+
+
+async def test_a_plan_was_made_with_the_bytes_of_the_last_count(tmp_path: Path, process: Child) -> None:
+    """A job that had grown since then was planned for with room that was too small."""
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        agent.data, agent.size_bytes = b"more weights", 12
+        answer = await node.operations.suspend([process.pid], node.asked(dry_run=True))
+        assert answer.plan is not None
+        assert answer.plan.size_bytes == 12
+
+
+async def test_a_plan_does_not_wait_for_ever_for_what_a_job_holds(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        agent.slow.add("survey")
+        with anyio.fail_after(HANG_S):
+            answer = await node.operations.suspend([process.pid], node.asked(dry_run=True))
+        assert answer.plan is not None
+        assert answer.plan.size_bytes == 7
+        agent.go_on.set()
+
+
+async def test_two_runs_of_one_name_were_one_job(tmp_path: Path, process: Child, other: Child) -> None:
+    async with running(tmp_path) as node:
+        await node.attend(process.pid, job="bert", run="1")
+        await node.attend(other.pid, token="b" * 32, job="bert", run="2")
+        answer = await node.operations.suspend([process.pid], node.asked(dry_run=True))
+        assert answer.plan is not None
+        assert [worker.pid for worker in answer.plan.workers] == [process.pid]
+
+
+async def test_the_processes_of_one_run_move_as_one(tmp_path: Path, process: Child, other: Child) -> None:
+    async with running(tmp_path) as node:
+        await node.attend(process.pid, run="1")
+        await node.attend(other.pid, token="b" * 32, run="1")
+        answer = await node.operations.suspend([process.pid], node.asked(dry_run=True))
+        assert answer.plan is not None
+        assert {worker.pid for worker in answer.plan.workers} == {process.pid, other.pid}
+
+
+async def test_a_rank_that_was_not_counted_yet_was_left_behind(tmp_path: Path, process: Child, other: Child) -> None:
+    async with running(tmp_path) as node:
+        first = await node.attend(process.pid, run="1", rank=0, world_size=2)
+        late = ModelAgent(node.workers, other.pid, token="b" * 32)
+        late.about = {"run": "1", "rank": 1, "world_size": 2, "size_bytes": 0, "boundary": 0}
+        late.slow.add("survey")
+        await late.attend(node.tasks)
+        with pytest.raises(HegmError, match=rf"rank 1 \(process {other.pid}\) has not said yet what it holds"):
+            await node.operations.suspend([process.pid], node.asked())
+        late.slow.clear()
+        late.go_on.set()
+        answer = await node.operations.suspend([process.pid], node.asked(dry_run=True))
+        assert answer.plan is not None
+        assert {worker.pid for worker in answer.plan.workers} == {process.pid, other.pid}
+        assert not first.parked
+
+
+async def test_what_a_rank_starts_is_not_waited_for(tmp_path: Path, process: Child, other: Child) -> None:
+    """The workers of a loader inherit the rank of who started them, and come to no boundary of their own."""
+    async with running(tmp_path) as node:
+        await node.attend(process.pid, run="1", rank=0, world_size=1)
+        helper = ModelAgent(node.workers, other.pid, token="b" * 32)
+        helper.about = {"run": "1", "rank": 0, "world_size": 1, "size_bytes": 0, "boundary": 0}
+        helper.slow.add("survey")
+        await helper.attend(node.tasks)
+        answer = await node.operations.suspend([process.pid], node.asked(dry_run=True))
+        assert answer.plan is not None
+        assert [worker.pid for worker in answer.plan.workers] == [process.pid]
+        helper.go_on.set()
+
+
+async def test_a_second_suspension_is_refused_for_the_first_alone(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        await node.attend(process.pid)
+        await node.operations.suspend([process.pid], node.asked())
+        with pytest.raises(HegmError) as refused:
+            await node.operations.suspend([process.pid], node.asked())
+        assert refused.value.message == f"operation 1 (suspend, suspended) has process {process.pid} already"
+        assert refused.value.hint == f"see: hegmctl resume {process.pid}"
+
+
+async def test_a_process_that_holds_no_storages_is_refused_for_that(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid, b"")
+        with pytest.raises(HegmError, match="holds nothing that could be moved"):
+            await node.operations.migrate([process.pid], "gpu1", node.asked())
+        assert "park" not in agent.seen
+
+
+async def test_a_job_before_its_first_batch_was_refused_for_being_on_no_gpu(tmp_path: Path, process: Child) -> None:
+    """As if it had to be started otherwise. Its supervisor is on its way as well, which may be named in its place."""
+    async with running(tmp_path) as node:
+        agent = ModelAgent(node.workers, process.pid, b"")
+        agent.about = {"boundary": 0, "run": "1"}
+        agent.slow.add("survey")
+        await agent.attend(node.tasks)
+        offer = Supervise(run="1", python=True, pid=process.pid)
+        node.tasks.start_soon(node.moving.supervisors.attend, agent, os.getpid(), os.getuid(), offer, _never)
+        await anyio.wait_all_tasks_blocked()
+        for pid in (process.pid, os.getpid()):
+            with pytest.raises(HegmError) as refused:
+                await node.operations.migrate([pid], "gpu1", node.asked())
+            assert refused.value.message == f"process {pid} is still beginning, and on no GPU before its first batch"
+            assert "ask again" in refused.value.hint
+        agent.go_on.set()
+        node.moving.supervisors.close()
+
+
+async def test_a_plan_asks_the_supervisor_what_the_other_python_is(tmp_path: Path, process: Child) -> None:
+    """It is its job's user, in whose place hegmd would run any program that it is told of."""
+    line = object()
+    async with running(tmp_path) as node:
+        supervisors = node.moving.supervisors
+
+        async def answer(order: SupervisorOrder, _fds: Sequence[int]) -> None:
+            says = SuperviseReport(order=order.order, result="failed", message=f"{order.do} {order.python} {order.set}")
+            supervisors.report(line, says)
+
+        await node.attend(process.pid, run="1")
+        offer = Supervise(run="1", python=True, pid=process.pid, asks=True)
+        node.tasks.start_soon(supervisors.attend, line, os.getpid(), os.getuid(), offer, answer)
+        await anyio.wait_all_tasks_blocked()
+        wanted = Restarting(via="restart", python="/bin/true", set={"A": "1"})
+        with pytest.raises(HegmError) as refused:
+            await node.operations.migrate([process.pid], "gpu1", node.asked(), wanted)
+        assert "/bin/true is no Python: ask /bin/true {'A': '1'}" in str(refused.value.facts["reasons"])
+        supervisors.close()
+
+
+async def test_a_dry_run_says_that_its_job_is_stopped(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        await node.attend(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        await anyio.to_thread.run_sync(os.waitpid, process.pid, os.WUNTRACED)
+        answer = await node.operations.migrate([process.pid], "gpu1", node.asked(dry_run=True))
+        assert answer.plan is not None
+        assert f"kill -CONT {process.pid}" in answer.plan.hazards[0]
+        process.send_signal(signal.SIGCONT)
+
+
+@contextlib.asynccontextmanager
+async def supervised(tmp_path: Path, pid: int, *, kept: bool = False) -> AsyncIterator[tuple[Node, ModelAgent]]:
+    """A node, and the agent of a process that can be started again."""
+    async with running(tmp_path) as node:
+        supervisors = node.moving.supervisors
+
+        async def hear(_order: SupervisorOrder, _fds: Sequence[int]) -> None: ...
+
+        agent = await node.attend(pid, run="1")
+        offer = Supervise(run="1", python=True, pid=pid, kept=kept, ready="always" if kept else None)
+        node.tasks.start_soon(supervisors.attend, object(), os.getpid(), os.getuid(), offer, hear)
+        await anyio.wait_all_tasks_blocked()
+        try:
+            yield node, agent
+        finally:
+            supervisors.close()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+async def test_it_is_told_of_an_agent_whether_a_python_is_kept_ready(
+    tmp_path: Path, process: Child, kept: bool
+) -> None:
+    async with supervised(tmp_path, process.pid, kept=kept) as (node, _agent):
+        agent = node.moving.agents()[process.pid]
+        assert (agent.supervised, agent.kept) == (True, kept)
+
+
+async def refusal_of_restart(node: Node, pid: int, limit_s: float | None = None) -> HegmError:
+    with pytest.raises(HegmError) as refused:
+        await node.operations.migrate([pid], "gpu1", node.asked(limit_s=limit_s), Restarting(via="restart"))
+    return refused.value
+
+
+async def test_a_restart_of_a_stopped_job_was_refused_with_advice_about_its_script(
+    tmp_path: Path, process: Child
+) -> None:
+    """ "The agent has not answered a weigh within 6.8 s; say how with hegm.keep": all that it took was `kill -CONT`."""
+    async with supervised(tmp_path, process.pid) as (node, agent):
+        agent.refuses["weigh"] = "another order is under way"
+        for number, why, hint in (
+            (signal.SIGSTOP, f"process {process.pid} is stopped by a signal", f"kill -CONT {process.pid}"),
+            (signal.SIGCONT, "another order is under way", "ask the test"),
+        ):
+            process.send_signal(number)
+            await anyio.to_thread.run_sync(os.waitpid, process.pid, os.WUNTRACED | os.WCONTINUED)
+            refused = await refusal_of_restart(node, process.pid)
+            assert why in refused.message, refused
+            assert hint in refused.hint, refused
+
+
+async def test_a_stopped_job_is_not_waited_for_as_long_as_its_batch_may_take(tmp_path: Path, process: Child) -> None:
+    async with supervised(tmp_path, process.pid) as (node, agent):
+        agent.slow.add("weigh")
+        process.send_signal(signal.SIGSTOP)
+        await anyio.to_thread.run_sync(os.waitpid, process.pid, os.WUNTRACED)
+        with anyio.fail_after(HANG_S):
+            refused = await refusal_of_restart(node, process.pid, limit_s=3600.0)
+        assert f"process {process.pid} is stopped by a signal" in refused.message
+        process.send_signal(signal.SIGCONT)
+        agent.go_on.set()
+
+
+async def test_a_job_that_was_stopped_once_it_had_answered_was_taken_for_one_that_cannot(
+    tmp_path: Path, process: Child
+) -> None:
+    """The watch that ends with the answer counted as one that had seen it stopped."""
+    async with supervised(tmp_path, process.pid) as (node, _):
+        process.send_signal(signal.SIGSTOP)
+        await anyio.to_thread.run_sync(os.waitpid, process.pid, os.WUNTRACED)
+        refused = await refusal_of_restart(node, process.pid)
+        assert f"what the state of process {process.pid} comes to is not known" in refused.message
+        process.send_signal(signal.SIGCONT)
+
+
+async def test_a_job_whose_batches_take_long_could_not_be_restarted(tmp_path: Path, process: Child) -> None:
+    """It had five seconds to come to a boundary, and no option gave it more; what asked it again took that away."""
+    refusals: list[HegmError] = []
+    async with supervised(tmp_path, process.pid) as (node, agent):
+        agent.slow.add("weigh")
+        agent.refuses["weigh"] = "it was weighed"
+
+        async def ask() -> None:
+            refusals.append(await refusal_of_restart(node, process.pid, limit_s=300.0))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await agent.waiting.wait()
+            assert agent.limits_s["weigh"] == 300.0
+            tasks.start_soon(ask)
+            worker = node.workers.find(process.pid)
+            assert worker is not None
+            surveys = agent.seen.count("survey")
+            await node.moving.attendance.count(worker)
+            assert agent.seen.count("survey") == surveys
+            assert agent.seen.count("weigh") == 1
+            impatient = await refusal_of_restart(node, process.pid, limit_s=0.05)
+            assert "is not known" in impatient.message, "it waited for as long as somebody else would"
+            agent.go_on.set()
+        assert ["it was weighed" in refused.message for refused in refusals] == [True, True]
+        assert agent.seen.count("weigh") == 2
+
+
+async def test_who_asked_second_took_the_weight_away_from_the_plan_of_the_first(tmp_path: Path, process: Child) -> None:
+    """Of six `migrate --via restart --dry-run` at once five were refused: what its state comes to "is not known"."""
+    async with supervised(tmp_path, process.pid) as (node, agent):
+        worker = node.workers.find(process.pid)
+        assert worker is not None
+        await refusal_of_restart(node, process.pid)  # the model has no state to tell of
+        worker.state_bytes = 7
+        agent.slow.add("weigh")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(refusal_of_restart, node, process.pid)
+            await agent.waiting.wait()
+            assert worker.state_bytes == 7
+            agent.go_on.set()
+        assert worker.state_bytes is None
+
+
+async def test_a_plan_ran_the_callers_program_as_the_user_of_a_job_that_came_while_it_was_made(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    """Nobody knew the pid when it was named, and others were waited for: its supervisor had LD_PRELOAD set for it."""
+    stranger_uid = os.getuid() + 1
+    asked_of_it: list[SupervisorOrder] = []
+
+    async def take(order: SupervisorOrder, _fds: Sequence[int]) -> None:
+        asked_of_it.append(order)
+
+    async with running(tmp_path) as node:
+        own = await node.attend(process.pid)
+        own.slow.add("survey")
+        stranger = ModelAgent(node.workers, other.pid, token="b" * 32)
+        stranger.uid, stranger.about = stranger_uid, {"run": "2", "rank": 0}
+        supervisors = node.moving.supervisors
+
+        async def come() -> None:
+            await own.waiting.wait()
+            offer = Supervise(run="2", python=True, pid=other.pid, asks=True)
+            node.tasks.start_soon(supervisors.attend, stranger, os.getpid(), stranger_uid, offer, take)
+            await stranger.attend(node.tasks)
+            stranger.seen.clear()  # it was counted when it came, on nobody's behalf
+            own.go_on.set()
+
+        node.tasks.start_soon(come)
+        asked = replace(node.asked(dry_run=True), may=lambda uid: uid == os.getuid())
+        wanted = Restarting(via="restart", python="/tmp/it", set={"LD_PRELOAD": "/tmp/it.so"})
+        with pytest.raises(HegmError) as refused:
+            await node.operations.migrate([process.pid, other.pid], "gpu1", asked, wanted)
+        assert refused.value.code is DENIED
+        assert (asked_of_it, stranger.seen) == ([], [])
+        supervisors.close()
+
+
+async def test_who_drained_a_gpu_had_the_jobs_of_others_asked_what_they_hold(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        stranger = ModelAgent(node.workers, process.pid)
+        stranger.uid = os.getuid() + 1
+        await stranger.attend(node.tasks)
+        await node.until_placed(process.pid)
+        stranger.seen.clear()
+        asked = replace(node.asked(dry_run=True), may=lambda uid: uid == os.getuid())
+        outcome = await node.sequences.drain("gpu0", (), asked)
+        assert [reason.code for reason in outcome.left] == ["denied"]
+        assert stranger.seen == []
+
+
+async def test_a_suspended_job_was_anybodys_while_its_agent_was_away(tmp_path: Path, process: Child) -> None:
+    """It is on no GPU, and so in no list of processes: a daemon that was just started knows it as its operation's."""
+    async with running(tmp_path) as node:
+        await node.attend(process.pid)
+        await node.operations.suspend([process.pid], node.asked())
+    async with running(tmp_path) as node:
+        asked = replace(node.asked(), may=lambda uid: uid == os.getuid() + 1)
+        with pytest.raises(HegmError) as refused:
+            node.operations.check(asked, [process.pid])
+        assert (refused.value.code, refused.value.message) == (DENIED, f"operation 1 belongs to uid {os.getuid()}")
+
+
+async def _never(_order: SupervisorOrder, _fds: Sequence[int]) -> None:
+    raise AssertionError("nothing is asked of it")

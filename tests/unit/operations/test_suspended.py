@@ -1,0 +1,241 @@
+"""Suspended jobs at rest: told to stay, on disk where that is wanted, and never with their bytes in no place."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import anyio
+import pytest
+
+from hegmd.errors import REFUSED, HegmError, Refused
+from hegmd.memory.pool import Key
+from hegmd.operations.suspended import ALWAYS, FULL
+from tests.patience import HANG_S
+from tests.unit.moving_node import MIB, Node, running
+
+Child = subprocess.Popen[bytes]
+
+
+def spilled_files(state_dir: Path) -> list[str]:
+    folder = state_dir / "spill"
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+async def until(node: Node, kind: str, count: int = 1) -> None:
+    """Wait until so many events of that kind were recorded."""
+    with anyio.fail_after(HANG_S):
+        async with node.events.subscribe(1, (kind,)) as subscription:
+            seen = 0
+            async for _ in subscription:
+                seen += 1
+                if seen == count:
+                    return
+
+
+async def test_a_suspended_job_is_told_to_stay_however_long_no_daemon_is_there(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        await node.operations.suspend([process.pid], node.asked())
+        await anyio.wait_all_tasks_blocked()
+        assert (agent.resting, agent.entrusted) == (True, False)
+        await node.operations.resume(process.pid, None, node.asked())
+        assert agent.data == b"weights"
+
+
+async def test_spilled_it_takes_no_memory_and_comes_back_with_its_bytes(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        answer = await node.operations.suspend([process.pid], node.asked(), spill=True)
+        assert answer.operation is not None
+        assert answer.operation.phase == "suspended"
+        assert agent.entrusted
+        assert node.moving.pool.held_bytes == 0
+        assert len(spilled_files(tmp_path)) == 1
+        assert not (tmp_path / "memory").exists()
+        await node.operations.resume(process.pid, "gpu1", node.asked())
+        assert (agent.data, agent.parked) == (b"weights", False)
+        assert spilled_files(tmp_path) == []
+        assert node.moving.pool.spilled_bytes == 0
+
+
+async def test_a_job_that_is_suspended_already_is_spilled_when_that_is_asked(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        await node.operations.suspend([process.pid], node.asked())
+        await anyio.wait_all_tasks_blocked()
+        assert node.moving.pool.held_bytes
+        await node.operations.suspend([process.pid], node.asked(), spill=True)
+        assert node.moving.pool.held_bytes == 0
+        assert agent.seen[-2:] == ["rest", "entrust"]
+        assert "spilling" in node.phases
+
+
+async def test_what_is_held_is_given_up_by_no_other_user_and_of_no_process_that_lives(
+    tmp_path: Path, process: Child
+) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        answer = await node.operations.suspend([process.pid], node.asked())
+        assert answer.operation is not None
+        for may, why in ((False, "belongs to uid"), (True, "is there still")):
+            with pytest.raises(HegmError, match=why):
+                await node.operations.drop(answer.operation.id, node.asked(may=may))
+        await node.operations.resume(process.pid, None, node.asked())
+        assert agent.data == b"weights"
+
+
+async def test_a_full_disk_leaves_it_suspended_with_its_bytes_in_memory(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path, spare_bytes=1 << 60) as node:
+        agent = await node.attend(process.pid)
+        with pytest.raises(HegmError, match=r"is suspended, and its bytes stay in memory.*MiB free") as refused:
+            await node.operations.suspend([process.pid], node.asked(), spill=True)
+        assert refused.value.code is REFUSED
+        assert "pool.spill_dir" in refused.value.hint
+        assert not agent.entrusted
+        assert node.moving.pool.held_bytes
+        assert node.events.counts["pool.spill-failed"] == 1
+        await node.operations.resume(process.pid, None, node.asked())
+        assert agent.data == b"weights"
+
+
+async def test_an_agent_that_keeps_its_descriptor_keeps_the_memory_and_that_is_said(
+    tmp_path: Path, process: Child
+) -> None:
+    """One of an older release knows no such order: its memory would not be free, whatever the daemon gave back."""
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        agent.refuses = {"rest": "there is no order 'rest'", "entrust": "there is no order 'entrust'"}
+        with pytest.raises(HegmError, match="keeps its bytes in memory as well"):
+            await node.operations.suspend([process.pid], node.asked(), spill=True)
+        assert node.moving.pool.held_bytes
+        await node.operations.resume(process.pid, None, node.asked())
+        assert agent.data == b"weights"
+        assert spilled_files(tmp_path) == []
+
+
+async def test_a_daemon_killed_before_the_agent_was_told_leaves_that_to_the_next(
+    tmp_path: Path, process: Child
+) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        agent.slow.add("entrust")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: node.operations.suspend([process.pid], node.asked(wait=False), spill=True))
+            await agent.waiting.wait()
+            tasks.cancel_scope.cancel()
+        assert node.moving.pool.held_bytes, "given back while the agent still had a descriptor"
+        assert len(spilled_files(tmp_path)) == 1
+    agent.slow.clear()
+    async with running(tmp_path) as node:
+        agent.workers = node.workers
+        await agent.attend(node.tasks)
+        await until(node, "pool.spilled")
+        assert (node.moving.pool.held_bytes, agent.entrusted) == (0, True)
+        await node.operations.resume(process.pid, None, node.asked())
+        assert agent.data == b"weights"
+        assert spilled_files(tmp_path) == []
+
+
+async def test_a_daemon_long_gone_had_it_on_disk_and_the_next_one_resumes_it(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        await node.operations.suspend([process.pid], node.asked(), spill=True)
+    async with running(tmp_path) as node:
+        agent.workers = node.workers
+        await agent.attend(node.tasks)
+        assert (await node.at_rest("1")).phase == "suspended"
+        await node.operations.resume(process.pid, None, node.asked())
+        assert (agent.data, spilled_files(tmp_path)) == (b"weights", [])
+
+
+async def test_a_damaged_file_leaves_it_suspended_and_says_so(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        await node.operations.suspend([process.pid], node.asked(), spill=True)
+        (path,) = (tmp_path / "spill").iterdir()
+        with path.open("r+b") as file:
+            file.seek(5000)
+            file.write(b"!")
+        answer = await node.operations.resume(process.pid, None, node.asked())
+        assert answer.operation is not None
+        assert answer.operation.phase == "suspended"
+        assert answer.operation.failure is not None
+        assert "does not fit its checksum" in answer.operation.failure.message
+        assert path.exists()
+        assert agent.data is None
+        with path.open("r+b") as file:  # put right again, as from a copy
+            file.seek(5000)
+            file.write(b"\0")
+        await node.operations.resume(process.pid, None, node.asked())
+        assert agent.data == b"weights"
+
+
+async def test_a_resume_while_it_is_spilled_waits_for_nothing_and_leaves_no_file(
+    tmp_path: Path, process: Child
+) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid, b"w" * (20 * MIB))
+        await node.operations.suspend([process.pid], node.asked(wait=False), spill=True)
+        await node.at_rest("1")
+        await node.operations.resume(process.pid, None, node.asked())
+        assert agent.data == b"w" * (20 * MIB)
+        assert spilled_files(tmp_path) == []
+        assert node.moving.pool.held_bytes == 0
+
+
+async def test_always_needs_no_asking(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path, spill=ALWAYS) as node:
+        await node.attend(process.pid)
+        await node.operations.suspend([process.pid], node.asked())
+        await until(node, "pool.spilled")
+        assert node.moving.pool.held_for(Key("1", str(process.pid))) == 7
+        assert node.moving.pool.held_bytes == 0
+
+
+@pytest.mark.thorough
+async def test_a_full_budget_has_the_oldest_at_rest_go_to_disk(tmp_path: Path, process: Child, other: Child) -> None:
+    async with running(tmp_path, spill=FULL) as node:
+        one = await node.attend(process.pid, b"1" * (40 * MIB))
+        two = await node.attend(other.pid, b"2" * (40 * MIB), token="b" * 32)
+        await node.operations.suspend([process.pid], node.asked())
+        assert spilled_files(tmp_path) == []
+        answer = await node.operations.suspend([other.pid], node.asked())
+        assert answer.operation is not None
+        assert answer.operation.phase == "suspended", answer.operation.failure
+        assert (one.entrusted, two.entrusted) == (True, False)
+        await node.operations.resume(other.pid, None, node.asked())
+        await node.operations.resume(process.pid, None, node.asked())
+        assert (one.data, two.data) == (b"1" * (40 * MIB), b"2" * (40 * MIB))
+        assert spilled_files(tmp_path) == []
+
+
+async def test_a_worker_that_dies_takes_its_file_with_it(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        await node.attend(process.pid)
+        await node.operations.suspend([process.pid], node.asked(), spill=True)
+        process.kill()
+        await until(node, "operation.lost")
+        assert spilled_files(tmp_path) == []
+
+
+async def test_a_state_that_may_not_be_given_up_was_no_longer_brought_to_disk(tmp_path: Path, process: Child) -> None:
+    """Whoever had asked for that was told that it was there."""
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        agent.slow.add("entrust")
+        entrusted: list[bool] = []
+
+        async def suspend() -> None:
+            await node.operations.suspend([process.pid], node.asked(), spill=True)
+            entrusted.append(agent.entrusted)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(suspend)
+            await agent.waiting.wait()
+            (op,) = node.operations.runner.operations()
+            with pytest.raises(Refused, match="is there still, and what is held is its own"):
+                await node.operations.drop(op.id, node.asked())
+            await anyio.wait_all_tasks_blocked()
+            agent.go_on.set()
+        assert entrusted == [True]

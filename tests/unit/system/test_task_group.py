@@ -1,0 +1,51 @@
+"""Work side by side: what fails first is told, the rest is ended, progress is one figure."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from hegmd.errors import HegmError, Refused
+from hegmd.system.task_group import accompanied, in_concert, parts_of
+
+
+async def test_the_first_failure_ends_the_others_and_is_told_as_it_is() -> None:
+    ended: list[str] = []
+    begun = anyio.Event()
+
+    async def waits() -> None:
+        begun.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            ended.append("waits")
+
+    async def fails() -> None:
+        await begun.wait()
+        raise Refused("no", "ask again")
+
+    with pytest.raises(Refused, match="no"):
+        await in_concert(waits, fails)
+    assert ended == ["waits"]
+
+
+async def test_company_ends_with_the_work_whatever_comes_of_it() -> None:
+    async def fails() -> None:
+        raise Refused("no", "ask again")
+
+    async def done() -> int:
+        return 7
+
+    assert await accompanied(done, anyio.sleep_forever) == 7
+    with pytest.raises(HegmError, match="no"):
+        await accompanied(fails, anyio.sleep_forever)
+
+
+def test_progress_of_several_is_their_sum() -> None:
+    told: list[int] = []
+    progress_of = parts_of(told.append)
+    one, other = progress_of("one"), progress_of("other")
+    one(5)
+    other(2)
+    one(7)
+    assert told == [5, 7, 9]

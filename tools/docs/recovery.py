@@ -1,0 +1,377 @@
+"""What becomes of an operation that a daemon finds in its journal: for each phase and each thing found, played.
+
+Draws RECOVERY.md: `python -m tools.docs.recovery`. Nothing here is a rule of its own. The machine is driven to
+each phase on a node where everything works, told `recovered`, told what was found, and then left to go on to its rest;
+the page says which effects that took and where the job was then. A test keeps the page fresh, so it cannot say what
+the machine does not do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hegmd.errors import Refused
+from hegmd.migration.machine import events
+from hegmd.migration.machine.effects import Effect
+from hegmd.migration.machine.events import Event
+from hegmd.migration.machine.machine import PHASES, handle
+from hegmd.migration.machine.next_effects import SUSPENDED, TERMINAL
+from hegmd.migration.machine.operation import (
+    BY_STATE,
+    CHECKPOINT,
+    MIGRATE,
+    QUIESCE,
+    RESTART,
+    SUSPEND,
+    Handoff,
+    Operation,
+    Worker,
+)
+
+PAGE = Path(__file__).parents[2] / "hegmd" / "migration" / "RECOVERY.md"
+OLD, NEW = "gpu0", "gpu1"
+# A migration by restart: its process leaves by ending, and another one comes back in its place.
+BY_RESTART = "restart"
+PLACES = {OLD: "the old GPU", NEW: "the new GPU", None: "no GPU"}
+NAME, AGENT = "the job", "its agent"
+LEFT = "checkpoint --leave-running"
+SIZE_BYTES = 10
+
+
+@dataclass(frozen=True)
+class World:
+    """How it really stands with the one worker."""
+
+    parked: bool = False
+    out: bool = False
+    gpu: str | None = OLD
+    boundary: int = 4
+    alive: bool = True
+    image: bool = False
+    written: bool = False
+    finished: bool = False
+
+    @property
+    def words(self) -> str:
+        if self.finished:
+            return "its process has come to the end of its training"
+        if not self.alive:
+            return "its process has ended"
+        where = f"on {PLACES[self.gpu]}"
+        if not self.parked and not self.out:
+            return f"it trains {where}"
+        return f"it stands {where}, its bytes {'out' if self.out else 'in it'}"
+
+
+@dataclass
+class Play:
+    """One operation on a node where every effect ends well."""
+
+    op: Operation
+    world: World
+    wanted: list[Effect]
+    done: list[str]
+
+    def feed(self, event: Event) -> None:
+        self.op, wanted = handle(self.op, event, 0.0)
+        self.wanted += wanted
+
+    def end_one(self) -> None:
+        """End the oldest effect well."""
+        effect: Any = self.wanted.pop(0)
+        if self.op.pending_numbered(effect.number) is None:
+            return  # given up since
+        self.done.append(effect.tag)
+        ends = {"effect": effect.number, "worker": effect.worker}
+        if self._finds_no_image(effect):
+            message = "there is no image of it"
+            self.feed(events.Failed(**ends, fault=events.REFUSED, message=message, hint="ask again"))
+            return
+        self.feed(Event.register[effect.ends[0]](**ends, **self._told(effect)))
+
+    def _finds_no_image(self, effect: Any) -> bool:
+        """Whether it is of an image that a daemon before this one had begun, and that is not whole."""
+        is_found = self.world.image or (effect.tag == "seal" and self.world.written)
+        return (effect.tag == "seal" or (effect.tag == "dump" and effect.find)) and not is_found
+
+    def _told(self, effect: Any) -> dict[str, Any]:
+        """What the ending says, once the world has changed as the effect wants it."""
+        world = self.world
+        changes: dict[str, dict[str, Any]] = {
+            "park": {"parked": True, "boundary": world.boundary + 1},
+            "withdraw": {"parked": False},
+            "release": {"parked": False},
+            "evacuate": {"out": not self._restarts},
+            "refill": {"out": False},
+            "checkpoint": {"gpu": None},
+            "dump": {"written": True} if self.op.handoff and self.op.handoff.leave_running else {"image": True},
+            "seal": {"image": True},
+            "scrap": {"image": False, "written": False},
+            "end": {"alive": False},
+            "restore": {
+                "gpu": getattr(effect, "gpu", None),
+                **({"parked": False, "alive": True} if self._restarts else {}),
+            },
+            "verify": {"boundary": world.boundary + 1},
+        }
+        self.world = world = replace(world, **changes.get(effect.tag, {}))
+        told: dict[str, dict[str, Any]] = {
+            "survey": {"boundary": world.boundary, "size_bytes": SIZE_BYTES},
+            "park": {"boundary": world.boundary},
+            "evacuate": {"size_bytes": SIZE_BYTES},
+            "verify": {"boundary": world.boundary},
+            "inspect": self.seen(),
+            "restore": {"pid": 2, "start_ticks": 2, "token": AGENT, "boundary": world.boundary}
+            if self._restarts
+            else {},
+        }
+        return told.get(effect.tag, {})
+
+    @property
+    def _restarts(self) -> bool:
+        return self.op.workers[0].restarts
+
+    def seen(self) -> dict[str, Any]:
+        """What an inspection finds: the world as it is, and everything that is held as the journal has it."""
+        worker, world = self.op.workers[0], self.world
+        return {
+            "parked": world.parked,
+            "boundary": world.boundary,
+            "out_bytes": SIZE_BYTES if world.out else 0,
+            "gpu": world.gpu,
+            "rooms": {**worker.rooms, **({world.gpu: SIZE_BYTES} if world.gpu else {})},
+            "pool_bytes": worker.pool_bytes,
+        }
+
+    def until(self, phase: str | None) -> bool:
+        """Go on to that phase, or to the rest; whether it came there."""
+        while self.op.phase != phase and self.wanted:
+            self.end_one()
+        return phase is None or self.op.phase == phase
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that can be found after a start."""
+
+    words: str
+    world: World | None = None
+    event: str = "inspected"
+
+    def can_be(self, situation: Play) -> bool:
+        """Whether it can be found there: an image is only where one may have been begun, nothing of who is restarted is
+        out of a process, and nobody has gone on from a state that is not whole."""
+        handoff, worker = situation.op.handoff, situation.op.workers[0]
+        if worker.restarts and self.world is not None and (self.world.out or self.world.gpu is None):
+            return False
+        if self.event in ("training-ended", "stateless") and not (worker.restarts and worker.saved):
+            return False
+        return self.world is None or not self.world.image or (handoff is not None and handoff.begun)
+
+
+FINDINGS = (
+    *(Finding(world.words, world) for world in (World(), World(gpu=NEW), World(gpu=None))),
+    *(Finding(world.words, world) for world in (World(parked=True), World(parked=True, gpu=NEW))),
+    *(Finding(world.words, world) for world in (World(parked=True, gpu=None), World(parked=True, out=True))),
+    *(Finding(world.words, world) for world in (World(True, True, None), World(True, True, NEW))),
+    Finding("its image is whole, and it stands on no GPU, its bytes out", World(True, True, None, image=True)),
+    Finding("an order is still under way in it", event="busy"),
+    Finding("its agent is not there yet", event="away"),
+    Finding("another program runs in its process", event="agent-back"),
+    Finding("its process has ended", event="worker-gone"),
+    Finding("its process has ended, and its state is nowhere any more", event="stateless"),
+    Finding("the process that went on has come to the end of its training", event="training-ended"),
+)
+
+
+def situations() -> Iterator[tuple[str, Play]]:
+    """Every kind of operation in every phase and heading that it can be in, by its name."""
+    for kind, phase in (
+        (kind, phase)
+        for kind in (MIGRATE, SUSPEND, "resume", CHECKPOINT, LEFT, QUIESCE, BY_RESTART)
+        for phase in PHASES
+    ):
+        forward = _driven(kind, phase)
+        if forward is None or phase == "settling":
+            continue
+        yield f"{kind}, {phase}", forward
+        back = _turned_back(kind, phase)
+        if back is not None and back.op.phase not in TERMINAL:
+            yield f"{kind} turned back, {back.op.phase}", back
+
+
+def _driven(kind: str, phase: str) -> Play | None:
+    """An operation of that kind in that phase; None when it never is."""
+    goal = {MIGRATE: NEW, QUIESCE: OLD, BY_RESTART: NEW}.get(kind)
+    worker = Worker(
+        name=NAME,
+        pid=1,
+        start_ticks=1,
+        token=AGENT,
+        was_on=OLD,
+        origin=OLD,
+        goal=goal,
+        at=OLD,
+        size_bytes=SIZE_BYTES,
+        rooms={OLD: SIZE_BYTES},
+    )
+    if kind == BY_RESTART:
+        worker = worker.replace(method=RESTART, carrier=BY_STATE, leaves=True)
+    kinds = {"resume": SUSPEND, LEFT: CHECKPOINT, BY_RESTART: MIGRATE}
+    op = Operation(id="1", kind=kinds.get(kind, kind), workers=(worker,))
+    if op.kind == CHECKPOINT:
+        handoff = Handoff(path="/images/one", uid=0, gid=0, leave_running=kind == LEFT)
+        op = op.replace(handoff=handoff, workers=(worker.replace(keeps=OLD),))
+    play = Play(op, World(), [], [])
+    if kind == "resume":
+        play.feed(events.Begin())
+        play.until(SUSPENDED)
+        play.feed(events.ResumeAsked(to={NAME: NEW}))
+    elif phase != play.op.phase:
+        play.feed(events.Begin())
+    return play if play.until(phase) and play.op.phase not in TERMINAL else None
+
+
+def _turned_back(kind: str, phase: str) -> Play | None:
+    """The same once somebody has cancelled it; None where that is refused, or was nothing."""
+    play = _driven(kind, phase)
+    if play is None:
+        return None
+    try:
+        play.feed(events.CancelAsked(by="somebody"))
+    except Refused:
+        return None
+    while play.op.phase == "settling" and play.wanted:
+        play.end_one()
+    return play
+
+
+def outcome(situation: Play, finding: Finding) -> tuple[str, str]:
+    """The effects that a start leads to, and how that ends."""
+    # What a daemon had written it has not read back, and the next does not go on with that.
+    play = Play(situation.op, finding.world or replace(situation.world, written=False), [], [])
+    play.feed(events.Recovered())
+    if not play.wanted:
+        return "—", f"`{play.op.phase}`: nothing had been asked of it"
+    if play.wanted[0].tag != "inspect":
+        return _unasked(play, finding)
+    inspect = play.wanted.pop(0)
+    ends: dict[str, Any] = {"effect": inspect.number, "worker": NAME}
+    if finding.event == "busy":
+        seen: dict[str, Any] = {**play.seen(), "busy": True}
+        play.feed(events.Inspected(**ends, **seen))
+        return "—", "it is looked at again when that has ended"
+    if finding.event == "away":
+        play.feed(events.Failed(**ends, fault=events.DISCONNECTED, message="it is not there", hint="wait"))
+        return "—", "it is looked at as soon as the agent is back; hegmctl ops says that it waits"
+    if finding.event == "agent-back":
+        play.world = replace(play.world, alive=False)
+        play.feed(events.AgentBack(worker=NAME, token=f"not {AGENT}"))
+    elif finding.event == "worker-gone":
+        play.world = replace(play.world, alive=False)
+        play.feed(events.WorkerGone(worker=NAME))
+    elif finding.event == "stateless":
+        play.world = replace(play.world, alive=False)
+        play.feed(events.WorkerGone(worker=NAME, stateless=True))
+    elif finding.event == "training-ended":
+        play.world = replace(play.world, alive=False, finished=True)
+        play.feed(events.TrainingEnded(worker=NAME))
+    else:
+        play.feed(events.Inspected(**ends, **play.seen()))
+    play.until(None)
+    return ", ".join(play.done) or "—", _end(play)
+
+
+def _unasked(play: Play, finding: Finding) -> tuple[str, str]:
+    """The same where its image is looked for before anybody is asked; who has ended may be in it."""
+    if finding.world is None and finding.event != "worker-gone":
+        return "—", "its image is looked for first, and what is found then counts"
+    if finding.event == "worker-gone":
+        play.world = replace(play.world, alive=False)
+        play.feed(events.WorkerGone(worker=NAME))
+    play.until(None)
+    return ", ".join(play.done) or "—", _end(play)
+
+
+def _end(play: Play) -> str:
+    worker = play.op.workers[0]
+    if play.op.phase == "lost":
+        return "`lost`: it ended while its bytes were out of it"
+    if worker.gone and play.op.ends_workers:
+        return f"`{play.op.phase}`: it is in its image, which is whole, and has ended"
+    if worker.finished:
+        return f"`{play.op.phase}`: it has done what it was for, and what was held for it is given back"
+    if worker.gone:
+        return f"`{play.op.phase}`: what was held for it is given back"
+    return f"`{play.op.phase}`: {play.world.words}"
+
+
+_INTRO = """\
+# What a start does with what it finds
+
+<!-- Written by `make docs` from tools/docs/recovery.py, by playing the machine. Change that, or the machine. -->
+
+A daemon that starts reads the journal and believes nothing of it but what is held for whom: each worker of an
+operation that is not over is inspected first. What an inspection finds decides, with where the operation was heading;
+the order of the stages does the rest (see [STATES.md](STATES.md)). Below, every effect after the inspection ends
+well. One that fails leads back where that is open, and else to a job that stands with its bytes held: `suspended`,
+and `hegmctl resume` works.
+
+With a driver, an inspection asks it too. A process that it has locked, by a caller that was killed, is unlocked: that
+changes nothing for anybody. One that it has checkpointed stands on no GPU, and is restored only while room is held
+for it. A call that is still under way in the driver ends by itself, and the inspection waits for it. Bytes of such a
+process that were on their way to the pool through video memory are brought there by the inspection; where that fails
+they stay where they are, which a mark in the pool names, and come back from there.
+
+Where an image may have been begun it is looked for before anything else. One that has its name is whole and was read
+back; without one, what there is of it is removed and the job goes back. Once the processes of a job that goes on are
+written, the job comes home first, and the image is looked for then. A process that has ended while its image was being
+made, and is not in one that is whole, is lost.
+
+**restart** is a migration by restart. Its process ends on purpose once its state is saved; one that has ended before
+that has ended as any program does. While there is none, the operation waits for one that says it has the state.
+
+`settling` and `counting` are not among the phases below: whoever is inspected is in `settling`, and ranks that are
+counted run and have nothing to lose. Ranks go back, on or to rest together; what is said of one holds for each.
+"""
+
+
+def page() -> str:
+    """The whole page, as Markdown."""
+    found = list(situations())
+    parts = [_INTRO]
+    for finding in FINDINGS:
+        parts.append(f"## Found: {finding.words}\n")
+        parts.append("| an operation that was | does | and ends |\n|---|---|---|")
+        parts += _rows(found, finding)
+        parts.append("")
+    return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _rows(found: list[tuple[str, Play]], finding: Finding) -> Iterator[str]:
+    """One line for each different outcome, with the situations that it is the outcome of."""
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for name, play in ((name, play) for name, play in found if finding.can_be(play)):
+        names = grouped.setdefault(outcome(play, finding), [])
+        if name not in names:
+            names.append(name)
+    for (effects, end), names in grouped.items():
+        yield f"| {_gathered(names)} | {effects} | {end} |"
+
+
+def _gathered(names: list[str]) -> str:
+    """The names with each kind said once."""
+    by_kind: dict[str, list[str]] = {}
+    for name in names:
+        kind, _, phase = name.partition(", ")
+        by_kind.setdefault(kind, []).append(phase)
+    return "; ".join(f"**{kind}** {', '.join(phases)}" for kind, phases in by_kind.items())
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
+    target.write_text(page())
