@@ -2,6 +2,7 @@
 
 A program on the node's own search path is preferred when it is new enough; after that comes the one that
 contrib/criu/install.sh unpacks beside the system. Starting it is left to `hegmd.system.programs`.
+Which lines of its log are errors is here too: the doctor reads the output of `criu check`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,20 @@ from hegmd.system.programs import SYSTEM_PATH, Completed, find_program, run
 from hegmd.system.threads import run_detached
 from hegmd.system.transient_units import systemd_run
 
-__all__ = ["BESIDE", "INSTALL_STEP", "WANTED", "Candidate", "Criu", "check", "find", "rights_missing", "survey"]
+__all__ = [
+    "BESIDE",
+    "INSTALL_STEP",
+    "WANTED",
+    "Candidate",
+    "Criu",
+    "bare_error",
+    "check",
+    "find",
+    "first_error",
+    "is_error",
+    "rights_missing",
+    "survey",
+]
 
 WANTED = (4, 1)
 BESIDE = "/usr/local/lib/hegm-criu/bin/criu"
@@ -26,6 +40,8 @@ INSTALL_STEP = (
 )
 
 VERSION_DEADLINE_S = 5.0
+# Its helper processes' ends say nothing, and without CAP_SYS_RESOURCE it goes on with fewer descriptors.
+_BESIDE_THE_POINT = re.compile(r"exited, status=\d+$|Can't setup RLIMIT_NOFILE for self")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +143,18 @@ async def check(program: str, *, deadline_s: float, in_unit: bool, path: str = S
     if in_unit:
         return await systemd_run(argv, deadline_s=deadline_s, path=path)
     return await run(argv, deadline_s=deadline_s, path=path)
+
+
+def is_error(line: str) -> bool:
+    """Whether a line of CRIU's log is an error that says something."""
+    return "Error (" in line and _BESIDE_THE_POINT.search(line) is None
+
+
+def bare_error(line: str) -> str:
+    """An error's line without the time, the process and the place in CRIU's source."""
+    return re.sub(r"^.*?Error \([^)]*\):\s*", "", line).strip()
+
+
+def first_error(log: str) -> str | None:
+    """The first thing that CRIU calls an error; None when there is none."""
+    return next((bare_error(line) for line in log.splitlines() if is_error(line)), None)

@@ -63,7 +63,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.system.own_memory": ("hegmd.__main__",),
     "hegmd.telemetry": SYSTEM,
     "hegmd.node": TELEMETRY,
-    "hegmd.node.doctor": (*NODE, "hegmd.images.criu"),
     "hegmd.gpu_helper": NODE,
     "hegmd.gpu_helper.cuda": (),
     "hegmd.memory": HELPER,

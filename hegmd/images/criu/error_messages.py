@@ -11,12 +11,11 @@ import re
 from dataclasses import dataclass
 
 from hegmd.errors import EXTERNAL, HegmError
+from hegmd.node.criu_program import bare_error, is_error
 
-__all__ = ["failure", "first_error", "not_there"]
+__all__ = ["failure", "not_there"]
 
 _TAIL_LINES = 12
-# Its helper processes' ends say nothing, and without CAP_SYS_RESOURCE it goes on with fewer descriptors.
-_BESIDE_THE_POINT = re.compile(r"exited, status=\d+$|Can't setup RLIMIT_NOFILE for self")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +172,7 @@ _TABLE: tuple[_Row, ...] = (
 
 def failure(step: str, log: str, output: str, status: int | None) -> HegmError:
     """The error for a dump or a restore that failed."""
-    errors = [line for line in (*log.splitlines(), *output.splitlines()) if _is_error(line)]
+    errors = [line for line in (*log.splitlines(), *output.splitlines()) if is_error(line)]
     ended = "was ended before it was done" if status is None else f"failed with status {status}"
     facts = {"status": status, "log_tail": log.splitlines()[-_TAIL_LINES:]}
     for row in _TABLE:
@@ -181,8 +180,8 @@ def failure(step: str, log: str, output: str, status: int | None) -> HegmError:
             if (found := re.search(row.pattern, line)) is not None:
                 sentence = row.message.format_map(_Known(found.groupdict()))
                 message = f"CRIU's {step} {ended}: {sentence}"
-                return HegmError(EXTERNAL, message, row.hint, {**facts, "complaint": _bare(line)})
-    reason = _bare(errors[0]) if errors else "it says nothing about why"
+                return HegmError(EXTERNAL, message, row.hint, {**facts, "complaint": bare_error(line)})
+    reason = bare_error(errors[0]) if errors else "it says nothing about why"
     hint = (
         "see the end of CRIU's log in hegmd's: journalctl -u hegmd"
         if errors
@@ -206,20 +205,6 @@ class _Known(dict[str, str | None]):
         if value is not None and name == "path":
             return "/" + value.lstrip("/")  # CRIU names files from the root directory on
         return value or "?"
-
-
-def _is_error(line: str) -> bool:
-    return "Error (" in line and _BESIDE_THE_POINT.search(line) is None
-
-
-def _bare(line: str) -> str:
-    """Without the time, the process and the place in CRIU's source."""
-    return re.sub(r"^.*?Error \([^)]*\):\s*", "", line).strip()
-
-
-def first_error(log: str) -> str | None:
-    """The first thing that CRIU calls an error; None when there is none."""
-    return next((_bare(line) for line in log.splitlines() if _is_error(line)), None)
 
 
 def had_numbers_taken(log: str) -> bool:

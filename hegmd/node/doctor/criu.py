@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 
 from hegmd.errors import ExternalError
-from hegmd.images.criu.error_messages import first_error
-from hegmd.node.criu_program import WANTED, Candidate, rights_missing, survey
+from hegmd.node.criu_program import WANTED, Candidate, first_error, rights_missing, survey
 from hegmd.node.criu_program import check as ask_criu
 from hegmd.node.doctor.facts import Finding, NodeFacts, clipped, fail, ok, skip, warn
 from hegmd.system.programs import ProgramMissing

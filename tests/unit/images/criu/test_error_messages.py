@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hegmd.images.criu.error_messages import failure, first_error, had_numbers_taken
+from hegmd.images.criu.error_messages import failure, had_numbers_taken
+from hegmd.node.criu_program import first_error
 
 NOISE = """\
 (00.000116) Version: 4.2.1 (gitid 0)
