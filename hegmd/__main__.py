@@ -1,4 +1,7 @@
-"""hegmd's entry: arguments, configuration, log, then the app; the only place that decides the exit status."""
+"""hegmd's entry: arguments, configuration, log, then the app; the only place that decides the exit status.
+
+The command line is a table, ARGUMENTS: the parser and the manual page are both made from it.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import anyio
 
+from hegmd import __version__
 from hegmd.app import App
-from hegmd.arguments import parser
 from hegmd.config import Config, load
 from hegmd.errors import USAGE, HegmError
 from hegmd.node.devices.node_spec import Topology
@@ -29,6 +33,31 @@ from hegmd.system.systemd import take_offer
 from hegmd.telemetry import log
 from hegmd.wiring import look_once, node_facts
 
+SUMMARY = "node daemon that sees a machine's GPUs and the jobs on them"
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One option. Without a metavar it is a switch."""
+
+    flag: str
+    metavar: str | None
+    help: str
+
+
+ARGUMENTS: tuple[Argument, ...] = (
+    Argument("--config", "FILE", "read this configuration instead of /etc/hegm/hegmd.toml (HEGM_CONFIG)"),
+    Argument("--socket", "PATH", "listen here instead of /run/hegm/hegmd.sock (HEGM_SOCKET)"),
+    Argument("--state-dir", "DIR", "keep state here instead of /var/lib/hegm (HEGM_STATE_DIR)"),
+    Argument("--user", None, "be a private daemon: own processes only, paths in the user's own directories"),
+    Argument("--simulate", "SPEC", "simulate GPUs: 2x8GiB for two of that size, or a TOML file with a topology"),
+    Argument("--until", "PID", "end after that process, once no job, client or operation is left"),
+    Argument("--check-config", None, "read the configuration, report every mistake in it, and exit"),
+    Argument("--doctor", None, "check this node without a daemon, one JSON object a line, and exit"),
+    Argument("--log-level", "LEVEL", "debug, info, warning or error"),
+    Argument("--log-format", "FORMAT", "auto, journal, json or text"),
+)
+
 # The options that are settings; the others say what this run is to do.
 _SETTINGS = {
     "socket": "daemon.socket",
@@ -36,6 +65,18 @@ _SETTINGS = {
     "log_level": "log.level",
     "log_format": "log.format",
 }
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser for the table."""
+    made = argparse.ArgumentParser(prog="hegmd", description=f"{SUMMARY}.", allow_abbrev=False)
+    for argument in ARGUMENTS:
+        if argument.metavar is None:
+            made.add_argument(argument.flag, action="store_true", help=argument.help)
+        else:
+            made.add_argument(argument.flag, metavar=argument.metavar, help=argument.help)
+    made.add_argument("--version", action="version", version=f"hegmd {__version__}")
+    return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:

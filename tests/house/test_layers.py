@@ -95,7 +95,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.setting_types": (),
     "hegmd.settings": ("hegmd.setting_types",),
     "hegmd.config": (*OUTSIDE, "hegmd.setting_types", "hegmd.settings", "hegmd.system.toml_lines"),
-    "hegmd.arguments": (*OUTSIDE, "hegmd.settings"),
     "hegmd.wiring": EVERYTHING,
     "hegmd.app": EVERYTHING,
     "hegmd.__main__": EVERYTHING,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hegmd import arguments
+from hegmd import __main__ as arguments
 from hegmd.config import Config, after_reload, changes, example, load
 from hegmd.errors import HegmError
 from hegmd.setting_types import Amount, GroupName, Mode, OneOf, PathName

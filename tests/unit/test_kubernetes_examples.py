@@ -20,7 +20,7 @@ import yaml
 
 from hegmcompat.surroundings import read_surroundings, require_token_off_loopback
 from hegmctl.arguments import parse
-from hegmd.arguments import ARGUMENTS
+from hegmd.__main__ import ARGUMENTS
 from hegmd.config import load
 
 FOLDER = Path(__file__).parents[2] / "contrib" / "kubernetes"

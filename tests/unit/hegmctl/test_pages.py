@@ -13,7 +13,7 @@ from hegmcompat import control, ctrl_cli
 from hegmcompat.surroundings import LOCK, REFUSED, VARIABLES
 from hegmctl.grammar import GLOBAL_OPTIONS, VERBS
 from hegmctl.help import shown_commands
-from hegmd.arguments import ARGUMENTS
+from hegmd.__main__ import ARGUMENTS
 from hegmd.errors import CODES
 from hegmd.settings import ROWS
 from tests.unit.hegmctl.running import ROOT, environment

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hegmctl.grammar import DESCRIPTION, GLOBAL_OPTIONS, PROGRAM, SUMMARY, Option
 from hegmctl.help import SOCKET_ORDER, option_forms, sentence, shown_commands, usage
+from hegmd import __main__ as daemon_arguments
 from hegmd import __version__
-from hegmd import arguments as daemon_arguments
 from hegmd.errors import CODES
 from hegmd.settings import ROWS, SECTIONS, Row
 from tools.docs.hegmctl.hegm_manual import ctrl_page, launcher_page
