@@ -7,7 +7,7 @@ from time import localtime, strftime
 from hegmctl.quantities import binary_size
 from hegmctl.strays_text import strays_lines
 from hegmctl.tables import UNKNOWN, Column, Style, printable, table, wrapped
-from hegmd.protocol.operations import RESTART_STEPS
+from hegmd.protocol.operations import PHASES_IN_ORDER, RESTART_STEPS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,11 +29,6 @@ _STATES = {
     "gone": "has ended",
     "lost": "has ended while its bytes were out of it",
 }
-# The order of phases, so that the bar can tell how far it is while no bytes move.
-_PHASES = (
-    "reading planned settling arming readying counting quiescing holding measuring evacuating checkpointing leaving "
-    "handing ending spilling restoring refilling releasing verifying tidying"
-).split()
 # While one is sealed the job goes on, and most of an image is still to be written; a restored one has just begun.
 _LIKE = {"sealing": "tidying", "suspended": "planned"}
 # Of a restart, from where its state is saved; most of its time is for the process that comes.
@@ -52,11 +47,11 @@ def progress_text(progress: OperationProgress, style: Style) -> list[str]:
         ]
     moving = phase in _MOVING and progress.size_bytes > 0
     step = _LIKE.get(phase, phase)
-    place = _PHASES.index(step) if step in _PHASES else len(_PHASES)
+    place = PHASES_IN_ORDER.index(step) if step in PHASES_IN_ORDER else len(PHASES_IN_ORDER)
     within = min(1.0, progress.moved_bytes / progress.size_bytes) if moving else 0.0
     size = f"  {binary_size(progress.moved_bytes)} of {binary_size(progress.size_bytes)}" if moving else ""
     what = f"{phase}{size}" if progress.doing is None else progress.doing
-    return [_bar(progress, (place + within) / len(_PHASES), what, style)]
+    return [_bar(progress, (place + within) / len(PHASES_IN_ORDER), what, style)]
 
 
 def _bar(progress: OperationProgress, share: float, what: str, style: Style) -> str:

@@ -84,6 +84,14 @@ class Plan(Record):
     ends: bool = field("whether the job ends with it", default=False)
 
 
+# The phases of an operation that is under way, in their order: that of the machine's stages. `reading` is a restore's
+# first, before there is a plan. hegmctl's bar shows by them how far an operation is.
+PHASES_IN_ORDER = (
+    *("reading", "planned", "settling", "arming", "readying", "counting", "quiescing", "holding", "measuring"),
+    *("evacuating", "checkpointing", "leaving", "handing", "ending", "spilling", "restoring", "refilling"),
+    *("releasing", "verifying", "tidying"),
+)
+
 # What is done now by a restart, in its order: of the process that is to leave, of nobody, and of the one that comes.
 SAVING, LEAVING, KEPT = "its state is saved", "it leaves", "its state is kept"
 IMPORTING, READIED = "Python starts and imports", "Python was ready, and goes on"
