@@ -30,12 +30,12 @@ from hegmd.memory.sizes import whole_size
 from hegmd.migration.machine.operation import Handoff as Wish
 from hegmd.migration.machine.operation import Operation
 from hegmd.migration.machine.operation import Worker as Member
-from hegmd.migration.plan.carrier_choice import HOST
 from hegmd.node.criu_program import Criu
 from hegmd.node.inventory import NodeSnapshot
 from hegmd.node.processes.process_set import Population
 from hegmd.node.processes.process_tree import Tree, read_tree
 from hegmd.protocol.images import Manifest
+from hegmd.protocol.operations import HOST
 from hegmd.system.programs import Rights
 from hegmd.system.task_group import Progress, in_concert, parts_of
 from hegmd.system.threads import Looks, run_detached

@@ -35,11 +35,11 @@ from hegmd.memory.pool import Key, Pool
 from hegmd.memory.pool_memory import Memory
 from hegmd.migration.machine.operation import Operation
 from hegmd.migration.model import Snapshot
-from hegmd.migration.plan.carrier_choice import HOST
 from hegmd.node.criu_program import Criu
 from hegmd.node.inventory import NodeSnapshot
 from hegmd.node.processes.procfs import start_ticks_of
 from hegmd.protocol.images import ImageWorker, Manifest
+from hegmd.protocol.operations import HOST
 from hegmd.system.programs import Rights
 from hegmd.system.task_group import Progress, in_concert, parts_of
 from hegmd.system.threads import run_detached

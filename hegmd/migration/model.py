@@ -8,13 +8,40 @@ plan can be made anywhere from a snapshot that was written down.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hegmd.migration.machine.operation import BY_DRIVER, CHECKPOINT, RESTART, Limits, Operation, Respawn, Worker
+from hegmd.migration.machine.operation import CHECKPOINT, RESTART, Limits, Operation, Respawn, Worker
 from hegmd.node.gpu_sets import CPU, gpus_of
 from hegmd.protocol.messages import CudaFacts, LeftAlone
-from hegmd.protocol.operations import PlannedProcess
+from hegmd.protocol.operations import BY_DRIVER, HOST, PEER, WORKER, PlannedProcess
 from hegmd.protocol.record import Record, field
+
+
+@dataclass(frozen=True, slots=True)
+class CarrierRow:
+    """What the planner has to know of a carrier."""
+
+    name: str
+    #: Whether the agent shows its storages, and the GPU helper copies them.
+    is_helped: bool = False
+    #: Whether the bytes wait in the pool until they are reloaded.
+    in_pool: bool = False
+    #: The fields of `Rates` that hold its throughput, out of the process and into it; None if the driver's figures do.
+    rates: tuple[str, str] | None = None
+
+
+# A row for each carrier that a request can name, the fastest first: its order is the planner's order of preference.
+CARRIERS: Mapping[str, CarrierRow] = {
+    row.name: row
+    for row in (
+        CarrierRow(PEER, is_helped=True, rates=("peer_out_bytes_per_s", "peer_in_bytes_per_s")),
+        CarrierRow(HOST, is_helped=True, in_pool=True, rates=("host_out_bytes_per_s", "host_in_bytes_per_s")),
+        CarrierRow(WORKER, in_pool=True, rates=("cuda_out_bytes_per_s", "cuda_in_bytes_per_s")),
+        CarrierRow(BY_DRIVER),
+    )
+}
+
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -24,7 +24,7 @@ from hegmd.images.output_redirection import led_elsewhere, lost_streams, named_s
 from hegmd.images.restore_checks import Grown
 from hegmd.images.restore_job import Reviving
 from hegmd.migration.machine.next_effects import SUSPENDED
-from hegmd.migration.machine.operation import BY_DRIVER, CHECKPOINT, RESUME, Operation
+from hegmd.migration.machine.operation import CHECKPOINT, RESUME, Operation
 from hegmd.migration.machine.operation import Handoff as Wish
 from hegmd.migration.model import Plan, Request, Snapshot
 from hegmd.migration.plan.estimate import from_image, with_image
@@ -33,7 +33,7 @@ from hegmd.migration.plan.throughput import IN, Paces
 from hegmd.operations.operations import Operations
 from hegmd.operations.request_context import Answer, Asked, Emit, limit_of, plan_or_raise, refusal, told_plan
 from hegmd.operations.survey import Lookout
-from hegmd.protocol.operations import OperationProgress, Reason
+from hegmd.protocol.operations import BY_DRIVER, OperationProgress, Reason
 from hegmd.system.programs import Rights
 
 # What a resume has at the least when a restore has taken nearly all of its time: its bytes are in the pool by then.

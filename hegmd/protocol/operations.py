@@ -22,6 +22,11 @@ class Reason(Record):
     gpu: str | None = field("the GPU that it is about", default=None)
 
 
+# The carriers that a request can name, the fastest first. What each needs is in CARRIERS of hegmd.migration.model.
+PEER, HOST, WORKER, BY_DRIVER = "peer", "host", "worker", "driver"
+CARRIER_NAMES = (PEER, HOST, WORKER, BY_DRIVER)
+
+
 class PlannedProcess(Record):
     """What is planned for one process."""
 
@@ -31,7 +36,7 @@ class PlannedProcess(Record):
     to: str | None = field("where it is to go, each of its devices in the same order; nil to be suspended")
     size_bytes: int = field("bytes to carry")
     left_alone_bytes: int = field("bytes that stay in the process", default=0)
-    carrier: str = field("how the bytes go: peer, host, worker, driver, or none for one that only stands by")
+    carrier: str = field(f"how the bytes go: {', '.join(CARRIER_NAMES)}, or none for one that only stands by")
     method: str = field("how it leaves its GPU and comes back: simulated or driver", default="simulated")
     rest_bytes: int = field(
         "room that it needs besides its storages: what the driver carries, with a margin", default=0
@@ -57,7 +62,7 @@ class PlannedProcess(Record):
     @property
     def room_bytes(self) -> int:
         """Room to take where it goes, the carrier's own memory left out."""
-        stored_bytes = 0 if self.carrier == "driver" else max(0, self.size_bytes - self.overlap_bytes)
+        stored_bytes = 0 if self.carrier == BY_DRIVER else max(0, self.size_bytes - self.overlap_bytes)
         return stored_bytes + self.beside_bytes + self.rest_bytes
 
 

@@ -10,7 +10,6 @@ from hegmd.migration.machine import events
 from hegmd.migration.machine.adoption import Standing, adopted
 from hegmd.migration.machine.machine import HOLDING
 from hegmd.migration.machine.operation import (
-    BY_DRIVER,
     BY_STATE,
     CHECKPOINT,
     MIGRATE,
@@ -24,6 +23,7 @@ from hegmd.migration.machine.operation import (
     Worker,
 )
 from hegmd.migration.methods.driver import DriverMethod
+from hegmd.protocol.operations import BY_DRIVER
 from tests.simulation.daemon import Daemon
 from tests.simulation.node import Process
 

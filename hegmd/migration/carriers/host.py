@@ -40,11 +40,11 @@ from hegmd.migration.contracts import Making, Meanwhile, Progress, Subject
 from hegmd.migration.methods.concurrently import beside
 from hegmd.migration.methods.gpus import Gpus, VideoMemory, ahead_of, passing_of
 from hegmd.migration.methods.pool_keys import key_of, source_of
+from hegmd.protocol.operations import HOST as BY_HOST
 from hegmd.workers.workers import OrderFailed
 
 logger = logging.getLogger(__name__)
 
-NAME = "host"
 # For an operation that is cut off; what is left after it goes with the helper, and with the daemon.
 _LAST_WORD_S = 5.0
 
@@ -52,7 +52,7 @@ _LAST_WORD_S = 5.0
 class HostCarrier(CopyingCarrier):
     """Copies in the pool's memory, by way of video memory where there is room."""
 
-    name = NAME
+    name = BY_HOST
     crosses = HOST
 
     def __init__(self, helper: Link, gpus: Gpus, pool: Pool, memory: VideoMemory) -> None:

@@ -22,8 +22,8 @@ from hegmd.memory.sizes import MIB
 from hegmd.migration.carriers.copying import OUT, CopyingCarrier, Span, lane_of
 from hegmd.migration.contracts import NoRoom, Progress, Subject
 from hegmd.migration.methods.gpus import Gpus, VideoMemory, bytes_of, earlier_bytes_of
+from hegmd.protocol.operations import PEER
 
-NAME = "peer"
 MOST_WINDOW_BYTES, LEAST_WINDOW_BYTES = 64 * MIB, 2 * MIB
 # The process has a descriptor of it as well, and could cut it under the helper.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -74,7 +74,7 @@ def windows(spans: list[Span], window_bytes: int) -> Iterator[tuple[list[Span], 
 class PeerCarrier(CopyingCarrier):
     """Copies in video memory, by descriptor."""
 
-    name = NAME
+    name = PEER
 
     def __init__(self, helper: Link, gpus: Gpus, memory: VideoMemory, pool: Pool) -> None:
         super().__init__(helper, gpus)

@@ -11,14 +11,13 @@ from hegmd.memory.pool import Memory
 from hegmd.migration.carriers.copying import note_short
 from hegmd.migration.contracts import Making, Progress, Subject
 from hegmd.migration.methods.pool_keys import Pooled, key_of
-
-NAME = "worker"
+from hegmd.protocol.operations import WORKER
 
 
 class WorkerCarrier(Pooled):
     """Memory of the pool, and orders to the agent."""
 
-    name = NAME
+    name = WORKER
 
     async def take_out(self, subject: Subject, on_progress: Progress) -> int:
         """Raises OrderFailed, AgentAway."""

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from hegmd.errors import Refused
 from hegmd.memory.sizes import LAST_BYTES, UNSEEN_BYTES
 from hegmd.migration.machine.next_effects import SUSPENDED as RESTING
-from hegmd.migration.machine.operation import BY_DRIVER, SIMULATED, SUSPEND, Operation, Worker
+from hegmd.migration.machine.operation import SIMULATED, SUSPEND, Operation, Worker
+from hegmd.protocol.operations import BY_DRIVER, HOST, PEER, WORKER
 from hegmd.protocol.record import Record, field
 
 DRIVER = "driver"
-BY_WORKER, BY_HOST, BY_PEER = "worker", "host", "peer"
 
 
 class Standing(Record):
@@ -33,7 +33,7 @@ class Standing(Record):
     size_bytes: int = field("bytes of the storages that its agent vouches for")
     held_bytes: int = field("bytes of these that are out of the process")
     method: str = field("how it left its GPU and comes back", default=SIMULATED)
-    carrier: str = field("by which way its bytes went out", default=BY_WORKER)
+    carrier: str = field("by which way its bytes went out", default=WORKER)
     at: str | None = field("the GPU that it is on; nil for none, or a simulated one", default=None)
     rest_bytes: int = field("what it may need on a GPU besides its storages", default=0)
     anywhere: bool = field("whether nobody knows on which GPU the driver had it", default=False)
@@ -75,7 +75,7 @@ def on_real_gpu(standing: Standing, driven: Driven, mark: str | None, *, in_vide
             "bring the journal back from a copy (operations.journal in the state directory), then start hegmd",
             {"pid": standing.pid},
         )
-    by_itself = BY_WORKER if mark else BY_PEER if in_video else BY_HOST
+    by_itself = WORKER if mark else PEER if in_video else HOST
     return standing.replace(
         method=DRIVER,
         carrier=by_itself if standing.held_bytes else BY_DRIVER,

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from hegmd.memory.sizes import RESTORE_MARGIN_BYTES
 from hegmd.node.gpu_sets import added
+from hegmd.protocol.operations import BY_DRIVER
 from hegmd.protocol.record import Record, field
 
 MIGRATE, SUSPEND, RESUME, CHECKPOINT, QUIESCE = "migrate", "suspend", "resume", "checkpoint", "quiesce"
@@ -23,8 +24,6 @@ FORWARD, BACK, HOLD = "forward", "back", "hold"
 
 # The method of GPUs that are only simulated.
 SIMULATED = "simulated"
-# The carrier of those whose bytes all go with the driver's checkpoint.
-BY_DRIVER = "driver"
 # The method and the carrier of a restart: the process leaves with its state written, and another one goes on from it.
 RESTART, BY_STATE = "restart", "state"
 

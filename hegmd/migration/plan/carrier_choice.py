@@ -7,7 +7,7 @@ depends on their having found every tensor. The figures are those that were meas
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from hegmd.memory.sizes import (
@@ -19,16 +19,13 @@ from hegmd.memory.sizes import (
     rounds_of,
     whole_size,
 )
-from hegmd.migration.machine.operation import BY_DRIVER, CHECKPOINT, MIGRATE, RESUME, SUSPEND
+from hegmd.migration.machine.operation import CHECKPOINT, MIGRATE, RESUME, SUSPEND
 from hegmd.migration.machine.wording import gigabytes
-from hegmd.migration.model import Candidate, GpuRoom, Rates, Request, Snapshot
+from hegmd.migration.model import CARRIERS, Candidate, CarrierRow, GpuRoom, Rates, Request, Snapshot
 from hegmd.migration.plan.driver_rules import beside_of, devices_of, rest_of
 from hegmd.protocol.messages import CudaFacts
+from hegmd.protocol.operations import BY_DRIVER, HOST, PEER
 
-PEER, HOST, WORKER = "peer", "host", "worker"
-# Carriers for which the agent shows its storages and the helper copies.
-SHOWN = frozenset((PEER, HOST))
-CARRIERS = (PEER, HOST, WORKER, BY_DRIVER)
 # Where it goes in rounds, so much of the target is left to others and to what nobody has counted.
 LEFT_FREE_BYTES = 2 << 30
 # CUDA IPC cannot show such memory to another process.
@@ -56,11 +53,18 @@ class Refusal:
     hint: str
 
 
-def choose(snapshot: Snapshot, request: Request, candidate: Candidate, source: GpuRoom, to: GpuRoom | None) -> Choice:
+def choose(
+    snapshot: Snapshot,
+    request: Request,
+    candidate: Candidate,
+    source: GpuRoom,
+    to: GpuRoom | None,
+    carriers: Mapping[str, CarrierRow] = CARRIERS,
+) -> Choice:
     """The fastest carrier that can take its storages."""
     whys: list[str] = []
-    for carrier in CARRIERS:
-        why = next(_against(snapshot, request, candidate, source, to, carrier), None)
+    for carrier, row in carriers.items():
+        why = next(_against(snapshot, request, candidate, source, to, row), None)
         if why is None:
             chosen = _choice(candidate, source, to, carrier)
             return Choice(
@@ -75,19 +79,30 @@ def choose(snapshot: Snapshot, request: Request, candidate: Candidate, source: G
 
 
 def choose_as_asked(
-    snapshot: Snapshot, request: Request, candidate: Candidate, source: GpuRoom, to: GpuRoom | None
+    snapshot: Snapshot,
+    request: Request,
+    candidate: Candidate,
+    source: GpuRoom,
+    to: GpuRoom | None,
+    carriers: Mapping[str, CarrierRow] = CARRIERS,
 ) -> Choice | Refusal:
     """The carrier that was asked for, if any was; otherwise the fastest."""
     if request.carrier is None:
-        return choose(snapshot, request, candidate, source, to)
-    if request.carrier not in CARRIERS:
-        return Refusal(f"there is no carrier {request.carrier[:40]!r}", f"there are {', '.join(CARRIERS)}")
-    why = next(_against(snapshot, request, candidate, source, to, request.carrier), None)
+        return choose(snapshot, request, candidate, source, to, carriers)
+    row = carriers.get(request.carrier)
+    if row is None:
+        return Refusal(f"there is no carrier {request.carrier[:40]!r}", f"there are {', '.join(carriers)}")
+    why = next(_against(snapshot, request, candidate, source, to, row), None)
     if why is not None:
         return Refusal(
             f"{request.carrier} cannot carry process {candidate.pid}: {why}", "leave the choice of the carrier to hegmd"
         )
     return _choice(candidate, source, to, request.carrier)
+
+
+def is_helped(carrier: str) -> bool:
+    """Whether the helper copies for it, and needs room for its contexts. False for a carrier outside the table."""
+    return carrier in CARRIERS and CARRIERS[carrier].is_helped
 
 
 def _choice(candidate: Candidate, source: GpuRoom, to: GpuRoom | None, carrier: str) -> Choice:
@@ -117,10 +132,10 @@ def _overlap(candidate: Candidate, source: GpuRoom, to: GpuRoom) -> int:
 
 
 def _against(
-    snapshot: Snapshot, request: Request, candidate: Candidate, source: GpuRoom, to: GpuRoom | None, carrier: str
+    snapshot: Snapshot, request: Request, candidate: Candidate, source: GpuRoom, to: GpuRoom | None, row: CarrierRow
 ) -> Iterator[str]:
     """Why that carrier cannot take the process's storages."""
-    if carrier == BY_DRIVER:
+    if row.name == BY_DRIVER:
         return
     agent = candidate.agent
     told = agent.cuda if agent is not None else None
@@ -130,19 +145,19 @@ def _against(
     size_bytes = agent.size_bytes or 0
     if not size_bytes:
         yield "its agent vouches for no storages"
-    if len(candidate.gpus) > 1 and carrier in SHOWN:
+    if len(candidate.gpus) > 1 and row.is_helped:
         yield "it is on several GPUs, and the helper copies for one"
     elif len(candidate.gpus) > 1 and not devices_of(snapshot, candidate):
         yield "it is on several GPUs, and its agent does not say what it holds on each"
     if "graphs" in told.hazards:
         yield "it has captured CUDA graphs, whose addresses have to stay"
-    if carrier in SHOWN:
+    if row.is_helped:
         yield from _against_showing(snapshot, candidate, told, source, size_bytes)
-    if carrier == HOST:
+    if row.name == HOST:
         yield from _against_context(candidate, source, to, size_bytes)
-    if carrier == PEER:
+    if row.name == PEER:
         yield from _against_peer(request, candidate, source, to, size_bytes)
-    elif whole_size(size_bytes) > snapshot.pool.free_bytes:
+    if row.in_pool and whole_size(size_bytes) > snapshot.pool.free_bytes:
         yield f"the pool has {gigabytes(snapshot.pool.free_bytes)} free of {gigabytes(snapshot.pool.budget_bytes)}"
 
 
@@ -168,7 +183,7 @@ def _against_showing(
 def own_bytes(candidate: Candidate, carrier: str) -> int:
     """Of what goes by that carrier, what the process copies itself."""
     told = None if candidate.agent is None else candidate.agent.cuda
-    return told.own_bytes if told is not None and carrier in SHOWN else 0
+    return told.own_bytes if told is not None and is_helped(carrier) else 0
 
 
 def _against_context(candidate: Candidate, source: GpuRoom, to: GpuRoom | None, size_bytes: int) -> Iterator[str]:
@@ -225,24 +240,22 @@ def estimate_s(
     overlap_bytes: int = 0,
     copies: Beside = Beside(),
     own_bytes: int = 0,
+    carriers: Mapping[str, CarrierRow] = CARRIERS,
 ) -> float:
     """How long one process stands, its wait for a boundary left out; one that is resumed stands while it is armed."""
     by_driver_bytes = max(0, rest_bytes - NEXT_TO_NOTHING_BYTES)
     out_s = rates.driver_out_s + by_driver_bytes / rates.driver_out_bytes_per_s
     in_s = rates.driver_in_s + by_driver_bytes / rates.driver_in_bytes_per_s
-    if carrier != BY_DRIVER:
-        out_bytes_per_s, in_bytes_per_s = {
-            PEER: (rates.peer_out_bytes_per_s, rates.peer_in_bytes_per_s),
-            HOST: (rates.host_out_bytes_per_s, rates.host_in_bytes_per_s),
-            WORKER: (rates.cuda_out_bytes_per_s, rates.cuda_in_bytes_per_s),
-        }[carrier]
+    row = carriers[carrier]
+    if row.rates is not None:
+        out_bytes_per_s, in_bytes_per_s = (getattr(rates, name) for name in row.rates)
         out_s = _with_copy(out_s, size_bytes, out_bytes_per_s, rates, beside=copies.out) + rates.exchange_s / 2
         in_s += size_bytes / rates.make_bytes_per_s  # which goes on beside a copy as well
         in_s = _with_copy(in_s, size_bytes, in_bytes_per_s, rates, beside=copies.back) + rates.exchange_s / 2
         in_s += (rounds_of(size_bytes, overlap_bytes) - 1) * rates.round_s
         out_s += own_bytes / rates.cuda_out_bytes_per_s
         in_s += own_bytes / rates.cuda_in_bytes_per_s
-        if kind == RESUME and carrier in SHOWN:
+        if kind == RESUME and row.is_helped:
             in_s += rates.arm_s
     if kind in (SUSPEND, CHECKPOINT):
         return out_s + rates.leave_s

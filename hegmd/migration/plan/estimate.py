@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hegmd.migration.machine.operation import BY_DRIVER, CHECKPOINT, MIGRATE, QUIESCE, RESTART, RESTORE, RESUME, SUSPEND
+from hegmd.migration.machine.operation import CHECKPOINT, MIGRATE, QUIESCE, RESTART, RESTORE, RESUME, SUSPEND
 from hegmd.migration.machine.wording import gigabytes, listed
 from hegmd.migration.model import Candidate, Plan, Rates, Snapshot
 from hegmd.migration.plan import carrier_choice, restart_rules
 from hegmd.migration.plan.draft import Draft, candidate_of
 from hegmd.migration.plan.throughput import IN, LEFT, OUT, image_s
-from hegmd.protocol.operations import PlannedProcess
+from hegmd.protocol.operations import BY_DRIVER, WORKER, PlannedProcess
 
 SIMULATED = "simulated"
 DRIVER = "driver"
@@ -141,7 +141,7 @@ def _own_copies(draft: Draft) -> Iterator[str]:
     for worker in draft.moving:
         if worker.own_bytes:
             yield (
-                f"{gigabytes(worker.own_bytes)} of process {worker.pid} go by {carrier_choice.WORKER} and not by "
+                f"{gigabytes(worker.own_bytes)} of process {worker.pid} go by {WORKER} and not by "
                 f"{worker.carrier}: they share memory with what stays in the process, which nobody else can open later"
             )
 

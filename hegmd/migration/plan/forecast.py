@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hegmd.memory.sizes import whole_size
-from hegmd.migration.machine.operation import BY_DRIVER, FORWARD, RESUME, Operation, Worker
+from hegmd.migration.machine.operation import FORWARD, RESUME, Operation, Worker
 from hegmd.migration.model import Candidate, GpuRoom, Plan, PoolRoom, Snapshot
-from hegmd.migration.plan.carrier_choice import PEER
 from hegmd.node.gpu_sets import added, gpus_of, more_than, shared_out
-from hegmd.protocol.operations import PlannedProcess
+from hegmd.protocol.operations import BY_DRIVER, PEER, PlannedProcess
 
 
 def expected(snapshot: Snapshot) -> Snapshot:

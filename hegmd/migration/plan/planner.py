@@ -13,16 +13,7 @@ from collections.abc import Mapping
 
 from hegmd.errors import BUSY, REFUSED
 from hegmd.memory.sizes import CONTEXT_BYTES, whole_size
-from hegmd.migration.machine.operation import (
-    BY_DRIVER,
-    CHECKPOINT,
-    QUIESCE,
-    RESTART,
-    RESUME,
-    SUSPEND,
-    Operation,
-    Worker,
-)
+from hegmd.migration.machine.operation import CHECKPOINT, QUIESCE, RESTART, RESUME, SUSPEND, Operation, Worker
 from hegmd.migration.machine.wording import gigabytes, listed, named, resuming
 from hegmd.migration.model import Candidate, GpuRoom, Plan, Request, Snapshot
 from hegmd.migration.plan import carrier_choice, driver_rules, estimate, restart_rules, targets
@@ -32,7 +23,7 @@ from hegmd.migration.plan.estimate import DRIVER, SIMULATED
 from hegmd.migration.plan.forecast import expected
 from hegmd.migration.plan.members import NVIDIA, can_be_stopped, members_named
 from hegmd.node.gpu_sets import gpus_of, place_of
-from hegmd.protocol.operations import PlannedProcess, Reason
+from hegmd.protocol.operations import BY_DRIVER, WORKER, PlannedProcess, Reason
 
 # A suspend that leaves more than this share of the bytes where they are would not be worth the name.
 MOST_LEFT_PERCENT = 50
@@ -199,16 +190,14 @@ def _leave_in_place(draft: Draft, candidate: Candidate) -> None:
 def _place_simulated(draft: Draft, candidate: Candidate, to: str | None) -> None:
     agent = candidate.agent
     asked = draft.request.carrier
-    if asked not in {None, carrier_choice.WORKER}:
+    if asked not in {None, WORKER}:
         message = (
             f"{str(asked)[:40]} cannot carry process {candidate.pid}: on simulated GPUs its bytes go by its own hands"
         )
-        draft.against(
-            REFUSED, message, f"ask for {carrier_choice.WORKER}, or leave the choice to hegmd", pid=candidate.pid
-        )
+        draft.against(REFUSED, message, f"ask for {WORKER}, or leave the choice to hegmd", pid=candidate.pid)
         return
     size_bytes = 0 if agent is None else agent.size_bytes or 0
-    draft.choices[candidate.pid] = Choice(carrier_choice.WORKER, pool_bytes=size_bytes)
+    draft.choices[candidate.pid] = Choice(WORKER, pool_bytes=size_bytes)
     draft.workers.append(
         PlannedProcess(
             pid=candidate.pid,
@@ -217,7 +206,7 @@ def _place_simulated(draft: Draft, candidate: Candidate, to: str | None) -> None
             to=to,
             size_bytes=size_bytes,
             left_alone_bytes=0 if agent is None else sum(item.size_bytes for item in agent.left_alone),
-            carrier="none" if to == candidate.gpus[0] else carrier_choice.WORKER,
+            carrier="none" if to == candidate.gpus[0] else WORKER,
         )
     )
 
@@ -238,7 +227,7 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuRoom, ...
     vouched_bytes = 0 if candidate.agent is None else candidate.agent.size_bytes or 0
     by_driver = choice.carrier == BY_DRIVER
     rest_bytes = driver_rules.rest_of(candidate) + (vouched_bytes if by_driver and candidate.agent is not None else 0)
-    stacks_bytes = driver_rules.stacks_of(candidate) if choice.carrier in carrier_choice.SHOWN else 0
+    stacks_bytes = driver_rules.stacks_of(candidate) if carrier_choice.is_helped(choice.carrier) else 0
     devices = () if by_driver or len(candidate.gpus) < 2 else driver_rules.devices_of(draft.snapshot, candidate)
     shares_bytes = driver_rules.shares_of(candidate, devices)
     rest_bytes = sum(shares_bytes) if shares_bytes else rest_bytes
@@ -280,7 +269,7 @@ def _place_suspended(draft: Draft, worker: Worker, candidate: Candidate | None) 
     for reason in driver_rules.against_moving(left) if left is not None and worker.left != to else ():
         if worker.method == DRIVER:
             draft.against(*reason, pid=worker.pid, gpu=to)
-    helped = worker.carrier in carrier_choice.SHOWN
+    helped = carrier_choice.is_helped(worker.carrier)
     draft.choices[worker.pid] = Choice(worker.carrier, target_bytes=CONTEXT_BYTES if helped else 0)
     draft.workers.append(
         PlannedProcess(

@@ -14,12 +14,11 @@ from hegmd.errors import REFUSED
 from hegmd.migration.machine.operation import MIGRATE, SUSPEND
 from hegmd.migration.machine.wording import listed
 from hegmd.migration.model import Candidate, Plan, Request, Snapshot
-from hegmd.migration.plan.carrier_choice import PEER, WORKER
 from hegmd.migration.plan.draft import candidate_of
 from hegmd.migration.plan.forecast import after
 from hegmd.migration.plan.members import members_of
 from hegmd.migration.plan.planner import planned, planned_return
-from hegmd.protocol.operations import Reason
+from hegmd.protocol.operations import PEER, WORKER, Reason
 
 _ON_ONE_EACH = "swap is for jobs on one GPU each; see hegmctl migrate"
 

@@ -5,11 +5,13 @@ Pure: whoever performs tells what took how long. What is too small to say anythi
 
 from __future__ import annotations
 
-from hegmd.memory.sizes import NEXT_TO_NOTHING_BYTES
-from hegmd.migration.machine.operation import BY_DRIVER
-from hegmd.migration.model import Rates
+from collections.abc import Mapping
 
-__all__ = ["HELPED", "IN", "LEFT", "OUT", "Paces"]
+from hegmd.memory.sizes import NEXT_TO_NOTHING_BYTES
+from hegmd.migration.model import CARRIERS, CarrierRow, Rates
+from hegmd.protocol.operations import BY_DRIVER
+
+__all__ = ["IN", "LEFT", "OUT", "Paces"]
 
 # Below this, a copy is mostly its overhead.
 TELLING_BYTES = 256 << 20
@@ -18,14 +20,13 @@ OUT, IN = "out", "in"
 LEFT = "left"
 # What an image takes beside its bytes is never less than that.
 _LEAST_S = 0.05
-# The carriers that have the helper copy, which has to be ready for that.
-HELPED = frozenset(("peer", "host"))
 
 
 class Paces:
     """Begins with the figures that were measured elsewhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, carriers: Mapping[str, CarrierRow] = CARRIERS) -> None:
+        self._carriers = carriers
         self._rates = Rates()
 
     def rates(self) -> Rates:
@@ -37,7 +38,7 @@ class Paces:
         if carrier == BY_DRIVER:
             self._note_driver(direction, size_bytes, took_s)
             return
-        name = _RATES.get((carrier, direction))
+        name = self._rate_of(carrier, direction)
         copying_s = took_s - self._rates.exchange_s / 2
         if direction == IN:
             copying_s -= size_bytes / self._rates.make_bytes_per_s + (rounds - 1) * self._rates.round_s
@@ -46,13 +47,14 @@ class Paces:
 
     def note_beside(self, carrier: str, direction: str, size_bytes: int, took_s: float) -> None:
         """A carrier copied so much beside a step of the driver, and nothing but that."""
-        name = _RATES.get((carrier, direction))
+        name = self._rate_of(carrier, direction)
         if name is not None and size_bytes >= TELLING_BYTES and took_s > 0:
             self._mean(name, size_bytes / took_s)
 
     def note_arming(self, carrier: str, took_s: float) -> None:
         """A carrier took so long to be ready for a job that stood already."""
-        if carrier in HELPED:
+        row = self._carriers.get(carrier)
+        if row is not None and row.is_helped:
             self._mean("arm_s", took_s)
 
     def note_image(self, direction: str, size_bytes: int, took_s: float) -> None:
@@ -63,6 +65,11 @@ class Paces:
             self._mean(rate, size_bytes / (took_s - fixed_s))
         else:
             self._mean(f"image_{direction}_s", max(_LEAST_S, took_s - size_bytes / getattr(self._rates, rate)))
+
+    def _rate_of(self, carrier: str, direction: str) -> str | None:
+        """The field of `Rates` for it, if the table has one."""
+        row = self._carriers.get(carrier)
+        return None if row is None or row.rates is None else dict(zip((OUT, IN), row.rates, strict=True))[direction]
 
     def _note_driver(self, direction: str, size_bytes: int, took_s: float) -> None:
         fixed_s = getattr(self._rates, f"driver_{direction}_s")
@@ -82,13 +89,3 @@ def image_s(rates: Rates, direction: str, size_bytes: int) -> float:
     fixed_s: float = getattr(rates, f"image_{direction}_s")
     bytes_per_s: float = getattr(rates, f"image_{direction}_bytes_per_s")
     return fixed_s + size_bytes / bytes_per_s
-
-
-_RATES = {
-    ("peer", OUT): "peer_out_bytes_per_s",
-    ("peer", IN): "peer_in_bytes_per_s",
-    ("host", OUT): "host_out_bytes_per_s",
-    ("host", IN): "host_in_bytes_per_s",
-    ("worker", OUT): "cuda_out_bytes_per_s",
-    ("worker", IN): "cuda_in_bytes_per_s",
-}

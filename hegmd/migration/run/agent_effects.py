@@ -12,9 +12,10 @@ from hegmd.errors import TIMEOUT, Refused
 from hegmd.migration.contracts import Progress
 from hegmd.migration.machine import effects, events
 from hegmd.migration.machine.events import Event
-from hegmd.migration.machine.operation import BY_DRIVER, SIMULATED, Operation
+from hegmd.migration.machine.operation import SIMULATED, Operation
 from hegmd.migration.machine.operation import Worker as Member
 from hegmd.migration.run.participants import Cast
+from hegmd.protocol.operations import BY_DRIVER
 from hegmd.workers.workers import Given, OrderFailed, Worker
 
 # The agent answers a survey at its next boundary; without one in this time it tells its count alone.

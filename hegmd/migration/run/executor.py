@@ -35,7 +35,7 @@ from hegmd.migration.contracts import (
 from hegmd.migration.machine import effects, events
 from hegmd.migration.machine.effects import Effect
 from hegmd.migration.machine.events import Event
-from hegmd.migration.machine.operation import BY_DRIVER, RESTART, SIMULATED, Operation
+from hegmd.migration.machine.operation import RESTART, SIMULATED, Operation
 from hegmd.migration.machine.operation import Worker as Member
 from hegmd.migration.methods.progress_probe import is_ending, is_stopped
 from hegmd.migration.plan.throughput import IN, OUT, Paces
@@ -43,6 +43,7 @@ from hegmd.migration.run.agent_effects import SURVEY_LIMIT_S, AgentEffects
 from hegmd.migration.run.image_effects import ImageEffects
 from hegmd.migration.run.image_service import Imager
 from hegmd.migration.run.participants import Cast
+from hegmd.protocol.operations import BY_DRIVER
 from hegmd.system.resource_errors import scarcity
 from hegmd.telemetry.log import error_ref, fields
 from hegmd.workers.workers import AgentAway, OrderFailed, Workers
