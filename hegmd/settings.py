@@ -115,6 +115,11 @@ class InventorySettings:
         reloads=False,
     )
 
+    def is_off(self, vendor: str) -> bool:
+        """Whether that vendor is switched off. Each vendor has a setting here, which bears its name."""
+        switch: str = getattr(self, vendor)
+        return switch == "off"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitSettings:

@@ -51,8 +51,7 @@ SUMS_NAME = "sums"
 
 def vendors_off(config: Config, topology: Topology | None) -> tuple[str, ...]:
     """The vendors that the configuration leaves out."""
-    wanted = {"nvidia": config.inventory.nvidia, "amd": config.inventory.amd}
-    return () if topology is not None else tuple(vendor for vendor in PROVIDERS if wanted[vendor] == "off")
+    return () if topology is not None else tuple(vendor for vendor in PROVIDERS if config.inventory.is_off(vendor))
 
 
 def providers_for(config: Config, topology: Topology | None) -> tuple[DeviceProvider, ...]:
