@@ -39,6 +39,7 @@ from hegmd.settings import (
     QuiesceSettings,
     RestartSettings,
     Row,
+    rows_of,
 )
 from hegmd.system.toml_lines import lines_of
 
@@ -329,15 +330,21 @@ def after_reload(old: Config, new: Config) -> Config:
 
 def example() -> str:
     """The configuration file that is shipped: every setting with its meaning, commented out at its default."""
+    return example_of(SECTIONS)
+
+
+def example_of(sections: Mapping[str, type[Any]]) -> str:
+    """The file for those sections."""
     opening = (
         f"The configuration of hegmd: {SYSTEM_PATH}, with --user {USER_PATH}, or what --config or {PATH_VARIABLE} "
         "names. Every setting is here at its default; take the # away to change it. `hegmd --check-config` tells "
         "every mistake with its line, `hegmctl config` shows what is in force. Written by `python3 -m hegmd.config`."
     )
     parts = [_comment(opening)]
-    for section, cls in SECTIONS.items():
+    rows = rows_of(sections)
+    for section, cls in sections.items():
         parts.append(f"\n\n[{section}]\n# {(cls.__doc__ or '').strip()}\n")
-        parts.extend(_example_of(row) for row in ROWS.values() if row.section == section)
+        parts.extend(_example_of(row) for row in rows.values() if row.section == section)
     return "".join(parts)
 
 

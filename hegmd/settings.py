@@ -10,6 +10,7 @@ config`, the shipped example) is read from here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -354,10 +355,11 @@ SECTIONS: dict[str, type[Any]] = {
 }
 
 
-def _rows() -> dict[str, Row]:
-    declared = [(section, each.name, each.metadata["row"]) for section, cls in SECTIONS.items() for each in fields(cls)]
+def rows_of(sections: Mapping[str, type[Any]]) -> dict[str, Row]:
+    """The rows that the classes of those sections declare, by key."""
+    declared = [(section, each.name, each.metadata["row"]) for section, cls in sections.items() for each in fields(cls)]
     rows = [replace(row, section=section, name=name) for section, name, row in declared]
     return {row.key: row for row in rows}
 
 
-ROWS: dict[str, Row] = _rows()
+ROWS: dict[str, Row] = rows_of(SECTIONS)

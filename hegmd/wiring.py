@@ -10,6 +10,7 @@ import contextlib
 import grp
 import logging
 import os
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from hegmd.config import Config
@@ -49,17 +50,19 @@ SPILL_SPARE_BYTES = 256 << 20
 SUMS_NAME = "sums"
 
 
-def vendors_off(config: Config, topology: Topology | None) -> tuple[str, ...]:
+def vendors_off(config: Config, topology: Topology | None, vendors: Iterable[str] = PROVIDERS) -> tuple[str, ...]:
     """The vendors that the configuration leaves out."""
-    return () if topology is not None else tuple(vendor for vendor in PROVIDERS if config.inventory.is_off(vendor))
+    return () if topology is not None else tuple(vendor for vendor in vendors if config.inventory.is_off(vendor))
 
 
-def providers_for(config: Config, topology: Topology | None) -> tuple[DeviceProvider, ...]:
+def providers_for(
+    config: Config, topology: Topology | None, vendors: Mapping[str, Callable[[], DeviceProvider]] = PROVIDERS
+) -> tuple[DeviceProvider, ...]:
     """The vendors to ask: the simulated one alone, or every real one that is not switched off."""
     if topology is not None:
         return (SimulatedProvider(topology),)
-    off = vendors_off(config, topology)
-    return tuple(make() for vendor, make in PROVIDERS.items() if vendor not in off)
+    off = vendors_off(config, topology, vendors)
+    return tuple(make() for vendor, make in vendors.items() if vendor not in off)
 
 
 def node_facts(
