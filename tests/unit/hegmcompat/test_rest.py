@@ -16,7 +16,7 @@ import pytest
 
 from hegmcompat import rest
 from hegmcompat.control import Control
-from hegmcompat.peers import uid_at
+from hegmcompat.rest import uid_at
 from hegmcompat.surroundings import read_surroundings
 from tests.patience import HANG_S
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hegmd.server.peers import peer_of
+from hegmd.server.listener import peer_of
 from tests.patience import HANG_S
 
 
@@ -25,7 +25,7 @@ def test_every_supplementary_group_is_seen(how_many: int) -> None:
     """More than 256 do not fit into what Python's getsockopt takes."""
     script = f"""
 import os, socket
-from hegmd.server.peers import peer_of
+from hegmd.server.listener import peer_of
 os.setgroups(list(range(5000, 5000 + {how_many})))
 here, there = socket.socketpair()
 assert peer_of(there).groups == frozenset(range(5000, 5000 + {how_many}))
