@@ -26,8 +26,8 @@ from hegmd.migration.machine.next_effects import SUSPENDED
 from hegmd.migration.machine.operation import Operation
 from hegmd.migration.machine.operation import Worker as Member
 from hegmd.migration.model import PoolRoom
-from hegmd.migration.plan.carrier_choice import HOST
 from hegmd.migration.run.runner import Runner
+from hegmd.protocol.operations import HOST
 from hegmd.system.condition import News
 from hegmd.telemetry.events import EventLog
 from hegmd.workers.agent_orders import AgentAway, OrderFailed

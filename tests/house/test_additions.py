@@ -77,8 +77,12 @@ def test_a_carrier_is_one_row_for_the_planner_and_for_what_is_measured() -> None
     before = paces.rates()
     paces.note("dummy", OUT, 32 * GIB, 1.0)
     assert paces.rates().host_out_bytes_per_s != before.host_out_bytes_per_s
-    assert estimate_s("migrate", "dummy", 32 * GIB, 0, before, carriers=carriers) == estimate_s(
-        "migrate", "worker", 32 * GIB, 0, before.replace(cuda_out_bytes_per_s=4.9e10, cuda_in_bytes_per_s=4.5e10)
+    assert estimate_s("migrate", DUMMY, 32 * GIB, 0, before) == estimate_s(
+        "migrate",
+        CARRIERS["worker"],
+        32 * GIB,
+        0,
+        before.replace(cuda_out_bytes_per_s=4.9e10, cuda_in_bytes_per_s=4.5e10),
     )
 
 

@@ -17,8 +17,8 @@ from hegmd.images.rendezvous import MeetingPlaces
 from hegmd.images.restore_job import Reviving
 from hegmd.memory.pool import Key, Memory, Pool
 from hegmd.memory.sizes import HUGE_PAGE_BYTES, MIB, TABLE_BYTES, storages_in, whole_size
-from hegmd.migration.plan.carrier_choice import HOST, WORKER
 from hegmd.protocol.images import ImageFile, ImageWorker, Manifest
+from hegmd.protocol.operations import HOST, WORKER
 from hegmd.workers.workers import Workers
 from tests.unit.images.files.directory import MANIFEST, built, ignore
 from tests.unit.migration.operations import worker

@@ -233,29 +233,27 @@ def copies_beside(snapshot: Snapshot, carrier: str, size_bytes: int, at: str | N
 
 def estimate_s(
     kind: str,
-    carrier: str,
+    carrier: CarrierRow,
     size_bytes: int,
     rest_bytes: int,
     rates: Rates,
     overlap_bytes: int = 0,
     copies: Beside = Beside(),
     own_bytes: int = 0,
-    carriers: Mapping[str, CarrierRow] = CARRIERS,
 ) -> float:
     """How long one process stands, its wait for a boundary left out; one that is resumed stands while it is armed."""
     by_driver_bytes = max(0, rest_bytes - NEXT_TO_NOTHING_BYTES)
     out_s = rates.driver_out_s + by_driver_bytes / rates.driver_out_bytes_per_s
     in_s = rates.driver_in_s + by_driver_bytes / rates.driver_in_bytes_per_s
-    row = carriers[carrier]
-    if row.rates is not None:
-        out_bytes_per_s, in_bytes_per_s = (getattr(rates, name) for name in row.rates)
+    if carrier.rates is not None:
+        out_bytes_per_s, in_bytes_per_s = (getattr(rates, name) for name in carrier.rates)
         out_s = _with_copy(out_s, size_bytes, out_bytes_per_s, rates, beside=copies.out) + rates.exchange_s / 2
         in_s += size_bytes / rates.make_bytes_per_s  # which goes on beside a copy as well
         in_s = _with_copy(in_s, size_bytes, in_bytes_per_s, rates, beside=copies.back) + rates.exchange_s / 2
         in_s += (rounds_of(size_bytes, overlap_bytes) - 1) * rates.round_s
         out_s += own_bytes / rates.cuda_out_bytes_per_s
         in_s += own_bytes / rates.cuda_in_bytes_per_s
-        if kind == RESUME and row.is_helped:
+        if kind == RESUME and carrier.is_helped:
             in_s += rates.arm_s
     if kind in (SUSPEND, CHECKPOINT):
         return out_s + rates.leave_s

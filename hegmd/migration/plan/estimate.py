@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from hegmd.migration.machine.operation import CHECKPOINT, MIGRATE, QUIESCE, RESTART, RESTORE, RESUME, SUSPEND
 from hegmd.migration.machine.wording import gigabytes, listed
-from hegmd.migration.model import Candidate, Plan, Rates, Snapshot
+from hegmd.migration.model import CARRIERS, Candidate, Plan, Rates, Snapshot
 from hegmd.migration.plan import carrier_choice, restart_rules
 from hegmd.migration.plan.draft import Draft, candidate_of
 from hegmd.migration.plan.throughput import IN, LEFT, OUT, image_s
@@ -70,7 +70,14 @@ def estimate_s(moving: Sequence[PlannedProcess], kind: str, rates: Rates, snapsh
     size_bytes = sum(worker.size_bytes for worker in moving if worker.method != DRIVER)
     driver_s = sum(
         carrier_choice.estimate_s(
-            kind, w.carrier, w.size_bytes, w.rest_bytes, rates, w.overlap_bytes, _copies(snapshot, kind, w), w.own_bytes
+            kind,
+            CARRIERS[w.carrier],
+            w.size_bytes,
+            w.rest_bytes,
+            rates,
+            w.overlap_bytes,
+            _copies(snapshot, kind, w),
+            w.own_bytes,
         )
         for w in by_driver
     )

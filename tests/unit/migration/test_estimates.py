@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hegmd.migration.machine.operation import MIGRATE, RESUME, SUSPEND, Limits
-from hegmd.migration.model import Rates, Request
+from hegmd.migration.model import CARRIERS, Rates, Request
 from hegmd.migration.plan.carrier_choice import Beside, estimate_s
 from hegmd.migration.plan.planner import planned, planned_resume
 from hegmd.migration.plan.throughput import IN, OUT, Paces
@@ -57,7 +57,7 @@ def test_what_is_estimated_is_what_was_measured(size_gib: int, kind: str, carrie
     """The worker's was a third of that, and 100 GiB in rounds of 1 GiB had the rounds for nothing."""
     size_bytes = size_gib * GIB
     overlap_bytes = size_bytes - GIB if size_gib == 100 and carrier == "peer" else 0
-    seen = estimate_s(kind, carrier, size_bytes, REST_BYTES[carrier], Rates(), overlap_bytes)
+    seen = estimate_s(kind, CARRIERS[carrier], size_bytes, REST_BYTES[carrier], Rates(), overlap_bytes)
     assert seen == pytest.approx(took_s, rel=0.3)
 
 
@@ -65,7 +65,7 @@ def test_copies_beside_the_driver_s_steps_are_not_added_to_them() -> None:
     """The longer of the two counts. Where a GPU has no room for what passes, they are added up as before."""
 
     def seen(kind: str, size_gib: int, copies: Beside) -> float:
-        return estimate_s(kind, "host", size_gib * GIB, 756 * MIB, Rates(), copies=copies)
+        return estimate_s(kind, CARRIERS["host"], size_gib * GIB, 756 * MIB, Rates(), copies=copies)
 
     for kind in (SUSPEND, RESUME):
         apart, both = seen(kind, 32, Beside()), seen(kind, 32, Beside(out=True, back=True))
@@ -98,7 +98,7 @@ def test_an_estimate_follows_the_rates_of_its_own_carrier_and_of_no_other(carrie
     rates = Rates()
 
     def seen(changed: Rates) -> float:
-        return estimate_s(MIGRATE, carrier, 32 * GIB, 40 * GIB, changed, 4 * GIB)
+        return estimate_s(MIGRATE, CARRIERS[carrier], 32 * GIB, 40 * GIB, changed, 4 * GIB)
 
     for name in (*RATES[carrier], *FIXED):
         assert seen(rates.replace(**{name: getattr(rates, name) / 2 + 100.0})) != pytest.approx(seen(rates), rel=1e-6)
@@ -116,7 +116,7 @@ def test_what_a_carrier_took_is_what_it_is_estimated_to_take_next(carrier: str) 
         paces.note("driver", OUT, 760 * MIB, 0.5)
         paces.note("driver", IN, 760 * MIB, 0.25)
     overlap_bytes = 32 * GIB - 6 * GIB  # makes rounds of 4 GiB, of which there are eight
-    seen = estimate_s(MIGRATE, carrier, 32 * GIB, 760 * MIB, paces.rates(), overlap_bytes)
+    seen = estimate_s(MIGRATE, CARRIERS[carrier], 32 * GIB, 760 * MIB, paces.rates(), overlap_bytes)
     assert seen == pytest.approx(3.0 + 5.0 - 0.005 + 0.75, rel=0.001)
 
 
