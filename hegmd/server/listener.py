@@ -169,6 +169,7 @@ class Listener:
     ) -> None:
         listening.setblocking(False)
         self._listening = listening
+        self._replaced: list[socket.socket] = []
         self._file = _file_of(listening)
         self._admission = admission
         self._open_session = open_session
@@ -191,8 +192,9 @@ class Listener:
         return not has_file or (self._file is not None and self._file == _file_of(self._listening))
 
     def take(self, listening: socket.socket) -> None:
-        """Accept on that socket from now on, and not on the one before. Connections stay."""
+        """Accept on that socket from now on. The one before is closed once every client in its backlog is accepted."""
         listening.setblocking(False)
+        self._replaced.append(self._listening)
         self._listening = listening
         self._file = _file_of(listening)
         self._waiting.cancel()
@@ -209,21 +211,25 @@ class Listener:
                 for session in list(self._sessions):
                     tasks.start_soon(session.stop)
         finally:
-            self._listening.close()
+            for listening in (self._listening, *self._replaced):
+                listening.close()
 
     def stop(self) -> None:
         """Accept no more, tell every peer, and let `run` return."""
         self._accepting.cancel()
 
     async def _accept(self, tasks: anyio.abc.TaskGroup) -> None:
+        listening = self._replaced[0] if self._replaced else self._listening
         try:
-            connection, _ = self._listening.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            waited_for = self._listening
+            connection, _ = listening.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError) as error:
+            if listening is not self._listening:
+                if isinstance(error, BlockingIOError):  # its backlog is empty
+                    self._replaced.remove(listening)
+                    listening.close()
+                return
             with anyio.CancelScope() as self._waiting:
-                await anyio.wait_readable(waited_for)
-            if self._listening is not waited_for:  # another one has taken its place
-                waited_for.close()
+                await anyio.wait_readable(listening)
             return
         except OSError as error:
             if error.errno not in _PRESSED:

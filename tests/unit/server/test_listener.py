@@ -244,3 +244,43 @@ def test_a_path_that_cannot_be_bound_says_so(socket_dir: Path) -> None:
 def test_the_directory_is_made_with_its_mode(socket_dir: Path) -> None:
     with bind(socket_dir / "new" / "s", 0o600, None, directory_mode=0o700):
         assert stat.S_IMODE((socket_dir / "new").stat().st_mode) == 0o700
+
+
+async def test_a_client_that_was_not_accepted_yet_is_served_after_the_socket_was_replaced(socket_path: Path) -> None:
+    """Issue 14, row 16: a client in the backlog of the older socket was dropped, or waited for ever."""
+    async with listening(socket_path) as (listener, admission, _):
+        with connected(socket_path) as accepted:
+            await accepted.hello()
+            with connected(socket_path) as waiting:
+                for _ in range(2):  # one whose own turn has not come is replaced too
+                    _delete(socket_path)
+                    assert not listener.is_found
+                    listener.take(bind(socket_path, 0o600, None))
+                    assert listener.is_found
+                assert isinstance(await waiting.hello(), Answer)
+                with connected(socket_path) as after:
+                    assert isinstance(await after.hello(), Answer)
+                    assert isinstance(await accepted.ask(Ping()), Answer)
+                    assert admission.current == 3
+
+
+def _delete(path: Path) -> None:
+    path.unlink()
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def test_a_replaced_socket_is_closed_even_if_the_daemon_was_busy_with_it(socket_path: Path) -> None:
+    """Issue 14, row 16: only a socket that was being waited for was closed; the other was left to chance."""
+    async with listening(socket_path) as (listener, _, _):
+        with connected(socket_path) as client:
+            await client.hello()
+            before = _descriptors()
+            sockets = [bind(socket_path.with_name(str(number)), 0o600, None) for number in range(3)]
+            for replacement in sockets:
+                listener.take(replacement)
+            assert isinstance(await client.ask(Ping()), Answer)
+            assert [one.fileno() == -1 for one in sockets] == [True, True, False]
+            assert _descriptors() == before
