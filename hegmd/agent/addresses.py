@@ -37,8 +37,8 @@ _ARRAYS = (("cupy", "ndarray"), ("numba.cuda.cudadrv.devicearray", "DeviceNDArra
 
 def kinds() -> list[type[object]]:
     """The classes whose objects may have an address in them; with their subclasses, what `kept` is to be given."""
-    ctypes = sys.modules.get("_ctypes")
-    found = [getattr(ctypes, name) for name in _CTYPES] if ctypes is not None else []
+    ctypes = _ctypes()
+    found = [] if ctypes is None else [getattr(ctypes, name) for name in _CTYPES]
     for module, name in _ARRAYS:
         kind = getattr(sys.modules.get(module), name, None)
         found += [kind] if isinstance(kind, type) else []
@@ -76,9 +76,8 @@ def any_within(addresses: list[int], start: int, size_bytes: int) -> bool:
 
 
 def _addresses_in(one: Any) -> Iterator[int]:
-    ctypes: Any = sys.modules.get("_ctypes")
-    is_of_ctypes = ctypes is not None and issubclass(type(one), tuple(getattr(ctypes, name) for name in _CTYPES))
-    if not is_of_ctypes:
+    ctypes = _ctypes()
+    if ctypes is None or not issubclass(type(one), tuple(getattr(ctypes, name) for name in _CTYPES)):
         yield int(one.__cuda_array_interface__["data"][0])
         return
     if not one._b_needsfree_:  # it lies over memory that somebody else has
@@ -90,6 +89,11 @@ def _addresses_in(one: Any) -> Iterator[int]:
     elif isinstance(one, ctypes.Array):
         for item in one[:_MOST_ITEMS] if len(one) <= _MOST_ITEMS else ():
             yield from _number(item)
+
+
+def _ctypes() -> Any:
+    """Where ctypes has its classes; None in a process that does without it."""
+    return sys.modules.get("_ctypes")
 
 
 def _number(value: object) -> Iterator[int]:
@@ -121,7 +125,7 @@ def _variables() -> list[dict[str, Any]]:
     main = sys.modules.get("__main__")
     found = [] if main is None else [dict(list(vars(main).items())[:_MOST_ITEMS])]
     frames: list[Any] = []
-    waiting = list(sys._current_frames().values())
+    waiting = list(sys._current_frames().values())  # pyright: ignore[reportPrivateUsage] - it is documented
     while waiting:
         frame: Any = waiting.pop()
         while frame is not None:
@@ -149,21 +153,30 @@ def _locals_of(frame: Any) -> dict[str, Any]:
     return taken
 
 
-def _held_by(value: Any) -> Iterable[Any]:
+def _held_by(value: object) -> Iterable[Any]:
     """What an object holds, none of its own code run; of large ones nothing."""
-    if type(value) in {list, tuple, set, frozenset}:
-        return tuple(value) if len(value) <= _MOST_ITEMS else ()
-    if type(value) is dict:
-        return tuple(value.values()) if len(value) <= _MOST_ITEMS else ()
-    if type(value) is _FUNCTION:
+    kind = type(value)
+    if kind in {list, tuple, set, frozenset}:
+        return _few(value)
+    if kind is dict:
+        return _few_of(value)
+    if kind is _FUNCTION:
         return _cells_of(value)
-    if str(type.__getattribute__(type(value), "__module__")).startswith(_OURS):
+    if str(type.__getattribute__(kind, "__module__")).startswith(_OURS):
         return ()  # the agent knows where every storage is
     try:
-        held = object.__getattribute__(value, "__dict__")
+        held: object = object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
         return ()
-    return tuple(held.values()) if type(held) is dict and len(held) <= _MOST_ITEMS else ()
+    return _few_of(held) if type(held) is dict else ()
+
+
+def _few(values: Any) -> tuple[Any, ...]:
+    return tuple(values) if len(values) <= _MOST_ITEMS else ()
+
+
+def _few_of(names: Any) -> tuple[Any, ...]:
+    return _few(names.values())
 
 
 def _cells_of(function: Any) -> list[Any]:

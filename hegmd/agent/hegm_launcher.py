@@ -2,7 +2,8 @@
 
 Owns what comes of the request, and none of what a state is: that is `restart`'s, as for a restart that the daemon asks
 for. The signal's handler only takes the request down (`hegm_signal`); the agent's thread parks the training, has
-the state written under its name beside the launcher's lock, and ends the process. What stands against it is said in
+the state written under its name beside the launcher's lock, and ends the process. Where no launcher names the state
+(`enabled`), the command that it belongs to is written beside it. What stands against it is said in
 `refused` in the same folder, for whoever asked, and the training goes on as if nothing had been asked.
 """
 
@@ -12,7 +13,7 @@ import os
 from time import monotonic
 
 from ..errors import HegmError
-from . import enabled
+from .hegm_signal import ENABLED, LAUNCHER, STATE_PATH
 from .notes import note
 from .other_threads import Attempts, busy_thread
 from .quiesce import PARK, Asked
@@ -57,6 +58,7 @@ _LOOK_AGAIN_S = 0.02
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _STANDARD_ERROR = 2
+_COMMAND_BYTES = 1 << 20
 
 
 class Restarts:
@@ -134,8 +136,8 @@ class Departure:
     def _ask(self) -> None:
         """Unless the daemon has something in hand here: then after that."""
         ranks = self._environ.get("WORLD_SIZE", "")
-        launcher = self._environ.get("HEGM_LAUNCHER", "")
-        in_the_way = enabled.against(self._environ)
+        launcher = self._environ.get(LAUNCHER, "")
+        in_the_way = against(self._environ)
         if in_the_way is not None:
             self._stay(refusal(*in_the_way))
         elif ranks.isdigit() and int(ranks) > 1:
@@ -162,8 +164,8 @@ class Departure:
     def _go(self) -> None:
         self._gate.let_others_go()  # one of them may have a lock that the script's own code needs here
         try:
-            enabled.note_command(self._environ, write_whole)
-            write_whole(self._environ["HEGM_CHECKPOINT_PATH"], self._restarts.save)
+            note_command(self._environ)
+            write_whole(self._environ[STATE_PATH], self._restarts.save)
         except HegmError as error:
             self._stay(error)
         except Exception as error:  # noqa: BLE001 - the edge: whatever fails in here, the training goes on
@@ -182,12 +184,58 @@ class Departure:
         note(f"not leaving: {text}")
         say(text)
         try:
-            folder = os.path.dirname(self._environ["HEGM_CHECKPOINT_PATH"])
+            folder = os.path.dirname(self._environ[STATE_PATH])
             write_whole(f"{folder}/{REFUSED}", lambda fd: os.write(fd, text.encode(errors="backslashreplace")))
         except (OSError, KeyError) as error:
             note(f"the reason was not written: {error!r}")
         self._gate.withdraw()
         self._orders.take_up()
+
+
+def against(environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """Why this training cannot save its state there, and what to do; None where it can."""
+    path = environ.get(STATE_PATH, "")
+    if environ.get(ENABLED) != str(os.getpid()) or not os.path.lexists(path) or is_own(path):
+        return None
+    return f"{path} holds the state of another command", hint_of(path)
+
+
+def note_command(environ: Mapping[str, str]) -> None:
+    """Write beside the state whose it is, before the state is written. Raises OSError."""
+    if environ.get(ENABLED) == str(os.getpid()):
+        path = environ[STATE_PATH]
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        write_whole(command_file(path), lambda fd: os.write(fd, command()))
+
+
+def is_own(path: str) -> bool:
+    """Whether the file there is a state that this command has left."""
+    try:
+        found = os.lstat(path)
+        fd = os.open(command_file(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        owners = {found.st_uid, os.fstat(fd).st_uid}
+        return owners <= {0, os.geteuid()} and os.read(fd, _COMMAND_BYTES) == command()
+    finally:
+        os.close(fd)
+
+
+def command() -> bytes:
+    """The words of this process and its folder, by which its state is known."""
+    with open("/proc/self/cmdline", "rb") as file:
+        return os.fsencode(os.getcwd()) + b"\0" + file.read()
+
+
+def command_file(path: str) -> str:
+    """Beside the state of that name: whose it is."""
+    return f"{os.path.dirname(path)}/command"
+
+
+def hint_of(path: str) -> str:
+    """What to do where another command's state is in the way."""
+    return f"name another file in {STATE_PATH}, or move {path} away"
 
 
 def warn_of_another(modules: Mapping[str, object]) -> None:

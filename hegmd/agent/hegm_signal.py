@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 # Set by the launcher: its pid.
 LAUNCHER = "HEGM_LAUNCHER"
+# The process that takes part without a launcher; a Python that it starts finds the number of another process here.
+ENABLED = "HEGM_ENABLED"
+# Where the state is written.
+STATE_PATH = "HEGM_CHECKPOINT_PATH"
 
 
 def _ignore() -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import dis
     from collections.abc import Callable, Iterator
     from types import FrameType
+    from typing import Any
 
     from .quiesce import Asked, Gate
 
@@ -196,8 +197,8 @@ def called(frame: FrameType) -> str | None:
         done.pop()
     names_of_arguments = call.opname in ("CALL_FUNCTION_KW", "CALL_KW")
     name = _producer(done, call.arg + names_of_arguments)
-    known = None if name is None else frame.f_globals.get(name)
-    return known.__name__ if isinstance(known, _BUILT_IN) else name
+    known: object = None if name is None else frame.f_globals.get(name)
+    return str(getattr(known, "__name__", name)) if type(known) is _BUILT_IN else name
 
 
 def _producer(done: list[dis.Instruction], above: int) -> str | None:
@@ -212,8 +213,9 @@ def _producer(done: list[dis.Instruction], above: int) -> str | None:
             return None
         effect = dis.stack_effect(one.opcode, one.arg if one.opcode >= dis.HAVE_ARGUMENT else None)
         if above == 0 or effect > above:
-            name = one.argval[0] if isinstance(one.argval, tuple) and one.argval else one.argval
-            name = one.argrepr if one.opname == "LOAD_SPECIAL" else name
+            name: Any = one.argrepr if one.opname == "LOAD_SPECIAL" else one.argval
+            if name and name.__class__ is tuple:
+                name = name[0]
             return name if isinstance(name, str) and one.opname.startswith("LOAD") else None
         above -= effect
     return None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from _operator import and_, attrgetter
+from _operator import attrgetter
 from _thread import get_ident
 from itertools import accumulate, chain, compress, repeat, takewhile, tee
 
@@ -130,12 +130,12 @@ class _Monitoring:
 
     def __init__(self, caught: Callable[[FrameType], None]) -> None:
         self._caught = caught
-        self._monitoring: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore] # from Python 3.12 on
+        self._monitoring: Any = vars(sys)["monitoring"]  # from Python 3.12 on
         self._codes: dict[int, CodeType] = {}
         self._tool = 0
-        events = self._monitoring.events
-        self._instruction = events.INSTRUCTION
-        self._kinds = (events.PY_START, events.PY_RESUME, events.PY_THROW)
+        events: Any = self._monitoring.events
+        self._instruction: int = events.INSTRUCTION
+        self._kinds: tuple[int, ...] = (events.PY_START, events.PY_RESUME, events.PY_THROW)
 
     def begin(self) -> None:
         """Raises RuntimeError where all tools are taken."""
@@ -200,7 +200,7 @@ class _Tracing:
             function.restype = ctypes.c_void_p
         api.PyInterpreterState_ThreadHead.restype = ctypes.c_void_p
         api.PyInterpreterState_ThreadHead.argtypes = api.PyThreadState_Next.argtypes = (ctypes.c_void_p,)
-        self._set_trace = api._PyEval_SetTrace  # pyright: ignore[reportPrivateUsage] - there is no other way
+        self._set_trace = api._PyEval_SetTrace  # no other function does it
         self._set_trace.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
         self._set_trace.restype = ctypes.c_int
         kind = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.py_object, ctypes.c_int, ctypes.c_void_p)
@@ -252,7 +252,7 @@ class _Tracing:
         states, one, other = tee(self._states(), 3)
         is_wanted = map(idents.__contains__, self._read(one, self._thread_word))
         is_old = map(old.__eq__, self._read(other, self._trace_word))
-        changed = map(self._set_trace, compress(states, map(and_, is_wanted, is_old)), repeat(new), repeat(None))
+        changed = map(self._set_trace, compress(states, map(_AND, is_wanted, is_old)), repeat(new), repeat(None))
         with NoCollection():
             all(map(_IS_ZERO, changed))
 
@@ -294,6 +294,7 @@ class _Tracing:
 
 _VALUE = attrgetter("value")
 _IS_ZERO = (0).__eq__
+_AND = bool.__and__
 
 
 class NoCollection:

@@ -278,7 +278,7 @@ class Operations:
         """The processes; in the place of one that belongs to a job and does not train, those of its job that do."""
         found: dict[int, None] = {}
         latest = self._inventory.latest
-        listed = {process.pid for process in latest.processes if process.gpus} if latest is not None else frozenset()
+        listed = {process.pid for process in latest.processes if process.gpus} if latest is not None else set[int]()
         for pid in pids:
             is_itself = self._jobs is None or pid in listed or self.runner.of_process(pid) is not None
             job = () if is_itself or self._jobs is None else await self._jobs.processes_of(pid)

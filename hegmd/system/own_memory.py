@@ -15,6 +15,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from runpy import run_module
 
 # Few arenas of the C library: each thread would otherwise have one, and keep what is free in it.
 CHOICES = {"PYTHONMALLOC": "malloc", "MALLOC_ARENA_MAX": "2"}
@@ -25,12 +26,10 @@ BETWEEN_S = 5.0
 PAUSE_S = 600.0
 
 
-def main() -> int:
-    """The daemon, as it is installed."""
+def main() -> None:
+    """The daemon, as it is installed: the program that `python -m hegmd` is."""
     start_again_if_useful()
-    from hegmd.__main__ import main as run  # large, and it would be imported twice
-
-    return run()
+    run_module("hegmd", run_name="__main__")
 
 
 def start_again_if_useful() -> None:

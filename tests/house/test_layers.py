@@ -59,8 +59,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegm": (),
     # The daemon, lowest first
     "hegmd.system": OUTSIDE,
-    # The installed program begins here: it starts Python again, before the daemon is imported
-    "hegmd.system.own_memory": ("hegmd.__main__",),
     "hegmd.telemetry": SYSTEM,
     "hegmd.node": TELEMETRY,
     "hegmd.gpu_helper": NODE,

@@ -69,7 +69,10 @@ class Paces:
     def _rate_of(self, carrier: str, direction: str) -> str | None:
         """The field of `Rates` for it, if the table has one."""
         row = self._carriers.get(carrier)
-        return None if row is None or row.rates is None else dict(zip((OUT, IN), row.rates, strict=True))[direction]
+        if row is None or row.rates is None:
+            return None
+        out, back = row.rates
+        return {OUT: out, IN: back}[direction]
 
     def _note_driver(self, direction: str, size_bytes: int, took_s: float) -> None:
         fixed_s = getattr(self._rates, f"driver_{direction}_s")

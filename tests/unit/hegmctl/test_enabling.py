@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.agent import enabled
+from hegmd.agent import hegm_launcher
+from hegmd.agent.hegm_signal import ENABLED, STATE_PATH
 
 ROOT = Path(__file__).parents[3]
 TRAINING = """
@@ -160,13 +161,13 @@ def test_plain_python_saves_at_the_signal_and_goes_on_from_there(made: Path, tmp
 def test_a_state_of_another_command_is_not_taken_nor_overwritten(tmp_path: Path) -> None:
     """Issue 14, row 7: HeGM loads whatever lies there."""
     state = tmp_path / "latest.pt"
-    environ = {enabled.ENABLED: str(os.getpid()), "HEGM_CHECKPOINT_PATH": str(state)}
-    assert enabled.against(environ) is None
+    environ = {ENABLED: str(os.getpid()), STATE_PATH: str(state)}
+    assert hegm_launcher.against(environ) is None
     state.write_bytes(b"theirs")
     (tmp_path / "command").write_bytes(b"/elsewhere\0python\0other.py\0")
-    assert not enabled.is_own(str(state))
-    assert enabled.against(environ) is not None
-    (tmp_path / "command").write_bytes(enabled.command())
-    assert enabled.is_own(str(state))
-    assert enabled.against(environ) is None
-    assert enabled.against({**environ, enabled.ENABLED: "1"}) is None, "it is a worker of a launcher"
+    assert not hegm_launcher.is_own(str(state))
+    assert hegm_launcher.against(environ) is not None
+    (tmp_path / "command").write_bytes(hegm_launcher.command())
+    assert hegm_launcher.is_own(str(state))
+    assert hegm_launcher.against(environ) is None
+    assert hegm_launcher.against({**environ, ENABLED: "1"}) is None, "it is a worker of a launcher"
