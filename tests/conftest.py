@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.leaks import Stock
+from tests.leaks import RUN_MARK, Stock, end_run
 from tests.room import NEEDED, sentence_on
 
 # What collecting imports is no garbage: gone through again and again, it took as long once more. And while tests run,
@@ -21,15 +21,28 @@ from tests.room import NEEDED, sentence_on
 gc.disable()
 SELDOM = (20_000, 20, 20)
 
+# The mark that this run gave to its processes.
+_RUN = pytest.StashKey[str]()
+
 # A shell starts its background jobs with SIGINT ignored, and what is ignored stays so in every program that is started:
 # the tests of Ctrl-C would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Programs of this environment first, as in an activated one: hegmd, hegmctl, the tools, node if it is there."""
+    if RUN_MARK not in os.environ:  # in a worker it is that of whoever started the worker
+        os.environ[RUN_MARK] = config.stash[_RUN] = os.urandom(8).hex()
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """The workers have ended; what a test that was interrupted has left ends now."""
+    mark = config.stash.get(_RUN, None)
+    if mark is not None:
+        del os.environ[RUN_MARK]
+        end_run(mark)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -3,6 +3,9 @@
 Looks at descriptors, threads, child processes, environment variables, signal handlers and the working directory. Owns
 no fixture (tests/conftest.py does) and does not judge a test that is still running. Built to be run around every test:
 one pass costs some 0.2 ms, and the slow questions (garbage collection, psutil) are asked only once something differs.
+
+Also ends what is left of a whole run. A run that is interrupted cannot tear every test down: its workers are ended, and
+a launcher that a test kills leaves its own processes. Each process of a run has the run's mark in its environment.
 """
 
 from __future__ import annotations
@@ -23,7 +26,37 @@ GRACE_S = 3.0
 # Set by pytest and its plugins themselves, around each phase.
 _NOT_OURS = ("PYTEST_", "HYPOTHESIS_", "COV_")
 
+# In the environment of every process of a run.
+RUN_MARK = "PYTEST_MARK_OF_RUN"
+# A process that is being ended may start one more; each pass finds what the one before it missed.
+_PASSES = 20
+
 _WATCHED_SIGNALS = (signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def end_run(mark: str) -> list[int]:
+    """Kill every process that has this mark in its environment, and is not this one; which it were."""
+    ended: list[int] = []
+    for _ in range(_PASSES):
+        found = _marked(mark)
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                process.kill()
+        if not found:
+            break
+        ended += [process.pid for process in found]
+        psutil.wait_procs(found, timeout=GRACE_S)
+    return ended
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    wanted = f"{RUN_MARK}={mark}".encode()
+    found: list[psutil.Process] = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            if int(name) != os.getpid() and wanted in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                found.append(psutil.Process(int(name)))
+    return found
 
 
 def _descriptors() -> dict[int, str]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -40,8 +42,8 @@ HEGMCTL = (sys.executable, "-I", "-c", f"import sys; sys.path[:0] = {[str(ROOT),
 def find_python(name: str, *, installed: bool = False) -> str:
     """That Python, if it is anywhere on this machine; version managers keep theirs in a hidden folder.
 
-    Those that `make pythons` fetches come first. They start through a loader of their own, and no environment can be
-    made of them: ask for one that is installed.
+    Those that `make pythons` fetches come first. They are started by a script, through a loader of their own: a test
+    that copies the program asks for one that is installed.
     """
     places = [] if installed else [str(ROOT / "build" / "pythons" / "bin" / name)]
     places += map(str, sorted(Path.home().glob(f".*/versions/*/bin/{name}")))
@@ -331,18 +333,35 @@ def test_a_sitecustomize_that_fails_fails_as_it_would(daemon: RunningDaemon, tmp
 def test_a_virtual_environment_and_its_own_sitecustomize_are_used(
     name: str, socket_path: Path, tmp_path: Path, expected: str
 ) -> None:
-    python = sys.executable if name == "python3" else find_python(name, installed=True)
+    """Issue 14, row 18: there was no environment of a Python that `make pythons` fetched, so 3.14 was skipped."""
+    python = sys.executable if name == "python3" else find_python(name)
     venv = tmp_path / "my env"
-    subprocess.run([python, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=HANG_S)
+    own = _environment_of(python, venv)
     (packages,) = venv.glob("lib/python*/site-packages")
     (packages / "sitecustomize.py").write_text("import os\nos.write(2, b'their own')\n")
-    own = str(venv / "bin" / "python")
+    found = subprocess.run([own, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True, check=True)
+    assert found.stdout == f"{venv}\n"
     with ScriptedDaemon(socket_path) as daemon, Training([BY_HAND], socket_path, own) as training:
         daemon.attended().move(at=5)
         # Debian's Python has one of its own, which comes before that of any environment.
         before = subprocess.run([own, "-c", ""], env=_environ(), capture_output=True, text=True, check=True).stderr
         assert before in ("", "their own")
         assert training.result() == (0, expected, before)
+
+
+def _environment_of(python: str, venv: Path) -> str:
+    """Make a virtual environment of that Python; the path by which the environment's Python starts."""
+    subprocess.run([python, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=HANG_S)
+    own = venv / "bin" / "python"
+    starter = Path(python).read_bytes()
+    if starter.startswith(b"#!") and b" --argv0 " in starter:
+        # Of `make pythons`: the program that the environment links to starts by this script only.
+        script, replaced = re.subn(rb"(--argv0 )'[^']*'", rb"\1" + os.fsencode(shlex.quote(str(own))), starter)
+        assert replaced == 1, starter
+        own.unlink()
+        own.write_bytes(script)
+        own.chmod(0o755)
+    return str(own)
 
 
 def test_a_prefix_as_conda_makes_them_is_agented(socket_path: Path, tmp_path: Path, expected: str) -> None:

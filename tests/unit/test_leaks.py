@@ -6,12 +6,16 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from tests.leaks import Stock
+from tests.leaks import RUN_MARK, Stock, end_run
+from tests.patience import HANG_S
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_an_open_descriptor_is_seen() -> None:
@@ -88,3 +92,53 @@ def test_changed_process_state_is_seen(tmp_path: Path, monkeypatch: pytest.Monke
     found = before.leaks()
     signal.signal(signal.SIGUSR1, handler)
     assert [line.split(":")[0] for line in found] == ["environment", "handler of SIGUSR1", "working directory"]
+
+
+LAUNCHES = """
+import signal, subprocess
+
+def test_with_a_launcher():
+    subprocess.run(["sh", "-c", "setsid sh -c 'echo runs >&3; exec sleep 1000' 3>{fifo} &"], check=True)
+    signal.pause()
+"""
+
+
+def _marked(words: list[str], mark: str | None, **more: object) -> subprocess.Popen[str]:
+    """A program of the run of that name, or of none, whose output tells which of its processes are alive."""
+    environ = {name: value for name, value in os.environ.items() if name != RUN_MARK}
+    environ.update({} if mark is None else {RUN_MARK: mark})
+    return subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True, **more)  # type: ignore[call-overload] # by name
+
+
+def test_what_a_launcher_left_is_ended_with_the_run_and_nothing_else() -> None:
+    """Issue 14, row 18: the ranks of a launcher that was killed stayed, each in a session of its own."""
+    own, other = os.urandom(8).hex(), os.urandom(8).hex()
+    orphaned = ["sh", "-c", "setsid sleep 1000 & echo runs"]
+    with _marked(orphaned, own) as ours, _marked(orphaned, other) as others:
+        assert ours.stdout is not None
+        assert others.stdout is not None
+        assert (ours.stdout.readline(), others.stdout.readline()) == ("runs\n", "runs\n")
+        ours.wait(HANG_S)
+        others.wait(HANG_S)
+        assert len(end_run(own)) == 1
+        assert ours.stdout.read() == ""  # the last process that could write there is gone
+        assert end_run(own) == []
+        assert len(end_run(other)) == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_sigint_to_a_whole_run_left_processes_behind(workers: str, tmp_path: Path) -> None:
+    """Issue 14, row 18."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    test = tmp_path / "test_launches.py"
+    test.write_text(LAUNCHES.format(fifo=fifo))
+    words = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "-c", "pyproject.toml"]
+    own = {"cwd": ROOT, "start_new_session": True}
+    with _marked([*words, "-n", workers, str(test)], None, **own) as run, fifo.open() as told:
+        assert told.readline() == "runs\n"
+        os.killpg(run.pid, signal.SIGINT)
+        output, _ = run.communicate(timeout=HANG_S)
+        assert run.returncode == pytest.ExitCode.INTERRUPTED, output
+        assert told.read() == ""  # the last process that could write there is gone
