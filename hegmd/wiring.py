@@ -11,7 +11,6 @@ import grp
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 
 from hegmd.config import Config
 from hegmd.errors import HegmError
@@ -22,13 +21,11 @@ from hegmd.memory.pool_checksums import SumFolder
 from hegmd.memory.pool_places import Place, find_places
 from hegmd.memory.spill_file import SpillFolder
 from hegmd.migration.carriers.prestart import Ready
-from hegmd.node.criu_program import candidates
 from hegmd.node.devices.base import PROVIDERS, DeviceProvider
 from hegmd.node.devices.node_spec import Topology
 from hegmd.node.devices.simulated import SimulatedProvider
 from hegmd.node.doctor.facts import NodeFacts
 from hegmd.node.inventory import Inventory, NodeSnapshot
-from hegmd.node.migration_options import NodeMeans
 from hegmd.node.processes import ProcessTable
 from hegmd.node.processes.procfs import start_ticks_of
 from hegmd.operations.service import ImageMeans, Moving
@@ -89,15 +86,6 @@ def node_facts(
     )
 
 
-def node_means(criu: Path | None) -> NodeMeans:
-    """What there is to move processes with; looked up anew each time, since doctor's advice may have been followed.
-
-    `criu` is the one that is configured, if one is.
-    """
-    found = candidates(None if criu is None else str(criu))
-    return NodeMeans(uid=os.geteuid(), criu_path=next((path for path in found if os.access(path, os.X_OK)), None))
-
-
 async def look_once(config: Config, topology: Topology | None) -> NodeSnapshot:
     """One look at the node without a daemon."""
     async with Inventory(
@@ -105,7 +93,6 @@ async def look_once(config: Config, topology: Topology | None) -> NodeSnapshot:
         query_deadline_s=config.inventory.query_deadline_s,
         events=EventLog(),
         table=ProcessTable(),
-        means=lambda: node_means(config.images.criu),
         off=vendors_off(config, topology),
     ) as inventory:
         return await inventory.refresh()

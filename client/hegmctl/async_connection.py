@@ -108,9 +108,14 @@ class AsyncConnection(AsyncMoves):
         """The node's GPUs."""
         return await self.call(m.Gpus(), m.GpusReply)
 
-    async def processes(self, pids: Iterable[int] = (), gpus: Iterable[str] = ()) -> m.ProcessesReply:
-        """The processes on the node's GPUs; all, or only those with these pids and on these GPUs."""
-        return await self.call(m.Processes(pids=tuple(pids), gpus=tuple(gpus)), m.ProcessesReply)
+    async def processes(
+        self, pids: Iterable[int] = (), gpus: Iterable[str] = (), *, ways: bool = False
+    ) -> m.ProcessesReply:
+        """The processes on the node's GPUs; all, or only those with these pids and on these GPUs.
+
+        With `ways` the agents of the caller's processes are asked first what they hold, for the ways of moving each.
+        """
+        return await self.call(m.Processes(pids=tuple(pids), gpus=tuple(gpus), ways=ways), m.ProcessesReply)
 
     def events(
         self, since: int = 0, *, follow: bool = False, kinds: Iterable[str] = (), run: str | None = None

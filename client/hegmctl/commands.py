@@ -46,7 +46,7 @@ def ps(session: Session) -> int:
     on_gpus = tuple(gpu for text in arguments.texts("gpu") for gpu in text.split(",") if gpu)
 
     def look(connection: Connection) -> ProcessesReply:
-        return connection.processes(pids, on_gpus)
+        return connection.processes(pids, on_gpus, ways=arguments.flag("ways"))
 
     def view(reply: ProcessesReply, style: Style) -> list[str]:
         text = ways_text if arguments.flag("ways") else processes_text

@@ -127,9 +127,12 @@ class Connection(Moves):
         """The node's GPUs."""
         return self.call(Gpus(), GpusReply)
 
-    def processes(self, pids: Iterable[int] = (), gpus: Iterable[str] = ()) -> ProcessesReply:
-        """The processes on the node's GPUs; all, or only those with these pids and on these GPUs."""
-        return self.call(Processes(pids=tuple(pids), gpus=tuple(gpus)), ProcessesReply)
+    def processes(self, pids: Iterable[int] = (), gpus: Iterable[str] = (), *, ways: bool = False) -> ProcessesReply:
+        """The processes on the node's GPUs; all, or only those with these pids and on these GPUs.
+
+        With `ways` the agents of the caller's processes are asked first what they hold, for the ways of moving each.
+        """
+        return self.call(Processes(pids=tuple(pids), gpus=tuple(gpus), ways=ways), ProcessesReply)
 
     def events(
         self, since: int = 0, *, follow: bool = False, kinds: Iterable[str] = (), run: str | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from hegmd.errors import REFUSED, ExternalError
 from hegmd.protocol.operations import Reason
@@ -58,6 +59,12 @@ def candidates(configured: str | None = None, path: str = SYSTEM_PATH) -> tuple[
         return (configured,)
     found = (find_program("criu", path), BESIDE if path == SYSTEM_PATH and os.access(BESIDE, os.X_OK) else None)
     return tuple(each for each in found if each is not None)
+
+
+def usable_path(configured: Path | None = None) -> str | None:
+    """The program to prefer that may be executed; None if there is none."""
+    found = candidates(None if configured is None else str(configured))
+    return next((path for path in found if os.access(path, os.X_OK)), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,12 +28,12 @@ from hegmd.migration.machine.operation import CHECKPOINT, RESUME, Operation
 from hegmd.migration.machine.operation import Handoff as Wish
 from hegmd.migration.model import Plan, Request, Snapshot
 from hegmd.migration.plan.estimate import from_image, with_image
-from hegmd.migration.plan.planner import planned, planned_handoff, planned_resume
+from hegmd.migration.plan.planner import planned, planned_resume
 from hegmd.migration.plan.throughput import IN, Paces
 from hegmd.operations.operations import Operations
 from hegmd.operations.request_context import Answer, Asked, Emit, limit_of, plan_or_raise, refusal, told_plan
 from hegmd.operations.survey import Lookout
-from hegmd.protocol.operations import BY_DRIVER, OperationProgress, Reason
+from hegmd.protocol.operations import BY_DRIVER, OperationProgress, PlannedProcess, Reason
 from hegmd.system.programs import Rights
 
 # What a resume has at the least when a restore has taken nearly all of its time: its bytes are in the pool by then.
@@ -199,6 +199,35 @@ class Checkpoints:
         await self._reviving.settled(manifest, op_id)
         self._paces.note_image(IN, size_of(manifest), anyio.current_time() - began)
         return op
+
+
+def planned_handoff(op: Operation) -> Plan:
+    """What is done of a suspended job that goes into an image: nothing of it moves any more."""
+    workers = [
+        PlannedProcess(
+            pid=worker.pid,
+            name=worker.name,
+            gpu=None,
+            to=None,
+            size_bytes=worker.carried_bytes,
+            carrier=worker.carrier,
+            method=worker.method,
+        )
+        for worker in op.live
+    ]
+    return Plan(
+        kind=CHECKPOINT,
+        way="agent",
+        workers=tuple(workers),
+        size_bytes=sum(worker.size_bytes for worker in workers),
+        room_needed_bytes={},
+        room_free_bytes={},
+        pool_needed_bytes=0,
+        pool_free_bytes=0,
+        estimate_s=0.0,
+        lockstep=op.lockstep,
+        steps=("write process and bytes",),
+    )
 
 
 @asynccontextmanager

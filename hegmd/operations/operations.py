@@ -33,7 +33,7 @@ from hegmd.migration.machine.operation import (
 from hegmd.migration.model import Candidate, Plan, Request, Snapshot
 from hegmd.migration.plan.planner import planned, planned_resume
 from hegmd.migration.run.runner import Runner
-from hegmd.node.inventory import Inventory
+from hegmd.node.inventory import Inventory, NodeSnapshot
 from hegmd.operations.orphaned_memory import FoundBytes
 from hegmd.operations.orphans import ByDriver, StandingStrays
 from hegmd.operations.request_context import (
@@ -47,9 +47,10 @@ from hegmd.operations.request_context import (
     plan_or_raise,
     told_plan,
 )
-from hegmd.operations.survey import Lookout
+from hegmd.operations.survey import Lookout, May
 from hegmd.operations.suspended import Resting
 from hegmd.protocol import operations as told
+from hegmd.protocol.snapshots import GpuProcess, Way
 from hegmd.workers.job_names import JobNames
 from hegmd.workers.workers import Workers
 
@@ -379,6 +380,12 @@ class Operations:
         return self.runner.describe(op_id)
 
     # -- who may -------------------------------------------------------------------------------------------------------
+
+    async def ways(
+        self, node: NodeSnapshot, processes: Sequence[GpuProcess], may: May
+    ) -> Mapping[int, tuple[Way, ...]]:
+        """In which ways each of those processes could be moved, by pid, as operations on them would be judged."""
+        return await self._lookout.ways(node, processes, may)
 
     async def look(
         self,

@@ -114,8 +114,7 @@ class Moving:
         images_by: ImageMeans | None = None,
         disk: Disk | None = None,
     ) -> None:
-        self._state_dir = state_dir
-        self._images_by = images_by or ImageMeans(state_dir / "hegmd.sock")
+        self._state_dir, self._images_by = state_dir, images_by or ImageMeans(state_dir / "hegmd.sock")
         self._workers, self._inventory, self._events = workers, inventory, events
         self._start_ticks, self._ready, self.pool = start_ticks, ready or Ready(), pool
         self.rooms = Rooms(simulator, gpus=self._gpus, changed=inventory.expire)
@@ -151,6 +150,7 @@ class Moving:
             rates=self._paces.rates,
             outlives=lambda: self.memory.store is not None,
             supervisors=self.supervisors,
+            criu=self._images_by.criu,
         )
         self._make_desks(lookout, handoff, restart_always=restart_always, stand_s=stand_s)
         self.periodic = self._make_periodic(events)

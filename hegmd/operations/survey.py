@@ -2,6 +2,7 @@
 
 Owns the snapshot that plans are made from, and how current it is: the agents of the job are asked, for a limited time,
 so that a plan's bytes are of now and no rank is left out. Decides nothing about operations.
+Longer than 400 lines because all that one look is made of is here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import anyio
 
@@ -18,10 +20,12 @@ from hegmd.memory.pool import read_available_bytes
 from hegmd.migration.machine.operation import Operation, Respawn
 from hegmd.migration.methods.progress_probe import is_stopped
 from hegmd.migration.model import AgentSurvey, Candidate, GpuRoom, PoolRoom, Rates, Snapshot, Surroundings
+from hegmd.migration.plan.migration_options import ways_of
+from hegmd.node.criu_program import usable_path
 from hegmd.node.inventory import Inventory, NodeSnapshot
 from hegmd.node.processes.surroundings import nearest_ancestor, parent_of, read_outside
-from hegmd.protocol.snapshots import Gpu
-from hegmd.system.threads import run_detached
+from hegmd.protocol.snapshots import Gpu, GpuProcess, Way
+from hegmd.system.threads import Looks, run_detached
 from hegmd.workers.supervisors import Supervisor, SupervisorAway, Supervisors
 from hegmd.workers.workers import Worker, Workers
 
@@ -37,9 +41,13 @@ _STOPPED_FOR_S = 1.0
 ASK_S = 6.0
 # Looking at a process from outside waits for it; one that does not let itself be looked at in time stays unknown.
 OUTSIDE_S = 2.0
+MOST_LOOKS = 4
 NVIDIA = "nvidia"
 
 May = Callable[[int | None], bool]
+# What was seen of processes from outside, by pid: the nearest ancestor among them, and its surroundings.
+Looked = dict[int, tuple[int | None, Surroundings]]
+Look = Callable[[Sequence[int], Looked], Coroutine[object, object, None]]
 
 
 def nobody(_uid: int | None) -> bool:
@@ -52,7 +60,7 @@ class Lookout:
 
     `pool` tells its room, `count` has one worker counted within a limit, `running` tells the operations with what is
     held for each at that moment, `standing` the workers that stand and that none of these has, and `outlives` whether
-    somebody keeps what is held for jobs when the daemon ends.
+    somebody keeps what is held for jobs when the daemon ends. `criu` is the program that is configured, if one is.
     """
 
     def __init__(  # noqa: PLR0913 - what it looks at, each named
@@ -67,6 +75,7 @@ class Lookout:
         rates: Callable[[], Rates] = Rates,
         outlives: Callable[[], bool] = lambda: True,
         supervisors: Supervisors,
+        criu: Path | None = None,
     ) -> None:
         self._inventory = inventory
         self._workers = workers
@@ -77,6 +86,8 @@ class Lookout:
         self._rates = rates
         self._outlives = outlives
         self._supervisors = supervisors
+        self._criu = criu
+        self._looks = Looks(OUTSIDE_S, MOST_LOOKS)
 
     async def snapshot(
         self,
@@ -98,9 +109,31 @@ class Lookout:
         if weighed_within_s is not None:
             await self._weigh(pids, may, weighed_within_s)
         pythons = {} if respawn is None or respawn.python is None else await self._ask_python(pids, may, respawn)
-        node = await self._inventory.settled()
+        return await self._snapshot_of(await self._inventory.settled(), pids, pythons, look_outside)
+
+    async def ways(
+        self, node: NodeSnapshot, processes: Sequence[GpuProcess], may: May = nobody
+    ) -> Mapping[int, tuple[Way, ...]]:
+        """In which ways each of those processes could be moved, by pid.
+
+        The agents of users for whom `may` says so are asked first what their processes hold now.
+        """
+        if not processes:
+            return {}
+        await self._survey([process.pid for process in processes], may)
+        snapshot = await self._snapshot_of(node, [process.pid for process in processes], {}, self._look_outside)
+        return ways_of(snapshot, processes, usable_path(self._criu))
+
+    async def _look_outside(self, pids: Sequence[int], looked: Looked) -> None:
+        """As `look_outside`; a client that asks again and again has no more than a few threads hang at a process."""
+        with contextlib.suppress(HegmError):
+            await self._looks.at(lambda _: _look_at(pids, looked), name="hegmd-outside")
+
+    async def _snapshot_of(
+        self, node: NodeSnapshot, pids: Collection[int], pythons: Mapping[int, tuple[str, bool]], look: Look
+    ) -> Snapshot:
         running, pool = self._running(), self._pool()  # before anything is waited for: of the same moment
-        candidates = await _seen_from_outside(_without_idle(tuple(self._candidates(node, pythons))), node)
+        candidates = await _seen_from_outside(_without_idle(tuple(self._candidates(node, pythons))), node, look)
         candidates = _with_stopped(candidates, pids)
         return Snapshot(
             gpus=tuple(_room(gpu, node.gpus) for gpu in node.gpus),
@@ -346,20 +379,27 @@ def _sum(sizes: Sequence[int | None]) -> int | None:
     return sum(known) if len(known) == len(sizes) else None
 
 
-async def _seen_from_outside(candidates: tuple[Candidate, ...], node: NodeSnapshot) -> tuple[Candidate, ...]:
+async def _seen_from_outside(
+    candidates: tuple[Candidate, ...], node: NodeSnapshot, look: Look
+) -> tuple[Candidate, ...]:
     """The candidates, and of those that the driver would have to move what is seen from outside in time."""
     driven = {gpu.id for gpu in node.gpus if gpu.vendor == NVIDIA}
     pids = [candidate.pid for candidate in candidates if driven.intersection(candidate.gpus)]
     if not pids:
         return candidates
-    looked: dict[int, tuple[int | None, Surroundings]] = {}
-    with anyio.move_on_after(OUTSIDE_S):
-        await run_detached(lambda _: _look_at(pids, looked), name="hegmd-outside")
+    looked: Looked = {}
+    await look(pids, looked)
     found = dict(looked)  # the thread may go on
     return tuple([_with(candidate, found) for candidate in candidates])
 
 
-def _look_at(pids: Sequence[int], looked: dict[int, tuple[int | None, Surroundings]]) -> None:
+async def look_outside(pids: Sequence[int], looked: Looked) -> None:
+    """Fill `looked` with what is seen of each of those processes in time."""
+    with anyio.move_on_after(OUTSIDE_S):
+        await run_detached(lambda _: _look_at(pids, looked), name="hegmd-outside")
+
+
+def _look_at(pids: Sequence[int], looked: Looked) -> None:
     """Fills `looked`, one after the other, so that what hangs leaves the others known. Blocks."""
     for pid in pids:
         looked[pid] = (nearest_ancestor(pid, pids), Surroundings(**asdict(read_outside(pid))))

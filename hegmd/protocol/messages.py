@@ -184,6 +184,11 @@ class Processes(Request, op="processes", reply=ProcessesReply):
 
     pids: tuple[int, ...] = field("only these; empty for all", default=())
     gpus: tuple[str, ...] = field("only those on these GPUs; empty for all", default=())
+    ways: bool = field(
+        "whether the agents of the caller's processes are asked first what they hold now, within a second; without it "
+        "their ways are judged by what they said last",
+        default=False,
+    )
 
 
 class EventsReply(Record):

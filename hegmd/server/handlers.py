@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from hegmd import __version__
 from hegmd.errors import INCOMPATIBLE, NOT_FOUND, HegmError
@@ -15,8 +16,9 @@ from hegmd.operations.operations import Operations
 from hegmd.operations.orphans import Strays
 from hegmd.operations.restart_requests import Restarts
 from hegmd.operations.sequences import Sequences
+from hegmd.operations.survey import May, nobody
 from hegmd.protocol import messages as m
-from hegmd.protocol.snapshots import AgentInfo, Check, GpuProcess
+from hegmd.protocol.snapshots import AgentInfo, Check, GpuProcess, Way
 from hegmd.server.auth import Policy
 from hegmd.server.dispatch import Handler
 from hegmd.server.operation_handlers import OperationHandlers
@@ -37,6 +39,7 @@ class Services:
     events: EventLog
     workers: Workers
     operations: Operations
+    ways: Callable[[NodeSnapshot, Sequence[GpuProcess], May], Awaitable[Mapping[int, tuple[Way, ...]]]]
     sequences: Sequences
     checkpoints: Checkpoints
     strays: Strays
@@ -123,6 +126,9 @@ class Handlers:
         # Sets, because a peer may name 65,536 of them, and each would be compared with each process of the node.
         pids, gpus = frozenset(request.pids), frozenset(request.gpus)
         wanted = [process for process in snapshot.processes if _is_wanted(process, pids, gpus)]
+        may = partial(self._s.policy.may_act_on, call.peer) if request.ways else nobody
+        ways = await self._s.ways(snapshot, wanted, may)
+        wanted = [process.replace(ways=ways[process.pid]) for process in wanted]
         return m.ProcessesReply(
             taken_utc=snapshot.taken_utc,
             processes=tuple(self._s.policy.visible(call.peer, process) for process in wanted),

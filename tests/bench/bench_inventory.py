@@ -21,7 +21,6 @@ import anyio
 
 from hegmd.node.devices.base import ProcessUse, VendorSnapshot
 from hegmd.node.inventory import Inventory
-from hegmd.node.migration_options import NodeMeans
 from hegmd.node.processes import ProcessTable
 from hegmd.protocol.snapshots import Gpu, GpuUse, Health
 from hegmd.telemetry.events import EventLog
@@ -108,7 +107,6 @@ async def _measure(pids: list[int], changing: int) -> tuple[list[float], list[fl
         query_deadline_s=30,
         events=EventLog(),
         table=table,
-        means=lambda: NodeMeans(uid=0, criu_path="/usr/sbin/criu"),
     ) as inventory:
         for _ in range(1 + ROUNDS):
             cpu, wall = _cpu_s(), time.perf_counter()

@@ -5,7 +5,6 @@ NVML's stub tells of the same node as the driver's, so what one does the other s
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -24,7 +23,6 @@ from hegmd.migration.methods.gpus import Gpus
 from hegmd.migration.methods.other_processes import Neighbours
 from hegmd.migration.methods.progress_probe import Patience, is_stopped
 from hegmd.node.inventory import Inventory, NodeSnapshot
-from hegmd.node.migration_options import NodeMeans
 from hegmd.node.processes import ProcessTable
 from hegmd.telemetry.events import EventLog
 from tests.contract.helped import MIB, Owner, ask, linked
@@ -71,7 +69,6 @@ async def driven(node: CudaNode, scenario: NvmlScenario, patience: Patience | No
         query_deadline_s=10,
         events=EventLog(),
         table=ProcessTable(),
-        means=lambda: NodeMeans(uid=os.geteuid(), criu_path=None),
     )
     async with linked(node) as link, inventory:
         memory = VideoMemory(link)

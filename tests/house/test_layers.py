@@ -126,7 +126,6 @@ PURE = (
     "hegmd.server.auth",
     "hegmd.memory.sizes",
     "hegmd.node.gpu_sets",
-    "hegmd.node.migration_options",
     "hegmd.node.workloads",
     "hegmd.images.criu.command_line",
     "hegmd.images.criu.error_messages",

@@ -6,7 +6,6 @@ is the next daemon.
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,7 +21,6 @@ from hegmd.migration.journal.disk import Disk
 from hegmd.node.devices.simulated import SimulatedProvider
 from hegmd.node.devices.topology import parse_topology
 from hegmd.node.inventory import Inventory
-from hegmd.node.migration_options import NodeMeans
 from hegmd.node.processes import ProcessTable
 from hegmd.node.processes.procfs import Unreadable, Vanished, read_start
 from hegmd.operations.request_context import Asked
@@ -70,7 +68,6 @@ class Node:
             query_deadline_s=5,
             events=self.events,
             table=ProcessTable(),
-            means=lambda: NodeMeans(uid=os.geteuid(), criu_path=None),
             held=self.held_bytes,
         )
         keep = Keep(

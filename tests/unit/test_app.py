@@ -11,6 +11,7 @@ import pytest
 
 from hegmd.app import App
 from hegmd.config import Config, load
+from hegmd.node.criu_program import usable_path
 from hegmd.node.devices.node_spec import Topology
 from hegmd.node.devices.topology import parse_topology
 from hegmd.node.inventory import NodeSnapshot
@@ -18,7 +19,7 @@ from hegmd.protocol.snapshots import Check
 from hegmd.server.session import PeerGone
 from hegmd.system.systemd import Offer
 from hegmd.telemetry.log import LogSetup
-from hegmd.wiring import node_facts, node_means
+from hegmd.wiring import node_facts
 from tests.patience import HANG_S
 
 NO_OFFER = Offer(notify_address=None, watchdog_limit_s=None, descriptor_names=())
@@ -101,8 +102,8 @@ def test_a_criu_that_is_configured_was_said_not_to_be_installed(tmp_path: Path) 
     """`hegmctl ps --ways` looked for the usual ones only, while checkpoints went well."""
     own = tmp_path / "criu"
     own.touch(mode=0o755)
-    assert node_means(own).criu_path == str(own)
-    assert node_means(tmp_path / "gone").criu_path is None
+    assert usable_path(own) == str(own)
+    assert usable_path(tmp_path / "gone") is None
 
 
 @pytest.mark.parametrize("is_booted", [True, False])

@@ -21,7 +21,7 @@ CHECKPOINT_DRIVER, MOVE_DRIVER = 570, 580
 
 Against = tuple[Code, str, str]
 
-_HAZARDS = {
+HAZARDS = {
     "nccl-p2p": (
         "has live NCCL communicators that may use peer-to-peer: the driver could take it off and never bring it back",
         "start the job with NCCL_P2P_DISABLE=1, or let it destroy its communicators first",
@@ -76,8 +76,8 @@ def against_leaving(snapshot: Snapshot, candidate: Candidate, gpu: GpuRoom) -> I
 def _against_what_it_uses(candidate: Candidate, who: str) -> Iterator[Against]:
     told = candidate.agent.cuda if candidate.agent is not None else None
     for hazard in told.hazards if told is not None else ():
-        if hazard in _HAZARDS:
-            what, hint = _HAZARDS[hazard]
+        if hazard in HAZARDS:
+            what, hint = HAZARDS[hazard]
             yield REFUSED, f"{who} {what}", hint
     # Without an agent's word, NCCL's shared memory is taken for communicators that are alive; and those between the
     # GPUs of one process are in no list that an agent could read.
@@ -86,7 +86,7 @@ def _against_what_it_uses(candidate: Candidate, who: str) -> Iterator[Against]:
         and candidate.around.nccl_shared
         and not candidate.around.nccl_p2p_disabled
     ):
-        what, hint = _HAZARDS["nccl-p2p"]
+        what, hint = HAZARDS["nccl-p2p"]
         yield REFUSED, f"{who} {what}", hint
 
 

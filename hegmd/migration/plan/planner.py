@@ -42,12 +42,24 @@ def planned(snapshot: Snapshot, request: Request) -> Plan | tuple[Reason, ...]:
     return (*found, *[reason for reason in other if reason not in found])
 
 
-def _planned(snapshot: Snapshot, request: Request) -> Plan | tuple[Reason, ...]:
-    draft = Draft(expected(snapshot), request)
+def against_leaving(snapshot: Snapshot, request: Request) -> tuple[Reason, ...]:
+    """Every reason why those processes cannot leave their GPUs so, whatever room and pool there is."""
+    draft = Draft(snapshot, request)
+    _place_members(draft)
+    return tuple(draft.reasons)
+
+
+def _place_members(draft: Draft) -> tuple[Candidate, ...]:
     members = tuple(members_named(draft))
     for candidate in members:
         if can_be_stopped(draft, candidate):
-            (_place if request.kind != QUIESCE else _leave_in_place)(draft, candidate)
+            (_place if draft.request.kind != QUIESCE else _leave_in_place)(draft, candidate)
+    return members
+
+
+def _planned(snapshot: Snapshot, request: Request) -> Plan | tuple[Reason, ...]:
+    draft = Draft(expected(snapshot), request)
+    members = _place_members(draft)
     if request.via == RESTART:
         restart_rules.judge_ranks(draft, members)
     if members and not draft.reasons and request.kind != QUIESCE:
@@ -99,35 +111,6 @@ def planned_return(snapshot: Snapshot, suspended: Plan, to: str) -> Plan | tuple
     _judge_room(draft, room_needed(draft, {}))
     members = tuple([candidate for candidate in snapshot.candidates if candidate.pid in pids])
     return tuple(draft.reasons) or _plan(draft, RESUME, members)
-
-
-def planned_handoff(op: Operation) -> Plan:
-    """What is done of a suspended job that goes into an image: nothing of it moves any more."""
-    workers = [
-        PlannedProcess(
-            pid=worker.pid,
-            name=worker.name,
-            gpu=None,
-            to=None,
-            size_bytes=worker.carried_bytes,
-            carrier=worker.carrier,
-            method=worker.method,
-        )
-        for worker in op.live
-    ]
-    return Plan(
-        kind=CHECKPOINT,
-        way="agent",
-        workers=tuple(workers),
-        size_bytes=sum(worker.size_bytes for worker in workers),
-        room_needed_bytes={},
-        room_free_bytes={},
-        pool_needed_bytes=0,
-        pool_free_bytes=0,
-        estimate_s=0.0,
-        lockstep=op.lockstep,
-        steps=("write process and bytes",),
-    )
 
 
 # ---- where to --------------------------------------------------------------------------------------------------------

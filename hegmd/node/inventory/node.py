@@ -26,7 +26,6 @@ from hegmd.node.inventory.changes import Changes
 from hegmd.node.inventory.register import GpuRegister
 from hegmd.node.inventory.rolls import RollWatch
 from hegmd.node.inventory.vendors import VendorWatch
-from hegmd.node.migration_options import NodeMeans, ground_of
 from hegmd.node.processes.roll import RollCall, Roster
 from hegmd.node.processes.table import ProcessTable
 from hegmd.protocol.snapshots import AgentInfo, Gpu, GpuProcess, Vendor
@@ -71,8 +70,7 @@ class Inventory:
     """Looks after the node's inventory. Belongs to the event loop; use as an asynchronous context manager.
 
     `agents` and `held` tell the connected agents and the bytes that hegmd holds, by pid, whenever they are asked.
-    `means` are asked for at each look, and `on_look` is told of it and how long it took. `off` are vendors that the
-    configuration leaves out.
+    `on_look` is told of each look and how long it took. `off` are vendors that the configuration leaves out.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that it is made of, each named, put together in one place only
@@ -82,7 +80,6 @@ class Inventory:
         query_deadline_s: float,
         events: EventLog,
         table: ProcessTable,
-        means: Callable[[], NodeMeans],
         agents: Callable[[], Mapping[int, AgentInfo]] = dict,
         held: Callable[[], Mapping[int, int]] = dict,
         off: Sequence[str] = (),
@@ -96,7 +93,6 @@ class Inventory:
         self._table = table
         self._rolls = RollWatch(Roster(table), monotonic=monotonic)
         self._register = GpuRegister()
-        self._means = means
         self._agents = agents
         self._held = held
         self._off = tuple(Vendor(vendor=name, state="off", message="switched off by configuration") for name in off)
@@ -244,5 +240,4 @@ class Inventory:
             unproven=self._register.pids_of(hardware) if doubted else frozenset(),
             agents=dict(self._agents()),
             held_bytes=dict(self._held()),
-            ground=ground_of(self._register.gpus, self._means()),
         )

@@ -14,15 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hegmd.node.devices.base import ProcessUse
-from hegmd.node.migration_options import Candidate, Ground, ways_of
 from hegmd.node.processes.lookups import Lookups, Wanted
 from hegmd.node.processes.table import NOTE_ENDED, NOTE_HELD, Presence, ProcessFacts, ProcessTable
-from hegmd.protocol.snapshots import AgentInfo, GpuProcess, GpuUse, Way
+from hegmd.protocol.snapshots import AgentInfo, GpuProcess, GpuUse
 
 __all__ = ["Roll", "RollCall", "Roster", "Sightings", "stand_in"]
 
-# An agent gives itself its name, so that one process can be of any number of kinds over time.
-MOST_KINDS = 1024
 NOTE_NOT_LOOKED_AT = "/proc was not read in time; ask again"
 
 
@@ -40,7 +37,6 @@ class RollCall:
     unproven: frozenset[int]
     agents: Mapping[int, AgentInfo]
     held_bytes: Mapping[int, int]
-    ground: Ground
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +83,6 @@ class Roster:
         self._table = table
         self._lines: dict[int, _Line] = {}
         self._ids: Mapping[str, str] = {}
-        self._ground: Ground | None = None
-        self._ways: dict[Candidate, tuple[Way, ...]] = {}
 
     @property
     def lookups(self) -> Lookups:
@@ -117,9 +111,8 @@ class Roster:
 
     def write(self, call: RollCall, seen: Sightings) -> Roll:
         """Make the records from what was seen and looked up."""
-        if call.ground != self._ground or call.ids != self._ids:
-            self._ground, self._ids = call.ground, dict(call.ids)
-            self._ways.clear()
+        if call.ids != self._ids:
+            self._ids = dict(call.ids)
             self._lines.clear()
         lines = {pid: self._line(pid, call, seen) for pid in sorted(seen.uses_of)}
         self._lines = lines
@@ -163,32 +156,11 @@ class Roster:
             gpus=_named_uses(uses, call.ids),
             held_bytes=held_bytes,
             agent=agent,
-            ways=self._ways_of(facts, agent, uses, call),
             note="; ".join(note for note in (_note(facts, uses), command_note) if note is not None) or None,
         )
         if line is not None and line.record == record:
             record = line.record
         return _Line(uses, facts, command, command_note, user, agent, held_bytes, record)
-
-    def _ways_of(
-        self, facts: ProcessFacts, agent: AgentInfo | None, uses: list[ProcessUse], call: RollCall
-    ) -> tuple[Way, ...]:
-        """The ways of a process. Most processes of a node are alike in this, so each kind is judged once."""
-        candidate = Candidate(
-            visible=facts.presence is Presence.VISIBLE,
-            uid=facts.uid,
-            agent=None if agent is None else f"{agent.name} {agent.version}".rstrip(),
-            uses=tuple((use.gpu, use.kind) for use in _named_uses(uses, call.ids)),
-            on_cpu=agent is not None and agent.on_cpu,
-            supervised=agent is not None and agent.supervised,
-            kept=agent is not None and agent.kept,
-        )
-        ways = self._ways.get(candidate)
-        if ways is None:
-            if len(self._ways) >= MOST_KINDS:
-                self._ways.clear()
-            ways = self._ways[candidate] = ways_of(candidate, call.ground)
-        return ways
 
     def close(self) -> None:
         """Give the table's descriptors back."""

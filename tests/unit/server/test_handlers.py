@@ -10,11 +10,13 @@ from typing import cast
 
 import pytest
 
+from hegmd.migration.model import PoolRoom
 from hegmd.operations.image_requests import Checkpoints
 from hegmd.operations.operations import Operations
 from hegmd.operations.orphans import Strays
 from hegmd.operations.restart_requests import Restarts
 from hegmd.operations.sequences import Sequences
+from hegmd.operations.survey import Lookout
 from hegmd.protocol.messages import ConfigReply, Limits, Processes, ProcessesReply, ReloadReply, Request
 from hegmd.protocol.record import Record
 from hegmd.server.auth import Peer, Policy
@@ -23,7 +25,8 @@ from hegmd.server.session import Call, Session, SessionLimits
 from hegmd.system.descriptors import Descriptors
 from hegmd.system.stream import PeerStream
 from hegmd.telemetry.metrics import Counters
-from hegmd.workers.workers import Workers
+from hegmd.workers.supervisors import Supervisors
+from hegmd.workers.workers import Worker, Workers
 from tests.unit.doubles import Provider, gpu, use
 from tests.unit.node.inventory.rig import Node, node_of
 
@@ -45,6 +48,21 @@ async def _no_metrics() -> str:
     return ""
 
 
+async def _uncounted(_worker: Worker, _within_s: float) -> None:
+    raise AssertionError
+
+
+def _lookout_of(node: Node) -> Lookout:
+    return Lookout(
+        node.inventory,
+        Workers(),
+        lambda: PoolRoom(budget_bytes=0, free_bytes=0),
+        count=_uncounted,
+        running=tuple,
+        supervisors=Supervisors(lambda _: None),
+    )
+
+
 def handlers_of(node: Node) -> Handlers:
     services = Services(
         policy=Policy(daemon_uid=0),
@@ -52,6 +70,7 @@ def handlers_of(node: Node) -> Handlers:
         events=node.events,
         workers=Workers(),
         operations=cast(Operations, None),  # nothing is moved here
+        ways=_lookout_of(node).ways,
         sequences=cast(Sequences, None),
         checkpoints=cast(Checkpoints, None),
         strays=Strays([], node.events),
@@ -95,3 +114,12 @@ async def test_a_request_that_names_very_many_pids_does_not_hold_up_the_loop(str
             assert isinstance(reply, ProcessesReply)
             assert [process.pid for process in reply.processes] == [1]
             assert took_s < 0.3
+
+
+async def test_each_process_is_answered_with_the_ways_of_moving_it(stream: PeerStream) -> None:
+    async with node_of(Provider(gpu(0), gpu(1), uses=[use(os.getpid())])) as node:
+        request = Processes()
+        reply = await handlers_of(node).processes(call_of(stream, request), request)
+        (process,) = reply.processes
+        assert [way.way for way in process.ways] == ["agent", "driver", "criu", "restart"]
+        assert "no agent" in process.ways[0].reason

@@ -11,7 +11,6 @@ import anyio
 
 from hegmd.node.devices.base import DeviceProvider
 from hegmd.node.inventory import Inventory, NodeSnapshot
-from hegmd.node.migration_options import NodeMeans
 from hegmd.node.processes.table import ProcessTable
 from hegmd.protocol.snapshots import AgentInfo, Event, GpuProcess, Vendor
 from hegmd.telemetry.events import EventLog
@@ -39,7 +38,6 @@ class Node:
             query_deadline_s=deadline_s,
             events=self.events,
             table=table or ProcessTable(),
-            means=lambda: NodeMeans(uid=0),
             agents=lambda: self.agents,
             held=lambda: self.held,
             monotonic=self.clock,

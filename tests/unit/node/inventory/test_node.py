@@ -11,7 +11,6 @@ from anyio import wait_all_tasks_blocked
 
 from hegmd.node.devices.base import DeviceAbsent, DeviceProvider, VendorSnapshot
 from hegmd.node.inventory import Inventory, NodeSnapshot
-from hegmd.node.migration_options import NodeMeans
 from hegmd.node.processes.lookups import NOTE_STUCK, Lookups
 from hegmd.node.processes.roll import NOTE_NOT_LOOKED_AT
 from hegmd.node.processes.table import ProcessTable
@@ -53,7 +52,6 @@ async def test_a_process_is_joined_with_what_the_node_knows_of_it() -> None:
         assert [(held.gpu, held.vram_bytes) for held in process.gpus] == [("gpu1", 1 << 30)]
         assert (process.agent, process.held_bytes) == (AgentInfo(name="hegm-agent", version="1"), 4096)
         assert process.command is not None
-        assert process.ways
 
 
 async def test_the_first_look_is_one_event_and_no_flood() -> None:
@@ -64,9 +62,7 @@ async def test_the_first_look_is_one_event_and_no_flood() -> None:
 
 
 async def test_vendors_that_are_switched_off_are_said_to_be() -> None:
-    inventory = Inventory(
-        [], query_deadline_s=1, events=EventLog(), table=ProcessTable(), means=lambda: NodeMeans(uid=0), off=["amd"]
-    )
+    inventory = Inventory([], query_deadline_s=1, events=EventLog(), table=ProcessTable(), off=["amd"])
     async with inventory:
         found = await inventory.refresh()
     assert [(vendor.vendor, vendor.state) for vendor in found.vendors] == [("amd", "off")]
@@ -191,9 +187,7 @@ async def test_the_background_keeps_up_and_is_ready_after_the_first_look() -> No
 
     provider.answer = answer
     events = EventLog()
-    inventory = Inventory(
-        [provider], query_deadline_s=LONG_S, events=events, table=ProcessTable(), means=lambda: NodeMeans(uid=0)
-    )
+    inventory = Inventory([provider], query_deadline_s=LONG_S, events=events, table=ProcessTable())
     async with inventory, anyio.create_task_group() as tasks:
         await tasks.start(inventory.run, 3600.0)
         assert inventory.latest is not None

@@ -136,7 +136,6 @@ import threading, anyio
 from hegmd.telemetry.events import EventLog
 from hegmd.node.inventory import Inventory
 from hegmd.node.processes import ProcessTable
-from hegmd.node.migration_options import NodeMeans
 
 class Hanging:
     vendor = "nvidia"
@@ -146,8 +145,7 @@ class Hanging:
 
 async def main():
     events = EventLog()
-    async with Inventory([Hanging()], query_deadline_s=0.05, events=events, table=ProcessTable(),
-                         means=lambda: NodeMeans(uid=0)) as inventory:
+    async with Inventory([Hanging()], query_deadline_s=0.05, events=events, table=ProcessTable()) as inventory:
         print((await inventory.refresh()).vendors[0].state)
 
 anyio.run(main)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import pwd
 from collections.abc import Iterator
@@ -12,18 +11,13 @@ from dataclasses import replace
 import pytest
 
 from hegmd.node.devices.base import ProcessUse
-from hegmd.node.migration_options import Candidate, GpuTraits, Ground, NodeMeans
 from hegmd.node.processes.lookups import NOTE_UNREAD
 from hegmd.node.processes.procfs import read_command
-from hegmd.node.processes.roll import MOST_KINDS, NOTE_NOT_LOOKED_AT, Roll, RollCall, Roster, stand_in
+from hegmd.node.processes.roll import NOTE_NOT_LOOKED_AT, Roll, RollCall, Roster, stand_in
 from hegmd.node.processes.table import NOTE_ENDED, NOTE_HELD, NOTE_NO_PID, ProcessTable
 from hegmd.protocol.snapshots import AgentInfo, GpuProcess, GpuUse
-from tests.unit.node.processes.pretended_proc import Start
 
 ME = os.getpid()
-GROUND = Ground(
-    gpus=(GpuTraits(id="gpu0", vendor="simulated"), GpuTraits(id="gpu1", vendor="simulated")), means=NodeMeans(uid=0)
-)
 
 
 def use(pid: int, gpu: str = "GPU-a", vram_bytes: int | None = 1 << 30, kind: str = "compute") -> ProcessUse:
@@ -36,7 +30,6 @@ CALL = RollCall(
     unproven=frozenset(),
     agents={},
     held_bytes={},
-    ground=GROUND,
 )
 
 
@@ -66,8 +59,6 @@ def test_a_process_with_all_that_is_known_of_it(roster: Roster) -> None:
     assert process.gpus == (GpuUse(gpu="gpu0", vram_bytes=1 << 30, kind="compute"),)
     assert process.command == read_command("/proc", ME)
     assert process.user == pwd.getpwuid(os.getuid()).pw_name
-    assert [way.way for way in process.ways] == ["agent", "driver", "criu", "restart"]
-    assert process.ways[0].possible
     assert process.note is None
 
 
@@ -86,7 +77,6 @@ def test_nothing_new_makes_the_same_objects(roster: Roster) -> None:
         {"agents": {ME: AgentInfo(name="hegm-agent", version="1")}},
         {"held_bytes": {ME: 1}},
         {"ids": {"GPU-a": "gpu7"}},
-        {"ground": replace(GROUND, means=NodeMeans(uid=5, criu_path="/usr/sbin/criu"))},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -128,7 +118,6 @@ def test_a_pid_without_a_process_is_listed_with_nothing_but_the_reason(roster: R
     process = only(call_roll(roster, replace(CALL, uses=(use(0),))))
     assert (process.start_ticks, process.uid, process.name, process.command) == (None, None, None, None)
     assert process.note == NOTE_NO_PID
-    assert not any(way.possible for way in process.ways)
 
 
 def test_an_ended_process_is_listed_while_the_driver_does_and_marked() -> None:
@@ -150,11 +139,6 @@ def test_processes_that_left_are_not_in_the_roll(roster: Roster) -> None:
     assert call_roll(roster, replace(CALL, uses=())) == Roll()
 
 
-def test_most_processes_are_alike_and_judged_once(roster: Roster, start: Start) -> None:
-    roll = call_roll(roster, replace(CALL, uses=(use(ME), use(start().pid))))
-    assert roll.processes[0].ways is roll.processes[1].ways
-
-
 def test_the_stand_in_keeps_what_was_known_and_names_what_was_not(roster: Roster) -> None:
     before = call_roll(roster, CALL)
     parent = os.getppid()
@@ -166,13 +150,3 @@ def test_the_stand_in_keeps_what_was_known_and_names_what_was_not(roster: Roster
         pid=parent, gpus=(GpuUse(gpu="gpu0", vram_bytes=1 << 30),), note=NOTE_NOT_LOOKED_AT
     )
     assert stand_in(replace(CALL, uses=()), before) == Roll(departed=frozenset({ME}))
-
-
-def test_an_agent_that_calls_itself_something_else_each_time_does_not_fill_the_memory(roster: Roster) -> None:
-    """The ways of every name that it ever had were kept, as long as the GPUs of the node stayed the same."""
-    for number in range(2 * MOST_KINDS):
-        agents = {ME: AgentInfo(name=f"agent-{number}", version="1")}
-        call_roll(roster, replace(CALL, agents=agents), look_up=False)
-    # By type, and not by isinstance, which asks every object in the process for its class: some of torch's then warn.
-    kept = [one for one in gc.get_objects() if type(one) is Candidate and (one.agent or "").startswith("agent-")]
-    assert 0 < len(kept) <= MOST_KINDS
