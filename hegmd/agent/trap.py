@@ -62,6 +62,8 @@ def is_ours(frame: FrameType) -> bool:
 
 
 def _may_stop_in(code: CodeType) -> bool:
+    if code.co_filename.startswith(OURS):
+        return False
     within = library_path(code.co_filename)
     return within is None or (within, code.co_name) in _CALLERS
 
@@ -83,6 +85,7 @@ class Trap:
         self._spared: frozenset[int] = frozenset()
         self._hook: _Monitoring | _Tracing | None = None
         self._is_set = False
+        self._pid = 0
 
     def set(self, spared: frozenset[int]) -> frozenset[int]:
         """Catch every thread but those and the agent's; the threads that run no more Python of the script's.
@@ -90,6 +93,7 @@ class Trap:
         May be called again, for threads that have begun since then.
         """
         self._spared = spared | {get_ident()}
+        self._pid = os.getpid()
         hook = self._begun()
         if hook is None:
             return frozenset()
@@ -120,6 +124,8 @@ class Trap:
 
     def _caught(self, frame: FrameType) -> None:
         if not self._is_set or get_ident() in self._spared or not _may_stop_in(frame.f_code):
+            return
+        if os.getpid() != self._pid:  # a forked child, which no agent lets run again
             return
         if not _has_lock(frame) and not is_ours(frame):
             self._stop()

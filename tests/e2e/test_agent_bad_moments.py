@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -87,22 +88,22 @@ def test_a_script_that_forks_while_it_is_asked_goes_on_and_so_do_its_children(
 
 
 FORKED_WHILE_PARKED = """
-import os, signal, subprocess, sys, threading, hegm
-signal.signal(signal.SIGUSR1, lambda *_: os._exit(12))
+import os, signal, socketserver, sys, threading, hegm
 
-def fork_when_told():
-    subprocess.run(["cat", sys.argv[1]], stdout=subprocess.DEVNULL)
-    child = os.fork()
-    if child == 0:
+class Handler(socketserver.BaseRequestHandler):
+    def handle(self):
+        signal.signal(signal.SIGUSR1, lambda *_: (self.request.send(b"12"), os._exit(12)))
         hegm.boundary()
         os.kill(os.getpid(), signal.SIGUSR1)
         while True:
             pass
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    subprocess.run(["tee", sys.argv[2]], input=str(status).encode(), stdout=subprocess.DEVNULL)
 
-threading.Thread(target=fork_when_told).start()
-while not os.path.exists(sys.argv[3]):
+class Server(socketserver.ForkingMixIn, socketserver.UnixStreamServer):
+    pass
+
+server = Server(sys.argv[1], Handler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+while not os.path.exists(sys.argv[2]):
     hegm.boundary()
 """
 
@@ -110,13 +111,21 @@ while not os.path.exists(sys.argv[3]):
 def test_a_signal_to_a_child_that_was_forked_while_parked_brought_its_parent_back(
     socket_path: Path, tmp_path: Path
 ) -> None:
-    """The child had inherited the descriptor that tells the agent of signals."""
-    words, tell, told, stop = _script_with_fifos(tmp_path, FORKED_WHILE_PARKED)
+    """The child had inherited the descriptor that tells the agent of signals.
+
+    A server of the standard library forks it, because the agent stops the script's own threads while it is parked. The
+    child is not stopped.
+    """
+    script, served, stop = tmp_path / "script.py", tmp_path / "s", tmp_path / "stop"
+    script.write_text(FORKED_WHILE_PARKED)
+    words = [str(script), str(served), str(stop)]
     with ScriptedDaemon(socket_path) as daemon, Training(words, socket_path) as training:
         agent = daemon.attended()
         agent.done("park", limit_s=20)
-        tell.write_text("fork")
-        assert told.read_text() == "12"
+        with socket.socket(socket.AF_UNIX) as asking:
+            asking.settimeout(HANG_S)
+            asking.connect(str(served))
+            assert asking.recv(2) == b"12"
         assert agent.done("survey").parked
         agent.done("withdraw")
         stop.touch()
@@ -143,16 +152,18 @@ while not os.path.exists(stop):
 """
 
 
-def test_what_is_raised_in_a_parked_thread_is_caught_where_it_would_be(socket_path: Path, tmp_path: Path) -> None:
-    """Watchdogs raise in other threads. It comes when the thread goes on, out of the call at the boundary."""
+def test_what_a_watchdog_raises_in_the_training_thread_is_caught_where_it_would_be(
+    socket_path: Path, tmp_path: Path
+) -> None:
+    """The watchdog wakes while the training is parked, is stopped there, and raises when the training runs again."""
     words, tell, told, stop = _script_with_fifos(tmp_path, RAISES)
     with ScriptedDaemon(socket_path) as daemon, Training(words, socket_path) as training:
         agent = daemon.attended()
         agent.done("park", limit_s=20)
         tell.write_text("raise")
-        assert told.read_text() == "done"
         assert agent.done("survey").parked
         agent.done("release", limit_s=20)
+        assert told.read_text() == "done"
         agent.done("park", limit_s=20)  # its gate is as it was
         agent.done("release", limit_s=20)
         stop.touch()
@@ -176,13 +187,17 @@ while not os.path.exists(stop):
 """
 
 
-def test_a_process_that_becomes_another_program_while_parked_says_hello_anew(socket_path: Path, tmp_path: Path) -> None:
-    """Its signals are as they were before, though the thread that waited had held them back."""
+def test_a_process_that_becomes_another_program_as_it_is_released_says_hello_anew(
+    socket_path: Path, tmp_path: Path
+) -> None:
+    """The thread that starts the program wakes while the training is parked. Signals are as they were before."""
     words, tell, _, stop = _script_with_fifos(tmp_path, EXECS)
     with ScriptedDaemon(socket_path) as daemon, Training(words, socket_path) as training:
         first = daemon.attended()
         first.done("park", limit_s=20)
         tell.write_text("exec")
+        assert first.done("survey").parked
+        first.send("release", limit_s=20)  # its answer may come too late: the thread runs at once
         first.wait_until_gone()
         second = daemon.attended()
         assert first.said is not None
