@@ -12,8 +12,8 @@ from typing import Any
 from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.images.criu.needs import Needs
 from hegmd.memory.sizes import storages_in
-from hegmd.migration.machine.next_effects import SUSPENDED
-from hegmd.migration.machine.operation import RESTORE, Operation
+from hegmd.migration.machine.next_effects import SUSPENDED, UNDONE
+from hegmd.migration.machine.operation import RESTORE, Failure, Operation
 from hegmd.migration.machine.operation import Worker as Member
 from hegmd.migration.model import AgentSurvey, Candidate, GpuRoom
 from hegmd.node.processes.process_tree import Tree
@@ -186,6 +186,18 @@ def revived(
         owner_uid=_owner(manifest),
         created_utc=utc,
     )
+
+
+def unrevived(manifest: Manifest, op_id: str, failure: Failure, utc: float) -> Operation:
+    """The operation of a restore that failed before the job was back: over, with none of its processes there."""
+    op = revived(manifest, op_id, {}, (), utc)
+    gone = {"gone": True, "out": False, "asked": False, "parked": False, "unsure": False, "recount": False}
+    return op.replace(phase=UNDONE, failure=failure, workers=tuple([one.replace(**gone) for one in op.workers]))
+
+
+def is_unrevived(op: Operation) -> bool:
+    """Whether it is such a one: it has taken no event, so what its restore has left is no operation's."""
+    return op.kind == RESTORE and op.phase == UNDONE and op.seq == 0
 
 
 def _gpus_then(told: object) -> tuple[str, ...]:

@@ -161,11 +161,22 @@ class Rates(Record):
     image_in_s: float = field("a restore of processes, with next to nothing to read", default=1.5)
 
 
+class Unreachable(Record):
+    """A process that a driver lists and that cannot be moved, because it has ended or cannot be seen."""
+
+    pid: int = field("process id, by the driver's word")
+    gpus: tuple[str, ...] = field("the GPUs on which the driver lists it")
+    vram_bytes: int | None = field("what it holds there by the driver's word; nil if that is not known", default=None)
+    ended: bool = field("whether it has ended", default=False)
+    why: str = field("why it cannot be seen", default="")
+
+
 class Snapshot(Record):
     """The node at one moment, as far as moving goes."""
 
     gpus: tuple[GpuRoom, ...] = field("all of them")
     candidates: tuple[Candidate, ...] = field("the processes on them, and the ranks of their jobs that are on none yet")
+    unreachable: tuple[Unreachable, ...] = field("the processes on them that are no candidates", default=())
     beginning: tuple[int, ...] = field("of those that were named, who has not come to a first batch yet", default=())
     pool: PoolRoom = field("the pool")
     running: tuple[Operation, ...] = field("operations that are not over", default=())

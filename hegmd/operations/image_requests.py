@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
 import anyio
 
-from hegmd.errors import BAD_REQUEST, DENIED, NOT_FOUND, REFUSED, TIMEOUT, HegmError
+from hegmd.errors import BAD_REQUEST, CANCELLED, DENIED, INTERNAL, NOT_FOUND, REFUSED, TIMEOUT, HegmError
 from hegmd.images.dump_job import Handoff, Looked
 from hegmd.images.files.catalogue import size_of
 from hegmd.images.files.open_image import Image
-from hegmd.images.manifests import needs_in
+from hegmd.images.manifests import needs_in, unrevived
 from hegmd.images.output_redirection import led_elsewhere, lost_streams, named_streams
 from hegmd.images.restore_checks import Grown
 from hegmd.images.restore_job import Reviving
 from hegmd.migration.machine.next_effects import SUSPENDED
-from hegmd.migration.machine.operation import CHECKPOINT, RESUME, Operation
+from hegmd.migration.machine.operation import CHECKPOINT, RESUME, Failure, Operation
 from hegmd.migration.machine.operation import Handoff as Wish
 from hegmd.migration.model import Plan, Request, Snapshot
 from hegmd.migration.plan.estimate import from_image, with_image
@@ -181,7 +182,7 @@ class Checkpoints:
         runner = self._operations.runner
         manifest = image.manifest
         outlets = led_elsewhere(needs_in(manifest).outlets, streams)
-        began = anyio.current_time()
+        began, began_utc = anyio.current_time(), time.time()
         op_id = runner.reserve_id()
         op: Operation | None = None
         size_bytes = sum(file.size_bytes for file in manifest.byte_files)
@@ -189,14 +190,17 @@ class Checkpoints:
             async with reading(op_id, size_bytes, asked.emit) as on_progress:
                 op = await self._reviving.bring_back(image, op_id, rights, on_progress, outlets)
             await runner.begin(op)
+        except BaseException as error:
+            with anyio.CancelScope(shield=True):
+                if op is not None:
+                    await self._reviving.undo(manifest, op_id)
+                await runner.remember(unrevived(manifest, op_id, _failure(error, image.path), began_utc))
+            raise
+        try:  # from here on the operation has the job, whatever becomes of the request
             with suppress(HegmError):  # whoever has gone meanwhile is told nothing
                 await asked.emit(OperationProgress(id=op_id, phase=SUSPENDED))
-        except BaseException:
-            if op is not None:
-                with anyio.CancelScope(shield=True):
-                    await self._reviving.undo(manifest, op_id)
-            raise
-        await self._reviving.settled(manifest, op_id)
+        finally:
+            await self._reviving.settled(manifest, op_id)
         self._paces.note_image(IN, size_of(manifest), anyio.current_time() - began)
         return op
 
@@ -228,6 +232,17 @@ def planned_handoff(op: Operation) -> Plan:
         lockstep=op.lockstep,
         steps=("write process and bytes",),
     )
+
+
+def _failure(error: BaseException, path: str) -> Failure:
+    """Why a restore has failed; its image is as it was."""
+    if isinstance(error, HegmError):
+        return Failure(code=error.code.name, message=error.message, hint=error.hint)
+    if isinstance(error, anyio.get_cancelled_exc_class()):
+        hint = "restore it again; with a longer --timeout if that was the limit"
+        return Failure(code=CANCELLED.name, message=f"it was stopped before the job was back from {path}", hint=hint)
+    hint = "the log of hegmd has the traceback"
+    return Failure(code=INTERNAL.name, message=f"the restore has failed: {type(error).__name__}", hint=hint)
 
 
 @asynccontextmanager

@@ -34,6 +34,7 @@ from hegmd.migration.model import Candidate, Plan, Request, Snapshot
 from hegmd.migration.plan.planner import planned, planned_resume
 from hegmd.migration.run.runner import Runner
 from hegmd.node.inventory import Inventory, NodeSnapshot
+from hegmd.node.processes.roll import has_ended
 from hegmd.operations.orphaned_memory import FoundBytes
 from hegmd.operations.orphans import ByDriver, StandingStrays
 from hegmd.operations.request_context import (
@@ -411,7 +412,9 @@ class Operations:
         restart.
         """
         latest = self._inventory.latest
-        owners = {process.pid: process.uid for process in latest.processes} if latest is not None else {}
+        # One that has ended has no owner, and nothing can be done to it.
+        listed = latest.processes if latest is not None else ()
+        owners = {process.pid: process.uid for process in listed if not has_ended(process)}
         for pid in pids:
             worker = self._workers.find(pid)
             if worker is not None:

@@ -26,6 +26,7 @@ from hegmd.images.dump_job import Handoff
 from hegmd.images.dump_records import StandingNotes
 from hegmd.images.files.images import Images
 from hegmd.images.hegm_lock_files import LockFiles
+from hegmd.images.manifests import is_unrevived
 from hegmd.images.rendezvous import MeetingPlaces
 from hegmd.images.restore_job import Reviving
 from hegmd.images.restore_records import HalfRevived
@@ -337,7 +338,7 @@ class Moving:
         self.pool.enter(findings.pieces, self._owned)
         begun = self.runner.operations()
         taken = {(member.pid, member.start_ticks) for op in begun for member in op.workers}
-        await self._half_revived.clear({op.id for op in begun}, taken, self.pool)
+        await self._half_revived.clear({op.id for op in begun if not is_unrevived(op)}, taken, self.pool)
         self._distrusted.found = findings.distrusted
         self.strays.tell()
         for member, gpu, size_bytes in rooms_to_restore(self.runner.operations()):

@@ -19,10 +19,11 @@ from hegmd.errors import NOT_FOUND, HegmError
 from hegmd.memory.pool import read_available_bytes
 from hegmd.migration.machine.operation import Operation, Respawn
 from hegmd.migration.methods.progress_probe import is_stopped
-from hegmd.migration.model import AgentSurvey, Candidate, GpuRoom, PoolRoom, Rates, Snapshot, Surroundings
+from hegmd.migration.model import AgentSurvey, Candidate, GpuRoom, PoolRoom, Rates, Snapshot, Surroundings, Unreachable
 from hegmd.migration.plan.migration_options import ways_of
 from hegmd.node.criu_program import usable_path
 from hegmd.node.inventory import Inventory, NodeSnapshot
+from hegmd.node.processes.roll import has_ended
 from hegmd.node.processes.surroundings import nearest_ancestor, parent_of, read_outside
 from hegmd.protocol.snapshots import Gpu, GpuProcess, Way
 from hegmd.system.threads import Looks, run_detached
@@ -138,6 +139,7 @@ class Lookout:
         return Snapshot(
             gpus=tuple(_room(gpu, node.gpus) for gpu in node.gpus),
             candidates=candidates,
+            unreachable=tuple(_unreachable(node)),
             beginning=tuple(pid for pid in pids if self._begins(pid)),
             pool=pool,
             running=running,
@@ -410,6 +412,18 @@ def _with(candidate: Candidate, found: Mapping[int, tuple[int | None, Surroundin
         return candidate
     parent, around = found[candidate.pid]
     return candidate.replace(parent=parent, around=around)
+
+
+def _unreachable(node: NodeSnapshot) -> Iterator[Unreachable]:
+    for process in node.processes:
+        if process.start_ticks is None and process.gpus:
+            yield Unreachable(
+                pid=process.pid,
+                gpus=tuple([use.gpu for use in process.gpus]),
+                vram_bytes=_sum([use.vram_bytes for use in process.gpus]),
+                ended=has_ended(process),
+                why=process.note or "it cannot be seen",
+            )
 
 
 def _room(gpu: Gpu, gpus: Sequence[Gpu]) -> GpuRoom:

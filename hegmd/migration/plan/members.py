@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hegmd.errors import BUSY, NOT_FOUND, REFUSED
+from hegmd.errors import BUSY, NOT_FOUND, REFUSED, Code
 from hegmd.migration.machine.describe import in_hand
 from hegmd.migration.machine.machine import HOLDING
 from hegmd.migration.machine.next_effects import SUSPENDED
 from hegmd.migration.machine.operation import CHECKPOINT, QUIESCE, RESTART
-from hegmd.migration.machine.wording import listed, otherwise
-from hegmd.migration.model import Candidate, Snapshot
+from hegmd.migration.machine.wording import gigabytes, listed, otherwise
+from hegmd.migration.model import Candidate, Snapshot, Unreachable
 from hegmd.migration.plan.draft import Draft, candidate_of
 
 NVIDIA = "nvidia"
@@ -51,6 +51,10 @@ def members_named(draft: Draft) -> Iterator[Candidate]:
                 pid=pid,
             )
             continue
+        unreachable = next((one for one in draft.snapshot.unreachable if one.pid == pid), None)
+        if candidate is None and unreachable is not None:
+            draft.against(*_against_unreachable(unreachable), pid=pid)
+            continue
         if candidate is None:
             draft.against(NOT_FOUND, f"process {pid} is on no GPU", "see who is with: hegmctl ps", pid=pid)
             continue
@@ -58,6 +62,17 @@ def members_named(draft: Draft) -> Iterator[Candidate]:
             if member.pid not in seen:
                 seen.add(member.pid)
                 yield member
+
+
+def _against_unreachable(process: Unreachable) -> tuple[Code, str, str]:
+    """Why a process that the driver lists, and that is no candidate, cannot be moved."""
+    held = "" if process.vram_bytes is None else f" with {gigabytes(process.vram_bytes)}"
+    where = f"on {listed(process.gpus)}{held}"
+    if process.ended:
+        hint = "wait until the driver frees it; if it never does, see what has its GPU open: fuser -v /dev/nvidia*"
+        return NOT_FOUND, f"process {process.pid} has ended; the driver still lists it {where}", hint
+    hint = "run hegmd as root, in the node's own pid namespace; see hegmctl ps"
+    return REFUSED, f"process {process.pid} is {where}, and cannot be moved: {process.why}", hint
 
 
 def _is_same_job(one: Candidate, other: Candidate) -> bool:

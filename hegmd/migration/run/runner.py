@@ -7,6 +7,7 @@ with the clock and the followers. After a restart every operation that is not ov
 An effect that the machine no longer waits for is dropped if it may be cut; one that has to end goes on, and its ending
 is known by its number to mean nothing. When the journal cannot be written, operations stand still where they are until
 it can: nothing is done that is not on disk.
+Longer than 400 lines because all that reads or changes the operations under way is here.
 """
 
 from __future__ import annotations
@@ -166,6 +167,17 @@ class Runner:
         message = f"operation {op.id}: {op.kind} of {pids}{' by restart' if way == RESTART else ''}"
         self._log.record("operation.began", "info", message, facts={"id": op.id, "way": way})
         self._start(running, events.Begin(cause="request"))
+
+    async def remember(self, op: Operation) -> None:
+        """Put an operation into the journal that failed before it could begin. Raises nothing."""
+        utc = self._utc()
+        history = History(op).after(op, records.Line(utc=utc, event="", phase=op.phase))
+        try:
+            await self._ledger.enter(history, records.opening(op, utc))
+        except HegmError as error:
+            logger.warning("operation %s failed and is not remembered: %s; %s", op.id, error.message, error.hint)
+            return
+        self._tell_end(op)
 
     async def ask(self, op_id: str, event: Event) -> None:
         """Have an operation take an event. Raises Refused when it cannot be granted, and NOT_FOUND."""
@@ -374,20 +386,24 @@ class Runner:
         op = running.op
         del self._running[op.id]
         self._ended[op.id] = running
-        self.ended_counts[op.kind, way_of(op), op.phase] += 1
         self.over()
         for old in tuple(self._ended)[: -records.REMEMBERED]:
             del self._ended[old]
-        self._ledger.forget_oldest()
         for asking in running.inbox:
             try:
                 handle(op, asking.event, self._clock())
                 asking.settle()
             except HegmError as refusal:
                 asking.settle(refusal)
+        self._tell_end(op)
+        running.progress.tell()
+
+    def _tell_end(self, op: Operation) -> None:
+        """Count it, tell of it, and forget the oldest of those that are over."""
+        self.ended_counts[op.kind, way_of(op), op.phase] += 1
+        self._ledger.forget_oldest()
         severity, why = ("info", "") if op.failure is None else ("warning", f": {op.failure.message}")
         self._log.record(f"operation.{op.phase}", severity, f"operation {op.id}: {op.phase}{why}", facts={"id": op.id})
-        running.progress.tell()
 
 
 def _news_event(news: str, worker: Worker, member: Member) -> Event:

@@ -18,7 +18,7 @@ from hegmd.node.processes.lookups import Lookups, Wanted
 from hegmd.node.processes.table import NOTE_ENDED, NOTE_HELD, Presence, ProcessFacts, ProcessTable
 from hegmd.protocol.snapshots import AgentInfo, GpuProcess, GpuUse
 
-__all__ = ["Roll", "RollCall", "Roster", "Sightings", "stand_in"]
+__all__ = ["Roll", "RollCall", "Roster", "Sightings", "has_ended", "stand_in"]
 
 NOTE_NOT_LOOKED_AT = "/proc was not read in time; ask again"
 
@@ -171,6 +171,11 @@ class Roster:
 def _note(facts: ProcessFacts, uses: Sequence[ProcessUse]) -> str | None:
     """One that is on no GPU is listed by no driver, but for what is held of it."""
     return NOTE_HELD if facts.note == NOTE_ENDED and not uses else facts.note
+
+
+def has_ended(process: GpuProcess) -> bool:
+    """Whether that record is of a process that has ended, and that a driver still lists."""
+    return process.start_ticks is None and NOTE_ENDED in (process.note or "")
 
 
 def stand_in(call: RollCall, before: Roll) -> Roll:

@@ -10,11 +10,14 @@ import pytest
 
 from hegmd.errors import DISCONNECTED, REFUSED, HegmError
 from hegmd.images.criu.needs import Needs
+from hegmd.images.manifests import is_unrevived
 from hegmd.images.restore_checks import Grown
+from hegmd.migration.machine.describe import description
+from hegmd.migration.machine.operation import Failure, Operation
 from hegmd.migration.plan.throughput import Paces
 from hegmd.operations.image_requests import Checkpoints, reading, to_cut_back
 from hegmd.operations.request_context import Asked
-from hegmd.protocol.images import Manifest
+from hegmd.protocol.images import ImageWorker, Manifest
 from hegmd.protocol.operations import OperationProgress, Reason
 from hegmd.system.programs import Rights
 from tests.patience import HANG_S
@@ -79,8 +82,9 @@ class Revived:
         self.done: list[str] = []
         self.runner = SimpleNamespace(reserve_id=lambda: "7", begin=self.begin)
 
-    async def bring_back(self, *_: object) -> None:
+    async def bring_back(self, *_: object) -> object:
         self.done.append("back")
+        return None
 
     async def begin(self, _: object) -> None:
         self.done.append("begun")
@@ -104,3 +108,115 @@ async def test_that_a_job_is_back_is_told_before_what_comes_then_can_fail(*, is_
     checkpoints = Checkpoints(double, double, double, double, Paces())
     await checkpoints._bring_back(image, Rights(0, 0, ()), asked, {})
     assert [step for step in double.done if step != "reading"] == ["back", "begun", "suspended", "settled"]
+
+
+class Failing(Revived):
+    """Fails where it is told to; what is remembered of it is kept."""
+
+    def __init__(self, error: HegmError, *, at_begin: bool) -> None:
+        super().__init__()
+        self.error, self.at_begin = error, at_begin
+        self.runner.remember = self.remember
+        self.remembered: list[Operation] = []
+
+    async def bring_back(self, *_: object) -> object:
+        if not self.at_begin:
+            raise self.error
+        return SimpleNamespace()
+
+    async def begin(self, _: object) -> None:
+        raise self.error
+
+    async def undo(self, *_: object) -> None:
+        self.done.append("undone")
+
+    async def remember(self, op: Operation) -> None:
+        self.remembered.append(op)
+
+
+_IMAGE: Any = SimpleNamespace(
+    path="/images/one",
+    manifest=Manifest(
+        workers=(ImageWorker(pid=7, gpus=(), carrier="worker", size_bytes=5, rest_bytes=0, token="t", bytes=("7",)),),
+        more={"needs": Needs(pids=(7,)).plain()},
+    ),
+)
+
+
+async def _heard(_: OperationProgress) -> None:
+    """Nobody watches."""
+
+
+@pytest.mark.parametrize("at_begin", [False, True])
+async def test_a_restore_that_failed_left_no_row_in_ops(*, at_begin: bool) -> None:
+    """Issue 14, row 12."""
+    error = HegmError(REFUSED, "criu cannot restore process 7", "see its log")
+    double: Any = Failing(error, at_begin=at_begin)
+    checkpoints = Checkpoints(double, double, double, double, Paces())
+    asked = Asked(by="the test", may=lambda _: True, emit=_heard)
+    with pytest.raises(HegmError, match="criu cannot restore"):
+        await checkpoints._bring_back(_IMAGE, Rights(0, 0, ()), asked, {})
+    (op,) = double.remembered
+    assert (op.id, op.kind, op.phase, op.failure) == (
+        "7",
+        "restore",
+        "undone",
+        Failure(code="refused", message="criu cannot restore process 7", hint="see its log"),
+    )
+    assert double.done == (["undone"] if at_begin else [])
+    told = description(op, last_utc=op.created_utc + 3)
+    assert [(process.pid, process.state) for process in told.processes] == [(7, "gone")]
+    assert told.failure is not None
+    assert told.took_s == 3
+    assert is_unrevived(op)
+    assert not is_unrevived(op.replace(seq=1)), "an operation that began has its job, or had it"
+
+
+async def test_a_restore_that_was_stopped_says_so_in_ops() -> None:
+    double: Any = Failing(HegmError(REFUSED, "never raised", "never shown"), at_begin=False)
+    started = anyio.Event()
+
+    async def bring_back(*_: object) -> None:
+        started.set()
+        await anyio.sleep_forever()
+
+    double.bring_back = bring_back
+    checkpoints = Checkpoints(double, double, double, double, Paces())
+    asked = Asked(by="the test", may=lambda _: True, emit=_heard)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(checkpoints._bring_back, _IMAGE, Rights(0, 0, ()), asked, {})
+        await started.wait()
+        tasks.cancel_scope.cancel()
+    (op,) = double.remembered
+    assert op.failure is not None
+    assert (op.failure.code, op.failure.message) == (
+        "cancelled",
+        "it was stopped before the job was back from /images/one",
+    )
+
+
+async def test_a_job_that_was_back_was_ended_because_its_restore_was_cancelled_then() -> None:
+    """Its operation had begun: to undo it took the processes from under that."""
+    double: Any = Failing(HegmError(REFUSED, "never raised", "never shown"), at_begin=False)
+    telling = anyio.Event()
+
+    async def back(*_: object) -> object:
+        return SimpleNamespace()
+
+    async def begin(_: object) -> None:
+        double.done.append("begun")
+
+    async def emit(progress: OperationProgress) -> None:
+        if progress.phase == "suspended":
+            telling.set()
+            await anyio.sleep_forever()
+
+    double.bring_back, double.runner.begin = back, begin
+    checkpoints = Checkpoints(double, double, double, double, Paces())
+    async with anyio.create_task_group() as tasks:
+        asked = Asked(by="the test", may=lambda _: True, emit=emit)
+        tasks.start_soon(checkpoints._bring_back, _IMAGE, Rights(0, 0, ()), asked, {})
+        await telling.wait()
+        tasks.cancel_scope.cancel()
+    assert double.done == ["begun", "settled"]
+    assert double.remembered == []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from typing import cast
@@ -11,6 +13,8 @@ from typing import cast
 import pytest
 
 from hegmd.migration.model import PoolRoom
+from hegmd.node.processes.roll import has_ended
+from hegmd.node.processes.table import NOTE_ENDED
 from hegmd.operations.image_requests import Checkpoints
 from hegmd.operations.operations import Operations
 from hegmd.operations.orphans import Strays
@@ -123,3 +127,19 @@ async def test_each_process_is_answered_with_the_ways_of_moving_it(stream: PeerS
         (process,) = reply.processes
         assert [way.way for way in process.ways] == ["agent", "driver", "criu", "restart"]
         assert "no agent" in process.ways[0].reason
+
+
+def _ended_pid() -> int:
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        return child.pid
+
+
+async def test_a_plan_knows_a_process_that_has_ended_and_is_still_listed() -> None:
+    """Issue 14, row 12: it was no candidate, and so was taken for one on no GPU."""
+    pid = _ended_pid()
+    async with node_of(Provider(gpu(0), gpu(1), uses=[use(pid, 1)])) as node:
+        (process,) = (await node.inventory.refresh()).processes
+        (found,) = (await _lookout_of(node).snapshot([pid])).unreachable
+    assert (found.pid, found.gpus, found.vram_bytes) == (pid, ("gpu1",), 1 << 30)
+    assert found.ended == has_ended(process) == (process.note == NOTE_ENDED)
+    assert found.why == process.note

@@ -8,7 +8,7 @@ import pytest
 
 from hegmd.memory.sizes import whole_size
 from hegmd.migration.machine.operation import CHECKPOINT, MIGRATE, RESTORE, RESUME, SUSPEND, Limits, Operation
-from hegmd.migration.model import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Request, Snapshot
+from hegmd.migration.model import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Request, Snapshot, Unreachable
 from hegmd.migration.plan import throughput as pace
 from hegmd.migration.plan.estimate import from_image, with_image
 from hegmd.migration.plan.planner import planned, planned_resume
@@ -336,3 +336,38 @@ def test_estimates_of_images_follow_what_this_node_took() -> None:
     assert image_s(paces.rates(), OUT, 0) == pytest.approx(3.0, rel=0.01)
     assert image_s(paces.rates(), OUT, 8 * GIB) == pytest.approx(7.0, rel=0.01)
     assert image_s(paces.rates(), IN, 0) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("unreachable", "code", "message", "hint"),
+    [
+        (
+            Unreachable(pid=9, gpus=("gpu4",), vram_bytes=3 << 30, ended=True),
+            "not-found",
+            "process 9 has ended; the driver still lists it on gpu4 with 3.0 GiB",
+            "fuser",
+        ),
+        (
+            Unreachable(pid=9, gpus=("gpu0", "gpu4"), ended=True),
+            "not-found",
+            "process 9 has ended; the driver still lists it on gpu0 and gpu4",
+            "fuser",
+        ),
+        (
+            Unreachable(pid=9, gpus=("gpu4",), vram_bytes=0, why="/proc hides it"),
+            "refused",
+            "process 9 is on gpu4 with 0 bytes, and cannot be moved: /proc hides it",
+            "root",
+        ),
+    ],
+    ids=["ended", "ended-on-two", "hidden"],
+)
+def test_a_process_that_ps_lists_was_said_to_be_on_no_gpu(
+    unreachable: Unreachable, code: str, message: str, hint: str
+) -> None:
+    """Issue 14, row 12: "it is on no GPU; see hegmctl ps", which listed it on gpu4."""
+    for request in (_to("gpu1", 9), Request(kind=SUSPEND, pids=(9,))):
+        found = planned(_snapshot().replace(unreachable=(unreachable,)), request)
+        assert isinstance(found, tuple)
+        assert [(reason.code, reason.message) for reason in found] == [(code, message)]
+        assert hint in found[0].hint

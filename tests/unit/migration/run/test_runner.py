@@ -10,9 +10,12 @@ import anyio
 import pytest
 
 from hegmd.errors import BUSY, CANCELLED, DENIED, NOT_FOUND, REFUSED, HegmError, Refused
+from hegmd.images.manifests import unrevived
 from hegmd.migration.journal import records
 from hegmd.migration.journal.disk import Disk
 from hegmd.migration.journal.file import JournalFile
+from hegmd.migration.machine.operation import Failure
+from hegmd.protocol.images import ImageWorker, Manifest
 from tests.patience import HANG_S
 from tests.unit.moving_node import running, start_ticks
 
@@ -314,3 +317,27 @@ async def test_how_long_a_job_stood_was_forgotten_with_the_daemon(
         assert blackout_s is not None
     async with running(tmp_path) as node:
         assert node.operations.runner.describe(moved.operation.id).blackout_s == blackout_s
+
+
+async def test_a_restore_that_failed_is_remembered_after_the_daemon_was_restarted(tmp_path: Path) -> None:
+    """Issue 14, row 12: a failed restore left no operation, and nothing to ask about it later."""
+    manifest = Manifest(
+        workers=(ImageWorker(pid=7, gpus=(), carrier="worker", size_bytes=5, rest_bytes=0, token="t", bytes=("7",)),)
+    )
+    failure = Failure(code=REFUSED.name, message="criu cannot restore process 7", hint="see its log")
+    async with running(tmp_path) as node:
+        runner = node.operations.runner
+        op_id = runner.reserve_id()
+        await runner.remember(unrevived(manifest, op_id, failure, 5.0))
+        before = runner.describe(op_id)
+        assert (before.kind, before.phase, before.waits) == ("restore", "undone", None)
+        assert runner.under_way() == ()
+        assert runner.ended_counts["restore", "agent", "undone"] == 1
+        assert runner.next_id() != op_id
+    async with running(tmp_path) as node:
+        runner = node.operations.runner
+        assert [op.id for op in runner.operations()] == [op_id]
+        assert runner.describe(op_id) == before
+        assert before.failure is not None
+        assert before.failure.message == "criu cannot restore process 7"
+        assert runner.next_id() != op_id
