@@ -30,16 +30,21 @@ ROOT = Path(__file__).resolve().parents[1]
 AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "migration": (("hegmd/migration/**/*.py",), ("tests/unit/migration", "tests/simulation")),
     "methods": (
-        ("hegmd/migration/methods/**/*.py",),
-        ("tests/unit/methods", "tests/contract/test_driver_*.py", "tests/contract/test_carriers*.py"),
+        ("hegmd/migration/methods/**/*.py", "hegmd/migration/carriers/**/*.py"),
+        (
+            "tests/unit/migration/methods",
+            "tests/unit/migration/carriers",
+            "tests/contract/test_driver_*.py",
+            "tests/contract/test_carriers*.py",
+        ),
     ),
     "agent": (("hegmd/agent/**/*.py",), ("tests/unit/agent", "tests/contract/test_shown.py")),
     "image": (
         ("hegmd/images/files/**/*.py",),
-        ("tests/unit/image", "tests/unit/images/test_dump_job.py", "tests/unit/images/test_restore_job.py"),
+        ("tests/unit/images/files", "tests/unit/images/test_dump_job.py", "tests/unit/images/test_restore_job.py"),
     ),
     "pool": (
-        ("hegmd/memory/pool*.py", "hegmd/spill*.py"),
+        ("hegmd/memory/pool*.py", "hegmd/memory/spill*.py"),
         (
             "tests/unit/memory/test_pool*.py",
             "tests/unit/memory/test_spill_file.py",
