@@ -153,6 +153,15 @@ def test_ranks_stop_at_one_boundary_and_move_as_one(daemon: RunningDaemon, tmp_p
         pid = str(ranks[0].pid)
         moved = job.operation("migrate", pid, "--to", "gpu1")
         assert [(process["gpu"], process["state"]) for process in moved["processes"]] == [("gpu1", "running")] * 2
+        # Issue 14, row 10: the pid that a user has is the launcher's, which was refused as a process on no GPU.
+        launcher, both = job.process.pid, {rank.pid for rank in ranks}
+        assert launcher not in both
+        suspended = job.operation("suspend", str(launcher))
+        assert suspended["phase"] == "suspended"
+        assert {process["pid"] for process in suspended["processes"]} == both
+        resumed = job.operation("resume", str(launcher))
+        assert resumed["phase"] == "done"
+        assert {process["pid"] for process in resumed["processes"]} == both
         assert job.operation("suspend", pid)["phase"] == "suspended"
         assert job.operation("resume", str(ranks[1].pid))["phase"] == "done"
         (tmp_path / "moved.stop").touch()
