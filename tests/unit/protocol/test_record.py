@@ -48,6 +48,7 @@ def test_fields_with_a_default_may_be_missing_and_unknown_ones_are_ignored() -> 
         ({"name": "x", "inner": {}}, "outer.inner.size_bytes: is missing"),
         ({"name": "x", "inner": {"size_bytes": True}}, "outer.inner.size_bytes: an integer"),
         ({"name": "x", "inner": {"size_bytes": 2**64}}, "at most 64 bits"),
+        ({"name": "x", "inner": {"size_bytes": -(2**63) - 1}}, "at most 64 bits"),
         ({"name": "x", "many": {}}, "outer.many: a list"),
         ({"name": "x", "many": [{"size_bytes": 1}, None]}, r"outer.many\[1\]: a map is needed, not nil"),
         ({"name": "x", "named": {"k": "v"}}, "outer.named.k: an integer"),
@@ -57,6 +58,12 @@ def test_fields_with_a_default_may_be_missing_and_unknown_ones_are_ignored() -> 
 def test_what_does_not_fit_is_named_by_its_place(plain: object, where: str) -> None:
     with pytest.raises(BadValue, match=where):
         Outer.from_plain(plain, "outer")
+
+
+@pytest.mark.parametrize("number", [-(2**63), 2**64 - 1])
+def test_the_least_and_the_largest_integer_of_64_bits_are_taken(number: int) -> None:
+    """Issue 14, row 20: no test missed the least one."""
+    assert Inner.from_plain({"size_bytes": number}, "inner").size_bytes == number
 
 
 def test_a_whole_number_is_a_number() -> None:

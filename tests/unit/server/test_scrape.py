@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import logging
+import resource
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -187,6 +188,45 @@ async def test_a_bug_is_an_answer_and_a_traceback_in_the_log_under_the_same_refe
     [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert record.exc_info
     assert record.__dict__["fields"]["error_ref"].encode() in answer
+
+
+class _Heard(logging.Handler):
+    """Tells when the first record has come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record: logging.LogRecord | None = None
+        self.came = anyio.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.record = record
+        self.came.set()
+
+
+async def test_a_node_without_descriptors_is_told_of_and_whoever_waits_is_served_later() -> None:
+    """Issue 14, row 20: no test missed the line in the log."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    heard = _Heard()
+    log = logging.getLogger("hegmd.server.scrape")
+    log.addHandler(heard)
+    try:
+        async with serving() as port:
+            with socket.socket() as waiting:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+                waiting.setblocking(False)
+                waiting.connect_ex(("127.0.0.1", port))
+                await heard.came.wait()
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                await anyio.wait_writable(waiting)
+                waiting.send(GET)
+                await anyio.wait_readable(waiting)
+                assert waiting.recv(15) == b"HTTP/1.1 200 OK"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        log.removeHandler(heard)
+    assert heard.record is not None
+    assert heard.record.levelno == logging.ERROR
+    assert heard.record.getMessage() == "cannot accept connections: Too many open files"
 
 
 async def test_both_loopback_addresses_are_served_and_no_other() -> None:

@@ -93,6 +93,15 @@ def test_where_the_pool_has_room_for_one_it_alone_waits_there() -> None:
     assert "are needed for the 2.0 GiB" in _messages(planned_swap(snapshot.replace(pool=small), 1, 2))[0]
 
 
+def test_room_is_needed_for_the_storages_the_agent_and_the_driver() -> None:
+    """Issue 14, row 20: no test missed a sum of these that was a difference."""
+    moves = PlannedProcess(pid=1, name="", gpu="gpu0", to="gpu1", size_bytes=100, carrier="host")
+    moves = moves.replace(overlap_bytes=30, beside_bytes=7, rest_bytes=2)
+    assert moves.room_bytes == 79
+    assert moves.replace(overlap_bytes=101).room_bytes == 9
+    assert moves.replace(carrier="driver").room_bytes == 9
+
+
 def test_the_drivers_own_share_of_a_gpu_is_free_when_a_process_has_left_it() -> None:
     """It was left out, so a swap on GPUs that are full was refused."""
     leaves = PlannedProcess(pid=1, name="", gpu="gpu0", to=None, size_bytes=4, rest_bytes=3, carrier="host")
