@@ -1,4 +1,8 @@
-"""A training with a thread that ends every thread it does not know, whenever it is told to through a pipe."""
+"""A training with a thread that ends every thread it does not know, whenever it is told to through a pipe.
+
+The agent cannot stop that thread while the training is parked: the thread is traced, as a debugger traces it, and no
+tool of `sys.monitoring` is free.
+"""
 
 import ctypes
 import os
@@ -12,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def end_unknown_threads() -> None:
+    sys.settrace(lambda *_: None)
     selector = selectors.DefaultSelector()  # in which it is at rest, as the agent sees it
     told = os.open(os.environ["HEGM_TEST_TOLD"], os.O_RDWR)
     selector.register(told, selectors.EVENT_READ)
@@ -22,6 +27,9 @@ def end_unknown_threads() -> None:
         print("told", file=sys.stderr, flush=True)
 
 
+if sys.version_info >= (3, 12):
+    for tool in (3, 4):
+        sys.monitoring.use_tool_id(tool, "the script's")
 threading.Thread(target=end_unknown_threads, daemon=True).start()
 torch.manual_seed(9)
 weights = torch.nn.Parameter(torch.randn(4096))
