@@ -44,6 +44,7 @@ from tests.unit.migration.operations import operation, worker
 from tests.unit.moving_node import start_ticks
 
 
+@pytest.mark.thorough
 async def test_bytes_pass_through_video_memory_and_are_in_the_pool_when_the_checkpoint_is_over(moving: Moving) -> None:
     async with moving() as job:
         await job.take_out()

@@ -97,6 +97,7 @@ async def a_job(
         await job.carrier.give(job.subject)
 
 
+@pytest.mark.thorough
 @either
 async def test_a_job_was_stuck_for_ever_whose_storage_lay_in_memory_that_the_driver_had_restored(
     tmp_path: Path,
@@ -112,6 +113,7 @@ async def test_a_job_was_stuck_for_ever_whose_storage_lay_in_memory_that_the_dri
         assert job.agent.copied == [("in", STAYS)], "and the others go by the helper still"
 
 
+@pytest.mark.thorough
 @either
 async def test_a_storage_that_shares_memory_with_what_stays_goes_by_its_process_from_the_start(
     tmp_path: Path,

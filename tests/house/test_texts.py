@@ -138,6 +138,7 @@ def test_each_message_that_is_explained_can_be_seen() -> None:
     assert unknown_messages(quoted) == []
 
 
+@pytest.mark.thorough
 def test_a_message_that_is_gone_would_be_noticed() -> None:
     assert unknown_messages(["the pool may hold …", "no such … words anywhere"]) == ["no such … words anywhere"]
 

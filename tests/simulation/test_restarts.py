@@ -35,6 +35,7 @@ def test_every_promise_is_kept_whatever_happens(first: int) -> None:
         assert life.violation is None, str(life)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", quick_first(RESTARTED_MUTANTS, 2))
 def test_a_bug_that_is_put_in_is_found(name: str) -> None:
     mutant = RESTARTED_MUTANTS[name]

@@ -155,6 +155,7 @@ def test_bytes_of_another_evacuation_are_refused_and_nothing_is_lost(memory: int
     assert tensor.sum() == 49_995_000
 
 
+@pytest.mark.thorough
 def test_a_storage_whose_address_the_script_kept_was_written_to_where_it_had_been() -> None:
     """Issue 14, row 5: after a move a ctypes array over a tensor wrote to the memory that it had had before."""
     by_array, by_number, by_object, in_function = (torch.zeros(1000 + n) for n in range(4))

@@ -149,6 +149,7 @@ def test_a_descriptor_that_cannot_be_written_changes_nothing() -> None:
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, expected, strict=True))
 
 
+@pytest.mark.thorough
 def test_memory_of_mapped_files_and_numpy_stays_while_others_go(room: int, tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     path = tmp_path / "table"

@@ -91,6 +91,7 @@ def test_the_pages_of_hegms_programs_have_all_that_they_take_read_and_answer() -
     assert all(literal(word) in ctrl for word in words)
 
 
+@pytest.mark.thorough
 def test_the_same_sources_give_the_same_pages(tmp_path: Path) -> None:
     for name in ("a", "b"):
         assert _run("man", str(tmp_path / name), SOURCE_DATE_EPOCH="1795219200").returncode == 0
@@ -100,6 +101,7 @@ def test_the_same_sources_give_the_same_pages(tmp_path: Path) -> None:
     assert ".TH HEGMCTL 1 2026-11-21 " in made["hegmctl.1"]
 
 
+@pytest.mark.thorough
 def test_completions_are_written_under_the_names_that_shells_expect(tmp_path: Path) -> None:
     assert _run("completions", str(tmp_path / "deep" / "er")).returncode == 0
     assert {path.name for path in (tmp_path / "deep" / "er").iterdir()} == {"hegmctl.bash", "_hegmctl", "hegmctl.fish"}

@@ -34,6 +34,7 @@ def keep(tmp_path: Path) -> Keep:
 # -- taking and giving -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 async def test_what_is_taken_is_there_and_without_a_name_cannot_be_cut_or_grown(pool: Pool) -> None:
     memory = await pool.take(KEY, 5 * MIB)
     assert memory.size_bytes == whole_size(5 * MIB)

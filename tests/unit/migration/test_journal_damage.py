@@ -33,6 +33,7 @@ def test_every_flipped_bit_in_the_beginning_is_refused(part: int) -> None:
     assert list(flip_bits(BEGINNING, places)) == []
 
 
+@pytest.mark.thorough
 def test_a_flipped_bit_anywhere_is_refused() -> None:
     assert list(flip_bits(DATA, range(len(BEGINNING), len(DATA), 11), bits=[3])) == []
 

@@ -99,6 +99,7 @@ async def attended(node: Node, clock: Clock, shelf: Shelf) -> AsyncIterator[None
         tasks.cancel_scope.cancel()
 
 
+@pytest.mark.thorough
 async def test_one_is_taken_every_so_often_and_the_old_ones_go_after_it(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         clock = Clock(2000.0)

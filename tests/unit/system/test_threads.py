@@ -105,6 +105,7 @@ print("left")
     assert (ended.stdout, ended.stderr, ended.returncode) == ("left\n", "", 0)
 
 
+@pytest.mark.thorough
 async def test_a_file_on_a_dead_disk_kept_whoever_asked_waiting_for_good() -> None:
     """And each time that somebody asked again, one more thread was left behind."""
     answers = threading.Event()

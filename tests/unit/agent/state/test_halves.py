@@ -218,6 +218,7 @@ def test_a_view_at_the_beginning_of_a_buffer_had_the_rest_of_it_begin_anew(halve
     assert_exact(halves["views"])
 
 
+@pytest.mark.thorough
 def test_what_an_object_of_the_scripts_with_a_state_dict_does_not_say_in_it_began_anew(halves: dict[str, Any]) -> None:
     """And a `load_state_dict` that copied large tensors copied them before they were there."""
     assert_exact(halves["speaking"])
@@ -232,9 +233,11 @@ def test_generators_of_classes_defaults_and_partial_functions_began_anew(halves:
     assert_exact(halves["drawing"])
 
 
+@pytest.mark.thorough
 def test_one_tensor_made_in_inference_mode_had_all_tensors_begin_anew(halves: dict[str, Any]) -> None:
     assert_exact(halves["inferring"])
 
 
+@pytest.mark.thorough
 def test_a_tensor_written_by_way_of_its_data_or_of_numpy_began_anew(halves: dict[str, Any]) -> None:
     assert_exact(halves["aside"])

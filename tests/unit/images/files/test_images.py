@@ -245,6 +245,7 @@ async def test_room_is_looked_for_with_the_callers_rights(tmp_path: Path, others
                 await images.require_room(str(path), NOBODY, criu_bytes=1, bytes_of_gpus=1)
 
 
+@pytest.mark.thorough
 async def test_an_image_is_restored_by_one_at_a_time_and_free_again_after(
     tmp_path: Path, memory: tuple[int, bytes]
 ) -> None:

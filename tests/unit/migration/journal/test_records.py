@@ -90,6 +90,7 @@ def test_a_journal_that_is_cut_off_anywhere_is_read_up_to_the_last_whole_record(
         _see_what_is_read_of(book, length)
 
 
+@pytest.mark.thorough
 def test_a_long_journal_that_is_cut_off_is_read_up_to_the_last_whole_record() -> None:
     """At the ends of all its records and beside them, and at a sample of what is between."""
     ends = {end + beside for end, _ in BOOK.ends for beside in (-1, 0, 1)} & set(range(len(BOOK.data)))

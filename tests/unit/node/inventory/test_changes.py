@@ -126,6 +126,7 @@ async def test_an_xid_that_comes_again_is_told_again() -> None:
         assert told == [("gpu0: XID 31", 1), ("gpu0: XID 31", 2), ("gpu0: XID 31", 5)]
 
 
+@pytest.mark.thorough
 async def test_errors_counted_before_a_gpu_was_lost_are_not_told_again_when_it_is_back() -> None:
     bad = Health(state="ok", ecc_uncorrected=3, last_xid=63)
     provider = Provider(gpu(0, health=bad))
