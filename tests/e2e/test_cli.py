@@ -91,6 +91,9 @@ NEEDS_MORE = (
     "images show",
     "images verify",
     "images rm",
+    "hegm enable",
+    "hegm disable",
+    "hegm status",
 )
 
 

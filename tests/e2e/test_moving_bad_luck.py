@@ -89,9 +89,13 @@ from torch.utils.data import DataLoader
 _, tell, stuck_at, *then = sys.argv
 
 def become():
+    sys.settrace(lambda *_: None)  # as a debugger does: the agent does not stop this thread
     subprocess.run(["cat", tell], stdout=subprocess.DEVNULL)
     os.execv(then[0], then)
 
+if sys.version_info >= (3, 12):
+    for tool in (3, 4):
+        sys.monitoring.use_tool_id(tool, "the script's")
 threading.Thread(target=become, daemon=True).start()
 weights = torch.nn.Parameter(torch.randn(10_000))
 optimizer = torch.optim.SGD([weights], lr=1e-3)
