@@ -27,8 +27,7 @@ PAUSE_S = 600.0
 
 
 def main() -> None:
-    """The daemon, as it is installed: the program that `python -m hegmd` is."""
-    start_again_if_useful()
+    """The daemon, as it is installed: the program that `python -m hegmd` is, which starts itself again."""
     run_module("hegmd", run_name="__main__")
 
 

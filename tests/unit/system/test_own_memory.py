@@ -94,3 +94,13 @@ def test_the_process_is_the_same_and_its_children_do_not_inherit_the_choice() ->
     assert first == f"{child.pid} None None"
     assert others in ([], [f"{child.pid} malloc None"])  # none with a C library that gives nothing back
     assert last == "['one', 'two'] None None True"
+
+
+@pytest.mark.parametrize("options", [[], ["-IB"]])
+def test_the_installed_program_started_itself_again_without_end(options: list[str]) -> None:
+    """It made the choice in the installed entry and again in the program, which had dropped it from its environment."""
+    code = "import sys; sys.argv = ['hegmd', '--version']; from hegmd.system.own_memory import main; main()"
+    done = subprocess.run(
+        [sys.executable, *options, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=False
+    )
+    assert (done.returncode, done.stdout.split()[:1], done.stderr) == (0, ["hegmd"], "")
