@@ -11,6 +11,7 @@ Imports nothing large, because `hegmd.__main__` runs it before everything else.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -19,6 +20,7 @@ from runpy import run_module
 
 # Few arenas of the C library: each thread would otherwise have one, and keep what is free in it.
 CHOICES = {"PYTHONMALLOC": "malloc", "MALLOC_ARENA_MAX": "2"}
+PROGRAM = "hegmd"
 _ISOLATED = {"PYTHONSAFEPATH": "1"}
 # So many connections that ended since the last time are a reason to give memory back, and so is so much time.
 CONNECTIONS = 100
@@ -47,6 +49,9 @@ def start_again_if_useful() -> None:
     for name, value in {**CHOICES, **_ISOLATED}.items():
         if os.environ.get(name) == value:
             del os.environ[name]
+    if os.path.basename(sys.argv[0]) == PROGRAM:  # the kernel calls a process that was started again after Python
+        with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
+            comm.write(PROGRAM)
 
 
 def started_again(
