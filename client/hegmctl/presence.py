@@ -51,7 +51,7 @@ def holder(folders: Iterable[str]) -> str | None:
 
 
 def state_folders(path: str, system_socket: str, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Where the daemon of that socket has its state, unless it was configured otherwise."""
+    """Return the default state directory of the daemon at that socket."""
     own = environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     started_by_run = f"{path}.state"
     return ("/var/lib/hegm",) if path == system_socket else (started_by_run, f"{own}/hegm")
