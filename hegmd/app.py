@@ -331,7 +331,7 @@ class App:
             ways=self._moving.operations.ways,
             sequences=self._moving.sequences,
             checkpoints=self._moving.checkpoints,
-            strays=self._moving.strays,
+            orphans=self._moving.orphans,
             restarts=self._moving.restarts,
             simulator=self._simulator,
             limits=Limits(frame_bytes=limits.frame_bytes, requests_in_flight=limits.requests_in_flight),
@@ -368,7 +368,7 @@ class App:
             log_held_back=self._log.held_back,
             audit_lost=self._audit.lost,
             pool_bytes=self._moving.pool.figures(),
-            strays=len(self._moving.strays.all()),
+            orphans=len(self._moving.orphans.all()),
             images_missed=self._moving.periodic.missed,
             operations=self._moving.runner.ended_counts,
         )

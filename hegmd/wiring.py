@@ -16,7 +16,7 @@ from hegmd.config import Config
 from hegmd.errors import HegmError
 from hegmd.memory.descriptor_store import ManagerStore, Store
 from hegmd.memory.keeper.client import KeeperStore
-from hegmd.memory.pool import Keep, Pool
+from hegmd.memory.pool import MemoryKeeping, Pool
 from hegmd.memory.pool_checksums import SumFolder
 from hegmd.memory.pool_places import Place, find_places
 from hegmd.memory.spill_file import SpillFolder
@@ -121,7 +121,9 @@ def _group_id(name: str) -> int | None:
         return None
 
 
-def keep_for(config: Config, state: StateDir, manager: ServiceManager | None, passed: PassedDescriptors) -> Keep:
+def keep_for(
+    config: Config, state: StateDir, manager: ServiceManager | None, passed: PassedDescriptors
+) -> MemoryKeeping:
     """By what the bytes of jobs outlive this daemon; `manager` is None where it keeps no descriptors for us."""
     places: tuple[Place, ...] = ()
     if config.pool.memory == "named":
@@ -138,7 +140,7 @@ def keep_for(config: Config, state: StateDir, manager: ServiceManager | None, pa
     if config.pool.verify == "off":
         sums.drop_all_but(())  # the pieces may be written again meanwhile, and later daemons would compare with these
     spill = SpillFolder(spill_dir, spare_bytes=SPILL_SPARE_BYTES)
-    return Keep(places, store, spill, None if config.pool.verify == "off" else sums)
+    return MemoryKeeping(places, store, spill, None if config.pool.verify == "off" else sums)
 
 
 def moving_for(

@@ -21,7 +21,7 @@ from hegmd.protocol.codec import encode
 from hegmd.protocol.frames import frame
 from hegmd.protocol.record import Record
 
-HELLO = {"v": 1, "id": 1, "op": "hello", "args": {"versions": [1], "name": "vectors"}}
+HELLO = {"v": 1, "id": 1, "op": "hello", "args": {"versions": [2], "name": "vectors"}}
 GPU = s.Gpu(
     id="gpu0",
     index=0,
@@ -56,7 +56,7 @@ CHECK = s.Check(id="nvidia.driver", status="ok", summary="driver 580.159.04")
 OPERATION = o.Operation(
     id="7",
     kind="migrate",
-    phase="undone",
+    phase="rolled-back",
     processes=(o.OperationProcess(pid=4711, gpu="gpu0", to="gpu1", size_bytes=2**30, state="running"),),
     owner_uid=1000,
     created_utc=1_790_000_002.0,
@@ -70,7 +70,7 @@ OPERATION = o.Operation(
 def message_vectors() -> Iterator[dict[str, Any]]:
     """One of each: every request, and replies, events and errors of the kinds that matter."""
     requests: list[m.Request] = [
-        m.Hello(versions=(1,), name="vectors", program_version="1.0"),
+        m.Hello(versions=(2,), name="vectors", program_version="1.0"),
         m.Ping(),
         m.Gpus(),
         m.Processes(pids=(4711,), gpus=("gpu0",)),
@@ -100,14 +100,14 @@ def message_vectors() -> Iterator[dict[str, Any]]:
         m.AgentReport(order=1, result="done", boundary=262, parked=True),
     ]
     for number, request in enumerate(requests, start=1):
-        yield _message(request.op, "caller", {"v": 1, "id": number, "op": request.op, "args": request.to_plain()})
+        yield _message(request.op, "caller", {"v": 2, "id": number, "op": request.op, "args": request.to_plain()})
     answers: list[tuple[str, str, Record]] = [
         ("gpus reply", "ok", m.GpusReply(taken_utc=1_790_000_000.25, gpus=(GPU,), vendors=(VENDOR,))),
         ("processes reply", "ok", m.ProcessesReply(taken_utc=1_790_000_000.0, processes=(PROCESS,), vendors=())),
         ("an event in between", "event", LOST),
         ("a check in between", "event", CHECK),
         ("end of events", "ok", m.EventsReply(next_seq=13)),
-        ("an operation comes on", "event", o.OperationProgress(id=OPERATION.id, phase="evacuating", size_bytes=2**30)),
+        ("an operation comes on", "event", o.OperationProgress(id=OPERATION.id, phase="offloading", size_bytes=2**30)),
         ("an operation that was turned back", "ok", m.OperationReply(operation=OPERATION)),
         ("an order to an agent", "event", m.Order(order=1, do="park", at=262, limit_s=60.0)),
         ("an empty reply", "ok", m.Pong()),
@@ -117,7 +117,7 @@ def message_vectors() -> Iterator[dict[str, Any]]:
     error = m.ErrorInfo(code=NOT_FOUND.name, message="no process 1", hint="hegmctl ps lists them", facts={"pids": [1]})
     yield _message("an error", "daemon", {"id": 9, "err": error.to_plain()})
     yield _message("an error about the connection", "daemon", {"id": None, "err": error.to_plain()})
-    yield _message("with descriptors", "caller", {"v": 1, "id": 2, "op": "ping", "args": {}, "fds": 2})
+    yield _message("with descriptors", "caller", {"v": 2, "id": 2, "op": "ping", "args": {}, "fds": 2})
     yield _message("keys from the future", "daemon", {"id": 2, "ok": {"novel": [1, {"deep": None}]}, "novel": True})
 
 
@@ -162,7 +162,7 @@ def refused_vectors() -> list[dict[str, Any]]:
         _refused("bytes after the map", frame(b"\x80\x80"), "bad-request", closes=True),
         _refused("an extension type", frame(b"\x81\xa1a\xc7\x01\x05\x00"), "bad-request", closes=True),
         _refused("text that is not UTF-8", frame(b"\x81\xa1a\xa1\xff"), "bad-request", closes=True),
-        _refused("no hello", frame(encode({"v": 1, "id": 1, "op": "ping"})), "bad-request", closes=True),
+        _refused("no hello", frame(encode({"v": 2, "id": 1, "op": "ping"})), "bad-request", closes=True),
         _refused("no id", frame(encode({"v": 1, "op": "hello"})), "bad-request", closes=True),
         _refused(
             "no version in common",
@@ -170,19 +170,19 @@ def refused_vectors() -> list[dict[str, Any]]:
             "incompatible",
             closes=True,
         ),
-        _refused("nested too deeply", after({"v": 1, "id": 2, "op": "ping", "args": {"x": deep}}), "bad-request", True),
-        _refused("an unknown operation", after({"v": 1, "id": 2, "op": "no.such"}), "incompatible", closes=False),
+        _refused("nested too deeply", after({"v": 2, "id": 2, "op": "ping", "args": {"x": deep}}), "bad-request", True),
+        _refused("an unknown operation", after({"v": 2, "id": 2, "op": "no.such"}), "incompatible", closes=False),
         _refused("another version", after({"v": 2, "id": 2, "op": "ping"}), "incompatible", closes=False),
         _refused(
             "arguments that do not fit",
-            after({"v": 1, "id": 2, "op": "processes", "args": {"pids": ["one"]}}),
+            after({"v": 2, "id": 2, "op": "processes", "args": {"pids": ["one"]}}),
             "bad-request",
             closes=False,
         ),
         _refused("a second hello", after({**HELLO, "id": 2}), "bad-request", closes=False),
         _refused(
             "a GPU that is not there",
-            after({"v": 1, "id": 2, "op": "processes", "args": {"gpus": ["gpu99"]}}),
+            after({"v": 2, "id": 2, "op": "processes", "args": {"gpus": ["gpu99"]}}),
             "not-found",
             closes=False,
         ),
@@ -204,8 +204,8 @@ def _answered() -> list[dict[str, Any]]:
             "name": "hello tells who the caller is and what the daemon can do",
             "steps": [
                 {"send": HELLO},
-                {"expect": {"id": 1, "ok": {"version": 1, "simulated": True, "capabilities": ["simulate"]}}},
-                {"send": {"v": 1, "id": 2, "op": "ping", "args": {}}},
+                {"expect": {"id": 1, "ok": {"version": 2, "simulated": True, "capabilities": ["simulate"]}}},
+                {"send": {"v": 2, "id": 2, "op": "ping", "args": {}}},
                 {"expect": {"id": 2, "ok": {}}},
             ],
         },
@@ -213,7 +213,7 @@ def _answered() -> list[dict[str, Any]]:
             "name": "unknown keys are ignored",
             "steps": [
                 {"send": {**HELLO, "novel": 1, "args": {"versions": [1, 7], "name": "x", "novel": [1]}}},
-                {"expect": {"id": 1, "ok": {"version": 1}}},
+                {"expect": {"id": 1, "ok": {"version": 2}}},
             ],
         },
         {
@@ -221,7 +221,7 @@ def _answered() -> list[dict[str, Any]]:
             "steps": [
                 {"send": HELLO},
                 {"expect": {"id": 1}},
-                {"send": {"v": 1, "id": 2, "op": "gpus", "args": {}}},
+                {"send": {"v": 2, "id": 2, "op": "gpus", "args": {}}},
                 {"expect": {"id": 2, "ok": {"gpus": [{"id": "gpu0", "memory_total_bytes": 2**33}, {"id": "gpu1"}]}}},
             ],
         },
@@ -230,13 +230,13 @@ def _answered() -> list[dict[str, Any]]:
             "steps": [
                 {"send": HELLO},
                 {"expect": {"id": 1}},
-                {"send": {"v": 1, "id": 2, "op": "simulate.hold", "args": {"gpu": "gpu1", "vram_bytes": 2**30}}},
+                {"send": {"v": 2, "id": 2, "op": "simulate.hold", "args": {"gpu": "gpu1", "vram_bytes": 2**30}}},
                 {"expect": {"id": 2, "ok": {"gpu": "gpu1", "vram_bytes": 2**30}}},
-                {"send": {"v": 1, "id": 3, "op": "processes", "args": {"gpus": ["gpu1"]}}},
+                {"send": {"v": 2, "id": 3, "op": "processes", "args": {"gpus": ["gpu1"]}}},
                 {"expect": {"id": 3, "ok": {"processes": [{"gpus": [{"gpu": "gpu1", "vram_bytes": 2**30}]}]}}},
-                {"send": {"v": 1, "id": 4, "op": "simulate.hold", "args": {"gpu": "gpu1", "vram_bytes": 2**40}}},
+                {"send": {"v": 2, "id": 4, "op": "simulate.hold", "args": {"gpu": "gpu1", "vram_bytes": 2**40}}},
                 {"expect": {"id": 4, "err": {"code": "refused"}}},
-                {"send": {"v": 1, "id": 5, "op": "simulate.hold", "args": {"gpu": "gpu1", "vram_bytes": 0}}},
+                {"send": {"v": 2, "id": 5, "op": "simulate.hold", "args": {"gpu": "gpu1", "vram_bytes": 0}}},
                 {"expect": {"id": 5, "ok": {"vram_bytes": 0}}},
             ],
         },
@@ -250,7 +250,7 @@ def _streamed() -> list[dict[str, Any]]:
             "steps": [
                 {"send": HELLO},
                 {"expect": {"id": 1}},
-                {"send": {"v": 1, "id": 2, "op": "events", "args": {"kinds": ["gpu", "gup"]}}},
+                {"send": {"v": 2, "id": 2, "op": "events", "args": {"kinds": ["gpu", "gup"]}}},
                 {"expect": {"id": 2, "err": {"code": "bad-request", "facts": {"kind": "gup"}}}},
             ],
         },
@@ -259,7 +259,7 @@ def _streamed() -> list[dict[str, Any]]:
             "steps": [
                 {"send": HELLO},
                 {"expect": {"id": 1}},
-                {"send": {"v": 1, "id": 2, "op": "events", "args": {"since": 1, "run": "another"}}},
+                {"send": {"v": 2, "id": 2, "op": "events", "args": {"since": 1, "run": "another"}}},
                 {"expect": {"id": 2, "event": {"kind": "events.missed", "facts": {"count": None}}}},
             ],
         },
@@ -268,8 +268,8 @@ def _streamed() -> list[dict[str, Any]]:
             "steps": [
                 {"send": HELLO},
                 {"expect": {"id": 1}},
-                {"send": {"v": 1, "id": 2, "op": "events", "args": {"follow": True, "kinds": ["vendor.failed"]}}},
-                {"send": {"v": 1, "id": 3, "op": "cancel", "args": {"request": 2}}},
+                {"send": {"v": 2, "id": 2, "op": "events", "args": {"follow": True, "kinds": ["vendor.failed"]}}},
+                {"send": {"v": 2, "id": 3, "op": "cancel", "args": {"request": 2}}},
                 {"expect": {"id": 3, "ok": {"found": True}}},
                 {"expect": {"id": 2, "err": {"code": "cancelled"}}},
             ],

@@ -28,10 +28,10 @@ NO_LOCK = "no-lock"
 LOCK_REMOVED = "lock-removed"
 # From a Python's start to its agent, on a machine that is busy; counted from the asking.
 BEGINNING_S = 10.0
-_LOOK_AGAIN_S = 0.02
+_POLL_INTERVAL_S = 0.02
 _REASON_BYTES = 2000
 _PID_BYTES = 32
-_MOST_PID = 2**22
+_MAX_PID = 2**22
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ class Control:
 
     def _signal(self, pid: int, launchers: dict[int, int], awaited: dict[int, _Awaited], begun_by: float) -> str:
         """Ask one, which has until then to have its agent; whom to wait for then is added to `awaited`."""
-        if not 0 < pid <= _MOST_PID:  # to the kernel 0 is our own group, and -1 everybody
+        if not 0 < pid <= _MAX_PID:  # to the kernel 0 is our own group, and -1 everybody
             return NO_PROCESS
         try:
             worker_fd = os.pidfd_open(pid)
@@ -133,7 +133,7 @@ class Control:
             if launcher_pid is None:
                 return "error: it is no worker of a hegm-launcher"
             while not self._survives_request(pid):
-                if _ends_within(worker_fd, _LOOK_AGAIN_S):
+                if _ends_within(worker_fd, _POLL_INTERVAL_S):
                     return NO_PROCESS
                 if monotonic() >= begun_by:
                     return "error: SIGUSR1 would end it: no agent is in it (yet)"

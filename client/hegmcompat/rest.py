@@ -25,8 +25,8 @@ from typing import Any, cast
 from hegmcompat.control import Control
 from hegmcompat.terminal import say, warn
 
-MOST_CONNECTIONS = 16
-MOST_BODY_BYTES = 64 << 10
+MAX_CONNECTIONS = 16
+MAX_BODY_BYTES = 64 << 10
 REQUEST_LIMIT_S = 10.0
 ANSWER_LIMIT_S = 10.0
 _PAUSE_S = 0.1
@@ -79,13 +79,13 @@ def serve_beside(control: Control, host: str, port: int, token: str | None, *, i
 class _BoundedServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
-    request_queue_size = MOST_CONNECTIONS
+    request_queue_size = MAX_CONNECTIONS
 
     def __init__(self, control: Control, host: str, port: int, token: str | None, limit_s: float) -> None:
         self.control = control
         self.token = token
         self.limit_s = limit_s
-        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._ending = threading.Event()
         try:
             self.address_family = socket.AF_INET6 if ip_address(host).version == 6 else socket.AF_INET
@@ -231,8 +231,8 @@ class _Handler(BaseHTTPRequestHandler):
             size_bytes = -1
         if size_bytes < 0 or self.headers.get("Transfer-Encoding") is not None:
             self._answer(411, "content-length needed")
-        elif size_bytes > MOST_BODY_BYTES:
-            self._answer(413, f"more than {MOST_BODY_BYTES} bytes")
+        elif size_bytes > MAX_BODY_BYTES:
+            self._answer(413, f"more than {MAX_BODY_BYTES} bytes")
         else:
             try:
                 found = json.loads(self.rfile.read(size_bytes) or b"{}")

@@ -18,10 +18,10 @@ LOCK = "lock"
 REFUSED = "refused"
 COMMAND = "command"
 LOOPBACK = "127.0.0.1"
-_SHORTEST_TOKEN = 16
-_LONGEST_S = 1e6
+_MIN_TOKEN = 16
+_MAX_S = 1e6
 #: How often locks are looked at where HEGM_POLL_INTERVAL asks for less: HeGM takes a whole processor at 0.
-SHORTEST_POLL_S = 0.01
+MIN_POLL_S = 0.01
 #: Every variable that is read here, and what it says.
 VARIABLES = {
     "HEGM_CHECKPOINT_DIR": "The folder of all launchers, each with one of its pid in it; `/checkpoint` if not set.",
@@ -67,7 +67,7 @@ def read_surroundings(environ: Mapping[str, str]) -> Surroundings:
         folder=_absolute("HEGM_CHECKPOINT_DIR", environ.get("HEGM_CHECKPOINT_DIR") or "/checkpoint"),
         path=None if path is None else _file(path),
         exit_code=_whole(environ, "HEGM_EXIT_CODE", 99, 1, 255),
-        poll_interval_s=max(_seconds(environ, "HEGM_POLL_INTERVAL", 1.0), SHORTEST_POLL_S),
+        poll_interval_s=max(_seconds(environ, "HEGM_POLL_INTERVAL", 1.0), MIN_POLL_S),
         checkpoint_limit_s=_seconds(environ, "HEGM_CTRL_CHECKPOINT_TIMEOUT", 300.0),
         host=environ.get("HEGM_CTRL_HOST") or LOOPBACK,
         port=_whole(environ, "HEGM_CTRL_PORT", 8298, 0, 65535),
@@ -78,11 +78,11 @@ def read_surroundings(environ: Mapping[str, str]) -> Surroundings:
 
 def require_token_off_loopback(host: str, token: str | None) -> None:
     """Who can be reached by others has to be able to tell them apart. Raises HegmError USAGE."""
-    if token is not None and (len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isprintable()):
+    if token is not None and (len(token) < _MIN_TOKEN or not token.isascii() or not token.isprintable()):
         raise HegmError(
             USAGE,
             f"HEGM_CTRL_TOKEN has {len(token)} characters or some that no header can have; "
-            f"{_SHORTEST_TOKEN} printable ones are the least",
+            f"{_MIN_TOKEN} printable ones are the least",
             "make one: openssl rand -hex 32",
         )
     if token is None and not is_loopback(host):
@@ -137,7 +137,7 @@ def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 <= value <= _LONGEST_S:
-        hint = f"give it a number of seconds from 0 to {_LONGEST_S:.0f}, or unset it"
+    if not 0 <= value <= _MAX_S:
+        hint = f"give it a number of seconds from 0 to {_MAX_S:.0f}, or unset it"
         raise HegmError(USAGE, f"{name} is {text!r}", hint)
     return value

@@ -23,7 +23,7 @@ LOOK_EVERY_S = 0.25
 # Below a launcher of many ranks a look takes longer, and is to take no more than so small a part of a processor.
 PAUSE = 20.0
 _TORCH = b"/libtorch"
-_LONGEST_WORDS = 200
+_MAX_WORDS = 200
 # Position of the start time after the name, which may hold anything.
 _START_TICKS = 19
 HINT = "start it without -E, -I and -S, with the PYTHONPATH that it is given"
@@ -62,7 +62,7 @@ def _why_not_ours(pid: int) -> str | None:
     if not words or _TORCH not in _read(pid, "maps"):
         return None
     why = f"the option {option}" if option is not None else f"its {PATHS}"
-    shown = " ".join(words)[:_LONGEST_WORDS]
+    shown = " ".join(words)[:_MAX_WORDS]
     return f"process {pid} ({shown}) has begun anew: {why} leaves hegmd's agent out; it was ended"
 
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-LONGEST_WAIT_S = 1_000_000.0
-LARGEST_NUMBER = 2**53
+MAX_WAIT_S = 1_000_000.0
+MAX_NUMBER = 2**53
 # No unit is the end of another.
 _UNITS_S = {"min": 60.0, "h": 3600.0, "s": 1.0}
 
@@ -235,7 +235,7 @@ def convert(kind: str, text: str, what: str) -> object:
             size_bytes = parse_size(text)
         except ValueError:
             size_bytes = -1
-        if size_bytes > LARGEST_NUMBER:
+        if size_bytes > MAX_NUMBER:
             raise usage_error(f"{what}: more than any GPU has", "write a size below 8 PiB")
         if size_bytes < 0:
             raise usage_error(f"{what}: {kind} is needed", "write bytes, or a number with KiB, MiB, GiB, TiB, MB or GB")
@@ -258,8 +258,8 @@ def _is_utf8(text: str) -> bool:
 def _whole(kind: str, text: str, what: str) -> int:
     is_number = text.isascii() and text.isdigit()
     number = int(text) if is_number and len(text) < 20 else -1
-    if is_number and not 0 <= number <= LARGEST_NUMBER:
-        raise usage_error(f"{what}: the number is too large", f"write one of at most {LARGEST_NUMBER}")
+    if is_number and not 0 <= number <= MAX_NUMBER:
+        raise usage_error(f"{what}: the number is too large", f"write one of at most {MAX_NUMBER}")
     if number < (0 if kind == COUNT else 1):
         raise usage_error(f"{what}: {kind} is needed", "write it in digits, such as 4711")
     return number
@@ -271,8 +271,8 @@ def _seconds(text: str, what: str) -> float:
         seconds = float(text.removesuffix(unit)) * _UNITS_S.get(unit, 1.0)
     except ValueError:
         seconds = -1.0
-    if seconds > LONGEST_WAIT_S:
-        longest = f"{LONGEST_WAIT_S:,.0f}"
+    if seconds > MAX_WAIT_S:
+        longest = f"{MAX_WAIT_S:,.0f}"
         raise usage_error(f"{what}: longer than anything can wait", f"write at most {longest} seconds, about 11 days")
     if not seconds > 0:  # NaN fails the comparison
         raise usage_error(f"{what}: {SECONDS} over 0 is needed", "write it as 5, 0.5 or 10min")

@@ -23,7 +23,7 @@ SYSTEM_SOCKET = "/run/hegm/hegmd.sock"
 TEMPORARY = "/tmp"  # noqa: S108 - what is below it is used only while nobody else can write to it
 GROUP = "hegm"
 _SYSTEMD_RUNS = "/run/systemd/system"
-LONGEST_PATH_BYTES = 107
+MAX_PATH_BYTES = 107
 
 
 class Endpoint:
@@ -89,10 +89,10 @@ def _bare_socket(temporary: str = TEMPORARY) -> str:
 
 def _checked(endpoint: Endpoint) -> Endpoint:
     size_bytes = len(os.fsencode(endpoint.path))
-    if size_bytes > LONGEST_PATH_BYTES or "\0" in endpoint.path:
+    if size_bytes > MAX_PATH_BYTES or "\0" in endpoint.path:
         raise HegmError(
             USAGE,
-            f"no socket can have a path of {size_bytes} bytes ({endpoint.origin}); {LONGEST_PATH_BYTES} is the most",
+            f"no socket can have a path of {size_bytes} bytes ({endpoint.origin}); {MAX_PATH_BYTES} is the most",
             "use a shorter path",
         )
     return endpoint

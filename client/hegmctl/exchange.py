@@ -27,7 +27,7 @@ Said = tuple[Answer | Progress, Descriptors]
 
 # What may be said to one request before its task takes it. Past it the request fails: to stop reading instead would
 # hold up the very answers that the same task may be waiting for.
-MOST_UNREAD = 65_536
+MAX_UNREAD = 65_536
 
 
 class Waiter:
@@ -202,9 +202,9 @@ class Exchange:
             return
         if isinstance(said, Answer):
             del self._waiters[said.id]
-        elif waiter.unread >= MOST_UNREAD:
+        elif waiter.unread >= MAX_UNREAD:
             self._cancel(waiter)
-            waiter.fail(HegmError(BUSY, f"{MOST_UNREAD} events were not taken in time", "read them as they come"))
+            waiter.fail(HegmError(BUSY, f"{MAX_UNREAD} events were not taken in time", "read them as they come"))
             return
         waiter.put((said, descriptors))
 

@@ -21,7 +21,7 @@ from hegmctl.operating_text import (
     progress_text,
     swapped_text,
 )
-from hegmctl.strays_text import dropped_text, strays_text
+from hegmctl.orphans_text import dropped_text, orphans_text
 from hegmd.errors import CANCELLED, USAGE, HegmError, code_named
 from hegmd.protocol.connection import Failure, Progress
 from hegmd.protocol.messages import (
@@ -29,16 +29,16 @@ from hegmd.protocol.messages import (
     CancelOperation,
     Drain,
     Drained,
+    DropOrphan,
     Dropped,
-    DropStray,
     Migrate,
     OperationReply,
+    Orphans,
+    OrphansReply,
     Quiesce,
     Resume,
     Story,
     StoryReply,
-    Strays,
-    StraysReply,
     Suspend,
     Swap,
 )
@@ -160,8 +160,8 @@ def adopt(session: Session) -> int:
         )
         return run_one(session, request)
     with session.connect() as connection:
-        reply = connection.call(Strays(), StraysReply)
-    session.sink.answer(reply, strays_text)
+        reply = connection.call(Orphans(), OrphansReply)
+    session.sink.answer(reply, orphans_text)
     return 0
 
 
@@ -169,7 +169,7 @@ def _drop(session: Session, name: str) -> int:
     lost = f"Give up {name}? Whatever job these bytes are of can never go on"
     _require_yes(session, lost, name, "hegmctl adopt lists what there is")
     with session.connect() as connection:
-        reply = connection.call(DropStray(name=name), Dropped)
+        reply = connection.call(DropOrphan(name=name), Dropped)
     session.sink.answer(reply, dropped_text)
     return 0
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from time import localtime, strftime
 
+from hegmctl.orphans_text import orphans_lines
 from hegmctl.quantities import binary_size
-from hegmctl.strays_text import strays_lines
 from hegmctl.tables import UNKNOWN, Column, Style, printable, table, wrapped
 from hegmd.protocol.operations import PHASES_IN_ORDER, RESTART_STEPS
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from hegmd.protocol.operations import Operation, OperationProcess, OperationProgress, Plan
 
 BAR_COLUMNS = 24
-_MOVING = ("reading", "evacuating", "handing", "spilling", "refilling", "sealing")
+_MOVING = ("reading", "offloading", "handing", "spilling", "reloading", "sealing")
 # Where an operation stays until something else is asked: what it was asked for has come.
 AT_REST = ("suspended", "holding")
-_OVER = ("done", "suspended", "undone", "lost")
+_OVER = ("done", "suspended", "rolled-back", "lost")
 _ONLY_A_PLAN = "nothing was done: this is only the plan"
-_COLOURS = {"done": "green", "suspended": "yellow", "undone": "red", "lost": "red"}
+_COLOURS = {"done": "green", "suspended": "yellow", "rolled-back": "red", "lost": "red"}
 _STATES = {
     "running": "runs",
     "parked": "stands at a boundary",
@@ -35,11 +35,16 @@ _LIKE = {"sealing": "tidying", "suspended": "planned"}
 _RESTART_FROM, _RESTART_STEP = 0.4, 0.09
 
 
+def _words(phase: str) -> str:
+    """A phase as people read it."""
+    return phase.replace("-", " ")
+
+
 def progress_text(progress: OperationProgress, style: Style) -> list[str]:
     """One line: what is done now, how far it is, and the bytes of it; or what it waits for, without colours."""
     phase = progress.phase
     if progress.waits is not None:
-        waits = f"{phase} waits: {progress.waits.why}; next: {progress.waits.next}"
+        waits = f"{_words(phase)} waits: {progress.waits.why}; next: {progress.waits.next}"
         return [printable(f"operation {progress.id}: {waits}")]
     if progress.doing in RESTART_STEPS:
         return [
@@ -50,7 +55,7 @@ def progress_text(progress: OperationProgress, style: Style) -> list[str]:
     place = PHASES_IN_ORDER.index(step) if step in PHASES_IN_ORDER else len(PHASES_IN_ORDER)
     within = min(1.0, progress.moved_bytes / progress.size_bytes) if moving else 0.0
     size = f"  {binary_size(progress.moved_bytes)} of {binary_size(progress.size_bytes)}" if moving else ""
-    what = f"{phase}{size}" if progress.doing is None else progress.doing
+    what = f"{_words(phase)}{size}" if progress.doing is None else progress.doing
     return [_bar(progress, (place + within) / len(PHASES_IN_ORDER), what, style)]
 
 
@@ -69,7 +74,7 @@ def operation_text(reply: OperationReply, style: Style) -> list[str]:
 def outcome(operation: Operation, style: Style) -> list[str]:
     """How it ended or how it is, in one line; and, of one that failed or waits for a person, why and what to do."""
     pids = ", ".join(str(process.pid) for process in operation.processes)
-    phase = style.paint(printable(operation.phase), _COLOURS.get(operation.phase, "cyan"))
+    phase = style.paint(printable(_words(operation.phase)), _COLOURS.get(operation.phase, "cyan"))
     kind = printable(operation.kind)
     by = " by restart" if operation.way == "restart" else ""
     line = f"operation {printable(operation.id)}: {kind} of {pids}{by}: {phase}{_figures(operation)}"
@@ -93,13 +98,13 @@ def outcome(operation: Operation, style: Style) -> list[str]:
 
 def _figures(operation: Operation) -> str:
     # A job that comes from an image has stood for as long as it was away.
-    stands = operation.blackout_s is not None and operation.kind != "restore"
-    blackout = f"stood for {operation.blackout_s:.3f} s" if stands else ""
+    stands = operation.downtime_s is not None and operation.kind != "restore"
+    downtime = f"stood for {operation.downtime_s:.3f} s" if stands else ""
     # Only of an image is much done beside the job.
     is_telling = operation.kind in ("checkpoint", "restore") and operation.took_s is not None
     took = f"{operation.took_s:.1f} s in all" if is_telling else ""
     where = _journeys(operation)
-    told = (where, binary_size(operation.size_bytes), blackout, took)
+    told = (where, binary_size(operation.size_bytes), downtime, took)
     parts = [part for part in told if part not in ("", operation.phase)]
     return f" ({', '.join(parts)})"
 
@@ -115,7 +120,7 @@ def _journey(operation: Operation, process: OperationProcess) -> str:
     if process.state in ("gone", "lost"):
         return "ended" if process.state == "gone" else "lost"
     here, began = process.gpu or "pool", process.began_on
-    if operation.phase == "undone":
+    if operation.phase == "rolled-back":
         return here
     if operation.phase in ("done", "suspended"):
         return here if began in (None, here) else f"{began} -> {here}"
@@ -151,14 +156,14 @@ def _plan(plan: Plan, style: Style) -> list[str]:
         for worker in plan.workers
     ]
     lines = [*table(columns, rows, style), ""]
-    for gpu, needed_bytes in sorted(plan.room_needed_bytes.items()):
-        free = plan.room_free_bytes.get(gpu)
+    for gpu, needed_bytes in sorted(plan.reservation_bytes.items()):
+        free = plan.gpu_free_bytes.get(gpu)
         of_free = "unknown" if free is None else binary_size(free)
         lines.append(f"room on {printable(gpu)}: {binary_size(needed_bytes)} needed, {of_free} free")
     if plan.pool_needed_bytes:
         lines.append(f"pool: {binary_size(plan.pool_needed_bytes)} needed, {binary_size(plan.pool_free_bytes)} free")
     lines.append(_estimate(plan))
-    if plan.lockstep:
+    if plan.is_distributed:
         lines.append("its ranks stop at one boundary, all together")
     lines += [line for hazard in plan.hazards for line in _paragraph(f"note: {hazard}", style)]
     lines += _paragraph(f"steps: {'; '.join(plan.steps)}", style)
@@ -251,7 +256,7 @@ def cancelled_text(reply: OperationReply, style: Style) -> list[str]:
     operation = reply.operation
     if operation is None:
         return []
-    return [f"operation {printable(operation.id)} is turned back: {printable(operation.phase)}"]
+    return [f"operation {printable(operation.id)} is turned back: {printable(_words(operation.phase))}"]
 
 
 def given_up_text(reply: OperationReply, style: Style) -> list[str]:
@@ -262,9 +267,9 @@ def given_up_text(reply: OperationReply, style: Style) -> list[str]:
 
 def operations_text(reply: OperationsReply, style: Style) -> list[str]:
     """The table of `hegmctl ops`."""
-    strays = ["", *strays_lines(reply.strays, style)] if reply.strays else []
+    orphans = ["", *orphans_lines(reply.orphans, style)] if reply.orphans else []
     if not reply.operations:
-        return ["There has been no operation here.", *strays]
+        return ["There has been no operation here.", *orphans]
     columns = (
         Column("ID", right=True),
         Column("KIND"),
@@ -276,7 +281,11 @@ def operations_text(reply: OperationsReply, style: Style) -> list[str]:
         Column("BEGAN", drop=3),
         Column("WHY", shrink=12, drop=4),
     )
-    return [*table(columns, [_row(operation) for operation in reply.operations], style), *_waits(reply, style), *strays]
+    return [
+        *table(columns, [_row(operation) for operation in reply.operations], style),
+        *_waits(reply, style),
+        *orphans,
+    ]
 
 
 def _waits(reply: OperationsReply, style: Style) -> list[str]:
@@ -294,13 +303,13 @@ def _row(operation: Operation) -> list[Cell]:
         operation.id,
         f"{operation.kind} by restart" if operation.way == "restart" else operation.kind,
         (
-            operation.phase if operation.doing is None else f"{operation.phase}: {operation.doing}",
+            _words(operation.phase) if operation.doing is None else f"{_words(operation.phase)}: {operation.doing}",
             _COLOURS.get(operation.phase, "cyan"),
         ),
         ",".join(str(process.pid) for process in operation.processes),
         _journeys(operation),
         binary_size(operation.size_bytes),
-        UNKNOWN if operation.blackout_s is None else f"{operation.blackout_s:.3f} s",
+        UNKNOWN if operation.downtime_s is None else f"{operation.downtime_s:.3f} s",
         strftime("%Y-%m-%d %H:%M:%S", localtime(operation.created_utc)),
         UNKNOWN if operation.failure is None else operation.failure.message,
     ]
@@ -328,5 +337,5 @@ def story_text(reply: StoryReply, style: Style) -> list[str]:
         then = f" -> {', '.join(line.effects)}" if line.effects else ""
         detail = f" ({line.detail})" if line.detail else ""
         what = f"{line.event or 'planned'}{detail}{then}"
-        lines.append(printable(f"{line.utc - began_utc:9.3f} s  {line.phase:<13} {what}"))
+        lines.append(printable(f"{line.utc - began_utc:9.3f} s  {_words(line.phase):<13} {what}"))
     return lines

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _SHELL = "/bin/sh"
 # What a timer tells from none at all.
-_SHORTEST_S = 0.001
+_MIN_S = 0.001
 # Those that stop a process, which its shell is to see, and those that a fault of its own raises.
 STOPS = frozenset((signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU))
 _FAULTS = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS))
@@ -62,9 +62,7 @@ class Signals:
     def next(self, within_s: float | None) -> Signal | None:
         """The next one that came; None when none did in that time."""
         if within_s is None or within_s > 0:
-            found: signal.struct_siginfo | None = self._waited_for(
-                0.0 if within_s is None else max(within_s, _SHORTEST_S)
-            )
+            found: signal.struct_siginfo | None = self._waited_for(0.0 if within_s is None else max(within_s, _MIN_S))
         else:
             found = signal.sigtimedwait(self._taken, 0)
         # By kill, sigqueue and the like the code is not positive (sigaction(2), SI_USER and others).

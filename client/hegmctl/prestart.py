@@ -38,7 +38,7 @@ _OF_ONE_START = frozenset((STATE, STATE_FD, LOCK_FD, STATES, OPERATION))
 _DESCRIPTORS = (STATE_FD, LOCK_FD)
 # As long as PyTorch takes to be imported from a slow disk; from then on it is not waited for.
 IMPORTS_WITHIN_S = 30.0
-_MOST_BYTES = 1024
+_MAX_BYTES = 1024
 # All that any of them says to be so; see hegmd/agent/unread.py.
 _MAY_BE_UNREAD = frozenset(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HEGM_GPU"))
 _MESSAGE_BYTES = 1 << 20
@@ -196,7 +196,7 @@ def _message(what: bytes, words: Sequence[str]) -> bytes:
 def _received(line: socket.socket) -> bytes | None:
     """What has come; None where nothing has yet, and nothing at all where the other end is gone."""
     try:
-        return line.recv(_MOST_BYTES)
+        return line.recv(_MAX_BYTES)
     except BlockingIOError:
         return None
     except OSError:

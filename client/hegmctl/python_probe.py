@@ -33,8 +33,8 @@ _ANSWER = re.compile(rf"{_MARK} ([a-z]+ [0-9]+(?:\.[0-9]+)+(?: {ALONE})?)")
 # Without what site-packages would run at a start, such as the agent. No -I: whether a script that passes its words on
 # to a Python adds one is to be seen.
 _WORDS = ("-S", "-c", _ASK)
-_MOST_BYTES = 1 << 14
-_LONGEST_LINE = 200
+_MAX_BYTES = 1 << 14
+_MAX_LINE = 200
 
 
 class NoPython(Exception):
@@ -75,7 +75,7 @@ class Probe:
         """What has come of it; None before that."""
         try:
             while said := os.read(self._output, 4096):
-                self._said = (self._said + said)[-_MOST_BYTES:]
+                self._said = (self._said + said)[-_MAX_BYTES:]
         except BlockingIOError:
             is_late = now >= self.deadline
             return Said(f"it does not answer within {WITHIN_S:g} s", is_python=False) if is_late else None
@@ -83,7 +83,7 @@ class Probe:
         for line in lines:
             if (found := _ANSWER.fullmatch(line)) is not None:
                 return Said(found[1], is_python=True)
-        last = repr(lines[-1][:_LONGEST_LINE]) if lines else "nothing"
+        last = repr(lines[-1][:_MAX_LINE]) if lines else "nothing"
         return Said(f"asked for its version, it says {last}", is_python=False)
 
     def close(self) -> None:

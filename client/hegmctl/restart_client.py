@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hegmctl.wire import Descriptors
 
 FIRST_PAUSE_S = 0.25
-LONGEST_PAUSE_S = 5.0
+MAX_PAUSE_S = 5.0
 # A training that has not come to its place by then is told of, once; it is waited for all the same.
 LONG_S = 120.0
 SLOW_HINT = "it may be slow; one that another user or another container runs has no agent in it, and begins anew"
@@ -357,7 +357,7 @@ class DaemonDesk:
             line.close()
         self._close_probes()
         self._again_at = (monotonic() if now is None else now) + self._pause_s
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
         declined = isinstance(error, HegmError) and line is not None and line.declined
         if declined:
             self._expected = self._kept = None

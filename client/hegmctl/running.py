@@ -33,7 +33,7 @@ SIMULATED = "simulated"
 _VISIBLE = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "HIP_VISIBLE_DEVICES"}
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1"}
 DAEMON_UP_WITHIN_S = 20.0
-_LOOK_AGAIN_S = 0.02
+_POLL_INTERVAL_S = 0.02
 _LOG_TAIL_BYTES = 2000
 # Of images that are taken every so often: how many are kept if nothing is said, and the least from one to the next.
 KEPT = 3
@@ -41,7 +41,7 @@ KEPT = 3
 ALLOW_RESTART = "HEGM_ALLOW_RESTART"
 # What tells a process of the state that this one start is from; an earlier start's would lead it elsewhere.
 OF_ONE_START = ("HEGM_STATE", "HEGM_STATE_FD", "HEGM_STATE_LOCK_FD", "HEGM_STATES", "HEGM_RESTART")
-SHORTEST_PERIOD_S = 1.0
+MIN_PERIOD_S = 1.0
 
 
 def run(session: Session) -> int:
@@ -137,8 +137,8 @@ def periodic_images(arguments: Arguments) -> str | None:
             hint = "say how often: hegmctl run --checkpoint-every 10min --dir DIR -- COMMAND"
             raise HegmError(USAGE, "--keep and --dir are for --checkpoint-every", hint)
         return None
-    if every_s < SHORTEST_PERIOD_S:
-        raise HegmError(USAGE, f"every {every_s:g} s is too often", f"write at least {SHORTEST_PERIOD_S:g}")
+    if every_s < MIN_PERIOD_S:
+        raise HegmError(USAGE, f"every {every_s:g} s is too often", f"write at least {MIN_PERIOD_S:g}")
     if folder is None:
         hint = "name one with --dir; every image in it is a directory of its own"
         raise HegmError(USAGE, "--checkpoint-every needs a directory for the images", hint)
@@ -318,7 +318,7 @@ def _await(path: str, pidfd: int, log_path: str) -> None:
             except OSError:
                 if select([pidfd], [], [], 0)[0]:
                     break
-                sleep(_LOOK_AGAIN_S)
+                sleep(_POLL_INTERVAL_S)
     finally:
         os.close(pidfd)
     with open(log_path, "rb") as log:

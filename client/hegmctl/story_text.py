@@ -24,12 +24,12 @@ HEGMD, AGENT, PROCESS, USER, CLOCK = "hegmd", "agent", "process", "user", "clock
 WORDS: dict[str, tuple[str, str]] = {
     "": (HEGMD, "planned it"),
     "begin": (HEGMD, "began"),
-    "cancel-asked": (USER, "asked to turn it back"),
-    "drop-asked": (USER, "gave up the state that is held"),
-    "resume-asked": (USER, "asked for the job to go on"),
+    "cancel-requested": (USER, "asked to turn it back"),
+    "drop-requested": (USER, "gave up the state that is held"),
+    "resume-requested": (USER, "asked for the job to go on"),
     "taken-up": (USER, "asked for something else of the job, which is parked"),
-    "hand-asked": (USER, "asked for an image of the suspended job"),
-    "worker-gone": (PROCESS, "ended"),
+    "image-requested": (USER, "asked for an image of the suspended job"),
+    "worker-exited": (PROCESS, "ended"),
     "training-ended": (PROCESS, "came to the end of its training"),
     "came-on": (PROCESS, "came on with its restart"),
     "agent-lost": (AGENT, "lost its connection"),
@@ -37,25 +37,25 @@ WORDS: dict[str, tuple[str, str]] = {
     "deadline-passed": (CLOCK, "the time limit passed"),
     "recovered": (HEGMD, "was started again and took the operation from its journal"),
     "failed": (HEGMD, "a step failed"),
-    "room-taken": (HEGMD, "reserved memory on the GPU"),
-    "room-given": (HEGMD, "gave memory on the GPU back"),
-    "pool-taken": (HEGMD, "reserved memory in the pool"),
-    "pool-given": (HEGMD, "gave memory of the pool back"),
-    "next-awaited": (HEGMD, "waited for the next process to be ready"),
+    "reserved": (HEGMD, "reserved memory on the GPU"),
+    "reservation-released": (HEGMD, "gave memory on the GPU back"),
+    "pool-reserved": (HEGMD, "reserved memory in the pool"),
+    "pool-released": (HEGMD, "gave memory of the pool back"),
+    "successor-awaited": (HEGMD, "waited for the next process to be ready"),
     "surveyed": (AGENT, "counted what the process holds"),
     "parked": (AGENT, "stopped the training at a batch boundary"),
     "overran": (AGENT, "had passed the boundary that was asked for"),
     "withdrawn": (AGENT, "let the training run on; nothing is asked of it"),
-    "evacuated": (AGENT, "the tensors' bytes left the process"),
+    "offloaded": (AGENT, "the tensors' bytes left the process"),
     "checkpointed": (HEGMD, "took the process off its GPU"),
-    "outgrown": (HEGMD, "found that the process needs more memory than was planned"),
+    "grew": (HEGMD, "found that the process needs more memory than was planned"),
     "held": (HEGMD, "held the job for the time that was asked for"),
     "dumped": (HEGMD, "wrote the image and read it back"),
     "sealed": (HEGMD, "completed the image of the job, which trains again"),
     "scrapped": (HEGMD, "removed what was written of the image"),
     "ended": (PROCESS, "ended, as was asked for"),
     "restored": (HEGMD, "brought the process back onto its GPU"),
-    "refilled": (AGENT, "the tensors' bytes came back into the process"),
+    "reloaded": (AGENT, "the tensors' bytes came back into the process"),
     "released": (AGENT, "let the training go on"),
     "verified": (AGENT, "saw the next batch"),
     "inspected": (HEGMD, "looked at how the process is"),
@@ -103,7 +103,7 @@ def _told(line: StoryLine) -> tuple[str, str]:
 
 
 def _why(line: StoryLine) -> str:
-    pattern = {"failed": _MESSAGE, "worker-gone": _WHY, "came-on": _DOING}.get(line.event)
+    pattern = {"failed": _MESSAGE, "worker-exited": _WHY, "came-on": _DOING}.get(line.event)
     found = None if pattern is None else pattern.search(line.detail)
     return "" if found is None else f": {found.group(1)}"
 

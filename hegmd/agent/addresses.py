@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # Below this no memory begins, and counters live.
 _LEAST = 1 << 24
-_MOST_VALUES, _MOST_ITEMS, _DEEPEST = 20_000, 256, 4
+_MAX_VALUES, _MAX_ITEMS, _DEEPEST = 20_000, 256, 4
 # A thread that stands waits some calls below our own.
 _NEAREST = 8
 _CO_OPTIMIZED = 0x01
@@ -87,7 +87,7 @@ def _addresses_in(one: Any) -> Iterator[int]:
     elif isinstance(one, ctypes._SimpleCData):
         yield from _number(one.value)
     elif isinstance(one, ctypes.Array):
-        for item in one[:_MOST_ITEMS] if len(one) <= _MOST_ITEMS else ():
+        for item in one[:_MAX_ITEMS] if len(one) <= _MAX_ITEMS else ():
             yield from _number(item)
 
 
@@ -104,7 +104,7 @@ def _number(value: object) -> Iterator[int]:
 def _numbers() -> Iterator[int]:
     """In the variables of the script and of what is running, and in what these hold, nearest first."""
     seen: set[int] = set()
-    left = _MOST_VALUES
+    left = _MAX_VALUES
     held: list[Any] = list(_variables())
     for _ in range(_DEEPEST):
         further: list[Any] = []
@@ -123,7 +123,7 @@ def _numbers() -> Iterator[int]:
 def _variables() -> list[dict[str, Any]]:
     """Those of the script, and of the functions that a thread is in which stands, or looks, at a boundary."""
     main = sys.modules.get("__main__")
-    found = [] if main is None else [dict(list(vars(main).items())[:_MOST_ITEMS])]
+    found = [] if main is None else [dict(list(vars(main).items())[:_MAX_ITEMS])]
     frames: list[Any] = []
     waiting = list(sys._current_frames().values())  # pyright: ignore[reportPrivateUsage] - it is documented
     while waiting:
@@ -172,7 +172,7 @@ def _held_by(value: object) -> Iterable[Any]:
 
 
 def _few(values: Any) -> tuple[Any, ...]:
-    return tuple(values) if len(values) <= _MOST_ITEMS else ()
+    return tuple(values) if len(values) <= _MAX_ITEMS else ()
 
 
 def _few_of(names: Any) -> tuple[Any, ...]:

@@ -37,10 +37,10 @@ def _passing(gate: Gate, original: Callable[[Any], Any]) -> Callable[[Any], Any]
     def __next__(self: Any) -> Any:  # noqa: N807 - what it stands in for
         if get_ident() == gate.thread:
             gate.count += 1
-            if gate.asked:
-                gate.arrive()
+            if gate.requested:
+                gate.at_boundary()
         else:
-            gate.other_thread_asks()
+            gate.batch_from_other_thread()
         try:
             return original(self)
         except BaseException as error:

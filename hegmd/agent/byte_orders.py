@@ -31,9 +31,9 @@ class ByteOrders:
     def table(self) -> dict[str, Callable[[Order, int | None], None]]:
         """What is done for each."""
         return {
-            "evacuate": self._evacuate,
+            "offload": self._offload,
             "entrust": self._entrust,
-            "refill": self._refill,
+            "reload": self._reload,
             "export": self._export,
             "free": self._free,
             "make": self._make,
@@ -43,9 +43,9 @@ class ByteOrders:
             "save": self._save,
         }
 
-    def _evacuate(self, order: Order, fd: int | None) -> None:
-        found = self._standing.found_at_rest("evacuate")
-        storages = self._carrying.evacuate(fd, found, self._answers.progress_of(order.order))
+    def _offload(self, order: Order, fd: int | None) -> None:
+        found = self._standing.found_at_rest("offload")
+        storages = self._carrying.offload(fd, found, self._answers.progress_of(order.order))
         size_bytes = self._carrying.held_bytes
         self._answers.done(order.order, storages=storages, size_bytes=size_bytes, left_alone=counted(found))
 
@@ -55,10 +55,10 @@ class ByteOrders:
         self._standing.resting = True
         self._answers.done(order.order)
 
-    def _refill(self, order: Order, fd: int | None) -> None:
-        evacuated = self._carrying.refill(fd, self._answers.progress_of(order.order))
-        counts = {"storages": len(evacuated), "size_bytes": evacuated.size_bytes}
-        self._answers.done(order.order, **counts, short_bytes=evacuated.short_bytes)
+    def _reload(self, order: Order, fd: int | None) -> None:
+        offloaded = self._carrying.reload(fd, self._answers.progress_of(order.order))
+        counts = {"storages": len(offloaded), "size_bytes": offloaded.size_bytes}
+        self._answers.done(order.order, **counts, short_bytes=offloaded.short_bytes)
 
     def _export(self, order: Order, _fd: int | None) -> None:
         found = self._standing.found_at_rest("export")

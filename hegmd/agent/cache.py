@@ -28,7 +28,7 @@ _MIB = 1 << 20
 _SMALL_BYTES, _UNIT_BYTES, _LARGE_BYTES, _SHARED_BYTES = _MIB, 2 * _MIB, 10 * _MIB, 20 * _MIB
 _BLOCK_BYTES = 512
 # Each piece costs the job a call of the driver while it stands; what is beyond is made in one piece for each stream.
-MOST_RUNS = 64
+MAX_RUNS = 64
 
 
 class Run:
@@ -161,11 +161,11 @@ def _run(segment: cuda_state.Segment, size_bytes: int) -> list[Run]:
 def most_runs(found: list[Run]) -> list[Run]:
     """Large ones first, as they are; the smallest of very many in one piece for each stream. Small ones by the MiB."""
     large = sorted((run for run in found if not run.is_small), key=lambda run: run.size_bytes, reverse=True)
-    kept = large[:MOST_RUNS]
-    for (device, stream), size_bytes in _by_stream(large[MOST_RUNS:]).items():
+    kept = large[:MAX_RUNS]
+    for (device, stream), size_bytes in _by_stream(large[MAX_RUNS:]).items():
         kept.append(Run(device, stream, size_bytes, is_small=False))
     for (device, stream), size_bytes in _by_stream([run for run in found if run.is_small]).items():
-        count = min(MOST_RUNS, -(-size_bytes // _SMALL_BYTES))
+        count = min(MAX_RUNS, -(-size_bytes // _SMALL_BYTES))
         kept += [Run(device, stream, _SMALL_BYTES, is_small=True) for _ in range(count)]
     return kept
 

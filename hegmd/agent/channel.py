@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 SYSTEM_SOCKET = "/run/hegm/hegmd.sock"
 FIRST_PAUSE_S = 0.1
-LONGEST_PAUSE_S = 5.0
+MAX_PAUSE_S = 5.0
 BATCH_LOOK_S = 0.25
 # A daemon that takes no connection or no bytes for so long is as good as gone.
 PATIENCE_S = 10.0
 _RECEIVE_BYTES = 65_536
-_MOST_FDS = 16
+_MAX_FDS = 16
 # Boundaries from where a state is put back until its first batch is made: that batch is asked for, and then the next.
 _BATCH = 1
 _FD = struct.Struct("i")
@@ -67,7 +67,7 @@ def next_pause_s(pause_s: float, lasted_s: float, *, was_of_use: bool) -> float:
 
     A daemon that gave an order was a whole one. What is parked is not to wait longer because daemons are killed often.
     """
-    return FIRST_PAUSE_S if was_of_use or lasted_s > LONGEST_PAUSE_S else min(pause_s * 2, LONGEST_PAUSE_S)
+    return FIRST_PAUSE_S if was_of_use or lasted_s > MAX_PAUSE_S else min(pause_s * 2, MAX_PAUSE_S)
 
 
 class Channel:
@@ -294,7 +294,7 @@ class _Attendance:
 
     def _read(self) -> None:
         data, ancillary, _flags, _address = self._socket.recvmsg(
-            _RECEIVE_BYTES, socket.CMSG_SPACE(_MOST_FDS * _FD.size), socket.MSG_CMSG_CLOEXEC
+            _RECEIVE_BYTES, socket.CMSG_SPACE(_MAX_FDS * _FD.size), socket.MSG_CMSG_CLOEXEC
         )
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

@@ -37,13 +37,13 @@ PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 # Small enough to keep several threads busy to the end, large enough for the call not to count.
 PIECE_BYTES = 8 * 1024 * 1024
-MOST_THREADS = 8
+MAX_THREADS = 8
 # Less is freed as quickly by the C library alone; less than this holds no huge page for certain.
 LARGE_BYTES = 4 * 1024 * 1024
 # So many threads and more are held up by one another in `pwrite`, and copy through a mapping of any pages.
 _MANY_THREADS = 4
 # A process may have 65,530 mappings, and advice on a part of one can make three of it: the job needs the rest.
-MOST_ADVISED = 4096
+MAX_ADVISED = 4096
 
 _PROT_NONE, _PROT_READ_WRITE = 0, 3
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED = 0x01, 0x02, 0x10
@@ -151,7 +151,7 @@ def free_pages(spans: Iterable[Span]) -> None:
 def prefer_huge_pages(spans: Iterable[Span]) -> None:
     """Ask for huge pages under large spans, for when they are first written; a node that has them off stays without."""
     large = sorted((span for span in spans if span[2] >= LARGE_BYTES), key=_size_of, reverse=True)
-    for address, _place, size_bytes in large[:MOST_ADVISED]:
+    for address, _place, size_bytes in large[:MAX_ADVISED]:
         # Outwards to whole pages: that is just the mapping that the C library made for it, and splits none.
         start = address // PAGE_BYTES * PAGE_BYTES
         _libc.madvise(start, round_up(address + size_bytes) - start, _MADV_HUGEPAGE)
@@ -285,7 +285,7 @@ def _comes_in_huge_pages(base: int) -> bool:
 # ---- threads --------------------------------------------------------------------------------------------------------
 
 
-def in_threads(copy: Copy, spans: Iterable[Span], progress: Progress, most: int = MOST_THREADS) -> None:
+def in_threads(copy: Copy, spans: Iterable[Span], progress: Progress, most: int = MAX_THREADS) -> None:
     """Have all the spans copied, piece by piece, by as many threads as are of use. Raises what a copy raises."""
 
     def work(take: Callable[[], Span | None], tell: Progress) -> None:

@@ -24,8 +24,8 @@ OPERATION = "HEGM_RESTART"
 # Set by a supervisor: without one nobody would start the process again.
 ALLOWED = "HEGM_ALLOW_RESTART"
 # Of what begins anew so much is told.
-_MOST_NAMES = 16
-_LONGEST_NAME = 200
+_MAX_NAMES = 16
+_MAX_NAME = 200
 
 
 class Weight:
@@ -46,7 +46,7 @@ class Weight:
 def weigh() -> Weight:
     """What the state comes to now, at a boundary. Raises HegmError where this process cannot be restarted at all."""
     size_bytes, refusals, anew = _part("save_and_exit").weigh()
-    bounded = [str(name)[:_LONGEST_NAME] for name in anew[:_MOST_NAMES]]
+    bounded = [str(name)[:_MAX_NAME] for name in anew[:_MAX_NAMES]]
     refused = tuple([str(found) for found in refusals])
     return Weight(int(size_bytes), refused, tuple(bounded), _part("prestart").beforehand())
 

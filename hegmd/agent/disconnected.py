@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 0.03
 LIMIT_S = 4 * 3600.0
-_MOST_BYTES = 4096
+_MAX_BYTES = 4096
 # Of a file's mode, as in the module `stat`, which the agent does without.
 _KIND, _REGULAR = 0o170000, 0o100000
 
@@ -62,7 +62,7 @@ class Aside:
             if about.st_mode & _KIND != _REGULAR or about.st_uid not in (0, os.geteuid()):
                 note(f"{self._path} is of uid {about.st_uid} and is not believed")
                 return None
-            return os.fsdecode(os.read(fd, _MOST_BYTES)).strip() or None
+            return os.fsdecode(os.read(fd, _MAX_BYTES)).strip() or None
         finally:
             os.close(fd)
 

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 REFUSED = "refused"
 # How long threads may take to come to rest once the training thread stands.
 REST_LIMIT_S = 30.0
-_LOOK_AGAIN_S = 0.02
+_POLL_INTERVAL_S = 0.02
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _STANDARD_ERROR = 2
@@ -119,8 +119,8 @@ class Departure:
         if not self._request.is_wanted:
             return None
         if self._attempts is not None:
-            return self._attempts.next_deadline(_LOOK_AGAIN_S)
-        return monotonic() + _LOOK_AGAIN_S
+            return self._attempts.next_deadline(_POLL_INTERVAL_S)
+        return monotonic() + _POLL_INTERVAL_S
 
     def tick(self) -> None:
         """Look at the gate, and go one step on."""

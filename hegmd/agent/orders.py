@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 SURVEY_LIMIT_S = 5.0
 PARK_LIMIT_S = 300.0
-_LOOK_AGAIN_S = 0.002
+_POLL_INTERVAL_S = 0.002
 _TRY_AGAIN_S = 5.0
 # Orders that change nothing: of one that is not answered yet nothing is left once another has come.
 _QUESTIONS = frozenset(("survey", "weigh"))
@@ -120,7 +120,7 @@ class Orders:
 
     def leave_alone(self, why: str) -> bool:
         """Have no order touch this process from now on; False while one has it in hand."""
-        in_hand = self._standing.pending is not None or self._gate.parked or self._gate.asked
+        in_hand = self._standing.pending is not None or self._gate.parked or self._gate.requested
         if self._left_alone is None and in_hand:
             return False
         self._left_alone = why
@@ -174,7 +174,7 @@ class Orders:
         if stands and (not order.exact or self._gate.count == at):
             self._answers.done(order.order)
             return
-        self._standing.require_all_here("refill it first")
+        self._standing.require_all_here("reload it first")
         before = self._standing.pending
         if before is not None and before.do == "park":
             self._standing.pending = None
@@ -194,7 +194,7 @@ class Orders:
             self._answers.failed(order.order, refusal(passed, "name a later one"))
 
     def _withdraw(self, order: Order, _fd: int | None) -> None:
-        self._standing.require_all_here("refill it first, then release it")
+        self._standing.require_all_here("reload it first, then release it")
         pending = self._standing.take_pending()
         stood_s = self._stood_s(pending)
         self._standing.let_go()
@@ -225,7 +225,7 @@ class Orders:
         self.aside = aside
 
     def _release(self, order: Order, _fd: int | None) -> None:
-        self._standing.require_all_here("refill it first")
+        self._standing.require_all_here("reload it first")
         self._standing.require_parked("release")
         self._carrying.forget()
         if order.restored:
@@ -266,7 +266,7 @@ class Orders:
         if pending is not None:
             deadlines.append(pending.deadline)
             if pending.attempts is not None:
-                deadlines.append(pending.attempts.next_deadline(_LOOK_AGAIN_S))
+                deadlines.append(pending.attempts.next_deadline(_POLL_INTERVAL_S))
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def tick(self) -> None:
@@ -340,7 +340,7 @@ class Orders:
         pending = self._standing.take_pending()
         if self._carrying.out is not None:
             try:
-                self._carrying.refill(None, lambda _so_far_bytes: None)
+                self._carrying.reload(None, lambda _so_far_bytes: None)
             except HegmError as error:
                 note(f"{error.message}; trying again")
                 return

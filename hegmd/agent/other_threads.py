@@ -49,7 +49,7 @@ STAND_S = 0.5
 # Before a look, since a poll takes whole milliseconds and the job stands.
 _SOON_S = (0.0001, 0.0002, 0.0004)
 # For how much longer than that the training runs on after the first attempt, and after a later one at most.
-_FIRST_PAUSE, _LONGEST_PAUSE = 2, 16
+_FIRST_PAUSE, _MAX_PAUSE = 2, 16
 
 
 class Attempts:
@@ -100,7 +100,7 @@ class Attempts:
         if self._gate.parked:
             self.busy = self._busy(self._gate)
             return self.busy is None
-        if not self._gate.asked and (self._again_at is None or monotonic() >= self._again_at):
+        if not self._gate.requested and (self._again_at is None or monotonic() >= self._again_at):
             self._again_at = None
             self._gate.ask(self._asked)
         return False
@@ -110,7 +110,7 @@ class Attempts:
         self._stood_s = self.stood_s
         self._gate.withdraw()
         self._again_at = monotonic() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, self._stand_s * _LONGEST_PAUSE)
+        self._pause_s = min(2 * self._pause_s, self._stand_s * _MAX_PAUSE)
 
 
 def busy_soon(gate: Gate) -> str | None:

@@ -1,4 +1,4 @@
-"""Access from one GPU of this process to another's memory: undone before the driver takes the process off.
+"""Access from one GPU of this process to another's memory: rolled back before the driver takes the process off.
 
 The driver takes a process off that has such access, and never brings it back (580.159.04). Undone before, it comes back
 with all its bytes; then access is refused to it for good, and copies between its GPUs go through host memory. PyTorch

@@ -54,28 +54,28 @@ class Gate:
         "_asked",
         "_by_hand",
         "_count_at_step",
-        "_doors",
         "_home",
         "_inert",
         "_lock",
+        "_parked_locks",
         "_patience",
         "_stepped",
         "_streak",
         "_taken",
         "_trainers",
         "_trap",
-        "asked",
         "count",
         "declined",
         "on_change",
         "on_signal",
         "passed",
+        "requested",
         "stands_since",
         "thread",
     )
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self.count = 0
         self.thread = _NOBODY
         self.declined: str | None = None  # why nobody could be parked, since it was last asked
@@ -86,7 +86,7 @@ class Gate:
         self._asked: Asked | None = None
         self._by_hand = False
         self._count_at_step = 0
-        self._doors: dict[int, object] = {}
+        self._parked_locks: dict[int, object] = {}
         self._home = _NOBODY  # the training thread; `thread` is the same while the hooks are to count its batches
         self._inert = False
         self._lock = allocate_lock()
@@ -102,7 +102,7 @@ class Gate:
     @property
     def parked(self) -> bool:
         """Whether the training thread waits in here."""
-        return self._home in self._doors
+        return self._home in self._parked_locks
 
     @property
     def home(self) -> int:
@@ -112,7 +112,7 @@ class Gate:
     @property
     def parked_threads(self) -> frozenset[int]:
         """Every thread that waits in here."""
-        return frozenset(self._doors)
+        return frozenset(self._parked_locks)
 
     @property
     def training_thread(self) -> int:
@@ -130,7 +130,7 @@ class Gate:
             if not self._inert:
                 self.passed = self.declined = None
                 self._asked, self._taken = asked, None
-                self.asked = True
+                self.requested = True
 
     def ask_on(self, asked: Asked) -> None:
         """The same, and whoever is parked goes on to it, without a moment in which nothing is asked."""
@@ -138,13 +138,13 @@ class Gate:
             if not self._inert:
                 self.passed = self.declined = None
                 self._asked, self._taken = asked, None
-                self.asked = True
+                self.requested = True
                 self._open()
 
     def withdraw(self) -> bool:
         """Ask nothing any more and let go whoever is parked; whether the training thread was."""
         with self._lock:
-            self.asked = False
+            self.requested = False
             self._asked = self._taken = None
             was_parked = self.parked
             self._open()
@@ -155,7 +155,7 @@ class Gate:
         with self._lock:
             self.passed = self._taken = None
             self._asked = Asked(WATCH)
-            self.asked = True
+            self.requested = True
             self._open()
 
     def stop_others(self) -> frozenset[int]:
@@ -169,30 +169,30 @@ class Gate:
         """Let all but the training threads run, since code of the script's is about to run in the agent's thread."""
         with self._lock:
             self._trap.lift()
-            for ident in self._doors.keys() - self._trainers - {self._home}:
-                _unlock(self._doors.pop(ident))
+            for ident in self._parked_locks.keys() - self._trainers - {self._home}:
+                _unlock(self._parked_locks.pop(ident))
 
     def make_inert(self) -> None:
         """In a forked child: nothing will be asked here any more. The lock may have been held by another thread."""
         self._inert = True
         self._trap.lift()
-        self.asked = False
+        self.requested = False
         self._asked = None
         self._lock = allocate_lock()
-        self._doors = {}
+        self._parked_locks = {}
         self.on_change = _ignore
         self.on_signal = _ignore_signal
 
     def _open(self) -> None:
         self._trap.lift()
         self.stands_since = None
-        doors, self._doors = self._doors, {}
+        doors, self._parked_locks = self._parked_locks, {}
         for door in doors.values():
             _unlock(door)
 
     # ---- from the script's threads ----------------------------------------------------------------------------------
 
-    def arrive(self) -> None:
+    def at_boundary(self) -> None:
         """The training thread is at a boundary and something is asked: do it, or wait here until it may go on."""
         asked = self._asked
         if asked is None or self.count < asked.at:
@@ -206,7 +206,7 @@ class Gate:
                 return
             self._asked = None
             self._taken = asked
-            self.asked = False
+            self.requested = False
         if asked.call is not None:
             asked.call()
         with self._lock:
@@ -219,10 +219,10 @@ class Gate:
     def arrive_late(self) -> None:
         """The training thread is where it can be parked, some way from the boundary at which that was asked of it."""
         asked = self._asked
-        if self.asked and asked is not None and asked.what == PARK:
+        if self.requested and asked is not None and asked.what == PARK:
             self._wait(asked)
 
-    def other_thread_asks(self) -> None:
+    def batch_from_other_thread(self) -> None:
         """A thread that is not the training thread asks a loader for a batch."""
         if self._by_hand or self._inert:
             return
@@ -231,8 +231,8 @@ class Gate:
             return
         self._adopt(STEPS_WITHOUT_LOADER)
         self.count += 1
-        if self.asked:
-            self.arrive()
+        if self.requested:
+            self.at_boundary()
 
     def step(self) -> None:
         """The training thread comes out of an optimizer's step."""
@@ -248,8 +248,8 @@ class Gate:
             self._patience = STEPS_WITHOUT_LOADER
         if self._streak > self._patience:
             self.count += 1
-            if self.asked:
-                self.arrive()
+            if self.requested:
+                self.at_boundary()
         self._count_at_step = self.count
 
     def other_thread_steps(self) -> None:
@@ -282,8 +282,8 @@ class Gate:
         self._home = ident
         self._trainers.add(ident)
         self.count += 1
-        if self.asked:
-            self.arrive()
+        if self.requested:
+            self.at_boundary()
 
     def _adopt(self, patience: int) -> None:
         with self._lock:
@@ -296,7 +296,7 @@ class Gate:
     def _wait_aside(self) -> None:
         """A thread beside the training thread: it waits while that one is asked to park, and is not counted."""
         asked = self._asked
-        if not self.asked or asked is None or asked.what != PARK:
+        if not self.requested or asked is None or asked.what != PARK:
             return
         if self.parked or (asked.fits is None and self.count + 1 >= asked.at):
             self._wait(asked)
@@ -330,7 +330,7 @@ class Gate:
             if self._asked is asked:
                 self.declined = why
                 self._asked = None
-                self.asked = False
+                self.requested = False
         self.on_change()
         return True
 
@@ -356,10 +356,10 @@ class Gate:
     def _enter(self, asked: Asked, door: object) -> bool:
         """Be counted as parked, unless it is not asked any more; once more is fine."""
         with self._lock:
-            if self._doors.get(get_ident()) is not door:
+            if self._parked_locks.get(get_ident()) is not door:
                 if self._asked is not asked:
                     return False
-                self._doors[get_ident()] = door
+                self._parked_locks[get_ident()] = door
                 if get_ident() == self._home:
                     self.stands_since = monotonic()
         return True

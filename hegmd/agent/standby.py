@@ -49,8 +49,8 @@ _TORCH = "torch"
 _OWN = "_hegm"
 # Those of the agent that come to life with PyTorch. Reading them starts nothing.
 _ITS_OWN = ("lifecycle", "storage_transfer", "channel", "boundary", "state.session", "state.restore")
-_MOST_BYTES = 1 << 20
-_MOST_DESCRIPTORS = 4
+_MAX_BYTES = 1 << 20
+_MAX_DESCRIPTORS = 4
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
 # By which the supervisor tells it from a training that has come to its end. See client/hegmctl/supervisor.py.
 _NOT_ITS_TURN = 97
@@ -153,7 +153,7 @@ class _Expendable:
 
 
 def _heard(supervisor: Any) -> bytes:
-    data: bytes = supervisor.recv(_MOST_BYTES)
+    data: bytes = supervisor.recv(_MAX_BYTES)
     return data
 
 
@@ -169,7 +169,7 @@ def _heard_with_descriptors(supervisor: Any, socket: Any) -> tuple[bytes, list[i
     """The next message, and what came along. Raises OSError where that is not all of it."""
     int_bytes = 4
     data, ancillary, flags, _ = supervisor.recvmsg(
-        _MOST_BYTES, socket.CMSG_SPACE(_MOST_DESCRIPTORS * int_bytes), socket.MSG_CMSG_CLOEXEC
+        _MAX_BYTES, socket.CMSG_SPACE(_MAX_DESCRIPTORS * int_bytes), socket.MSG_CMSG_CLOEXEC
     )
     if flags & socket.MSG_CTRUNC:
         raise OSError("not all descriptors of its state have come: it may have no more (ulimit -n)")

@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from .ipc_storages import Shown, View
     from .peers import Peers
     from .torch_state import Found
-    from .transfer import Evacuated
+    from .transfer import Offloaded
 
 
 class Carrying:
     """What is out, and the ways out and back."""
 
     def __init__(self) -> None:
-        self._evacuated: Evacuated | None = None
+        self._offloaded: Offloaded | None = None
         self._shown: Shown | None = None
         self._showable = cuda_state.Showable()
         self._peers: Peers | None = None
 
     @property
-    def out(self) -> Evacuated | Shown | None:
+    def out(self) -> Offloaded | Shown | None:
         """The storages whose bytes are out of the process now."""
-        if self._evacuated is not None:
-            return self._evacuated
+        if self._offloaded is not None:
+            return self._offloaded
         return self._shown if self._shown is not None and self._shown.out else None
 
     @property
@@ -49,18 +49,18 @@ class Carrying:
     @property
     def entrusted(self) -> bool:
         """Whether those bytes are with the daemon alone, so that this process cannot bring them back by itself."""
-        if self._evacuated is not None:
-            return self._evacuated.fd < 0
+        if self._offloaded is not None:
+            return self._offloaded.fd < 0
         return self.out is not None
 
     @property
     def mark(self) -> str:
         """What was drawn for the memory that was copied to by this process; empty if none was."""
-        return "" if self._evacuated is None else self._evacuated.nonce.hex()
+        return "" if self._offloaded is None else self._offloaded.nonce.hex()
 
     def keeps(self, fd: int) -> bool:
         """Whether that descriptor belongs to what is out."""
-        return self._evacuated is not None and self._evacuated.fd == fd
+        return self._offloaded is not None and self._offloaded.fd == fd
 
     def find(self) -> Found:
         """The storages of this process as they are now."""
@@ -82,8 +82,8 @@ class Carrying:
 
     def note_left(self) -> None:
         """What its GPUs have of it while storages are out goes with the driver, and cannot be shown from then on."""
-        if self._evacuated is not None:
-            self._showable.note_restored(self._evacuated.left)
+        if self._offloaded is not None:
+            self._showable.note_restored(self._offloaded.left)
         elif self._shown is not None and self._shown.out:
             self._shown.note_freed()
             self._showable.note_restored(self._shown.left)
@@ -107,7 +107,7 @@ class Carrying:
 
     # ---- copied by this process --------------------------------------------------------------------------------------
 
-    def evacuate(self, fd: int | None, found: Found, progress: Callable[[int], None]) -> int:
+    def offload(self, fd: int | None, found: Found, progress: Callable[[int], None]) -> int:
         """Copy the storages into the descriptor and free them; how many. Raises HegmError, with nothing changed."""
         if fd is None:
             raise refusal("no descriptor came with the order", "send the memory to copy to with it")
@@ -116,29 +116,29 @@ class Carrying:
         found.keep_what_fits(os.fstat(fd).st_size, transfer.room_bytes)
         if not found.storages:  # nothing is out then, so nothing has to come back before the process may go on
             return 0
-        evacuated: Evacuated = transfer.evacuate(fd, found.storages, found.sizes, progress)
-        self._evacuated = evacuated
+        offloaded: Offloaded = transfer.offload(fd, found.storages, found.sizes, progress)
+        self._offloaded = offloaded
         self.note_left()
-        return len(evacuated)
+        return len(offloaded)
 
     def entrust(self) -> None:
         """Close the own descriptor of what is out, if there is one. Raises HegmError when nothing is."""
         if self.out is None:
-            raise refusal("nothing of this process is out of it", "evacuate it first")
-        if self._evacuated is not None:
-            self._evacuated.close()
+            raise refusal("nothing of this process is out of it", "offload it first")
+        if self._offloaded is not None:
+            self._offloaded.close()
 
-    def refill(self, fd: int | None, progress: Callable[[int], None]) -> Evacuated:
-        """Bring back what was evacuated. Raises HegmError, and leaves it out, when that cannot be."""
-        evacuated = self._evacuated
-        if evacuated is None:
-            raise refusal("nothing of this process is out of it", "evacuate it first")
-        if fd is None and evacuated.fd < 0:
+    def reload(self, fd: int | None, progress: Callable[[int], None]) -> Offloaded:
+        """Bring back what was offloaded. Raises HegmError, and leaves it out, when that cannot be."""
+        offloaded = self._offloaded
+        if offloaded is None:
+            raise refusal("nothing of this process is out of it", "offload it first")
+        if fd is None and offloaded.fd < 0:
             raise refusal("its bytes are with hegmd alone, and none came", "see: hegmctl adopt")
-        evacuated.bring_back(evacuated.fd if fd is None else fd, progress)
-        evacuated.close()
-        self._evacuated = None
-        return evacuated
+        offloaded.bring_back(offloaded.fd if fd is None else fd, progress)
+        offloaded.close()
+        self._offloaded = None
+        return offloaded
 
     # ---- copied by the daemon ----------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ NO_MEMORY = "they have no memory of their own, as wrapped tensors"
 SAME_MEMORY = "two storages are over the same memory"
 OLD_TORCH = "this PyTorch is too old to say who holds on to a storage"
 UNREADABLE = "they cannot be looked at"
-NO_ROOM = "there is no room for them where the others go"
+OUT_OF_MEMORY = "there is no room for them where the others go"
 NO_STORAGE = "they have no storage, as sparse tensors"
 ADDRESS_KEPT = "the script has their address outside of PyTorch, such as from data_ptr(), and it has to stay"
 
@@ -97,7 +97,7 @@ class Found:
                 self.storages.pop()
                 size_bytes = self.sizes.pop()
                 over_bytes -= size_bytes
-                self.leave(NO_ROOM, size_bytes)
+                self.leave(OUT_OF_MEMORY, size_bytes)
 
 
 def find(showable: cuda_state.Showable | None = None) -> Found:

@@ -5,7 +5,7 @@ bytes are copied that of `copying`. Everything is copied before anything is free
 anything is copied back, so that a failure half way leaves the process as it was.
 
 The layout: a header, a table of places, then the bytes of each storage from a page border on. The nonce in it is drawn
-for each evacuation: a descriptor with other bytes is refused by it, whatever its size.
+for each offload: a descriptor with other bytes is refused by it, whatever its size.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def room_bytes(sizes: list[int]) -> int:
     return round_up(places[-1] + sizes[-1]) if sizes else PAGE_BYTES
 
 
-class Evacuated:
+class Offloaded:
     """Storages whose memory is out of the process, and the descriptor that has it."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Evacuated:
             os.close(fd)
 
 
-def evacuate(fd: int, storages: list[Any], sizes: list[int], progress: Callable[[int], None]) -> Evacuated:
+def offload(fd: int, storages: list[Any], sizes: list[int], progress: Callable[[int], None]) -> Offloaded:
     """Copy the storages into the descriptor and free them; the descriptor then belongs to what is returned.
 
     Raises HegmError, with nothing changed and the descriptor still the caller's.
@@ -121,15 +121,15 @@ def evacuate(fd: int, storages: list[Any], sizes: list[int], progress: Callable[
             f"{sum(sizes)} bytes could not be copied out of process {os.getpid()}: {error}",
             "the process still has them all; see whether the node is out of memory",
         ) from error
-    evacuated = Evacuated(fd, storages, sizes, nonce, medium)
+    offloaded = Offloaded(fd, storages, sizes, nonce, medium)
     try:
         medium.before_freeing(spans)
         for storage in storages:
             storage.resize_(0)
     except Exception as error:  # noqa: BLE001 - whatever it is, the bytes are in the descriptor and go back
-        return _stay_out_or_undo(evacuated, error)
+        return _stay_out_or_undo(offloaded, error)
     _give_back(medium)
-    return evacuated
+    return offloaded
 
 
 def _give_back(medium: HostMemory | VideoMemory) -> None:
@@ -140,14 +140,14 @@ def _give_back(medium: HostMemory | VideoMemory) -> None:
         note(f"what is kept beside the storages stays with the process: {error!r}")
 
 
-def _stay_out_or_undo(evacuated: Evacuated, error: Exception) -> Evacuated:
+def _stay_out_or_undo(offloaded: Offloaded, error: Exception) -> Offloaded:
     """A storage could not be freed: all as it was, or, without memory for that, all out, where the bytes are held."""
     note(f"a storage could not be freed: {error!r}")
     try:
-        evacuated.bring_back(evacuated.fd, copying.ignore)
+        offloaded.bring_back(offloaded.fd, copying.ignore)
     except HegmError as undoing:
         note(f"{undoing.message}; the process stays with its bytes out")
-        return evacuated
+        return offloaded
     raise HegmError(
         REFUSED,
         f"a storage of process {os.getpid()} could not be freed: {error}",
@@ -223,7 +223,7 @@ def _check_header(fd: int, nonce: bytes, sizes: list[int]) -> None:
         raise HegmError(
             REFUSED,
             f"the descriptor does not hold the {sum(sizes)} bytes that process {os.getpid()} put out",
-            "give it the descriptor of its own evacuation; the process waits with its bytes out",
+            "give it the descriptor of its own offload; the process waits with its bytes out",
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from hegmd.errors import Refused
 from hegmd.gpu_helper.link import Answer, HelperLost, Link
 
-__all__ = ["HOST", "VIDEO", "Copied", "HelperLost", "Route"]
+__all__ = ["HOST", "VIDEO", "Copied", "HelperLost", "CopyClient"]
 
 #: The spaces of a lane, as the helper calls them.
 VIDEO, HOST = "video", "host"
@@ -50,7 +50,7 @@ class Copied(NamedTuple):
     close_s: float
 
 
-class Route:
+class CopyClient:
     """Made by `open`. Not to be shared: its calls are done one after the other."""
 
     def __init__(self, link: Link, lane: str, helper: int, *, peer: bool, size_bytes: int = 0) -> None:
@@ -66,7 +66,7 @@ class Route:
     @classmethod
     async def open(
         cls, link: Link, lane: str, gpus: Sequence[str], host_fd: int | None = None, host_bytes: int = 0
-    ) -> Route:
+    ) -> CopyClient:
         """Have contexts on these GPUs, by UUID, and that piece of the host pool as a space, if there is one.
 
         A lane of that name that was left over is closed first. Raises HelperLost, DriverFailed, Refused.
@@ -96,7 +96,7 @@ class Route:
         """Say in its piece of the host pool under whose name video memory has so many of its bytes; None for nobody."""
         await self._call("mark", {"owner": owner, "size_bytes": size_bytes}, _CLOSE_S)
 
-    async def shift(self, direction: str, size_bytes: int) -> Copied:
+    async def copy_regions(self, direction: str, size_bytes: int) -> Copied:
         """Copy so much `out` of its video memory to its piece of the host pool, or `in`. Raises as `open` does."""
         deadline_s = _COPY_S + size_bytes / _COPY_BYTES_PER_S
         answer = await self._call("shift", {"direction": direction, "size_bytes": size_bytes}, deadline_s)
@@ -108,11 +108,11 @@ class Route:
         args = {"direction": direction, "size_bytes": 0, "places": [list(place) for place in places]}
         return _copied(await self._call("shift", args, deadline_s))
 
-    async def begin_shift(self, direction: str, size_bytes: int) -> None:
+    async def start_copy(self, direction: str, size_bytes: int) -> None:
         """The same, going on by itself when this returns. Calls that come next wait for its end, `close` too."""
         await self._call("begin-shift", {"direction": direction, "size_bytes": size_bytes}, _COPY_S)
 
-    async def shifted(self, size_bytes: int) -> Copied:
+    async def finish_copy(self, size_bytes: int) -> Copied:
         """What came of that, of so many bytes, when it is over. Raises what it failed with."""
         return _copied(await self._call("shifted", {}, _COPY_S + size_bytes / _COPY_BYTES_PER_S))
 

@@ -79,7 +79,7 @@ class Contexts:
             cuda.release(ordinal)
 
 
-class Lane:
+class CopySession:
     """One operation's part of the helper. Its methods may be called from any thread."""
 
     def __init__(
@@ -178,7 +178,7 @@ class Lane:
             self._refuse_closed()
             return self._tried_again(copy)
 
-    def shift(self, direction: str, places: Sequence[Sequence[int]], tell: Callable[[int], None]) -> Done:
+    def copy_regions(self, direction: str, places: Sequence[Sequence[int]], tell: Callable[[int], None]) -> Done:
         """Copy of its video memory `out` to its piece of the host pool, or `in`. Raises CudaError, Refused.
 
         Of each place where it is there, where in the piece, and its bytes.
@@ -186,7 +186,7 @@ class Lane:
         with self._guard:
             return self._shift(direction, places, tell)
 
-    def begin_shift(self, direction: str, size_bytes: int) -> None:
+    def start_copy(self, direction: str, size_bytes: int) -> None:
         """Have it begun, and go on by itself: whatever is asked of the lane next waits for its end."""
         begun = threading.Event()
 
@@ -203,7 +203,7 @@ class Lane:
         threading.Thread(target=go_on, name="shift", daemon=True).start()
         begun.wait()
 
-    def shifted(self) -> Done:
+    def finish_copy(self) -> Done:
         """What came of what was begun, when it is over. Raises what it failed with, and Refused where nothing was."""
         with self._guard:
             if isinstance(self._shifted, Exception):

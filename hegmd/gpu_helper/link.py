@@ -22,7 +22,7 @@ from hegmd.errors import Bug
 from hegmd.gpu_helper.calls import HelperLost, OnProgress, Stuck, Watch
 from hegmd.gpu_helper.session import Session
 from hegmd.gpu_helper.wire import Answer, DriverFailed
-from hegmd.system.background_tasks import TaskHome
+from hegmd.system.background_tasks import BackgroundTasks
 from hegmd.system.programs import SYSTEM_PATH
 
 __all__ = ["Answer", "DriverFailed", "HelperLost", "Link", "Stuck", "Watch", "child_environment"]
@@ -51,7 +51,7 @@ def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-class Link(TaskHome):
+class Link(BackgroundTasks):
     """One helper at a time, for everybody. `program` gets the number of its socket as its last argument."""
 
     def __init__(

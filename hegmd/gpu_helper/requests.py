@@ -17,7 +17,7 @@ from typing import Any
 
 from hegmd.errors import Refused
 from hegmd.gpu_helper import cuda
-from hegmd.gpu_helper.copy_session import Contexts, Lane
+from hegmd.gpu_helper.copy_session import Contexts, CopySession
 from hegmd.gpu_helper.mark import Mark
 from hegmd.gpu_helper.staging import HostMemory
 from hegmd.gpu_helper.wire import Answer, DriverFailed, Handler, Request
@@ -52,7 +52,7 @@ class Requests:
         self.cuda_version = cuda.start()
         self.gpus = {device.uuid: device for device in cuda.devices()}
         self._contexts = Contexts()
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[str, CopySession] = {}
         self._guard = threading.Lock()
 
     def table(self) -> Mapping[str, Handler]:
@@ -171,7 +171,7 @@ class Requests:
         with self._guard:
             if name in self._lanes:
                 raise Refused(f"the lane {name} is open already", "close it first")
-            lane = self._lanes[name] = Lane(self._contexts, ordinals, map_host)
+            lane = self._lanes[name] = CopySession(self._contexts, ordinals, map_host)
         return Answer({"peer": lane.peer})
 
     def _attach_video(self, request: Request) -> Answer:
@@ -199,7 +199,7 @@ class Requests:
 
     def _shift(self, request: Request) -> Answer:
         places: Sequence[Sequence[int]] | None = request.args.get("places")
-        done = self._lane(request).shift(
+        done = self._lane(request).copy_regions(
             request.args["direction"],
             [(0, 0, request.args["size_bytes"])] if places is None else places,
             lambda copied_bytes: request.tell({"copied_bytes": copied_bytes}),
@@ -207,11 +207,11 @@ class Requests:
         return Answer(done._asdict())
 
     def _begin_shift(self, request: Request) -> Answer:
-        self._lane(request).begin_shift(request.args["direction"], request.args["size_bytes"])
+        self._lane(request).start_copy(request.args["direction"], request.args["size_bytes"])
         return Answer({})
 
     def _shifted(self, request: Request) -> Answer:
-        return Answer(self._lane(request).shifted()._asdict())
+        return Answer(self._lane(request).finish_copy()._asdict())
 
     def _mark(self, request: Request) -> Answer:
         """Say in the piece of the host pool who has its bytes, or that it has them itself (no owner)."""
@@ -227,7 +227,7 @@ class Requests:
             lane.close()
         return Answer({})
 
-    def _lane(self, request: Request) -> Lane:
+    def _lane(self, request: Request) -> CopySession:
         name = str(request.args["lane"])
         lane = self._lanes.get(name)
         if lane is None:

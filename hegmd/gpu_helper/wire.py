@@ -22,9 +22,9 @@ from typing import Any, cast
 from hegmd.errors import BAD_REQUEST, UNAVAILABLE, HegmError, PeerError, Refused, code_named
 from hegmd.protocol.codec import decode, encode
 from hegmd.protocol.frames import FrameReader, frame
-from hegmd.system.descriptors import FD_BYTES, MOST_IN_A_MESSAGE, Descriptors, received, rights_of
+from hegmd.system.descriptors import FD_BYTES, MAX_IN_A_MESSAGE, Descriptors, received, rights_of
 
-MAX_FDS = MOST_IN_A_MESSAGE
+MAX_FDS = MAX_IN_A_MESSAGE
 BEAT_S = 1.0
 # A copy of 65,536 storages, which is as many as the codec lets through, takes some 2 MB.
 LIMIT_BYTES = 16 << 20

@@ -11,16 +11,16 @@ from collections.abc import Callable
 import anyio
 
 from hegmd.errors import TIMEOUT, HegmError, Refused
-from hegmd.images.rendezvous import MeetingPlaces
+from hegmd.images.rendezvous import Rendezvous
 from hegmd.memory.pool import Key, Pool
-from hegmd.migration.machine.operation import Handoff as Wish
+from hegmd.migration.machine.operation import ImageRequest as Wish
+from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.migration.machine.operation import Operation
-from hegmd.migration.machine.operation import Worker as Member
 from hegmd.node.processes.process_tree import pids_below
 from hegmd.protocol.images import ImageWorker
 from hegmd.system.threads import run_detached
 from hegmd.workers.agent_orders import AgentAway
-from hegmd.workers.workers import Worker, Workers
+from hegmd.workers.workers import AgentConnection, Workers
 
 # An agent hangs up as soon as it has said that it will, and looks about thirty times a second whether to come back.
 HANGS_UP_WITHIN_S = 10.0
@@ -29,10 +29,10 @@ COMES_BACK_WITHIN_S = 30.0
 ASIDE_LIMIT_S = 4 * 3600.0
 
 
-class HandedAgents:
+class DumpAgents:
     """Those of one job at a time, by its operation. `pool` says whether bytes outlive the daemon that holds them."""
 
-    def __init__(self, places: MeetingPlaces, workers: Workers, pool: Pool, *, hangs_up_within_s: float) -> None:
+    def __init__(self, places: Rendezvous, workers: Workers, pool: Pool, *, hangs_up_within_s: float) -> None:
         self.hangs_up_within_s = hangs_up_within_s
         self._places = places
         self._workers = workers
@@ -48,7 +48,7 @@ class HandedAgents:
         """Where they look whether to come back."""
         return str(self._places.folder)
 
-    async def step_aside(self, op: Operation, wish: Wish) -> None:
+    async def disconnect(self, op: Operation, wish: Wish) -> None:
         """Have every agent of the job hang up and stay. Raises HegmError; some may have, and are to be called back.
 
         Those of launchers and other processes of its tree too, which are on no GPU and in no operation.
@@ -66,7 +66,7 @@ class HandedAgents:
             TIMEOUT, f"the agent of process {left} did not hang up", "see the log of the job, and ask again"
         )
 
-    async def bystanders(self, op: Operation, wish: Wish) -> list[Worker]:
+    async def bystanders(self, op: Operation, wish: Wish) -> list[AgentConnection]:
         """Processes of its tree with agents that attend, or did, and that it does not move."""
         pids = await run_detached(lambda _: pids_below(wish.root_pid), name="hegmd-tree")
         members = {member.pid for member in op.live}
@@ -105,11 +105,11 @@ class HandedAgents:
             more={"run": about.run},
         )
 
-    def _attending(self, op: Operation, member: Member) -> Worker:
+    def _attending(self, op: Operation, member: Member) -> AgentConnection:
         worker = self._workers.find(member.pid)
         if worker is None or worker.token != member.token or not worker.connected:
             raise AgentAway(member.pid, "it cannot be told to step aside")
-        if member.out and not self._pool.outlives(Key(op.id, member.name)):
+        if member.offloaded and not self._pool.outlives(Key(op.id, member.name)):
             raise Refused(
                 f"the bytes of process {member.pid} are held by hegmd alone, and would be lost if it ended meanwhile",
                 "give hegmd a place that outlives it: hugetlbfs or /dev/shm, or start it by systemd",

@@ -18,21 +18,21 @@ from hegmd.images.criu import run
 from hegmd.images.criu.dumped import dumped_processes
 from hegmd.images.criu.needs import Needs, needs_of
 from hegmd.images.criu.node import describe
-from hegmd.images.criu.privileges import Guise
-from hegmd.images.dump_agents import HandedAgents
-from hegmd.images.dump_records import StandingNotes
+from hegmd.images.criu.privileges import CriuPrivileges
+from hegmd.images.dump_agents import DumpAgents
+from hegmd.images.dump_records import DumpRecords
 from hegmd.images.dump_tree import guise_for, not_theirs, require_no_more
-from hegmd.images.files.open_image import Lent
+from hegmd.images.files.open_image import ImageWriter
 from hegmd.images.manifests import byte_name, composed, start_ticks_in
 from hegmd.memory.pool import Key, Pool
 from hegmd.memory.pool_memory import Memory
 from hegmd.memory.sizes import whole_size
-from hegmd.migration.machine.operation import Handoff as Wish
+from hegmd.migration.machine.operation import ImageRequest as Wish
+from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.migration.machine.operation import Operation
-from hegmd.migration.machine.operation import Worker as Member
 from hegmd.node.criu_program import Criu
 from hegmd.node.inventory import NodeSnapshot
-from hegmd.node.processes.process_set import Population
+from hegmd.node.processes.process_set import ProcessSet
 from hegmd.node.processes.process_tree import Tree, read_tree
 from hegmd.protocol.images import Manifest
 from hegmd.protocol.operations import HOST
@@ -40,9 +40,9 @@ from hegmd.system.programs import Rights
 from hegmd.system.task_group import Progress, in_concert, parts_of
 from hegmd.system.threads import Looks, run_detached
 
-_LOOK_AGAIN_S = 0.05
+_POLL_INTERVAL_S = 0.05
 # Of so many operations it is remembered whom CRIU has had.
-_MOST_REMEMBERED = 64
+_MAX_REMEMBERED = 64
 
 
 class Dumping:
@@ -53,13 +53,13 @@ class Dumping:
 
     def __init__(
         self,
-        agents: HandedAgents,
+        agents: DumpAgents,
         pool: Pool,
         *,
         look: Callable[[], Awaitable[NodeSnapshot]],
         looks: Looks,
         in_unit: bool,
-        notes: StandingNotes,
+        notes: DumpRecords,
     ) -> None:
         self._notes = notes
         self._agents = agents
@@ -67,13 +67,13 @@ class Dumping:
         self._look = look
         self._looks = looks
         self._in_unit = in_unit
-        self._dumped: dict[str, Population] = {}
+        self._dumped: dict[str, ProcessSet] = {}
 
     def known_from(self, op: Operation, manifest: Manifest) -> None:
         """An earlier daemon has dumped those who are in that image."""
-        self._remember(op, Population(start_ticks_in(manifest)))
+        self._remember(op, ProcessSet(start_ticks_in(manifest)))
 
-    async def dumped(self, op: Operation) -> Population | None:
+    async def dumped(self, op: Operation) -> ProcessSet | None:
         """Whom CRIU has had: they stand, and whose parent has ended is in no tree any more. None where nobody knows.
 
         Raises HegmError where that cannot be looked at now.
@@ -88,9 +88,9 @@ class Dumping:
         """Whom CRIU has had go on, or have ended. Raises HegmError for want of a descriptor or a thread."""
         await run_detached(lambda _: self._notes.forget(op.id), name="hegmd-note")
 
-    def _remember(self, op: Operation, people: Population) -> None:
+    def _remember(self, op: Operation, people: ProcessSet) -> None:
         self._dumped[op.id] = people
-        for oldest in tuple(self._dumped)[:-_MOST_REMEMBERED]:
+        for oldest in tuple(self._dumped)[:-_MAX_REMEMBERED]:
             del self._dumped[oldest]
 
     async def look_at_tree(self, op: Operation, wish: Wish) -> tuple[Tree, Needs]:
@@ -98,7 +98,13 @@ class Dumping:
         return await self._look_at_tree(op, wish, self._agents.sockets)
 
     async def write(
-        self, op: Operation, wish: Wish, lent: Lent, criu: Criu, guise: Guise | None, on_progress: Progress
+        self,
+        op: Operation,
+        wish: Wish,
+        lent: ImageWriter,
+        criu: Criu,
+        guise: CriuPrivileges | None,
+        on_progress: Progress,
     ) -> Manifest:
         """All of an image, but for the bytes of a job that is to go on. Raises HegmError.
 
@@ -116,7 +122,7 @@ class Dumping:
         if guise != await self._looks.at(lambda _: guise_for(tree, needs, rights_of(wish)), name="hegmd-guise"):
             raise Refused("the job has got other rights meanwhile", "ask again when it starts no programs")
         stopped = frozenset(member.pid for member in tree.members if member.state == "T")
-        people = Population({member.pid: member.start_ticks for member in tree.members}, stopped)
+        people = ProcessSet({member.pid: member.start_ticks for member in tree.members}, stopped)
         self._remember(op, people)
         await run_detached(lambda _: self._notes.note(op.id, people), name="hegmd-note")
         node = await self._write_side_by_side(op, wish, lent, criu, (tree, needs, guise), on_progress)
@@ -135,7 +141,7 @@ class Dumping:
             node=node,
         )
 
-    async def write_bytes(self, op: Operation, member: Member, lent: Lent, on_progress: Progress) -> None:
+    async def write_bytes(self, op: Operation, member: Member, lent: ImageWriter, on_progress: Progress) -> None:
         """What the pool has of a process. Raises HegmError."""
         memory = await self._bytes_of(op, member)
         await lent.write_bytes(byte_name(member), memory.fd, used_bytes(member, memory), on_progress)
@@ -158,16 +164,16 @@ class Dumping:
                 theirs = needs_of(tree, gpu_pids=gpu_pids, agent_sockets=self._agents.sockets)
                 if len(theirs.reasons) == len(needs.reasons):
                     return tree, needs
-                await anyio.sleep(_LOOK_AGAIN_S)
+                await anyio.sleep(_POLL_INTERVAL_S)
         return await self._look_at_tree(op, wish, ())
 
     async def _write_side_by_side(
         self,
         op: Operation,
         wish: Wish,
-        lent: Lent,
+        lent: ImageWriter,
         criu: Criu,
-        taken: tuple[Tree, Needs, Guise | None],
+        taken: tuple[Tree, Needs, CriuPrivileges | None],
         on_progress: Progress,
     ) -> Mapping[str, object]:
         """CRIU's files, and the bytes of a job that is to end; meanwhile what another node has to have is looked at.
@@ -194,9 +200,9 @@ class Dumping:
 
         out: list[Callable[[], Awaitable[object]]] = []
         for member in op.live:
-            if member.out and wish.leave_running:
+            if member.offloaded and wish.leave_running:
                 out.append(partial(self._bytes_of, op, member))
-            elif member.out:
+            elif member.offloaded:
                 out.append(partial(self.write_bytes, op, member, lent, progress_of(member.name)))
         await in_concert(*out, take, look)
         return node

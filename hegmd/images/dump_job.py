@@ -21,10 +21,10 @@ import anyio
 
 from hegmd.errors import Bug, HegmError, Refused
 from hegmd.images.criu.needs import needs_of
-from hegmd.images.criu.privileges import Guise, rights_missing
-from hegmd.images.dump_agents import HANGS_UP_WITHIN_S, HandedAgents
+from hegmd.images.criu.privileges import CriuPrivileges, rights_missing
+from hegmd.images.dump_agents import HANGS_UP_WITHIN_S, DumpAgents
 from hegmd.images.dump_files import Dumping, rights_of
-from hegmd.images.dump_records import StandingNotes
+from hegmd.images.dump_records import DumpRecords
 from hegmd.images.dump_tree import (
     ancestors_of,
     anonymous_bytes_of,
@@ -37,18 +37,18 @@ from hegmd.images.dump_tree import (
 )
 from hegmd.images.files.catalogue import size_of
 from hegmd.images.files.images import Images
-from hegmd.images.files.open_image import Lent
+from hegmd.images.files.open_image import ImageWriter
 from hegmd.images.hegm_lock_files import LockFiles
 from hegmd.images.manifests import is_of, mark_in, mark_of
-from hegmd.images.rendezvous import MeetingPlaces
+from hegmd.images.rendezvous import Rendezvous
 from hegmd.memory.pool import Pool
-from hegmd.migration.machine.operation import Handoff as Wish
+from hegmd.migration.machine.operation import ImageRequest as Wish
+from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.migration.machine.operation import Operation
-from hegmd.migration.machine.operation import Worker as Member
 from hegmd.migration.plan.throughput import LEFT, OUT
 from hegmd.node.criu_program import Criu
 from hegmd.node.inventory import NodeSnapshot
-from hegmd.node.processes.process_set import Population, population_of
+from hegmd.node.processes.process_set import ProcessSet, population_of
 from hegmd.node.processes.process_tree import Tree
 from hegmd.protocol.images import Manifest
 from hegmd.protocol.operations import Reason
@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 # An image on a disk that does not answer keeps nobody from ending.
 _LOOKS_WITHIN_S = 10.0
-_MOST_REMEMBERED = 64
+_MAX_REMEMBERED = 64
 _LET_GO_AGAIN_S = 0.5
 
 
@@ -70,7 +70,7 @@ class Left:
     """An image whose job goes on: its processes are in it, and these workers' bytes are still to be written from the
     pool. How a worker stood then is no matter of how it stands now."""
 
-    lent: Lent
+    lent: ImageWriter
     manifest: Manifest
     out: tuple[Member, ...]
     took_s: float
@@ -88,7 +88,7 @@ class Looked:
     notes: tuple[str, ...]
 
 
-class Handoff:
+class JobDumper:
     """Makes images of jobs. `images` tells their room, `criu` finds the program, `look` sees the node.
 
     `in_unit` runs CRIU as a unit of systemd's, and `noted` is told how large an image was and how long it took.
@@ -97,7 +97,7 @@ class Handoff:
     def __init__(  # noqa: PLR0913 - what it puts together, each by its name
         self,
         images: Callable[[], Images],
-        places: MeetingPlaces,
+        places: Rendezvous,
         workers: Workers,
         pool: Pool,
         *,
@@ -105,7 +105,7 @@ class Handoff:
         look: Callable[[], Awaitable[NodeSnapshot]],
         in_unit: bool,
         locks: LockFiles,
-        notes: StandingNotes,
+        notes: DumpRecords,
         hangs_up_within_s: float = HANGS_UP_WITHIN_S,
         noted: Callable[[str, int, float], object] = lambda _direction, _size_bytes, _took_s: None,
     ) -> None:
@@ -119,7 +119,7 @@ class Handoff:
         self._in_unit = in_unit
         self._is_stopping = False
         self._looks = Looks()
-        self._agents = HandedAgents(places, workers, pool, hangs_up_within_s=hangs_up_within_s)
+        self._agents = DumpAgents(places, workers, pool, hangs_up_within_s=hangs_up_within_s)
         self._dumping = Dumping(self._agents, pool, look=look, looks=self._looks, in_unit=in_unit, notes=notes)
 
     def stop(self) -> None:
@@ -155,7 +155,7 @@ class Handoff:
         notes = await self._looks.at(lambda _: tuple(told_of_kin(tree)), name="hegmd-tree")
         return Looked(root, tree.member(root).start_ticks, criu_bytes, tuple(reasons), notes)
 
-    def _lacking(self, tree: Tree, guise: Guise | None) -> Iterator[Reason]:
+    def _lacking(self, tree: Tree, guise: CriuPrivileges | None) -> Iterator[Reason]:
         uids = frozenset(member.uid for member in tree.members)
         missing = rights_missing(uids, as_user=guise is not None, in_unit=self._in_unit)
         if missing is not None:
@@ -167,7 +167,7 @@ class Handoff:
         """Raises HegmError; there is no image then, and the job is as it was. Cancelled, the same."""
         wish = _wish_of(op)
         self._gone_on.pop(op.id, None)
-        lent: Lent | None = None
+        lent: ImageWriter | None = None
         began = anyio.current_time()
         try:
             criu = await self._criu()
@@ -175,7 +175,7 @@ class Handoff:
             guise = await self._looks.at(lambda _: guise_for(tree, needs, rights_of(wish)), name="hegmd-guise")
             how = {"apart": guise is not None, "beside": wish.leave_running}
             lent = await self._images().lend(wish.path, rights_of(wish), **how)
-            await self._agents.step_aside(op, wish)
+            await self._agents.disconnect(op, wish)
             manifest = await self._dumping.write(op, wish, lent, criu, guise, on_progress)
             if not wish.leave_running:
                 manifest = await lent.finish(manifest)
@@ -189,7 +189,7 @@ class Handoff:
         if not wish.leave_running:
             self._noted(OUT, size_of(manifest), took_s)
             return
-        self._left[op.id] = Left(lent, manifest, tuple([member for member in op.live if member.out]), took_s)
+        self._left[op.id] = Left(lent, manifest, tuple([member for member in op.live if member.offloaded]), took_s)
         await self._go_on(op, wish)  # nothing that can fail or be cut off comes between the dump and this
 
     async def seal(self, op: Operation, on_progress: Progress) -> None:
@@ -238,7 +238,7 @@ class Handoff:
     async def _go_on(self, op: Operation, wish: Wish) -> None:
         """Whoever was left stopped goes on, and the agents come back, as far as they are there. Raises nothing."""
         self._gone_on[op.id] = None
-        for oldest in tuple(self._gone_on)[:-_MOST_REMEMBERED]:
+        for oldest in tuple(self._gone_on)[:-_MAX_REMEMBERED]:
             del self._gone_on[oldest]
         with anyio.CancelScope(shield=True):
             while True:
@@ -249,7 +249,7 @@ class Handoff:
                     await anyio.sleep(_LET_GO_AGAIN_S)
 
     async def _let_go(self, op: Operation, wish: Wish) -> None:
-        dumped = await self._dumping.dumped(op) or Population({})
+        dumped = await self._dumping.dumped(op) or ProcessSet({})
         await run_detached(lambda _: let_all_go(wish, dumped), name="hegmd-let-go")
         await self._dumping.none_stands(op)
         await self._agents.call_back(op, wish)
@@ -319,12 +319,12 @@ class Handoff:
         await run_detached(lambda _: end_tree(wish, member, dumped), name="hegmd-end")
         await self._dumping.none_stands(op)
 
-    async def _dumped(self, op: Operation, wish: Wish) -> Population:
+    async def _dumped(self, op: Operation, wish: Wish) -> ProcessSet:
         """Whom CRIU has had: where another daemon has seen that, by the image, as far as that is to be read."""
         if await self._dumping.dumped(op) is None:
             with contextlib.suppress(HegmError), anyio.move_on_after(_LOOKS_WITHIN_S):
                 self._dumping.known_from(op, await self._require_whole(op, wish))
-        return await self._dumping.dumped(op) or Population({})
+        return await self._dumping.dumped(op) or ProcessSet({})
 
     def _tell_controllers(self, op: Operation, wish: Wish) -> None:
         """While its parent can still be told; of ranks, the first that ends takes the whole tree with it. Blocks."""
@@ -341,6 +341,6 @@ class Handoff:
 
 
 def _wish_of(op: Operation) -> Wish:
-    if op.handoff is None:
+    if op.image is None:
         raise Bug(f"operation {op.id} is to be handed over, and nobody has said where to")
-    return op.handoff
+    return op.image

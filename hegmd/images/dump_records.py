@@ -15,7 +15,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from hegmd.node.processes.process_set import Population
+from hegmd.node.processes.process_set import ProcessSet
 from hegmd.protocol.record import as_list, as_map
 from hegmd.system.resource_errors import scarcity
 
@@ -25,13 +25,13 @@ FOLDER_NAME = "standing"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class StandingNotes:
+class DumpRecords:
     """The notes of one state directory, by operation."""
 
     def __init__(self, state_dir: Path) -> None:
         self._folder = state_dir / FOLDER_NAME
 
-    def note(self, op_id: str, people: Population) -> None:
+    def note(self, op_id: str, people: ProcessSet) -> None:
         """CRIU is about to stop these. Raises nothing: what has begun comes to its end on a full disk, too."""
         note: dict[str, object] = {"start_ticks": dict(people.start_ticks), "stopped": sorted(people.stopped)}
         try:
@@ -45,7 +45,7 @@ class StandingNotes:
                 "no note tells who stands for operation %s: %s; look at the disk of %s", op_id, error, self._folder
             )
 
-    def people(self, op_id: str) -> Population | None:
+    def people(self, op_id: str) -> ProcessSet | None:
         """Who stood for that operation, by number and start time; None where nobody knows, or of another boot.
 
         Raises HegmError where that cannot be read now: nobody is left standing for want of a descriptor.
@@ -60,7 +60,7 @@ class StandingNotes:
             return None
         ticks = as_map(note.get("start_ticks")) or {}
         stopped = frozenset(pid for pid in as_list(note.get("stopped")) or () if isinstance(pid, int))
-        return Population({int(pid): value for pid, value in ticks.items() if isinstance(value, int)}, stopped)
+        return ProcessSet({int(pid): value for pid, value in ticks.items() if isinstance(value, int)}, stopped)
 
     def forget(self, op_id: str) -> None:
         """They go on, or have ended. Raises nothing: what stays is taken away with its operation."""

@@ -16,11 +16,11 @@ from pathlib import Path
 from hegmd.errors import DENIED, NOT_FOUND, REFUSED, HegmError, Refused
 from hegmd.images.criu.dumped import strangers
 from hegmd.images.criu.needs import Needs
-from hegmd.images.criu.privileges import Guise, closed_to, to_dump, worn_by_root
+from hegmd.images.criu.privileges import CriuPrivileges, closed_to, to_dump, worn_by_root
 from hegmd.memory.pool_names import parse_name
-from hegmd.migration.machine.operation import Handoff as Wish
-from hegmd.migration.machine.operation import Worker as Member
-from hegmd.node.processes.process_set import Population, end_all, holders_of, let_go, population_of
+from hegmd.migration.machine.operation import ImageRequest as Wish
+from hegmd.migration.machine.operation import JobProcess as Member
+from hegmd.node.processes.process_set import ProcessSet, end_all, holders_of, let_go, population_of
 from hegmd.node.processes.process_tree import Member as Process
 from hegmd.node.processes.process_tree import Tell, Tree, pids_below, read_tree
 from hegmd.protocol.operations import Reason
@@ -76,7 +76,7 @@ def anonymous_bytes_of(pid: int) -> int:
     return 0
 
 
-def guise_for(tree: Tree, needs: Needs, rights: Rights) -> Guise | None:
+def guise_for(tree: Tree, needs: Needs, rights: Rights) -> CriuPrivileges | None:
     """Whose rights CRIU has; None for root's. Blocks."""
     return worn_by_root(_without_pieces(tree), needs) if rights.uid == 0 else to_dump(tree, rights.groups)
 
@@ -127,7 +127,7 @@ def require_no_more(dumped: Mapping[int, bool], tree: Tree, rights: Rights) -> N
         )
 
 
-def let_all_go(wish: Wish, dumped: Population) -> None:
+def let_all_go(wish: Wish, dumped: ProcessSet) -> None:
     """Have everybody of the tree go on, and `dumped`, whom CRIU has had: whose parent has ended is found no more.
 
     Who stood still by a signal before that stays so.
@@ -140,14 +140,14 @@ def let_all_go(wish: Wish, dumped: Population) -> None:
     if found.get(wish.root_pid) != wish.root_ticks:
         found = {}
     if people := {**dumped.start_ticks, **found}:
-        let_go(Population(people, dumped.stopped))
+        let_go(ProcessSet(people, dumped.stopped))
 
 
-def end_tree(wish: Wish, member: Member, dumped: Population) -> None:
+def end_tree(wish: Wish, member: Member, dumped: ProcessSet) -> None:
     """End everybody of the tree, and of those whom CRIU has had, the process itself last."""
     pids = [member.pid, *pids_below(wish.root_pid)]
     found = population_of(pids).start_ticks
     if found.get(wish.root_pid) != wish.root_ticks:  # it has ended, and another process may have its number
         found = {pid: ticks for pid, ticks in found.items() if (pid, ticks) == (member.pid, member.start_ticks)}
     orphans = {pid: ticks for pid, ticks in dumped.start_ticks.items() if pid not in found}
-    end_all(Population({**orphans, **{pid: found[pid] for pid in reversed(pids) if pid in found}}))
+    end_all(ProcessSet({**orphans, **{pid: found[pid] for pid in reversed(pids) if pid in found}}))

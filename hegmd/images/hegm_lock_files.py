@@ -23,7 +23,7 @@ from hegmd.errors import EXTERNAL, HegmError, Refused
 
 LOCK = "lock"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_LONGEST_BYTES = 8192
+_MAX_BYTES = 8192
 
 
 class LockFiles:
@@ -133,4 +133,4 @@ def _said(dir_fd: int) -> str:
     except OSError:
         return ""
     with open(fd, "rb") as file:
-        return file.read(_LONGEST_BYTES).decode("utf-8", "replace")
+        return file.read(_MAX_BYTES).decode("utf-8", "replace")

@@ -12,10 +12,10 @@ from typing import Any
 from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.images.criu.needs import Needs
 from hegmd.memory.sizes import storages_in
-from hegmd.migration.machine.next_effects import SUSPENDED, UNDONE
+from hegmd.migration.machine.next_effects import ROLLED_BACK, SUSPENDED
 from hegmd.migration.machine.operation import RESTORE, Failure, Operation
-from hegmd.migration.machine.operation import Worker as Member
-from hegmd.migration.model import AgentSurvey, Candidate, GpuRoom
+from hegmd.migration.machine.operation import JobProcess as Member
+from hegmd.migration.model import AgentSurvey, Candidate, GpuMemory
 from hegmd.node.processes.process_tree import Tree
 from hegmd.protocol.images import ImageGpu, ImageProcess, ImageWorker, Manifest
 from hegmd.protocol.record import as_list
@@ -24,7 +24,7 @@ from hegmd.protocol.snapshots import Gpu
 _NOT_READ = "the image was written by another version of hegmd; restore it with that one"
 
 
-_MOST_PID = 1 << 22
+_MAX_PID = 1 << 22
 _OF_A_DRIVER = "GPU-"  # as NVIDIA's UUIDs begin
 
 
@@ -49,7 +49,7 @@ def composed(  # noqa: PLR0913 - what it is composed of, each by its name
     """The manifest; what the writer of images knows by itself is left to it. `attending`: what agents told, by pid;
     `bystanders`: the tokens of agents in processes that had nothing on GPUs."""
     known = {gpu.id: gpu for gpu in gpus}
-    used = [known[name] for name in dict.fromkeys(w.left or w.was_on for w in op.live) if name in known]
+    used = [known[name] for name in dict.fromkeys(w.previous_gpu or w.first_gpu for w in op.live) if name in known]
     return Manifest(
         vendor=used[0].vendor if used else None,
         driver_version=used[0].driver_version if used else None,
@@ -69,12 +69,12 @@ def composed(  # noqa: PLR0913 - what it is composed of, each by its name
             ]
         ),
         workers=tuple([_worker(member, known, attending[member.pid]) for member in op.live]),
-        leave_running=op.handoff is not None and op.handoff.leave_running,
+        leave_running=op.image is not None and op.image.leave_running,
         node=node,
         more={
             "operation": op.id,
             "asked_utc": op.created_utc,
-            "lockstep": op.lockstep,
+            "lockstep": op.is_distributed,
             "meeting": meeting,
             "bystanders": list(bystanders),
             "as_user": as_user,
@@ -89,7 +89,7 @@ def start_ticks_in(manifest: Manifest) -> dict[int, int]:
     """Who was dumped: the processes by number, with their start times of then; nobody in an image of an older hegmd."""
     pairs = [as_list(each) or () for each in as_list((manifest.more or {}).get("start_ticks")) or ()]
     known = [(_whole(pair[0]) or 0, _whole(pair[1]) or 0) for pair in pairs if len(pair) == 2]
-    return {pid: ticks for pid, ticks in known if 0 < pid <= _MOST_PID and ticks > 0}
+    return {pid: ticks for pid, ticks in known if 0 < pid <= _MAX_PID and ticks > 0}
 
 
 def _gpu(gpu: Gpu) -> ImageGpu:
@@ -97,14 +97,14 @@ def _gpu(gpu: Gpu) -> ImageGpu:
 
 
 def _worker(member: Member, known: Mapping[str, Gpu], told: ImageWorker) -> ImageWorker:
-    left = member.left or member.was_on or ""
+    left = member.previous_gpu or member.first_gpu or ""
     return told.replace(
         pid=member.pid,
         gpus=(known[left].uuid,) if left in known else (),
         carrier=member.carrier,
         size_bytes=member.size_bytes,
-        rest_bytes=member.rest_bytes,
-        bytes=(byte_name(member),) if member.out else (),
+        rest_bytes=member.driver_bytes,
+        bytes=(byte_name(member),) if member.offloaded else (),
         token=member.token,
         boundary=member.boundary,
         more={**(told.more or {}), "method": member.method, "rank": member.rank, "chip": member.chip, "gpu": left},
@@ -170,7 +170,7 @@ def meeting_in(manifest: Manifest) -> str:
 
 
 def revived(
-    manifest: Manifest, op_id: str, start_ticks: Mapping[int, int], gpus: Iterable[Gpu | GpuRoom], utc: float
+    manifest: Manifest, op_id: str, start_ticks: Mapping[int, int], gpus: Iterable[Gpu | GpuMemory], utc: float
 ) -> Operation:
     """A suspended operation on the processes of the image, which have these start times now."""
     names = {gpu.uuid: gpu.id for gpu in gpus}
@@ -181,7 +181,7 @@ def revived(
         id=op_id,
         kind=RESTORE,
         phase=SUSPENDED,
-        lockstep=bool(more.get("lockstep")),
+        is_distributed=bool(more.get("lockstep")),
         workers=tuple([_member(told, start_ticks.get(told.pid, 0), names, elsewhere) for told in manifest.workers]),
         owner_uid=_owner(manifest),
         created_utc=utc,
@@ -191,13 +191,20 @@ def revived(
 def unrevived(manifest: Manifest, op_id: str, failure: Failure, utc: float) -> Operation:
     """The operation of a restore that failed before the job was back: over, with none of its processes there."""
     op = revived(manifest, op_id, {}, (), utc)
-    gone = {"gone": True, "out": False, "asked": False, "parked": False, "unsure": False, "recount": False}
-    return op.replace(phase=UNDONE, failure=failure, workers=tuple([one.replace(**gone) for one in op.workers]))
+    gone = {
+        "has_exited": True,
+        "offloaded": False,
+        "park_requested": False,
+        "is_parked": False,
+        "needs_inspection": False,
+        "recount_memory": False,
+    }
+    return op.replace(phase=ROLLED_BACK, failure=failure, workers=tuple([one.replace(**gone) for one in op.workers]))
 
 
 def is_unrevived(op: Operation) -> bool:
     """Whether it is such a one: it has taken no event, so what its restore has left is no operation's."""
-    return op.kind == RESTORE and op.phase == UNDONE and op.seq == 0
+    return op.kind == RESTORE and op.phase == ROLLED_BACK and op.seq == 0
 
 
 def _gpus_then(told: object) -> tuple[str, ...]:
@@ -220,22 +227,22 @@ def _member(told: ImageWorker, start_ticks: int, names: Mapping[str, str], elsew
         carrier=told.carrier or "",
         rank=_whole(more.get("rank")),
         chip=_text(more.get("chip")),
-        was_on=here or (_text(more.get("gpu")) if not told.gpus else None),
-        origin=None,
-        goal=None,
-        at=None,
-        left=here if own is None else None,
-        elsewhere=() if own is None else (own, *(uuid for uuid in elsewhere if uuid != own)),
+        first_gpu=here or (_text(more.get("gpu")) if not told.gpus else None),
+        origin_gpu=None,
+        target_gpu=None,
+        gpu=None,
+        previous_gpu=here if own is None else None,
+        source_gpu_uuids=() if own is None else (own, *(uuid for uuid in elsewhere if uuid != own)),
         size_bytes=told.size_bytes,
-        rest_bytes=told.rest_bytes,
-        rooms={},
+        driver_bytes=told.rest_bytes,
+        reservations={},
         boundary=told.boundary,
-        asked=True,
-        parked=True,
-        out=bool(told.bytes),
-        touched=True,
-        unsure=True,
-        recount=True,
+        park_requested=True,
+        is_parked=True,
+        offloaded=bool(told.bytes),
+        was_offloaded=True,
+        needs_inspection=True,
+        recount_memory=True,
     )
 
 

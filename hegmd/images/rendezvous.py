@@ -28,7 +28,7 @@ _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 
 
-class MeetingPlaces:
+class Rendezvous:
     """The places of one daemon. Each call is a few calls of the kernel, on a file system in memory.
 
     Where a folder is given it may be on any, and hang with it: not to be called by the event loop.

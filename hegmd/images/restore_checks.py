@@ -24,7 +24,7 @@ from hegmd.memory.pool import Pool
 from hegmd.memory.sizes import whole_size
 from hegmd.migration.machine.operation import SIMULATED
 from hegmd.node.criu_program import Criu
-from hegmd.node.processes.process_set import Holder, holders_of
+from hegmd.node.processes.process_set import DescriptorHolder, holders_of
 from hegmd.node.processes.process_tree import Tell
 from hegmd.protocol.images import Manifest
 from hegmd.protocol.operations import Reason
@@ -33,7 +33,7 @@ from hegmd.system.threads import Looks, run_detached
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
+class GrownFile:
     """An output file of the job that is longer than it was, how long that was, and what is said against it."""
 
     path: str
@@ -42,15 +42,15 @@ class Grown:
 
 
 @dataclass(frozen=True, slots=True)
-class Objections:
+class RestoreProblems:
     """What stands against bringing a job back, files that have grown, and what else there is to know."""
 
     reasons: tuple[Reason, ...]
-    grown: tuple[Grown, ...]
+    grown: tuple[GrownFile, ...]
     notes: tuple[str, ...]
 
 
-class Scrutiny:
+class RestoreCheck:
     """Looks at images of jobs that are wanted back. `criu` finds the program, `meeting` is where agents look for this
     daemon, `in_unit` gives each job a unit of systemd's, `by_owner` lets others than root restore what is theirs."""
 
@@ -74,7 +74,7 @@ class Scrutiny:
         self._by_owner = by_owner
         self._looks = Looks()
 
-    async def of(self, manifest: Manifest, rights: Rights, *, as_then: bool) -> Objections:
+    async def run(self, manifest: Manifest, rights: Rights, *, as_then: bool) -> RestoreProblems:
         """Everything that stands against bringing it back here and now, but for the GPUs. Raises HegmError.
 
         With `as_then`, files to which the job only appends have to be as long as they were, too.
@@ -92,7 +92,7 @@ class Scrutiny:
                 f"{needed_bytes >> 20} MiB of the pool are needed, and {self._pool.free_bytes() >> 20} MiB are free"
             )
             found.append(Reason(code=BUSY.name, message=message, hint="resume what is suspended, or raise its budget"))
-        grown: list[Grown] = []
+        grown: list[GrownFile] = []
         notes: list[str] = []
         changed = partial(_changed_files, needs, self._root, as_then=as_then)
         found_of_files = await self._looks.at(lambda tell: list(changed(tell)), name="hegmd-files")
@@ -104,7 +104,7 @@ class Scrutiny:
             else:
                 notes.append(f"{reason.message}: what it has written since stays in it")
         differing = await self._looks.at(lambda tell: _differing(manifest, self._root, tell), name="hegmd-node")
-        return Objections((*found, *differing.refusals), tuple(grown), (*notes, *differing.notes))
+        return RestoreProblems((*found, *differing.refusals), tuple(grown), (*notes, *differing.notes))
 
     def _against_owner(self, manifest: Manifest, rights: Rights) -> Iterator[Reason]:
         if rights.uid != 0 and not self._by_owner:
@@ -157,7 +157,7 @@ def _taken(needs: Needs) -> Iterator[Reason]:
             )
 
 
-def _told_holder(holder: Holder) -> str:
+def _told_holder(holder: DescriptorHolder) -> str:
     if holder.pid == holder.number:
         return f"there is a process {holder.pid}, whose number the job had: the job itself if it goes on, or a stranger"
     return f"the job had the number {holder.number}, which process {holder.pid} has as its {holder.what}"
@@ -175,7 +175,7 @@ def _differing(manifest: Manifest, root: Path, tell: Tell) -> Differences:
 
 def _changed_files(
     needs: Needs, root: Path, tell: Tell, *, as_then: bool
-) -> Iterator[tuple[Reason, Grown | None, bool]]:
+) -> Iterator[tuple[Reason, GrownFile | None, bool]]:
     """Files that are not as they were: what there is to say, which of them have only grown, and whether CRIU minds."""
     for file in needs.files:
         tell(file.path)
@@ -195,7 +195,7 @@ def _changed_files(
             hint=_to_cut_back(as_then=as_then) if has_grown else "put it back as it was then",
         )
         minds = not (file.is_appended and has_grown)
-        yield reason, Grown(file.path, file.size_bytes, reason) if has_grown else None, minds
+        yield reason, GrownFile(file.path, file.size_bytes, reason) if has_grown else None, minds
 
 
 def _to_cut_back(*, as_then: bool) -> str:

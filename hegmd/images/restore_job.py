@@ -23,18 +23,18 @@ from hegmd.gpu_helper.mark import MARK_BYTES
 from hegmd.images.criu import run
 from hegmd.images.criu.command_line import unit_name_for
 from hegmd.images.criu.credentials import beyond, credentials_in
-from hegmd.images.criu.privileges import Guise, to_restore
+from hegmd.images.criu.privileges import CriuPrivileges, to_restore
 from hegmd.images.criu.run import Revived
 from hegmd.images.files.images import Images, is_of_user
 from hegmd.images.files.open_image import Image
 from hegmd.images.manifests import candidates_in, meeting_in, needs_in, pool_bytes_in, revived, tokens_in
-from hegmd.images.rendezvous import MeetingPlaces
-from hegmd.images.restore_checks import Objections, Scrutiny
-from hegmd.images.restore_records import HalfRevived
+from hegmd.images.rendezvous import Rendezvous
+from hegmd.images.restore_checks import RestoreCheck, RestoreProblems
+from hegmd.images.restore_records import RestoreRecords
 from hegmd.memory.pool import Key, Pool
 from hegmd.memory.pool_memory import Memory
 from hegmd.migration.machine.operation import Operation
-from hegmd.migration.model import Snapshot
+from hegmd.migration.model import NodeSnapshotForPlan
 from hegmd.node.criu_program import Criu
 from hegmd.node.inventory import NodeSnapshot
 from hegmd.node.processes.procfs import start_ticks_of
@@ -43,15 +43,15 @@ from hegmd.protocol.operations import HOST
 from hegmd.system.programs import Rights
 from hegmd.system.task_group import Progress, in_concert, parts_of
 from hegmd.system.threads import run_detached
-from hegmd.workers.workers import Worker, Workers
+from hegmd.workers.workers import AgentConnection, Workers
 
 logger = logging.getLogger(__name__)
 
 ATTENDS_WITHIN_S = 60.0
-_LOOK_AGAIN_S = 0.5
+_POLL_INTERVAL_S = 0.5
 
 
-class Reviving:
+class JobRestorer:
     """Brings jobs back. `images` tells their room, `criu` finds the program, `look` sees the node.
 
     `in_unit` gives each job a unit of systemd's.
@@ -60,7 +60,7 @@ class Reviving:
     def __init__(  # noqa: PLR0913 - what it puts together, each by its name
         self,
         images: Callable[[], Images],
-        places: MeetingPlaces,
+        places: Rendezvous,
         workers: Workers,
         pool: Pool,
         *,
@@ -68,7 +68,7 @@ class Reviving:
         look: Callable[[], Awaitable[NodeSnapshot]],
         in_unit: bool,
         simulated: bool,
-        notes: HalfRevived,
+        notes: RestoreRecords,
         by_owner: bool,
     ) -> None:
         self._notes = notes
@@ -80,7 +80,7 @@ class Reviving:
         self._look = look
         self._in_unit = in_unit
         by_whom = {"simulated": simulated, "by_owner": by_owner}
-        self._scrutiny = Scrutiny(places.folder, pool, criu=criu, in_unit=in_unit, **by_whom)
+        self._scrutiny = RestoreCheck(places.folder, pool, criu=criu, in_unit=in_unit, **by_whom)
         self._coming: set[int] = set()
         self._back: dict[str, Revived] = {}
 
@@ -99,22 +99,22 @@ class Reviving:
 
     # -- what is against it --------------------------------------------------------------------------------------------
 
-    def expected(self, snapshot: Snapshot, manifest: Manifest) -> tuple[Snapshot, Operation]:
+    def expected(self, snapshot: NodeSnapshotForPlan, manifest: Manifest) -> tuple[NodeSnapshotForPlan, Operation]:
         """The node and the operation as they will be once the processes are there: for the planner."""
         coming = candidates_in(manifest)
         others = [c for c in snapshot.candidates if c.pid not in {one.pid for one in coming}]
         return snapshot.replace(candidates=(*others, *coming)), revived(manifest, "", {}, snapshot.gpus, 0.0)
 
-    async def against(self, manifest: Manifest, rights: Rights, *, as_then: bool) -> Objections:
+    async def against(self, manifest: Manifest, rights: Rights, *, as_then: bool) -> RestoreProblems:
         """Everything that stands against bringing it back here and now, but for the GPUs. Raises HegmError.
 
         With `as_then`, files to which the job only appends have to be as long as they were, too.
         """
-        return await self._scrutiny.of(manifest, rights, as_then=as_then)
+        return await self._scrutiny.run(manifest, rights, as_then=as_then)
 
     # -- back ----------------------------------------------------------------------------------------------------------
 
-    async def bring_back(
+    async def restore(
         self, image: Image, op_id: str, rights: Rights, on_progress: Progress, outlets: Mapping[str, int]
     ) -> Operation:
         """Have its processes there, parked, their bytes in the pool under that operation's name; the operation.
@@ -156,7 +156,7 @@ class Reviving:
             await run.end(back)
         for worker in manifest.workers:
             try:
-                await self._pool.give(Key(op_id, str(worker.pid)))
+                await self._pool.release(Key(op_id, str(worker.pid)))
             except HegmError as error:
                 logger.warning("%s; %s", error.message, error.hint)
         await self.settled(manifest, op_id)
@@ -223,7 +223,7 @@ class Reviving:
             with anyio.CancelScope(shield=True):
                 await logs.close()
 
-    async def _examined(self, image: Image, rights: Rights) -> tuple[int, Guise | None]:
+    async def _examined(self, image: Image, rights: Rights) -> tuple[int, CriuPrivileges | None]:
         """CRIU's files, every byte found right, and whose rights CRIU is to have. Raises HegmError."""
         dir_fd = await image.private_criu_dir()
         if rights.uid == 0 and not is_of_user(image.manifest):
@@ -255,7 +255,7 @@ async def until_there(
     ticks: Mapping[int, int],
     *,
     within_s: float = ATTENDS_WITHIN_S,
-    look_again_s: float = _LOOK_AGAIN_S,
+    look_again_s: float = _POLL_INTERVAL_S,
 ) -> None:
     """Wait until the agents of those processes, which have these start times, attend, parked. Raises HegmError."""
 
@@ -289,7 +289,7 @@ def _require_alive(pids: Sequence[int], ticks: Mapping[int, int]) -> None:
             raise HegmError(NOT_FOUND, message, "the image is whole; see the log of the job, and restore it again")
 
 
-def _is_there(worker: Worker | None, token: str | None, start_ticks: int | None) -> bool:
+def _is_there(worker: AgentConnection | None, token: str | None, start_ticks: int | None) -> bool:
     if worker is None or not worker.connected or worker.token != token:
         return False
     return worker.identity.start_ticks == start_ticks and worker.parked
@@ -304,7 +304,7 @@ def forget_mark(memory: Memory) -> None:
         raise HegmError(UNAVAILABLE, message, "restore it again, and see the log of hegmd") from error
 
 
-def guise_in(dir_fd: int, rights: Rights) -> Guise:
+def guise_in(dir_fd: int, rights: Rights) -> CriuPrivileges:
     """Whose rights CRIU has. Raises HegmError unless every thread comes back with rights that the caller has.
 
     For root these are a user's: the image was made so.

@@ -23,7 +23,7 @@ from pathlib import Path
 from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.images.criu.command_line import IMAGES
 from hegmd.memory.pool import Pool
-from hegmd.node.processes.process_set import Population, ask, end_all, population_of
+from hegmd.node.processes.process_set import ProcessSet, ask, end_all, population_of
 from hegmd.protocol.images import Manifest
 from hegmd.protocol.record import as_list, as_map
 from hegmd.system.threads import run_detached
@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 FOLDER_NAME = "reviving"
 # The command line of those whom CRIU has made and given nothing of their own yet.
 _OF_CRIU = frozenset((b"restore", b"--images-dir", IMAGES.encode()))
-_MOST_ROUNDS = 3
+_MAX_ROUNDS = 3
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class HalfRevived:
+class RestoreRecords:
     """The notes of one state directory."""
 
     def __init__(self, state_dir: Path) -> None:
@@ -81,7 +81,7 @@ class HalfRevived:
     async def end_left(self, op_id: str) -> None:
         """End what is left of a restore whose attendant was killed. Raises nothing: what stays has the job's numbers,
         and the next restore names it."""
-        for _ in range(_MOST_ROUNDS):  # one that is ended may just have made another
+        for _ in range(_MAX_ROUNDS):  # one that is ended may just have made another
             try:
                 if not await run_detached(lambda _: self._end_found(op_id), name="hegmd-end"):
                     return
@@ -94,7 +94,7 @@ class HalfRevived:
         if not came or not came[0]:
             return False
         logger.warning("a restore has failed and left processes, which end: %s", sorted(came[0]))
-        end_all(Population(came[0]))
+        end_all(ProcessSet(came[0]))
         return True
 
     async def clear(self, begun: Collection[str], taken: Collection[tuple[int, int]], pool: Pool) -> None:
@@ -137,7 +137,7 @@ def _end(came: Mapping[int, int], attendants: Mapping[int, int]) -> None:
     for pid, ticks in attendants.items():
         logger.warning("CRIU's attendant, process %d, is told to end what it restores", pid)
         ask(pid, ticks, signal.SIGUSR1)
-    end_all(Population(came))
+    end_all(ProcessSet(came))
 
 
 def attendants_of(note: Mapping[str, object]) -> Mapping[int, int]:

@@ -1,7 +1,7 @@
 """The pages of a file in memory, there before anybody relies on them, and huge ones where the node has any to spare.
 
 Owns how pages are had: first reserved, which fails with an errno where touching would kill, then touched, which zeroes
-them here and not in a job's blackout. Knows nothing of budgets and owners; `pool` has those.
+them here and not in a job's downtime. Knows nothing of budgets and owners; `pool` has those.
 
 Ordinary files in memory, with a name in /dev/shm or without, get small pages unless the node's own setting says
 otherwise, and it mostly says never. Asked for (MADV_COLLAPSE, Linux 6.1) the kernel makes huge ones of them all the

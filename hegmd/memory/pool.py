@@ -28,13 +28,13 @@ from hegmd.errors import BUSY, CANCELLED, NOT_FOUND, UNAVAILABLE, HegmError, Ref
 from hegmd.memory.pool_checksums import compare, sums_of
 from hegmd.memory.pool_memory import Memory, make_memory, read_available_bytes, read_huge_free_bytes
 from hegmd.memory.pool_names import NONCE_BYTES, Key, PieceName, Source
-from hegmd.memory.pool_piece import Keep, Piece
+from hegmd.memory.pool_piece import MemoryKeeping, Piece
 from hegmd.memory.sizes import MIB, whole_size
 from hegmd.memory.spill_file import SpillFolder
 from hegmd.memory.spilling import Progress, read_into, say_nothing, with_memory, write_out
 from hegmd.telemetry.log import fields
 
-__all__ = ["Key", "Keep", "Memory", "Piece", "Pool", "Source", "read_available_bytes"]
+__all__ = ["Key", "MemoryKeeping", "Memory", "Piece", "Pool", "Source", "read_available_bytes"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +53,11 @@ class Pool:
         self,
         budget_bytes: int = 0,
         *,
-        keep: Keep | None = None,
+        keep: MemoryKeeping | None = None,
         available_bytes: Callable[[], int | None] = read_available_bytes,
         huge_free_bytes: Callable[[], int] = read_huge_free_bytes,
     ) -> None:
-        self.keep = keep or Keep()
+        self.keep = keep or MemoryKeeping()
         self.make_room: Callable[[int], Awaitable[object]] | None = None
         self._given_budget_bytes = budget_bytes
         self._available_bytes = available_bytes
@@ -150,14 +150,14 @@ class Pool:
         whole_bytes = whole_size(size_bytes)
         memory = await self._make(name, whole_bytes, size_bytes)
         try:
-            await self.give(key)
+            await self.release(key)
         except BaseException:
             await self._give_back(Piece(name, whole_bytes, memory))
             raise
         self._held[key] = Piece(name, whole_bytes, memory)
         return memory
 
-    async def give(self, key: Key) -> None:
+    async def release(self, key: Key) -> None:
         """Give the owner's bytes back to the node, wherever they are. Fine when it has none.
 
         Raises HegmError when that cannot be; then they are still held and it can be asked for again.
@@ -278,16 +278,16 @@ class Pool:
 
     async def drop_unclaimed(self, name: str) -> int:
         """Give the bytes of a piece that nobody owns back to the node; how many. Raises HegmError."""
-        piece = self._stray(name)
+        piece = self._orphan(name)
         async with piece.lock:
-            self._stray(name)  # whoever had the lock may have claimed it
+            self._orphan(name)  # whoever had the lock may have claimed it
             await self._forget(piece)
             self._unclaimed.pop(name, None)
         return piece.size_bytes
 
     async def beginning(self, name: str, size_bytes: int) -> bytes:
         """What a piece that has no owner begins with. Raises HegmError."""
-        piece, spill = self._stray(name), self.keep.spill
+        piece, spill = self._orphan(name), self.keep.spill
         if piece.memory is not None:
             return await anyio.to_thread.run_sync(os.pread, piece.memory.fd, size_bytes, 0)
         if spill is None:
@@ -296,10 +296,10 @@ class Pool:
 
     async def claim(self, name: str, key: Key) -> None:
         """Make an owner of a piece that had none. Raises HegmError; it has none then."""
-        piece = self._stray(name)
+        piece = self._orphan(name)
         new = piece.name.claimed_by(key)
         async with piece.lock:
-            self._stray(name)  # whoever had the lock may have given it up
+            self._orphan(name)  # whoever had the lock may have given it up
             if key in self._held:
                 raise HegmError(BUSY, f"{key.worker} in operation {key.operation} has a piece", "see: hegmctl ops")
             await anyio.to_thread.run_sync(self._rename, piece, str(new))
@@ -310,10 +310,10 @@ class Pool:
             del self._unclaimed[name]
             self._held[key] = piece
 
-    def _stray(self, name: str) -> Piece:
+    def _orphan(self, name: str) -> Piece:
         piece = self._unclaimed.get(name)
         if piece is None:
-            raise HegmError(NOT_FOUND, f"there is no stray piece {name[:80]!r}", "see: hegmctl adopt")
+            raise HegmError(NOT_FOUND, f"there is no orphan piece {name[:80]!r}", "see: hegmctl adopt")
         return piece
 
     # -- parts ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from hegmd.errors import HegmError
 from hegmd.memory.pool_checksums import SumFolder
 from hegmd.memory.pool_memory import Memory
 from hegmd.memory.pool_names import PREFIX, parse_name
-from hegmd.memory.pool_piece import Keep, Piece
+from hegmd.memory.pool_piece import MemoryKeeping, Piece
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Findings:
     distrusted: tuple[Distrusted, ...]
 
 
-async def find_pieces(keep: Keep, adopt: Callable[[str, int], bool] = lambda _name, _fd: False) -> Findings:
+async def find_pieces(keep: MemoryKeeping, adopt: Callable[[str, int], bool] = lambda _name, _fd: False) -> Findings:
     """Look everywhere. Raises nothing: a place that cannot be looked into is told of, and the daemon serves.
 
     What is in the store and is not the pool's is offered to `adopt`, which tells whether it has taken it.
@@ -71,7 +71,7 @@ class _Search:
         self.pieces: dict[str, Piece] = {}
         self.distrusted: list[Distrusted] = []
 
-    def look_at_files(self, keep: Keep) -> None:
+    def look_at_files(self, keep: MemoryKeeping) -> None:
         for place in keep.places:
             try:
                 files = place.find()

@@ -22,7 +22,7 @@ _FORM = re.compile(
     r"(?:\.(?P<uid>\d+)\.(?P<ticks>\d+))?(?:\.from(?P<before>(?:\.[^-/.]+)+))?)?"
 )
 # The names of files are bounded.
-_MOST_BEFORE = 8
+_MAX_BEFORE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class PieceName:
 
     def claimed_by(self, key: Key) -> PieceName:
         """Its name from when that owner has it."""
-        before = (self.key.operation, *self.before)[:_MOST_BEFORE] if self.nonce else ()
+        before = (self.key.operation, *self.before)[:_MAX_BEFORE] if self.nonce else ()
         return PieceName(key, self.usable_bytes, self.nonce, self.source, before)
 
     def __str__(self) -> str:

@@ -16,7 +16,7 @@ from hegmd.memory.spill_file import SpillFolder
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class MemoryKeeping:
     """Where pieces can be: places with names, a store for what has none, a directory on disk. And where sums are."""
 
     places: Sequence[Place] = ()

@@ -25,7 +25,7 @@ ROUND_BYTES = 1 << 30
 # In what pieces video memory is held. As many come with one message of the helper's, and stay well below what the
 # service manager stores for us.
 PIECE_BYTES = 1 << 30
-MOST_PIECES = 128
+MAX_PIECES = 128
 # What the driver carries of a process whose agent carries the rest, room for the way back included: contexts, modules
 # and cuBLAS. It is in the driver's fixed times.
 NEXT_TO_NOTHING_BYTES = 768 * MIB
@@ -59,7 +59,7 @@ def storages_in(whole_bytes: int) -> int:
 def piece_bytes(size_bytes: int) -> int:
     """How large the pieces are in which so much video memory is held; larger ones where there would be too many."""
     found_bytes = PIECE_BYTES
-    while size_bytes > MOST_PIECES * found_bytes:
+    while size_bytes > MAX_PIECES * found_bytes:
         found_bytes *= 2
     return found_bytes
 

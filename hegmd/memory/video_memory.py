@@ -129,7 +129,7 @@ class VideoMemory:
 
     # -- taking and giving ---------------------------------------------------------------------------------------------
 
-    async def hold(self, who: str, gpu: str, size_bytes: int, *, spare: bool = False) -> None:
+    async def reserve(self, who: str, gpu: str, size_bytes: int, *, spare: bool = False) -> None:
         """Hold at least so much there for that owner from now on, in all; what is missing is added.
 
         For what is `spare`, because it can be done without, nobody is asked to give anything back.
@@ -182,7 +182,7 @@ class VideoMemory:
         holding.kept = holding.kept or await self._keep(who, gpu, holding.pieces)
         return holding.kept
 
-    async def give(self, who: str, gpu: str) -> None:
+    async def release(self, who: str, gpu: str) -> None:
         """Give it back to the GPU: when this returns, it is free. Fine when nothing is held.
 
         Raises HegmError when a store does not let go of it: then the daemon holds it no longer, and the store does.

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hegmd.migration.machine.operation import CHECKPOINT, RESTART, Limits, Operation, Respawn, Worker
+from hegmd.migration.machine.operation import CHECKPOINT, RESTART, JobProcess, Limits, Operation, Respawn
 from hegmd.node.gpu_sets import CPU, gpus_of
 from hegmd.protocol.messages import CudaFacts, LeftAlone
 from hegmd.protocol.operations import BY_DRIVER, HOST, PEER, WORKER, PlannedProcess
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-class GpuRoom(Record):
+class GpuMemory(Record):
     """The part of a GPU that decides whether something can go there."""
 
     id: str = field("such as gpu0")
@@ -109,7 +109,9 @@ class Candidate(Record):
     on_cpu: bool = field("whether it trains without a GPU, as far as it says", default=False)
     kinds: tuple[str, ...] = field("how it uses each of them: compute, graphics or mps", default=())
     vram_bytes: int | None = field("what it holds on them by the driver's word; nil if that is not known", default=None)
-    shares_bytes: Mapping[str, int] = field("what of that it holds on each, by GPU, as far as it is known", default={})
+    driver_bytes_by_gpu: Mapping[str, int] = field(
+        "what of that it holds on each, by GPU, as far as it is known", default={}
+    )
     parent: int | None = field("the nearest of its ancestors that is a candidate too", default=None)
     around: Surroundings = field("what is seen of it from outside", default=Surroundings())
     stopped: bool = field("whether a signal or a debugger has stopped it, and it comes to no boundary", default=False)
@@ -123,7 +125,7 @@ class Candidate(Record):
     agent: AgentSurvey | None = field("its agent, if one is connected", default=None)
 
 
-class PoolRoom(Record):
+class PoolMemory(Record):
     """What the pool has."""
 
     budget_bytes: int = field("the most that it may hold")
@@ -171,14 +173,14 @@ class Unreachable(Record):
     why: str = field("why it cannot be seen", default="")
 
 
-class Snapshot(Record):
+class NodeSnapshotForPlan(Record):
     """The node at one moment, as far as moving goes."""
 
-    gpus: tuple[GpuRoom, ...] = field("all of them")
+    gpus: tuple[GpuMemory, ...] = field("all of them")
     candidates: tuple[Candidate, ...] = field("the processes on them, and the ranks of their jobs that are on none yet")
     unreachable: tuple[Unreachable, ...] = field("the processes on them that are no candidates", default=())
     beginning: tuple[int, ...] = field("of those that were named, who has not come to a first batch yet", default=())
-    pool: PoolRoom = field("the pool")
+    pool: PoolMemory = field("the pool")
     running: tuple[Operation, ...] = field("operations that are not over", default=())
     rates: Rates = field("how fast bytes go", default=Rates())
     uid: int = field("as which user hegmd runs", default=0)
@@ -186,7 +188,7 @@ class Snapshot(Record):
     outlived: bool = field("whether somebody keeps what hegmd holds when it ends", default=True)
 
 
-class Request(Record):
+class PlanRequest(Record):
     """What was asked."""
 
     kind: str = field("migrate, suspend, resume, checkpoint or quiesce")
@@ -201,19 +203,19 @@ class Request(Record):
     respawn: Respawn = field("of a restart: what is to be different for whoever is started anew", default=Respawn())
 
 
-class Plan(Record):
+class MigrationPlan(Record):
     """What would be done."""
 
     kind: str = field("migrate, suspend, resume, checkpoint, restore or quiesce")
     way: str = field("agent, or driver for processes without one")
     workers: tuple[PlannedProcess, ...] = field("one for each process of the job")
     size_bytes: int = field("bytes to carry, in all")
-    room_needed_bytes: Mapping[str, int] = field("room to take, by GPU")
-    room_free_bytes: Mapping[str, int] = field("room that is free there")
+    reservation_bytes: Mapping[str, int] = field("room to take, by GPU")
+    gpu_free_bytes: Mapping[str, int] = field("room that is free there")
     pool_needed_bytes: int = field("bytes of the pool to take")
     pool_free_bytes: int = field("bytes of the pool that are free")
     estimate_s: float = field("how long the job will stand, beyond the wait for its boundary")
-    lockstep: bool = field("whether all have to stop at the same boundary")
+    is_distributed: bool = field("whether all have to stop at the same boundary")
     hazards: tuple[str, ...] = field("what to know before saying yes", default=())
     steps: tuple[str, ...] = field("what would be done, in order")
     respawn: Respawn | None = field("of a restart: what is to be different afterwards", default=None)
@@ -233,11 +235,11 @@ class Plan(Record):
         by_pid = {candidate.pid: candidate for candidate in candidates}
         workers = tuple([_worker(planned, by_pid[planned.pid], chips) for planned in self.workers])
         if self.kind == CHECKPOINT:  # until its image is whole, the way back is open to it
-            workers = tuple([worker.replace(keeps=worker.at) for worker in workers])
+            workers = tuple([worker.replace(kept_gpu=worker.gpu) for worker in workers])
         return Operation(
             id=op_id,
             kind=self.kind,
-            lockstep=self.lockstep,
+            is_distributed=self.is_distributed,
             workers=workers,
             limits=limits,
             owner_uid=by_pid[self.workers[0].pid].uid,
@@ -247,13 +249,13 @@ class Plan(Record):
 
     @property
     def destinations(self) -> dict[str, str]:
-        """For `resume-asked`: where each worker goes, by its name in the operation."""
+        """For `resume-requested`: where each worker goes, by its name in the operation."""
         return {str(worker.pid): worker.to for worker in self.workers if worker.to is not None}
 
 
-def _worker(planned: PlannedProcess, candidate: Candidate, chips: Mapping[str, str | None]) -> Worker:
+def _worker(planned: PlannedProcess, candidate: Candidate, chips: Mapping[str, str | None]) -> JobProcess:
     gpu = planned.gpu
-    return Worker(
+    return JobProcess(
         name=str(planned.pid),
         pid=planned.pid,
         start_ticks=candidate.start_ticks,
@@ -262,17 +264,17 @@ def _worker(planned: PlannedProcess, candidate: Candidate, chips: Mapping[str, s
         carrier=planned.carrier if planned.carrier != "none" else "worker" if candidate.agent else "driver",
         rank=candidate.agent.rank if candidate.agent else None,
         chip=chips.get(next(iter(gpus_of(gpu)), "")),
-        was_on=gpu,
-        origin=gpu,
-        goal=planned.to,
-        at=gpu,
+        first_gpu=gpu,
+        origin_gpu=gpu,
+        target_gpu=planned.to,
+        gpu=gpu,
         size_bytes=0 if planned.carrier == BY_DRIVER else planned.size_bytes,
-        rest_bytes=planned.rest_bytes,
-        beside_bytes=planned.beside_bytes,
-        shares_bytes=planned.shares_bytes,
-        storage_shares_bytes=planned.storage_shares_bytes,
+        driver_bytes=planned.driver_bytes,
+        agent_overhead_bytes=planned.agent_overhead_bytes,
+        driver_bytes_by_gpu=planned.driver_bytes_by_gpu,
+        storage_bytes_by_gpu=planned.storage_bytes_by_gpu,
         overlap_bytes=planned.overlap_bytes,
-        rooms={gpu: planned.room_bytes} if gpu and gpu != CPU else {},
+        reservations={gpu: planned.reservation_bytes} if gpu and gpu != CPU else {},
         run=candidate.job if planned.method == RESTART else None,
-        leaves=planned.method == RESTART,
+        must_exit=planned.method == RESTART,
     )

@@ -25,15 +25,15 @@ from hegmd.errors import NOT_FOUND, TIMEOUT, HegmError, Refused
 from hegmd.gpu_helper.link import DriverFailed, HelperLost, Link
 from hegmd.migration.machine.adoption import Driven, room_bound
 from hegmd.migration.methods.driver_calls import CHECKPOINTED, FAILED, LOCKED
-from hegmd.migration.methods.other_processes import Neighbours
+from hegmd.migration.methods.other_processes import OtherProcesses
 from hegmd.migration.methods.progress_probe import is_stopped
 from hegmd.node.gpu_sets import place_of
 from hegmd.node.processes.cuda_users import CudaUser, find_cuda_users, read_cuda_user
-from hegmd.protocol.operations import Stray
+from hegmd.protocol.operations import Orphan
 from hegmd.protocol.snapshots import Gpu, GpuProcess
 from hegmd.system.threads import run_detached
 
-__all__ = ["DriverStrays", "Found"]
+__all__ = ["DriverOrphans", "Found"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,16 +68,16 @@ class Found:
     gpus: tuple[str, ...]
 
 
-class DriverStrays:
+class DriverOrphans:
     """Looks when it is asked to; `run` has to be running. `link` is for these questions alone.
 
-    `node` looks at the GPUs now; `is_taken` tells of whom an operation knows, or the list of what else is stray.
+    `node` looks at the GPUs now; `is_taken` tells of whom an operation knows, or the list of what else is orphan.
     """
 
     def __init__(
         self,
         link: Link,
-        neighbours: Neighbours,
+        neighbours: OtherProcesses,
         node: Callable[[], Awaitable[Node]],
         *,
         is_taken: Callable[[int], bool],
@@ -100,7 +100,7 @@ class DriverStrays:
 
     # -- what is told --------------------------------------------------------------------------------------------------
 
-    def strays(self) -> Iterable[Stray]:
+    def orphans(self) -> Iterable[Orphan]:
         for found in self._found.values():
             if self._neighbours.may_be_there(found.user.who) and not self._is_taken(found.user.pid):
                 yield _told(found)
@@ -192,7 +192,7 @@ class DriverStrays:
         return state if state in {LOCKED, CHECKPOINTED, FAILED} else None
 
     async def _ask(self, user: CudaUser) -> str:
-        async with self._neighbours.apart(user.who):  # a lock of our own is no news
+        async with self._neighbours.excluded(user.who):  # a lock of our own is no news
             answer = await self._link.call("state", {"pid": user.pid}, deadline_s=ANSWER_S)
         return str(answer.values["state"])
 
@@ -263,7 +263,7 @@ def _whole_bytes(gpu: Gpu) -> int | None:
     return gpu.memory_free_bytes + gpu.memory_used_bytes
 
 
-def _told(found: Found) -> Stray:
+def _told(found: Found) -> Orphan:
     user, pid = found.user, found.user.pid
     adopt = f"hegmctl adopt {pid}"
     where, why, then = {
@@ -289,4 +289,4 @@ def _told(found: Found) -> Stray:
         ),
     }[found.state]
     size_bytes = user.own_bytes if found.state == CHECKPOINTED else None
-    return Stray(name=str(pid), kind="process", pid=pid, size_bytes=size_bytes, where=where, why=why, next=then)
+    return Orphan(name=str(pid), kind="process", pid=pid, size_bytes=size_bytes, where=where, why=why, next=then)

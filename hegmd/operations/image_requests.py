@@ -17,28 +17,36 @@ from dataclasses import dataclass, replace
 import anyio
 
 from hegmd.errors import BAD_REQUEST, CANCELLED, DENIED, INTERNAL, NOT_FOUND, REFUSED, TIMEOUT, HegmError
-from hegmd.images.dump_job import Handoff, Looked
+from hegmd.images.dump_job import JobDumper, Looked
 from hegmd.images.files.catalogue import size_of
 from hegmd.images.files.open_image import Image
 from hegmd.images.manifests import needs_in, unrevived
 from hegmd.images.output_redirection import led_elsewhere, lost_streams, named_streams
-from hegmd.images.restore_checks import Grown
-from hegmd.images.restore_job import Reviving
+from hegmd.images.restore_checks import GrownFile
+from hegmd.images.restore_job import JobRestorer
 from hegmd.migration.machine.next_effects import SUSPENDED
 from hegmd.migration.machine.operation import CHECKPOINT, RESUME, Failure, Operation
-from hegmd.migration.machine.operation import Handoff as Wish
-from hegmd.migration.model import Plan, Request, Snapshot
+from hegmd.migration.machine.operation import ImageRequest as Wish
+from hegmd.migration.model import MigrationPlan, NodeSnapshotForPlan, PlanRequest
 from hegmd.migration.plan.estimate import from_image, with_image
 from hegmd.migration.plan.planner import planned, planned_resume
 from hegmd.migration.plan.throughput import IN, Paces
 from hegmd.operations.operations import Operations
-from hegmd.operations.request_context import Answer, Asked, Emit, limit_of, plan_or_raise, refusal, told_plan
-from hegmd.operations.survey import Lookout
+from hegmd.operations.request_context import (
+    Emit,
+    OperationResult,
+    RequestContext,
+    limit_of,
+    plan_or_raise,
+    plan_record,
+    refusal,
+)
+from hegmd.operations.survey import PlanSurvey
 from hegmd.protocol.operations import BY_DRIVER, OperationProgress, PlannedProcess, Reason
 from hegmd.system.programs import Rights
 
 # What a resume has at the least when a restore has taken nearly all of its time: its bytes are in the pool by then.
-LEAST_LEFT_S = 1.0
+MIN_LEFT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +65,7 @@ class Checkpoints:
     """What can be asked about images of jobs."""
 
     def __init__(
-        self, operations: Operations, lookout: Lookout, handoff: Handoff, reviving: Reviving, paces: Paces
+        self, operations: Operations, lookout: PlanSurvey, handoff: JobDumper, reviving: JobRestorer, paces: Paces
     ) -> None:
         self._operations = operations
         self._lookout = lookout
@@ -69,13 +77,13 @@ class Checkpoints:
         self._restoring: dict[int, anyio.Lock] = {}
 
     async def checkpoint(
-        self, pid: int, path: str, rights: Rights, asked: Asked, *, leave_running: bool = False
-    ) -> Answer:
+        self, pid: int, path: str, rights: Rights, asked: RequestContext, *, leave_running: bool = False
+    ) -> OperationResult:
         """Have a job in an image at that path; then it ends, or goes on. Raises HegmError with every reason why not."""
         _require_absolute(path)
         pid = await self._operations.named_one(pid)
         snapshot = await self._operations.look(asked, [pid])
-        plan = plan_or_raise(planned(snapshot, Request(kind=CHECKPOINT, pids=(pid,), carrier=asked.carrier)))
+        plan = plan_or_raise(planned(snapshot, PlanRequest(kind=CHECKPOINT, pids=(pid,), carrier=asked.carrier)))
         pids = [worker.pid for worker in plan.workers]
         _require_own(snapshot, pids, rights)
         looked = await self._handoff.against(pids, path, plan.size_bytes, rights)
@@ -90,7 +98,7 @@ class Checkpoints:
         wish = _wish(path, rights, looked, leave_running=leave_running)
         return await self._operations.carry_out(plan, snapshot, asked, handoff=wish)
 
-    async def handoff(self, pid: int, path: str, rights: Rights, asked: Asked) -> Answer:
+    async def handoff(self, pid: int, path: str, rights: Rights, asked: RequestContext) -> OperationResult:
         """Have a suspended job in an image at that path; then its processes end. Raises HegmError; it is suspended."""
         _require_absolute(path)
         pid = await self._operations.named_one(pid)
@@ -119,7 +127,7 @@ class Checkpoints:
         plan = plan.replace(hazards=(*plan.hazards, *looked.notes, _told_size(size_bytes, path)))
         return await self._operations.hand_over(op, _wish(path, rights, looked), plan, asked)
 
-    async def restore(self, wish: Wished, rights: Rights, asked: Asked) -> Answer:
+    async def restore(self, wish: Wished, rights: Rights, asked: RequestContext) -> OperationResult:
         """Bring a job back from an image. Raises HegmError with every reason why not.
 
         Once its processes are there, it is a suspended job: what fails from there on leaves it that.
@@ -128,7 +136,7 @@ class Checkpoints:
         streams = named_streams(wish.outlets, wish.fds)
         limit_s = limit_of(asked)
         due = math.inf if limit_s is None else anyio.current_time() + limit_s
-        plan: Plan | None = None
+        plan: MigrationPlan | None = None
         op: Operation | None = None
         with anyio.CancelScope(deadline=due):
             async with self._reviving.opened(wish.path, rights) as image:
@@ -136,7 +144,7 @@ class Checkpoints:
                     plan = await self._plan(image, wish, rights, streams, dry_run=True)
                     async with reading("", size_of(image.manifest), asked.emit) as on_progress:
                         await self._reviving.rehearse(image, rights, on_progress)
-                    return Answer(None, told_plan(plan))
+                    return OperationResult(None, plan_record(plan))
                 async with self._restoring.setdefault(rights.uid, anyio.Lock()):
                     plan = await self._plan(image, wish, rights, streams)
                     op = await self._bring_back(image, rights, asked, streams)
@@ -148,17 +156,17 @@ class Checkpoints:
                 "restore it again with a longer --timeout",
                 {"path": wish.path},
             )
-        left_s = None if limit_s is None else max(LEAST_LEFT_S, due - anyio.current_time())
+        left_s = None if limit_s is None else max(MIN_LEFT_S, due - anyio.current_time())
         return await self._operations.go_on_with(op, plan, replace(asked, dry_run=False, limit_s=left_s))
 
     async def _plan(
         self, image: Image, wish: Wished, rights: Rights, streams: Mapping[str, int], *, dry_run: bool = False
-    ) -> Plan:
+    ) -> MigrationPlan:
         manifest = image.manifest
         snapshot, op = self._reviving.expected(await self._lookout.snapshot([]), manifest)
-        request = Request(kind=RESUME, pids=tuple([worker.pid for worker in op.workers]), to=wish.to)
+        request = PlanRequest(kind=RESUME, pids=tuple([worker.pid for worker in op.workers]), to=wish.to)
         found = planned_resume(snapshot, request, op)
-        reasons: list[Reason] = [] if isinstance(found, Plan) else list(found)
+        reasons: list[Reason] = [] if isinstance(found, MigrationPlan) else list(found)
         objections = await self._reviving.against(manifest, rights, as_then=wish.as_then)
         reasons += objections.reasons
         ends = needs_in(manifest).outlets
@@ -168,7 +176,7 @@ class Checkpoints:
             reasons.append(Reason(code=error.code.name, message=error.message, hint=error.hint))
         grown = to_cut_back(reasons, objections.grown)
         would_be_cut = grown if wish.as_then and dry_run else ()
-        if (reasons and not would_be_cut) or not isinstance(found, Plan):
+        if (reasons and not would_be_cut) or not isinstance(found, MigrationPlan):
             refused = refusal(reasons)
             named = [[file.path, file.size_bytes] for file in grown]
             raise HegmError(refused.code, refused.message, refused.hint, {**refused.facts, "grown": named})
@@ -177,7 +185,9 @@ class Checkpoints:
         plan = from_image(found, snapshot.rates, size_bytes=size_of(manifest))
         return plan.replace(hazards=(*plan.hazards, *notes))
 
-    async def _bring_back(self, image: Image, rights: Rights, asked: Asked, streams: Mapping[str, int]) -> Operation:
+    async def _bring_back(
+        self, image: Image, rights: Rights, asked: RequestContext, streams: Mapping[str, int]
+    ) -> Operation:
         """The job as an operation that has begun, at rest. Raises HegmError; nothing of it is there then."""
         runner = self._operations.runner
         manifest = image.manifest
@@ -188,7 +198,7 @@ class Checkpoints:
         size_bytes = sum(file.size_bytes for file in manifest.byte_files)
         try:
             async with reading(op_id, size_bytes, asked.emit) as on_progress:
-                op = await self._reviving.bring_back(image, op_id, rights, on_progress, outlets)
+                op = await self._reviving.restore(image, op_id, rights, on_progress, outlets)
             await runner.begin(op)
         except BaseException as error:
             with anyio.CancelScope(shield=True):
@@ -205,7 +215,7 @@ class Checkpoints:
         return op
 
 
-def planned_handoff(op: Operation) -> Plan:
+def planned_handoff(op: Operation) -> MigrationPlan:
     """What is done of a suspended job that goes into an image: nothing of it moves any more."""
     workers = [
         PlannedProcess(
@@ -219,17 +229,17 @@ def planned_handoff(op: Operation) -> Plan:
         )
         for worker in op.live
     ]
-    return Plan(
+    return MigrationPlan(
         kind=CHECKPOINT,
         way="agent",
         workers=tuple(workers),
         size_bytes=sum(worker.size_bytes for worker in workers),
-        room_needed_bytes={},
-        room_free_bytes={},
+        reservation_bytes={},
+        gpu_free_bytes={},
         pool_needed_bytes=0,
         pool_free_bytes=0,
         estimate_s=0.0,
-        lockstep=op.lockstep,
+        is_distributed=op.is_distributed,
         steps=("write process and bytes",),
     )
 
@@ -280,7 +290,7 @@ def _told_size(size_bytes: int, path: str) -> str:
     return f"the image takes about {math.ceil(size_bytes / (1 << 20))} MiB in {path}, and no room for zeros"
 
 
-def _driven_bytes(plan: Plan) -> int:
+def _driven_bytes(plan: MigrationPlan) -> int:
     return sum(worker.size_bytes for worker in plan.workers if worker.carrier == BY_DRIVER)
 
 
@@ -306,7 +316,7 @@ def _wish(path: str, rights: Rights, looked: Looked, *, leave_running: bool = Fa
     )
 
 
-def to_cut_back(reasons: Sequence[Reason], grown: Sequence[Grown]) -> Sequence[Grown]:
+def to_cut_back(reasons: Sequence[Reason], grown: Sequence[GrownFile]) -> Sequence[GrownFile]:
     """The files that it is enough to cut back, if it is: while anything else stands against a restore, none is named.
 
     Who asked cuts what is named, and what is cut off is gone; the job itself may be what still writes there.
@@ -320,7 +330,7 @@ def _require_absolute(path: str) -> None:
         raise HegmError(BAD_REQUEST, f"{path[:200]!r} is no absolute path", "name the directory from the root on")
 
 
-def _require_own(snapshot: Snapshot, pids: Sequence[int], rights: Rights) -> None:
+def _require_own(snapshot: NodeSnapshotForPlan, pids: Sequence[int], rights: Rights) -> None:
     for candidate in snapshot.candidates:
         if candidate.pid in pids and rights.uid not in (0, candidate.uid):
             raise HegmError(

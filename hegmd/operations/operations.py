@@ -25,31 +25,31 @@ from hegmd.migration.machine.operation import (
     RESTART,
     RESUME,
     SUSPEND,
-    Handoff,
+    ImageRequest,
     Limits,
     Operation,
     Respawn,
 )
-from hegmd.migration.model import Candidate, Plan, Request, Snapshot
+from hegmd.migration.model import Candidate, MigrationPlan, NodeSnapshotForPlan, PlanRequest
 from hegmd.migration.plan.planner import planned, planned_resume
 from hegmd.migration.run.runner import Runner
 from hegmd.node.inventory import Inventory, NodeSnapshot
 from hegmd.node.processes.roll import has_ended
-from hegmd.operations.orphaned_memory import FoundBytes
-from hegmd.operations.orphans import ByDriver, StandingStrays
+from hegmd.operations.orphaned_memory import OrphanedMemory
+from hegmd.operations.orphans import ByDriver, ParkedOrphans
 from hegmd.operations.request_context import (
     NO_RESTART,
-    Answer,
-    Asked,
     Emit,
+    OperationResult,
+    RequestContext,
     Restarting,
     limit_of,
     limits_of,
     plan_or_raise,
-    told_plan,
+    plan_record,
 )
-from hegmd.operations.survey import Lookout, May
-from hegmd.operations.suspended import Resting
+from hegmd.operations.survey import May, PlanSurvey
+from hegmd.operations.suspended import SuspendedOperations
 from hegmd.protocol import operations as told
 from hegmd.protocol.snapshots import GpuProcess, Way
 from hegmd.workers.job_names import JobNames
@@ -63,12 +63,12 @@ class Operations:
         self,
         inventory: Inventory,
         workers: Workers,
-        lookout: Lookout,
+        lookout: PlanSurvey,
         runner: Runner,
         *,
-        found: FoundBytes,
-        resting: Resting,
-        standing: StandingStrays,
+        found: OrphanedMemory,
+        resting: SuspendedOperations,
+        standing: ParkedOrphans,
         utc: Callable[[], float] = time.time,
         restart_allowed: Callable[[], bool] = lambda: False,
         jobs: JobNames | None = None,
@@ -89,8 +89,8 @@ class Operations:
     # -- single operations ---------------------------------------------------------------------------------------------
 
     async def migrate(
-        self, pids: Sequence[int], to: str | None, asked: Asked, restart: Restarting = NO_RESTART
-    ) -> Answer:
+        self, pids: Sequence[int], to: str | None, asked: RequestContext, restart: Restarting = NO_RESTART
+    ) -> OperationResult:
         """Move jobs to another GPU. Raises HegmError with every reason why not."""
         if restart.via not in (None, RESTART):
             raise HegmError(BAD_REQUEST, f"there is no way {str(restart.via)[:40]!r}", "leave it out, or say restart")
@@ -99,7 +99,7 @@ class Operations:
         if restart.via is None and restart.respawn != Respawn():
             hint = "say --via restart as well"
             raise HegmError(BAD_REQUEST, "only a restart can change a job's environment or Python", hint)
-        request = Request(
+        request = PlanRequest(
             kind=MIGRATE,
             pids=tuple(pids),
             to=to,
@@ -110,21 +110,21 @@ class Operations:
         )
         return await self._perform(request, asked)
 
-    async def place(self, pids: Sequence[int], placement: Mapping[str, str], asked: Asked) -> Answer:
+    async def place(self, pids: Sequence[int], placement: Mapping[str, str], asked: RequestContext) -> OperationResult:
         """Move jobs so that each of these processes is on the GPU named for its pid. Raises HegmError as `migrate`."""
-        return await self._perform(Request(kind=MIGRATE, pids=tuple(pids), placement=placement), asked)
+        return await self._perform(PlanRequest(kind=MIGRATE, pids=tuple(pids), placement=placement), asked)
 
-    async def quiesce(self, pids: Sequence[int], hold_s: float | None, asked: Asked) -> Answer:
+    async def quiesce(self, pids: Sequence[int], hold_s: float | None, asked: RequestContext) -> OperationResult:
         """Have jobs stand at a boundary, and go on by themselves after that time. Raises HegmError as `migrate`."""
         if not pids:
             raise HegmError(BAD_REQUEST, f"{QUIESCE} was asked of no process", "name one or more pids")
         limits = limits_of(asked.limit_s, hold_s)
         pids = await self.named(pids)
         snapshot = await self.look(asked, pids)
-        plan = plan_or_raise(planned(snapshot, Request(kind=QUIESCE, pids=tuple(pids))))
+        plan = plan_or_raise(planned(snapshot, PlanRequest(kind=QUIESCE, pids=tuple(pids))))
         return await self.carry_out(plan, snapshot, asked, limits=limits)
 
-    async def suspend(self, pids: Sequence[int], asked: Asked, *, spill: bool = False) -> Answer:
+    async def suspend(self, pids: Sequence[int], asked: RequestContext, *, spill: bool = False) -> OperationResult:
         """Take jobs off their GPUs, or only their bytes to disk. Raises HegmError with every reason why not."""
         pids = await self.named(pids)
         suspended = [self.runner.of_process(pid) for pid in pids] if spill else []
@@ -134,8 +134,8 @@ class Operations:
             for op_id in op_ids:
                 await self._see_spilled(op_id, self._resting.spill(op_id), asked)
             # Why one that failed is suspended is no failure of what was asked now.
-            return Answer(self.runner.describe(op_ids[-1]).replace(failure=None), None)
-        request = Request(kind=SUSPEND, pids=tuple(pids), carrier=asked.carrier)
+            return OperationResult(self.runner.describe(op_ids[-1]).replace(failure=None), None)
+        request = PlanRequest(kind=SUSPEND, pids=tuple(pids), carrier=asked.carrier)
         answer = await self._perform(request, asked, spill=spill)
         if asked.wait and answer.operation is not None and answer.operation.phase == SUSPENDED:
             if spill:
@@ -144,7 +144,7 @@ class Operations:
                 await self._resting.wait_a_moment(answer.operation.id)
         return answer
 
-    async def _see_spilled(self, op_id: str, spilling: AsyncIterator[int], asked: Asked) -> None:
+    async def _see_spilled(self, op_id: str, spilling: AsyncIterator[int], asked: RequestContext) -> None:
         """Tell how a suspended operation's bytes come on to disk. Raises HegmError when they cannot."""
         size_bytes = self.runner.describe(op_id).size_bytes
         try:
@@ -160,14 +160,14 @@ class Operations:
                 {**error.facts, "operation": op_id},
             ) from error
 
-    async def resume(self, pid: int, to: str | None, asked: Asked) -> Answer:
+    async def resume(self, pid: int, to: str | None, asked: RequestContext) -> OperationResult:
         """Let a suspended job go on. Raises HegmError with every reason why not."""
         pid = await self.named_one(pid)
         op = self.runner.of_process(pid)
         self.check(asked, [pid])
         limit_of(asked)
         if op is not None and op.phase == HOLDING:
-            return await self._let_go(op, pid, to, asked)
+            return await self._release_held(op, pid, to, asked)
         if op is None or op.phase != SUSPENDED:
             state = "no operation has it" if op is None else f"operation {op.id} has it, which is {op.phase}"
             raise HegmError(
@@ -178,35 +178,37 @@ class Operations:
             )
         plan = await self._plan_resume(op, to)
         if asked.dry_run:
-            return Answer(None, told_plan(plan))
+            return OperationResult(None, plan_record(plan))
         await self._claim_for(op)
-        return await self._go_on(op.id, plan, asked)
+        return await self._resume(op.id, plan, asked)
 
-    async def _let_go(self, op: Operation, pid: int, to: str | None, asked: Asked) -> Answer:
+    async def _release_held(self, op: Operation, pid: int, to: str | None, asked: RequestContext) -> OperationResult:
         """One that is only held goes on where it is."""
         for member in op.live:
-            _refuse_elsewhere(member.pid, member.at, to)
+            _refuse_elsewhere(member.pid, member.gpu, to)
         if asked.dry_run:
             message = f"process {pid} is held at a boundary, and goes on where it is as soon as it is resumed"
             raise Refused(message, "there is nothing to plan: leave --dry-run out", {"pid": pid})
-        await self.runner.ask(op.id, events.ResumeAsked(cause=asked.by, to={}))
+        await self.runner.ask(op.id, events.ResumeRequested(cause=asked.by, to={}))
         if asked.wait:
             await self.follow(op.id, asked.emit)
-        return Answer(self.runner.describe(op.id), None)
+        return OperationResult(self.runner.describe(op.id), None)
 
-    async def hand_over(self, op: Operation, wish: Handoff, plan: Plan, asked: Asked) -> Answer:
+    async def hand_over(
+        self, op: Operation, wish: ImageRequest, plan: MigrationPlan, asked: RequestContext
+    ) -> OperationResult:
         """Have an image made of a suspended job. Raises HegmError; it is suspended then."""
         limit_s = limit_of(asked)
         if asked.dry_run:
-            return Answer(None, told_plan(plan))
-        await self._resting.wake(op.id)
+            return OperationResult(None, plan_record(plan))
+        await self._resting.stop_spilling(op.id)
         try:
-            await self.runner.ask(op.id, events.HandAsked(cause=asked.by, handoff=wish, limit_s=limit_s))
+            await self.runner.ask(op.id, events.ImageRequested(cause=asked.by, handoff=wish, limit_s=limit_s))
         finally:
-            self._resting.watch(op.id)
+            self._resting.start_spilling_when_idle(op.id)
         return await self._outcome(op.id, plan, asked)
 
-    async def adopt(self, pid: int, to: str | None, asked: Asked) -> Answer:
+    async def adopt(self, pid: int, to: str | None, asked: RequestContext) -> OperationResult:
         """Make an operation of a job that stands and that none has, and let it go on. Raises HegmError; it stands then.
 
         Once there is an operation, a resume that fails leaves it suspended, as any other.
@@ -216,19 +218,21 @@ class Operations:
         self._refuse_if_taken(pid)
         worker = self._workers.find(pid)
         by_driver = self._standing.by_driver
-        if by_driver is not None and (worker is None or not self._standing.is_stray(worker)):
+        if by_driver is not None and (worker is None or not self._standing.is_orphan(worker)):
             return await self._adopt_of_driver(by_driver, pid, to, asked)
         op = adopted(self.runner.next_id(), await self._standing.job_of(pid), utc=self._utc())
         for standing in op.workers:
-            _refuse_elsewhere(standing.pid, standing.at, to)
+            _refuse_elsewhere(standing.pid, standing.gpu, to)
         plan = await self._plan_resume(op, to)
         if asked.dry_run:
-            return Answer(None, told_plan(plan))
+            return OperationResult(None, plan_record(plan))
         return await self._begin_adopted(op, plan, asked)
 
-    async def _adopt_of_driver(self, strays: ByDriver, pid: int, to: str | None, asked: Asked) -> Answer:
+    async def _adopt_of_driver(
+        self, orphans: ByDriver, pid: int, to: str | None, asked: RequestContext
+    ) -> OperationResult:
         """One that the driver has locked, which is only unlocked, or checkpointed, which is restored where it was."""
-        driven = await strays.stands(pid)
+        driven = await orphans.stands(pid)
         self._check_owner(asked, driven.uid, f"process {pid}")  # it may be listed nowhere
         if driven.state == "running":
             raise Refused(f"process {pid} does not stand: there is nothing to adopt", "see: hegmctl ps", {"pid": pid})
@@ -238,43 +242,43 @@ class Operations:
             pid=pid, start_ticks=driven.start_ticks, uid=driven.uid, name=driven.name, gpus=(), vram_bytes=None
         )
         plan = await self._plan_resume(op, to, there)
-        return Answer(None, told_plan(plan)) if asked.dry_run else await self._begin_adopted(op, plan, asked)
+        return OperationResult(None, plan_record(plan)) if asked.dry_run else await self._begin_adopted(op, plan, asked)
 
-    async def _begin_adopted(self, op: Operation, plan: Plan, asked: Asked) -> Answer:
+    async def _begin_adopted(self, op: Operation, plan: MigrationPlan, asked: RequestContext) -> OperationResult:
         for worker in op.workers:  # nothing is awaited from here to the beginning
             self._refuse_if_taken(worker.pid)
         op = op.replace(id=self.runner.next_id())
         await self.runner.begin(op)
         await self._claim_for(op)
-        return await self._go_on(op.id, plan, asked)
+        return await self._resume(op.id, plan, asked)
 
-    async def go_on_with(self, op: Operation, plan: Plan, asked: Asked) -> Answer:
+    async def go_on_with(self, op: Operation, plan: MigrationPlan, asked: RequestContext) -> OperationResult:
         """Have a suspended operation resumed by a plan that was made before it began. Raises HegmError."""
-        return await self._go_on(op.id, plan, asked)
+        return await self._resume(op.id, plan, asked)
 
-    async def _plan_resume(self, op: Operation, to: str | None, *unlisted: Candidate) -> Plan:
+    async def _plan_resume(self, op: Operation, to: str | None, *unlisted: Candidate) -> MigrationPlan:
         snapshot = await self._lookout.snapshot([])
         listed = {candidate.pid for candidate in snapshot.candidates}
         also = [candidate for candidate in unlisted if candidate.pid not in listed]
         snapshot = snapshot.replace(candidates=(*snapshot.candidates, *also))
-        request = Request(kind=RESUME, pids=tuple([worker.pid for worker in op.live]), to=to)
+        request = PlanRequest(kind=RESUME, pids=tuple([worker.pid for worker in op.live]), to=to)
         return plan_or_raise(planned_resume(snapshot, request, op))
 
-    async def _go_on(self, op_id: str, plan: Plan, asked: Asked) -> Answer:
+    async def _resume(self, op_id: str, plan: MigrationPlan, asked: RequestContext) -> OperationResult:
         limit_s = limit_of(asked)
         op = self.runner.history(op_id).operation
         names = {str(member.pid): member.name for member in op.workers}  # one that was started anew keeps its name
         to = {names.get(pid, pid): gpu for pid, gpu in plan.destinations.items()}
-        await self.go_on_at(op_id, to, asked.by, limit_s)
+        await self.resume_at(op_id, to, asked.by, limit_s)
         return await self._outcome(op_id, plan, asked)
 
-    async def go_on_at(self, op_id: str, to: Mapping[str, str], by: str, limit_s: float | None = None) -> None:
+    async def resume_at(self, op_id: str, to: Mapping[str, str], by: str, limit_s: float | None = None) -> None:
         """Have a suspended operation resumed, each worker by its name at that GPU. Raises HegmError."""
-        await self._resting.wake(op_id)
+        await self._resting.stop_spilling(op_id)
         try:
-            await self.runner.ask(op_id, events.ResumeAsked(cause=by, to=to, limit_s=limit_s))
+            await self.runner.ask(op_id, events.ResumeRequested(cause=by, to=to, limit_s=limit_s))
         finally:
-            self._resting.watch(op_id)
+            self._resting.start_spilling_when_idle(op_id)
 
     async def named(self, pids: Sequence[int]) -> tuple[int, ...]:
         """The processes; in the place of one that belongs to a job and does not train, those of its job that do."""
@@ -298,7 +302,7 @@ class Operations:
             if worker is not None and worker.held_bytes and not self._found.has(worker, key):
                 await self._found.claim(worker, key)
 
-    async def _perform(self, request: Request, asked: Asked, *, spill: bool = False) -> Answer:
+    async def _perform(self, request: PlanRequest, asked: RequestContext, *, spill: bool = False) -> OperationResult:
         if not request.pids:
             raise HegmError(BAD_REQUEST, f"{request.kind} was asked of no process", "name one or more pids")
         request = request.replace(pids=await self.named(request.pids))
@@ -308,21 +312,21 @@ class Operations:
 
     async def carry_out(
         self,
-        plan: Plan,
-        snapshot: Snapshot,
-        asked: Asked,
+        plan: MigrationPlan,
+        snapshot: NodeSnapshotForPlan,
+        asked: RequestContext,
         *,
         spill: bool = False,
-        handoff: Handoff | None = None,
+        handoff: ImageRequest | None = None,
         limits: Limits | None = None,
-    ) -> Answer:
+    ) -> OperationResult:
         """Have a plan of anything but a resume carried out that was just made from that snapshot."""
         self.check(asked, [worker.pid for worker in plan.workers])
         owners = {candidate.pid: candidate.uid for candidate in snapshot.candidates}
         for worker in plan.workers:  # it may be listed no more
             self._check_owner(asked, owners.get(worker.pid), f"process {worker.pid}")
         if asked.dry_run:
-            return Answer(None, told_plan(plan))
+            return OperationResult(None, plan_record(plan))
         limits = (limits or limits_of(asked.limit_s)).replace(stand_s=self._stand_s)
         chips = {gpu.id: gpu.chip for gpu in snapshot.gpus}
         holder = None if plan.kind == QUIESCE else self._holder(plan.workers[0].pid)
@@ -330,12 +334,12 @@ class Operations:
             self._refuse_if_taken(worker.pid, but_for=holder)
         op_id = self.runner.next_id() if holder is None else holder.id
         op = plan.operation(op_id, snapshot.candidates, chips, limits=limits, utc=self._utc())
-        op = op.replace(spill=spill, handoff=handoff)
+        op = op.replace(spill=spill, image=handoff)
         if holder is None:
             await self.runner.begin(op)
         else:
             await self.runner.ask(op_id, events.TakenUp(cause=asked.by, into=op))
-        self._resting.watch(op_id)
+        self._resting.start_spilling_when_idle(op_id)
         return await self._outcome(op_id, plan, asked)
 
     def _holder(self, pid: int) -> Operation | None:
@@ -348,34 +352,34 @@ class Operations:
         if op is not None and (but_for is None or op.id != but_for.id):
             raise HegmError(BUSY, *in_hand(op, pid), {"pid": pid, "operation": op.id})
 
-    async def _outcome(self, op_id: str, plan: Plan, asked: Asked) -> Answer:
+    async def _outcome(self, op_id: str, plan: MigrationPlan, asked: RequestContext) -> OperationResult:
         if asked.wait:
             await self.follow(op_id, asked.emit)
-        return Answer(self.runner.describe(op_id), told_plan(plan))
+        return OperationResult(self.runner.describe(op_id), plan_record(plan))
 
     async def follow(self, op_id: str, emit: Emit) -> None:
         """Tell how an operation comes on, until it is at rest."""
         async for progress in self.runner.follow(op_id):
             await emit(progress)
 
-    async def cancel(self, op_id: str, asked: Asked) -> told.Operation:
+    async def cancel(self, op_id: str, asked: RequestContext) -> told.Operation:
         """Have an operation turned back. Raises HegmError."""
         op = self.runner.history(op_id).operation
         self._check_owner(asked, op.owner_uid, f"operation {op_id}")
-        await self.runner.ask(op_id, events.CancelAsked(cause="request", by=asked.by))
+        await self.runner.ask(op_id, events.CancelRequested(cause="request", by=asked.by))
         return self.runner.describe(op_id)
 
-    async def drop(self, op_id: str, asked: Asked) -> told.Operation:
+    async def drop(self, op_id: str, asked: RequestContext) -> told.Operation:
         """Give up for good the state that an operation holds for a process that is gone. Raises HegmError."""
         op = self.runner.history(op_id).operation
         self._check_owner(asked, op.owner_uid, f"operation {op_id}")
-        event = events.DropAsked(cause="request", by=asked.by)
+        event = events.DropRequested(cause="request", by=asked.by)
         handle(op, event, time.monotonic())  # one that is refused stays at its rest
-        await self._resting.wake(op_id)
+        await self._resting.stop_spilling(op_id)
         try:
             await self.runner.ask(op_id, event)
         finally:
-            self._resting.watch(op_id)
+            self._resting.start_spilling_when_idle(op_id)
         async for _ in self.runner.follow(op_id):
             pass
         return self.runner.describe(op_id)
@@ -390,12 +394,12 @@ class Operations:
 
     async def look(
         self,
-        asked: Asked,
+        asked: RequestContext,
         pids: Sequence[int],
         *,
         weighed_within_s: float | None = None,
         respawn: Respawn | None = None,
-    ) -> Snapshot:
+    ) -> NodeSnapshotForPlan:
         """The node for a plan on those processes. Raises DENIED where the caller may not act on one of them.
 
         One that nobody knew before may be known by the end of this, and is the caller's then or is told nothing of.
@@ -405,7 +409,7 @@ class Operations:
         self.check(asked, pids)
         return snapshot
 
-    def check(self, asked: Asked, pids: Iterable[int]) -> None:
+    def check(self, asked: RequestContext, pids: Iterable[int]) -> None:
         """See that the caller may act on those processes, and on the operations that have them. Raises DENIED.
 
         A process that an operation has may be known by that alone: off its GPU, its agent not back yet, or ended for a
@@ -425,7 +429,7 @@ class Operations:
             if op is not None:
                 self._check_owner(asked, op.owner_uid, f"operation {op.id}")
 
-    def _check_owner(self, asked: Asked, uid: int | None, what: str) -> None:
+    def _check_owner(self, asked: RequestContext, uid: int | None, what: str) -> None:
         if not asked.may(uid):
             owner = "nobody that is known" if uid is None else f"uid {uid}"
             raise HegmError(

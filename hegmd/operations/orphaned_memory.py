@@ -15,17 +15,17 @@ from hegmd.memory.pool import Key, Pool
 from hegmd.memory.pool import Source as PieceSource
 from hegmd.memory.video_memory import STORE_PREFIX, VideoMemory
 from hegmd.migration.methods.gpus import BYTES, PASSING, bytes_name
-from hegmd.protocol.operations import Stray
-from hegmd.workers.workers import Worker, Workers
+from hegmd.protocol.operations import Orphan
+from hegmd.workers.workers import AgentConnection, Workers
 
-__all__ = ["FoundBytes", "InVideo", "VideoStrays", "found_for"]
+__all__ = ["OrphanedMemory", "VideoCopy", "VideoOrphans", "found_for"]
 
 # What memory begins with that an agent copied to: hegmd/agent/transfer.py. Then comes what it drew for it.
 _MAGIC = b"HEGMWRK1"
 
 
 @dataclass(frozen=True, slots=True)
-class InVideo:
+class VideoCopy:
     """Video memory with bytes that no operation has: its name, its GPU by UUID, what kind it is, whose, how much."""
 
     who: str
@@ -44,7 +44,7 @@ class InVideo:
     def pid(self) -> int | None:
         return int(self.key.worker) if self.key.worker.isdigit() else None
 
-    def is_of(self, worker: Worker) -> bool:
+    def is_of(self, worker: AgentConnection) -> bool:
         """Whether it is that process's, and no other's of its number."""
         return self.start_ticks is not None and (self.pid, self.start_ticks) == (
             worker.pid,
@@ -52,7 +52,7 @@ class InVideo:
         )
 
 
-class VideoStrays:
+class VideoOrphans:
     """Video memory with bytes in it that a store kept, and whose operation is gone. `named` tells a GPU by its UUID.
 
     Where it says its process's start time it can be adopted with that process, and only its owner may give it up. What
@@ -74,7 +74,7 @@ class VideoStrays:
         self._named = named
         self._workers = workers
 
-    def found(self) -> Iterable[InVideo]:
+    def found(self) -> Iterable[VideoCopy]:
         """All of it."""
         for (who, gpu), size_bytes in self._memory.by_owner().items():
             operation, _, rest = who.partition(".")
@@ -82,13 +82,13 @@ class VideoStrays:
             kind, _, ticks = what.partition("@")
             key = Key(operation, worker)
             if kind in (BYTES, PASSING) and not self._owned(key):
-                yield InVideo(who, gpu, kind, key, int(ticks) if ticks.isdigit() else None, size_bytes)
+                yield VideoCopy(who, gpu, kind, key, int(ticks) if ticks.isdigit() else None, size_bytes)
 
-    def strays(self) -> Iterable[Stray]:
+    def orphans(self) -> Iterable[Orphan]:
         for one in self.found():
             agent = None if one.pid is None else self._workers.find(one.pid)
             is_its = agent is not None and (one.start_ticks is None or one.is_of(agent))
-            yield Stray(
+            yield Orphan(
                 name=one.name,
                 kind="bytes",
                 pid=one.pid,
@@ -101,11 +101,11 @@ class VideoStrays:
 
     async def drop(self, name: str) -> int | None:
         found = next(one for one in self.found() if one.name == name)
-        await self._memory.give(found.who, found.gpu)
+        await self._memory.release(found.who, found.gpu)
         return found.size_bytes
 
 
-def _next(one: InVideo, agent: Worker | None) -> str:
+def _next(one: VideoCopy, agent: AgentConnection | None) -> str:
     if agent is not None and one.is_of(agent):
         if agent.held_bytes:
             return f"hegmctl adopt {one.pid}, which these bytes are out of"
@@ -115,15 +115,15 @@ def _next(one: InVideo, agent: Worker | None) -> str:
     return f"hegmctl adopt --drop {one.name}, once process {one.key.worker} has ended: it does not say of which start"
 
 
-class FoundBytes:
+class OrphanedMemory:
     """What was found in both places."""
 
-    def __init__(self, pool: Pool, memory: VideoMemory, video: VideoStrays) -> None:
+    def __init__(self, pool: Pool, memory: VideoMemory, video: VideoOrphans) -> None:
         self._pool = pool
         self._memory = memory
         self._video = video
 
-    async def in_video(self, worker: Worker, name: str) -> InVideo | None:
+    async def in_video(self, worker: AgentConnection, name: str) -> VideoCopy | None:
         """The video memory that has what is out of that process, which operations call so; None if a piece has it, or
         nothing does. Raises Refused where several could be meant, or a part of it is gone."""
         if not worker.held_bytes or worker.about.mark:  # it copied them itself, and never to video memory
@@ -142,7 +142,7 @@ class FoundBytes:
             {"pid": worker.pid, "found": names},
         )
 
-    def _whole(self, one: InVideo, worker: Worker) -> InVideo:
+    def _whole(self, one: VideoCopy, worker: AgentConnection) -> VideoCopy:
         """What a move in rounds has put back already is not in it any more; how far it reaches stays."""
         last = self._memory.pieces(one.who, one.gpu)[-1]
         if last.at + last.size_bytes < worker.held_bytes:
@@ -154,7 +154,7 @@ class FoundBytes:
             )
         return one
 
-    async def claim(self, worker: Worker, key: Key) -> None:
+    async def claim(self, worker: AgentConnection, key: Key) -> None:
         """Give what was found of that process to that operation. Raises HegmError; fine where there is nothing."""
         found = await self.in_video(worker, key.worker)
         if found is not None:
@@ -165,13 +165,13 @@ class FoundBytes:
         if name is not None:
             await self._pool.claim(name, key)
 
-    def has(self, worker: Worker, key: Key) -> bool:
+    def has(self, worker: AgentConnection, key: Key) -> bool:
         """Whether that operation has them already."""
         to = bytes_name(key.operation, key.worker, worker.identity.start_ticks)
         return bool(self._pool.held_for(key) or self._memory.of(to))
 
 
-async def found_for(pool: Pool, worker: Worker, name: str) -> str | None:
+async def found_for(pool: Pool, worker: AgentConnection, name: str) -> str | None:
     """The piece that has what is out of that process, which operations call so; None if there is none.
 
     One that does not say whose it is is given to nobody, and of several the one that its agent has marked. Raises

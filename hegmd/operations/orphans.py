@@ -14,11 +14,11 @@ from hegmd.errors import DENIED, NOT_FOUND, HegmError, Refused
 from hegmd.memory.pool import Pool
 from hegmd.memory.pool_found import Distrusted
 from hegmd.migration.machine.adoption import Driven, Standing, on_real_gpu
-from hegmd.operations.orphaned_memory import FoundBytes
-from hegmd.protocol.operations import Stray
+from hegmd.operations.orphaned_memory import OrphanedMemory
+from hegmd.protocol.operations import Orphan
 from hegmd.telemetry.events import EventLog
 from hegmd.telemetry.log import fields
-from hegmd.workers.workers import BACK, CAME, Worker, Workers
+from hegmd.workers.workers import BACK, CAME, AgentConnection, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ SURVEY_LIMIT_S = 5.0
 class Source(Protocol):
     """One kind of things that can be found."""
 
-    def strays(self) -> Iterable[Stray]:
+    def orphans(self) -> Iterable[Orphan]:
         """Those that are there now."""
         ...
 
@@ -49,21 +49,21 @@ class Looker(Protocol):
     async def look(self, *, thorough: bool, within_s: float) -> None: ...
 
 
-class PieceStrays:
+class PoolOrphans:
     """Pieces of the pool that were found at the start. `why` tells what became of the operation of that number."""
 
     def __init__(self, pool: Pool, why: Callable[[str], str]) -> None:
         self._pool = pool
         self._why = why
 
-    def strays(self) -> Iterable[Stray]:
+    def orphans(self) -> Iterable[Orphan]:
         for name, piece in self._pool.unclaimed().items():
             key, memory = piece.name.key, piece.memory
             worker, _, _ = key.worker.partition("-")
             where = (
                 "disk" if memory is None else "nameless memory" if memory.place is None else str(memory.place.folder)
             )
-            yield Stray(
+            yield Orphan(
                 name=name,
                 kind="bytes",
                 pid=int(worker) if worker.isdigit() else None,
@@ -78,15 +78,15 @@ class PieceStrays:
         return await self._pool.drop_unclaimed(name)
 
 
-class DistrustedStrays:
+class UntrustedFiles:
     """What looks like a piece and cannot be believed. A person may look at it and take it away by hand."""
 
     def __init__(self) -> None:
         self.found: tuple[Distrusted, ...] = ()
 
-    def strays(self) -> Iterable[Stray]:
+    def orphans(self) -> Iterable[Orphan]:
         for one in self.found:
-            yield Stray(
+            yield Orphan(
                 name=one.name,
                 kind="unknown",
                 size_bytes=one.size_bytes,
@@ -100,7 +100,7 @@ class DistrustedStrays:
         raise Refused(f"{name} in {where} is nothing that hegmd knows", "look at it, and remove it by hand")
 
 
-class StandingStrays:
+class ParkedOrphans:
     """Processes that stand, or whose bytes are out, and that no operation has. `in_hand` tells which one has.
 
     `by_driver` asks the driver, where there are real GPUs: whether it has a process checkpointed, and how much room its
@@ -112,18 +112,18 @@ class StandingStrays:
         workers: Workers,
         in_hand: Callable[[int], bool],
         by_driver: ByDriver | None = None,
-        bytes_of: FoundBytes | None = None,
+        bytes_of: OrphanedMemory | None = None,
     ) -> None:
         self._workers = workers
         self._bytes = bytes_of
         self._in_hand = in_hand
         self.by_driver = by_driver
 
-    def standing(self) -> Sequence[Worker]:
+    def standing(self) -> Sequence[AgentConnection]:
         """Their handles."""
-        return [worker for worker in self._workers if self.is_stray(worker)]
+        return [worker for worker in self._workers if self.is_orphan(worker)]
 
-    def is_stray(self, worker: Worker) -> bool:
+    def is_orphan(self, worker: AgentConnection) -> bool:
         """Whether that one is."""
         return worker.connected and (worker.parked or worker.held_bytes > 0) and not self._in_hand(worker.pid)
 
@@ -135,12 +135,12 @@ class StandingStrays:
                 NOT_FOUND, f"process {pid} has no agent that is connected", "see: hegmctl adopt", {"pid": pid}
             )
         others = [other for other in self._workers if other is not worker and _is_same_job(worker, other)]
-        found = [await self._asked(one) for one in (worker, *others) if one is worker or self.is_stray(one)]
-        if not self.is_stray(worker):
+        found = [await self._asked(one) for one in (worker, *others) if one is worker or self.is_orphan(one)]
+        if not self.is_orphan(worker):
             raise Refused(f"process {pid} does not stand: there is nothing to adopt", "see: hegmctl ps", {"pid": pid})
         return tuple(found)
 
-    async def _asked(self, worker: Worker) -> Standing:
+    async def _asked(self, worker: AgentConnection) -> Standing:
         await worker.order("survey", limit_s=SURVEY_LIMIT_S)
         standing = Standing(
             pid=worker.pid,
@@ -160,10 +160,10 @@ class StandingStrays:
         driven = await self.by_driver.stands(worker.pid)
         return on_real_gpu(standing, driven, worker.about.mark, in_video=in_video)
 
-    def strays(self) -> Iterable[Stray]:
+    def orphans(self) -> Iterable[Orphan]:
         for worker in self.standing():
             out = f", {worker.held_bytes} bytes of it are out" if worker.held_bytes else ""
-            yield Stray(
+            yield Orphan(
                 name=str(worker.pid),
                 kind="process",
                 pid=worker.pid,
@@ -178,19 +178,19 @@ class StandingStrays:
         raise Refused(f"{name} is a process and not bytes", f"bring it back with: hegmctl adopt {name}; or end it")
 
 
-def _not_theirs(stray: Stray) -> HegmError:
-    owner = "it is not known whose it is" if stray.uid is None else f"it is of uid {stray.uid}"
+def _not_theirs(orphan: Orphan) -> HegmError:
+    owner = "it is not known whose it is" if orphan.uid is None else f"it is of uid {orphan.uid}"
     hint = "ask its owner, or an administrator of hegmd"
-    return HegmError(DENIED, f"{stray.name} is not yours to give up: {owner}", hint, {"uid": stray.uid})
+    return HegmError(DENIED, f"{orphan.name} is not yours to give up: {owner}", hint, {"uid": orphan.uid})
 
 
-def _is_same_job(one: Worker, other: Worker) -> bool:
+def _is_same_job(one: AgentConnection, other: AgentConnection) -> bool:
     run, other_run = one.about.run or one.about.job, other.about.run or other.about.job
     return run is not None and run == other_run and one.identity.uid == other.identity.uid
 
 
-class Strays:
-    """All of them. Listens to the workers; each stray is told of once, as an event and in the log."""
+class Orphans:
+    """All of them. Listens to the workers; each orphan is told of once, as an event and in the log."""
 
     def __init__(self, sources: Sequence[Source], events: EventLog, looker: Looker | None = None) -> None:
         self._sources = sources
@@ -198,9 +198,9 @@ class Strays:
         self._events = events
         self._told: set[str] = set()
 
-    def all(self) -> tuple[Stray, ...]:
+    def all(self) -> tuple[Orphan, ...]:
         """Everything that needs a person now."""
-        return tuple([stray for source in self._sources for stray in source.strays()])
+        return tuple([orphan for source in self._sources for orphan in source.orphans()])
 
     async def look(self, *, thorough: bool, within_s: float) -> None:
         """Have what can only be seen by asking looked at now, as far as that takes no longer."""
@@ -213,30 +213,30 @@ class Strays:
         `may` tells whether who asks may act on what is of that user; DENIED where they may not.
         """
         for source in self._sources:
-            stray = next((stray for stray in source.strays() if stray.name == name), None)
-            if stray is not None:
-                if not may(stray.uid):
-                    raise _not_theirs(stray)
+            orphan = next((orphan for orphan in source.orphans() if orphan.name == name), None)
+            if orphan is not None:
+                if not may(orphan.uid):
+                    raise _not_theirs(orphan)
                 freed_bytes = await source.drop(name)
                 self._events.record("pool.dropped", "warning", f"{name} was given up", facts={"name": name})
                 return freed_bytes
-        raise HegmError(NOT_FOUND, f"nothing stray is called {name[:120]!r}", "see: hegmctl adopt")
+        raise HegmError(NOT_FOUND, f"nothing orphan is called {name[:120]!r}", "see: hegmctl adopt")
 
-    def hear(self, news: str, _worker: Worker) -> None:
+    def hear(self, news: str, _worker: AgentConnection) -> None:
         """Listens to the workers."""
         if news in (CAME, BACK):
             self.tell()
 
     def tell(self) -> None:
         """Tell of those that were not told of yet."""
-        strays = self.all()
-        self._told &= {stray.name for stray in strays}  # a pid may be a stray's again, of another process
-        for stray in strays:
-            if stray.name in self._told:
+        orphans = self.all()
+        self._told &= {orphan.name for orphan in orphans}  # a pid may be a orphan's again, of another process
+        for orphan in orphans:
+            if orphan.name in self._told:
                 continue
-            self._told.add(stray.name)
-            message = f"{stray.name} needs a person: {stray.why}; {stray.next}"
+            self._told.add(orphan.name)
+            message = f"{orphan.name} needs a person: {orphan.why}; {orphan.next}"
             self._events.record(
-                "pool.stray", "warning", message, pid=stray.pid, facts={"name": stray.name, "kind": stray.kind}
+                "pool.orphan", "warning", message, pid=orphan.pid, facts={"name": orphan.name, "kind": orphan.kind}
             )
-            logger.warning("%s", message, extra=fields(name=stray.name, kind=stray.kind))
+            logger.warning("%s", message, extra=fields(name=orphan.name, kind=orphan.kind))

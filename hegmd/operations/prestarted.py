@@ -20,15 +20,15 @@ import anyio
 
 from hegmd.errors import DISCONNECTED, TIMEOUT, HegmError
 from hegmd.migration.carriers.prestart import ALWAYS, Readying
-from hegmd.system.condition import News
+from hegmd.system.condition import Condition
 from hegmd.telemetry.events import EventLog
 from hegmd.workers.supervisors import Supervisor, Supervisors
-from hegmd.workers.workers import Worker, Workers
+from hegmd.workers.workers import AgentConnection, Workers
 
 logger = logging.getLogger(__name__)
 
 # A first boundary, and the end of an operation, are not told to anybody; they are looked for where they are awaited.
-LOOK_AGAIN_S = 1.0
+POLL_INTERVAL_S = 1.0
 # An agent says at once what its process has imported; one that is stopped does not, and is asked again later.
 ANSWERS_WITHIN_S = 15.0
 
@@ -88,9 +88,9 @@ class KeptReady:
         self._events = events
         self._in_hand = in_hand
         self._kept: dict[tuple[int, str], _Kept] = {}
-        self._news = News()
-        supervisors.listen(lambda _supervisor: self._news.tell())
-        workers.listen(lambda _news, _worker: self._news.tell())
+        self._news = Condition()
+        supervisors.listen(lambda _supervisor: self._news.notify_all())
+        workers.listen(lambda _news, _worker: self._news.notify_all())
 
     async def run(self) -> None:
         """Ask for them as they become due, until cancelled."""
@@ -105,13 +105,13 @@ class KeptReady:
                     elif worker.about.rank is not None:  # by a launcher, which nobody can be made ready for
                         self._note_asked(supervisor, worker)
                     elif not self._may_be_asked(supervisor, worker):
-                        next_look = min(next_look, anyio.current_time() + LOOK_AGAIN_S)
+                        next_look = min(next_look, anyio.current_time() + POLL_INTERVAL_S)
                     else:
                         tasks.start_soon(self._ask, supervisor, worker, self._note_asked(supervisor, worker))
                 with anyio.move_on_at(next_look):
                     await changed.wait()
 
-    def _wanting(self) -> Iterator[tuple[Supervisor, Worker]]:
+    def _wanting(self) -> Iterator[tuple[Supervisor, AgentConnection]]:
         """Supervisors that want it for the very process that they have started, with that process; and those that have
         one which nobody wants."""
         known = list(self._supervisors)
@@ -129,7 +129,7 @@ class KeptReady:
     def _is_wanted(self, supervisor: Supervisor) -> bool:
         return self._readying.when(supervisor) == ALWAYS
 
-    def _due(self, supervisor: Supervisor, worker: Worker) -> float:
+    def _due(self, supervisor: Supervisor, worker: AgentConnection) -> float:
         """When it is to be asked; notes of one that it has fallen."""
         kept = self._kept.get(_whose(supervisor))
         if kept is None or kept.asked != (worker.name, supervisor.connection):
@@ -143,7 +143,7 @@ class KeptReady:
             self._note_fallen(kept, worker)
         return float("inf") if kept.again_at is None else kept.again_at
 
-    def _note_asked(self, supervisor: Supervisor, worker: Worker) -> _Kept:
+    def _note_asked(self, supervisor: Supervisor, worker: AgentConnection) -> _Kept:
         """Those that have fallen for the same process count on, but for the first after one that has lasted."""
         asked, before = (worker.name, supervisor.connection), self._kept.get(_whose(supervisor))
         counts = before is not None and before.asked == asked and before.has_fallen
@@ -151,19 +151,19 @@ class KeptReady:
         kept = self._kept[_whose(supervisor)] = _Kept(asked, anyio.current_time(), fallen)
         return kept
 
-    def _note_fallen(self, kept: _Kept, worker: Worker) -> None:
+    def _note_fallen(self, kept: _Kept, worker: AgentConnection) -> None:
         """One that was kept has ended, or was not to be had."""
         wait_s = kept.fall(anyio.current_time(), self._patience)
         message = f"no Python is ready for the next start of process {worker.pid}: another is made in {wait_s:g} s"
         facts = {"fallen": kept.fallen, "wait_s": wait_s}
         self._events.record("process.next-fell", "warning", message, pid=worker.pid, facts=facts)
 
-    def _may_be_asked(self, supervisor: Supervisor, worker: Worker) -> bool:
+    def _may_be_asked(self, supervisor: Supervisor, worker: AgentConnection) -> bool:
         """Not before its first batch, and not beside an operation, which asks by itself."""
         is_busy = self._in_hand(worker.pid) or supervisor.offer.operation is not None
         return not is_busy and worker.connected and worker.boundary > 0
 
-    async def _ask(self, supervisor: Supervisor, worker: Worker, kept: _Kept) -> None:
+    async def _ask(self, supervisor: Supervisor, worker: AgentConnection, kept: _Kept) -> None:
         """Ask it; once more after a while, where nobody has answered. Raises nothing."""
         with anyio.move_on_after(self._answers_within_s):
             try:
@@ -178,11 +178,11 @@ class KeptReady:
                 if error.code not in (DISCONNECTED, TIMEOUT):  # the agent refuses it, as one of an earlier release
                     return
             else:
-                self._news.tell()
+                self._news.notify_all()
                 return
         logger.info("process %d does not say what its next one may import: it is asked again", worker.pid)
         kept.fall(anyio.current_time(), self._patience)
-        self._news.tell()
+        self._news.notify_all()
 
 
 def _whose(supervisor: Supervisor) -> tuple[int, str]:

@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 
 from hegmd.errors import BAD_REQUEST, Bug, HegmError, code_named
 from hegmd.migration.machine.operation import Limits, Respawn
-from hegmd.migration.model import Plan
+from hegmd.migration.model import MigrationPlan
 from hegmd.operations.survey import May
 from hegmd.protocol import operations as told
 from hegmd.protocol.operations import Reason
 
 Emit = Callable[[told.OperationProgress], Awaitable[None]]
 
-LONGEST_LIMIT_S = 1_000_000.0
+MAX_LIMIT_S = 1_000_000.0
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestContext:
     """How something is asked: by whom, and whether it is only for the plan and waited for."""
 
     by: str
@@ -54,7 +54,7 @@ NO_RESTART = Restarting()
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class OperationResult:
     """An operation as it stands, and its plan."""
 
     operation: told.Operation | None
@@ -70,7 +70,7 @@ def limits_of(limit_s: float | None, hold_s: float | None = None) -> Limits:
     return limits.replace(park_s=limit_s or limits.park_s, hold_s=hold_s or limits.hold_s)
 
 
-def limit_of(asked: Asked) -> float | None:
+def limit_of(asked: RequestContext) -> float | None:
     """How long what is asked may take in all; None for as long as its steps may. Raises HegmError."""
     if asked.limit_s is not None:
         _require_limit(asked.limit_s, "it")
@@ -78,14 +78,14 @@ def limit_of(asked: Asked) -> float | None:
 
 
 def _require_limit(limit_s: float, what: str) -> None:
-    if not 0 < limit_s <= LONGEST_LIMIT_S:  # NaN fails both comparisons
-        hint = f"give more than 0 and at most {LONGEST_LIMIT_S:,.0f} seconds"
+    if not 0 < limit_s <= MAX_LIMIT_S:  # NaN fails both comparisons
+        hint = f"give more than 0 and at most {MAX_LIMIT_S:,.0f} seconds"
         raise HegmError(BAD_REQUEST, f"{limit_s:g} s is no limit for {what}", hint)
 
 
-def plan_or_raise(result: Plan | tuple[Reason, ...]) -> Plan:
+def plan_or_raise(result: MigrationPlan | tuple[Reason, ...]) -> MigrationPlan:
     """The plan, or an error that gives every reason."""
-    if isinstance(result, Plan):
+    if isinstance(result, MigrationPlan):
         return result
     raise refusal(result)
 
@@ -100,6 +100,6 @@ def refusal(reasons: Sequence[Reason]) -> HegmError:
     return HegmError(code_named(reasons[0].code), messages, hints, facts)
 
 
-def told_plan(plan: Plan) -> told.Plan:
+def plan_record(plan: MigrationPlan) -> told.Plan:
     """The plan as it is told."""
     return told.Plan.from_plain(plan.to_plain(), "plan")

@@ -22,17 +22,17 @@ from hegmd.migration.machine.next_effects import SUSPENDED, TERMINAL
 from hegmd.migration.machine.operation import Operation
 from hegmd.migration.run.runner import Runner
 from hegmd.operations.operations import Operations
-from hegmd.operations.request_context import Asked
+from hegmd.operations.request_context import RequestContext
 from hegmd.protocol.messages import Supervise, SuperviseReport
 from hegmd.protocol.operations import IMPORTING, LOADING, READIED, OperationProgress
-from hegmd.system.background_tasks import TaskHome
+from hegmd.system.background_tasks import BackgroundTasks
 from hegmd.workers.supervisors import Send, Supervisor, SupervisorAway, Supervisors, go_on_command
-from hegmd.workers.workers import BACK, CAME, Worker, Workers
+from hegmd.workers.workers import BACK, CAME, AgentConnection, Workers
 
 logger = logging.getLogger(__name__)
 
 
-class Restarts(TaskHome):
+class Restarts(BackgroundTasks):
     """The desk of supervisors. `run` has to be running for as long as they attend.
 
     `forget` is told of operations whose state nobody can go on from any more; `is_over` tells whether a process has
@@ -126,7 +126,7 @@ class Restarts(TaskHome):
             return
         attends = supervisor.offer.pid is not None and self._workers.find(supervisor.offer.pid) is not None
         doing = LOADING if attends else READIED if supervisor.was_ready else IMPORTING
-        if absent[0].doing != doing:
+        if absent[0].successor_activity != doing:
             self._tasks.start_soon(
                 self._ask, op_id, events.CameOn(worker=absent[0].name, doing=doing, cause="the start")
             )
@@ -141,7 +141,7 @@ class Restarts(TaskHome):
         """Have the operation know it where the process that went on from its state has come to its end."""
         try:
             op = self._runner.history(op_id).operation
-            restarting = [member for member in op.live if member.restarts and member.saved]
+            restarting = [member for member in op.live if member.restarts and member.state_saved]
             if op.phase not in TERMINAL and restarting and await anyio.to_thread.run_sync(self._is_over, op_id):
                 await self._ask(op_id, events.TrainingEnded(worker=restarting[0].name, cause="its supervisor"))
         except HegmError as error:
@@ -187,7 +187,7 @@ class Restarts(TaskHome):
             except SupervisorAway as error:
                 logger.debug("%s", error.message)
 
-    def _hear(self, news: str, worker: Worker) -> None:
+    def _hear(self, news: str, worker: AgentConnection) -> None:
         """Listens to the workers: one may have gone on from a state that is held, its supervisor gone meanwhile."""
         if news == CAME:
             for supervisor in self._supervisors:
@@ -197,7 +197,7 @@ class Restarts(TaskHome):
         if self._tasks is not None and news in (CAME, BACK) and worker.about.restarted is not None:
             self._tasks.start_soon(self._take_in, worker, worker.about.restarted)
 
-    async def _take_in(self, worker: Worker, op_id: str) -> None:
+    async def _take_in(self, worker: AgentConnection, op_id: str) -> None:
         """Have the operation that waits for somebody to go on from its state go on with that process."""
         try:
             op = self._runner.history(op_id).operation
@@ -206,15 +206,19 @@ class Restarts(TaskHome):
                 return
             there = self._gone_on(op)
             found = [(member, there.get(member.rank) if op.restarts_together else worker) for member in absent]
-            to = {member.name: one.about.gpu or member.keeps or member.left for member, one in found if one is not None}
+            to = {
+                member.name: one.about.gpu or member.kept_gpu or member.previous_gpu
+                for member, one in found
+                if one is not None
+            }
             places = {name: gpu for name, gpu in to.items() if gpu is not None}
             if absent and len(places) == len(absent):  # of ranks, once the last of them has come
                 by = f"process {worker.pid}, which has gone on from its state"
-                await self._operations.go_on_at(op_id, places, by)
+                await self._operations.resume_at(op_id, places, by)
         except HegmError as error:
             logger.warning("operation %s does not take process %d in: %s", op_id, worker.pid, error.message)
 
-    def _gone_on(self, op: Operation) -> dict[int | None, Worker]:
+    def _gone_on(self, op: Operation) -> dict[int | None, AgentConnection]:
         """Who has gone on from the states of its ranks, by their numbers."""
         return {
             one.about.rank: one
@@ -226,7 +230,9 @@ class Restarts(TaskHome):
         """Have the operation go on with that supervisor; it is told if that cannot be."""
         try:
             op = self._require_mine(supervisor, op_id)
-            asked = Asked(by=f"its supervisor (pid {supervisor.pid})", may=lambda _: True, emit=_ignored, wait=False)
+            asked = RequestContext(
+                by=f"its supervisor (pid {supervisor.pid})", may=lambda _: True, emit=_ignored, wait=False
+            )
             await self._operations.resume(next(op.live).pid, supervisor.offer.gpu, asked)
         except HegmError as error:
             try:

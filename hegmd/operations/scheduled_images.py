@@ -24,36 +24,36 @@ from hegmd.errors import INTERNAL, NOT_FOUND, HegmError, Refused
 from hegmd.migration.machine.next_effects import DONE
 from hegmd.migration.machine.operation import CHECKPOINT
 from hegmd.migration.run.runner import Runner
-from hegmd.operations.request_context import Answer, Asked
+from hegmd.operations.request_context import OperationResult, RequestContext
 from hegmd.protocol.operations import OperationProgress, PeriodicImages
-from hegmd.system.background_tasks import TaskHome
+from hegmd.system.background_tasks import BackgroundTasks
 from hegmd.system.programs import Rights
 from hegmd.system.threads import run_detached
 from hegmd.telemetry.events import EventLog
 from hegmd.telemetry.log import fields
-from hegmd.workers.workers import BACK, CAME, Worker, Workers
+from hegmd.workers.workers import BACK, CAME, AgentConnection, Workers
 
 logger = logging.getLogger(__name__)
 
 BY = "hegmctl run --checkpoint-every"
-SHORTEST_S, LONGEST_S, MOST_KEPT, LONGEST_PATH = 1.0, 1_000_000.0, 10_000, 3_000
+MIN_S, MAX_S, MAX_KEPT, MAX_PATH = 1.0, 1_000_000.0, 10_000, 3_000
 # Jobs that were started at one time are due at one time, and share the disk.
 AT_ONCE = 2
 # A job that another operation has, or that does not train yet, is looked at again after so long.
-LOOK_AGAIN_S = 5.0
+POLL_INTERVAL_S = 5.0
 
-Take = Callable[[int, str, Rights, Asked], Awaitable[Answer]]
+Take = Callable[[int, str, Rights, RequestContext], Awaitable[OperationResult]]
 Trim = Callable[[str, str, int, Rights], Awaitable[Sequence[str]]]
-Note = Callable[[Worker, str, str], Awaitable[object]]
+Note = Callable[[AgentConnection, str, str], Awaitable[object]]
 # A job, by its user and its run: which run it is of, a process says itself.
 Whose = tuple[int, str | None]
 
 
-async def _to_nobody(_worker: Worker, _message: str, _hint: str) -> None:
+async def _to_nobody(_worker: AgentConnection, _message: str, _hint: str) -> None:
     """Nobody watches."""
 
 
-class Periodic(TaskHome):
+class ScheduledImages(BackgroundTasks):
     """Sees to them. `take` makes an image of a job that goes on, `trim` removes all of a series but so many.
 
     `note` says something, and the next step, to whoever watches the job.
@@ -91,7 +91,7 @@ class Periodic(TaskHome):
         """How many jobs have no image of the last time at which one was due."""
         return len(self._without)
 
-    def hear(self, news: str, worker: Worker) -> None:
+    def hear(self, news: str, worker: AgentConnection) -> None:
         """Listens to the workers: the first of a job that wants images begins to have them."""
         whose = _whose(worker)
         if news not in (CAME, BACK) or self._tasks is None or worker.about.run is None or worker.about.images is None:
@@ -119,7 +119,7 @@ class Periodic(TaskHome):
                 if due_s > 0:
                     await self._sleep(due_s)
                 elif self._runner.of_process(worker.pid) is not None or not worker.boundary:
-                    await self._sleep(min(LOOK_AGAIN_S, wish.every_s))
+                    await self._sleep(min(POLL_INTERVAL_S, wish.every_s))
                 else:
                     async with self._slots:
                         begun_utc = self._utc()
@@ -130,7 +130,7 @@ class Periodic(TaskHome):
             self._known.discard(whose)
             self._without.discard(whose)
 
-    def _one_of(self, whose: Whose) -> Worker | None:
+    def _one_of(self, whose: Whose) -> AgentConnection | None:
         """A process of the job; one that trains, if any does: launchers have agents too."""
         found = [w for w in self._workers if _whose(w) == whose and w.about.images is not None]
         return max(found, key=lambda worker: (worker.gpu is not None, worker.boundary), default=None)
@@ -145,7 +145,7 @@ class Periodic(TaskHome):
         ]
         return max(taken, default=None)
 
-    async def _turn(self, worker: Worker, wish: PeriodicImages, begun_utc: float) -> None:
+    async def _turn(self, worker: AgentConnection, wish: PeriodicImages, begun_utc: float) -> None:
         """Take one, and then let the oldest go. Raises nothing."""
         series = series_of(worker)
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(begun_utc))
@@ -168,13 +168,13 @@ class Periodic(TaskHome):
             logger.exception("the image %s failed inside hegmd", path)
             await self._missed(worker, path, f"{INTERNAL.name}: {type(bug).__name__}: {bug}")
 
-    async def _made(self, worker: Worker) -> None:
+    async def _made(self, worker: AgentConnection) -> None:
         worker.image_missed = None
         if _whose(worker) in self._without:
             self._without.discard(_whose(worker))
             await self._note(worker, "images of this job are made again", "see them with: hegmctl images ls DIR")
 
-    async def _missed(self, worker: Worker, path: str, why: str) -> None:
+    async def _missed(self, worker: AgentConnection, path: str, why: str) -> None:
         message = f"process {worker.pid}: no image in {path}, or too many of them: {why}; it is tried again in its time"
         worker.image_missed = f"no image at {time.strftime('%H:%M:%S', time.localtime(self._utc()))}: {why}"
         self._events.record("operation.image-missed", "warning", message, pid=worker.pid, facts={"path": path})
@@ -185,39 +185,39 @@ class Periodic(TaskHome):
             await self._note(worker, f"no image of this job was made: {why}", hint)
 
 
-def _whose(worker: Worker) -> Whose:
+def _whose(worker: AgentConnection) -> Whose:
     return worker.identity.uid, worker.about.run
 
 
-def series_of(worker: Worker) -> str:
+def series_of(worker: AgentConnection) -> str:
     """What the images of one run of a job begin with: nothing that a path could be made of but a name."""
-    name, run = (_UNSAFE.sub("_", text)[:_LONGEST_NAME] for text in (worker.about.job or "job", worker.about.run or ""))
+    name, run = (_UNSAFE.sub("_", text)[:_MAX_NAME] for text in (worker.about.job or "job", worker.about.run or ""))
     return f"{name.lstrip('.') or 'job'}-{run}"
 
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
-_LONGEST_NAME = 64
+_MAX_NAME = 64
 
 
 def _against(wish: PeriodicImages) -> str | None:
     """Why such a wish is not granted; None for one that is."""
-    if not SHORTEST_S <= wish.every_s <= LONGEST_S:  # NaN fails both comparisons
-        return f"every {wish.every_s:g} s is not between {SHORTEST_S:g} and {LONGEST_S:,.0f} s"
-    if not 1 <= wish.keep <= MOST_KEPT:
-        return f"{wish.keep} cannot be kept; 1 to {MOST_KEPT} can"
-    if not os.path.isabs(wish.path) or "\0" in wish.path or len(wish.path) > LONGEST_PATH:
+    if not MIN_S <= wish.every_s <= MAX_S:  # NaN fails both comparisons
+        return f"every {wish.every_s:g} s is not between {MIN_S:g} and {MAX_S:,.0f} s"
+    if not 1 <= wish.keep <= MAX_KEPT:
+        return f"{wish.keep} cannot be kept; 1 to {MAX_KEPT} can"
+    if not os.path.isabs(wish.path) or "\0" in wish.path or len(wish.path) > MAX_PATH:
         return f"{wish.path[:200]!r} is no absolute path"
     return None
 
 
-def _asked(rights: Rights) -> Asked:
+def _asked(rights: Rights) -> RequestContext:
     async def to_nobody(_: OperationProgress) -> None:
         """Nobody watches."""
 
-    return Asked(by=BY, may=lambda uid: rights.uid in (0, uid), emit=to_nobody)
+    return RequestContext(by=BY, may=lambda uid: rights.uid in (0, uid), emit=to_nobody)
 
 
-def _rights_of(worker: Worker) -> Rights:
+def _rights_of(worker: AgentConnection) -> Rights:
     """Those of its process, as its files would be made. Blocks. Raises HegmError."""
     try:
         with open(f"/proc/{worker.pid}/status", encoding="utf-8", errors="replace") as file:

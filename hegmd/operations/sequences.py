@@ -19,15 +19,15 @@ import anyio
 from hegmd.errors import NOT_FOUND, REFUSED, Bug, HegmError
 from hegmd.migration.machine.next_effects import DONE, SUSPENDED
 from hegmd.migration.machine.operation import MIGRATE, RESUME, SUSPEND
-from hegmd.migration.model import Plan, Snapshot
+from hegmd.migration.model import MigrationPlan, NodeSnapshotForPlan
 from hegmd.migration.plan.sequence_plan import at_once, departure, occupants, planned_drain, planned_swap
 from hegmd.operations.operations import Operations
-from hegmd.operations.request_context import Answer, Asked, plan_or_raise, refusal, told_plan
-from hegmd.operations.survey import Lookout
+from hegmd.operations.request_context import OperationResult, RequestContext, plan_or_raise, plan_record, refusal
+from hegmd.operations.survey import PlanSurvey
 from hegmd.protocol import operations as told
 from hegmd.protocol.operations import Reason
-from hegmd.system.background_tasks import TaskHome
-from hegmd.system.condition import News
+from hegmd.system.background_tasks import BackgroundTasks
+from hegmd.system.condition import Condition
 from hegmd.telemetry.log import fields
 
 logger = logging.getLogger(__name__)
@@ -49,20 +49,20 @@ class _Exchange:
         self.begun: list[str] = []
         self.over = False
         self.failure: HegmError | None = None
-        self.news = News()
+        self.news = Condition()
 
 
-class Sequences(TaskHome):
+class MultiStepOperations(BackgroundTasks):
     """The desk for these. `run` has to be running before a swap is asked for."""
 
-    def __init__(self, lookout: Lookout, operations: Operations) -> None:
+    def __init__(self, lookout: PlanSurvey, operations: Operations) -> None:
         self._lookout = lookout
         self._operations = operations
         super().__init__()
 
     # -- a GPU that is emptied -----------------------------------------------------------------------------------------
 
-    async def drain(self, gpu: str, to: Sequence[str], asked: Asked) -> Outcome:
+    async def drain(self, gpu: str, to: Sequence[str], asked: RequestContext) -> Outcome:
         """Move every job off a GPU. Raises NOT_FOUND for a GPU that is not there."""
         snapshot = await self._lookout.snapshot_for(gpu, may=asked.may)
         _require_targets(snapshot, gpu, to)
@@ -83,7 +83,9 @@ class Sequences(TaskHome):
                 outcome.operations += _operation(answer)
         return outcome
 
-    def _plan_drain(self, snapshot: Snapshot, gpu: str, to: Sequence[str], asked: Asked, outcome: Outcome) -> None:
+    def _plan_drain(
+        self, snapshot: NodeSnapshotForPlan, gpu: str, to: Sequence[str], asked: RequestContext, outcome: Outcome
+    ) -> None:
         denied: set[int] = set()
         for pid in tuple(occupants(snapshot, gpu)):
             try:
@@ -93,12 +95,12 @@ class Sequences(TaskHome):
                 outcome.left.append(_reason(error, pid))
         allowed = tuple(candidate for candidate in snapshot.candidates if candidate.pid not in denied)
         plans, stays = planned_drain(snapshot.replace(candidates=allowed), gpu, to)
-        outcome.plans += [told_plan(plan) for plan in plans]
+        outcome.plans += [plan_record(plan) for plan in plans]
         outcome.left += [_reason(refusal(reasons), reasons[0].pid) for reasons in stays]
 
     # -- two jobs that change places -----------------------------------------------------------------------------------
 
-    async def swap(self, first: int, second: int, asked: Asked) -> Outcome:
+    async def swap(self, first: int, second: int, asked: RequestContext) -> Outcome:
         """Let two jobs change places, or two processes of one. Raises HegmError with every reason why not.
 
         Without `wait` it answers when the first step has begun; the others follow by themselves.
@@ -107,13 +109,13 @@ class Sequences(TaskHome):
         snapshot = await self._operations.look(asked, [first, second])
         steps = _plans_or_raise(planned_swap(snapshot, first, second))
         if asked.dry_run:
-            return Outcome(plans=[told_plan(step) for step in steps])
+            return Outcome(plans=[plan_record(step) for step in steps])
         if self._tasks is None:
             raise Bug("a swap was asked for before swaps are carried out")
         for step in steps:
             self._operations.check(asked, [worker.pid for worker in step.workers])
         exchange = _Exchange()
-        alone = Asked(by=asked.by, may=asked.may, emit=_to_nobody, wait=False, limit_s=asked.limit_s)
+        alone = RequestContext(by=asked.by, may=asked.may, emit=_to_nobody, wait=False, limit_s=asked.limit_s)
         self._tasks.start_soon(self._carry_out, exchange, steps, snapshot, alone, name=f"swap of {first} and {second}")
         await self._watch(exchange, asked)
         if exchange.failure is not None and not exchange.begun:
@@ -124,7 +126,7 @@ class Sequences(TaskHome):
             outcome.left.append(_reason(exchange.failure, second))
         return outcome
 
-    async def _watch(self, exchange: _Exchange, asked: Asked) -> None:
+    async def _watch(self, exchange: _Exchange, asked: RequestContext) -> None:
         """Tell how it comes on until it is over, or until it has begun if nobody waits."""
         seen = 0
         while True:
@@ -137,7 +139,9 @@ class Sequences(TaskHome):
                 return
             await exchange.news.wait()
 
-    async def _carry_out(self, exchange: _Exchange, steps: Sequence[Plan], snapshot: Snapshot, asked: Asked) -> None:
+    async def _carry_out(
+        self, exchange: _Exchange, steps: Sequence[MigrationPlan], snapshot: NodeSnapshotForPlan, asked: RequestContext
+    ) -> None:
         try:
             await self._exchange(exchange, steps, snapshot, asked)
         except HegmError as error:
@@ -145,12 +149,14 @@ class Sequences(TaskHome):
             logger.warning("a swap is not complete: %s", error.message, extra=fields(hint=error.hint))
         finally:
             exchange.over = True
-            exchange.news.tell()
+            exchange.news.notify_all()
 
-    async def _exchange(self, exchange: _Exchange, steps: Sequence[Plan], snapshot: Snapshot, asked: Asked) -> None:
+    async def _exchange(
+        self, exchange: _Exchange, steps: Sequence[MigrationPlan], snapshot: NodeSnapshotForPlan, asked: RequestContext
+    ) -> None:
         """Part after part; where one fails, whoever waits in the pool goes back to where it was, if that is free."""
-        waiting: dict[int, Plan] = {}
-        seen: Snapshot | None = snapshot
+        waiting: dict[int, MigrationPlan] = {}
+        seen: NodeSnapshotForPlan | None = snapshot
         for part in at_once(steps):
             ended = await self._all_of(exchange, part, seen, asked)
             seen = None
@@ -168,12 +174,16 @@ class Sequences(TaskHome):
                 return
 
     async def _all_of(
-        self, exchange: _Exchange, part: Sequence[Plan], snapshot: Snapshot | None, asked: Asked
+        self,
+        exchange: _Exchange,
+        part: Sequence[MigrationPlan],
+        snapshot: NodeSnapshotForPlan | None,
+        asked: RequestContext,
     ) -> dict[int, told.Operation | HegmError]:
         """Carry steps out at once; how each ended, by its process."""
         ended: dict[int, told.Operation | HegmError] = {}
 
-        async def carry_out(step: Plan) -> None:
+        async def carry_out(step: MigrationPlan) -> None:
             try:
                 ended[_pid(step)] = await self._step(exchange, step, snapshot, asked)
             except HegmError as error:
@@ -184,7 +194,9 @@ class Sequences(TaskHome):
                 tasks.start_soon(carry_out, step)
         return ended
 
-    async def _step(self, exchange: _Exchange, step: Plan, snapshot: Snapshot | None, asked: Asked) -> told.Operation:
+    async def _step(
+        self, exchange: _Exchange, step: MigrationPlan, snapshot: NodeSnapshotForPlan | None, asked: RequestContext
+    ) -> told.Operation:
         """Carry a step out, as things are by then, and wait for its end. Raises HegmError."""
         operations, pids = self._operations, [worker.pid for worker in step.workers]
         if snapshot is not None:
@@ -196,7 +208,7 @@ class Sequences(TaskHome):
             answer = await operations.resume(pids[0], step.workers[0].to, asked)
         return await self._end(exchange, answer)
 
-    async def _bring_back(self, exchange: _Exchange, suspended: Plan, asked: Asked) -> None:
+    async def _bring_back(self, exchange: _Exchange, suspended: MigrationPlan, asked: RequestContext) -> None:
         """One that cannot be brought back stays suspended, which `hegmctl ops` shows with the command."""
         worker = suspended.workers[0]
         try:
@@ -204,17 +216,17 @@ class Sequences(TaskHome):
         except HegmError as error:
             logger.warning("process %d stays suspended: %s", worker.pid, error.message, extra=fields(hint=error.hint))
 
-    async def _end(self, exchange: _Exchange, answer: Answer) -> told.Operation:
+    async def _end(self, exchange: _Exchange, answer: OperationResult) -> told.Operation:
         if answer.operation is None:
             raise Bug("a step of a swap was planned and not begun")
         op_id = answer.operation.id
         exchange.begun.append(op_id)
-        exchange.news.tell()
+        exchange.news.notify_all()
         await self._operations.follow(op_id, _to_nobody)
         return self._operations.runner.describe(op_id)
 
 
-def _require_targets(snapshot: Snapshot, gpu: str, to: Sequence[str]) -> None:
+def _require_targets(snapshot: NodeSnapshotForPlan, gpu: str, to: Sequence[str]) -> None:
     names = [known.id for known in snapshot.gpus]
     for name in to:
         if name not in names:
@@ -223,14 +235,14 @@ def _require_targets(snapshot: Snapshot, gpu: str, to: Sequence[str]) -> None:
             raise HegmError(REFUSED, f"{gpu} cannot be emptied onto itself", "name other GPUs with --to")
 
 
-def _plans_or_raise(found: tuple[Plan, ...] | tuple[Reason, ...]) -> tuple[Plan, ...]:
-    plans = tuple([step for step in found if isinstance(step, Plan)])
+def _plans_or_raise(found: tuple[MigrationPlan, ...] | tuple[Reason, ...]) -> tuple[MigrationPlan, ...]:
+    plans = tuple([step for step in found if isinstance(step, MigrationPlan)])
     if plans:
         return plans
     raise refusal([reason for reason in found if isinstance(reason, Reason)])
 
 
-def _pid(step: Plan) -> int:
+def _pid(step: MigrationPlan) -> int:
     return step.workers[0].pid
 
 
@@ -242,7 +254,7 @@ def _reason(error: HegmError, pid: int | None) -> Reason:
     return Reason(code=error.code.name, message=error.message.replace("\n", "; "), hint=error.hint, pid=pid)
 
 
-def _operation(answer: Answer) -> list[told.Operation]:
+def _operation(answer: OperationResult) -> list[told.Operation]:
     return [] if answer.operation is None else [answer.operation]
 
 

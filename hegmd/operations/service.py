@@ -22,15 +22,15 @@ import anyio.to_thread
 
 from hegmd.errors import Bug
 from hegmd.gpu_helper.link import Link
-from hegmd.images.dump_job import Handoff
-from hegmd.images.dump_records import StandingNotes
+from hegmd.images.dump_job import JobDumper
+from hegmd.images.dump_records import DumpRecords
 from hegmd.images.files.images import Images
 from hegmd.images.hegm_lock_files import LockFiles
 from hegmd.images.manifests import is_unrevived
-from hegmd.images.rendezvous import MeetingPlaces
-from hegmd.images.restore_job import Reviving
-from hegmd.images.restore_records import HalfRevived
-from hegmd.memory.pool import Keep, Key, Pool
+from hegmd.images.rendezvous import Rendezvous
+from hegmd.images.restore_job import JobRestorer
+from hegmd.images.restore_records import RestoreRecords
+from hegmd.memory.pool import Key, MemoryKeeping, Pool
 from hegmd.memory.pool_found import find_pieces
 from hegmd.memory.video_memory import VideoMemory
 from hegmd.migration.carriers.driver import DriverCarrier
@@ -45,38 +45,38 @@ from hegmd.migration.machine.next_effects import TERMINAL
 from hegmd.migration.methods.driver import DriverMethod
 from hegmd.migration.methods.driver_calls import Steps
 from hegmd.migration.methods.gpus import Gpus
-from hegmd.migration.methods.other_processes import STILL_S, Neighbours
+from hegmd.migration.methods.other_processes import STILL_S, OtherProcesses
 from hegmd.migration.methods.progress_probe import is_stopped
 from hegmd.migration.methods.restart import RestartMethod
 from hegmd.migration.methods.restore_lock import forget_claims, has_come_to_its_end, lock_path
 from hegmd.migration.methods.simulated import SimulatedMethod
-from hegmd.migration.methods.simulated_memory import Rooms
+from hegmd.migration.methods.simulated_memory import SimulatedMemory
 from hegmd.migration.plan.throughput import Paces
-from hegmd.migration.run.executor import Performer
+from hegmd.migration.run.executor import EffectExecutor
 from hegmd.migration.run.runner import Runner
 from hegmd.migration.run.task import rooms_to_restore
 from hegmd.node.criu_program import Criu, find, rights_missing
 from hegmd.node.devices.simulated import SimulatedProvider
 from hegmd.node.inventory import Inventory, NodeSnapshot
-from hegmd.operations.driver_orphans import DriverStrays
+from hegmd.operations.driver_orphans import DriverOrphans
 from hegmd.operations.image_requests import Checkpoints
 from hegmd.operations.operations import Operations
-from hegmd.operations.orphaned_memory import FoundBytes, VideoStrays
-from hegmd.operations.orphans import DistrustedStrays, PieceStrays, Source, StandingStrays, Strays
+from hegmd.operations.orphaned_memory import OrphanedMemory, VideoOrphans
+from hegmd.operations.orphans import Orphans, ParkedOrphans, PoolOrphans, Source, UntrustedFiles
 from hegmd.operations.prestarted import KeptReady
-from hegmd.operations.request_context import Answer, Asked, refusal
+from hegmd.operations.request_context import OperationResult, RequestContext, refusal
 from hegmd.operations.restart_requests import Restarts
-from hegmd.operations.scheduled_images import Periodic
-from hegmd.operations.sequences import Sequences
-from hegmd.operations.simulated_placement import Attendance
-from hegmd.operations.survey import Lookout
-from hegmd.operations.suspended import ASKED, Resting
+from hegmd.operations.scheduled_images import ScheduledImages
+from hegmd.operations.sequences import MultiStepOperations
+from hegmd.operations.simulated_placement import SimulatedPlacement
+from hegmd.operations.survey import PlanSurvey
+from hegmd.operations.suspended import ASKED, SuspendedOperations
 from hegmd.protocol.snapshots import AgentInfo, Gpu
 from hegmd.system.programs import Rights
 from hegmd.telemetry.events import EventLog
 from hegmd.workers.job_names import JobNames
 from hegmd.workers.supervisors import SupervisorAway, Supervisors
-from hegmd.workers.workers import Worker, Workers
+from hegmd.workers.workers import AgentConnection, Workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,18 +118,18 @@ class Moving:
         self._state_dir, self._images_by = state_dir, images_by or ImageMeans(state_dir / "hegmd.sock")
         self._workers, self._inventory, self._events = workers, inventory, events
         self._start_ticks, self._ready, self.pool = start_ticks, ready or Ready(), pool
-        self.rooms = Rooms(simulator, gpus=self._gpus, changed=inventory.expire)
+        self.rooms = SimulatedMemory(simulator, gpus=self._gpus, changed=inventory.expire)
         self.helper = Link()
         self.memory = VideoMemory(self.helper, pool.keep.store)
-        self._neighbours = Neighbours(
+        self._neighbours = OtherProcesses(
             self.helper, state_dir, start_ticks=start_ticks, is_stopped=is_stopped, still_s=still_s
         )
         simulated = simulator is not None
         self.supervisors = Supervisors(start_ticks)
         handoff, self._reviving = self._make_imaging(simulated=simulated)
-        performer, ended_well = self._make_performer(handoff, simulated=simulated), self.supervisors.ended_well
+        performer, ended_well = self._make_performer(handoff, simulated=simulated), self.supervisors.exited_cleanly
         self.runner = Runner(state_dir, performer, events, disk=disk, ended_well=ended_well)
-        self.attendance = Attendance(
+        self.attendance = SimulatedPlacement(
             workers,
             self.rooms,
             in_hand=self._is_in_hand,
@@ -138,10 +138,10 @@ class Moving:
             changed=inventory.expire,
             supervised=lambda worker: self.supervisors.find(worker.identity.uid, worker.about.run),
         )
-        self._by_driver = None if simulated else self._driver_strays()
-        self.strays = self._make_strays(events)
-        self.resting = Resting(workers, pool, self.runner, events, when=spill)
-        lookout = Lookout(
+        self._by_driver = None if simulated else self._driver_orphans()
+        self.orphans = self._make_orphans(events)
+        self.resting = SuspendedOperations(workers, pool, self.runner, events, when=spill)
+        lookout = PlanSurvey(
             inventory,
             workers,
             self.resting.pool_room,
@@ -155,10 +155,12 @@ class Moving:
         )
         self._make_desks(lookout, handoff, restart_always=restart_always, stand_s=stand_s)
         self.periodic = self._make_periodic(events)
-        for part in (self.attendance, self.runner, self.resting, self.strays, self.periodic):
+        for part in (self.attendance, self.runner, self.resting, self.orphans, self.periodic):
             workers.listen(part.hear)
 
-    def _make_desks(self, lookout: Lookout, handoff: Handoff, *, restart_always: bool, stand_s: float | None) -> None:
+    def _make_desks(
+        self, lookout: PlanSurvey, handoff: JobDumper, *, restart_always: bool, stand_s: float | None
+    ) -> None:
         """Where operations are asked for."""
         self.runner.over = self.attendance.drop_ended
         self.operations = Operations(
@@ -181,7 +183,7 @@ class Moving:
             forget=self._forget_claim,
             is_over=partial(has_come_to_its_end, self._state_dir),
         )
-        self.sequences = Sequences(lookout, self.operations)
+        self.sequences = MultiStepOperations(lookout, self.operations)
         self.checkpoints = Checkpoints(self.operations, lookout, handoff, self._reviving, self._paces)
 
     def _means(self, *, simulated: bool) -> tuple[Mapping[str, Method], Mapping[str, Carrier]]:
@@ -222,64 +224,64 @@ class Moving:
                 found[worker.pid] = found[worker.pid].replace(supervised=True, kept=kept)
         return found
 
-    def _make_strays(self, events: EventLog) -> Strays:
+    def _make_orphans(self, events: EventLog) -> Orphans:
         """Of all kinds."""
-        self._in_video = VideoStrays(self.memory, self._is_claimed, self._why_stray, self._gpu_named, self._workers)
-        self._found = FoundBytes(self.pool, self.memory, self._in_video)
-        self._standing = StandingStrays(self._workers, self._is_in_hand, self._by_driver, self._found)
-        self._distrusted = DistrustedStrays()
-        pieces = PieceStrays(self.pool, self._why_stray)
+        self._in_video = VideoOrphans(self.memory, self._is_claimed, self._why_orphan, self._gpu_named, self._workers)
+        self._found = OrphanedMemory(self.pool, self.memory, self._in_video)
+        self._standing = ParkedOrphans(self._workers, self._is_in_hand, self._by_driver, self._found)
+        self._distrusted = UntrustedFiles()
+        pieces = PoolOrphans(self.pool, self._why_orphan)
         sources: list[Source] = [pieces, self._in_video, self._distrusted, self._standing]
         if self._by_driver is None:
-            return Strays(sources, events)
-        strays = Strays([*sources, self._by_driver], events, self._by_driver)
-        self._by_driver.changed = strays.tell
-        return strays
+            return Orphans(sources, events)
+        orphans = Orphans([*sources, self._by_driver], events, self._by_driver)
+        self._by_driver.changed = orphans.tell
+        return orphans
 
     def _is_claimed(self, key: Key) -> bool:
         """Whether an operation has what was that worker's in the one of that number."""
         return self._owned(key) or self.pool.was_claimed_from(key)
 
-    def _driver_strays(self) -> DriverStrays:
+    def _driver_orphans(self) -> DriverOrphans:
         """Asked by a helper of their own: one of them that does not answer is to cost no operation its helper."""
         asking = Link()
 
         def is_taken(pid: int) -> bool:
             worker = self._workers.find(pid)
-            return self.runner.of_process(pid) is not None or (worker is not None and self._standing.is_stray(worker))
+            return self.runner.of_process(pid) is not None or (worker is not None and self._standing.is_orphan(worker))
 
-        return DriverStrays(
+        return DriverOrphans(
             asking, self._neighbours, self._look, is_taken=is_taken, own_pids=lambda: (self.helper.pid, asking.pid)
         )
 
-    def _make_performer(self, handoff: Handoff, *, simulated: bool) -> Performer:
+    def _make_performer(self, handoff: JobDumper, *, simulated: bool) -> EffectExecutor:
         means = self._means(simulated=simulated)
         ticks, paces = self._start_ticks, self._paces
-        return Performer(self._workers, *means, start_ticks=ticks, imager=handoff, paces=paces)
+        return EffectExecutor(self._workers, *means, start_ticks=ticks, imager=handoff, paces=paces)
 
-    def _make_imaging(self, *, simulated: bool) -> tuple[Handoff, Reviving]:
+    def _make_imaging(self, *, simulated: bool) -> tuple[JobDumper, JobRestorer]:
         """Who hands jobs over to images, and who brings them back."""
         self._images: Images | None = None
         self._paces = Paces()
-        self._half_revived = HalfRevived(self._state_dir)
-        self.places = MeetingPlaces(self._images_by.socket_path)
+        self._half_revived = RestoreRecords(self._state_dir)
+        self.places = Rendezvous(self._images_by.socket_path)
         parts = (self._opened_images, self.places, self._workers, self.pool)
         by: dict[str, Any] = {"criu": self._criu, "look": self._look, "in_unit": self._images_by.in_unit}
         locks = LockFiles(self._images_by.lock_dir)
-        self._standing_notes = StandingNotes(self._state_dir)
-        self._handoff = Handoff(*parts, **by, locks=locks, notes=self._standing_notes, noted=self._paces.note_image)
-        return self._handoff, Reviving(
+        self._standing_notes = DumpRecords(self._state_dir)
+        self._handoff = JobDumper(*parts, **by, locks=locks, notes=self._standing_notes, noted=self._paces.note_image)
+        return self._handoff, JobRestorer(
             *parts, **by, simulated=simulated, notes=self._half_revived, by_owner=self._images_by.by_owner
         )
 
-    def _make_periodic(self, events: EventLog) -> Periodic:
+    def _make_periodic(self, events: EventLog) -> ScheduledImages:
         take, trim = self._take_image, self._trim_images
-        return Periodic(self._workers, self.runner, events, take=take, trim=trim, note=self._note_to_watcher)
+        return ScheduledImages(self._workers, self.runner, events, take=take, trim=trim, note=self._note_to_watcher)
 
-    async def _take_image(self, pid: int, path: str, rights: Rights, asked: Asked) -> Answer:
+    async def _take_image(self, pid: int, path: str, rights: Rights, asked: RequestContext) -> OperationResult:
         return await self.checkpoints.checkpoint(pid, path, rights, asked, leave_running=True)
 
-    async def _note_to_watcher(self, worker: Worker, message: str, hint: str) -> None:
+    async def _note_to_watcher(self, worker: AgentConnection, message: str, hint: str) -> None:
         """Have the `hegmctl run` that stays with that job say it, where one does."""
         supervisor = self.supervisors.find(worker.identity.uid, worker.about.run)
         if supervisor is not None:
@@ -318,7 +320,7 @@ class Moving:
     def _gpu_named(self, uuid: str) -> str:
         return next((gpu.id for gpu in self._gpus() if gpu.uuid == uuid), uuid)
 
-    def keep_by(self, keep: Keep) -> None:
+    def keep_by(self, keep: MemoryKeeping) -> None:
         """By what bytes that are held for jobs outlive the daemon: before anything is held."""
         self.pool.keep = keep
         self.memory.store = keep.store
@@ -340,7 +342,7 @@ class Moving:
         taken = {(member.pid, member.start_ticks) for op in begun for member in op.workers}
         await self._half_revived.clear({op.id for op in begun if not is_unrevived(op)}, taken, self.pool)
         self._distrusted.found = findings.distrusted
-        self.strays.tell()
+        self.orphans.tell()
         for member, gpu, size_bytes in rooms_to_restore(self.runner.operations()):
             if self._start_ticks(member.pid) == member.start_ticks:
                 self.rooms.hold_what_fits((member.pid, member.start_ticks), gpu, size_bytes)
@@ -353,7 +355,7 @@ class Moving:
             if op.phase not in TERMINAL
         )
 
-    def _why_stray(self, op_id: str) -> str:
+    def _why_orphan(self, op_id: str) -> str:
         for op in self.runner.operations():
             if op.id == op_id:
                 return f"operation {op_id} is {op.phase} and does not have it"

@@ -17,9 +17,9 @@ from typing import Protocol
 import anyio
 
 from hegmd.errors import HegmError
-from hegmd.migration.methods.simulated_memory import Rooms
+from hegmd.migration.methods.simulated_memory import SimulatedMemory
 from hegmd.node.gpu_sets import CPU
-from hegmd.workers.workers import BACK, CAME, ENDED, Worker, Workers
+from hegmd.workers.workers import BACK, CAME, ENDED, AgentConnection, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -33,22 +33,22 @@ class Placed(Protocol):
     """What an operation knows of a worker."""
 
     @property
-    def at(self) -> str | None: ...
+    def gpu(self) -> str | None: ...
 
 
-class Attendance:
+class SimulatedPlacement:
     """Listens to the workers. `in_hand` tells whether an operation has a process now, `last_place` what one left."""
 
     def __init__(
         self,
         workers: Workers,
-        rooms: Rooms,
+        rooms: SimulatedMemory,
         *,
         in_hand: Callable[[int], bool],
         last_place: Callable[[int, int], Placed | None],
         out_bytes: Callable[[], Mapping[int, int]],
         changed: Callable[[], object],
-        supervised: Callable[[Worker], object] = lambda _worker: None,
+        supervised: Callable[[AgentConnection], object] = lambda _worker: None,
     ) -> None:
         self._workers = workers
         self._rooms = rooms
@@ -61,13 +61,13 @@ class Attendance:
         self._ended: set[tuple[int, int]] = set()
         self._news = anyio.Event()
 
-    def hear(self, news: str, worker: Worker) -> None:
+    def hear(self, news: str, worker: AgentConnection) -> None:
         """Listens to the workers."""
         who = (worker.pid, worker.identity.start_ticks)
         if news == CAME and self._rooms.simulated:  # of others the driver says where they are, however they came there
             place = self._last_place(*who)
             if place is not None:
-                worker.gpu = None if place.at == CPU else place.at
+                worker.gpu = None if place.gpu == CPU else place.gpu
         if news in (CAME, BACK):
             self._due[worker.pid] = 0.0
             self._news.set()
@@ -91,10 +91,10 @@ class Attendance:
         training = [worker for worker in self._workers if worker.gpu is not None or self._may_leave_cpu(worker)]
         return {**{worker.pid: 0 for worker in training}, **self._out_bytes()}
 
-    def _may_leave_cpu(self, worker: Worker) -> bool:
+    def _may_leave_cpu(self, worker: AgentConnection) -> bool:
         return bool(worker.on_cpu) and worker.gpu is None and bool(self._supervised(worker))
 
-    def _is_asked(self, worker: Worker) -> bool:
+    def _is_asked(self, worker: AgentConnection) -> bool:
         """Of real GPUs the driver says who is on them; who trains on none is told from being started by itself."""
         return worker.connected and (
             self._rooms.simulated or (worker.on_cpu is None and bool(self._supervised(worker)))
@@ -116,7 +116,7 @@ class Attendance:
                 with anyio.move_on_after(max(0.05, wait_s)):
                     await self._news.wait()
 
-    async def count(self, worker: Worker, limit_s: float = SURVEY_LIMIT_S) -> None:
+    async def count(self, worker: AgentConnection, limit_s: float = SURVEY_LIMIT_S) -> None:
         """Have a worker count its storages, and put it on a GPU when it turns out to train. Raises nothing.
 
         Over the limit it says how far it is, and what it holds is as it was last told; so it is while it is asked what
@@ -135,7 +135,7 @@ class Attendance:
         elif not self._in_hand(worker.pid) and not worker.ended:
             self._place(worker)
 
-    def _place(self, worker: Worker) -> None:
+    def _place(self, worker: AgentConnection) -> None:
         if worker.boundary:  # its tensors are where it trains
             worker.on_cpu = worker.about.gpu == CPU if self._rooms.simulated else worker.cuda is None
         if worker.gpu is None and worker.about.gpu != CPU:

@@ -19,7 +19,16 @@ from hegmd.errors import NOT_FOUND, HegmError
 from hegmd.memory.pool import read_available_bytes
 from hegmd.migration.machine.operation import Operation, Respawn
 from hegmd.migration.methods.progress_probe import is_stopped
-from hegmd.migration.model import AgentSurvey, Candidate, GpuRoom, PoolRoom, Rates, Snapshot, Surroundings, Unreachable
+from hegmd.migration.model import (
+    AgentSurvey,
+    Candidate,
+    GpuMemory,
+    NodeSnapshotForPlan,
+    PoolMemory,
+    Rates,
+    Surroundings,
+    Unreachable,
+)
 from hegmd.migration.plan.migration_options import ways_of
 from hegmd.node.criu_program import usable_path
 from hegmd.node.inventory import Inventory, NodeSnapshot
@@ -28,7 +37,7 @@ from hegmd.node.processes.surroundings import nearest_ancestor, parent_of, read_
 from hegmd.protocol.snapshots import Gpu, GpuProcess, Way
 from hegmd.system.threads import Looks, run_detached
 from hegmd.workers.supervisors import Supervisor, SupervisorAway, Supervisors
-from hegmd.workers.workers import Worker, Workers
+from hegmd.workers.workers import AgentConnection, Workers
 
 FRESH_S = 0.0
 # What a job holds is asked of it before it is planned for: at its next boundary, or after this without one. The agents
@@ -42,7 +51,7 @@ _STOPPED_FOR_S = 1.0
 ASK_S = 6.0
 # Looking at a process from outside waits for it; one that does not let itself be looked at in time stays unknown.
 OUTSIDE_S = 2.0
-MOST_LOOKS = 4
+MAX_LOOKS = 4
 NVIDIA = "nvidia"
 
 May = Callable[[int | None], bool]
@@ -56,7 +65,7 @@ def nobody(_uid: int | None) -> bool:
     return False
 
 
-class Lookout:
+class PlanSurvey:
     """Looks when it is asked to.
 
     `pool` tells its room, `count` has one worker counted within a limit, `running` tells the operations with what is
@@ -68,11 +77,11 @@ class Lookout:
         self,
         inventory: Inventory,
         workers: Workers,
-        pool: Callable[[], PoolRoom],
+        pool: Callable[[], PoolMemory],
         *,
-        count: Callable[[Worker, float], Coroutine[object, object, None]],
+        count: Callable[[AgentConnection, float], Coroutine[object, object, None]],
         running: Callable[[], tuple[Operation, ...]],
-        standing: Callable[[], Iterable[Worker]] = tuple,
+        standing: Callable[[], Iterable[AgentConnection]] = tuple,
         rates: Callable[[], Rates] = Rates,
         outlives: Callable[[], bool] = lambda: True,
         supervisors: Supervisors,
@@ -88,7 +97,7 @@ class Lookout:
         self._outlives = outlives
         self._supervisors = supervisors
         self._criu = criu
-        self._looks = Looks(OUTSIDE_S, MOST_LOOKS)
+        self._looks = Looks(OUTSIDE_S, MAX_LOOKS)
 
     async def snapshot(
         self,
@@ -97,7 +106,7 @@ class Lookout:
         may: May = nobody,
         weighed_within_s: float | None = None,
         respawn: Respawn | None = None,
-    ) -> Snapshot:
+    ) -> NodeSnapshotForPlan:
         """The node for a plan on those processes, with what they hold now as far as they say so in time.
 
         Only those of users for whom `may` says so are asked anything. It is asked at that moment, since a pid that
@@ -132,11 +141,11 @@ class Lookout:
 
     async def _snapshot_of(
         self, node: NodeSnapshot, pids: Collection[int], pythons: Mapping[int, tuple[str, bool]], look: Look
-    ) -> Snapshot:
+    ) -> NodeSnapshotForPlan:
         running, pool = self._running(), self._pool()  # before anything is waited for: of the same moment
         candidates = await _seen_from_outside(_without_idle(tuple(self._candidates(node, pythons))), node, look)
         candidates = _with_stopped(candidates, pids)
-        return Snapshot(
+        return NodeSnapshotForPlan(
             gpus=tuple(_room(gpu, node.gpus) for gpu in node.gpus),
             candidates=candidates,
             unreachable=tuple(_unreachable(node)),
@@ -149,7 +158,7 @@ class Lookout:
             available_bytes=read_available_bytes(),
         )
 
-    async def snapshot_for(self, gpu: str, *, may: May) -> Snapshot:
+    async def snapshot_for(self, gpu: str, *, may: May) -> NodeSnapshotForPlan:
         """The node for plans on every process of that GPU. Raises NOT_FOUND for one that is not there.
 
         As of `snapshot`, other users' are not asked.
@@ -196,7 +205,7 @@ class Lookout:
             return worker.connected and not worker.boundary
         return any(one.offer.pid and pid in (one.pid, one.offer.pid) and one.lives for one in self._supervisors)
 
-    def _supervised(self, worker: Worker) -> Supervisor | None:
+    def _supervised(self, worker: AgentConnection) -> Supervisor | None:
         return self._supervisors.find(worker.identity.uid, worker.about.run)
 
     async def _ask_python(self, pids: Collection[int], may: May, respawn: Respawn) -> dict[int, tuple[str, bool]]:
@@ -241,7 +250,7 @@ class Lookout:
                 on_cpu=worker is not None and bool(worker.on_cpu),
                 kinds=tuple(use.kind for use in process.gpus),
                 vram_bytes=_sum([use.vram_bytes for use in process.gpus]),
-                shares_bytes={use.gpu: use.vram_bytes for use in process.gpus if use.vram_bytes is not None},
+                driver_bytes_by_gpu={use.gpu: use.vram_bytes for use in process.gpus if use.vram_bytes is not None},
                 supervisor=None if supervisor is None else supervisor.pid,
                 launched=supervisor is not None and _is_launched(process.pid, worker, supervisor),
                 apart=supervisor is not None and parent_of(process.pid) not in (None, supervisor.pid),
@@ -258,7 +267,7 @@ class Lookout:
         for worker in self._missing_ranks(attending):
             yield _nowhere(worker)
 
-    def _missing_ranks(self, there: Collection[int]) -> Iterator[Worker]:
+    def _missing_ranks(self, there: Collection[int]) -> Iterator[AgentConnection]:
         """Ranks of which nobody is among those pids: still on their way to their first batch, and on no GPU yet.
 
         What a rank starts, such as the workers of its loaders, says that it is that rank too; so once one of a rank is
@@ -285,18 +294,18 @@ def _with_stopped(candidates: tuple[Candidate, ...], pids: Collection[int]) -> t
     return tuple([one.replace(stopped=True) if one.pid in stopped else one for one in candidates])
 
 
-def _run(worker: Worker) -> str | None:
+def _run(worker: AgentConnection) -> str | None:
     """What its processes have in common; an agent of a release before this one knows its job's name only."""
     return worker.about.run or worker.about.job
 
 
-def _job(worker: Worker) -> tuple[int, str] | None:
+def _job(worker: AgentConnection) -> tuple[int, str] | None:
     """The job that it belongs to; None for a process that is one of its own."""
     run = _run(worker)
     return None if run is None else (worker.identity.uid, run)
 
 
-def _nowhere(worker: Worker) -> Candidate:
+def _nowhere(worker: AgentConnection) -> Candidate:
     """As a candidate that is on no GPU."""
     return Candidate(
         pid=worker.pid,
@@ -308,11 +317,11 @@ def _nowhere(worker: Worker) -> Candidate:
     )
 
 
-def _is_launched(pid: int, worker: Worker | None, supervisor: Supervisor) -> bool:
+def _is_launched(pid: int, worker: AgentConnection | None, supervisor: Supervisor) -> bool:
     return worker is not None and worker.about.rank is not None and supervisor.offer.pid != pid
 
 
-def _told(worker: Worker) -> AgentSurvey:
+def _told(worker: AgentConnection) -> AgentSurvey:
     return AgentSurvey(
         token=worker.token,
         size_bytes=worker.size_bytes,
@@ -328,7 +337,7 @@ def _told(worker: Worker) -> AgentSurvey:
     )
 
 
-async def _weigh_one(worker: Worker, within_s: float) -> None:
+async def _weigh_one(worker: AgentConnection, within_s: float) -> None:
     """Raises nothing: one that cannot say has a reason, which is one against its restart.
 
     One that somebody else has asked is waited for no longer either: their limit may be a longer one.
@@ -343,7 +352,7 @@ async def _weigh_one(worker: Worker, within_s: float) -> None:
         worker.weighing.release()
 
 
-async def _ask_weight(worker: Worker, within_s: float) -> None:
+async def _ask_weight(worker: AgentConnection, within_s: float) -> None:
     """What it said last stands until it has answered: somebody else may be making a plan of it at this moment."""
     answered, why = False, None
     async with anyio.create_task_group() as tasks:
@@ -426,11 +435,11 @@ def _unreachable(node: NodeSnapshot) -> Iterator[Unreachable]:
             )
 
 
-def _room(gpu: Gpu, gpus: Sequence[Gpu]) -> GpuRoom:
+def _room(gpu: Gpu, gpus: Sequence[Gpu]) -> GpuMemory:
     known = gpu.memory_total_bytes is not None and gpu.memory_used_bytes is not None
     left_bytes = (gpu.memory_total_bytes or 0) - (gpu.memory_used_bytes or 0) if known else None
     reached = {link.to_uuid for link in gpu.links if link.kind == "nvlink"}
-    return GpuRoom(
+    return GpuMemory(
         id=gpu.id,
         vendor=gpu.vendor,
         chip=gpu.chip,

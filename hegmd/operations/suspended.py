@@ -23,15 +23,15 @@ from hegmd.errors import CANCELLED, INTERNAL, HegmError, Refused
 from hegmd.gpu_helper.mark import MARK_BYTES
 from hegmd.memory.pool import Key, Piece, Pool
 from hegmd.migration.machine.next_effects import SUSPENDED
+from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.migration.machine.operation import Operation
-from hegmd.migration.machine.operation import Worker as Member
-from hegmd.migration.model import PoolRoom
+from hegmd.migration.model import PoolMemory
 from hegmd.migration.run.runner import Runner
 from hegmd.protocol.operations import HOST
-from hegmd.system.condition import News
+from hegmd.system.condition import Condition
 from hegmd.telemetry.events import EventLog
 from hegmd.workers.agent_orders import AgentAway, OrderFailed
-from hegmd.workers.workers import BACK, CAME, Worker, Workers
+from hegmd.workers.workers import BACK, CAME, AgentConnection, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +47,13 @@ class Rest:
     def __init__(self) -> None:
         self.scope = anyio.CancelScope()
         self.over = anyio.Event()
-        self.news = News()
+        self.news = Condition()
         self.moved: dict[str, int] = {}
         self.again = True
         self.failure: HegmError | None = None
 
 
-class Resting:
+class SuspendedOperations:
     """`when` is the setting: asked, full or always. `run` has to be running."""
 
     def __init__(self, workers: Workers, pool: Pool, runner: Runner, events: EventLog, *, when: str = ASKED) -> None:
@@ -72,17 +72,17 @@ class Resting:
         """Look after what is suspended, until cancelled."""
         async with anyio.create_task_group() as self._tasks:
             for op in self._runner.under_way():
-                self.watch(op.id)
+                self.start_spilling_when_idle(op.id)
             task_status.started()
             await anyio.sleep_forever()
 
-    def hear(self, news: str, worker: Worker) -> None:
+    def hear(self, news: str, worker: AgentConnection) -> None:
         """Listens to the workers: one that is back may have missed what it was to be told."""
         op = self._runner.of_process(worker.pid) if news in (CAME, BACK) else None
         if op is not None:
-            self.watch(op.id)
+            self.start_spilling_when_idle(op.id)
 
-    def watch(self, op_id: str) -> None:
+    def start_spilling_when_idle(self, op_id: str) -> None:
         """See to that operation as soon as it is at rest."""
         known = self._rests.get(op_id)
         if known is not None and not known.over.is_set():
@@ -95,7 +95,7 @@ class Resting:
         self._rests[op_id] = rest = Rest()
         self._tasks.start_soon(self._live, op_id, rest, name=f"rest of operation {op_id}")
 
-    async def wake(self, op_id: str) -> None:
+    async def stop_spilling(self, op_id: str) -> None:
         """It is to go on: end what is being done for its rest."""
         rest = self._rests.pop(op_id, None)
         self._wanted.discard(op_id)
@@ -106,7 +106,7 @@ class Resting:
     async def spill(self, op_id: str) -> AsyncIterator[int]:
         """Have a suspended operation's bytes on disk: how many are, until all are. Raises HegmError."""
         self._wanted.add(op_id)
-        self.watch(op_id)
+        self.start_spilling_when_idle(op_id)
         async for moved_bytes in self.follow(op_id):
             yield moved_bytes
 
@@ -126,10 +126,10 @@ class Resting:
             async for _ in self.follow(op_id):
                 pass
 
-    def pool_room(self) -> PoolRoom:
+    def pool_room(self) -> PoolMemory:
         """The pool's room, with what would be given back rather than refuse somebody."""
         free_bytes = self._pool.free_bytes() + self.reclaimable_bytes()
-        return PoolRoom(budget_bytes=self._pool.budget_bytes(), free_bytes=free_bytes)
+        return PoolMemory(budget_bytes=self._pool.budget_bytes(), free_bytes=free_bytes)
 
     def reclaimable_bytes(self) -> int:
         """Bytes of memory that would be given back rather than refuse somebody."""
@@ -145,7 +145,7 @@ class Resting:
         for op in self._runner.under_way():
             if self._pool.held_bytes <= goal_bytes:
                 return
-            if op.phase == SUSPENDED and any(member.out for member in op.live):
+            if op.phase == SUSPENDED and any(member.offloaded for member in op.live):
                 try:
                     async for _ in self.spill(op.id):
                         pass
@@ -167,7 +167,7 @@ class Resting:
             self._fail(op_id, rest, HegmError(INTERNAL, f"{type(bug).__name__}: {bug}", "see the log of hegmd"))
         finally:
             rest.over.set()
-            rest.news.tell()
+            rest.news.notify_all()
 
     def _fail(self, op_id: str, rest: Rest, error: HegmError) -> None:
         rest.failure = error
@@ -187,22 +187,22 @@ class Resting:
 
     async def _settle(self, op: Operation, member: Member, rest: Rest) -> None:
         key = Key(op.id, member.name)
-        if not member.parked and not member.out:
+        if not member.is_parked and not member.offloaded:
             return
 
         def on_progress(moved_bytes: int) -> None:
             rest.moved[member.name] = moved_bytes
-            rest.news.tell()
+            rest.news.notify_all()
 
-        if member.out and self._is_to_be_spilled(op):
+        if member.offloaded and self._is_to_be_spilled(op):
             await self._pool.spill(key, on_progress)
         piece = self._pool.by_owner().get(key)
-        if member.out and piece is not None and piece.spilled:
+        if member.offloaded and piece is not None and piece.spilled:
             await self._entrust(key, member, in_memory=piece.memory is not None)
         else:
             with contextlib.suppress(OrderFailed):  # an agent of an older release goes by the clock, as it did
                 await self._order(member, "rest")
-            if member.out and piece is not None and not _is_elsewhere(member, piece):
+            if member.offloaded and piece is not None and not _is_elsewhere(member, piece):
                 await self._sum_up(key, member)
 
     async def _sum_up(self, key: Key, member: Member) -> None:

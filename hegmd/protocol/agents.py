@@ -30,7 +30,7 @@ class Order(Record):
 
     order: int = field("number of the order, counted by the daemon on this connection")
     do: str = field(
-        "survey, park, withdraw, evacuate, refill, export, free, make, copy, filled, part, rest, entrust, aside, "
+        "survey, park, withdraw, offload, reload, export, free, make, copy, filled, part, rest, entrust, aside, "
         "release, weigh, beforehand, save, leave or dismiss"
     )
     at: int | None = field("park: at this boundary by count, or the next one after it; nil for the next", default=None)
@@ -81,9 +81,9 @@ class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order)
     """An agent offers its process: the daemon's orders come as events until one side ends it.
 
     The process is the peer of the connection, by the kernel's word; what is said here only describes it. Orders that
-    move bytes (`evacuate`, `refill`) come with one descriptor, the memory to copy to or from. One that is told to
+    move bytes (`offload`, `reload`) come with one descriptor, the memory to copy to or from. One that is told to
     `rest` stays parked however long no daemon is there; one that is told to `entrust` closes its own descriptor of
-    its bytes as well, and gets another one with `refill`.
+    its bytes as well, and gets another one with `reload`.
 
     One that is told to step `aside`, for an image of its process, does both, ends this connection, and looks at the
     meeting place instead: while that file is empty it stays away, then it comes to the socket that stands there, or to
@@ -221,8 +221,8 @@ class AgentReport(Request, op="agent.report", reply=Noted):
     )
     parked: bool | None = field("survey: whether the training thread is parked now", default=None)
     held_bytes: int | None = field("survey: bytes of its storages that are out of the process now", default=None)
-    storages: int | None = field("survey, evacuate, refill: how many storages", default=None)
-    size_bytes: int | None = field("survey, evacuate, refill: how many bytes; in progress, so far", default=None)
+    storages: int | None = field("survey, offload, reload: how many storages", default=None)
+    size_bytes: int | None = field("survey, offload, reload: how many bytes; in progress, so far", default=None)
     left_alone: tuple[LeftAlone, ...] = field("survey: what it leaves to other carriers", default=())
     state_bytes: int | None = field("weigh: bytes of the state that a restart would carry", default=None)
     refusals: tuple[str, ...] = field("weigh: what stands against a restart, or is not kept by one", default=())
@@ -256,12 +256,12 @@ class AgentReport(Request, op="agent.report", reply=Noted):
     )
     left: int | None = field("make: how many storages have still to be made after these", default=None)
     short_bytes: int | None = field(
-        "make, refill: of what its allocator had kept for later beside its storages, how much it could not have again",
+        "make, reload: of what its allocator had kept for later beside its storages, how much it could not have again",
         default=None,
     )
     spent_ms: Mapping[str, float] = field(
         "survey, export, free, make: milliseconds that parts of it took, by a word for each", default={}
     )
     lacks_bytes: int | None = field(
-        "failed make, refill: for how many bytes its GPU has no room; nil if it failed for another reason", default=None
+        "failed make, reload: for how many bytes its GPU has no room; nil if it failed for another reason", default=None
     )

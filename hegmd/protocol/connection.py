@@ -19,7 +19,7 @@ from ..errors import BAD_REQUEST, BUSY, INCOMPATIBLE, Bug, HegmError, PeerError,
 from . import codec
 from .frames import FrameReader, frame
 from .messages import (
-    PROTOCOL_VERSION,
+    HELLO_VERSION,
     REQUESTS,
     SUPPORTED_VERSIONS,
     Cancel,
@@ -79,7 +79,7 @@ class ServerConnection:
         self._limit = requests_in_flight
         self._in_flight: dict[int, type[Request]] = {}
         self.hello: Hello | None = None
-        self.version = PROTOCOL_VERSION
+        self.version = HELLO_VERSION
 
     @property
     def mid_frame(self) -> bool:
@@ -125,7 +125,7 @@ class ServerConnection:
         return request_id
 
     def _check_version(self, version: object) -> None:
-        # Before hello is answered the envelope is that of version 1, whatever the caller hopes for.
+        # Until hello is answered, every envelope has HELLO_VERSION.
         if type(version) is not int or version != self.version:
             raise HegmError(
                 INCOMPATIBLE,
@@ -246,7 +246,7 @@ class ClientConnection:
         if (self.welcome is None) != isinstance(request, Hello):
             raise Bug("hello comes first, and once")
         self._last_id += 1
-        version = PROTOCOL_VERSION if self.welcome is None else self.welcome.version
+        version = HELLO_VERSION if self.welcome is None else self.welcome.version
         envelope: dict[str, object] = {"v": version, "id": self._last_id, "op": request.op, "args": request}
         self._in_flight[self._last_id] = type(request)
         return self._last_id, _envelope(envelope, fds, escaped=False)

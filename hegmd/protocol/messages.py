@@ -20,20 +20,20 @@ from .moves import (
     Checkpoint,
     Drain,
     Drained,
+    DropOrphan,
     Dropped,
-    DropStray,
     Handoff,
     Migrate,
     OperationReply,
     Operations,
     OperationsReply,
+    Orphans,
+    OrphansReply,
     Quiesce,
     Restore,
     Resume,
     Story,
     StoryReply,
-    Strays,
-    StraysReply,
     Suspend,
     Swap,
 )
@@ -59,7 +59,7 @@ __all__ = [
     "CudaFacts",
     "Drain",
     "Drained",
-    "DropStray",
+    "DropOrphan",
     "Dropped",
     "Handoff",
     "LeftAlone",
@@ -76,8 +76,8 @@ __all__ = [
     "Resume",
     "Story",
     "StoryReply",
-    "Strays",
-    "StraysReply",
+    "Orphans",
+    "OrphansReply",
     "Supervise",
     "SuperviseReport",
     "SupervisionEnded",
@@ -86,8 +86,10 @@ __all__ = [
     "Swap",
 ]
 
-PROTOCOL_VERSION = 1
-SUPPORTED_VERSIONS = (1,)
+PROTOCOL_VERSION = 2
+SUPPORTED_VERSIONS = (2,)
+# The envelope of hello itself never changes: a caller of any release can be told that its version is not spoken.
+HELLO_VERSION = 1
 
 
 class ErrorInfo(Record):

@@ -5,7 +5,7 @@ And what is asked about that: the operations, their stories, and what no operati
 
 from __future__ import annotations
 
-from .operations import Operation, OperationProgress, Plan, Reason, StoryLine, Stray
+from .operations import Operation, OperationProgress, Orphan, Plan, Reason, StoryLine
 from .record import Record, field
 from .requests import Request
 
@@ -179,7 +179,7 @@ class OperationsReply(Record):
     """The operations that the daemon remembers, and what no operation has."""
 
     operations: tuple[Operation, ...] = field("oldest first")
-    strays: tuple[Stray, ...] = field("what was found and needs a person", default=())
+    orphans: tuple[Orphan, ...] = field("what was found and needs a person", default=())
 
 
 class Operations(Request, op="operations", reply=OperationsReply):
@@ -212,13 +212,13 @@ class CancelOperation(Request, op="operation.cancel", reply=OperationReply, chan
     )
 
 
-class StraysReply(Record):
+class OrphansReply(Record):
     """What was found on the node and no operation has."""
 
-    strays: tuple[Stray, ...] = field("bytes, parked processes, and what cannot be read")
+    orphans: tuple[Orphan, ...] = field("bytes, parked processes, and what cannot be read")
 
 
-class Strays(Request, op="strays", reply=StraysReply):
+class Orphans(Request, op="orphans", reply=OrphansReply):
     """What needs a person: bytes of the pool that no operation owns, processes that stand and that none claims."""
 
 
@@ -238,7 +238,7 @@ class Dropped(Record):
     size_bytes: int | None = field("how many; nil if that was not known", default=None)
 
 
-class DropStray(Request, op="strays.drop", reply=Dropped, changes_state=True):
+class DropOrphan(Request, op="orphans.drop", reply=Dropped, changes_state=True):
     """Give bytes that no operation owns back to the node. There is no way back from that."""
 
     name: str = field("what they are called")

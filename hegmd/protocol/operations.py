@@ -38,14 +38,14 @@ class PlannedProcess(Record):
     left_alone_bytes: int = field("bytes that stay in the process", default=0)
     carrier: str = field(f"how the bytes go: {', '.join(CARRIER_NAMES)}, or none for one that only stands by")
     method: str = field("how it leaves its GPU and comes back: simulated or driver", default="simulated")
-    rest_bytes: int = field(
+    driver_bytes: int = field(
         "room that it needs besides its storages: what the driver carries, with a margin", default=0
     )
-    beside_bytes: int = field("room that its agent needs besides, when it makes its storages again", default=0)
-    shares_bytes: tuple[int, ...] = field(
+    agent_overhead_bytes: int = field("room that its agent needs besides, when it makes its storages again", default=0)
+    driver_bytes_by_gpu: tuple[int, ...] = field(
         "of one on several GPUs: which part of that each of its devices needs, in their order", default=()
     )
-    storage_shares_bytes: tuple[int, ...] = field(
+    storage_bytes_by_gpu: tuple[int, ...] = field(
         "of one on several GPUs: room for the storages on each of its devices, in their order, where these are carried",
         default=(),
     )
@@ -60,10 +60,10 @@ class PlannedProcess(Record):
     )
 
     @property
-    def room_bytes(self) -> int:
+    def reservation_bytes(self) -> int:
         """Room to take where it goes, the carrier's own memory left out."""
         stored_bytes = 0 if self.carrier == BY_DRIVER else max(0, self.size_bytes - self.overlap_bytes)
-        return stored_bytes + self.beside_bytes + self.rest_bytes
+        return stored_bytes + self.agent_overhead_bytes + self.driver_bytes
 
 
 class Plan(Record):
@@ -73,14 +73,14 @@ class Plan(Record):
     way: str = field("agent, or driver for processes without one")
     workers: tuple[PlannedProcess, ...] = field("one for each process of the job")
     size_bytes: int = field("bytes to carry, in all")
-    room_needed_bytes: Mapping[str, int] = field("room to take, by GPU")
-    room_free_bytes: Mapping[str, int] = field("room that is free there")
+    reservation_bytes: Mapping[str, int] = field("room to take, by GPU")
+    gpu_free_bytes: Mapping[str, int] = field("room that is free there")
     pool_needed_bytes: int = field("bytes of the pool to take")
     pool_free_bytes: int = field("bytes of the pool that are free")
     estimate_s: float = field(
         "how long the job will stand, beyond the wait for its boundary; of one that ends with it, until it has ended"
     )
-    lockstep: bool = field("whether all have to stop at the same boundary")
+    is_distributed: bool = field("whether all have to stop at the same boundary")
     hazards: tuple[str, ...] = field("what to know before saying yes", default=())
     steps: tuple[str, ...] = field("what would be done, in order", default=())
     image_s: float | None = field(
@@ -92,8 +92,8 @@ class Plan(Record):
 # The phases of an operation that is under way, in their order: that of the machine's stages. `reading` is a restore's
 # first, before there is a plan. hegmctl's bar shows by them how far an operation is.
 PHASES_IN_ORDER = (
-    *("reading", "planned", "settling", "arming", "readying", "counting", "quiescing", "holding", "measuring"),
-    *("evacuating", "checkpointing", "leaving", "handing", "ending", "spilling", "restoring", "refilling"),
+    *("reading", "planned", "settling", "reserving", "readying", "counting", "quiescing", "holding", "measuring"),
+    *("offloading", "checkpointing", "leaving", "handing", "ending", "spilling", "restoring", "reloading"),
     *("releasing", "verifying", "tidying"),
 )
 
@@ -132,18 +132,18 @@ class Operation(Record):
     id: str = field("what to call it in commands")
     kind: str = field("migrate, suspend, resume, checkpoint, restore or quiesce")
     phase: str = field(
-        "what is done now; at the end done, undone or lost; suspended lasts until a resume, holding at most so long"
+        "what is done now; at the end done, rolled-back or lost; suspended lasts until a resume or until the hold ends"
     )
     processes: tuple[OperationProcess, ...] = field("the processes of the job")
     owner_uid: int | None = field("whose they are", default=None)
     created_utc: float = field("when it was asked for, in seconds since 1970")
     size_bytes: int = field("bytes to carry, in all")
     moved_bytes: int = field("of these, how many are through the step that is under way", default=0)
-    blackout_s: float | None = field(
+    downtime_s: float | None = field(
         "how long the training threads stood; nil as long as that is not over", default=None
     )
     took_s: float | None = field(
-        "from the request to the end; nil as long as it is not over. An image is written beyond `blackout_s`",
+        "from the request to the end; nil as long as it is not over. An image is written beyond `downtime_s`",
         default=None,
     )
     failure: Reason | None = field("why it did not, or will not, get to what was asked", default=None)
@@ -175,7 +175,7 @@ class OperationProgress(Record):
     waits: Wait | None = field("what it waits for; nil while it comes on by itself", default=None)
 
 
-class Stray(Record):
+class Orphan(Record):
     """Something that was found on the node and that no operation has. Nothing is done to it unasked."""
 
     name: str = field("what to call it in commands: of bytes their name, of a process its pid")

@@ -177,9 +177,9 @@ EVENT_KINDS: Mapping[str, tuple[str, ...]] = {
         *("operation.began", "operation.done", "operation.found", "operation.held", "operation.holding"),
         "operation.image-missed",
         *("operation.journal-failed", "operation.journal-mended", "operation.lost", "operation.recovered"),
-        *("operation.suspended", "operation.turned-back", "operation.undone"),
+        *("operation.suspended", "operation.rolling-back", "operation.rolled-back"),
     ),
-    "pool": ("pool.damaged", "pool.dropped", "pool.spill-failed", "pool.spilled", "pool.stray"),
+    "pool": ("pool.damaged", "pool.dropped", "pool.spill-failed", "pool.spilled", "pool.orphan"),
     "process": ("process.ended", "process.next-fell", "process.started"),
     "vendor": ("vendor.failed", "vendor.recovered"),
 }

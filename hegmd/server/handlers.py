@@ -13,9 +13,9 @@ from hegmd.node.devices.simulated import SimulatedProvider
 from hegmd.node.inventory import Inventory, NodeSnapshot
 from hegmd.operations.image_requests import Checkpoints
 from hegmd.operations.operations import Operations
-from hegmd.operations.orphans import Strays
+from hegmd.operations.orphans import Orphans
 from hegmd.operations.restart_requests import Restarts
-from hegmd.operations.sequences import Sequences
+from hegmd.operations.sequences import MultiStepOperations
 from hegmd.operations.survey import May, nobody
 from hegmd.protocol import messages as m
 from hegmd.protocol.snapshots import AgentInfo, Check, GpuProcess, Way
@@ -40,9 +40,9 @@ class Services:
     workers: Workers
     operations: Operations
     ways: Callable[[NodeSnapshot, Sequence[GpuProcess], May], Awaitable[Mapping[int, tuple[Way, ...]]]]
-    sequences: Sequences
+    sequences: MultiStepOperations
     checkpoints: Checkpoints
-    strays: Strays
+    orphans: Orphans
     restarts: Restarts
     simulator: SimulatedProvider | None
     limits: m.Limits
@@ -77,7 +77,7 @@ class Handlers:
             m.Supervise: self.supervise,
             m.SuperviseReport: self.supervise_report,
             **OperationHandlers(
-                self._s.policy, self._s.operations, self._s.sequences, self._s.checkpoints, self._s.strays
+                self._s.policy, self._s.operations, self._s.sequences, self._s.checkpoints, self._s.orphans
             ).table(),
         }
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from hegmd.operations.image_requests import Checkpoints, Wished
 from hegmd.operations.operations import Operations
-from hegmd.operations.orphans import Strays
-from hegmd.operations.request_context import Answer, Asked, Restarting
-from hegmd.operations.sequences import Outcome, Sequences
+from hegmd.operations.orphans import Orphans
+from hegmd.operations.request_context import OperationResult, RequestContext, Restarting
+from hegmd.operations.sequences import MultiStepOperations, Outcome
 from hegmd.protocol import messages as m
 from hegmd.protocol.operations import StoryLine
 from hegmd.server.auth import Policy
@@ -19,7 +19,7 @@ from hegmd.system.programs import Rights
 
 # How long whoever asks waits for what takes a look; then it is told what is known by now.
 OPERATIONS_S = 1.0
-STRAYS_S = 20.0
+ORPHANS_S = 20.0
 
 
 class OperationHandlers:
@@ -29,15 +29,15 @@ class OperationHandlers:
         self,
         policy: Policy,
         operations: Operations,
-        sequences: Sequences,
+        sequences: MultiStepOperations,
         checkpoints: Checkpoints,
-        strays: Strays,
+        orphans: Orphans,
     ) -> None:
         self._checkpoints = checkpoints
         self._policy = policy
         self._operations = operations
         self._sequences = sequences
-        self._strays = strays
+        self._orphans = orphans
 
     def table(self) -> Mapping[type[m.Request], Handler]:
         """Which method answers which message."""
@@ -54,9 +54,9 @@ class OperationHandlers:
             m.Operations: self.operations,
             m.Story: self.story,
             m.CancelOperation: self.cancel,
-            m.Strays: self.strays,
+            m.Orphans: self.orphans,
             m.Adopt: self.adopt,
-            m.DropStray: self.drop_stray,
+            m.DropOrphan: self.drop_orphan,
         }
 
     async def migrate(self, call: Call, request: m.Migrate) -> m.OperationReply:
@@ -106,10 +106,10 @@ class OperationHandlers:
         return _drained(await self._sequences.swap(request.first, request.second, asked))
 
     async def operations(self, call: Call, _: m.Operations) -> m.OperationsReply:
-        await self._strays.look(thorough=False, within_s=OPERATIONS_S)
+        await self._orphans.look(thorough=False, within_s=OPERATIONS_S)
         runner = self._operations.runner
         operations = tuple(runner.describe(op.id) for op in runner.operations())
-        return m.OperationsReply(operations=operations, strays=self._strays.all())
+        return m.OperationsReply(operations=operations, orphans=self._orphans.all())
 
     async def story(self, call: Call, request: m.Story) -> m.StoryReply:
         runner = self._operations.runner
@@ -123,24 +123,26 @@ class OperationHandlers:
         ask = self._operations.drop if request.drop else self._operations.cancel
         return m.OperationReply(operation=await ask(request.id, self._asked(call)))
 
-    async def strays(self, call: Call, _: m.Strays) -> m.StraysReply:
-        await self._strays.look(thorough=True, within_s=STRAYS_S)
-        return m.StraysReply(strays=self._strays.all())
+    async def orphans(self, call: Call, _: m.Orphans) -> m.OrphansReply:
+        await self._orphans.look(thorough=True, within_s=ORPHANS_S)
+        return m.OrphansReply(orphans=self._orphans.all())
 
     async def adopt(self, call: Call, request: m.Adopt) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run)
         return _reply(await self._operations.adopt(request.pid, request.to, asked))
 
-    async def drop_stray(self, call: Call, request: m.DropStray) -> m.Dropped:
-        freed_bytes = await self._strays.drop(request.name, self._asked(call).may)
+    async def drop_orphan(self, call: Call, request: m.DropOrphan) -> m.Dropped:
+        freed_bytes = await self._orphans.drop(request.name, self._asked(call).may)
         return m.Dropped(name=request.name, size_bytes=freed_bytes)
 
-    def _asked(self, call: Call, *, wait: bool = True, dry_run: bool = False, limit_s: float | None = None) -> Asked:
+    def _asked(
+        self, call: Call, *, wait: bool = True, dry_run: bool = False, limit_s: float | None = None
+    ) -> RequestContext:
         def may(uid: int | None) -> bool:
             return self._policy.may_act_on(call.peer, uid)
 
         by = f"uid {call.peer.uid} (pid {call.peer.pid})"
-        return Asked(by=by, may=may, emit=call.emit, wait=wait, dry_run=dry_run, limit_s=limit_s)
+        return RequestContext(by=by, may=may, emit=call.emit, wait=wait, dry_run=dry_run, limit_s=limit_s)
 
 
 def _rights(call: Call) -> Rights:
@@ -149,7 +151,7 @@ def _rights(call: Call) -> Rights:
     return Rights(peer.uid, peer.gid, tuple(sorted(peer.groups)))
 
 
-def _reply(answer: Answer) -> m.OperationReply:
+def _reply(answer: OperationResult) -> m.OperationReply:
     return m.OperationReply(operation=answer.operation, plan=answer.plan)
 
 

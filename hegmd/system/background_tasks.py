@@ -8,10 +8,10 @@ from __future__ import annotations
 import anyio
 import anyio.abc
 
-__all__ = ["TaskHome"]
+__all__ = ["BackgroundTasks"]
 
 
-class TaskHome:
+class BackgroundTasks:
     """For a part to come from, which starts its tasks in `_tasks`; that is None while it does not run."""
 
     def __init__(self) -> None:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import anyio
 
-__all__ = ["News"]
+__all__ = ["Condition"]
 
 
-class News:
+class Condition:
     """Belongs to the event loop."""
 
     def __init__(self) -> None:
         #: Set when something is told next. Whoever takes it before looking misses nothing while looking.
         self.next = anyio.Event()
 
-    def tell(self) -> None:
+    def notify_all(self) -> None:
         """Wake all who wait."""
         self.next.set()
         self.next = anyio.Event()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 # The kernel's SCM_MAX_FD: no message carries more.
-MOST_IN_A_MESSAGE = 253
+MAX_IN_A_MESSAGE = 253
 FD_BYTES = array.array("i").itemsize
 
 

@@ -13,12 +13,12 @@ from typing import TypeVar
 
 Item = TypeVar("Item")
 
-MOST_THREADS = 4
+MAX_THREADS = 4
 
 
 def threads_for(count: int) -> int:
     """How many threads so many items are worth on this machine."""
-    return max(1, min(MOST_THREADS, count, len(os.sched_getaffinity(0))))
+    return max(1, min(MAX_THREADS, count, len(os.sched_getaffinity(0))))
 
 
 def share_out(items: Iterable[Item], start: Callable[[], Callable[[Item], None]], *, threads: int, name: str) -> None:

@@ -21,7 +21,7 @@ from hegmd.workers.order_link import Awaited, OrderLink
 DONE, FAILED, PROGRESS = "done", "failed", "progress"
 
 # Orders that move bytes: while one is under way in a worker, nothing else is to be believed of it.
-MOVING = frozenset({"evacuate", "refill", "free", "make", "copy", "save"})
+MOVING = frozenset({"offload", "reload", "free", "make", "copy", "save"})
 # Those that an agent answers within a limit of its own, whatever its training does.
 LIMITED = frozenset({"survey", "weigh", "beforehand"})
 # Those that an agent answers when its training thread has come to a boundary, however long that takes without a limit.

@@ -16,7 +16,7 @@ from hegmd.errors import HegmError
 from hegmd.node.processes.surroundings import variables_of
 from hegmd.system.threads import run_detached
 from hegmd.workers.supervisors import Supervisors
-from hegmd.workers.workers import Worker, Workers
+from hegmd.workers.workers import AgentConnection, Workers
 
 RUN = "HEGM_RUN"
 # Reading a process's environment waits for the lock on its memory map.
@@ -44,14 +44,14 @@ class JobNames:
             return ()
         return [one.pid for one in self._workers if (one.identity.uid, one.about.run) == job and _trains(one)]
 
-    def _known(self, pid: int, worker: Worker | None) -> Job | None:
+    def _known(self, pid: int, worker: AgentConnection | None) -> Job | None:
         supervisor = self._supervisors.of_pid(pid)
         if supervisor is not None:
             return supervisor.uid, supervisor.run
         return None if worker is None else (worker.identity.uid, worker.about.run)
 
 
-def _trains(worker: Worker) -> bool:
+def _trains(worker: AgentConnection) -> bool:
     return bool(worker.boundary or worker.size_bytes)
 
 

@@ -18,18 +18,18 @@ import anyio
 
 from hegmd.errors import DISCONNECTED, REFUSED, HegmError, Refused
 from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
-from hegmd.system.condition import News
+from hegmd.system.condition import Condition
 from hegmd.workers.order_link import Awaited, OrderLink
 
 DONE, FAILED, ENDED, READY = "done", "failed", "ended", "ready"
 ASK, START = "ask", "start"
 # Of so many that have ended it is known that they have.
-MOST_ENDED = 1000
+MAX_ENDED = 1000
 # A parent hears of the end of its child no later than we do, and says so at once; on a busy machine it takes its time.
 SAYS_WITHIN_S = 2.0
 # A supervisor tries to connect at least every five seconds.
 COMES_WITHIN_S = 12.0
-_LOOK_AGAIN_S = 0.25
+_POLL_INTERVAL_S = 0.25
 
 Send = Callable[[SupervisorOrder, Sequence[int]], Awaitable[None]]
 
@@ -254,7 +254,7 @@ class Supervisors:
         self._ended: dict[tuple[int, str], int | None] = {}
         self._listeners: list[Callable[[Supervisor], object]] = []
         #: Told when one of them comes, goes, or says something.
-        self.news = News()
+        self.news = Condition()
 
     def __iter__(self) -> Iterator[Supervisor]:
         return iter(tuple(self._known.values()))
@@ -277,11 +277,11 @@ class Supervisors:
                     return found
                 if found is None and self.has_ended(uid, run):
                     break
-                with anyio.move_on_after(_LOOK_AGAIN_S):  # a connection ends a little before its process
+                with anyio.move_on_after(_POLL_INTERVAL_S):  # a connection ends a little before its process
                     await self.news.wait()
         return None
 
-    async def ended_well(self, uid: int, run: str | None, pid: int) -> bool:
+    async def exited_cleanly(self, uid: int, run: str | None, pid: int) -> bool:
         """Whether the command that was that process has ended with 0, by its supervisor's word, which is waited for.
 
         Not for long: one that has none, or was killed with it, has not.
@@ -319,7 +319,7 @@ class Supervisors:
             if not supervisor.lives:
                 self._forget(supervisor)
                 self._ended[supervisor.uid, supervisor.run] = supervisor.status
-                for oldest in tuple(self._ended)[:-MOST_ENDED]:
+                for oldest in tuple(self._ended)[:-MAX_ENDED]:
                     del self._ended[oldest]
             self._tell(supervisor)
 
@@ -371,6 +371,6 @@ class Supervisors:
         self._listeners.append(listener)
 
     def _tell(self, supervisor: Supervisor) -> None:
-        self.news.tell()
+        self.news.notify_all()
         for listener in self._listeners:
             listener(supervisor)

@@ -24,7 +24,7 @@ import anyio.abc
 from hegmd.errors import DENIED, TIMEOUT, Bug, HegmError, Refused
 from hegmd.protocol.messages import AgentAttend, AgentReport, CudaFacts, LeftAlone, Order
 from hegmd.protocol.snapshots import AgentInfo
-from hegmd.system.condition import News
+from hegmd.system.condition import Condition
 from hegmd.telemetry.log import fields
 from hegmd.workers.agent_orders import (
     DONE,
@@ -39,16 +39,16 @@ from hegmd.workers.agent_orders import (
     answered_within_s,
 )
 
-__all__ = ["AgentAway", "Given", "Identity", "OrderFailed", "Worker", "Workers"]
+__all__ = ["AgentAway", "Given", "Identity", "OrderFailed", "AgentConnection", "Workers"]
 
 logger = logging.getLogger(__name__)
 
 # Of what an agent says of the parts of an order, so many are logged.
-MOST_PARTS = 16
+MAX_PARTS = 16
 
 CAME, LEFT, BACK, ENDED = "came", "left", "back", "ended"
 
-Listener = Callable[[str, "Worker"], object]
+Listener = Callable[[str, "AgentConnection"], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Identity:
     uid: int
 
 
-class Worker:
+class AgentConnection:
     """One process with an agent, from its first word to the process's end."""
 
     def __init__(self, identity: Identity, program: AgentInfo, about: AgentAttend) -> None:
@@ -133,7 +133,7 @@ class Worker:
                 in_time.deadline = given.deadline
             report = await given.report()
             logger.debug("process %d: %s took %.1f ms", self.pid, do, (anyio.current_time() - began) * 1e3)
-            for part, took_ms in tuple(report.spent_ms.items())[:MOST_PARTS]:
+            for part, took_ms in tuple(report.spent_ms.items())[:MAX_PARTS]:
                 logger.debug("process %d: %s.%s took %.1f ms", self.pid, do, part[:20], took_ms)
             return report
         raise HegmError(
@@ -203,9 +203,9 @@ class Worker:
             self.imports, self.path = report.imports, report.path
         if do == "filled" and report.held_bytes is not None:
             self.held_bytes = report.held_bytes
-        if do in {"evacuate", "free"}:
+        if do in {"offload", "free"}:
             self.held_bytes = report.size_bytes or 0
-        if do == "refill":
+        if do == "reload":
             self.held_bytes = 0
 
     def info(self) -> AgentInfo:
@@ -262,11 +262,11 @@ class Workers:
         self._start_ticks = start_ticks
         self._how_ended = how_ended
         self._introduced: dict[int, AgentInfo] = {}
-        self._workers: dict[int, Worker] = {}
-        self._links: dict[object, tuple[Worker, Link]] = {}
+        self._workers: dict[int, AgentConnection] = {}
+        self._links: dict[object, tuple[AgentConnection, Link]] = {}
         self._listeners: list[Listener] = []
         #: Told with each piece of news, for those who only wait until something is so.
-        self.news = News()
+        self.news = Condition()
         self._watching: anyio.abc.TaskGroup | None = None
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -296,14 +296,14 @@ class Workers:
         attending = {worker.pid: worker.info() for worker in self if worker.connected}
         return {**self._introduced, **attending}
 
-    def __iter__(self) -> Iterator[Worker]:
+    def __iter__(self) -> Iterator[AgentConnection]:
         return iter(tuple(self._workers.values()))
 
-    def find(self, pid: int) -> Worker | None:
+    def find(self, pid: int) -> AgentConnection | None:
         """The worker that has that pid now."""
         return self._workers.get(pid)
 
-    def named(self, name: str) -> Worker | None:
+    def named(self, name: str) -> AgentConnection | None:
         """The worker of that name, if its process lives."""
         return next((worker for worker in self if worker.name == name), None)
 
@@ -327,7 +327,7 @@ class Workers:
         worker, link = attending
         worker.take(link, report)
 
-    def _admit(self, pid: int, uid: int, program: AgentInfo, about: AgentAttend) -> tuple[Worker, str]:
+    def _admit(self, pid: int, uid: int, program: AgentInfo, about: AgentAttend) -> tuple[AgentConnection, str]:
         """The handle for an agent that attends: its own of before, or a new one. Raises HegmError."""
         if self._watching is None:
             raise Bug("an agent attends before its process can be watched")
@@ -344,7 +344,7 @@ class Workers:
             return known, BACK
         if known is not None:
             self._end(known)
-        worker = Worker(identity, program, about)
+        worker = AgentConnection(identity, program, about)
         pidfd = os.pidfd_open(pid)
         try:
             if self._start_ticks(pid) != ticks:  # between the two looks it became another process
@@ -356,7 +356,7 @@ class Workers:
         self._watching.start_soon(self._watch, worker, pidfd)
         return worker, CAME
 
-    async def _watch(self, worker: Worker, pidfd: int) -> None:
+    async def _watch(self, worker: AgentConnection, pidfd: int) -> None:
         """Wait for the end of the process; in one task for each, which its own end or the daemon's ends."""
         try:
             await anyio.wait_readable(pidfd)
@@ -366,7 +366,7 @@ class Workers:
             os.close(pidfd)
         self._end(worker)
 
-    def _end(self, worker: Worker) -> None:
+    def _end(self, worker: AgentConnection) -> None:
         """The process has ended, or its program has: the handle is of no more use."""
         if worker.ended:
             return
@@ -380,14 +380,14 @@ class Workers:
                 link.replaced.set()
         self._tell(ENDED, worker)
 
-    def _leave(self, key: object, worker: Worker, link: Link) -> None:
+    def _leave(self, key: object, worker: AgentConnection, link: Link) -> None:
         if self._links.get(key) == (worker, link):
             del self._links[key]
         if worker.disconnect(link) and not worker.ended:
             self._tell(LEFT, worker)
 
-    def _tell(self, news: str, worker: Worker) -> None:
+    def _tell(self, news: str, worker: AgentConnection) -> None:
         logger.info("worker %d: %s", worker.pid, news, extra=fields(pid=worker.pid, news=news))
         for listener in self._listeners:
             listener(news, worker)
-        self.news.tell()
+        self.news.notify_all()

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tests.bench import (
     bench_agent,
-    bench_blackout,
     bench_carrier,
     bench_checkpoint,
     bench_clients,
+    bench_downtime,
     bench_hegmctl,
     bench_idle,
     bench_image,
@@ -43,7 +43,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "carrier": bench_carrier.run,
     "steps": bench_steps.run,
     "parking": bench_parking.run,
-    "blackout": bench_blackout.run,
+    "downtime": bench_downtime.run,
     "image": bench_image.run,
     "checkpoint": bench_checkpoint.run,
     "state": bench_state.run,

@@ -2,7 +2,7 @@
 
 The plain memcpy is one `memmove` a storage, by one thread, between the very pages that the carrier copies between and
 in the same round: every page present and mapped on both sides, nothing freed, nothing made. The carrier has as many
-threads as there are cores, and its time is all of `evacuate` and of `bring_back`: mapping the descriptor, copying,
+threads as there are cores, and its time is all of `offload` and of `bring_back`: mapping the descriptor, copying,
 freeing the storages, making them again. So it starts with a handicap, and the figure that is judged is how many times
 as long it takes; 0.7 of memcpy's speed is 1.43 times its time.
 
@@ -99,12 +99,12 @@ def _round(memory: Memory) -> dict[str, float]:
     for out in ("out of small pages", "out of huge pages"):
         fd = os.dup(memory.fd)
         began = perf_counter()
-        evacuated = transfer.evacuate(fd, storages, sizes, _ignore)
+        offloaded = transfer.offload(fd, storages, sizes, _ignore)
         took[out] = perf_counter() - began
         began = perf_counter()
-        evacuated.bring_back(memory.fd, _ignore)
+        offloaded.bring_back(memory.fd, _ignore)
         took["in"] = perf_counter() - began
-        evacuated.close()
+        offloaded.close()
         spans = _spans(storages)
         took["memcpy in"] = _memcpy_s(memory, spans, inwards=True)
         took["memcpy out of huge pages"] = _memcpy_s(memory, spans, inwards=False)

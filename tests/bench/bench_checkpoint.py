@@ -21,7 +21,7 @@ from pathlib import Path
 
 from hegmd.node.processes.process_set import end_all, population_of
 from hegmd.node.processes.process_tree import pids_below
-from tests.bench.bench_blackout import environment_for, operation, shown_on_gpu
+from tests.bench.bench_downtime import environment_for, operation, shown_on_gpu
 from tests.bench.report import Row
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.handed_job import daemon_by
@@ -60,7 +60,7 @@ def _rows(daemon: RunningDaemon, name: str, place: Path) -> list[Row]:
                 image = str(folder / f"left-{at}")
                 took_s, left = timed(daemon, "checkpoint", "--leave-running", str(job.pid), image)
                 left_s.append(took_s)
-                stood_s.append(left["blackout_s"])
+                stood_s.append(left["downtime_s"])
                 size_bytes = left["size_bytes"]
                 shutil.rmtree(image)
                 image = str(folder / f"ended-{at}")

@@ -27,7 +27,7 @@ from tests.bench.report import Row
 SIZE_BYTES = 1 << 30
 ROUNDS = 5
 # Of what `dd` does: under it something is in the way that is not the disk. A row's budget is a most, hence the inverse.
-LEAST_PART = 0.8
+MIN_PART = 0.8
 SELF = Rights(os.geteuid(), os.getegid())
 
 
@@ -100,7 +100,7 @@ async def _one_round(
 
 def _budget(name: str) -> float | None:
     """A file system in memory is not judged by `dd`, which there is one thread that copies."""
-    return 1 / LEAST_PART if name == "disk" else None
+    return 1 / MIN_PART if name == "disk" else None
 
 
 def _made(folder: Path) -> Path:

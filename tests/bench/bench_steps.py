@@ -38,7 +38,7 @@ STEPS_AT_A_TIME = 20
 ATTENDS_WITHIN_S = 30.0
 WARM_UP = 100
 THREES = 5
-LEAST_NOISE, MOST_NOISE = 0.01, 0.05
+MIN_NOISE, MAX_NOISE = 0.01, 0.05
 PLAIN, AGENTED, OTHER_PLAIN = range(3)
 WALL, PROCESSOR = range(2)
 
@@ -129,7 +129,7 @@ def _rows(threes: list[Rounds]) -> list[Row]:
     for name, clock in (("processor time", PROCESSOR), ("wall time", WALL)):
         noise = max(abs(ratio - 1) for ratio in _ratios(threes, OTHER_PLAIN, clock))
         with_it = statistics.median(_ratios(threes, AGENTED, clock))
-        budget = 1 + min(max(noise, LEAST_NOISE), MOST_NOISE)
+        budget = 1 + min(max(noise, MIN_NOISE), MAX_NOISE)
         rows.append(Row(f"a step with it against without, {name}", with_it, "times", budget))
         rows.append(Row(f"noise: without against without, {name}, off by at most", 100 * noise, "%"))
     return rows

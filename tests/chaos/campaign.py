@@ -182,7 +182,7 @@ class Campaign:
         with node.asked() as hegmd:
             while hegmd.processes().processes:  # it sees their ends in its own time
                 pause()
-            assert not hegmd.operations().strays
+            assert not hegmd.operations().orphans
         node.await_video_memory_of([])
         node.daemon.stop()
         node.daemon.start()

@@ -22,31 +22,31 @@ FAULTS = (CUT, HALF, SPOILT, STOPPED)
 HELPER, STILL, HUNG = "helper", "stopped helper", "hung helper"
 OF_THE_HELPER = (HELPER, STILL, HUNG)
 
-_GOING = ("planned", "arming", "quiescing", "measuring", "evacuating", "checkpointing")
-_COMING = ("restoring", "refilling", "releasing", "verifying", "tidying")
+_GOING = ("planned", "reserving", "quiescing", "measuring", "offloading", "checkpointing")
+_COMING = ("restoring", "reloading", "releasing", "verifying", "tidying")
 #: The states that a command goes through, in order; at the last one there is nothing left to do.
 STATES = {
     MIGRATE: (*_GOING, *_COMING, "done"),
     SUSPEND: (*_GOING, "leaving", "suspended"),
-    RESUME: ("arming", *_COMING, "done"),
+    RESUME: ("reserving", *_COMING, "done"),
     DRAIN: (*_GOING, *_COMING, "done"),
 }
 #: Where a helper that hangs is ended by a deadline of seconds. What asks the driver for a state waits for five minutes,
 #: since somebody's step may be under way.
-_SOON_OVER = frozenset({"arming", "evacuating", "refilling"})
+_SOON_OVER = frozenset({"reserving", "offloading", "reloading"})
 #: The same of a process without an agent, whom only the driver moves.
 _STATES_BARE = {
-    MIGRATE: ("planned", "arming", "checkpointing", "restoring", "verifying", "tidying", "done"),
+    MIGRATE: ("planned", "reserving", "checkpointing", "restoring", "verifying", "tidying", "done"),
     SUSPEND: ("planned", "checkpointing", "leaving", "suspended"),
-    RESUME: ("arming", "restoring", "verifying", "done"),
-    DRAIN: ("planned", "arming", "checkpointing", "restoring", "verifying", "tidying", "done"),
+    RESUME: ("reserving", "restoring", "verifying", "done"),
+    DRAIN: ("planned", "reserving", "checkpointing", "restoring", "verifying", "tidying", "done"),
 }
 #: How an operation may end when the daemon, its helper or the agent's connection did, under it.
 ENDS = {
-    MIGRATE: frozenset({"done", "undone"}),
-    SUSPEND: frozenset({"suspended", "undone"}),
-    RESUME: frozenset({"done", "suspended", "undone"}),
-    DRAIN: frozenset({"done", "undone"}),
+    MIGRATE: frozenset({"done", "rolled-back"}),
+    SUSPEND: frozenset({"suspended", "rolled-back"}),
+    RESUME: frozenset({"done", "suspended", "rolled-back"}),
+    DRAIN: frozenset({"done", "rolled-back"}),
 }
 
 

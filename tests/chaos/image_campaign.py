@@ -19,7 +19,7 @@ from time import monotonic
 from types import TracebackType
 from typing import Any
 
-from hegmd.node.processes.process_set import Population, end_all, population_of
+from hegmd.node.processes.process_set import ProcessSet, end_all, population_of
 from hegmd.node.processes.process_tree import read_tree
 from hegmd.protocol.operations import Operation
 from tests.chaos.campaign import HALT_LIMIT_S, Say, Tally
@@ -54,7 +54,7 @@ class ImageCampaign:
         self._image = node.images / "image"
         self._jobs = 0
         self._job: HandedJob | None = None
-        self._tree = Population({})
+        self._tree = ProcessSet({})
         self._said: list[list[str]] = []
         self.tally = ImageTally()
 

@@ -18,14 +18,14 @@ CHECKPOINT, LEFT, RESTORE = "checkpoint", "leave-running", "restore"
 CRIU, HAND, WORKER = "CRIU", "image's hand", "training"
 VICTIMS = (DAEMON, CLIENT, CRIU, HAND, WORKER)
 
-_GOING = ("planned", "arming", "quiescing", "measuring", "evacuating", "checkpointing", "handing")
-_COMING = ("restoring", "refilling", "releasing", "verifying", "tidying")
+_GOING = ("planned", "reserving", "quiescing", "measuring", "offloading", "checkpointing", "handing")
+_COMING = ("restoring", "reloading", "releasing", "verifying", "tidying")
 #: Of a restore: from the command until there is an operation.
 READING = "reading"
 STATES = {
     CHECKPOINT: (*_GOING, "ending", "done"),
     LEFT: (*_GOING, *_COMING, "sealing", "done"),
-    RESTORE: (READING, "arming", *_COMING, "done"),
+    RESTORE: (READING, "reserving", *_COMING, "done"),
 }
 AT_CRIU, REVIVED = "CRIU works", "revived"
 #: The only states in which there is such a process, and the moments at which it surely is.
@@ -51,10 +51,10 @@ class ImageCell:
     def ends(self) -> frozenset[str]:
         """The states in which the operation may come to rest, if there is one."""
         if self.victim == WORKER:
-            return frozenset({"done", "undone", "lost"})
+            return frozenset({"done", "rolled-back", "lost"})
         if self.victim == CLIENT:
             return frozenset({"done"})
-        return frozenset({"done", "undone", "suspended"} if self.command == RESTORE else {"done", "undone"})
+        return frozenset({"done", "rolled-back", "suspended"} if self.command == RESTORE else {"done", "rolled-back"})
 
     @property
     def may_end_the_job(self) -> bool:

@@ -34,7 +34,7 @@ from tests.stubs.build import build_stub
 
 REST_LIMIT_S = 120.0
 SHARED_MEMORY = Path("/dev/shm")
-OVER = frozenset({"done", "undone", "lost"})
+OVER = frozenset({"done", "rolled-back", "lost"})
 _NAMELESS = '[pool]\nmemory = "nameless"\n'
 _UNDER_SYSTEMD = "INVOCATION_ID"
 _TO_THE_SOCKET = {CUT: faults.cut, HALF: faults.cut_within_a_frame, SPOILT: faults.spoil}

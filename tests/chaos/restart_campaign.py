@@ -212,8 +212,8 @@ class RestartCampaign:
             until = monotonic() + REST_LIMIT_S
             while left := hegmd.processes().processes:  # it sees their ends in its own time
                 assert monotonic() < until, f"there are still {left}"
-            assert not hegmd.operations().strays
-            assert {op.phase for op in hegmd.operations().operations} <= {"done", "undone"}
+            assert not hegmd.operations().orphans
+            assert {op.phase for op in hegmd.operations().operations} <= {"done", "rolled-back"}
         node.await_video_memory_of([])
         assert not node.left()
         assert not list(node.state_dir.glob("restart-*.lock"))

@@ -24,7 +24,7 @@ ENDING, ENDING_ALONE = "end of the training", "end without a daemon"
 #: The states that a restart goes through. While it is `restoring` there is no process, and then one that loads; in the
 #: `settling` after that it has said that it has the state, and is asked for its next boundary.
 STATES = (
-    *("planned", "arming", "readying", "quiescing", "measuring", "evacuating", "checkpointing"),
+    *("planned", "reserving", "readying", "quiescing", "measuring", "offloading", "checkpointing"),
     *("restoring", "settling", "tidying", "done"),
 )
 RESTORING = "restoring"
@@ -33,7 +33,7 @@ SINCE = {"settling": RESTORING}
 STARTED, IMPORTED, MADE = "started", "imported", "made"
 ON_ITS_WAY = (STARTED, IMPORTED, MADE)
 #: From here on its state is whole in the pool, so that the end of the process is no end of the job.
-_NOT_SAVED = ("planned", "arming", "readying", "quiescing", "measuring")
+_NOT_SAVED = ("planned", "reserving", "readying", "quiescing", "measuring")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class RestartCell:
         if self.victim in (CLIENT, KEEPER, ENDING, ENDING_ALONE):
             return frozenset({"done"})
         if self.victim == SUPERVISOR:
-            return frozenset({"done", "undone", "suspended"})
-        return frozenset({"done", "undone"})
+            return frozenset({"done", "rolled-back", "suspended"})
+        return frozenset({"done", "rolled-back"})
 
     @property
     def may_end_the_job(self) -> bool:
@@ -60,7 +60,7 @@ class RestartCell:
         if self.victim in (ENDING, ENDING_ALONE):
             return True
         is_over = self.moment == MOMENTS[-1]
-        in_between = {"evacuating": not is_over, "settling": is_over}.get(self.state, False)
+        in_between = {"offloading": not is_over, "settling": is_over}.get(self.state, False)
         return self.victim == WORKER and (in_between or self.state in (*_NOT_SAVED, "tidying", "done"))
 
 

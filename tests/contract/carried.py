@@ -15,13 +15,13 @@ import pytest
 
 from hegmd.gpu_helper.link import Link
 from hegmd.gpu_helper.mark import MARK_BYTES, read_mark
-from hegmd.memory.pool import Keep, Pool
+from hegmd.memory.pool import MemoryKeeping, Pool
 from hegmd.memory.pool_places import Place as PoolPlace
 from hegmd.memory.spill_file import SpillFolder
 from hegmd.memory.video_memory import VideoMemory
 from hegmd.migration.carriers.copying import lane_of
 from hegmd.migration.carriers.host import HostCarrier
-from hegmd.migration.contracts import Subject
+from hegmd.migration.contracts import MigratedProcess
 from hegmd.migration.methods.gpus import Gpus
 from hegmd.migration.methods.pool_keys import key_of
 from hegmd.protocol.agents import NO_HANDLE, packed, unpacked_spans
@@ -105,12 +105,17 @@ class Rig:
     tasks: anyio.abc.TaskGroup
     owner: Owner
 
-    async def subject_of(self, agent: ModelAgent) -> Subject:
+    async def subject_of(self, agent: ModelAgent) -> MigratedProcess:
         await agent.attend(self.tasks)
         ticks = start_ticks(agent.pid)
         assert ticks is not None
-        about: dict[str, Any] = {"gpu": "gpu0", "goal": "gpu1", "left": None, "size_bytes": agent.size_bytes}
-        return Subject("1", str(agent.pid), agent.pid, ticks, agent=self.workers.find(agent.pid), **about)
+        about: dict[str, Any] = {
+            "gpu": "gpu0",
+            "target_gpu": "gpu1",
+            "previous_gpu": None,
+            "size_bytes": agent.size_bytes,
+        }
+        return MigratedProcess("1", str(agent.pid), agent.pid, ticks, agent=self.workers.find(agent.pid), **about)
 
 
 @asynccontextmanager
@@ -128,7 +133,7 @@ async def rigged(tmp_path: Path, node: CudaNode, owner: Owner, monkeypatch: pyte
 def pool_in(folder: Path) -> Pool:
     """In pages of any size, which `pwrite` wants."""
     spill = SpillFolder(folder / "spill", spare_bytes=0)
-    return Pool(POOL_BYTES, keep=Keep([PoolPlace(folder / "memory", huge=False)], None, spill))
+    return Pool(POOL_BYTES, keep=MemoryKeeping([PoolPlace(folder / "memory", huge=False)], None, spill))
 
 
 def ignored(_: int) -> None:
@@ -138,7 +143,7 @@ def ignored(_: int) -> None:
 class Moved:
     """A process whose bytes the host carrier takes out and puts back, on its own GPU."""
 
-    def __init__(self, rig: Rig, node: CudaNode, subject: Subject, agent: ShowingAgent) -> None:
+    def __init__(self, rig: Rig, node: CudaNode, subject: MigratedProcess, agent: ShowingAgent) -> None:
         self.rig = rig
         self.node = node
         self.agent = agent
@@ -146,9 +151,9 @@ class Moved:
         self.carrier = HostCarrier(rig.link, rig.gpus, rig.pool, rig.memory)
 
     @property
-    def off(self) -> Subject:
+    def off(self) -> MigratedProcess:
         """As it is after its checkpoint."""
-        return replace(self.subject, gpu=None, left="gpu0", goal="gpu0")
+        return replace(self.subject, gpu=None, previous_gpu="gpu0", target_gpu="gpu0")
 
     def held(self) -> set[str]:
         return {who for who, _ in self.rig.memory.by_owner()}
@@ -167,19 +172,19 @@ class Moved:
         self.put_in_pool(bytes(SIZE_BYTES))
 
     async def take_out(self) -> None:
-        await self.carrier.hold(self.subject, SIZE_BYTES)
-        assert await self.carrier.take_out(self.subject, ignored) == SIZE_BYTES
+        await self.carrier.reserve(self.subject, SIZE_BYTES)
+        assert await self.carrier.offload(self.subject, ignored) == SIZE_BYTES
 
     async def settle(self) -> None:
         """Taken out, and in the pool."""
         await self.take_out()
-        async with self.carrier.settling(self.subject):
+        async with self.carrier.overlap_checkpoint(self.subject):
             pass
 
     async def suspend(self) -> None:
         """The same, and nothing in the helper has to do with it."""
         await self.settle()
-        await self.carrier.disarm(self.off)
+        await self.carrier.abandon(self.off)
 
     async def shifted(self) -> None:
         """What goes ahead of it has come to its end."""
@@ -187,13 +192,13 @@ class Moved:
 
     async def put_back(self, *, is_roomy: bool = False) -> None:
         """Into the storages, and everything is given back: with plenty of room when it goes on, else before."""
-        back_bytes = await self.carrier.put_back(self.subject, ignored, lambda: nullcontext(lambda: is_roomy))
+        back_bytes = await self.carrier.reload(self.subject, ignored, lambda: nullcontext(lambda: is_roomy))
         assert back_bytes == SIZE_BYTES
         assert self.rig.owner.ask("digest") == self.rig.owner.digest
         assert bool(self.held()) is is_roomy
-        await self.carrier.gone_on(self.subject)
+        await self.carrier.resumed(self.subject)
         assert not self.held(), "its GPU has room for it as soon as it has its bytes"
-        await self.carrier.give(self.subject)
+        await self.carrier.release(self.subject)
 
 
 @asynccontextmanager
@@ -201,7 +206,7 @@ async def moved(tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pyte
     async with rigged(tmp_path, *owner, monkeypatch) as rig:
         agent = ShowingAgent(rig.workers, rig.owner)
         subject = await rig.subject_of(agent)
-        yield Moved(rig, owner[0], replace(subject, goal=None), agent)
+        yield Moved(rig, owner[0], replace(subject, target_gpu=None), agent)
 
 
 #: A job, for the length of a block that a test's own task opens: a task group ends where it began.

@@ -16,11 +16,11 @@ import pytest
 from hegmd.gpu_helper.link import Link
 from hegmd.memory.sizes import RESTORE_MARGIN_BYTES
 from hegmd.memory.video_memory import VideoMemory
-from hegmd.migration.contracts import Subject
+from hegmd.migration.contracts import MigratedProcess
 from hegmd.migration.methods.driver import DriverMethod
 from hegmd.migration.methods.driver_calls import Steps
 from hegmd.migration.methods.gpus import Gpus
-from hegmd.migration.methods.other_processes import Neighbours
+from hegmd.migration.methods.other_processes import OtherProcesses
 from hegmd.migration.methods.progress_probe import Patience, is_stopped
 from hegmd.node.inventory import Inventory, NodeSnapshot
 from hegmd.node.processes import ProcessTable
@@ -44,7 +44,7 @@ class Driven:
     link: Link
     gpus: Gpus
     memory: VideoMemory
-    neighbours: Neighbours
+    neighbours: OtherProcesses
     method: DriverMethod
     inventory: Inventory
     #: What was seen of the node so far.
@@ -72,7 +72,7 @@ async def driven(node: CudaNode, scenario: NvmlScenario, patience: Patience | No
     )
     async with linked(node) as link, inventory:
         memory = VideoMemory(link)
-        neighbours = Neighbours(link, folder, start_ticks=start_ticks, is_stopped=is_stopped)
+        neighbours = OtherProcesses(link, folder, start_ticks=start_ticks, is_stopped=is_stopped)
         looks: list[NodeSnapshot] = []
 
         async def look() -> NodeSnapshot:
@@ -93,7 +93,7 @@ class Rig:
     node: CudaNode
     link: Link
     method: DriverMethod
-    neighbours: Neighbours
+    neighbours: OtherProcesses
     memory: VideoMemory
     moved: Owner
     other: Owner
@@ -101,11 +101,11 @@ class Rig:
     looks: list[NodeSnapshot]
 
     @property
-    def subject(self) -> Subject:
+    def subject(self) -> MigratedProcess:
         ticks = start_ticks(self.moved.pid)
         assert ticks is not None
         who = ("1", "0", self.moved.pid, ticks)
-        return Subject(*who, rest_bytes=REST_BYTES, gpu="gpu0", goal="gpu1", left=None)
+        return MigratedProcess(*who, driver_bytes=REST_BYTES, gpu="gpu0", target_gpu="gpu1", previous_gpu=None)
 
     @property
     def other_who(self) -> tuple[int, int]:
@@ -113,11 +113,11 @@ class Rig:
         assert ticks is not None
         return self.other.pid, ticks
 
-    async def take_off(self) -> Subject:
+    async def take_off(self) -> MigratedProcess:
         """It as it is after its checkpoint, with its room held."""
-        await self.method.hold_room(self.subject, "gpu1", REST_BYTES)
+        await self.method.reserve(self.subject, "gpu1", REST_BYTES)
         await self.method.checkpoint(self.subject)
-        return replace(self.subject, gpu=None, left="gpu0")
+        return replace(self.subject, gpu=None, previous_gpu="gpu0")
 
     async def state(self, owner: Owner) -> str:
         return str((await ask(self.link, "state", pid=owner.pid))["state"])

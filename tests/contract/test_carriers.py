@@ -18,7 +18,7 @@ from hegmd.migration.carriers.driver import DriverCarrier
 from hegmd.migration.carriers.host import HostCarrier
 from hegmd.migration.carriers.peer import PeerCarrier
 from hegmd.migration.carriers.worker import WorkerCarrier
-from hegmd.migration.contracts import Carrier, Crowded, Made, Making, Progress, Subject
+from hegmd.migration.contracts import Carrier, DriverOutOfMemory, Made, Making, MigratedProcess, Progress
 from hegmd.protocol.messages import Order
 from hegmd.workers.workers import Workers
 from tests.contract.carried import POOL_BYTES, Rig, ShowingAgent, pool_in, rigged
@@ -36,7 +36,7 @@ class CountingAgent(ModelAgent):
     made = 0
 
     def _do(self, order: Order, fds: list[int]) -> None:
-        self.made += order.do == "refill"
+        self.made += order.do == "reload"
         super()._do(order, fds)
 
 
@@ -100,18 +100,18 @@ async def test_a_driver_without_memory_for_itself_is_no_fault_of_the_job_s_and_t
     async with rigged(tmp_path, *owner, monkeypatch) as rig:
         node, carrier = owner[0], make(rig)
         subject = await rig.subject_of(ShowingAgent(rig.workers, rig.owner))
-        await carrier.hold(subject, SIZE_BYTES)
+        await carrier.reserve(subject, SIZE_BYTES)
         node.order("error cuIpcOpenMemHandle_v2 2")
-        with pytest.raises(Crowded, match="no memory left to copy"):
-            await carrier.take_out(subject, lambda _: None)
+        with pytest.raises(DriverOutOfMemory, match="no memory left to copy"):
+            await carrier.offload(subject, lambda _: None)
         assert rig.owner.ask("digest") == rig.owner.digest
         node.mend()
-        await carrier.take_out(subject, lambda _: None)
+        await carrier.offload(subject, lambda _: None)
         node.order("error cuIpcOpenMemHandle_v2 2")
-        await carrier.put_back(subject, lambda _: None, making)  # by the process's own copies, which need no more
+        await carrier.reload(subject, lambda _: None, making)  # by the process's own copies, which need no more
         node.mend()
         assert rig.owner.ask("digest") == rig.owner.digest
-        await carrier.give(subject)
+        await carrier.release(subject)
 
 
 async def test_what_the_process_copies_by_itself_keeps_the_contract(tmp_path: Path) -> None:
@@ -134,29 +134,29 @@ async def test_what_the_process_copies_by_itself_keeps_the_contract(tmp_path: Pa
 
 
 async def test_what_is_left_to_the_driver_keeps_the_contract() -> None:
-    subject = Subject("1", "1", 1, 1, gpu="gpu0", goal="gpu1", left=None)
+    subject = MigratedProcess("1", "1", 1, 1, gpu="gpu0", target_gpu="gpu1", previous_gpu=None)
     await check_carrier(DriverCarrier(), subject, size_bytes=0, too_many_bytes=0, made=lambda: 0)
 
 
 class Forgetful(WorkerCarrier):
     """Gives the memory back as soon as nobody is ready to copy."""
 
-    async def disarm(self, subject: Subject) -> None:
-        await self.give(subject)
+    async def abandon(self, subject: MigratedProcess) -> None:
+        await self.release(subject)
 
 
 class Hasty(WorkerCarrier):
     """Has storages made where nobody sees to their room."""
 
-    async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
-        return await super().put_back(subject, on_progress, lambda: nullcontext(lambda: False))
+    async def reload(self, subject: MigratedProcess, on_progress: Progress, making: Making) -> int:
+        return await super().reload(subject, on_progress, lambda: nullcontext(lambda: False))
 
 
 class Boastful(WorkerCarrier):
     """Says that more was taken out than there is."""
 
-    async def take_out(self, subject: Subject, on_progress: Progress) -> int:
-        return await super().take_out(subject, on_progress) + 1
+    async def offload(self, subject: MigratedProcess, on_progress: Progress) -> int:
+        return await super().offload(subject, on_progress) + 1
 
 
 @pytest.mark.parametrize(
@@ -186,9 +186,9 @@ async def test_a_promise_that_is_broken_is_found(tmp_path: Path, kind: type[Work
     pool.close()
 
 
-async def _plain(agent: ModelAgent, tasks: anyio.abc.TaskGroup, workers: Workers) -> Subject:
+async def _plain(agent: ModelAgent, tasks: anyio.abc.TaskGroup, workers: Workers) -> MigratedProcess:
     await agent.attend(tasks)
     ticks = start_ticks(agent.pid)
     assert ticks is not None
     worker = workers.find(agent.pid)
-    return Subject("1", "1", agent.pid, ticks, gpu="gpu0", goal="gpu1", left=None, agent=worker)
+    return MigratedProcess("1", "1", agent.pid, ticks, gpu="gpu0", target_gpu="gpu1", previous_gpu=None, agent=worker)

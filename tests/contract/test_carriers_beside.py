@@ -27,14 +27,14 @@ from hegmd.memory.pool_names import PieceName
 from hegmd.memory.pool_piece import Piece
 from hegmd.memory.video_memory import VideoMemory
 from hegmd.migration.carriers.host import HostCarrier
-from hegmd.migration.contracts import Made, Standing, Subject
+from hegmd.migration.contracts import Made, MigratedProcess, ProcessState
 from hegmd.migration.machine.effects import Inspect, Verify
 from hegmd.migration.machine.events import Inspected, Verified
-from hegmd.migration.methods.gpus import ahead_of, passing_of
+from hegmd.migration.methods.gpus import staging_in_owner, staging_out_owner
 from hegmd.migration.methods.pool_keys import key_of
 from hegmd.migration.methods.simulated import SimulatedMethod
-from hegmd.migration.methods.simulated_memory import Rooms
-from hegmd.migration.run.executor import Performer
+from hegmd.migration.methods.simulated_memory import SimulatedMemory
+from hegmd.migration.run.executor import EffectExecutor
 from hegmd.node.devices.simulated import SimulatedProvider
 from hegmd.node.devices.topology import parse_topology
 from tests.contract.carried import Moved, Moving, ignored
@@ -50,15 +50,15 @@ async def test_bytes_pass_through_video_memory_and_are_in_the_pool_when_the_chec
         await job.take_out()
         assert job.marked()
         assert job.in_pool() == bytes(SIZE_BYTES), "not there yet"
-        assert job.held() == {passing_of(job.subject)}
-        async with job.carrier.settling(job.subject) as passed:
-            assert job.carrier.is_passing(job.subject)
+        assert job.held() == {staging_out_owner(job.subject)}
+        async with job.carrier.overlap_checkpoint(job.subject) as passed:
+            assert job.carrier.is_staged(job.subject)
         assert passed.size_bytes == SIZE_BYTES
         assert (job.marked(), job.held()) == (False, set())
-        async with job.carrier.settling(job.off) as again:
+        async with job.carrier.overlap_checkpoint(job.off) as again:
             assert again.size_bytes == 0, "it is done"
-        await job.carrier.disarm(job.off)
-        await job.carrier.arm(job.off)
+        await job.carrier.abandon(job.off)
+        await job.carrier.prepare(job.off)
         await job.put_back()
 
 
@@ -78,10 +78,10 @@ async def test_a_suspension_waited_for_the_helpers_contexts_after_the_driver_was
     async with moving() as job:
         for keeps_room in (True, False):
             await job.take_out()
-            async with job.carrier.settling(replace(job.subject, keeps_room=keeps_room)):
+            async with job.carrier.overlap_checkpoint(replace(job.subject, keeps_reservation=keeps_room)):
                 pass
             assert bool(job.carrier.routes) is keeps_room
-            await job.carrier.arm(job.off)
+            await job.carrier.prepare(job.off)
             await job.put_back()
 
 
@@ -91,11 +91,11 @@ class Clinging(HostCarrier):
     clings = False
     refused = 0
 
-    async def disarm(self, subject: Subject) -> None:
+    async def abandon(self, subject: MigratedProcess) -> None:
         if self.clings:
             self.refused += 1
             raise HegmError(UNAVAILABLE, "the helper keeps its contexts", "ask again")
-        await super().disarm(subject)
+        await super().abandon(subject)
 
 
 @pytest.mark.thorough
@@ -105,12 +105,12 @@ async def test_a_suspension_that_was_done_failed_by_a_helper_that_kept_its_conte
         carrier = job.carrier = Clinging(rig.link, rig.gpus, rig.pool, rig.memory)
         await job.take_out()
         carrier.clings = True
-        async with carrier.settling(replace(job.subject, keeps_room=False)):
+        async with carrier.overlap_checkpoint(replace(job.subject, keeps_reservation=False)):
             pass
         carrier.clings = False
         assert (carrier.refused, job.marked(), job.held()) == (1, False, set())
-        await carrier.disarm(job.off)
-        await carrier.arm(job.off)
+        await carrier.abandon(job.off)
+        await carrier.prepare(job.off)
         await job.put_back()
 
 
@@ -118,18 +118,18 @@ async def test_a_suspension_that_was_done_failed_by_a_helper_that_kept_its_conte
 async def test_bytes_that_have_gone_ahead_are_read_from_there(moving: Moving) -> None:
     async with moving() as job:
         await job.suspend()
-        await job.carrier.arm(job.off)
+        await job.carrier.prepare(job.off)
         assert not job.held(), "others of the operation have yet to find room"
-        async with job.carrier.nearing(job.off) as ahead:
-            assert job.held() == {ahead_of(job.subject)}
+        async with job.carrier.overlap_restore(job.off) as ahead:
+            assert job.held() == {staging_in_owner(job.subject)}
         assert ahead.size_bytes >= SIZE_BYTES
-        near = job.carrier.near(job.subject)
+        near = job.carrier.staged(job.subject)
         assert near is not None
         await job.shifted()
         job.spoil_pool()
         await job.put_back()
         assert near.took_s > 0
-        assert job.carrier.near(job.subject) is None
+        assert job.carrier.staged(job.subject) is None
 
 
 @pytest.mark.thorough
@@ -138,8 +138,8 @@ async def test_a_job_stood_until_what_had_gone_ahead_of_it_was_given_back_where_
 ) -> None:
     async with moving() as job:
         await job.suspend()
-        await job.carrier.arm(job.off)
-        async with job.carrier.nearing(job.off):
+        await job.carrier.prepare(job.off)
+        async with job.carrier.overlap_restore(job.off):
             pass
         await job.put_back(is_roomy=True)
 
@@ -149,19 +149,19 @@ async def test_a_restore_that_failed_has_the_memory_that_was_held_beside_it(movi
     """It may have been what was missing. A copy that fails is no failure of the restore, nor of what comes after."""
     async with moving() as job:
         await job.suspend()
-        await job.carrier.arm(job.off)
+        await job.carrier.prepare(job.off)
 
         async def restore() -> None:
-            async with job.carrier.nearing(job.off):
-                assert job.held() == {ahead_of(job.subject)}
+            async with job.carrier.overlap_restore(job.off):
+                assert job.held() == {staging_in_owner(job.subject)}
                 raise Refused("no room", "ask the test")
 
         with pytest.raises(Refused, match="no room"):
             await restore()
         assert not job.held()
-        await job.carrier.arm(job.off)
+        await job.carrier.prepare(job.off)
         job.node.order("error cuMemcpyHtoDAsync_v2 1")
-        async with job.carrier.nearing(job.off):
+        async with job.carrier.overlap_restore(job.off):
             pass
         with pytest.raises(DriverFailed, match="cuMemcpyHtoDAsync"):
             await job.shifted()
@@ -173,12 +173,12 @@ async def test_a_restore_that_failed_has_the_memory_that_was_held_beside_it(movi
 async def test_other_memory_on_the_same_route_is_not_taken_for_what_has_gone_ahead(moving: Moving) -> None:
     async with moving() as job:
         await job.settle()
-        await job.carrier.arm(job.off)
-        async with job.carrier.nearing(job.off):
+        await job.carrier.prepare(job.off)
+        async with job.carrier.overlap_restore(job.off):
             pass
         await job.shifted()
-        await job.rig.memory.hold(passing_of(job.subject), job.node.uuids[0], SIZE_BYTES)
-        await job.carrier.arm(job.off)  # that is attached now
+        await job.rig.memory.reserve(staging_out_owner(job.subject), job.node.uuids[0], SIZE_BYTES)
+        await job.carrier.prepare(job.off)  # that is attached now
         await job.put_back()
 
 
@@ -189,13 +189,13 @@ async def test_memory_is_given_back_before_the_copy_that_goes_ahead_into_it_has_
     """A restore that failed had five seconds for it, and was cut off while it waited for the end."""
     async with moving() as job:
         await job.settle()
-        await job.carrier.arm(job.off)
+        await job.carrier.prepare(job.off)
         job.node.order(f"hold cuMemcpyHtoDAsync_v2 {gate}")
-        async with job.carrier.nearing(job.off):
+        async with job.carrier.overlap_restore(job.off):
             held = await anyio.to_thread.run_sync(os.open, gate, os.O_WRONLY)  # returns when it has begun
         job.node.mend()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(job.carrier.disarm, job.off)
+            tasks.start_soon(job.carrier.abandon, job.off)
             with anyio.move_on_after(10):
                 while job.held():
                     await anyio.lowlevel.checkpoint()
@@ -212,9 +212,9 @@ async def test_what_another_daemon_had_copied_ahead_is_not_read(moving: Moving) 
         await job.settle()
         right = job.in_pool()
         for end in ("daemon", "helper"):
-            await job.carrier.arm(job.off)
+            await job.carrier.prepare(job.off)
             job.spoil_pool()
-            async with job.carrier.nearing(job.off):
+            async with job.carrier.overlap_restore(job.off):
                 pass
             await job.shifted()
             job.put_in_pool(right)
@@ -231,12 +231,12 @@ async def test_a_checkpoint_that_failed_has_the_storages_filled_from_what_passes
         await job.take_out()
         job.node.order("error cuMemcpyDtoHAsync_v2 1")
         with pytest.raises(HegmError, match="cuMemcpyDtoHAsync"):
-            async with job.carrier.settling(job.subject):
+            async with job.carrier.overlap_checkpoint(job.subject):
                 pass
         assert job.marked()
         job.node.mend()
         with pytest.raises(Refused, match="the driver does not"):
-            async with job.carrier.settling(job.subject):
+            async with job.carrier.overlap_checkpoint(job.subject):
                 raise Refused("the driver does not want to", "ask the test")
         job.spoil_pool()
         await job.put_back()
@@ -255,7 +255,7 @@ async def test_whoever_is_killed_while_bytes_pass_leaves_them_to_the_next(
         async with anyio.create_task_group() as tasks:
 
             async def settle() -> None:
-                async with job.carrier.settling(job.subject):
+                async with job.carrier.overlap_checkpoint(job.subject):
                     pass
 
             tasks.start_soon(settle)
@@ -273,7 +273,7 @@ async def test_whoever_is_killed_while_bytes_pass_leaves_them_to_the_next(
                 assert fresh.adopt(name, fd)
             job.rig.memory = fresh
             job.carrier = HostCarrier(job.rig.link, job.rig.gpus, job.rig.pool, fresh)
-            async with job.carrier.settling(job.off):
+            async with job.carrier.overlap_checkpoint(job.off):
                 pass
         assert (job.marked(), job.held(), store.kept) == (False, set(), {})
         await job.put_back()
@@ -289,9 +289,9 @@ async def test_bytes_whose_video_memory_is_gone_are_not_taken_from_the_pool(movi
         with pytest.raises(Refused, match="on their way to the pool, and that is gone"):
             await job.put_back()
         with pytest.raises(Refused, match="on their way to the pool, and that is gone"):
-            async with job.carrier.settling(job.off):
+            async with job.carrier.overlap_checkpoint(job.off):
                 pass
-        await job.carrier.give(job.subject)
+        await job.carrier.release(job.subject)
 
 
 @pytest.mark.thorough
@@ -302,31 +302,31 @@ async def test_bytes_go_straight_to_the_pool_and_back_where_there_is_no_room(
     """Two GiB are left to others; beside a restore, which asks for these by itself, as much again."""
     async with moving() as job:
         memory, gpu = job.rig.memory, job.node.uuids[0]
-        await memory.hold("others", gpu, taken_mib * MIB)
+        await memory.reserve("others", gpu, taken_mib * MIB)
         await job.take_out()
         assert job.marked() is passes
-        async with job.carrier.settling(job.subject) as passed:
+        async with job.carrier.overlap_checkpoint(job.subject) as passed:
             pass
         assert passed.size_bytes == (SIZE_BYTES if passes else 0)
-        await job.carrier.arm(job.off)
-        async with job.carrier.nearing(job.off) as ahead:
+        await job.carrier.prepare(job.off)
+        async with job.carrier.overlap_restore(job.off) as ahead:
             assert job.held() == {"others"}
         assert ahead.size_bytes == 0
-        await memory.give("others", gpu)
+        await memory.release("others", gpu)
         await job.put_back()
 
 
 @pytest.mark.thorough
 async def test_memory_that_was_held_in_time_is_given_back_where_it_cannot_be_used(moving: Moving) -> None:
     async with moving() as job:
-        await job.carrier.hold(job.subject, SIZE_BYTES)
-        assert job.held() == {passing_of(job.subject)}
-        await job.carrier.disarm(job.subject)
+        await job.carrier.reserve(job.subject, SIZE_BYTES)
+        assert job.held() == {staging_out_owner(job.subject)}
+        await job.carrier.abandon(job.subject)
         assert not job.held()
-        await job.carrier.hold(job.subject, SIZE_BYTES)
+        await job.carrier.reserve(job.subject, SIZE_BYTES)
         job.rig.link.kill("the test says so")
         job.node.order("error cuMemMap 2")
-        await job.carrier.take_out(job.subject, ignored)
+        await job.carrier.offload(job.subject, ignored)
         assert (job.marked(), job.held()) == (False, set())
         job.node.mend()
         await job.put_back()
@@ -337,7 +337,7 @@ async def test_a_mark_that_names_another_jobs_video_memory_has_nothing_read_from
     """A job can write to its piece, and so could who made the image that it came from."""
     async with moving() as job:
         victim, uuid = "7.4321.bytes", job.node.uuids[0]
-        await job.rig.memory.hold(victim, uuid, SIZE_BYTES)
+        await job.rig.memory.reserve(victim, uuid, SIZE_BYTES)
         await job.settle()
         memory = job.rig.pool.memory(key_of(job.subject))
         forged = packed_mark(Mark(victim, SIZE_BYTES))
@@ -345,11 +345,11 @@ async def test_a_mark_that_names_another_jobs_video_memory_has_nothing_read_from
         with pytest.raises(Refused, match=r"7\.4321\.bytes', which is not its own"):
             await job.put_back()
         with pytest.raises(Refused, match="not its own"):
-            async with job.carrier.settling(job.off):
+            async with job.carrier.overlap_checkpoint(job.off):
                 pass
-        await job.carrier.give(job.subject)
+        await job.carrier.release(job.subject)
         assert job.held() == {victim}, "not given back either"
-        await job.rig.memory.give(victim, uuid)
+        await job.rig.memory.release(victim, uuid)
 
 
 @pytest.mark.thorough
@@ -364,31 +364,31 @@ async def test_bytes_on_their_way_of_an_operation_that_was_lost_come_to_the_one_
         job.rig.pool.enter([piece], lambda _: False)
         later = replace(job.off, operation="9")
         await job.rig.pool.claim(str(name), key_of(later))
-        async with job.carrier.settling(later) as passed:
+        async with job.carrier.overlap_checkpoint(later) as passed:
             pass
         assert passed.size_bytes == SIZE_BYTES
         assert (job.marked(), job.held()) == (False, set())
-        await job.carrier.give(later)
+        await job.carrier.release(later)
         await job.put_back()
 
 
 class Books(SimulatedMethod):
     """A method that says of the process that it is off its GPU, whatever else is so."""
 
-    async def inspect(self, subject: Subject) -> Standing:
-        return Standing(gpu=None)
+    async def inspect(self, subject: MigratedProcess) -> ProcessState:
+        return ProcessState(gpu=None)
 
 
-def _performer(job: Moved, books: type[Books] = Books) -> Performer:
-    rooms = Rooms(SimulatedProvider(parse_topology("1x1GiB")))
+def _performer(job: Moved, books: type[Books] = Books) -> EffectExecutor:
+    rooms = SimulatedMemory(SimulatedProvider(parse_topology("1x1GiB")))
     carriers = {job.carrier.name: job.carrier}
-    return Performer(job.rig.workers, {"driver": books(rooms)}, carriers, start_ticks=start_ticks)
+    return EffectExecutor(job.rig.workers, {"driver": books(rooms)}, carriers, start_ticks=start_ticks)
 
 
 class Unseen(Books):
     """Where the driver says nothing of it."""
 
-    async def verify(self, subject: Subject) -> None:
+    async def verify(self, subject: MigratedProcess) -> None:
         raise Refused("nothing can be seen", "ask again")
 
 
@@ -397,11 +397,11 @@ class Unseen(Books):
 async def test_a_job_that_goes_on_has_what_was_still_held_beside_it(moving: Moving, books: type[Books]) -> None:
     async with moving() as job:
         await job.suspend()
-        await job.carrier.arm(job.off)
-        async with job.carrier.nearing(job.off):
+        await job.carrier.prepare(job.off)
+        async with job.carrier.overlap_restore(job.off):
             pass
-        await job.carrier.put_back(job.subject, ignored, lambda: nullcontext(lambda: True))
-        assert job.held() == {ahead_of(job.subject)}
+        await job.carrier.reload(job.subject, ignored, lambda: nullcontext(lambda: True))
+        assert job.held() == {staging_in_owner(job.subject)}
         performer = _performer(job, books)
         who: dict[str, Any] = {"pid": job.subject.pid, "start_ticks": job.subject.start_ticks, "token": ""}
         member = worker(job.subject.name, "gpu0", method="driver", carrier="host", **who)
@@ -409,14 +409,14 @@ async def test_a_job_that_goes_on_has_what_was_still_held_beside_it(moving: Movi
         event = await performer.perform(op, Verify(number=1, worker=member.name, cause=1, beyond=0), ignored, None)
         assert isinstance(event, Verified) is (books is Books), event
         assert not job.held()
-        await job.carrier.give(job.subject)
+        await job.carrier.release(job.subject)
 
 
 @pytest.mark.thorough
 async def test_a_mark_that_nobody_believes_is_no_failure_of_bytes_that_are_back(moving: Moving) -> None:
     async with moving() as job:
         await job.suspend()
-        await job.carrier.arm(job.off)
+        await job.carrier.prepare(job.off)
         memory = job.rig.pool.memory(key_of(job.subject))
 
         @asynccontextmanager
@@ -424,9 +424,9 @@ async def test_a_mark_that_nobody_believes_is_no_failure_of_bytes_that_are_back(
             yield lambda: True
             os.pwrite(memory.fd, packed_mark(Mark("7.4321.bytes", SIZE_BYTES)), memory.size_bytes - MARK_BYTES)
 
-        assert await job.carrier.put_back(job.subject, ignored, making) == SIZE_BYTES
+        assert await job.carrier.reload(job.subject, ignored, making) == SIZE_BYTES
         assert job.rig.owner.ask("digest") == job.rig.owner.digest
-        await job.carrier.give(job.subject)
+        await job.carrier.release(job.subject)
 
 
 @pytest.mark.thorough
@@ -441,12 +441,12 @@ async def test_whoever_finds_a_process_off_its_gpu_brings_what_passes_to_the_poo
     async with moving() as job:
         await job.take_out()
         if is_copied:
-            async with job.carrier.settling(job.subject):
+            async with job.carrier.overlap_checkpoint(job.subject):
                 pass
-            await job.rig.memory.hold(passing_of(job.subject), job.node.uuids[0], SIZE_BYTES)
+            await job.rig.memory.reserve(staging_out_owner(job.subject), job.node.uuids[0], SIZE_BYTES)
         performer = _performer(job)
         who: dict[str, Any] = {"pid": job.subject.pid, "start_ticks": job.subject.start_ticks, "token": "a" * 32}
-        member = worker(job.subject.name, None, method="driver", carrier="host", out=True, **who)
+        member = worker(job.subject.name, None, method="driver", carrier="host", offloaded=True, **who)
         op = operation(member, id=job.subject.operation)
         event = await performer.perform(op, Inspect(number=1, worker=member.name, cause=1), ignored, None)
         assert isinstance(event, Inspected), event

@@ -14,8 +14,8 @@ import pytest
 
 from hegmd.memory.pool import Key
 from hegmd.migration.carriers.host import HostCarrier
-from hegmd.migration.carriers.peer import LEAST_WINDOW_BYTES, PeerCarrier, windows
-from hegmd.migration.contracts import Carrier, Subject
+from hegmd.migration.carriers.peer import MIN_WINDOW_BYTES, PeerCarrier, windows
+from hegmd.migration.contracts import Carrier, MigratedProcess
 from tests.contract.carried import POOL_BYTES, Rig, ShowingAgent, ignored, rigged
 from tests.contract.helped import MIB, SIZE_BYTES, SIZES_MIB, Owner
 from tests.stubs.cuda.node import CudaNode
@@ -50,12 +50,12 @@ class Job:
     rig: Rig
     node: CudaNode
     agent: ShowingAgent
-    subject: Subject
+    subject: MigratedProcess
     carrier: Carrier
 
     async def take_out(self) -> None:
-        await self.carrier.hold(self.subject, SIZE_BYTES)
-        assert await self.carrier.take_out(self.subject, ignored) == SIZE_BYTES
+        await self.carrier.reserve(self.subject, SIZE_BYTES)
+        assert await self.carrier.offload(self.subject, ignored) == SIZE_BYTES
 
     async def change_gpus(self) -> None:
         """The driver takes the rest to the other GPU."""
@@ -68,11 +68,11 @@ class Job:
             ("unlock", {}),
         ):
             await self.rig.link.call(op, {"pid": self.agent.pid, **more}, deadline_s=20)
-        self.subject = replace(self.subject, gpu="gpu1", left="gpu0")
+        self.subject = replace(self.subject, gpu="gpu1", previous_gpu="gpu0")
 
     async def put_back(self) -> None:
         told: list[int] = []
-        back_bytes = await self.carrier.put_back(self.subject, told.append, lambda: nullcontext(lambda: False))
+        back_bytes = await self.carrier.reload(self.subject, told.append, lambda: nullcontext(lambda: False))
         assert back_bytes == SIZE_BYTES
         assert told == sorted(told)
         assert told[-1] == SIZE_BYTES
@@ -94,7 +94,7 @@ async def a_job(
         job = Job(rig, owner[0], agent, await rig.subject_of(agent), make(rig))
         yield job
         job.is_whole()
-        await job.carrier.give(job.subject)
+        await job.carrier.release(job.subject)
 
 
 @pytest.mark.thorough
@@ -130,7 +130,7 @@ async def test_a_storage_that_shares_memory_with_what_stays_goes_by_its_process_
             await job.change_gpus() if job.subject.gpu == "gpu0" else None
             await job.put_back()
             assert job.agent.copied == [("out", STAYS), ("in", STAYS)]
-            await job.carrier.give(job.subject)
+            await job.carrier.release(job.subject)
 
 
 @either
@@ -156,12 +156,12 @@ async def test_a_helper_that_fails_at_every_copy_left_a_suspended_job_where_it_w
     """Issue 14, row 1: its bytes are in the pool, from where the process brings them back without any helper."""
     async with a_job(tmp_path, owner, host, monkeypatch) as job:
         await job.take_out()
-        async with job.carrier.settling(job.subject):
+        async with job.carrier.overlap_checkpoint(job.subject):
             pass
-        await job.carrier.disarm(job.subject)
+        await job.carrier.abandon(job.subject)
         job.node.order("error cuDevicePrimaryCtxRetain 999")
-        off = replace(job.subject, gpu=None, left="gpu0", goal="gpu0")
-        await job.carrier.arm(off)
+        off = replace(job.subject, gpu=None, previous_gpu="gpu0", target_gpu="gpu0")
+        await job.carrier.prepare(off)
         await job.put_back()
         job.node.mend()
         assert [way for way, _ in job.agent.copied] == ["in"] * len(SIZES_MIB)
@@ -172,13 +172,13 @@ async def test_bytes_that_are_in_video_memory_on_their_way_to_the_pool_come_to_i
 ) -> None:
     """Issue 14, row 1: a suspension that turned back; the process reaches the pool alone."""
     async with a_job(tmp_path, owner, host, monkeypatch) as job:
-        job.subject = replace(job.subject, goal=None)
+        job.subject = replace(job.subject, target_gpu=None)
         await job.take_out()
-        assert job.carrier.is_passing(job.subject)
+        assert job.carrier.is_staged(job.subject)
         job.node.order("error cuIpcOpenMemHandle_v2 800")
         await job.put_back()
         job.node.mend()
-        assert not job.carrier.is_passing(job.subject)
+        assert not job.carrier.is_staged(job.subject)
 
 
 async def test_what_goes_through_a_window_does_so_in_parts_where_the_pool_has_no_room(
@@ -191,8 +191,8 @@ async def test_what_goes_through_a_window_does_so_in_parts_where_the_pool_has_no
         await job.take_out()
         await job.change_gpus()
         await job.put_back()
-        await job.rig.pool.give(full)
-        parts = SIZES_MIB[STAYS] * MIB // LEAST_WINDOW_BYTES
+        await job.rig.pool.release(full)
+        parts = SIZES_MIB[STAYS] * MIB // MIN_WINDOW_BYTES
         assert job.agent.copied == [("in", STAYS)] * parts
 
 

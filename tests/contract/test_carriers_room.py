@@ -14,14 +14,14 @@ from hegmd.gpu_helper.mark import MARK_BYTES
 from hegmd.memory.pool_memory import Memory
 from hegmd.memory.pool_names import PieceName
 from hegmd.memory.pool_piece import Piece
-from hegmd.migration.contracts import NoRoom, Subject
+from hegmd.migration.contracts import MigratedProcess, OutOfMemory
 from hegmd.migration.machine.effects import Restore
 from hegmd.migration.machine.events import Event, Failed, Restored
-from hegmd.migration.methods.gpus import ahead_of, passing_of
+from hegmd.migration.methods.gpus import staging_in_owner, staging_out_owner
 from hegmd.migration.methods.pool_keys import key_of
 from hegmd.migration.methods.simulated import SimulatedMethod
-from hegmd.migration.methods.simulated_memory import Rooms
-from hegmd.migration.run.executor import Performer
+from hegmd.migration.methods.simulated_memory import SimulatedMemory
+from hegmd.migration.run.executor import EffectExecutor
 from hegmd.node.devices.simulated import SimulatedProvider
 from hegmd.node.devices.topology import parse_topology
 from hegmd.workers.workers import OrderFailed
@@ -39,10 +39,10 @@ SOME_BYTES = 8 * MIB
 async def test_memory_that_was_taken_in_time_was_used_when_others_had_taken_the_rest(moving: Moving) -> None:
     """It was looked at when it was taken; a minute later there was nothing left for anybody, and nobody looked."""
     async with moving() as job:
-        await job.carrier.hold(job.subject, SIZE_BYTES)
-        assert job.held() == {passing_of(job.subject)}
-        await job.rig.memory.hold(OTHERS, job.node.uuids[0], 5 * 1024 * MIB)
-        await job.carrier.take_out(job.subject, ignored)
+        await job.carrier.reserve(job.subject, SIZE_BYTES)
+        assert job.held() == {staging_out_owner(job.subject)}
+        await job.rig.memory.reserve(OTHERS, job.node.uuids[0], 5 * 1024 * MIB)
+        await job.carrier.offload(job.subject, ignored)
         assert (job.marked(), job.held()) == (False, {OTHERS}), "straight to the pool, and the memory given back"
         await _given_back(job, 5 * 1024 * MIB)
         await job.put_back()
@@ -55,24 +55,24 @@ async def test_whoever_was_told_that_there_is_no_room_could_have_had_what_was_he
     async with moving() as job:
         memory, (here, there) = job.rig.memory, job.node.uuids
         memory.make_room = job.carrier.make_room
-        await job.carrier.hold(job.subject, SIZE_BYTES)
+        await job.carrier.reserve(job.subject, SIZE_BYTES)
         assert not await job.carrier.make_room(there)
         most_bytes = job.rig.owner.free_bytes() + SOME_BYTES
-        await memory.hold(OTHERS, here, most_bytes)
+        await memory.reserve(OTHERS, here, most_bytes)
         assert job.held() == {OTHERS}
         await _given_back(job, most_bytes)
         await job.take_out()
         assert job.marked()
         most_bytes = job.rig.owner.free_bytes() + SOME_BYTES
         with pytest.raises(Refused, match="has no room"):
-            await memory.hold(OTHERS, here, most_bytes)
-        assert job.held() == {passing_of(job.subject)}, "these are the only bytes there are"
-        async with job.carrier.settling(job.subject):
+            await memory.reserve(OTHERS, here, most_bytes)
+        assert job.held() == {staging_out_owner(job.subject)}, "these are the only bytes there are"
+        async with job.carrier.overlap_checkpoint(job.subject):
             pass
-        async with job.carrier.nearing(job.off):
-            assert job.held() == {ahead_of(job.subject)}
+        async with job.carrier.overlap_restore(job.off):
+            assert job.held() == {staging_in_owner(job.subject)}
         most_bytes = job.rig.owner.free_bytes() + SOME_BYTES
-        await memory.hold(OTHERS, here, most_bytes)
+        await memory.reserve(OTHERS, here, most_bytes)
         assert job.held() == {OTHERS}
         await _given_back(job, most_bytes)
         await job.put_back()
@@ -80,7 +80,7 @@ async def test_whoever_was_told_that_there_is_no_room_could_have_had_what_was_he
 
 async def _given_back(job: Moved, size_bytes: int) -> None:
     """By the others; it shows once the helper has closed its own descriptors of it, too."""
-    await job.rig.memory.give(OTHERS, job.node.uuids[0])
+    await job.rig.memory.release(OTHERS, job.node.uuids[0])
     while job.rig.owner.free_bytes() < size_bytes:
         await job.rig.link.call("devices", deadline_s=20)
 
@@ -97,10 +97,10 @@ async def test_nobody_gives_anything_back_for_what_can_be_done_without(moving: M
         memory, here = job.rig.memory, job.node.uuids[0]
         memory.make_room = make_room
         with pytest.raises(Refused, match="has no room"):
-            await memory.hold(OTHERS, here, 64 * 1024 * MIB, spare=True)
+            await memory.reserve(OTHERS, here, 64 * 1024 * MIB, spare=True)
         assert not asked
         with pytest.raises(Refused, match="has no room"):
-            await memory.hold(OTHERS, here, 64 * 1024 * MIB)
+            await memory.reserve(OTHERS, here, 64 * 1024 * MIB)
         assert asked == [here]
 
 
@@ -109,15 +109,15 @@ async def test_storages_that_cannot_be_made_have_the_room_of_what_went_ahead_of_
     """The job was told that there is no room, while a copy of what is in the pool lay in it."""
     async with moving() as job:
         await job.suspend()
-        await job.carrier.arm(job.off)
-        async with job.carrier.nearing(job.off):
-            assert job.held() == {ahead_of(job.subject)}
+        await job.carrier.prepare(job.off)
+        async with job.carrier.overlap_restore(job.off):
+            assert job.held() == {staging_in_owner(job.subject)}
         job.agent.crowded = 1
         await job.put_back()
         await job.suspend()
         job.agent.crowded = 1
         with pytest.raises(OrderFailed, match="there is no room"):
-            await job.carrier.put_back(job.off, ignored, lambda: nullcontext(lambda: False))
+            await job.carrier.reload(job.off, ignored, lambda: nullcontext(lambda: False))
         await job.put_back()
 
 
@@ -125,18 +125,18 @@ class Crowded(SimulatedMethod):
     """Finds no room for a process as long as any is held beside it; what it was asked is in `asked`."""
 
     def __init__(self, job: Moved, *, ever: bool) -> None:
-        super().__init__(Rooms(SimulatedProvider(parse_topology("1x64GiB"))))
+        super().__init__(SimulatedMemory(SimulatedProvider(parse_topology("1x64GiB"))))
         self.job = job
         self.ever = ever
         self.asked: list[str] = []
 
-    async def hold_room(self, subject: Subject, gpu: str, size_bytes: int) -> None:
+    async def reserve(self, subject: MigratedProcess, gpu: str, size_bytes: int) -> None:
         self.asked.append(f"hold {size_bytes}")
 
-    async def restore(self, subject: Subject, gpu: str) -> None:
+    async def restore(self, subject: MigratedProcess, gpu: str) -> None:
         self.asked.append("restore")
         if self.job.held() or self.ever:
-            raise NoRoom("there is no room", "ask the test")
+            raise OutOfMemory("there is no room", "ask the test")
 
 
 @pytest.mark.thorough
@@ -145,9 +145,9 @@ async def test_a_restore_that_finds_no_room_has_that_of_what_goes_ahead_of_it(mo
     """The job was told that there is none, and turned back, when its own copy had taken it."""
     async with moving() as job:
         await job.suspend()
-        await job.carrier.arm(job.off)
+        await job.carrier.prepare(job.off)
         method = Crowded(job, ever=ever)
-        performer = Performer(
+        performer = EffectExecutor(
             job.rig.workers, {"driver": method}, {job.carrier.name: job.carrier}, start_ticks=start_ticks
         )
         event = await _restored(performer, job)
@@ -163,10 +163,10 @@ async def test_a_restore_that_finds_no_room_has_that_of_what_goes_ahead_of_it(mo
         await job.put_back()
 
 
-async def _restored(performer: Performer, job: Moved) -> Event:
+async def _restored(performer: EffectExecutor, job: Moved) -> Event:
     who: dict[str, Any] = {"pid": job.subject.pid, "start_ticks": job.subject.start_ticks, "token": "a" * 32}
-    member = worker(job.subject.name, "gpu0", method="driver", carrier="host", out=True, **who)
-    member = member.replace(at=None, left="gpu0", size_bytes=SIZE_BYTES)
+    member = worker(job.subject.name, "gpu0", method="driver", carrier="host", offloaded=True, **who)
+    member = member.replace(gpu=None, previous_gpu="gpu0", size_bytes=SIZE_BYTES)
     op = operation(member, id=job.subject.operation)
     effect = Restore(number=1, worker=member.name, cause=1, gpu="gpu0")
     return await performer.perform(op, effect, ignored, performer.connection(member))
@@ -186,11 +186,11 @@ async def test_an_adoption_that_was_cut_off_left_bytes_that_were_refused_ever_af
         later = replace(job.off, operation="9")
         piece = Piece(after, found.size_bytes, Memory(os.dup(found.fd), found.size_bytes, huge=False))
         job.rig.pool.enter([piece], lambda key: key == key_of(later))
-        assert job.rig.pool.was_claimed_from(key_of(job.subject)), "its video memory is no stray"
-        async with job.carrier.settling(later) as passed:
+        assert job.rig.pool.was_claimed_from(key_of(job.subject)), "its video memory is no orphan"
+        async with job.carrier.overlap_checkpoint(later) as passed:
             pass
         assert passed.size_bytes == SIZE_BYTES
         assert os.pread(found.fd, MARK_BYTES, found.size_bytes - MARK_BYTES)[:1] == b"\0"
         assert not job.held()
-        await job.carrier.give(later)
+        await job.carrier.release(later)
         await job.put_back()

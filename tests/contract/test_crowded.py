@@ -160,14 +160,14 @@ async def test_a_process_that_cannot_be_taken_off_a_full_gpu_runs_on_and_it_is_s
     parts.node.write()
     filler = Owner(parts.node, 0, 1)
     async with rigged(parts) as rig:
-        await rig.method.hold_room(rig.subject, "gpu1", REST_BYTES)
+        await rig.method.reserve(rig.subject, "gpu1", REST_BYTES)
         fill(filler)
         with pytest.raises(Refused, match=r"which somebody has filled: .* failed with 999"):
             await rig.method.checkpoint(rig.subject)
         assert await rig.state(rig.moved) == "running"
         filler.close()
         await rig.method.checkpoint(rig.subject)
-        off = replace(rig.subject, gpu=None, left="gpu0")
+        off = replace(rig.subject, gpu=None, previous_gpu="gpu0")
         await rig.method.restore(off, "gpu1")
         assert rig.moved.ask("digest") == rig.moved.digest
 

@@ -58,7 +58,7 @@ async def test_a_checkpoint_in_which_nothing_moves_is_given_up_and_comes_out_rig
 ) -> None:
     async with rigged(parts, IMPATIENT) as rig:
         helper = (await rig.link.start())["pid"]
-        await rig.method.hold_room(rig.subject, "gpu1", REST_BYTES)
+        await rig.method.reserve(rig.subject, "gpu1", REST_BYTES)
 
         async def checkpoint() -> None:
             with pytest.raises(Stuck, match=r"at `checkpoint` of process .* nothing has moved"):
@@ -74,7 +74,7 @@ async def test_a_checkpoint_in_which_nothing_moves_is_given_up_and_comes_out_rig
                     await rig.method.inspect(rig.subject)
         assert (await rig.method.inspect(rig.subject)).gpu is None
         assert rig.link.pid == helper
-        await rig.method.restore(replace(rig.subject, gpu=None, left="gpu0"), "gpu1")
+        await rig.method.restore(replace(rig.subject, gpu=None, previous_gpu="gpu0"), "gpu1")
         assert rig.moved.ask("digest") == rig.moved.digest
 
 
@@ -108,7 +108,7 @@ async def test_room_that_was_held_was_still_free_to_whoever_looked_next(parts: P
     """A second move was planned into room that the first had taken, by a picture of the node from before that."""
     async with rigged(parts) as rig:
         before = (await rig.inventory.fresh(SOON_S)).gpus[1].memory_free_bytes
-        await rig.method.hold_room(rig.subject, "gpu1", REST_BYTES)
+        await rig.method.reserve(rig.subject, "gpu1", REST_BYTES)
         after = (await rig.inventory.fresh(SOON_S)).gpus[1].memory_free_bytes
         assert before is not None
         assert after is not None

@@ -19,10 +19,10 @@ import pytest
 from hegmd.errors import HegmError, Refused
 from hegmd.gpu_helper.link import DriverFailed, HelperLost
 from hegmd.memory.sizes import CALM_BYTES
-from hegmd.migration.contracts import NoRoom, Outgrown, Subject
+from hegmd.migration.contracts import GrewBeyondPlan, MigratedProcess, OutOfMemory
 from hegmd.migration.methods.driver import DriverMethod
 from hegmd.migration.methods.driver_calls import Steps
-from hegmd.migration.methods.gpus import Gpus, pairs_from, rest_of, storages_of
+from hegmd.migration.methods.gpus import Gpus, driver_owner, pairs_from, storage_owner
 from hegmd.migration.methods.other_processes import FILE_NAME
 from hegmd.node.inventory import NodeSnapshot
 from tests.contract.driven import REST_BYTES, Parts, Rig, rigged, standing_in
@@ -77,10 +77,10 @@ async def test_on_a_full_gpu_nobody_is_restored_beside_one_who_cannot_be_held_st
         off = await rig.take_off()
         assert rig.other.ask(f"alloc {6 * GIB // MIB - 512}") == "allocated"
         rig.node.order(f"error cuCheckpointProcessLock@{rig.other.pid} 600")
-        with pytest.raises(NoRoom, match="cannot be held still"):
+        with pytest.raises(OutOfMemory, match="cannot be held still"):
             await rig.method.restore(off, "gpu1")
         assert await rig.state(rig.moved) == "checkpointed"
-        assert rig.method.rooms(off)["gpu1"] >= REST_BYTES, "its room was given away"
+        assert rig.method.reservations(off)["gpu1"] >= REST_BYTES, "its room was given away"
         assert not rig.node.calls("cuCheckpointProcessRestore")
         rig.node.mend()
         await rig.method.restore(off, "gpu1")
@@ -93,13 +93,13 @@ async def test_room_that_was_let_go_of_and_did_not_show_at_once_was_taken_for_no
     async with rigged(parts) as rig:
         off = await rig.take_off()
         uuid = rig.node.uuids[1]
-        late = [os.dup(piece.fd) for piece in rig.memory.pieces(rest_of(off), uuid)]
+        late = [os.dup(piece.fd) for piece in rig.memory.pieces(driver_owner(off), uuid)]
         assert rig.other.ask("grab").startswith("grabbed")
         seen: list[int] = []
 
         async def look() -> NodeSnapshot:
             node = await rig.inventory.refresh()
-            if uuid not in rig.memory.of(rest_of(off)):
+            if uuid not in rig.memory.of(driver_owner(off)):
                 seen.append(node.gpus[1].memory_free_bytes or 0)
                 if len(seen) == 2:
                     for fd in late:
@@ -130,7 +130,7 @@ async def test_a_job_stood_while_it_was_asked_again_and_again_what_had_just_been
     async with rigged(parts) as rig:
         rig.other.close()
         caplog.set_level("INFO", "hegmd.migration.methods.driver_calls")
-        await rig.method.hold_room(rig.subject, "gpu1", REST_BYTES)
+        await rig.method.reserve(rig.subject, "gpu1", REST_BYTES)
         rig.looks.clear()
         off = await rig.take_off()
         assert _asked(caplog) == ["state", "lock", "checkpoint", "state"]
@@ -141,7 +141,7 @@ async def test_a_job_stood_while_it_was_asked_again_and_again_what_had_just_been
         assert len(rig.looks) == 2, "who is there, and what is free once its room was let go of"
         mine = await _with_room_for_storages(rig)
         rig.looks.clear()
-        async with rig.method.making(mine):
+        async with rig.method.storage_allocation(mine):
             assert len(rig.looks) == 1
 
 
@@ -176,12 +176,12 @@ async def test_one_of_another_node_comes_back_on_the_gpu_that_is_wanted_by_a_map
         if own:
             rig.moved.close()
             rig.moved = Owner(rig.node, 1, 48, 16)
-        before = replace(rig.subject, gpu=f"gpu{own}", goal=None)
+        before = replace(rig.subject, gpu=f"gpu{own}", target_gpu=None)
         await rig.method.checkpoint(before)
         then = [f"GPU-{number:08d}-0000-0000-0000-000000000000" for number in range(2)]
         rig.node.order(*(f"was {number} {uuid}" for number, uuid in enumerate(then)))
-        off = replace(before, gpu=None, goal=gpu, left=None, elsewhere=(then[own], then[1 - own]))
-        await rig.method.hold_room(off, gpu, REST_BYTES)
+        off = replace(before, gpu=None, target_gpu=gpu, previous_gpu=None, source_gpu_uuids=(then[own], then[1 - own]))
+        await rig.method.reserve(off, gpu, REST_BYTES)
         await rig.method.restore(off, gpu)
         assert (await rig.method.inspect(off)).gpu == gpu
         assert rig.moved.ask("digest") == rig.moved.digest
@@ -214,7 +214,7 @@ async def test_a_look_at_a_process_does_not_free_it_for_whom_another_operation_h
         async def look() -> None:
             await getattr(rig.method, question)(rig.subject)
 
-        async with anyio.create_task_group() as tasks, rig.neighbours.held_still([rig.subject.who]):
+        async with anyio.create_task_group() as tasks, rig.neighbours.paused([rig.subject.owner_key]):
             tasks.start_soon(look)
             await rig.stands(rig.moved)
         assert await rig.state(rig.moved) == "running"
@@ -228,23 +228,23 @@ async def test_neighbours_stand_while_storages_are_made_and_not_for_as_long_as_a
     async with rigged(parts) as rig:
         mine = await _with_room_for_storages(rig)
         assert rig.other.ask(f"alloc {4 * GIB // MIB}") == "allocated"  # less is free than can be left to chance
-        async with rig.method.making(mine):
+        async with rig.method.storage_allocation(mine):
             assert rig.memory.by_owner() == {}
             await rig.stands(rig.other)
-            await rig.neighbours.let_be(rig.other_who)
+            await rig.neighbours.wait_until_unpaused(rig.other_who)
             assert await rig.state(rig.other) == "running"
         rig.looks.clear()
-        async with rig.method.making(mine):
+        async with rig.method.storage_allocation(mine):
             assert await rig.state(rig.other) == "running", "nothing is held, so nothing is to be kept from anybody"
             assert not rig.looks, "and nobody is looked for: a job that is filled in rounds stood for it in each"
         with pytest.raises(Refused, match="the agent could not"):
-            async with rig.method.making(mine):
+            async with rig.method.storage_allocation(mine):
                 raise Refused("the agent could not", "ask again")
 
 
-async def _with_room_for_storages(rig: Rig) -> Subject:
-    mine = replace(rig.subject, gpu="gpu1", size_bytes=GIB, storage_room_bytes=GIB)
-    await rig.method.hold_room(mine, "gpu1", GIB)
+async def _with_room_for_storages(rig: Rig) -> MigratedProcess:
+    mine = replace(rig.subject, gpu="gpu1", size_bytes=GIB, storage_reservation_bytes=GIB)
+    await rig.method.reserve(mine, "gpu1", GIB)
     return mine
 
 
@@ -256,11 +256,11 @@ async def test_storages_are_made_beside_their_room_where_as_much_is_free_and_it_
     async with rigged(parts) as rig:
         mine = await _with_room_for_storages(rig)
         before = rig.other.free_bytes()
-        async with rig.method.making(mine) as made:
+        async with rig.method.storage_allocation(mine) as made:
             assert rig.memory.by_owner() != {}, "the room is let go of before the storages are made"
             await rig.stands(rig.other)
             made()
-            await rig.neighbours.let_be(rig.other_who)
+            await rig.neighbours.wait_until_unpaused(rig.other_who)
             assert await rig.state(rig.other) == "running", "it stands while the storages are filled"
             assert rig.memory.by_owner() != {}, "the room is let go of before the storages are filled"
         assert rig.memory.by_owner() == {}
@@ -273,10 +273,10 @@ async def test_a_job_stood_until_the_room_of_its_storages_was_given_back_where_t
     async with rigged(parts) as rig:
         for goes_on in (True, False):
             mine = replace(await _with_room_for_storages(rig), goes_on=goes_on)
-            async with rig.method.making(mine) as made:
+            async with rig.method.storage_allocation(mine) as made:
                 assert made() is goes_on
             assert bool(rig.memory.by_owner()) is goes_on
-            await rig.method.give_room(mine, "gpu1")
+            await rig.method.release(mine, "gpu1")
 
 
 @pytest.mark.thorough
@@ -305,7 +305,7 @@ async def test_what_a_job_that_goes_on_had_left_is_given_back_also_where_nothing
     """The helper was killed in that moment; its room was nobody's until the daemon ended."""
     async with rigged(parts) as rig:
         mine = replace(await _with_room_for_storages(rig), goes_on=True)
-        async with rig.method.making(mine) as made:
+        async with rig.method.storage_allocation(mine) as made:
             made()
         rig.node.order("error cuCheckpointProcessGetState 999")
         with pytest.raises(HegmError):
@@ -321,7 +321,7 @@ async def test_room_of_storages_that_fits_but_once_beside_them_is_given_back_bef
         mine = replace(await _with_room_for_storages(rig), goes_on=True)
         free_bytes = rig.other.free_bytes()
         assert rig.other.ask(f"alloc {(free_bytes - CALM_BYTES - GIB) // MIB - 256}") == "allocated"
-        async with rig.method.making(mine) as made:
+        async with rig.method.storage_allocation(mine) as made:
             assert rig.memory.by_owner() != {}
             assert not made()
         assert rig.memory.by_owner() == {}
@@ -335,15 +335,15 @@ async def test_storages_that_were_not_made_beside_their_room_have_the_room_at_th
     """It is never let go of for nothing, and nobody waits for what is free besides a second time."""
     async with rigged(parts) as rig:
         mine = await _with_room_for_storages(rig)
-        with contextlib.suppress(NoRoom), anyio.CancelScope() as scope:
-            async with rig.method.making(mine):
+        with contextlib.suppress(OutOfMemory), anyio.CancelScope() as scope:
+            async with rig.method.storage_allocation(mine):
                 if how == "the operation is cut off":
                     scope.cancel()
                     await anyio.lowlevel.checkpoint()
-                raise NoRoom("somebody was quicker", "ask again")
-        assert rig.memory.of(storages_of(mine)) == {rig.node.uuids[1]: GIB}, "its room is gone"
+                raise OutOfMemory("somebody was quicker", "ask again")
+        assert rig.memory.of(storage_owner(mine)) == {rig.node.uuids[1]: GIB}, "its room is gone"
         assert await rig.state(rig.other) == "running"
-        async with rig.method.making(mine):
+        async with rig.method.storage_allocation(mine):
             assert (rig.memory.by_owner() == {}) is (how == "the agent finds no room")
         assert rig.memory.by_owner() == {}
 
@@ -356,13 +356,13 @@ async def test_a_neighbour_that_takes_all_it_can_meanwhile_costs_an_attempt_and_
         attempts = 0
         while attempts < 2:
             attempts += 1
-            with contextlib.suppress(NoRoom):
-                async with rig.method.making(mine):
-                    await rig.neighbours.let_be(rig.other_who)
+            with contextlib.suppress(OutOfMemory):
+                async with rig.method.storage_allocation(mine):
+                    await rig.neighbours.wait_until_unpaused(rig.other_who)
                     if attempts == 1:
                         assert rig.other.ask("hoard") == "hoarding"
-                        assert rig.memory.of(storages_of(mine)), "and that is for us alone"
-                        raise NoRoom("nothing is left", "ask again")
+                        assert rig.memory.of(storage_owner(mine)), "and that is for us alone"
+                        raise OutOfMemory("nothing is left", "ask again")
                     assert rig.memory.by_owner() == {}
         assert rig.other.ask("ping") == "pong"
 
@@ -372,19 +372,19 @@ async def test_a_process_that_has_grown_is_left_alone_until_that_is_written_down
     """Once it was taken off, and a daemon killed before its record brought it back where there was too little room."""
     async with rigged(parts) as rig:
         assert rig.moved.ask("alloc 64") == "allocated"
-        await rig.method.hold_room(rig.subject, "gpu1", REST_BYTES)
-        with pytest.raises(Outgrown) as grown:
+        await rig.method.reserve(rig.subject, "gpu1", REST_BYTES)
+        with pytest.raises(GrewBeyondPlan) as grown:
             await rig.method.checkpoint(rig.subject)
         assert grown.value.rest_bytes > REST_BYTES
         assert await rig.state(rig.moved) == "running"
-        written = replace(rig.subject, rest_bytes=grown.value.rest_bytes)
-        assert (await rig.method.checkpoint(written)).rest_bytes == grown.value.rest_bytes
+        written = replace(rig.subject, driver_bytes=grown.value.rest_bytes)
+        assert (await rig.method.checkpoint(written)).driver_bytes == grown.value.rest_bytes
 
 
 @pytest.mark.thorough
 async def test_a_checkpoint_that_waits_for_its_turn_is_told_to_whoever_looks(parts: Parts) -> None:
     """Once it was found to run, so that its operation ended, and then it was taken off with nobody to bring it back."""
-    async with rigged(parts) as rig, anyio.create_task_group() as tasks, rig.neighbours.apart(rig.subject.who):
+    async with rigged(parts) as rig, anyio.create_task_group() as tasks, rig.neighbours.excluded(rig.subject.owner_key):
         tasks.start_soon(rig.method.checkpoint, rig.subject)
         await anyio.wait_all_tasks_blocked()
         assert (await rig.method.inspect(rig.subject)).busy
@@ -406,15 +406,15 @@ async def test_who_could_not_be_unlocked_is_tried_again_until_it_runs(parts: Par
     """Once one failure left it standing until the daemon was started again."""
     async with rigged(parts) as rig:
         rig.node.order(f"error cuCheckpointProcessUnlock@{rig.moved.pid} 999")
-        who = rig.subject.who
+        who = rig.subject.owner_key
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(rig.neighbours.run)
-            async with rig.neighbours.held_still([who]):
+            async with rig.neighbours.paused([who]):
                 pass
             assert await rig.state(rig.moved) == "locked"
             rig.node.mend()
             with anyio.fail_after(HANG_S):
-                await rig.neighbours.let_be(who)
+                await rig.neighbours.wait_until_unpaused(who)
             tasks.cancel_scope.cancel()
         assert await rig.state(rig.moved) == "running"
 
@@ -426,7 +426,7 @@ async def test_neighbours_were_let_go_by_the_next_daemon_into_a_restore_that_wen
         off = await rig.take_off()
         other = rig.other.pid, start_ticks(rig.other.pid)
         folder = rig.node.folder.parent
-        (folder / FILE_NAME).write_text(json.dumps([[*other, *off.who]]))
+        (folder / FILE_NAME).write_text(json.dumps([[*other, *off.owner_key]]))
         await ask(rig.link, "lock", pid=other[0], timeout_s=1)
 
         async def restore() -> None:
@@ -437,7 +437,7 @@ async def test_neighbours_were_let_go_by_the_next_daemon_into_a_restore_that_wen
             tasks.start_soon(restore)
             async with standing_in(rig, "step:restore", gate):
                 rig.link.kill("the daemon is killed")
-                tasks.start_soon(rig.neighbours.let_go)
+                tasks.start_soon(rig.neighbours.resume_all)
                 await rig.stands(rig.other)
         assert await rig.state(rig.other) == "running"
         assert not (folder / FILE_NAME).exists()

@@ -271,8 +271,8 @@ async def test_a_move_in_rounds_goes_on_in_another_helper_with_what_is_left(node
     here, there = node.uuids
     async with linked(node) as link:
         memory = VideoMemory(link)
-        await memory.hold("7.1-1.storages", there, 4 * MIB)
-        await memory.hold("7.1-1.storages", there, SIZE_BYTES)
+        await memory.reserve("7.1-1.storages", there, 4 * MIB)
+        await memory.reserve("7.1-1.storages", there, SIZE_BYTES)
 
         async def attach() -> None:
             pieces = memory.pieces("7.1-1.storages", there)

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from hegmd.errors import Refused
-from hegmd.gpu_helper.copy_client import Place, Route
+from hegmd.gpu_helper.copy_client import CopyClient, Place
 from hegmd.gpu_helper.link import HelperLost
 from hegmd.memory.video_memory import VideoMemory
 from hegmd.system.descriptors import Descriptors
@@ -27,8 +27,8 @@ async def test_out_and_back_and_nothing_left(node: CudaNode, owner: Owner) -> No
     here, there = node.uuids
     async with linked(node) as link:
         memory = VideoMemory(link)
-        await memory.hold(WHO, there, SIZE_BYTES)
-        route = await Route.open(link, "7", [here, there])
+        await memory.reserve(WHO, there, SIZE_BYTES)
+        route = await CopyClient.open(link, "7", [here, there])
         assert route.peer
         await route.attach_video(there, memory.pieces(WHO, there))
         told: list[int] = []
@@ -51,7 +51,7 @@ async def test_a_lane_whose_helper_was_replaced_is_lost_and_not_taken_for_unknow
     with Descriptors([os.memfd_create("pool")]) as pool:
         os.ftruncate(pool.view()[0], SIZE_BYTES)
         async with linked(node) as link:
-            route = await Route.open(link, "7", [here], pool.view()[0], SIZE_BYTES)
+            route = await CopyClient.open(link, "7", [here], pool.view()[0], SIZE_BYTES)
             await route.copy(here, "out", owner.handles(), all_places())
             link.kill("the test says so")
             with pytest.raises(HelperLost, match="is not the one any more"):
@@ -61,7 +61,7 @@ async def test_a_lane_whose_helper_was_replaced_is_lost_and_not_taken_for_unknow
                 await route.copy(here, "in", owner.handles(), all_places())
             await route.close()
             owner.come_back()
-            again = await Route.open(link, "7", [here], pool.view()[0], SIZE_BYTES)
+            again = await CopyClient.open(link, "7", [here], pool.view()[0], SIZE_BYTES)
             await again.copy(here, "in", owner.handles(), all_places())
             assert owner.ask("digest") == owner.digest
 
@@ -72,14 +72,14 @@ async def test_a_lane_that_somebody_left_over_is_closed_first(node: CudaNode, ow
     here = node.uuids[0]
     async with linked(node) as link:
         memory = VideoMemory(link)
-        await memory.hold(WHO, here, SIZE_BYTES)
+        await memory.reserve(WHO, here, SIZE_BYTES)
         for _ in range(2):
-            route = await Route.open(link, "7", [here])
+            route = await CopyClient.open(link, "7", [here])
             await route.attach_video(here, memory.pieces(WHO, here))
             with anyio.CancelScope() as scope:
                 scope.cancel()
                 await route.copy(here, "out", owner.handles(), all_places())
-        route = await Route.open(link, "7", [here])
+        route = await CopyClient.open(link, "7", [here])
         await route.attach_video(here, memory.pieces(WHO, here))
         await route.close()
         memory.close()
@@ -88,7 +88,7 @@ async def test_a_lane_that_somebody_left_over_is_closed_first(node: CudaNode, ow
 @pytest.mark.thorough
 async def test_a_route_without_memory_says_what_is_missing(node: CudaNode) -> None:
     async with linked(node) as link:
-        route = await Route.open(link, "7", node.uuids)
+        route = await CopyClient.open(link, "7", node.uuids)
         with pytest.raises(Refused, match="no video memory is held"):
             await route.attach_video(node.uuids[0], [])
         with pytest.raises(Refused, match="no space to copy"):

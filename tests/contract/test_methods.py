@@ -10,9 +10,9 @@ import anyio
 import pytest
 
 from hegmd.memory.sizes import RESTORE_MARGIN_BYTES
-from hegmd.migration.contracts import Subject
+from hegmd.migration.contracts import MigratedProcess
 from hegmd.migration.methods.simulated import SimulatedMethod
-from hegmd.migration.methods.simulated_memory import Rooms
+from hegmd.migration.methods.simulated_memory import SimulatedMemory
 from hegmd.node.devices.simulated import SimulatedProvider
 from hegmd.node.devices.topology import parse_topology
 from hegmd.workers.workers import Workers
@@ -24,23 +24,23 @@ from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import start_ticks
 
 
-def subject(pid: int, **values: Any) -> Subject:
+def subject(pid: int, **values: Any) -> MigratedProcess:
     ticks = start_ticks(pid)
     assert ticks is not None
-    plain: dict[str, Any] = {"rest_bytes": 700 * MIB, "gpu": "gpu0", "goal": "gpu1", "left": None}
-    return Subject(operation="1", name=str(pid), pid=pid, start_ticks=ticks, **{**plain, **values})
+    plain: dict[str, Any] = {"driver_bytes": 700 * MIB, "gpu": "gpu0", "target_gpu": "gpu1", "previous_gpu": None}
+    return MigratedProcess(operation="1", name=str(pid), pid=pid, start_ticks=ticks, **{**plain, **values})
 
 
 async def test_books_for_simulated_gpus_keep_the_contract() -> None:
     workers = Workers(start_ticks)
-    rooms = Rooms(SimulatedProvider(parse_topology("2x1GiB")))
+    rooms = SimulatedMemory(SimulatedProvider(parse_topology("2x1GiB")))
     async with anyio.create_task_group() as tasks:
         await tasks.start(workers.run)
         await ModelAgent(workers, os.getpid()).attend(tasks)
         worker = workers.find(os.getpid())
         assert worker is not None
         worker.gpu = "gpu0"
-        rooms.hold((worker.pid, worker.identity.start_ticks), "gpu0", 700 * MIB)
+        rooms.reserve((worker.pid, worker.identity.start_ticks), "gpu0", 700 * MIB)
         moved = subject(worker.pid, agent=worker)
         await check_method(SimulatedMethod(rooms), moved, "gpu1", total_bytes=2 * GIB, needs_room=False)
         tasks.cancel_scope.cancel()
@@ -52,7 +52,7 @@ async def test_the_driver_keeps_the_contract(tmp_path: Path, monkeypatch: pytest
     scenario = in_force(node, tmp_path, monkeypatch)
     owner = Owner(node, 0, 48, 16)
     async with driven(node, scenario) as parts:
-        moved = subject(owner.pid, rest_bytes=577 * MIB + RESTORE_MARGIN_BYTES)
+        moved = subject(owner.pid, driver_bytes=577 * MIB + RESTORE_MARGIN_BYTES)
         await check_method(parts.method, moved, "gpu1", total_bytes=16 * GIB)
         assert parts.memory.by_owner() == {}
     assert owner.ask("digest") == owner.digest

@@ -198,7 +198,7 @@ def asks_of_each_segment_once_until_the_thread_has_stood(state: Path) -> None:
     assert not showable.hidden(job.torch, job.segments.all)
     assert asked() == 3
     assert not showable.hidden(job.torch, job.segments.all)
-    assert asked() == 3, "asked again within a blackout"
+    assert asked() == 3, "asked again within a downtime"
     more = job.torch.Storage(b"more")
     assert not showable.hidden(job.torch, cuda_state.Segments(job.torch).all)
     assert asked() == 4
@@ -315,7 +315,7 @@ def carries_them_by_itself_and_has_what_was_cached(state: Path) -> None:
     before_bytes = job.torch.cuda.memory_reserved(0)
     with (state.parent / "pool").open("w+b") as pool:
         os.truncate(pool.fileno(), transfer.room_bytes(list(SIZES)))
-        out = transfer.evacuate(os.dup(pool.fileno()), job.storages, list(SIZES), lambda _: None)
+        out = transfer.offload(os.dup(pool.fileno()), job.storages, list(SIZES), lambda _: None)
         assert job.torch.cuda.memory_reserved(0) == 0
         out.bring_back(out.fd, lambda _: None)
         out.close()
@@ -333,7 +333,7 @@ def knows_what_is_out_where_giving_back_what_was_cached_fails(state: Path) -> No
         os.truncate(pool.fileno(), transfer.room_bytes(list(SIZES)))
         fails = job.torch.cuda.fails
         fails.add("empty_cache")
-        out = transfer.evacuate(os.dup(pool.fileno()), job.storages, list(SIZES), lambda _: None)
+        out = transfer.offload(os.dup(pool.fileno()), job.storages, list(SIZES), lambda _: None)
         fails.clear()
         assert [storage.data_ptr() for storage in job.storages] == [0, 0, 0]
         out.bring_back(out.fd, lambda _: None)

@@ -188,7 +188,7 @@ class Agent:
             self.pieces, self.cached, self.filled = [], [], 0
         return {"size_bytes": sum(self.sizes), "storages": len(self.sizes)}
 
-    def evacuate(self, order: Order) -> dict[str, Any]:
+    def offload(self, order: Order) -> dict[str, Any]:
         """By copies of its own: one piece after the other, and all are freed when all are there."""
         assert self.parked
         self.own_fd, at = os.dup(self.given.numbers()[0]), 0
@@ -198,7 +198,7 @@ class Agent:
             at += os.pwrite(self.own_fd, content.raw, at)
         return self.free(order)
 
-    def refill(self, _: Order) -> dict[str, Any]:
+    def reload(self, _: Order) -> dict[str, Any]:
         """From the memory that came with the order, or else its own; made on the GPUs that its devices are on now."""
         fd, at = [*self.given.numbers(), self.own_fd][0], 0
         assert fd >= 0

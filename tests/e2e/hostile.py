@@ -13,7 +13,7 @@ import msgpack
 from hegmd.protocol.frames import frame
 from hegmd.protocol.messages import REQUESTS
 
-HELLO = frame(msgpack.packb({"v": 1, "id": 1, "op": "hello", "args": {"versions": [1], "name": "hostile"}}))
+HELLO = frame(msgpack.packb({"v": 1, "id": 1, "op": "hello", "args": {"versions": [2], "name": "hostile"}}))
 _STRANGE: tuple[object, ...] = (
     None,
     True,
@@ -64,7 +64,7 @@ class Hostile:
         """A frame that the daemon has to answer with an error or a reply, and go on."""
         r = self._random
         self._next_id += 1
-        envelope = {"v": 1, "id": self._next_id, "op": r.choice(_OPS), "args": {}}
+        envelope = {"v": 2, "id": self._next_id, "op": r.choice(_OPS), "args": {}}
         match r.randrange(5):
             case 0:
                 envelope["op"] = r.choice((*_STRANGE, "no.such", "x" * 2000))
@@ -97,4 +97,4 @@ class Hostile:
             case 4:
                 return self._gentle()[: r.randrange(1, 20)]
             case _:
-                return frame(msgpack.packb({"v": 1, "id": r.choice(_STRANGE), "op": "ping", "fds": r.choice(_STRANGE)}))
+                return frame(msgpack.packb({"v": 2, "id": r.choice(_STRANGE), "op": "ping", "fds": r.choice(_STRANGE)}))

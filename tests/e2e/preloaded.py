@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 recorded = import_module("recorded")  # which is beside this file
 REFUSED_STATUS = 97
 # Nobody waits longer for a script that hangs; on a machine with others to do, one may take minutes.
-LONGEST_S = 300
+MAX_S = 300
 _STEADY = np.float64(0)  # NumPy is imported: scripts of their own import it too
 
 
@@ -73,7 +73,7 @@ def run(wanted: dict) -> None:
     # Its own, and not those of this Python, whom the agent cannot find any more when it has them write what they hold.
     sys.stdout = os.fdopen(1, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, closefd=False)
     sys.stderr = os.fdopen(2, "w", encoding=sys.stderr.encoding, errors=sys.stderr.errors, buffering=1, closefd=False)
-    signal.alarm(LONGEST_S)
+    signal.alarm(MAX_S)
     os.environ.update(wanted["environment"])
     os.chdir(wanted["folder"])
     recorder = begin_record(wanted["record"])

@@ -94,23 +94,23 @@ class Attended:
     def move(self, *, at: int | None = None) -> tuple[AgentReport, AgentReport]:
         """A whole move: park, survey, out, back, release and verify. What parked and what went out is returned."""
         parked = self.done("park", at=at, limit_s=PATIENCE_S)
-        with self.evacuated() as out:
+        with self.offloaded() as out:
             pass
         self.done("release", limit_s=PATIENCE_S)
         return parked, out
 
     @contextmanager
-    def evacuated(self) -> Iterator[AgentReport]:
+    def offloaded(self) -> Iterator[AgentReport]:
         """The parked process with its bytes out, and back after it."""
         survey = self.done("survey")
         assert survey.size_bytes is not None
         fd = os.memfd_create("pool", os.MFD_CLOEXEC)
         try:
             os.truncate(fd, survey.size_bytes)
-            out = self.done("evacuate", fd)
+            out = self.done("offload", fd)
             yield out
             if out.storages:
-                self.done("refill", fd)
+                self.done("reload", fd)
         finally:
             os.close(fd)
 
@@ -147,7 +147,7 @@ def _welcome() -> Welcome:
     me = Caller(uid=os.getuid(), gid=os.getgid(), pid=os.getpid(), may_act_on_all=False)
     limits = Limits(frame_bytes=1 << 20, requests_in_flight=64)
     return Welcome(
-        version=1, daemon_version="test", node="here", simulated=True, capabilities=(), limits=limits, you=me
+        version=2, daemon_version="test", node="here", simulated=True, capabilities=(), limits=limits, you=me
     )
 
 

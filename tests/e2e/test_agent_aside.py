@@ -26,7 +26,7 @@ def test_it_is_taken_over_by_a_daemon_at_another_socket_and_trains_on_as_if_noth
                 token = agent.said.token if agent.said else ""
                 agent.done("park", limit_s=30.0)
                 os.truncate(pool, agent.done("survey").size_bytes or 0)
-                out = agent.done("evacuate", pool)
+                out = agent.done("offload", pool)
                 agent.done("aside", path=str(place), limit_s=600.0)
                 with pytest.raises(Gone):
                     agent.order("survey")
@@ -39,7 +39,7 @@ def test_it_is_taken_over_by_a_daemon_at_another_socket_and_trains_on_as_if_noth
                 assert (back.said.token, back.said.parked, back.said.entrusted) == (token, True, True)
                 assert back.said.held_bytes == out.size_bytes
                 assert not back.said.revived
-                back.done("refill", pool)
+                back.done("reload", pool)
                 back.done("release", limit_s=30.0)
                 status, output, errors = training.result()
     finally:

@@ -34,7 +34,7 @@ def _out(agent: Attended, fd: int) -> int:
     survey = agent.done("survey")
     assert survey.size_bytes is not None
     os.truncate(fd, survey.size_bytes)
-    size_bytes = agent.done("evacuate", fd).size_bytes
+    size_bytes = agent.done("offload", fd).size_bytes
     assert size_bytes is not None
     return size_bytes
 
@@ -56,7 +56,7 @@ def test_real_memory_falls_by_what_goes_out_and_comes_back(socket_path: Path, po
         size_bytes = _out(agent, pool)
         assert size_bytes >= 2 * 4 * 24 * MIB  # weights and their gradient
         assert before_bytes - process.memory_info().rss > 0.95 * size_bytes
-        agent.done("refill", pool)
+        agent.done("reload", pool)
         assert before_bytes - process.memory_info().rss < 0.05 * size_bytes
         agent.done("release", limit_s=20)
 
@@ -75,12 +75,12 @@ def test_a_withdrawn_park_and_orders_out_of_turn_are_refused_in_words(socket_pat
     with ScriptedDaemon(socket_path) as daemon, Training([SLEEPER], socket_path):
         agent = daemon.attended()
         for do, word in (
-            ("evacuate", "not parked"),
+            ("offload", "not parked"),
             ("release", "not parked"),
-            ("refill", "nothing"),
+            ("reload", "nothing"),
             ("fly", "no order"),
         ):
-            refused = agent.order(do, pool if do == "evacuate" else None)
+            refused = agent.order(do, pool if do == "offload" else None)
             assert refused.result == "failed"
             assert word in refused.message
         parking = agent.send("park", at=10_000_000)
@@ -89,21 +89,21 @@ def test_a_withdrawn_park_and_orders_out_of_turn_are_refused_in_words(socket_pat
         agent.move()
         agent.done("park", limit_s=20)
         os.truncate(pool, 4096)
-        small = agent.done("evacuate", pool)  # what has no room stays where it is
+        small = agent.done("offload", pool)  # what has no room stays where it is
         assert small.storages == 0
         assert "no room" in " ".join(left.why for left in small.left_alone)
-        assert "nothing" in agent.order("refill", pool).message
+        assert "nothing" in agent.order("reload", pool).message
         agent.done("release", limit_s=20)
 
 
 def test_a_process_with_nothing_to_put_out_stayed_parked_for_ever(socket_path: Path, pool: int) -> None:
-    """Nothing was out of it, so it was not refilled; and it was not released, because it had been evacuated."""
+    """Nothing was out of it, so it was not reloaded; and it was not released, because it had been offloaded."""
     with ScriptedDaemon(socket_path) as daemon, Training([BY_HAND], socket_path) as training:
         agent = daemon.attended()
         agent.done("park", limit_s=20)
         os.truncate(pool, MIB)
-        assert agent.done("evacuate", pool).storages == 0
-        assert "nothing" in agent.order("refill", pool).message
+        assert agent.done("offload", pool).storages == 0
+        assert "nothing" in agent.order("reload", pool).message
         agent.done("release", limit_s=20)
         assert training.result()[1] == undisturbed([BY_HAND])
 
@@ -122,7 +122,7 @@ def test_an_upgrade_under_a_running_agent_gave_it_half_of_another_version(
         agent = daemon.attended()
         shutil.rmtree(package)
         assert _out(agent, pool) > 0
-        agent.done("refill", pool)
+        agent.done("reload", pool)
         agent.done("release", limit_s=20)
         status, output, errors = training.result()
     assert (status, errors) == (0, "")
@@ -135,10 +135,10 @@ def test_other_bytes_are_not_taken_for_its_own(socket_path: Path, pool: int) -> 
         _out(agent, pool)
         other = os.memfd_create("other", os.MFD_CLOEXEC)
         os.truncate(other, os.fstat(pool).st_size)
-        refused = agent.order("refill", other)
+        refused = agent.order("reload", other)
         os.close(other)
         assert "does not hold" in refused.message
-        agent.done("refill", pool)
+        agent.done("reload", pool)
         agent.done("release", limit_s=20)
 
 
@@ -153,7 +153,7 @@ def test_parked_it_outlives_its_daemon_and_says_so_to_the_next(socket_path: Path
             again = second.attended()
             assert again.said is not None
             assert (again.said.token, again.said.parked, again.said.held_bytes) == (token, True, size_bytes)
-            again.done("refill", pool)
+            again.done("reload", pool)
             again.done("release", limit_s=20)
             status, output, errors = training.result()
     assert (status, errors) == (0, "")
@@ -180,7 +180,7 @@ def test_told_to_rest_it_stays_however_long_no_daemon_is_there(socket_path: Path
             again = second.attended()
             assert again.said is not None
             assert (again.said.parked, again.said.held_bytes, again.said.entrusted) == (True, size_bytes, False)
-            again.done("refill", pool)
+            again.done("reload", pool)
             again.done("release", limit_s=20)
             status, output, errors = training.result()
     assert (status, errors) == (0, "")
@@ -202,11 +202,11 @@ def test_what_it_has_entrusted_it_holds_no_descriptor_of_and_takes_from_another(
         assert not has_descriptor()
         agent.done("entrust")
         assert agent.done("survey").held_bytes == size_bytes
-        assert "with hegmd alone" in agent.order("refill").message
+        assert "with hegmd alone" in agent.order("reload").message
         elsewhere = os.memfd_create("elsewhere", os.MFD_CLOEXEC)
         whole_bytes = os.fstat(pool).st_size
         os.pwrite(elsewhere, os.pread(pool, whole_bytes, 0), 0)
-        agent.done("refill", elsewhere)
+        agent.done("reload", elsewhere)
         os.close(elsewhere)
         agent.done("release", limit_s=20)
         status, output, errors = training.result()
@@ -223,7 +223,7 @@ def test_a_signal_waits_for_bytes_that_are_with_the_daemon_alone(socket_path: Pa
         training.process.send_signal(signal.SIGINT)
         assert agent.done("survey").parked
         assert training.process.poll() is None
-        agent.done("refill", pool)
+        agent.done("reload", pool)
         with contextlib.suppress(Gone):  # with its bytes it may end at once
             agent.send("release", limit_s=20)
             agent.wait_until_gone()
@@ -250,7 +250,7 @@ def test_a_dead_agents_thread_let_the_job_train_with_empty_storages(socket_path:
         again = daemon.attended()
         assert again.said is not None
         assert (again.said.parked, again.said.held_bytes) == (True, size_bytes)
-        again.done("refill", pool)
+        again.done("reload", pool)
         again.done("release", limit_s=20)
         status, output, errors = training.result()
     assert (status, errors) == (0, "")

@@ -28,6 +28,6 @@ def test_a_helper_that_is_killed_between_two_pieces_of_room_leaves_none_of_them_
         with gate.open("w"):
             helper_of(node).kill()
             node.cuda.mend()
-        assert at_rest(node).phase in {"done", "undone"}
+        assert at_rest(node).phase in {"done", "rolled-back"}
         watched.is_whole()
         only_its_own(node, watched)

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.e2e]
 OPEN = "cuIpcOpenMemHandle_v2"
 # Three pieces are opened on the way out, and three on the way in: where the helper is when it is interrupted.
 STAGES = {
-    "arming": "cuDevicePrimaryCtxRetain",
+    "reserving": "cuDevicePrimaryCtxRetain",
     "copying out": f"{OPEN}",
     "checkpoint": "step:checkpoint",
     "restore": "step:restore",
@@ -106,7 +106,7 @@ def _planned(connection: Connection, pid: int) -> told.Plan:
         product(STAGES, ("peer", "host")),
         [
             *product(("copying out", "copying in"), ("peer", "host")),
-            *(("arming", "peer"), ("checkpoint", "host"), ("restore", "peer")),  # before the bytes move, and after
+            *(("reserving", "peer"), ("checkpoint", "host"), ("restore", "peer")),  # before the bytes move, and after
         ],
     ),
 )
@@ -129,7 +129,7 @@ def _interrupted(node: DrivenNode, tmp_path: Path, stage: str, carrier: str, int
             interrupt()
             node.cuda.mend()
         ended = at_rest(node)
-        assert (ended.phase in {"done", "undone"}, ended.processes[0].state) == (True, "running")
+        assert (ended.phase in {"done", "rolled-back"}, ended.processes[0].state) == (True, "running")
         if "copying" in stage:
             assert (ended.phase, ended.failure) == ("done", None), "the copy was not made again by the next helper"
         watched.is_whole()
@@ -242,7 +242,7 @@ def test_a_job_whose_storages_have_no_room_says_so_and_comes_back_when_there_is_
             assert watched.program.tell("seen").split().count("release") == 0
         node.cuda.mend()
         ended = at_rest(node)
-        assert (ended.phase, ended.processes[0].gpu, ended.processes[0].state) == ("undone", "gpu1", "running")
+        assert (ended.phase, ended.processes[0].gpu, ended.processes[0].state) == ("rolled-back", "gpu1", "running")
         watched.is_whole()
         only_its_own(node, watched)
 
@@ -287,7 +287,7 @@ def test_a_job_whose_way_back_was_taken_while_its_storages_were_free_waits_with_
             assert any("has no room" in one.waits.why for one in told_of if one.waits is not None)
             assert watched.program.tell("seen").split().count("release") == 0
         ended = at_rest(node)
-        assert (ended.phase, ended.processes[0].gpu, ended.processes[0].state) == ("undone", "gpu0", "running")
+        assert (ended.phase, ended.processes[0].gpu, ended.processes[0].state) == ("rolled-back", "gpu0", "running")
         watched.is_whole()
         only_its_own(node, watched)
 
@@ -296,7 +296,7 @@ def _waiting(connection: Connection) -> told.Wait:
     """What the newest operation waits for, once it waits for room."""
     for _ in range(LOOKS):
         newest = connection.call(Operations(), OperationsReply).operations[-1]
-        assert newest.phase not in {"done", "undone", "suspended"}
+        assert newest.phase not in {"done", "rolled-back", "suspended"}
         if newest.waits is not None and "room" in newest.waits.why:
             return newest.waits
         pause()

@@ -90,7 +90,7 @@ def test_no_kill_around_an_image_leaves_half_of_one_or_half_a_job(socket_dir: Pa
         tally = ImageCampaign(node, say=print).run([*few_image_cells(SEED, 4), *TELLING_OF_IMAGES])
     assert tally.rounds == 7, tally
     assert (tally.kills[DAEMON], tally.kills[CLIENT]) == (3, 1), tally  # the others may be over before they are seen
-    assert tally.ends["checkpoint undone"] > 0, tally
+    assert tally.ends["checkpoint rolled-back"] > 0, tally
     assert tally.ends["checkpoint done, restored"] > 0, tally
     assert tally.ended_jobs <= 1, tally
 

@@ -206,7 +206,7 @@ def test_on_a_disk_that_fills_up_the_job_goes_on_and_nothing_is_left(
                 subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
                 halts.go()
                 assert client.wait(ENDS_WITHIN_S) != 0
-            assert job.operation("op", "1", status=None)["phase"] == "undone"
+            assert job.operation("op", "1", status=None)["phase"] == "rolled-back"
             assert os.listdir(disk) == []
             assert job.output() == expected
     finally:
@@ -290,7 +290,7 @@ def test_a_job_that_was_to_go_on_stood_while_its_image_was_written(
             client.wait(ENDS_WITHIN_S)
         halted.start()
         op = job.operation("op", "1", "--follow", status=None)
-        assert (op["phase"], image.is_dir()) == (("done", True) if when == WHOLE else ("undone", False))
+        assert (op["phase"], image.is_dir()) == (("done", True) if when == WHOLE else ("rolled-back", False))
         assert [name for name in os.listdir(tmp_path) if "hegm-new" in name] == []
         assert 'hegmd_pool_bytes{what="memory"} 0\n' in _metrics(job)
         assert job.output() == expected
@@ -344,7 +344,7 @@ def test_an_image_that_cannot_be_written_any_more_is_removed_and_told_of_while_i
                     halts.go()
                     assert client.wait(ENDS_WITHIN_S) != 0
                 op = job.operation("op", str(number), status=None)
-                assert (op["phase"], op["processes"][0]["state"]) == ("undone", "running")
+                assert (op["phase"], op["processes"][0]["state"]) == ("rolled-back", "running")
                 assert f"the image in {disk}/image was not written, and is removed" in op["failure"]["message"]
                 assert why in op["failure"]["message"]
                 assert [name for name in os.listdir(disk) if "image" in name] == []
@@ -376,7 +376,7 @@ def test_a_daemon_killed_within_a_restore_leaves_a_job_or_only_the_image(
         daemon.start()
         began = "2" in {op["id"] for op in job.command("ops")["operations"]}
         assert began == (job.pid in population_of([job.pid]).start_ticks)
-        assert job.command("adopt")["strays"] == []
+        assert job.command("adopt")["orphans"] == []
         if not began:
             job.operation("restore", str(image))
         else:

@@ -189,7 +189,7 @@ def test_an_agent_is_shown_while_it_is_connected(daemon: RunningDaemon) -> None:
         with socket.socket(socket.AF_UNIX) as agent:
             agent.connect(path)
             protocol = ClientConnection()
-            _, hello = protocol.request(Hello(versions=(1,), name="test-agent", program_version="7", role="agent"))
+            _, hello = protocol.request(Hello(versions=(2,), name="test-agent", program_version="7", role="agent"))
             agent.sendall(hello)
             protocol.feed(agent.recv(65_536))
             assert isinstance(protocol.next_event(), Answer)

@@ -59,7 +59,7 @@ def test_a_process_without_an_agent_is_moved_suspended_and_resumed(node: DrivenN
         moved = connection.migrate(watched.pid, "gpu1").operation
         assert moved is not None
         assert (moved.phase, moved.failure, moved.processes[0].gpu) == ("done", None, "gpu1")
-        assert moved.blackout_s is not None
+        assert moved.downtime_s is not None
         watched.is_whole()
         assert list(node.vram(watched.pid)) == ["gpu1"]
         only_its_own(node, watched)
@@ -114,7 +114,7 @@ def _interrupted(
             node.daemon.stop()
             node.daemon.start()
         ended = at_rest(node)
-        assert (ended.phase in {"done", "undone"}, ended.processes[0].state) == (True, "running")
+        assert (ended.phase in {"done", "rolled-back"}, ended.processes[0].state) == (True, "running")
         watched.is_whole()
         only_its_own(node, watched)
 
@@ -135,7 +135,7 @@ def test_a_move_that_is_cancelled_before_it_is_off_its_gpu_has_not_happened(
             connection.call(CancelOperation(id=op.id), OperationReply)
             node.cuda.mend()
         ended = at_rest(node)
-        assert (ended.phase, ended.processes[0].gpu) == ("undone", "gpu0")
+        assert (ended.phase, ended.processes[0].gpu) == ("rolled-back", "gpu0")
         watched.is_whole()
         only_its_own(node, watched)
 
@@ -146,7 +146,7 @@ def test_kernels_that_do_not_end_are_waited_for_and_then_left_alone(node: Driven
         node.cuda.order(f"error {LOCK} 600")
         moved = connection.migrate(watched.pid, "gpu1").operation
         assert moved is not None
-        assert moved.phase == "undone"
+        assert moved.phase == "rolled-back"
         assert moved.failure is not None
         assert "did not come to an end" in moved.failure.message
         watched.is_whole()
@@ -167,7 +167,7 @@ def test_a_process_that_has_grown_since_it_was_planned_for_takes_more_room_or_st
             assert program.tell("alloc 600") == "allocated"
             node.cuda.mend()
         ended = at_rest(node)
-        assert ended.phase == "undone"
+        assert ended.phase == "rolled-back"
         assert ended.failure is not None
         assert "no room" in ended.failure.message
         watched.steps += 1
@@ -239,7 +239,7 @@ def test_one_that_is_stopped_in_its_checkpoint_is_told_of_within_seconds_and_com
         assert f"kill -CONT {watched.pid}" in _next_step(connection)
         os.kill(watched.pid, signal.SIGCONT)
         ended = at_rest(node)
-        assert (ended.phase in {"done", "undone"}, ended.processes[0].state) == (True, "running")
+        assert (ended.phase in {"done", "rolled-back"}, ended.processes[0].state) == (True, "running")
         assert helper_of(node).pid == helper
         watched.is_whole()
         only_its_own(node, watched)
@@ -262,7 +262,7 @@ def test_one_that_is_stopped_in_its_restore_was_in_the_log_alone(node: DrivenNod
         assert f"kill -CONT {watched.pid}" in _next_step(connection)
         os.kill(watched.pid, signal.SIGCONT)
         ended = at_rest(node)
-        assert (ended.phase in {"done", "undone"}, ended.processes[0].state) == (True, "running")
+        assert (ended.phase in {"done", "rolled-back"}, ended.processes[0].state) == (True, "running")
         watched.is_whole()
 
 

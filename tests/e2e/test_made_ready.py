@@ -102,7 +102,7 @@ class EvaluatingJob(MovedJob):
     def phase_at_end(self, op_id: str) -> str:
         """How an operation ended, the job being read meanwhile."""
         with connect(str(self._daemon.socket_path)) as hegmd:
-            while (phase := hegmd.story(op_id).operation.phase) not in ("done", "undone", "lost", "suspended"):
+            while (phase := hegmd.story(op_id).operation.phase) not in ("done", "rolled-back", "lost", "suspended"):
                 self._read_on(PACE_MS)
         return phase
 
@@ -121,7 +121,7 @@ def test_it_goes_with_a_cancel_waits_for_its_turn_can_be_done_without_and_is_tra
         assert job.next_to(first) == waiting
         with connect(str(daemon.socket_path)) as hegmd:
             hegmd.cancel(cancelled)
-        assert job.phase_at_end(cancelled) == "undone"
+        assert job.phase_at_end(cancelled) == "rolled-back"
         while job.next_to(first) is not None:
             job._read_on(PACE_MS)
         moved, second = job.asked_to("gpu1", first)

@@ -20,7 +20,7 @@ def run(folder: Path, *words: str, program: str = "moves_run", **more: str) -> s
 
 def test_the_run_moves_jobs_kills_the_daemon_and_goes_on_where_it_was_cut(tmp_path: Path) -> None:
     results = tmp_path / "state"
-    cases = ["migrate-plain-peer", "suspend-plain", "migrate-two", "helper-evacuating", "keeper-refilling-peer"]
+    cases = ["migrate-plain-peer", "suspend-plain", "migrate-two", "helper-offloading", "keeper-reloading-peer"]
     first = run(tmp_path / "first", "--state", str(results), *cases[:2])
     assert first.returncode == 0, first.stdout + first.stderr
     second = run(tmp_path / "second", "--state", str(results), *cases)

@@ -128,7 +128,7 @@ def test_moves_and_suspensions_change_no_loss(daemon: RunningDaemon, loader_work
             gpu = 1 - gpu
             moved = job.operation("migrate", pid, "--to", f"gpu{gpu}")
             assert (moved["phase"], moved["processes"][0]["gpu"]) == ("done", f"gpu{gpu}")
-            assert 0 < moved["blackout_s"] < 30
+            assert 0 < moved["downtime_s"] < 30
             job.steps(seed.randrange(1, 5))
             assert job.operation("suspend", pid)["phase"] == "suspended"
             assert job.operation("resume", pid)["phase"] == "done"
@@ -249,7 +249,7 @@ def test_a_job_without_a_next_batch_is_left_alone_after_the_limit(daemon: Runnin
         job.await_gpu()
         (tmp_path / "stuck.py.stop").touch()
         ended = job.operation("migrate", str(job.process.pid), "--to", "gpu1", "--timeout", "1", status=8)
-        assert ended["phase"] == "undone"
+        assert ended["phase"] == "rolled-back"
         assert "boundary" in ended["failure"]["message"]
         assert job.process.poll() is None
 

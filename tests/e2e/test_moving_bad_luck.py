@@ -172,7 +172,7 @@ def test_a_process_that_becomes_another_program_while_it_is_asked_to_stop_is_let
         tell.write_text("become the training")
         job.read_steps(1)
         ended = _at_its_end(daemon, job, op)
-        assert ended["phase"] == "undone"
+        assert ended["phase"] == "rolled-back"
         assert str(pid) in ended["failure"]["message"]
         assert [line for line in job.steps() if not line.startswith("step first")] == undisturbed_steps(*TRAINING)
 

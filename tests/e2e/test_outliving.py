@@ -67,8 +67,8 @@ def until_attended(job: Job) -> None:
             pause()
 
 
-def strays(job: Job) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = job.command("adopt")[-1]["strays"]
+def orphans(job: Job) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = job.command("adopt")[-1]["orphans"]
     return found
 
 
@@ -133,14 +133,14 @@ def test_a_job_is_adopted_when_the_journal_is_gone(tmp_path: Path, memory: str) 
             daemon.stop(signal.SIGKILL)
             (state_dir / "operations.journal").unlink()
             daemon.start()
-            while len(found := strays(job)) < 2:
+            while len(found := orphans(job)) < 2:
                 pause(COMMAND_MS)
-            assert {stray["kind"] for stray in found} == {"bytes", "process"}
+            assert {orphan["kind"] for orphan in found} == {"bytes", "process"}
             assert job.operation("adopt", pid, "--to", "gpu1")["phase"] == "done"
             is_as_undisturbed(ENDLESS, job.output())
-            for stray in strays(job):
-                job.command("adopt", "--drop", stray["name"], "--yes")
-        assert strays(job) == []
+            for orphan in orphans(job):
+                job.command("adopt", "--drop", orphan["name"], "--yes")
+        assert orphans(job) == []
         assert pieces(state_dir) == []
         assert still_there(keepers(state_dir), 10) == []
 

@@ -204,7 +204,7 @@ def test_a_start_on_a_gpu_that_fails_has_the_training_go_on_on_the_cpu(
     """There is no room to be held for it on the CPU, neither on the way back nor by a daemon that was started since."""
     with SupervisedJob(daemon, tmp_path, gpu="cpu") as job:
         turned = job.ended("migrate", str(job.on_cpu()), "--via", "restart", "--to", "gpu1", "--env", "BROKEN=1")
-        assert (turned["phase"], turned["processes"][0]["gpu"]) == ("undone", "cpu")
+        assert (turned["phase"], turned["processes"][0]["gpu"]) == ("rolled-back", "cpu")
         op_id = job.told_to_leave(job.on_cpu())
         job.waiting()
         daemon.stop(signal.SIGKILL)
@@ -239,7 +239,7 @@ def test_a_start_that_fails_elsewhere_has_the_training_go_on_where_it_was(
         first = job.trains()
         job.read_steps(7)
         turned = job.ended("migrate", str(first), "--via", "restart", "--to", "gpu1", "--env", "BROKEN=1")
-        assert (turned["phase"], turned["processes"][0]["gpu"]) == ("undone", "gpu0")
+        assert (turned["phase"], turned["processes"][0]["gpu"]) == ("rolled-back", "gpu0")
         assert "ended with 5 before its first boundary, started 2 times" in turned["failure"]["message"]
         assert job.steps() == undisturbed
         assert [start[1] for start in job.starts()] == ["gpu0", "gpu1", "gpu1", "gpu0"]
@@ -331,7 +331,7 @@ def test_a_state_that_was_held_could_not_be_given_up(daemon: RunningDaemon, tmp_
         op_id = _held(job, daemon)
         assert _in_memory_bytes(daemon) > 0
         dropped = job.answer("cancel", op_id, "--drop", "--yes")["operation"]
-        assert (dropped["phase"], dropped["failure"]["code"]) == ("undone", "cancelled")
+        assert (dropped["phase"], dropped["failure"]["code"]) == ("rolled-back", "cancelled")
         assert _in_memory_bytes(daemon) == 0
         assert "it is over, and holds no state" in job.refusal("cancel", op_id, "--drop", "--yes")["message"]
 
@@ -364,7 +364,7 @@ def _in_memory_bytes(daemon: RunningDaemon) -> int:
 
 def _followed(job: SupervisedJob, daemon: RunningDaemon, op_id: str) -> dict[str, Any]:
     """How an operation ended, the job being read meanwhile."""
-    return _phase(job, daemon, op_id, "done", "undone", "lost")
+    return _phase(job, daemon, op_id, "done", "rolled-back", "lost")
 
 
 def _phase(job: SupervisedJob, daemon: RunningDaemon, op_id: str, *phases: str) -> dict[str, Any]:

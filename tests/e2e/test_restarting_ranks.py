@@ -95,7 +95,7 @@ def test_two_ranks_are_started_again_twice_and_neither_differs(
         job.read_until_phase(op_id, "restoring")
         daemon.stop(signal.SIGKILL)
         daemon.start()
-        assert job.read_until_phase(op_id, "done", "undone", "suspended") == "done"
+        assert job.read_until_phase(op_id, "done", "rolled-back", "suspended") == "done"
         assert _by_rank(job.steps()) == undisturbed
         assert job.starts() == sorted(
             (rank, *told) for rank in "01" for told in (("gpu0", "-"), ("gpu1", "1"), ("gpu0", "1"))
@@ -112,7 +112,7 @@ def test_a_rank_that_falls_elsewhere_has_all_of_them_go_on_where_they_were(
         first = next(iter(job.places(2)))
         job.read_steps(9)
         turned = job.ended("migrate", str(first), "--via", "restart", "--to", "gpu1", "--env", "FALLS=1")
-        assert turned["phase"] == "undone", turned
+        assert turned["phase"] == "rolled-back", turned
         assert {process["gpu"] for process in turned["processes"]} == {"gpu0"}
         told = _by_rank(job.steps())
         assert set(told["0"]) == set(undisturbed["0"])

@@ -109,7 +109,7 @@ def test_a_move_for_which_descriptors_run_out_is_refused_or_turned_back(daemon: 
                 on_a_gpu(daemon, job.pid)  # what could not be read meanwhile is read again
             assert "Traceback" not in daemon.log_text()
             assert job_moved(hegmd, job.pid) == "done"
-        assert set(ends) <= {"done", "undone", "refused", "unavailable"}, ends
+        assert set(ends) <= {"done", "rolled-back", "refused", "unavailable"}, ends
         assert "done" in ends
         assert set(ends) != {"done"}, "there were always enough"
         lines = job.output()
@@ -228,7 +228,7 @@ def test_a_worker_that_is_stopped_past_the_limit_is_left_alone_and_goes_on(daemo
             assert told.failure is not None
             os.kill(job.pid, signal.SIGCONT)
             ended = hegmd.call(Story(id=begun.operation.id, follow=True), StoryReply).operation
-            assert ended.phase == "undone", ended
+            assert ended.phase == "rolled-back", ended
             job.make_steps(3)
             moved = hegmd.migrate(job.pid, "gpu1").operation
             assert moved is not None

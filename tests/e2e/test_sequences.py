@@ -42,7 +42,7 @@ def test_jobs_change_places_and_leave_a_gpu_and_change_no_loss(daemon: RunningDa
             assert _places(hegmd, one, two) == ["gpu0", "gpu1"]
             swapped = one.command("swap", str(one.process.pid), str(two.process.pid))
             assert [operation["phase"] for operation in swapped[-1]["operations"]] == ["done", "done"]
-            assert {"evacuating", "refilling"} <= {line["phase"] for line in swapped[:-1]}
+            assert {"offloading", "reloading"} <= {line["phase"] for line in swapped[:-1]}
             assert _places(hegmd, one, two) == ["gpu1", "gpu0"]
 
             heard: list[OperationProgress] = []
@@ -75,5 +75,5 @@ async def _suspend_and_resume(socket_path: str, pid: int) -> None:
         assert resumed is not None
         assert (resumed.phase, resumed.failure) == ("done", None)
         story = await hegmd.story(begun.id)
-        assert {"evacuated", "refilled", "verified"} <= {line.event for line in story.story}
+        assert {"offloaded", "reloaded", "verified"} <= {line.event for line in story.story}
         assert begun.id in [operation.id for operation in (await hegmd.operations()).operations]

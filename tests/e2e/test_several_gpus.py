@@ -120,9 +120,9 @@ def test_its_storages_go_by_its_own_copies_and_room_for_them_is_held_on_each_of_
             planned = connection.call(Migrate(pids=(watched.pid,), to="gpu3,gpu2", dry_run=True), OperationReply).plan
             assert planned is not None
             worker = planned.workers[0]
-            assert (worker.carrier, worker.storage_shares_bytes) == ("worker", (64 * MIB, 200 * MIB))
-            rests = dict(zip(("gpu3", "gpu2"), worker.shares_bytes, strict=True))
-            assert planned.room_needed_bytes == {"gpu3": rests["gpu3"] + 64 * MIB, "gpu2": rests["gpu2"] + 200 * MIB}
+            assert (worker.carrier, worker.storage_bytes_by_gpu) == ("worker", (64 * MIB, 200 * MIB))
+            rests = dict(zip(("gpu3", "gpu2"), worker.driver_bytes_by_gpu, strict=True))
+            assert planned.reservation_bytes == {"gpu3": rests["gpu3"] + 64 * MIB, "gpu2": rests["gpu2"] + 200 * MIB}
             migrate(connection, watched.pid, "gpu3,gpu2")
             watched.is_whole()
             assert holds(node, watched.pid) == {"gpu3": FIRST_BYTES, "gpu2": SECOND_BYTES}
@@ -143,7 +143,7 @@ def test_its_storages_go_by_its_own_copies_and_room_for_them_is_held_on_each_of_
         watched.is_whole()
         assert holds(node, watched.pid) == {"gpu0": FIRST_BYTES, "gpu1": SECOND_BYTES}
         seen = program.tell("seen").split()
-        assert (seen.count("evacuate"), seen.count("refill"), seen.count("part")) == (3, 3, 3)
+        assert (seen.count("offload"), seen.count("reload"), seen.count("part")) == (3, 3, 3)
 
 
 def test_a_neighbour_that_takes_all_it_can_gets_none_of_the_room_for_storages_on_several_gpus(
@@ -192,7 +192,7 @@ def test_a_daemon_that_is_killed_in_the_middle_costs_no_job(
         node.daemon.stop()
         node.daemon.start()
         ended = at_rest(node)
-        assert (ended.phase in {"done", "undone"}, ended.processes[0].state) == (True, "running")
+        assert (ended.phase in {"done", "rolled-back"}, ended.processes[0].state) == (True, "running")
         watched.is_whole()
         place = ended.processes[0].gpu
         assert place in {"gpu0,gpu1", "gpu1,gpu0" if to == "gpu1,gpu0" else "gpu0,gpu2"}
@@ -205,7 +205,7 @@ def test_a_move_that_came_to_nothing_leaves_its_gpus_reaching_one_another(node: 
         node.cuda.order("error cuCheckpointProcessLock 600")
         moved = connection.migrate(watched.pid, "gpu2,gpu3").operation
         assert moved is not None
-        assert (moved.phase, moved.processes[0].gpu) == ("undone", "gpu0,gpu1")
+        assert (moved.phase, moved.processes[0].gpu) == ("rolled-back", "gpu0,gpu1")
         watched.is_whole()
         assert program.tell("reach") == "reached 704 704"
 
@@ -216,7 +216,7 @@ def test_an_agent_that_cannot_part_them_keeps_its_job_where_it_is(node: DrivenNo
         program.tell("refuse part")
         moved = connection.migrate(watched.pid, "gpu2,gpu3").operation
         assert moved is not None
-        assert (moved.phase, moved.processes[0].gpu) == ("undone", "gpu0,gpu1")
+        assert (moved.phase, moved.processes[0].gpu) == ("rolled-back", "gpu0,gpu1")
         assert moved.failure is not None
         assert "the test wants it so" in moved.failure.message
         watched.is_whole()

@@ -21,17 +21,17 @@ pytestmark = [
 ]
 
 CELLS = (
-    Cell(MIGRATE, "evacuating", BEGUN, DAEMON),
-    Cell(MIGRATE, "refilling", UNRECORDED, DAEMON),
+    Cell(MIGRATE, "offloading", BEGUN, DAEMON),
+    Cell(MIGRATE, "reloading", UNRECORDED, DAEMON),
     Cell(SUSPEND, "leaving", RECORDED, DAEMON),
     Cell(SUSPEND, "suspended", RECORDED, DAEMON),
     Cell(RESUME, "verifying", RECORDED, DAEMON),
 )
 MORE_CELLS = (
-    Cell(MIGRATE, "arming", UNRECORDED, DAEMON),
+    Cell(MIGRATE, "reserving", UNRECORDED, DAEMON),
     Cell(MIGRATE, "restoring", RECORDED, DAEMON),
-    Cell(SUSPEND, "evacuating", UNRECORDED, DAEMON),
-    Cell(RESUME, "refilling", BEGUN, DAEMON),
+    Cell(SUSPEND, "offloading", UNRECORDED, DAEMON),
+    Cell(RESUME, "reloading", BEGUN, DAEMON),
     Cell(RESUME, "tidying", UNRECORDED, DAEMON),
 )
 

@@ -57,13 +57,13 @@ def test_a_newer_daemon_finishes_what_the_older_one_began(
         with Inside(node, python, script, 42) as migrated:
             moves, _ = trains_at(node, beside=waits)
             older = main_pid(node)
-            halts.set(Trap(moves, "evacuating", UNRECORDED))
+            halts.set(Trap(moves, "offloading", UNRECORDED))
             with node.start("hegmctl", "--json", "migrate", str(moves), "--to", "gpu1"):
                 op = halts.wait(PATIENCE_S)
                 upgrade_within(node, newer_deb, halts)
             assert main_pid(node) not in (0, older)
             assert node.run("hegmctl", "version", "--json").stdout.count(newer) == 2  # of client and daemon
-            assert settled(node, op) in {"done", "undone"}
+            assert settled(node, op) in {"done", "rolled-back"}
             assert "recovered" in [line["event"] for line in asked(node, "op", op, "--story")["story"]]
             assert named_pieces(node) == pieces, "what was suspended lies where it lay"
             assert asked(node, "resume", str(waits), "--to", "gpu1")["operation"]["phase"] == "done"

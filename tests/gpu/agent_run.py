@@ -109,7 +109,7 @@ class Case:
             await self.call("close", lane="case")
         if held is not None:
             held.fds.close()
-        await pool.give(key)
+        await pool.release(key)
 
     async def arm(self, pool: Pool, key: Key, room_bytes: int) -> tuple[Any, Any]:
         """What the carrier needs: held video memory, or memory of the pool, attached to the helper's lane."""
@@ -137,7 +137,7 @@ class Case:
 
     async def out(self, source: str, memory: Any) -> None:
         if self.carrier == "worker":
-            await self.order("evacuate", fd=memory.fd)
+            await self.order("offload", fd=memory.fd)
         elif self.carrier != "driver":
             shown = await self.order("export")
             copied = await self.call(
@@ -153,11 +153,11 @@ class Case:
         await self.call("restore", pid=self.pid, pairs=pairs)
         await self.call("unlock", pid=self.pid)
         if self.carrier == "worker":
-            await self.order("refill", fd=memory.fd)
+            await self.order("reload", fd=memory.fd)
         elif self.carrier != "driver":
-            await self.refill(target)
+            await self.reload(target)
 
-    async def refill(self, target: str) -> None:
+    async def reload(self, target: str) -> None:
         """In rounds, if that was asked for."""
         left: int | None = 1
         while left:

@@ -1,4 +1,4 @@
-"""What is measured beside the moves: arming, what a step costs, the helper alone, and HeGM 0.3.3 on its own path.
+"""What is measured beside the moves: reserving, what a step costs, the helper alone, and HeGM 0.3.3 on its own path.
 
 HeGM's wheel is unpacked and used as its installation would be: `hegm-launcher` starts the training, `hegm-ctrl
 checkpoint` returns when the launcher has its lock file, `hegm-ctrl resume` lets it start the script again. There is no
@@ -61,7 +61,7 @@ def run_arm(ways: Ways, repeat: int) -> None:
         for name, values in took.items():
             middle, least, most = statistics.median(values), min(values), max(values)
             spread = f"{least:.3f} to {most:.3f}, {len(values)} times"
-            ways.record.say(f"arming with {name} there: {middle:.3f} s ({spread})")
+            ways.record.say(f"reserving with {name} there: {middle:.3f} s ({spread})")
 
 
 def run_idle(node: Node, record: Record, repeat: int) -> None:

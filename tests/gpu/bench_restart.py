@@ -241,11 +241,11 @@ def split_of(asked_utc: float, story: Sequence[StoryLine], marks: dict[str, floa
     try:
         ends = [
             told["begin"],
-            told["pool-taken"],
-            told["next-awaited"],
+            told["pool-reserved"],
+            told["successor-awaited"],
             told["parked"],
-            told["evacuated"],
-            told["worker-gone"],
+            told["offloaded"],
+            told["worker-exited"],
             marks["began"],
             marks["imported"],
         ]

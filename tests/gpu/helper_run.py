@@ -30,7 +30,7 @@ import anyio
 import anyio.to_thread
 import pynvml
 
-from hegmd.gpu_helper.copy_client import Place, Route
+from hegmd.gpu_helper.copy_client import CopyClient, Place
 from hegmd.gpu_helper.link import PROGRAM, Link
 from hegmd.memory.video_memory import VideoMemory, piece_sizes
 from tests.gpu.helper_rig import MIB, Node, Owner, Pool, linked
@@ -72,7 +72,13 @@ async def until(fact: Callable[[], bool]) -> None:
 
 
 async def carry(
-    what: str, limit: float, route: Route, gpu: str, direction: str, owner: Owner, places: list[Place] | None = None
+    what: str,
+    limit: float,
+    route: CopyClient,
+    gpu: str,
+    direction: str,
+    owner: Owner,
+    places: list[Place] | None = None,
 ) -> bool:
     """Copy, and print the rate; whether it is near the limit of the link."""
     handles = owner.handles()
@@ -101,7 +107,7 @@ async def step_start(node: Node) -> bool:
             started.append(await timed(link.start()))
             before = [node.used_bytes(gpu) for gpu in range(len(node.uuids))]
             begun = time.monotonic()
-            route = await Route.open(link, "7", node.uuids)
+            route = await CopyClient.open(link, "7", node.uuids)
             armed.append(time.monotonic() - begun)
             costs = [node.used_bytes(gpu) - was for gpu, was in enumerate(before)]
             closed_s = await timed(route.close())
@@ -118,7 +124,7 @@ async def step_hold(node: Node) -> bool:
         await link.start()
         before = node.used_bytes(gpu)
         memory = VideoMemory(link)
-        took_s = await timed(memory.hold("7", node.uuids[gpu], node.size_bytes))
+        took_s = await timed(memory.reserve("7", node.uuids[gpu], node.size_bytes))
         held_bytes = node.used_bytes(gpu) - before
         await kill(link)
         await link.start()
@@ -142,9 +148,9 @@ async def owning(node: Node, gpu: int = 0) -> AsyncIterator[Owner]:
         owner.close()
 
 
-async def through_video(link: Link, memory: VideoMemory, gpus: Sequence[str]) -> Route:
+async def through_video(link: Link, memory: VideoMemory, gpus: Sequence[str]) -> CopyClient:
     """A route on these GPUs with what is held on the last of them."""
-    route = await Route.open(link, "7", gpus)
+    route = await CopyClient.open(link, "7", gpus)
     attach_s = await timed(route.attach_video(gpus[-1], memory.pieces("7", gpus[-1])))
     print(
         f"    peer access {route.peer}; {len(memory.pieces('7', gpus[-1]))} pieces attached in {attach_s * 1e3:.1f} ms"
@@ -160,7 +166,7 @@ async def step_peer(node: Node) -> bool:
     gpus = node.uuids[:2]
     async with owning(node) as owner, linked() as link:
         memory = VideoMemory(link)
-        await memory.hold("7", gpus[1], node.size_bytes)
+        await memory.reserve("7", gpus[1], node.size_bytes)
         route = await through_video(link, memory, gpus)
         fast = [await carry("out", PEER_BYTES_PER_S, route, gpus[0], "out", owner) for _ in range(4)]
         await kill(link)
@@ -179,7 +185,7 @@ async def step_same(node: Node) -> bool:
     gpu = len(node.uuids) - 1
     async with owning(node, gpu) as owner, linked() as link:
         memory = VideoMemory(link)
-        await memory.hold("7", node.uuids[gpu], node.size_bytes)
+        await memory.reserve("7", node.uuids[gpu], node.size_bytes)
         route = await through_video(link, memory, [node.uuids[gpu]])
         await carry("out, same GPU", PEER_BYTES_PER_S, route, node.uuids[gpu], "out", owner)
         owner.come_back_empty()
@@ -195,9 +201,9 @@ def small_places() -> list[Place]:
     return [(index % 20, index // 20 * room_bytes, size_bytes, index * room_bytes) for index in range(1000)]
 
 
-async def through_host(link: Link, lane: str, gpu: str, pool: Pool) -> Route:
+async def through_host(link: Link, lane: str, gpu: str, pool: Pool) -> CopyClient:
     began = time.monotonic()
-    route = await Route.open(link, lane, [gpu], pool.fd, pool.size_bytes)
+    route = await CopyClient.open(link, lane, [gpu], pool.fd, pool.size_bytes)
     attach_s = time.monotonic() - began
     pages = "huge" if pool.huge else "ordinary"
     print(
@@ -247,7 +253,7 @@ async def step_sandbox(node: Node) -> bool:
         async with linked([sys.executable, str(CONFINE), str(UNIT), *PROGRAM]) as link:
             print(f"    {(await link.start())}")
             memory = VideoMemory(link)
-            await memory.hold("7", here, owner.count * owner.size_bytes)
+            await memory.reserve("7", here, owner.count * owner.size_bytes)
             route = await through_video(link, memory, [here])
             await carry("out", PEER_BYTES_PER_S, route, here, "out", owner)
             owner.come_back_empty()

@@ -22,7 +22,7 @@ GIB = 1 << 30
 # The carriers that an operator can ask for; by the driver all video memory goes into the process, and so through CRIU.
 HOST, DRIVER = "host", "driver"
 # Of what dd writes to the same disk at that time: under it something is in the way that is not the disk.
-LEAST_SHARE = 0.8
+MIN_SHARE = 0.8
 # What the daemon logs of images and of CRIU, by the name of the part.
 LOGGED = {
     "dump": re.compile(r"\bCRIU dumped process \d+ in ([\d.]+) ms"),
@@ -33,13 +33,13 @@ LOGGED = {
     "criu": re.compile(r"\bCRIU restored process \d+ in ([\d.]+) ms"),
 }
 # The phases of the operation that are parts of their own, where they belong to the way out or back.
-OUT = ("arming", "counting", "quiescing", "measuring", "evacuating", "checkpointing", "leaving", "settling")
+OUT = ("reserving", "counting", "quiescing", "measuring", "offloading", "checkpointing", "leaving", "settling")
 PHASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "checkpoint": {"suspend": OUT, "end": ("ending",)},
-    "leave-running": {"suspend": OUT, "driver": ("restoring",), "refill": ("refilling",)},
-    "restore": {"driver": ("restoring",), "refill": ("refilling",)},
+    "leave-running": {"suspend": OUT, "driver": ("restoring",), "reload": ("reloading",)},
+    "restore": {"driver": ("restoring",), "reload": ("reloading",)},
 }
-PARTS = ("suspend", "dump", "write", "verify", "end", "check", "read", "criu", "driver", "refill")
+PARTS = ("suspend", "dump", "write", "verify", "end", "check", "read", "criu", "driver", "reload")
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def table(figures: Sequence[Figure]) -> str:
 def beside(figures: Sequence[Figure]) -> str:
     """Ours and the driver with CRIU alone side by side, medians in seconds, and what is aimed at; as Markdown."""
     head = ["GiB", "where", "checkpoint", "by driver and CRIU", "restore", "by driver and CRIU", "stood, left running"]
-    head += [f"written, of dd (≥ {LEAST_SHARE:g})"]
+    head += [f"written, of dd (≥ {MIN_SHARE:g})"]
     lines = ["| " + " | ".join(head) + " |", "|---:|---|" + "---:|" * (len(head) - 2)]
     for size_gib, place in sorted({(one.size_gib, one.place) for one in figures}, key=lambda one: (one[1], one[0])):
         here = [one for one in figures if (one.size_gib, one.place) == (size_gib, place)]
@@ -186,7 +186,7 @@ def beside(figures: Sequence[Figure]) -> str:
 
 def _is_enough(shares: Sequence[float], place: str) -> bool:
     """On a tmpfs dd is one thread that copies, and nothing to be measured by."""
-    return place != "disk" or statistics.median(shares) >= LEAST_SHARE
+    return place != "disk" or statistics.median(shares) >= MIN_SHARE
 
 
 def _times(slow: Sequence[float], fast: Sequence[float]) -> str:

@@ -25,7 +25,7 @@ from typing import Protocol
 from hegmd.memory.keeper import wire
 
 FIRST_PASSED = 3
-MOST_DESCRIPTORS = 253
+MAX_DESCRIPTORS = 253
 READY_WITHIN_S = 30.0
 
 
@@ -89,7 +89,7 @@ class Keeper:
         self._stored.clear()
 
     def _read(self) -> None:
-        room = socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
+        room = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
         while True:
             try:
                 data, ancillary, _, _ = self._socket.recvmsg(4096, room, socket.MSG_CMSG_CLOEXEC)

@@ -37,11 +37,11 @@ ABLE = {
     "driver": ("driver",),
 }
 # Where an operation is interrupted; those between are over within a few milliseconds.
-STAGES = ("evacuating", "checkpointing", "restoring", "refilling", "arming", "quiescing", "verifying")
+STAGES = ("offloading", "checkpointing", "restoring", "reloading", "reserving", "quiescing", "verifying")
 # Those in which bytes are under way, by carrier.
 BUSY = {
-    "host": ("evacuating", "checkpointing", "restoring", "refilling"),
-    "worker": ("evacuating", "refilling"),
+    "host": ("offloading", "checkpointing", "restoring", "reloading"),
+    "worker": ("offloading", "reloading"),
     "driver": ("checkpointing", "restoring"),
 }
 ACTS: dict[str, Act] = {"cancel": cancel, "helper": kill_helper, "daemon": kill_daemon}
@@ -87,8 +87,8 @@ def rest(trial: Trial, kind: str, carrier: str | None = None, *, elsewhere: bool
     resumed = trial.resume(job, to)
     trial.found.carrier = carried
     trial.arrived(job, source if to is None else to, before)
-    if resumed.blackout_s is not None:
-        trial.note(f"{suspended.size_bytes >> 20} MiB, resumed in {resumed.blackout_s * 1e3:.0f} ms")
+    if resumed.downtime_s is not None:
+        trial.note(f"{suspended.size_bytes >> 20} MiB, resumed in {resumed.downtime_s * 1e3:.0f} ms")
     if carrier == "driver" and KINDS[kind].agent:
         trial.jobs.end(kind)
 
@@ -160,7 +160,7 @@ def rest_of_two(trial: Trial) -> None:
     trial.gone(job, before)
     resumed = trial.resume(job)
     trial.arrived(job, (0, 1), before)
-    trial.note(f"{suspended.size_bytes >> 20} MiB, resumed in {(resumed.blackout_s or 0.0) * 1e3:.0f} ms")
+    trial.note(f"{suspended.size_bytes >> 20} MiB, resumed in {(resumed.downtime_s or 0.0) * 1e3:.0f} ms")
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
@@ -242,9 +242,9 @@ def _others() -> Iterator[tuple[str, Case]]:
 def _interruptions_by_others() -> Iterator[tuple[str, Case]]:
     """The same happens to what the other carriers carry, and to suspensions and resumes."""
     for name, act in ACTS.items():
-        for stage in ("evacuating", "checkpointing"):
+        for stage in ("offloading", "checkpointing"):
             yield f"{name}-suspend-{stage}", Case(partial(interrupted_out, stage=stage, act=act))
-        for stage in ("restoring", "refilling"):
+        for stage in ("restoring", "reloading"):
             yield f"{name}-resume-{stage}", Case(partial(interrupted_in, stage=stage, act=act))
     yield "daemon-suspended", Case(partial(interrupted_in, stage="suspended", act=kill_daemon))
     for carrier, stages in BUSY.items():
@@ -257,7 +257,7 @@ def _interruptions_by_others() -> Iterator[tuple[str, Case]]:
 def _kept_by_keeper() -> Iterator[tuple[str, Case]]:
     """The daemon dies with bytes under way where there is no service manager: its own keeper has them."""
     for carrier in ("peer", "host"):
-        for stage in ("evacuating", "checkpointing", "restoring", "refilling"):
+        for stage in ("offloading", "checkpointing", "restoring", "reloading"):
             run = partial(interrupted, stage=stage, act=kill_daemon, carrier=carrier)
             yield f"keeper-{stage}-{carrier}", Case(run, kept_by=KEEPER)
     run = partial(interrupted_in, stage="suspended", act=kill_daemon)

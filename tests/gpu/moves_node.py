@@ -36,8 +36,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 COMMAND_S = 120.0
 # Until two lists of processes, one before and one after, are the same.
-MOST_LOOKS = 50
-LOOK_AGAIN_S = 0.02
+MAX_LOOKS = 50
+POLL_INTERVAL_S = 0.02
 # Some machines have their memory only once it is asked for, so half of what is free at the start would be too little.
 POOL_BYTES = 160 << 30
 # Besides what NVML says that it has, a process costs its GPU a few MiB that no process is said to have.
@@ -47,10 +47,20 @@ MANAGER, KEEPER = "manager", "keeper"
 SHARED_MEMORY = Path("/dev/shm")
 # What a run within another job would have from that.
 OF_A_JOB = ("HEGM_SOCKET", "HEGM_RUN", "HEGM_JOB", "HEGM_GPU")
-OVER = ("suspended", "done", "undone", "lost")
+OVER = ("suspended", "done", "rolled-back", "lost")
 PHASES = (
-    *("planned", "settling", "arming", "counting", "quiescing", "measuring", "evacuating", "checkpointing", "leaving"),
-    *("restoring", "refilling", "releasing", "verifying", "tidying", *OVER),
+    *(
+        "planned",
+        "settling",
+        "reserving",
+        "counting",
+        "quiescing",
+        "measuring",
+        "offloading",
+        "checkpointing",
+        "leaving",
+    ),
+    *("restoring", "reloading", "releasing", "verifying", "tidying", *OVER),
 )
 
 
@@ -88,7 +98,7 @@ class Gpus:
     def account(self) -> Account:
         """Of one moment: a process that ends between two questions would leave memory behind that nobody has."""
         shares = self._shares()
-        for _ in range(MOST_LOOKS):
+        for _ in range(MAX_LOOKS):
             before = shares
             used = [pynvml.nvmlDeviceGetMemoryInfo(handle).used / MIB for handle in self._handles]
             shares = self._shares()
@@ -121,7 +131,7 @@ def until(fact: Callable[[], object], what: str, within_s: float = 20.0) -> None
     while not fact():
         if time.monotonic() > deadline:
             raise WentWrongError(f"{what} did not come to be within {within_s:g} s")
-        pause.wait(LOOK_AGAIN_S)  # NVML and other processes tell nobody when they have changed
+        pause.wait(POLL_INTERVAL_S)  # NVML and other processes tell nobody when they have changed
 
 
 class Node:

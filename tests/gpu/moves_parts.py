@@ -2,7 +2,7 @@
 
 The daemon's log says of each effect, order to the agent, call of the helper, record in the journal and look at the
 driver when it was over and how long it took. Here each moment is given to the innermost of these that was under way:
-`agent free` before `effect evacuate` before the phase. Of those side by side it is the one that was over last, since
+`agent free` before `effect offload` before the phase. Of those side by side it is the one that was over last, since
 the others were not waited for. So what is left with an effect is the daemon's own work in it, and what is left with a
 phase lies between two effects. What an agent says of the parts of an order is told beside it.
 
@@ -26,7 +26,7 @@ _ON_DISK = re.compile(r"^(\S+)\s.*?operation \S+: \S+ after (\S+) is on disk, in
 # Orders and calls end by being answered; what is within an order is told by its name with a dot.
 _PART_OF_ORDER = "."
 #: What took less in all is not told apart.
-LEAST_S = 0.0005
+MIN_S = 0.0005
 AROUND, SMALL = "before and after", "smaller ones"
 
 
@@ -56,8 +56,8 @@ def parts_of(story: StoryReply, log: Iterable[str], pid: int, began_utc: float, 
     for name, ended, took_s in _parts_of_orders(lines, pid):
         if began_utc < ended <= ended_utc:
             spent[name] = spent.get(name, 0.0) + took_s
-    small_s = sum(took_s for name, took_s in spent.items() if took_s < LEAST_S and not is_within_order(name))
-    told = {SMALL: small_s, **{name: took_s for name, took_s in spent.items() if took_s >= LEAST_S}}
+    small_s = sum(took_s for name, took_s in spent.items() if took_s < MIN_S and not is_within_order(name))
+    told = {SMALL: small_s, **{name: took_s for name, took_s in spent.items() if took_s >= MIN_S}}
     return {name: took_s for name, took_s in sorted(told.items(), key=lambda one: -one[1]) if took_s}
 
 

@@ -204,9 +204,9 @@ def _last(node: Node, jobs: Jobs, idle: Account) -> tuple[str, Findings]:
 
 
 def _row(result: Result) -> str:
-    blackout, gap = ("" if result[name] is None else f"{result[name] * 1e3:.0f} ms" for name in ("blackout_s", "gap_s"))
+    downtime, gap = ("" if result[name] is None else f"{result[name] * 1e3:.0f} ms" for name in ("downtime_s", "gap_s"))
     told = "; ".join([*(["WRONG: " + " ".join(result["wrong"].split())] if result["wrong"] else []), *result["notes"]])
-    cells = [result["case"], "FAILED" if result["wrong"] else "ok", result["carrier"], blackout, gap]
+    cells = [result["case"], "FAILED" if result["wrong"] else "ok", result["carrier"], downtime, gap]
     return "| " + " | ".join([*cells, result["account"], f"{result['took_s']:.1f} s", told]) + " |"
 
 

@@ -21,12 +21,12 @@ LINK_BYTES_PER_S = {"peer": 394e9, "host": 55.4e9, "worker": 55.4e9}
 # The columns of the split, and the phases that they are. Copies over the link are within out and in, or beside the
 # driver's checkpoint and restore; the lock is within checkpoint.
 SPLIT = {
-    "arm": ("arming",),
+    "arm": ("reserving",),
     "park": ("counting", "quiescing", "measuring"),
-    "out": ("evacuating",),
+    "out": ("offloading",),
     "checkpoint": ("checkpointing",),
     "restore": ("restoring",),
-    "in": ("refilling",),
+    "in": ("reloading",),
     "release": ("releasing",),
     "verify": ("verifying",),
 }

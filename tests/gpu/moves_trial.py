@@ -24,7 +24,7 @@ class Findings:
     """What a case has seen, for the table."""
 
     carrier: str = ""
-    blackout_s: float | None = None
+    downtime_s: float | None = None
     gap_s: float | None = None
     account: str = ""
     notes: list[str] = field(default_factory=list)
@@ -100,8 +100,8 @@ class Trial:
             self.found.carrier = reply.plan.workers[0].carrier
         if operation.phase != phase:
             raise WentWrongError(f"operation {operation.id} is {operation.phase}: {operation.failure}")
-        if operation.blackout_s is not None:
-            self.found.blackout_s = operation.blackout_s
+        if operation.downtime_s is not None:
+            self.found.downtime_s = operation.downtime_s
         return operation
 
     # -- what has to be so ---------------------------------------------------------------------------------------------
@@ -137,9 +137,9 @@ class Trial:
         if ended.phase == "suspended":
             self.note("resumed by hand")
             self.resume(job)
-        elif ended.phase not in {"done", "undone"}:
+        elif ended.phase not in {"done", "rolled-back"}:
             raise WentWrongError(f"operation {ended.id} ended as {ended.phase}: {ended.failure}")
-        gpu = to if ended.phase == "done" else source if ended.phase == "undone" else job.gpu
+        gpu = to if ended.phase == "done" else source if ended.phase == "rolled-back" else job.gpu
         self.arrived(job, gpu, before)
-        if ended.blackout_s is not None:
-            self.found.blackout_s = ended.blackout_s
+        if ended.downtime_s is not None:
+            self.found.downtime_s = ended.downtime_s

@@ -15,9 +15,9 @@ from tests.gpu.moves_timing import BUDGETS_S, LINK_BYTES_PER_S, Measured, groups
 ESTIMATE_OFF = 0.30
 # Copies use at least this share of their link; below this size the time is for other things.
 LINK_SHARE = 0.95
-LEAST_GIB = 8
+MIN_GIB = 8
 #: As often a figure is taken at least, for its median to be one.
-LEAST_TIMES = 5
+MIN_TIMES = 5
 
 
 def verdicts(measured: Sequence[Measured]) -> list[str]:
@@ -32,7 +32,7 @@ def verdicts(measured: Sequence[Measured]) -> list[str]:
 def _of(key: tuple[int, str, str, str], several: Sequence[Measured]) -> Iterator[tuple[bool, str]]:
     size_gib, action, carrier, _ = key
     took_s = statistics.median([one.took_s for one in several])
-    times = f"{len(several)} times" + ("" if len(several) >= LEAST_TIMES else f", fewer than {LEAST_TIMES}")
+    times = f"{len(several)} times" + ("" if len(several) >= MIN_TIMES else f", fewer than {MIN_TIMES}")
     budget_s = BUDGETS_S.get((size_gib, action, carrier))
     if budget_s is not None:
         largest = "" if took_s <= budget_s else f", of which {_largest(several)}"
@@ -42,7 +42,7 @@ def _of(key: tuple[int, str, str, str], several: Sequence[Measured]) -> Iterator
         off = statistics.median(estimates) / took_s - 1
         yield abs(off) <= ESTIMATE_OFF, f"estimated within {ESTIMATE_OFF:.0%}: off by {off:+.0%} ({times})"
     limit = LINK_BYTES_PER_S.get(carrier)
-    for direction in ("out", "in") if limit and size_gib >= LEAST_GIB and carrier != "worker" else ():
+    for direction in ("out", "in") if limit and size_gib >= MIN_GIB and carrier != "worker" else ():
         rates = [one.rates[direction] for one in several if direction in one.rates]
         if rates and (direction == "out" or carrier != "peer"):  # what comes in by peer crosses no link
             share = statistics.median(rates) / (limit or 1.0)

@@ -109,7 +109,7 @@ class Findings:
     moves: list[str] = field(default_factory=list)
     own_bytes: int = 0
     size_bytes: int = 0
-    blackouts_s: dict[str, list[float]] = field(default_factory=dict)
+    downtimes_s: dict[str, list[float]] = field(default_factory=dict)
     addresses: dict[str, list[float]] = field(default_factory=dict)
     lines: int = 0
     notes: list[str] = field(default_factory=list)
@@ -246,8 +246,8 @@ class Trial:
             planned = reply.plan.workers[0]
             self.found.size_bytes = max(self.found.size_bytes, planned.size_bytes)
             self.found.own_bytes = max(self.found.own_bytes, getattr(planned, "own_bytes", 0))
-        if reply.operation is not None and reply.operation.blackout_s is not None:
-            self.found.blackouts_s.setdefault(what, []).append(round(reply.operation.blackout_s, 3))
+        if reply.operation is not None and reply.operation.downtime_s is not None:
+            self.found.downtimes_s.setdefault(what, []).append(round(reply.operation.downtime_s, 3))
 
     def _see(self, job: Job, carrier: str, before: list[str]) -> None:
         if self.node.gpu_of(job.lines.pid) != job.gpu:
@@ -288,7 +288,7 @@ class Run:
 
 def row_of(result: Result) -> str:
     moves = ", ".join(f"{result['moves'].count(one)} {one}" for one in dict.fromkeys(result["moves"]))
-    stood = ", ".join(f"{what} {median(several):.2f}" for what, several in result["blackouts_s"].items())
+    stood = ", ".join(f"{what} {median(several):.2f}" for what, several in result["downtimes_s"].items())
     same = ", ".join(f"{carrier} {min(several):.0%}" for carrier, several in result["addresses"].items())
     cells = [result["training"], moves, f"{result['size_bytes'] / 2**20:.1f} MiB"]
     cells += [f"{result['own_bytes'] / 2**20:.2f} MiB", stood, same, str(result["lines"])]

@@ -18,7 +18,7 @@ MODULE_LINES = 600
 MODULE_LINES_WITHOUT_REASON = 400
 FUNCTION_LINES = 60
 # Before a test may say that what it waits for hangs.
-LEAST_S = 120
+MIN_S = 120
 LONG_REASON = "Longer than 400 lines because"
 
 # The simulation has an event loop of its own kind, on which time is what it says; anyio has no such thing.
@@ -139,7 +139,7 @@ def impatience(module: Module) -> Iterator[str]:
         if _called(node).rpartition(".")[2] in {"fail_after", "timeout"}:
             given += node.args[:1]
         for limit in given:
-            if isinstance(limit, ast.Constant) and isinstance(limit.value, int | float) and 1 <= limit.value < LEAST_S:
+            if isinstance(limit, ast.Constant) and isinstance(limit.value, int | float) and 1 <= limit.value < MIN_S:
                 yield f"{node.lineno}: {limit.value} s in {_called(node)}() depends on the machine: HANG_S"
 
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from hegmd.errors import HegmError
-from hegmd.migration.contracts import Carrier, Made, Subject
+from hegmd.migration.contracts import Carrier, Made, MigratedProcess
 from tests.kit.contracts import ContractBroken
 
 __all__ = ["check_carrier"]
@@ -23,7 +23,7 @@ Meanwhile = Callable[[Carrier], Awaitable[None]]
 
 async def check_carrier(
     carrier: Carrier,
-    subject: Subject,
+    subject: MigratedProcess,
     *,
     size_bytes: int,
     too_many_bytes: int,
@@ -39,59 +39,61 @@ async def check_carrier(
     """
     carries = size_bytes > 0
     await _check_holding(carrier, subject, size_bytes, too_many_bytes)
-    await carrier.hold(subject, size_bytes + size_bytes // 2)  # it had more when it was counted, before its boundary
+    await carrier.reserve(subject, size_bytes + size_bytes // 2)  # it had more when it was counted, before its boundary
     for _ in range(2):
-        await carrier.arm(subject)
+        await carrier.prepare(subject)
     told: list[int] = []
-    out_bytes = await carrier.take_out(subject, told.append)
+    out_bytes = await carrier.offload(subject, told.append)
     _must(out_bytes == size_bytes, f"{size_bytes} bytes were to be taken out, and {out_bytes} were by its word")
     _must_come_on(told, size_bytes)
     held_bytes = carrier.held_bytes(subject)
     _must(held_bytes >= size_bytes, f"{size_bytes} bytes are out, and {held_bytes} are held")
     for _ in range(2):
-        async with carrier.settling(subject) as passed:
+        async with carrier.overlap_checkpoint(subject) as passed:
             _must(passed.size_bytes <= size_bytes, "no more passes than there is")
-        _must(not carrier.is_passing(subject), "bytes that are out are where they may stay")
+        _must(not carrier.is_staged(subject), "bytes that are out are where they may stay")
     for _ in range(2):
-        await carrier.disarm(subject)
+        await carrier.abandon(subject)
     _must(carrier.held_bytes(subject) == held_bytes, "what is held stays held when nobody is ready to copy")
     if while_out is not None:
         await while_out(carrier)
     for _ in range(2):
         await carrier.fetch(subject, told.append)
-        await carrier.arm(subject)
+        await carrier.prepare(subject)
     for _ in range(2):
-        async with carrier.nearing(subject):
+        async with carrier.overlap_restore(subject):
             _must(carrier.held_bytes(subject) == held_bytes, "what comes nearer is held as it was")
     await _check_return(carrier, subject, size_bytes, made, carries=carries)
     for _ in range(2):
-        await carrier.give(subject)
+        await carrier.release(subject)
         _must(carrier.held_bytes(subject) == 0, "nothing is held when it was given back")
 
 
-async def _check_holding(carrier: Carrier, subject: Subject, size_bytes: int, too_many_bytes: int) -> None:
+async def _check_holding(carrier: Carrier, subject: MigratedProcess, size_bytes: int, too_many_bytes: int) -> None:
     _must(carrier.held_bytes(subject) == 0, "nothing is held at first")
-    await carrier.give(subject)
-    await carrier.disarm(subject)
+    await carrier.release(subject)
+    await carrier.abandon(subject)
     for wanted_bytes in (size_bytes // 2, size_bytes, size_bytes // 2):
-        await carrier.hold(subject, wanted_bytes)
+        await carrier.reserve(subject, wanted_bytes)
         held_bytes = carrier.held_bytes(subject)
         _must(held_bytes >= wanted_bytes, f"{wanted_bytes} bytes were to be held, and {held_bytes} are")
     held_bytes = carrier.held_bytes(subject)
     if size_bytes:
         try:
-            await carrier.hold(subject, too_many_bytes)
+            await carrier.reserve(subject, too_many_bytes)
         except HegmError as error:
             _must(bool(error.hint), "a refusal to hold so much has a hint")
         else:
             raise ContractBroken(f"{too_many_bytes} bytes cannot be held, and it says that they are")
         _must(carrier.held_bytes(subject) == held_bytes, "a refusal leaves what was held")
     for _ in range(2):
-        await carrier.give(subject)
+        await carrier.release(subject)
         _must(carrier.held_bytes(subject) == 0, "nothing is held when it was given back")
 
 
-async def _check_return(carrier: Carrier, subject: Subject, size_bytes: int, made: Makes, *, carries: bool) -> None:
+async def _check_return(
+    carrier: Carrier, subject: MigratedProcess, size_bytes: int, made: Makes, *, carries: bool
+) -> None:
     before, inside = made(), 0
     told: list[int] = []
 
@@ -102,7 +104,7 @@ async def _check_return(carrier: Carrier, subject: Subject, size_bytes: int, mad
         yield lambda: False
         inside += made() - began
 
-    back_bytes = await carrier.put_back(subject, told.append, making)
+    back_bytes = await carrier.reload(subject, told.append, making)
     _must(back_bytes == size_bytes, f"{size_bytes} bytes were to come back, and {back_bytes} did by its word")
     _must_come_on(told, size_bytes)
     count = made() - before

@@ -24,8 +24,8 @@ HEALTH_STATES = frozenset({"ok", "warn", "failed", "unknown"})
 # What a card can be: wide, but a unit mistaken by a factor of 1,000 falls out.
 MEMORY_BYTES = (1 << 20, 1 << 45)
 SLOWEST_LINK_BYTES_PER_S = 50_000_000
-MOST_BYTES_PER_S = 10**14
-MOST_WATTS = 5000.0
+MAX_BYTES_PER_S = 10**14
+MAX_WATTS = 5000.0
 CELSIUS = (-50.0, 150.0)
 CYCLES = 4
 
@@ -205,8 +205,8 @@ def _check_measures(gpu: Gpu) -> None:
     _check_range(gpu.memory_free_bytes, 0, most - (used or 0), f"{gpu.uuid}: memory_free_bytes")
     _check_range(gpu.utilisation_percent, 0.0, 100.0, f"{gpu.uuid}: utilisation_percent")
     _check_range(gpu.temperature_celsius, *CELSIUS, f"{gpu.uuid}: temperature_celsius")
-    _check_range(gpu.power_watts, 0.0, MOST_WATTS, f"{gpu.uuid}: power_watts")
-    _check_range(gpu.power_limit_watts, 1.0, MOST_WATTS, f"{gpu.uuid}: power_limit_watts")
+    _check_range(gpu.power_watts, 0.0, MAX_WATTS, f"{gpu.uuid}: power_watts")
+    _check_range(gpu.power_limit_watts, 1.0, MAX_WATTS, f"{gpu.uuid}: power_limit_watts")
 
 
 def _check_health(gpu: Gpu) -> None:
@@ -227,7 +227,7 @@ def _check_link(gpu: Gpu, link: PeerLink, uuids: list[str]) -> None:
     _must(link.to_uuid in uuids and link.to_uuid != gpu.uuid, f"{where} leads to another GPU of the snapshot")
     _must(link.kind in LINK_KINDS, f"{where} is of the kind {link.kind!r}, not one of {sorted(LINK_KINDS)}")
     _check_range(link.lanes, 1, 1024, f"{where}: lanes")
-    _check_range(link.bytes_per_s, SLOWEST_LINK_BYTES_PER_S, MOST_BYTES_PER_S, f"{where}: bytes_per_s")
+    _check_range(link.bytes_per_s, SLOWEST_LINK_BYTES_PER_S, MAX_BYTES_PER_S, f"{where}: bytes_per_s")
 
 
 def _check_use(use: ProcessUse, snapshot: VendorSnapshot) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from hegmd.errors import HegmError
-from hegmd.migration.contracts import Method, NoRoom, Subject
+from hegmd.migration.contracts import Method, MigratedProcess, OutOfMemory
 from tests.kit.contracts import ContractBroken
 
 
 async def check_method(
-    method: Method, subject: Subject, other_gpu: str, *, total_bytes: int, needs_room: bool = True
+    method: Method, subject: MigratedProcess, other_gpu: str, *, total_bytes: int, needs_room: bool = True
 ) -> None:
     """Take a process off its GPU and back, to the other one and home again, and look at every promise on the way.
 
@@ -25,68 +25,73 @@ async def check_method(
     here = subject.gpu or ""
     await _check_rooms(method, subject, other_gpu, total_bytes)
     for source, target in ((here, other_gpu), (other_gpu, here)):
-        there = replace(subject, gpu=source, goal=target, left=None)
+        there = replace(subject, gpu=source, target_gpu=target, previous_gpu=None)
         off = await _taken_off(method, there)
         if needs_room:
             await _check_no_room(method, off, target)
         await _brought_back(method, off, target)
-        await method.give_room(replace(subject, gpu=target), source)
-        rooms = method.rooms(replace(subject, gpu=target))
+        await method.release(replace(subject, gpu=target), source)
+        rooms = method.reservations(replace(subject, gpu=target))
         _must(set(rooms) == {target}, f"nothing is held on {source} any more, and {dict(rooms)} is")
 
 
-async def _check_rooms(method: Method, subject: Subject, gpu: str, total_bytes: int) -> None:
-    size_bytes = subject.rest_bytes + subject.storage_room_bytes
+async def _check_rooms(method: Method, subject: MigratedProcess, gpu: str, total_bytes: int) -> None:
+    size_bytes = subject.driver_bytes + subject.storage_reservation_bytes
     for _ in range(2):
-        await method.hold_room(subject, gpu, size_bytes)
-        held_bytes = method.rooms(subject).get(gpu, 0)
+        await method.reserve(subject, gpu, size_bytes)
+        held_bytes = method.reservations(subject).get(gpu, 0)
         _must(held_bytes >= size_bytes, f"{size_bytes} bytes of room were asked for and {held_bytes} are held")
-    larger = replace(subject, rest_bytes=total_bytes)
-    await _must_refuse(lambda: method.hold_room(larger, gpu, total_bytes), "more room than a GPU has")
-    _must(method.rooms(subject).get(gpu, 0) >= size_bytes, "a refusal leaves the room that was held")
+    larger = replace(subject, driver_bytes=total_bytes)
+    await _must_refuse(lambda: method.reserve(larger, gpu, total_bytes), "more room than a GPU has")
+    _must(method.reservations(subject).get(gpu, 0) >= size_bytes, "a refusal leaves the room that was held")
     for _ in range(2):
-        await method.give_room(subject, gpu)
-        _must(gpu not in method.rooms(subject), "room that is given back is not held")
+        await method.release(subject, gpu)
+        _must(gpu not in method.reservations(subject), "room that is given back is not held")
 
 
-async def _taken_off(method: Method, subject: Subject) -> Subject:
+async def _taken_off(method: Method, subject: MigratedProcess) -> MigratedProcess:
     """It as it is after that."""
     standing = await method.inspect(subject)
     _must((standing.gpu, standing.busy, standing.failed) == (subject.gpu, False, ""), f"it runs: {standing}")
-    await method.hold_room(subject, subject.goal or "", subject.rest_bytes + subject.storage_room_bytes)
+    await method.reserve(subject, subject.target_gpu or "", subject.driver_bytes + subject.storage_reservation_bytes)
     left = await method.checkpoint(subject)
-    off = replace(subject, gpu=None, left=subject.gpu, rest_bytes=left.rest_bytes or subject.rest_bytes)
+    off = replace(subject, gpu=None, previous_gpu=subject.gpu, driver_bytes=left.driver_bytes or subject.driver_bytes)
     again = await method.checkpoint(replace(off, gpu=subject.gpu))
-    _must(again.room_bytes is None or again.room_bytes >= 0, "a checkpoint of one that is off finds its work done")
+    _must(
+        again.reserved_bytes is None or again.reserved_bytes >= 0, "a checkpoint of one that is off finds its work done"
+    )
     standing = await method.inspect(off)
     _must(standing.gpu is None and not standing.failed, f"it is off its GPU: {standing}")
-    if left.room_bytes:
-        held_bytes = method.rooms(off).get(subject.gpu or "", 0)
-        _must(held_bytes >= left.room_bytes, f"{left.room_bytes} bytes are kept for the way back, not {held_bytes}")
+    if left.reserved_bytes:
+        held_bytes = method.reservations(off).get(subject.gpu or "", 0)
+        _must(
+            held_bytes >= left.reserved_bytes,
+            f"{left.reserved_bytes} bytes are kept for the way back, not {held_bytes}",
+        )
     return off
 
 
-async def _check_no_room(method: Method, off: Subject, gpu: str) -> None:
-    await method.give_room(off, gpu)
+async def _check_no_room(method: Method, off: MigratedProcess, gpu: str) -> None:
+    await method.release(off, gpu)
     try:
         await method.restore(off, gpu)
-    except NoRoom:
+    except OutOfMemory:
         pass
     else:
         raise ContractBroken("a process was brought back where no room was held for it")
     standing = await method.inspect(off)
     _must(standing.gpu is None and not standing.failed, f"a restore that was refused changed something: {standing}")
-    await method.hold_room(off, gpu, off.rest_bytes + off.storage_room_bytes)
+    await method.reserve(off, gpu, off.driver_bytes + off.storage_reservation_bytes)
 
 
-async def _brought_back(method: Method, off: Subject, gpu: str) -> None:
+async def _brought_back(method: Method, off: MigratedProcess, gpu: str) -> None:
     for _ in range(2):
         await method.restore(off, gpu)
     back = replace(off, gpu=gpu)
     standing = await method.inspect(back)
     _must((standing.gpu, standing.busy, standing.failed) == (gpu, False, ""), f"it runs on {gpu}: {standing}")
     for _ in range(2):
-        async with method.making(back):
+        async with method.storage_allocation(back):
             pass
     await method.verify(back)
 

@@ -20,13 +20,13 @@ import anyio.lowlevel
 
 from hegmd.errors import HegmError, Refused
 from hegmd.gpu_helper.link import Answer, DriverFailed, HelperLost
-from hegmd.memory.pool import Keep, Pool
+from hegmd.memory.pool import MemoryKeeping, Pool
 from hegmd.migration.carriers.copying import CopyingCarrier
 from hegmd.migration.carriers.host import HostCarrier
 from hegmd.migration.carriers.peer import PeerCarrier
-from hegmd.migration.contracts import Subject
+from hegmd.migration.contracts import MigratedProcess
 from hegmd.protocol.agents import NO_HANDLE, AgentReport, packed, unpacked_spans
-from hegmd.workers.workers import Worker
+from hegmd.workers.workers import AgentConnection
 
 KIB, MIB = 1 << 10, 1 << 20
 TRIES = 40
@@ -104,12 +104,12 @@ class Memory:
 
     held: dict[str, tuple[str, Piece]] = field(default_factory=dict)
 
-    async def hold(self, who: str, gpu: str, size_bytes: int, *, spare: bool = False) -> None:
+    async def reserve(self, who: str, gpu: str, size_bytes: int, *, spare: bool = False) -> None:
         if spare:
             raise Refused("there is no room beside", "it is not needed")
         if self.of(who).get(gpu, 0) >= size_bytes:
             return
-        await self.give(who, gpu)
+        await self.release(who, gpu)
         fd = os.memfd_create("video", os.MFD_CLOEXEC)
         os.truncate(fd, size_bytes + MIB)
         self.held[who] = gpu, Piece(fd, size_bytes + MIB)
@@ -117,7 +117,7 @@ class Memory:
     async def keep(self, who: str, gpu: str) -> bool:
         return True
 
-    async def give(self, who: str, gpu: str) -> None:
+    async def release(self, who: str, gpu: str) -> None:
         if who in self.held:
             os.close(self.held.pop(who)[1].fd)
 
@@ -217,7 +217,7 @@ class Node:
         self.process = Process(self.random)
         self.helper = Helper(self.process, self.random)
         self.gpus, self.memory = Gpus(), Memory()
-        self.pool = Pool(self.random.choice([3, 64]) * MIB, keep=Keep([], None, None))
+        self.pool = Pool(self.random.choice([3, 64]) * MIB, keep=MemoryKeeping([], None, None))
 
 
 @contextlib.asynccontextmanager
@@ -228,31 +228,33 @@ async def _making() -> AsyncIterator[Callable[[], bool]]:
 async def _live(seed: int, make: Make) -> str:
     node = Node(seed)
     process, carrier = node.process, make(node)
-    agent: Worker = process  # type: ignore[assignment]  # it is a model
-    subject = Subject("1", "1", 1, 1, gpu="gpu0", goal="gpu1", left=None, size_bytes=process.size_bytes, agent=agent)
+    agent: AgentConnection = process  # type: ignore[assignment]  # it is a model
+    subject = MigratedProcess(
+        "1", "1", 1, 1, gpu="gpu0", target_gpu="gpu1", previous_gpu=None, size_bytes=process.size_bytes, agent=agent
+    )
     calm = dict.fromkeys(node.helper.odds, 0.0)
     try:
         for _ in range(TRIES):
             with contextlib.suppress(HegmError):
-                await carrier.hold(subject, process.size_bytes + MIB)
-                await carrier.take_out(subject, lambda _: None)
+                await carrier.reserve(subject, process.size_bytes + MIB)
+                await carrier.offload(subject, lambda _: None)
                 break
             if process.filled != len(process.contents) or not _is_whole(process):
                 return "a take out that failed has changed something"
         else:
             return ""  # it was left where it was
         process.restored = set(process.stays)
-        subject = replace(subject, gpu="gpu1", left="gpu0")
+        subject = replace(subject, gpu="gpu1", previous_gpu="gpu0")
         for turn in range(TRIES):
             if turn == TRIES // 2:
                 node.helper.odds = calm
             with contextlib.suppress(HegmError):
-                await carrier.put_back(subject, lambda _: None, _making)
+                await carrier.reload(subject, lambda _: None, _making)
                 return "" if _is_whole(process) else "it goes on with other bytes than it had"
         return "it stands for good, though nothing is in its way any more"
     finally:
         node.helper.odds = calm
-        await carrier.give(subject)
+        await carrier.release(subject)
         node.helper.end()
         node.pool.close()
 

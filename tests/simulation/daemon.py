@@ -110,7 +110,7 @@ class Daemon:
 
     def post(self, op_id: str, event: Event) -> None:
         """The event is on its way. Requests are never lost: whoever asks waits for the answer."""
-        if self.luck("lose") and not isinstance(event, events.CancelAsked | events.ResumeAsked | events.Begin):
+        if self.luck("lose") and not isinstance(event, events.CancelRequested | events.ResumeRequested | events.Begin):
             self.tell(f"lost: {op_id} {event}")
             return
         self.queue.append((op_id, event))
@@ -133,7 +133,7 @@ class Daemon:
     def begin(self, op: Operation) -> bool:
         """Somebody asks for an operation. False if it was refused, because the journal cannot take it."""
         history = History(op)
-        self.tell(f"{op.id} is asked for: {op.kind} of {[(w.name, w.at, w.goal) for w in op.workers]}")
+        self.tell(f"{op.id} is asked for: {op.kind} of {[(w.name, w.gpu, w.target_gpu) for w in op.workers]}")
         if not self._append(history, records.opening(op, self.now), ahead_bytes=OPERATION_BYTES):
             self.refused.add(op.created_utc)
             return False
@@ -167,7 +167,7 @@ class Daemon:
             self.tell(f"{op_id} {event.tag}: ignored in {before.phase}")
             return
         self.tell(
-            f"{op_id} {event}\n{'':9}{before.phase} -> {after.phase}, {after.heading}; "
+            f"{op_id} {event}\n{'':9}{before.phase} -> {after.phase}, {after.direction}; "
             f"{[(effect.tag, effect.worker) for effect in wanted]}"
         )
         record, _ = records.step(before, event, after, wanted, now=self.now, utc=self.now)
@@ -211,7 +211,7 @@ class Daemon:
         """A suspended job can be resumed; one under way either waits for an effect or has a deadline."""
         if op.phase == "suspended":
             try:
-                self.parts.handle(op, events.ResumeAsked(to={w.name: "gpu0" for w in op.workers}), self.now)
+                self.parts.handle(op, events.ResumeRequested(to={w.name: "gpu0" for w in op.workers}), self.now)
             except Refused as refusal:
                 raise Violation(f"{op.id} is suspended and cannot be resumed: {refusal.message}") from refusal
         elif op.phase not in machine.TERMINAL and op.deadline is None:
@@ -279,10 +279,10 @@ class Daemon:
     def go_on_alone(self, process: Process) -> None:
         """The end of an order that nobody waits for any more."""
         what, process.under_way = process.under_way, None
-        if what == "evacuate":
-            self.node.evacuate(process.name, process.memory_bytes)
-        elif what == "refill":
-            self.node.refill(process.name)
+        if what == "offload":
+            self.node.offload(process.name, process.memory_bytes)
+        elif what == "reload":
+            self.node.reload(process.name)
 
     # ---- the end of a daemon, and the next one -----------------------------------------------------------------------
 
@@ -347,4 +347,4 @@ class Daemon:
 
 def _has(op: Operation, name: str) -> bool:
     worker = op.worker(name)
-    return worker is not None and not worker.gone
+    return worker is not None and not worker.has_exited

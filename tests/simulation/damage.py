@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hegmd.migration.journal import records
 
-SAMPLE = Path(__file__).parents[1] / "unit" / "migration" / "journals" / "v1.journal"
+SAMPLE = Path(__file__).parents[1] / "unit" / "migration" / "journals" / "v2.journal"
 CHUNK = 256
 
 

@@ -21,8 +21,8 @@ from hegmd.migration.machine.operation import Operation
 from hegmd.migration.methods.driver import DriverMethod
 from hegmd.migration.methods.driver_calls import Steps
 from hegmd.migration.methods.gpus import Gpus
-from hegmd.migration.methods.other_processes import Neighbours, Who
-from hegmd.migration.run.executor import Performer
+from hegmd.migration.methods.other_processes import OtherProcesses, Who
+from hegmd.migration.run.executor import EffectExecutor
 from hegmd.protocol.snapshots import Gpu, GpuProcess, GpuUse, Vendor
 from hegmd.workers.workers import Workers
 from tests.simulation.hands import Hands, Running
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 START_TICKS = 7
 
 
-class ModelNeighbours(Neighbours):
+class ModelNeighbours(OtherProcesses):
     """What is on disk is in the node, and is there as soon as it is written."""
 
     def __init__(self, helper: ModelHelper, node: Node) -> None:
@@ -74,7 +74,7 @@ class Means:
     neighbours: type[ModelNeighbours] = ModelNeighbours
     gpus: type[Gpus] = Gpus
     memory: type[ModelMemory] = ModelMemory
-    performer: type[Performer] = Performer
+    performer: type[EffectExecutor] = EffectExecutor
 
 
 @dataclass

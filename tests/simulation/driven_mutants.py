@@ -13,10 +13,10 @@ import anyio
 
 from hegmd.errors import HegmError
 from hegmd.memory.sizes import RESTORE_MARGIN_BYTES
-from hegmd.migration.contracts import Left, Standing, Subject
+from hegmd.migration.contracts import CheckpointResult, MigratedProcess, ProcessState
 from hegmd.migration.methods.driver import DriverMethod
 from hegmd.migration.methods.driver_calls import Steps
-from hegmd.migration.methods.gpus import Gpus, rest_of
+from hegmd.migration.methods.gpus import Gpus, driver_owner
 from hegmd.migration.methods.other_processes import Who
 from hegmd.migration.methods.storage_handover import others_on
 from tests.simulation.driven import Means, ModelNeighbours
@@ -26,11 +26,11 @@ EVERYTHING_BYTES = 1 << 60
 
 class RestoresWithoutHolding(DriverMethod):
     async def _restore_in_room(
-        self, subject: Subject, rooms: Mapping[str, str], needs: Mapping[str, int], pairs: list[list[str]]
+        self, subject: MigratedProcess, rooms: Mapping[str, str], needs: Mapping[str, int], pairs: list[list[str]]
     ) -> str:
-        await self._restore_to_its_end(subject, pairs)
+        await self._restore_shielded(subject, pairs)
         for uuid in rooms.values():
-            await self._memory.give(rest_of(subject), uuid)
+            await self._memory.release(driver_owner(subject), uuid)
         return await self._steps.state(subject)
 
 
@@ -38,55 +38,57 @@ class DoesNotLookOnceMore(DriverMethod):
     """What was held is believed to be free when it has been let go of."""
 
     async def _restore_in_room(
-        self, subject: Subject, rooms: Mapping[str, str], needs: Mapping[str, int], pairs: list[list[str]]
+        self, subject: MigratedProcess, rooms: Mapping[str, str], needs: Mapping[str, int], pairs: list[list[str]]
     ) -> str:
         for uuid in rooms.values():
-            await self._memory.give(rest_of(subject), uuid)
+            await self._memory.release(driver_owner(subject), uuid)
         others = others_on(await self._gpus.seen(), subject, rooms, self._steps.helper_pid)
-        async with self._neighbours.held_still(others):
-            await self._restore_to_its_end(subject, pairs)
+        async with self._neighbours.paused(others):
+            await self._restore_shielded(subject, pairs)
         return await self._steps.state(subject)
 
 
 class MapsTwoGpus(DriverMethod):
-    async def _pairs(self, subject: Subject, to: list[str]) -> list[list[str]]:
+    async def _pairs(self, subject: MigratedProcess, to: list[str]) -> list[list[str]]:
         return [pair for pair in await super()._pairs(subject, to) if pair[0] != pair[1]]
 
 
 class BelievesSuccess(Steps):
-    async def expect(self, subject: Subject, op: str, *wanted: str) -> str:
+    async def expect(self, subject: MigratedProcess, op: str, *wanted: str) -> str:
         return wanted[0]
 
 
 class CountsTheOldFigure(DriverMethod):
     """What it has grown to is known to nobody before it is off."""
 
-    async def checkpoint(self, subject: Subject) -> Left:
-        return await super().checkpoint(dataclasses.replace(subject, rest_bytes=EVERYTHING_BYTES))
+    async def checkpoint(self, subject: MigratedProcess) -> CheckpointResult:
+        return await super().checkpoint(dataclasses.replace(subject, driver_bytes=EVERYTHING_BYTES))
 
 
 class ForgetsTheMargin(DriverMethod):
-    async def _needed(self, subject: Subject) -> list[int]:
+    async def _needed(self, subject: MigratedProcess) -> list[int]:
         return [size_bytes - RESTORE_MARGIN_BYTES for size_bytes in await super()._needed(subject)]
 
-    async def restore(self, subject: Subject, gpu: str) -> None:
-        await super().restore(dataclasses.replace(subject, rest_bytes=subject.rest_bytes - RESTORE_MARGIN_BYTES), gpu)
+    async def restore(self, subject: MigratedProcess, gpu: str) -> None:
+        await super().restore(
+            dataclasses.replace(subject, driver_bytes=subject.driver_bytes - RESTORE_MARGIN_BYTES), gpu
+        )
 
 
 class TakesALostRestoreForOver(Steps):
-    async def until_over(self, subject: Subject) -> None:
+    async def until_over(self, subject: MigratedProcess) -> None:
         return
 
 
 class CountsOnTheRuined(DriverMethod):
-    async def inspect(self, subject: Subject) -> Standing:
+    async def inspect(self, subject: MigratedProcess) -> ProcessState:
         return dataclasses.replace(await super().inspect(subject), failed="")
 
 
 class LeavesTheLocked(Steps):
     """Whoever an earlier daemon has locked is found to run."""
 
-    async def unlock(self, subject: Subject, state: str | None = None) -> None:
+    async def unlock(self, subject: MigratedProcess, state: str | None = None) -> None:
         return
 
 
@@ -97,7 +99,7 @@ class HasNoTurns(Gpus):
 
 class LetsNeighboursGoOn(ModelNeighbours):
     @asynccontextmanager
-    async def held_still(
+    async def paused(
         self, processes: Sequence[Who], *, but_for: Container[Who] = (), restored: Who | None = None
     ) -> AsyncGenerator[Sequence[Who]]:
         yield []
@@ -107,10 +109,10 @@ class CountsOnWhoIsLoose(ModelNeighbours):
     """One that could not be locked is believed to stand."""
 
     @asynccontextmanager
-    async def held_still(
+    async def paused(
         self, processes: Sequence[Who], *, but_for: Container[Who] = (), restored: Who | None = None
     ) -> AsyncGenerator[Sequence[Who]]:
-        async with super().held_still(processes, but_for=but_for, restored=restored):
+        async with super().paused(processes, but_for=but_for, restored=restored):
             yield []
 
 

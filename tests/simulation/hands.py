@@ -21,11 +21,14 @@ from tests.simulation.node import CHECKPOINTED, LOCKED, Process, Violation
 if TYPE_CHECKING:
     from tests.simulation.daemon import Daemon
 
-ORDERS = frozenset(("evacuate", "checkpoint", "restore", "refill"))
+ORDERS = frozenset(("offload", "checkpoint", "restore", "reload"))
 # Those that a stopped worker does not answer, within the limit that is theirs.
 ASKED_OF_AGENTS = frozenset(("survey", "inspect"))
 FAILING = frozenset(
-    "take-room take-pool survey evacuate checkpoint restore refill release verify give-room dump seal scrap end".split()
+    (
+        *("reserve", "reserve-pool", "survey", "offload", "checkpoint", "restore", "reload", "release", "verify"),
+        *("release-reservation", "dump", "seal", "scrap", "end"),
+    )
 )
 
 
@@ -82,7 +85,7 @@ class Hands:
             return False
         if not process.alive:
             daemon.finish(running, None)
-            daemon.post(running.op_id, events.WorkerGone(worker=process.name))
+            daemon.post(running.op_id, events.WorkerExited(worker=process.name))
             return False
         if effect.tag == "inspect":
             running.connection = daemon.inspected[running.op_id, effect.number] = process.connection
@@ -107,7 +110,7 @@ class Hands:
 
     def _fail(self, running: Running, process: Process) -> None:
         effect = running.effect
-        if effect.tag in {"evacuate", "refill"} and self.random.random() < 0.3:
+        if effect.tag in {"offload", "reload"} and self.random.random() < 0.3:
             self._give_up(running, process)
             return
         half_done = effect.in_worker and self.random.random() < 0.5
@@ -174,18 +177,18 @@ class Hands:
         ends: dict[str, Any] = {"effect": effect.number, "worker": effect.worker}
         node, name = self.daemon.node, effect.worker
         match effect.tag:
-            case "take-room":
-                done = node.take_room(name, effect.gpu, effect.size_bytes)
-                return events.RoomTaken(**ends) if done else failure(effect, REFUSED)
-            case "give-room":
-                node.give_room(name, effect.gpu)
-                return events.RoomGiven(**ends)
-            case "take-pool":
-                done = node.take_pool(name, effect.size_bytes)
-                return events.PoolTaken(**ends) if done else failure(effect, REFUSED)
-            case "give-pool":
-                node.give_pool(name)
-                return events.PoolGiven(**ends)
+            case "reserve":
+                done = node.reserve(name, effect.gpu, effect.size_bytes)
+                return events.Reserved(**ends) if done else failure(effect, REFUSED)
+            case "release-reservation":
+                node.release_reservation(name, effect.gpu)
+                return events.ReservationReleased(**ends)
+            case "reserve-pool":
+                done = node.reserve_pool(name, effect.size_bytes)
+                return events.PoolReserved(**ends) if done else failure(effect, REFUSED)
+            case "release-pool":
+                node.release_pool(name)
+                return events.PoolReleased(**ends)
             case "survey":
                 return events.Surveyed(**ends, boundary=process.boundary, size_bytes=process.size_bytes)
             case "park":
@@ -194,9 +197,9 @@ class Hands:
                 node.release(name)
                 self._end_parks(name)
                 return events.Withdrawn(**ends) if effect.tag == "withdraw" else events.Released(**ends)
-            case "evacuate":
-                node.evacuate(name)
-                return events.Evacuated(**ends, size_bytes=process.size_bytes)
+            case "offload":
+                node.offload(name)
+                return events.Offloaded(**ends, size_bytes=process.size_bytes)
             case "checkpoint":
                 return self.checkpoint(effect, process)
             case "restore":
@@ -205,9 +208,9 @@ class Hands:
                 return events.Held(**ends)
             case "dump" | "end" | "seal" | "scrap":
                 return self.hand_over(running, process)
-            case "refill":
-                node.refill(name)
-                return events.Refilled(**ends)
+            case "reload":
+                node.reload(name)
+                return events.Reloaded(**ends)
             case "verify":
                 return events.Verified(**ends, boundary=process.boundary) if process.boundary > effect.beyond else None
         return self.inspect(running.op_id, effect, process)
@@ -239,7 +242,7 @@ class Hands:
                 return failure(effect, REFUSED)
             if any(not node.processes[name].has_bytes and name not in node.pool for name in names):
                 return failure(effect, REFUSED)  # they went with an earlier daemon; the agent has its own
-            handoff = self.daemon.ops[running.op_id].handoff
+            handoff = self.daemon.ops[running.op_id].image
             node.dump(running.op_id, names, goes_on=handoff is not None and handoff.leave_running)
         return events.Dumped(effect=effect.number, worker=effect.worker)
 
@@ -302,8 +305,8 @@ class Hands:
             return failure(effect, BROKEN)
         if source is not None:
             if self.daemon.luck("grab"):
-                node.take_room("quicker", source, node.free(source))
-            node.take_room(process.name, source, process.size_bytes)
+                node.reserve("quicker", source, node.free(source))
+            node.reserve(process.name, source, process.size_bytes)
         return done
 
     def restore(self, effect: Any, process: Process) -> Event:
@@ -345,7 +348,7 @@ class Hands:
             boundary=process.boundary,
             out_bytes=0 if process.has_bytes else process.size_bytes,
             gpu=process.gpu,
-            rooms={gpu: held[process.name] for gpu, held in node.holds.items() if process.name in held},
+            reservations={gpu: held[process.name] for gpu, held in node.holds.items() if process.name in held},
             pool_bytes=node.pool.get(process.name, 0),
             busy=self.is_busy(process),
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.simulation.node import Violation
 
-MOST_TURNS = 1000
+MAX_TURNS = 1000
 
 
 class _Nothing:
@@ -62,7 +62,7 @@ class StillLoop(asyncio.BaseEventLoop):
 
     def end(self) -> None:
         """As a process ends: whatever those who clean up ask for, they are ended too, and whom they wait for."""
-        for _ in range(MOST_TURNS):
+        for _ in range(MAX_TURNS):
             if not self.tasks:
                 break
             for task in asyncio.all_tasks(self):

@@ -202,7 +202,7 @@ class ModelMemory:
     helper: ModelHelper
     daemon: Daemon
 
-    async def hold(self, who: str, gpu: str, size_bytes: int, *, spare: bool = False) -> None:
+    async def reserve(self, who: str, gpu: str, size_bytes: int, *, spare: bool = False) -> None:
         if size_bytes > self.of(who).get(gpu, 0):
             await self.helper.have("hold", lambda: self._hold(who, gpu, size_bytes))
 
@@ -215,7 +215,7 @@ class ModelMemory:
     async def keep(self, who: str, gpu: str) -> bool:
         return True
 
-    async def give(self, who: str, gpu: str) -> None:
+    async def release(self, who: str, gpu: str) -> None:
         if gpu in self.of(who):
             await self.helper.have("give", lambda: self._give(who, gpu), is_own=True)
 

@@ -18,7 +18,7 @@ from hegmd.migration.journal.records import History
 from hegmd.migration.machine import effects, events, machine, next_effects
 from hegmd.migration.machine.effects import Effect
 from hegmd.migration.machine.events import Event
-from hegmd.migration.machine.operation import BACK, Operation, Worker
+from hegmd.migration.machine.operation import BACK, JobProcess, Operation
 from tests.simulation.daemon import Parts
 from tests.simulation.disk import ModelDisk
 from tests.simulation.driven_mutants import MEANS
@@ -28,7 +28,7 @@ from tests.simulation.node import Process
 Result = tuple[Operation, tuple[Effect, ...]]
 
 
-def _all_workers(op: Operation, change: Callable[[Worker], Worker]) -> Operation:
+def _all_workers(op: Operation, change: Callable[[JobProcess], JobProcess]) -> Operation:
     return op.replace(workers=tuple([change(worker) for worker in op.workers]))
 
 
@@ -39,12 +39,17 @@ def _one_worker(op: Operation, name: str, **values: object) -> Operation:
 
 def frees_before_the_next_boundary(op: Operation, event: Event, now: float) -> Result:
     after, wanted = machine.handle(op, event, now)
-    return (_one_worker(after, event.worker, verified=True) if isinstance(event, events.Refilled) else after), wanted
+    return (_one_worker(after, event.worker, verified=True) if isinstance(event, events.Reloaded) else after), wanted
 
 
 def believes_in_room(op: Operation, event: Event, now: float) -> Result:
     """The target is taken for held without having been taken."""
-    sure = _all_workers(op, lambda w: w.replace(rooms={**w.rooms, w.goal: 1000}) if w.goal and not w.gone else w)
+    sure = _all_workers(
+        op,
+        lambda w: (
+            w.replace(reservations={**w.reservations, w.target_gpu: 1000}) if w.target_gpu and not w.has_exited else w
+        ),
+    )
     after, wanted = machine.handle(sure, event, now)
     return (op, ()) if after is sure else (after, wanted)
 
@@ -61,21 +66,23 @@ def trusts_its_memory_after_a_restart(op: Operation, event: Event, now: float) -
     after, wanted = machine.handle(op, event, now)
     if not isinstance(event, events.Recovered):
         return after, wanted
-    certain = _all_workers(after, lambda w: w.replace(unsure=False, recount=False)).replace(pending=())
+    certain = _all_workers(after, lambda w: w.replace(needs_inspection=False, recount_memory=False)).replace(pending=())
     return next_effects.advance(certain, now)
 
 
 def gives_the_way_back_away(op: Operation, event: Event, now: float) -> Result:
     """The room on the old GPU goes as soon as the process has left it."""
     after, wanted = machine.handle(op, event, now)
-    if isinstance(event, events.Checkpointed) and (worker := after.worker(event.worker)) and worker.origin:
-        early = effects.GiveRoom(number=10_000 + after.seq, worker=worker.name, cause=0, gpu=worker.origin)
+    if isinstance(event, events.Checkpointed) and (worker := after.worker(event.worker)) and worker.origin_gpu:
+        early = effects.ReleaseReservation(
+            number=10_000 + after.seq, worker=worker.name, cause=0, gpu=worker.origin_gpu
+        )
         wanted = (*wanted, early)
     return after, wanted
 
 
 def stops_each_rank_where_it_is(op: Operation, event: Event, now: float) -> Result:
-    alone = op.replace(lockstep=False)
+    alone = op.replace(is_distributed=False)
     after, wanted = machine.handle(alone, event, now)
     return (op, ()) if after is alone else (after, wanted)
 
@@ -85,13 +92,13 @@ def is_deaf_to_deadlines(op: Operation, event: Event, now: float) -> Result:
 
 
 def is_deaf_to_deaths(op: Operation, event: Event, now: float) -> Result:
-    return (op, ()) if isinstance(event, events.WorkerGone) else machine.handle(op, event, now)
+    return (op, ()) if isinstance(event, events.WorkerExited) else machine.handle(op, event, now)
 
 
 def forgets_what_is_out_when_it_turns(op: Operation, event: Event, now: float) -> Result:
     after, wanted = machine.handle(op, event, now)
-    if after.heading == BACK != op.heading:
-        after = _all_workers(after, lambda w: w.replace(out=False))
+    if after.direction == BACK != op.direction:
+        after = _all_workers(after, lambda w: w.replace(offloaded=False))
     return after, wanted
 
 
@@ -107,7 +114,7 @@ def does_not_count_again(op: Operation, event: Event, now: float) -> Result:
 def lets_go_one_by_one(op: Operation, event: Event, now: float) -> Result:
     """A rank is released as soon as it has its own bytes."""
     after, wanted = machine.handle(op, event, now)
-    if isinstance(event, events.Refilled):
+    if isinstance(event, events.Reloaded):
         wanted = (*wanted, effects.Release(number=10_000 + after.seq, worker=event.worker, cause=0))
     return after, wanted
 
@@ -220,11 +227,11 @@ class SealsWhatIsNotThere(Hands):
         return super().see_to_written(running)
 
 
-def frees_before_the_refill(op: Operation, event: Event, now: float) -> Result:
+def frees_before_the_reload(op: Operation, event: Event, now: float) -> Result:
     """The pool's memory goes back as soon as the process is on its GPU."""
     after, wanted = machine.handle(op, event, now)
     if isinstance(event, events.Restored):
-        wanted = (effects.GivePool(number=10_000 + after.seq, worker=event.worker, cause=0), *wanted)
+        wanted = (effects.ReleasePool(number=10_000 + after.seq, worker=event.worker, cause=0), *wanted)
     return after, wanted
 
 
@@ -232,7 +239,7 @@ def frees_before_the_image_is_written(op: Operation, event: Event, now: float) -
     """The pool's memory goes back as soon as the job has proved that it has its own."""
     after, wanted = machine.handle(op, event, now)
     if isinstance(event, events.Verified) and after is not op:
-        wanted = (effects.GivePool(number=10_000 + after.seq, worker=event.worker, cause=0), *wanted)
+        wanted = (effects.ReleasePool(number=10_000 + after.seq, worker=event.worker, cause=0), *wanted)
     return after, wanted
 
 
@@ -271,7 +278,7 @@ _FOUND_BY = {
     "looks_while_bytes_are_moving": 81,
 }
 _BROKEN_HANDLES = (
-    frees_before_the_refill,
+    frees_before_the_reload,
     frees_before_the_next_boundary,
     believes_in_room,
     takes_late_endings_for_new_ones,

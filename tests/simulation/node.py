@@ -156,20 +156,20 @@ class Node:
 
     # ---- what the daemon does itself --------------------------------------------------------------------------------
 
-    def take_room(self, name: str, gpu: str, size_bytes: int) -> bool:
+    def reserve(self, name: str, gpu: str, size_bytes: int) -> bool:
         held = self.holds.setdefault(gpu, {})
         if size_bytes - held.get(name, 0) > self.free(gpu):
             return False
         held[name] = max(size_bytes, held.get(name, 0))
         return True
 
-    def give_room(self, name: str, gpu: str) -> None:
+    def release_reservation(self, name: str, gpu: str) -> None:
         process = self.processes[name]
         if process.alive and process.gpu == gpu:
             raise Violation(f"the room of {name} on {gpu} was given away while it is there")
         self.holds.get(gpu, {}).pop(name, None)
 
-    def take_pool(self, name: str, size_bytes: int) -> bool:
+    def reserve_pool(self, name: str, size_bytes: int) -> bool:
         wanted = size_bytes - self.pool.get(name, 0)
         if wanted > self.pool_free:
             return False
@@ -178,7 +178,7 @@ class Node:
             self.pool[name] = size_bytes
         return True
 
-    def give_pool(self, name: str) -> None:
+    def release_pool(self, name: str) -> None:
         process = self.processes[name]
         if process.alive and not process.has_bytes and name in self.pool:
             raise Violation(f"the bytes of {name} were freed while they are nowhere else")
@@ -195,16 +195,16 @@ class Node:
 
     # ---- what is done in a worker -----------------------------------------------------------------------------------
 
-    def evacuate(self, name: str, memory_bytes: int | None = None) -> None:
+    def offload(self, name: str, memory_bytes: int | None = None) -> None:
         """Into the pool, or into memory that came with the order and that the agent has had in hand since."""
         process = self.processes[name]
         memory_bytes = self.pool.get(name, 0) if memory_bytes is None else memory_bytes
         if not process.parked:
-            raise Violation(f"{name} was evacuated while it trains")
+            raise Violation(f"{name} was offloaded while it trains")
         if not process.has_bytes:
             return
         if memory_bytes < process.size_bytes:
-            raise Violation(f"{name} was evacuated to {memory_bytes} bytes, {process.size_bytes} are needed")
+            raise Violation(f"{name} was offloaded to {memory_bytes} bytes, {process.size_bytes} are needed")
         self._must_stand_together(name)
         self.copies[name] = process.step
         if process.restarts:
@@ -219,7 +219,7 @@ class Node:
         if self.lockstep[self.processes[name].job]:
             counts = {p.boundary for p in self.ranks(name) if p.parked and p.has_bytes}
             if len(counts) > 1:
-                raise Violation(f"{name} was evacuated while the ranks stand at {sorted(counts)}")
+                raise Violation(f"{name} was offloaded while the ranks stand at {sorted(counts)}")
 
     def leave(self, name: str) -> None:
         """A GPU that is only imagined is left by saying so; the room there stays held."""
@@ -263,20 +263,20 @@ class Node:
             raise Violation(f"{name} was ended before its image was whole")
         self.die(name)
 
-    def refill(self, name: str) -> None:
+    def reload(self, name: str) -> None:
         process = self.processes[name]
         if process.runs and process.has_bytes:
-            raise Violation(f"{name} was refilled while it trains")
+            raise Violation(f"{name} was reloaded while it trains")
         if process.gpu is None:
-            raise Violation(f"{name} was refilled while it is on no GPU")
+            raise Violation(f"{name} was reloaded while it is on no GPU")
         if process.driver != RUNNING:
-            raise Violation(f"{name} was refilled while the driver has it {process.driver}: it would hang")
+            raise Violation(f"{name} was reloaded while the driver has it {process.driver}: it would hang")
         if process.has_bytes:
             return
         if self.held(name, process.gpu) < process.size_bytes:
-            raise Violation(f"{name} was refilled on {process.gpu} without the room")
+            raise Violation(f"{name} was reloaded on {process.gpu} without the room")
         if self.copies.get(name) != process.step:
-            raise Violation(f"{name} was refilled with the bytes of step {self.copies.get(name)}, not {process.step}")
+            raise Violation(f"{name} was reloaded with the bytes of step {self.copies.get(name)}, not {process.step}")
         self._take_back(process)
 
     def _take_back(self, process: Process) -> None:

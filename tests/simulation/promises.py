@@ -23,7 +23,7 @@ def check(daemon: Daemon) -> None:
         if op.phase in machine.TERMINAL:
             continue
         for worker in op.workers:
-            if not worker.gone and claimed.setdefault(worker.name, op.id) != op.id:
+            if not worker.has_exited and claimed.setdefault(worker.name, op.id) != op.id:
                 raise Violation(f"{worker.name} is in the hands of {claimed[worker.name]} and of {op.id}")
     for stranger in node.strangers.values():
         if stranger.driver != RUNNING and (stranger.pid, START_TICKS) not in node.noted:
@@ -65,7 +65,7 @@ def judge(daemon: Daemon) -> None:
     if node.written:
         raise Violation(f"images that nobody has read back are left: {sorted(node.written)}")
     for op in daemon.ops.values():
-        if op.phase == DONE and op.handoff is not None and op.kind == CHECKPOINT and op.id not in node.images:
+        if op.phase == DONE and op.image is not None and op.kind == CHECKPOINT and op.id not in node.images:
             raise Violation(f"operation {op.id} is done, and its image is not whole")
     pieces = {owner for held in node.holds.values() for owner in held if "." in owner}
     if pieces:
@@ -95,12 +95,14 @@ def _judge_living(daemon: Daemon, process: Process, op_id: str | None) -> None:
     worker = None if op_id is None else daemon.ops[op_id].worker(name)
     if worker is None:
         return
-    if worker.gone:
+    if worker.has_exited:
         raise Violation(f"{name} is alive and {op_id} takes it for gone")
-    if process.gpu not in (worker.goal, worker.at) or worker.goal != worker.at:
-        raise Violation(f"{name} is on {process.gpu}; {op_id} has it on {worker.at} and wants it on {worker.goal}")
+    if process.gpu not in (worker.target_gpu, worker.gpu) or worker.target_gpu != worker.gpu:
+        raise Violation(
+            f"{name} is on {process.gpu}; {op_id} has it on {worker.gpu} and wants it on {worker.target_gpu}"
+        )
     proven = process.proven or not process.has_agent
-    if daemon.ops[op_id or ""].phase == "done" and worker.touched and not proven:
+    if daemon.ops[op_id or ""].phase == "done" and worker.was_offloaded and not proven:
         raise Violation(f"{name} was called done before it had passed a boundary")
 
 

@@ -17,17 +17,17 @@ from hegmd.migration.machine.operation import (
     RESTART,
     SIMULATED,
     SUSPEND,
-    Handoff,
+    ImageRequest,
+    JobProcess,
     Limits,
     Operation,
-    Worker,
 )
 from hegmd.migration.methods.driver import DriverMethod
 from hegmd.protocol.operations import BY_DRIVER
 from tests.simulation.daemon import Daemon
 from tests.simulation.node import Process
 
-IMAGE = Handoff(path="/images/one", uid=1000, gid=1000)
+IMAGE = ImageRequest(path="/images/one", uid=1000, gid=1000)
 LIMITS = Limits(arm_s=20.0, park_s=20.0, move_s=30.0, hand_s=30.0, verify_s=20.0, retry_s=5.0)
 
 
@@ -44,14 +44,14 @@ def ask(daemon: Daemon, random: Random) -> None:
     """Perhaps somebody asks for something."""
     for op in list(daemon.live_ops()):
         if daemon.luck("cancel"):
-            daemon.take(op.id, events.CancelAsked(by="somebody"))
+            daemon.take(op.id, events.CancelRequested(by="somebody"))
         elif op.phase == HOLDING and daemon.luck("resume"):
             _go_on_from(daemon, random, op)
         elif op.phase == "suspended" and daemon.luck("resume"):
-            if random.random() < 0.2 and not daemon.node.alone and all(w.at is None and w.parked for w in op.live):
-                daemon.take(op.id, events.HandAsked(handoff=IMAGE))
+            if random.random() < 0.2 and not daemon.node.alone and all(w.gpu is None and w.is_parked for w in op.live):
+                daemon.take(op.id, events.ImageRequested(handoff=IMAGE))
             else:
-                daemon.take(op.id, events.ResumeAsked(to={w.name: _any_gpu(daemon, random) for w in op.workers}))
+                daemon.take(op.id, events.ResumeRequested(to={w.name: _any_gpu(daemon, random) for w in op.workers}))
     for members in jobs(daemon):
         if any(process.name in daemon.node.unclaimed for process in members):
             if daemon.luck("adopt") and all(process.connected for process in members):
@@ -63,10 +63,10 @@ def ask(daemon: Daemon, random: Random) -> None:
 def _go_on_from(daemon: Daemon, random: Random, op: Operation) -> None:
     """What is held goes on, or becomes a suspension where it stands."""
     if random.random() < 0.5:
-        daemon.take(op.id, events.ResumeAsked(to={}))
+        daemon.take(op.id, events.ResumeRequested(to={}))
         return
     workers = [_worker(daemon.node.processes[worker.name], None) for worker in op.workers]
-    into = _operation(daemon, SUSPEND, workers, lockstep=op.lockstep)
+    into = _operation(daemon, SUSPEND, workers, lockstep=op.is_distributed)
     daemon.take(op.id, events.TakenUp(into=into))
 
 
@@ -107,7 +107,7 @@ def adopt(daemon: Daemon, members: list[Process]) -> None:
     op = adopted(_next_id(daemon), [_standing(daemon, process) for process in standing], utc=float(len(daemon.story)))
     if daemon.begin(op.replace(limits=LIMITS)):
         daemon.node.unclaimed.difference_update(process.name for process in standing)
-        daemon.take(op.id, events.ResumeAsked(to=place(daemon, standing)))
+        daemon.take(op.id, events.ResumeRequested(to=place(daemon, standing)))
 
 
 def _standing(daemon: Daemon, process: Process) -> Standing:
@@ -138,11 +138,13 @@ def place(daemon: Daemon, members: Iterable[Process]) -> dict[str, str]:
 
 
 def resume_what_is_suspended(daemon: Daemon) -> None:
-    """In calm weather: every suspended job is resumed, one after the other, and every stray one is adopted."""
+    """In calm weather: every suspended job is resumed, one after the other, and every orphan one is adopted."""
     for op in list(daemon.live_ops()):
         members = [daemon.node.processes[worker.name] for worker in op.live]
         if op.phase == "suspended" and all(_can_go_on(p) for p in members):
-            daemon.take(op.id, events.ResumeAsked(to={**dict.fromkeys(_names(op), "gpu0"), **place(daemon, members)}))
+            daemon.take(
+                op.id, events.ResumeRequested(to={**dict.fromkeys(_names(op), "gpu0"), **place(daemon, members)})
+            )
             return
     for members in jobs(daemon):
         if any(p.name in daemon.node.unclaimed for p in members) and all(p.connected for p in members):
@@ -163,44 +165,44 @@ def _any_gpu(daemon: Daemon, random: Random) -> str:
     return random.choice(list(daemon.node.capacity))
 
 
-def _worker(process: Process, goal: str | None) -> Worker:
+def _worker(process: Process, goal: str | None) -> JobProcess:
     gpu = process.gpu
     alone = not process.has_agent
-    by_restart = {"method": RESTART, "carrier": BY_STATE, "leaves": True, "run": "run"} if process.restarts else {}
-    worker = Worker(
+    by_restart = {"method": RESTART, "carrier": BY_STATE, "must_exit": True, "run": "run"} if process.restarts else {}
+    worker = JobProcess(
         name=process.name,
         pid=process.pid,
         start_ticks=7,
         token=process.token,
         method=DriverMethod.name if alone else SIMULATED,
         carrier=BY_DRIVER if alone else "worker",
-        origin=gpu,
-        was_on=gpu,
-        goal=goal,
-        at=gpu,
+        origin_gpu=gpu,
+        first_gpu=gpu,
+        target_gpu=goal,
+        gpu=gpu,
         size_bytes=0 if alone else process.size_bytes,
-        rest_bytes=process.size_bytes + RESTORE_MARGIN_BYTES if alone else 0,
-        rooms={} if gpu is None else {gpu: process.size_bytes},
+        driver_bytes=process.size_bytes + RESTORE_MARGIN_BYTES if alone else 0,
+        reservations={} if gpu is None else {gpu: process.size_bytes},
     )
     return worker.replace(**by_restart)
 
 
 def _with_image(op: Operation, *, leave_running: bool) -> Operation:
     """The operation as the plan of a checkpoint makes it."""
-    handoff = Handoff(path="/images/one", uid=1000, gid=1000, leave_running=leave_running)
-    workers = tuple([worker.replace(keeps=worker.at) for worker in op.workers])
-    return op.replace(handoff=handoff, workers=workers)
+    handoff = ImageRequest(path="/images/one", uid=1000, gid=1000, leave_running=leave_running)
+    workers = tuple([worker.replace(kept_gpu=worker.gpu) for worker in op.workers])
+    return op.replace(image=handoff, workers=workers)
 
 
 def _next_id(daemon: Daemon) -> str:
     return str(1 + max((int(op_id) for op_id in daemon.ops), default=0))
 
 
-def _operation(daemon: Daemon, kind: str, workers: list[Worker], *, lockstep: bool) -> Operation:
+def _operation(daemon: Daemon, kind: str, workers: list[JobProcess], *, lockstep: bool) -> Operation:
     return Operation(
         id=_next_id(daemon),
         kind=kind,
-        lockstep=lockstep,
+        is_distributed=lockstep,
         workers=tuple(workers),
         limits=LIMITS,
         created_utc=float(len(daemon.story)),

@@ -16,7 +16,7 @@ from tests.simulation.hands import Hands, Running, failure
 from tests.simulation.node import Node, Process, Violation
 
 if TYPE_CHECKING:
-    from hegmd.migration.machine.operation import Operation, Worker
+    from hegmd.migration.machine.operation import JobProcess, Operation
 
 # A pid is not used twice in a life.
 _NEXT = 1000
@@ -68,10 +68,10 @@ class RestartedHands(Hands):
 
     def is_stale(self, op: Operation, event: Event) -> bool:
         """Of a process whose place another has taken: the runner knows by its agent's name that it is not meant."""
-        if not isinstance(event, events.WorkerGone | events.AgentBack):
+        if not isinstance(event, events.WorkerExited | events.AgentBack):
             return False
         worker = op.worker(event.worker)
-        said = event.why if isinstance(event, events.WorkerGone) else event.token
+        said = event.why if isinstance(event, events.WorkerExited) else event.token
         return worker is not None and said != worker.token
 
     def is_of(self, op: Operation, process: Process) -> bool:
@@ -84,7 +84,7 @@ class RestartedHands(Hands):
         token = process.token
         self.daemon.node.die(process.name)
         process.gpu = None
-        self.daemon.hear(process.name, events.WorkerGone(worker=process.name, why=token, finished=process.finished))
+        self.daemon.hear(process.name, events.WorkerExited(worker=process.name, why=token, finished=process.finished))
 
     def finish(self, process: Process) -> None:
         """It comes to the end of its training: nobody is to go on from any state of it, and its supervisor says so."""
@@ -106,20 +106,25 @@ class RestartedHands(Hands):
             return False
         return super()._reaches(running, process)
 
-    def _tell_gone(self, running: Running, name: str, worker: Worker) -> None:
+    def _tell_gone(self, running: Running, name: str, worker: JobProcess) -> None:
         """It is seen that it is not there; who looks for it sees also whether there is anything of it in the pool."""
-        is_looked_for = running.effect.tag == "inspect" and worker.saved and not worker.verified
+        is_looked_for = running.effect.tag == "inspect" and worker.state_saved and not worker.verified
         stateless = is_looked_for and name not in self.daemon.node.pool
-        self.daemon.post(running.op_id, events.WorkerGone(worker=name, why=worker.token, stateless=stateless))
+        self.daemon.post(running.op_id, events.WorkerExited(worker=name, why=worker.token, stateless=stateless))
 
     def do(self, running: Running, process: Process) -> Event | None:
         worker = self.daemon.ops[running.op_id].worker(process.name)
-        if running.effect.tag == "await-next":  # how it is made ready is the method's own; here it is, or is not
+        if running.effect.tag == "await-successor":  # how it is made ready is the method's own; here it is, or is not
             ready = self.random.random() < READY
-            return events.NextAwaited(effect=running.effect.number, worker=process.name, ready=ready)
-        if running.effect.tag == "give-room" and worker is not None and worker.pid != process.pid and process.alive:
+            return events.SuccessorAwaited(effect=running.effect.number, worker=process.name, ready=ready)
+        if (
+            running.effect.tag == "release-reservation"
+            and worker is not None
+            and worker.pid != process.pid
+            and process.alive
+        ):
             # What is held there is not for the operation any more: a process that it has not heard of took it.
-            return events.RoomGiven(effect=running.effect.number, worker=process.name)
+            return events.ReservationReleased(effect=running.effect.number, worker=process.name)
         return super().do(running, process)
 
     def checkpoint(self, effect: Any, process: Process) -> Event:

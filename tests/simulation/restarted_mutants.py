@@ -25,26 +25,26 @@ def frees_the_state_when_another_process_is_there(op: Operation, event: Event, n
     """Instead of when it has passed a boundary."""
     after, wanted = machine.handle(op, event, now)
     if isinstance(event, events.Restored) and after is not op:
-        wanted = (*wanted, effects.GivePool(number=10_000 + after.seq, worker=event.worker, cause=0))
+        wanted = (*wanted, effects.ReleasePool(number=10_000 + after.seq, worker=event.worker, cause=0))
     return after, wanted
 
 
 def takes_leaving_for_the_end(op: Operation, event: Event, now: float) -> Result:
     """A process that ends is taken for one that nobody is to go on from."""
-    if isinstance(event, events.WorkerGone) and (worker := op.worker(event.worker)):
-        op = op.with_worker(worker.replace(saved=False))
+    if isinstance(event, events.WorkerExited) and (worker := op.worker(event.worker)):
+        op = op.with_worker(worker.replace(state_saved=False))
     return machine.handle(op, event, now)
 
 
 def has_it_leave_before_its_state_is_written(op: Operation, event: Event, now: float) -> Result:
     if isinstance(event, events.Surveyed) and (worker := op.worker(event.worker)):
-        op = op.with_worker(worker.replace(out=worker.parked, saved=worker.parked))
+        op = op.with_worker(worker.replace(offloaded=worker.is_parked, state_saved=worker.is_parked))
     return machine.handle(op, event, now)
 
 
 def waits_for_a_state_that_is_gone(op: Operation, event: Event, now: float) -> Result:
     """What a power cut has taken along is taken for held."""
-    if isinstance(event, events.WorkerGone):
+    if isinstance(event, events.WorkerExited):
         event = event.replace(stateless=False)
     return machine.handle(op, event, now)
 

@@ -201,7 +201,7 @@ def _calm(daemon: Daemon) -> None:
         else:
             _all_go_on(daemon)
         check(daemon)
-    stuck = [(op.id, op.phase, op.heading, op.pending) for op in daemon.live_ops()]
+    stuck = [(op.id, op.phase, op.direction, op.pending) for op in daemon.live_ops()]
     raise Violation(f"it never ends: {stuck}, nobody's: {sorted(daemon.node.unclaimed)}")
 
 

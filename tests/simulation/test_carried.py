@@ -11,7 +11,7 @@ from hegmd.errors import Refused
 from hegmd.migration.carriers.copying import CopyingCarrier
 from hegmd.migration.carriers.host import HostCarrier
 from hegmd.migration.carriers.peer import PeerCarrier
-from hegmd.migration.contracts import Progress, Subject
+from hegmd.migration.contracts import MigratedProcess, Progress
 from tests.simulation.carried import Make, Node, host, live, peer
 
 SEEDS, ENOUGH = 150, 30
@@ -20,7 +20,7 @@ SEEDS, ENOUGH = 150, 30
 class WithoutFallback(PeerCarrier):
     """What the helper cannot open is tried by the helper again, for ever."""
 
-    async def prepare_own_copies(self, subject: Subject, direction: str) -> None:
+    async def prepare_own_copies(self, subject: MigratedProcess, direction: str) -> None:
         raise Refused("the driver lets nobody else open memory of it", "ask with --carrier worker")
 
 
@@ -28,7 +28,7 @@ class Forgetful(HostCarrier):
     """The process is not told to copy what the helper could not."""
 
     async def own_copies(
-        self, subject: Subject, direction: str, spans: list[tuple[int, int, int, int]], on_progress: Progress
+        self, subject: MigratedProcess, direction: str, spans: list[tuple[int, int, int, int]], on_progress: Progress
     ) -> None:
         on_progress(sum(span[2] for span in spans))
 

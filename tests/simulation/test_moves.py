@@ -25,7 +25,7 @@ from tests.wide import quick_first
 # What 3,000 more of them would find, `make bench-chaos` does with its 100,000.
 SEEDS = 1500
 # Restarts have lives of their own, as many as these lack of 2,000: test_restarts.py.
-OF_RESTARTS = {"came-on", "drop-asked", "next-awaited", "training-ended"}
+OF_RESTARTS = {"came-on", "drop-requested", "successor-awaited", "training-ended"}
 CHUNK = 250
 # Of lives that differ by their seeds alone, the quick part has the first few.
 QUICK_SEEDS = 3
@@ -137,7 +137,7 @@ class Point:
     def cancel(self, daemon: Daemon, point: str) -> bool:
         if self.count(daemon, point):
             for op in daemon.live_ops():
-                daemon.queue.insert(0, (op.id, events.CancelAsked(by="somebody")))
+                daemon.queue.insert(0, (op.id, events.CancelRequested(by="somebody")))
         return False
 
 
@@ -152,7 +152,7 @@ def test_the_quiet_lives_have_every_phase_and_come_to_every_point_at_which_a_dae
     lives = [_quiet(seed) for seed in QUIET_SEEDS]
     # An inspection follows a crash, which the next tests have; a withdrawal and the end of an image a cancel, which the
     # last one has. No quiet life is one of a job that is only made to stand; those of the seeds are.
-    tags = Effect.register.keys() - {"await-next", "inspect", "withdraw", "hold", "scrap"}
+    tags = Effect.register.keys() - {"await-successor", "inspect", "withdraw", "hold", "scrap"}
     points = {f"{when} {tag}" for tag in tags for when in ("before", "after")} | {"begun", "unwritten", "written"}
     assert {point for life in lives for point in life.seen} >= points
     assert {phase for life in lives for phase in life.phases} >= set(machine.PHASES) - {

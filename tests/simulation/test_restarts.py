@@ -55,7 +55,7 @@ def test_the_lives_see_every_way_in_which_a_restart_goes_and_ends() -> None:
             phases.add(after.phase)
             taken.add(event.tag)
             ends.update({"absent"} if any(worker.is_absent for worker in after.workers) else ())
-            ends.update({"twice"} if any(worker.starts > 1 for worker in after.workers) else ())
+            ends.update({"twice"} if any(worker.start_count > 1 for worker in after.workers) else ())
         return after, wanted
 
     parts = Parts(hands=RestartedHands, handle=noting)
@@ -63,8 +63,8 @@ def test_the_lives_see_every_way_in_which_a_restart_goes_and_ends() -> None:
         struck |= live_restarts(seed, parts).daemon.struck
     for seed in range(40):
         struck |= live_restarts(seed, parts, odds={"power": 0.01, "die": 0.02}).daemon.struck
-    assert {"training-ended", "worker-gone", "restored", "checkpointed", "evacuated", "resume-asked"} <= taken
-    assert {"suspended", "done", "undone", "lost", "restoring", "verifying"} <= phases
+    assert {"training-ended", "worker-exited", "restored", "checkpointed", "offloaded", "resume-requested"} <= taken
+    assert {"suspended", "done", "rolled-back", "lost", "restoring", "verifying"} <= phases
     assert ends == {"absent", "twice"}
     assert {"fall", "finish", "orphan", "die", "crash", "power"} <= struck
 

@@ -97,7 +97,7 @@ def _strike_worker(daemon: Daemon, process: Process) -> None:
             daemon.hands.end(process)
             return
         node.die(process.name)
-        daemon.hear(process.name, events.WorkerGone(worker=process.name))
+        daemon.hear(process.name, events.WorkerExited(worker=process.name))
         return
     if daemon.luck("exec") and process.runs and process.connected:
         daemon.tell(f"{process.name} runs another program")
@@ -121,7 +121,7 @@ def _strike_worker(daemon: Daemon, process: Process) -> None:
             daemon.disconnect(process, goes_on=False)  # as the agent does, to be asked anew
     if daemon.luck("grow") and process.runs and process.has_bytes and process.gpu:
         size = process.size_bytes + daemon.random.randrange(1, 4)
-        if node.take_room(process.name, process.gpu, size):
+        if node.reserve(process.name, process.gpu, size):
             process.size_bytes = size
 
 
@@ -132,7 +132,7 @@ def _strike_alone(daemon: Daemon, random: Random, process: Process) -> None:
     if process.alive and daemon.luck("die"):
         daemon.tell(f"{process.name} dies")
         node.die(process.name)
-        daemon.hear(process.name, events.WorkerGone(worker=process.name))
+        daemon.hear(process.name, events.WorkerExited(worker=process.name))
     if daemon.luck("stop") and process.alive:
         process.stopped = not process.stopped
         daemon.tell(f"{process.name} {'is stopped' if process.stopped else 'goes on'} by a signal")
@@ -165,7 +165,7 @@ def _strike_gpus(daemon: Daemon, random: Random) -> None:
     if daemon.luck("fill"):
         node = daemon.node
         gpu = random.choice(list(node.capacity))
-        node.take_room(f"other{random.randrange(3)}", gpu, node.free(gpu) - random.randrange(5))
+        node.reserve(f"other{random.randrange(3)}", gpu, node.free(gpu) - random.randrange(5))
 
 
 def _strike_disk(daemon: Daemon) -> None:

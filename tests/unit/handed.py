@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 import anyio
 
 from hegmd.errors import NOT_FOUND, HegmError
-from hegmd.images.dump_job import Handoff
-from hegmd.images.dump_records import StandingNotes
+from hegmd.images.dump_job import JobDumper
+from hegmd.images.dump_records import DumpRecords
 from hegmd.images.hegm_lock_files import LockFiles
-from hegmd.images.rendezvous import MeetingPlaces
+from hegmd.images.rendezvous import Rendezvous
 from hegmd.memory.pool import Pool
 from hegmd.migration.machine.operation import CHECKPOINT, Operation
-from hegmd.migration.machine.operation import Handoff as Wish
+from hegmd.migration.machine.operation import ImageRequest as Wish
 from hegmd.node.criu_program import Criu
 from hegmd.node.processes.process_set import population_of
 from hegmd.protocol.images import Manifest
@@ -81,18 +81,18 @@ def handoff_with(
     *,
     workers: Workers | None = None,
     pool: Pool | None = None,
-) -> Handoff:
+) -> JobDumper:
     """With as little patience as there can be."""
     images: Any = shelf
-    places = MeetingPlaces(folder / "hegmd.sock")
+    places = Rendezvous(folder / "hegmd.sock")
     parts = (lambda: images, places, workers or Workers(), pool or Pool(1 << 20))
-    return Handoff(
+    return JobDumper(
         *parts,
         criu=criu,
         look=none,
         in_unit=False,
         locks=LockFiles(None),
-        notes=StandingNotes(folder),
+        notes=DumpRecords(folder),
         hangs_up_within_s=0.01,
     )
 
@@ -101,7 +101,7 @@ def wished(pid: int, **values: Any) -> Operation:
     """A checkpoint of that process, which has got so far."""
     ticks = population_of([pid]).start_ticks.get(pid, 0)
     plain = {"path": "/images/one", "uid": os.geteuid(), "gid": os.getegid(), "root_pid": pid, "root_ticks": ticks}
-    return operation(worker(pid=pid), kind=CHECKPOINT, handoff=Wish(**{**plain, **values}))
+    return operation(worker(pid=pid), kind=CHECKPOINT, image=Wish(**{**plain, **values}))
 
 
 class Borrowed(Shelf):

@@ -116,12 +116,12 @@ class ModelAgent:
             assert self.data is not None, "a thread was let go without its bytes"
             self.parked = False
             self.boundary += 1
-        elif order.do == "evacuate":
+        elif order.do == "offload":
             assert self.parked
             assert self.data is not None
             os.pwrite(fds[0], self.data, 0)
             self.data = None
-        elif order.do == "refill":
+        elif order.do == "reload":
             assert self.parked
             assert fds, "its bytes are with the daemon, and none came"
             self.data = os.pread(fds[0], self.size_bytes, 0)

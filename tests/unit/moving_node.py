@@ -13,7 +13,7 @@ from pathlib import Path
 import anyio
 import anyio.abc
 
-from hegmd.memory.pool import Keep, Pool
+from hegmd.memory.pool import MemoryKeeping, Pool
 from hegmd.memory.pool_checksums import SumFolder
 from hegmd.memory.pool_places import Place
 from hegmd.memory.spill_file import SpillFolder
@@ -23,7 +23,7 @@ from hegmd.node.devices.topology import parse_topology
 from hegmd.node.inventory import Inventory
 from hegmd.node.processes import ProcessTable
 from hegmd.node.processes.procfs import Unreadable, Vanished, read_start
-from hegmd.operations.request_context import Asked
+from hegmd.operations.request_context import RequestContext
 from hegmd.operations.service import Moving
 from hegmd.protocol.operations import Operation, OperationProgress
 from hegmd.telemetry.events import EventLog
@@ -70,7 +70,7 @@ class Node:
             table=ProcessTable(),
             held=self.held_bytes,
         )
-        keep = Keep(
+        keep = MemoryKeeping(
             [Place(state_dir / "memory", huge=False)],
             None,
             SpillFolder(state_dir / "spill", spare_bytes=spare_bytes),
@@ -98,8 +98,10 @@ class Node:
 
     def asked(
         self, *, may: bool = True, wait: bool = True, dry_run: bool = False, limit_s: float | None = None
-    ) -> Asked:
-        return Asked(by="the test", may=lambda _uid: may, emit=self.emit, wait=wait, dry_run=dry_run, limit_s=limit_s)
+    ) -> RequestContext:
+        return RequestContext(
+            by="the test", may=lambda _uid: may, emit=self.emit, wait=wait, dry_run=dry_run, limit_s=limit_s
+        )
 
     async def attend(self, pid: int, data: bytes = b"weights", token: str = "a" * 32, **about: object) -> ModelAgent:
         agent = ModelAgent(self.workers, pid, data, token)

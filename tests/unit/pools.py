@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hegmd.memory.pool import Keep, Key, Pool
+from hegmd.memory.pool import Key, MemoryKeeping, Pool
 from hegmd.memory.pool_checksums import SumFolder
 from hegmd.memory.pool_found import find_pieces
 from hegmd.memory.pool_places import Place
@@ -16,9 +16,9 @@ KEY = Key("7", "4711")
 OTHER = Key("8", "4712")
 
 
-def keep_in(folder: Path, store: DescriptorStore | None = None) -> Keep:
+def keep_in(folder: Path, store: DescriptorStore | None = None) -> MemoryKeeping:
     """Places in an ordinary directory: the pool asks nothing of them that a disk does not have."""
-    return Keep(
+    return MemoryKeeping(
         [Place(folder / "memory", huge=False)],
         store,
         SpillFolder(folder / "spill", spare_bytes=0),
@@ -26,11 +26,11 @@ def keep_in(folder: Path, store: DescriptorStore | None = None) -> Keep:
     )
 
 
-def opened(keep: Keep) -> Pool:
+def opened(keep: MemoryKeeping) -> Pool:
     return Pool(64 * MIB, keep=keep, huge_free_bytes=lambda: 0)
 
 
-async def found_again(keep: Keep, *owned: Key) -> Pool:
+async def found_again(keep: MemoryKeeping, *owned: Key) -> Pool:
     pool = opened(keep)
     pool.enter((await find_pieces(keep)).pieces, lambda key: key in owned)
     return pool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hegmd.memory.pool import Keep
+from hegmd.memory.pool import MemoryKeeping
 from hegmd.memory.pool_found import find_pieces
 from hegmd.memory.video_memory import GIB, VideoMemory
 from tests.unit.descriptor_store import DescriptorStore
@@ -22,12 +22,12 @@ async def test_video_memory_beside_pieces_of_the_pool_was_closed_as_unknown() ->
         await store.put(name, fd)
         os.close(fd)
     memory = VideoMemory(Gpus(), store)
-    findings = await find_pieces(Keep(store=store), memory.adopt)
+    findings = await find_pieces(MemoryKeeping(store=store), memory.adopt)
     assert memory.of(WHO) == {GPU: GIB}
     assert [str(piece.name) for piece in findings.pieces] == ["hegm-pool-7-4711-7.00c0ffee"]
     assert [one.name for one in findings.distrusted] == ["hegm-other"]
     assert len(store.kept) == 3, "what is found is still held"
-    await memory.give(WHO, GPU)
+    await memory.release(WHO, GPU)
     assert len(store.kept) == 2
     for piece in findings.pieces:
         if piece.memory is not None:
@@ -43,7 +43,7 @@ async def test_memory_in_pages_of_the_usual_size_was_taken_for_huge_pages() -> N
     os.truncate(fd, 4096)
     await store.put("hegm-pool-7-4711-4096.00c0ffee", fd)
     os.close(fd)
-    (piece,) = (await find_pieces(Keep(store=store), VideoMemory(Gpus(), store).adopt)).pieces
+    (piece,) = (await find_pieces(MemoryKeeping(store=store), VideoMemory(Gpus(), store).adopt)).pieces
     assert piece.memory is not None
     assert not piece.memory.huge
     assert piece.memory.size_bytes == 4096, "as large as what was asked for is large enough"

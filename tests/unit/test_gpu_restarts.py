@@ -89,12 +89,12 @@ def story(*events: tuple[str, float]) -> list[StoryLine]:
 def test_the_parts_of_a_restart_add_up_to_it() -> None:
     told = story(
         ("begin", 10.125),
-        ("pool-taken", 10.25),
-        ("next-awaited", 10.5),
+        ("pool-reserved", 10.25),
+        ("successor-awaited", 10.5),
         ("parked", 11.0),
         ("surveyed", 11.5),
-        ("evacuated", 13.0),
-        ("worker-gone", 13.5),
+        ("offloaded", 13.0),
+        ("worker-exited", 13.5),
         ("restored", 19.0),
     )
     marks = bench_restart.marks_of(["mark began 14.0", "mark imported 16.0", "mark built 18.0"])

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from hegmd.errors import BAD_REQUEST, BUSY, NOT_FOUND, REFUSED, HegmError
-from hegmd.operations.request_context import Answer
+from hegmd.operations.request_context import OperationResult
 from hegmd.system.programs import Rights
 from tests.patience import HANG_S
 from tests.unit.migration.operations import operation, worker
@@ -19,7 +19,7 @@ from tests.unit.moving_node import Node, running, start_ticks
 Child = subprocess.Popen[bytes]
 
 
-def phase(answer: Answer) -> tuple[str, str]:
+def phase(answer: OperationResult) -> tuple[str, str]:
     assert answer.operation is not None
     return answer.operation.kind, answer.operation.phase
 
@@ -117,7 +117,7 @@ async def test_a_suspended_process_without_an_agent_is_in_no_image(tmp_path: Pat
     """Its bytes are in its own memory; nobody could tell it to step aside, or call it back."""
     async with running(tmp_path) as node:
         ticks = start_ticks(process.pid)
-        member = worker(pid=process.pid, start_ticks=ticks, token="", at=None, to=None, rooms={})
+        member = worker(pid=process.pid, start_ticks=ticks, token="", gpu=None, to=None, reservations={})
         await node.operations.runner.begin(operation(member, kind="suspend", phase="suspended", id="7"))
         wanted = (process.pid, str(tmp_path / "image"), Rights(os.geteuid(), os.getegid(), ()), node.asked())
         with pytest.raises(HegmError, match=f"process {process.pid} has no agent, which an image needs") as refused:

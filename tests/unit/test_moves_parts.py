@@ -25,13 +25,13 @@ def told(*phases: tuple[int, str]) -> StoryReply:
     return StoryReply(operation=operation, story=lines)
 
 
-STORY = ((-50, "quiescing"), (2, "evacuating"), (100, "checkpointing"), (400, "done"))
+STORY = ((-50, "quiescing"), (2, "offloading"), (100, "checkpointing"), (400, "done"))
 LOG = [
     said(1, f"process {PID}: park took 51.0 ms"),
-    said(3, "operation 7: evacuating after parked is on disk, in 1.0 ms"),
+    said(3, "operation 7: offloading after parked is on disk, in 1.0 ms"),
     said(90, f"process {PID}: free took 30.0 ms"),
     said(90, f"process {PID}: free.give-back took 20.0 ms"),
-    said(95, "operation 7: evacuate took 90.0 ms"),
+    said(95, "operation 7: offload took 90.0 ms"),
     said(95, "process 12: survey took 5000.0 ms"),
     said(399, "operation 7: checkpoint took 298.0 ms"),
     said(390, "helper: checkpoint took 280.0 ms"),
@@ -48,12 +48,12 @@ def parts_ms() -> dict[str, int]:
 def test_the_innermost_that_was_under_way_has_the_moment() -> None:
     assert parts_ms() == {
         "helper checkpoint": 280,
-        "effect evacuate": 60,
+        "effect offload": 60,
         "agent free": 30,
         "agent free.give-back": 20,
         AROUND: 10,
         "effect checkpoint": 11,
-        "phase evacuating": 7,
+        "phase offloading": 7,
         "helper hold": 5,
         "node look": 2,
         "disk parked": 1,
@@ -70,8 +70,8 @@ def test_all_parts_add_up_to_how_long_it_stood() -> None:
 
 def test_small_parts_are_counted_together() -> None:
     log = [said(10, "helper: state took 0.3 ms")]
-    parts = parts_of(told((-5, "evacuating"), (20, "done")), log, PID, BEGAN, BEGAN + 0.02)
-    assert {name: round(took_s * 1e3, 1) for name, took_s in parts.items()} == {"phase evacuating": 19.7, SMALL: 0.3}
+    parts = parts_of(told((-5, "offloading"), (20, "done")), log, PID, BEGAN, BEGAN + 0.02)
+    assert {name: round(took_s * 1e3, 1) for name, took_s in parts.items()} == {"phase offloading": 19.7, SMALL: 0.3}
 
 
 def test_what_is_not_of_that_time_is_not_counted() -> None:

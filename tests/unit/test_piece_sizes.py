@@ -13,8 +13,8 @@ from hegmd.gpu_helper.mark import MARK_BYTES, Mark, packed_mark
 from hegmd.images.dump_files import used_bytes
 from hegmd.images.files.folder import find
 from hegmd.images.manifests import pool_bytes_in
-from hegmd.images.rendezvous import MeetingPlaces
-from hegmd.images.restore_job import Reviving
+from hegmd.images.rendezvous import Rendezvous
+from hegmd.images.restore_job import JobRestorer
 from hegmd.memory.pool import Key, Memory, Pool
 from hegmd.memory.sizes import HUGE_PAGE_BYTES, MIB, TABLE_BYTES, storages_in, whole_size
 from hegmd.protocol.images import ImageFile, ImageWorker, Manifest
@@ -83,10 +83,10 @@ async def test_an_image_of_a_job_that_had_another_size_before_its_boundary_was_r
     there.close()
 
 
-def _reviving(folder: Path, pool: Pool) -> Reviving:
+def _reviving(folder: Path, pool: Pool) -> JobRestorer:
     never: Any = None  # none of these is asked
     by: dict[str, Any] = {"criu": never, "look": never, "in_unit": False, "simulated": True, "by_owner": True}
-    return Reviving(never, MeetingPlaces(folder / "hegmd.sock"), Workers(), pool, notes=never, **by)
+    return JobRestorer(never, Rendezvous(folder / "hegmd.sock"), Workers(), pool, notes=never, **by)
 
 
 def test_a_mark_at_the_end_of_what_was_reserved_is_no_part_of_an_image(tmp_path: Path) -> None:

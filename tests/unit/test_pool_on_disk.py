@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from hegmd.errors import HegmError, Refused
-from hegmd.memory.pool import Keep
+from hegmd.memory.pool import MemoryKeeping
 from hegmd.memory.pool_places import Place
 from hegmd.memory.sizes import MIB, whole_size
 from hegmd.memory.spill_file import SpillFolder
@@ -18,11 +18,11 @@ from tests.unit.pools import KEY, OTHER, files_under, found_again, keep_in, open
 
 
 @pytest.fixture
-def keep(tmp_path: Path) -> Keep:
+def keep(tmp_path: Path) -> MemoryKeeping:
     return keep_in(tmp_path)
 
 
-async def test_spilled_bytes_take_no_memory_and_come_back_checked(keep: Keep, tmp_path: Path) -> None:
+async def test_spilled_bytes_take_no_memory_and_come_back_checked(keep: MemoryKeeping, tmp_path: Path) -> None:
     pool = opened(keep)
     size_bytes = whole_size(10 * MIB)
     data = os.urandom(size_bytes)
@@ -35,11 +35,11 @@ async def test_spilled_bytes_take_no_memory_and_come_back_checked(keep: Keep, tm
         pool.memory(KEY)
     await pool.fetch(KEY)
     assert os.pread(pool.memory(KEY).fd, size_bytes, 0) == data
-    await pool.give(KEY)
+    await pool.release(KEY)
     assert files_under(tmp_path) == []
 
 
-async def test_spilled_bytes_are_found_by_the_next_daemon(keep: Keep) -> None:
+async def test_spilled_bytes_are_found_by_the_next_daemon(keep: MemoryKeeping) -> None:
     before = opened(keep)
     os.pwrite((await before.take(KEY, 3 * MIB)).fd, b"weights", 0)
     await before.spill(KEY)
@@ -49,21 +49,21 @@ async def test_spilled_bytes_are_found_by_the_next_daemon(keep: Keep) -> None:
     assert after.held_bytes == 0
     await after.fetch(KEY)
     assert os.pread(after.memory(KEY).fd, 7, 0) == b"weights"
-    await after.give(KEY)
+    await after.release(KEY)
 
 
-async def test_both_copies_are_one_piece_for_the_next_daemon(keep: Keep, tmp_path: Path) -> None:
+async def test_both_copies_are_one_piece_for_the_next_daemon(keep: MemoryKeeping, tmp_path: Path) -> None:
     before = opened(keep)
     await before.take(KEY, 3 * MIB)
     await before.spill(KEY)
     before.close()
     after = await found_again(keep, KEY)
     assert not after.unclaimed()
-    await after.give(KEY)
+    await after.release(KEY)
     assert files_under(tmp_path) == []
 
 
-async def test_memory_that_is_to_be_written_has_no_old_copy_on_disk(keep: Keep) -> None:
+async def test_memory_that_is_to_be_written_has_no_old_copy_on_disk(keep: MemoryKeeping) -> None:
     """After a resume that was turned back, other bytes go to the same memory: the file would be of another state."""
     pool = opened(keep)
     os.pwrite((await pool.take(KEY, 3 * MIB)).fd, b"old", 0)
@@ -75,11 +75,11 @@ async def test_memory_that_is_to_be_written_has_no_old_copy_on_disk(keep: Keep) 
     await pool.let_go(KEY)
     await pool.fetch(KEY)
     assert os.pread(pool.memory(KEY).fd, 3, 0) == b"new"
-    await pool.give(KEY)
+    await pool.release(KEY)
 
 
 async def test_a_file_of_a_copy_that_was_given_up_counted_as_the_copy_after_a_restart(
-    keep: Keep, tmp_path: Path
+    keep: MemoryKeeping, tmp_path: Path
 ) -> None:
     """A thread that is left behind may name its file late; it was only taken away where a copy was known of."""
     assert keep.spill is not None
@@ -98,11 +98,11 @@ async def test_a_file_of_a_copy_that_was_given_up_counted_as_the_copy_after_a_re
     before.close()
     after = await found_again(keep, KEY)
     assert after.spilled_bytes == 0
-    await after.give(KEY)
+    await after.release(KEY)
     assert files_under(tmp_path) == []
 
 
-async def test_without_a_descriptor_to_spare_a_spill_is_an_error_that_is_told(keep: Keep) -> None:
+async def test_without_a_descriptor_to_spare_a_spill_is_an_error_that_is_told(keep: MemoryKeeping) -> None:
     """EMFILE left the loop as a group of exceptions, and ended all tasks of the daemon."""
     pool = opened(keep)
     os.pwrite((await pool.take(KEY, 3 * MIB)).fd, b"weights", 0)
@@ -116,11 +116,13 @@ async def test_without_a_descriptor_to_spare_a_spill_is_an_error_that_is_told(ke
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     await pool.spill(KEY)
-    await pool.give(KEY)
+    await pool.release(KEY)
 
 
 async def test_a_disk_that_is_full_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    keep = Keep([Place(tmp_path / "memory", huge=False)], None, SpillFolder(tmp_path / "spill", spare_bytes=1 << 60))
+    keep = MemoryKeeping(
+        [Place(tmp_path / "memory", huge=False)], None, SpillFolder(tmp_path / "spill", spare_bytes=1 << 60)
+    )
     pool = opened(keep)
     os.pwrite((await pool.take(KEY, 3 * MIB)).fd, b"weights", 0)
     with pytest.raises(Refused, match="MiB free") as refused:
@@ -129,10 +131,10 @@ async def test_a_disk_that_is_full_leaves_everything_as_it_was(tmp_path: Path) -
     await pool.let_go(KEY)
     assert os.pread(pool.memory(KEY).fd, 7, 0) == b"weights", "given back without a copy"
     assert len(files_under(tmp_path)) == 1
-    await pool.give(KEY)
+    await pool.release(KEY)
 
 
-async def test_a_damaged_file_is_told_of_and_stays(keep: Keep, tmp_path: Path) -> None:
+async def test_a_damaged_file_is_told_of_and_stays(keep: MemoryKeeping, tmp_path: Path) -> None:
     pool = opened(keep)
     await pool.take(KEY, 3 * MIB)
     await pool.spill(KEY)
@@ -145,10 +147,10 @@ async def test_a_damaged_file_is_told_of_and_stays(keep: Keep, tmp_path: Path) -
         await pool.fetch(KEY)
     assert files_under(tmp_path) == [file]
     assert pool.held_bytes == 0, "half of it stayed in memory"
-    await pool.give(KEY)
+    await pool.release(KEY)
 
 
-async def test_no_room_in_memory_leaves_spilled_bytes_on_disk(keep: Keep) -> None:
+async def test_no_room_in_memory_leaves_spilled_bytes_on_disk(keep: MemoryKeeping) -> None:
     pool = opened(keep)
     await pool.take(KEY, 30 * MIB)
     await pool.spill(KEY)
@@ -156,12 +158,12 @@ async def test_no_room_in_memory_leaves_spilled_bytes_on_disk(keep: Keep) -> Non
     await pool.take(OTHER, 40 * MIB)
     with pytest.raises(Refused, match="may hold 64 MiB"):
         await pool.fetch(KEY)
-    await pool.give(OTHER)
+    await pool.release(OTHER)
     await pool.fetch(KEY)
-    await pool.give(KEY)
+    await pool.release(KEY)
 
 
-async def test_giving_ends_a_spill_that_is_under_way_and_leaves_no_file(keep: Keep, tmp_path: Path) -> None:
+async def test_giving_ends_a_spill_that_is_under_way_and_leaves_no_file(keep: MemoryKeeping, tmp_path: Path) -> None:
     pool = opened(keep)
     await pool.take(KEY, 40 * MIB)
     outcomes: list[str] = []
@@ -176,6 +178,6 @@ async def test_giving_ends_a_spill_that_is_under_way_and_leaves_no_file(keep: Ke
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(spill)
         await anyio.wait_all_tasks_blocked()
-        await pool.give(KEY)
+        await pool.release(KEY)
     assert outcomes in (["cancelled"], ["whole"])
     assert files_under(tmp_path) == []

@@ -27,9 +27,9 @@ from hegmd.migration.machine.operation import (
     QUIESCE,
     RESTART,
     SUSPEND,
-    Handoff,
+    ImageRequest,
+    JobProcess,
     Operation,
-    Worker,
 )
 
 PAGE = Path(__file__).parents[2] / "hegmd" / "migration" / "RECOVERY.md"
@@ -105,10 +105,10 @@ class Play:
             "park": {"parked": True, "boundary": world.boundary + 1},
             "withdraw": {"parked": False},
             "release": {"parked": False},
-            "evacuate": {"out": not self._restarts},
-            "refill": {"out": False},
+            "offload": {"out": not self._restarts},
+            "reload": {"out": False},
             "checkpoint": {"gpu": None},
-            "dump": {"written": True} if self.op.handoff and self.op.handoff.leave_running else {"image": True},
+            "dump": {"written": True} if self.op.image and self.op.image.leave_running else {"image": True},
             "seal": {"image": True},
             "scrap": {"image": False, "written": False},
             "end": {"alive": False},
@@ -122,7 +122,7 @@ class Play:
         told: dict[str, dict[str, Any]] = {
             "survey": {"boundary": world.boundary, "size_bytes": SIZE_BYTES},
             "park": {"boundary": world.boundary},
-            "evacuate": {"size_bytes": SIZE_BYTES},
+            "offload": {"size_bytes": SIZE_BYTES},
             "verify": {"boundary": world.boundary},
             "inspect": self.seen(),
             "restore": {"pid": 2, "start_ticks": 2, "token": AGENT, "boundary": world.boundary}
@@ -143,7 +143,7 @@ class Play:
             "boundary": world.boundary,
             "out_bytes": SIZE_BYTES if world.out else 0,
             "gpu": world.gpu,
-            "rooms": {**worker.rooms, **({world.gpu: SIZE_BYTES} if world.gpu else {})},
+            "reservations": {**worker.reservations, **({world.gpu: SIZE_BYTES} if world.gpu else {})},
             "pool_bytes": worker.pool_bytes,
         }
 
@@ -165,10 +165,10 @@ class Finding:
     def can_be(self, situation: Play) -> bool:
         """Whether it can be found there: an image is only where one may have been begun, nothing of who is restarted is
         out of a process, and nobody has gone on from a state that is not whole."""
-        handoff, worker = situation.op.handoff, situation.op.workers[0]
+        handoff, worker = situation.op.image, situation.op.workers[0]
         if worker.restarts and self.world is not None and (self.world.out or self.world.gpu is None):
             return False
-        if self.event in ("training-ended", "stateless") and not (worker.restarts and worker.saved):
+        if self.event in ("training-ended", "stateless") and not (worker.restarts and worker.state_saved):
             return False
         return self.world is None or not self.world.image or (handoff is not None and handoff.begun)
 
@@ -182,7 +182,7 @@ FINDINGS = (
     Finding("an order is still under way in it", event="busy"),
     Finding("its agent is not there yet", event="away"),
     Finding("another program runs in its process", event="agent-back"),
-    Finding("its process has ended", event="worker-gone"),
+    Finding("its process has ended", event="worker-exited"),
     Finding("its process has ended, and its state is nowhere any more", event="stateless"),
     Finding("the process that went on has come to the end of its training", event="training-ended"),
 )
@@ -207,30 +207,30 @@ def situations() -> Iterator[tuple[str, Play]]:
 def _driven(kind: str, phase: str) -> Play | None:
     """An operation of that kind in that phase; None when it never is."""
     goal = {MIGRATE: NEW, QUIESCE: OLD, BY_RESTART: NEW}.get(kind)
-    worker = Worker(
+    worker = JobProcess(
         name=NAME,
         pid=1,
         start_ticks=1,
         token=AGENT,
-        was_on=OLD,
-        origin=OLD,
-        goal=goal,
-        at=OLD,
+        first_gpu=OLD,
+        origin_gpu=OLD,
+        target_gpu=goal,
+        gpu=OLD,
         size_bytes=SIZE_BYTES,
-        rooms={OLD: SIZE_BYTES},
+        reservations={OLD: SIZE_BYTES},
     )
     if kind == BY_RESTART:
-        worker = worker.replace(method=RESTART, carrier=BY_STATE, leaves=True)
+        worker = worker.replace(method=RESTART, carrier=BY_STATE, must_exit=True)
     kinds = {"resume": SUSPEND, LEFT: CHECKPOINT, BY_RESTART: MIGRATE}
     op = Operation(id="1", kind=kinds.get(kind, kind), workers=(worker,))
     if op.kind == CHECKPOINT:
-        handoff = Handoff(path="/images/one", uid=0, gid=0, leave_running=kind == LEFT)
-        op = op.replace(handoff=handoff, workers=(worker.replace(keeps=OLD),))
+        handoff = ImageRequest(path="/images/one", uid=0, gid=0, leave_running=kind == LEFT)
+        op = op.replace(image=handoff, workers=(worker.replace(kept_gpu=OLD),))
     play = Play(op, World(), [], [])
     if kind == "resume":
         play.feed(events.Begin())
         play.until(SUSPENDED)
-        play.feed(events.ResumeAsked(to={NAME: NEW}))
+        play.feed(events.ResumeRequested(to={NAME: NEW}))
     elif phase != play.op.phase:
         play.feed(events.Begin())
     return play if play.until(phase) and play.op.phase not in TERMINAL else None
@@ -242,7 +242,7 @@ def _turned_back(kind: str, phase: str) -> Play | None:
     if play is None:
         return None
     try:
-        play.feed(events.CancelAsked(by="somebody"))
+        play.feed(events.CancelRequested(by="somebody"))
     except Refused:
         return None
     while play.op.phase == "settling" and play.wanted:
@@ -271,12 +271,12 @@ def outcome(situation: Play, finding: Finding) -> tuple[str, str]:
     if finding.event == "agent-back":
         play.world = replace(play.world, alive=False)
         play.feed(events.AgentBack(worker=NAME, token=f"not {AGENT}"))
-    elif finding.event == "worker-gone":
+    elif finding.event == "worker-exited":
         play.world = replace(play.world, alive=False)
-        play.feed(events.WorkerGone(worker=NAME))
+        play.feed(events.WorkerExited(worker=NAME))
     elif finding.event == "stateless":
         play.world = replace(play.world, alive=False)
-        play.feed(events.WorkerGone(worker=NAME, stateless=True))
+        play.feed(events.WorkerExited(worker=NAME, stateless=True))
     elif finding.event == "training-ended":
         play.world = replace(play.world, alive=False, finished=True)
         play.feed(events.TrainingEnded(worker=NAME))
@@ -288,11 +288,11 @@ def outcome(situation: Play, finding: Finding) -> tuple[str, str]:
 
 def _unasked(play: Play, finding: Finding) -> tuple[str, str]:
     """The same where its image is looked for before anybody is asked; who has ended may be in it."""
-    if finding.world is None and finding.event != "worker-gone":
+    if finding.world is None and finding.event != "worker-exited":
         return "—", "its image is looked for first, and what is found then counts"
-    if finding.event == "worker-gone":
+    if finding.event == "worker-exited":
         play.world = replace(play.world, alive=False)
-        play.feed(events.WorkerGone(worker=NAME))
+        play.feed(events.WorkerExited(worker=NAME))
     play.until(None)
     return ", ".join(play.done) or "—", _end(play)
 
@@ -301,11 +301,11 @@ def _end(play: Play) -> str:
     worker = play.op.workers[0]
     if play.op.phase == "lost":
         return "`lost`: it ended while its bytes were out of it"
-    if worker.gone and play.op.ends_workers:
+    if worker.has_exited and play.op.ends_workers:
         return f"`{play.op.phase}`: it is in its image, which is whole, and has ended"
     if worker.finished:
         return f"`{play.op.phase}`: it has done what it was for, and what was held for it is given back"
-    if worker.gone:
+    if worker.has_exited:
         return f"`{play.op.phase}`: what was held for it is given back"
     return f"`{play.op.phase}`: {play.world.words}"
 

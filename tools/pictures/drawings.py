@@ -140,12 +140,12 @@ def processes(theme: Theme) -> str:
 
 STEPS: tuple[tuple[str, int, str, str], ...] = (
     ("plan", 0, "check the request; a plan, or every reason against it", "train"),
-    ("arming", 0, "reserve GPU memory, and memory for the bytes", "train"),
+    ("reserving", 0, "reserve GPU memory, and memory for the bytes", "train"),
     ("quiescing", 1, "agent parks the training thread between two batches", "down"),
-    ("evacuating", 1, "copy all tensor bytes off the GPU, then free them", "down"),
+    ("offloading", 1, "copy all tensor bytes off the GPU, then free them", "down"),
     ("checkpointing", 2, "driver checkpoints what is left of the process", "down"),
     ("restoring", 2, "driver restores it on the target GPU", "down"),
-    ("refilling", 1, "agent allocates again; copy the bytes back", "down"),
+    ("reloading", 1, "agent allocates again; copy the bytes back", "down"),
     ("releasing", 1, "the training thread continues", "train"),
     ("verifying", 1, "the next batch boundary: only now it is done", "train"),
     ("tidying", 0, "release reservations and pool memory", "train"),

@@ -31,7 +31,7 @@ _TORCH = "torch"
 # inductor's forked off processes that compile.
 _LEFT_OUT = ("torch.utils.tensorboard", "torch.testing", "torch._inductor")
 # PyTorch has about 1,100 modules once an optimizer is made.
-_MOST_MODULES, _MOST_FOLDERS = 4000, 200
+_MAX_MODULES, _MAX_FOLDERS = 4000, 200
 
 
 class Beforehand:
@@ -50,7 +50,7 @@ def beforehand() -> Beforehand:
     if _TORCH not in sys.modules or any(name in os.environb for name in _LAUNCHED) or _has_changed(os.environb):
         return Beforehand()
     modules = tuple([name for name in list(sys.modules) if _is_wanted(name)])
-    if len(modules) > _MOST_MODULES or len(path) > _MOST_FOLDERS or not all(isinstance(one, str) for one in path):
+    if len(modules) > _MAX_MODULES or len(path) > _MAX_FOLDERS or not all(isinstance(one, str) for one in path):
         return Beforehand()
     return Beforehand(modules, path)
 

@@ -34,7 +34,7 @@ __all__ = [
 BY_LOGIN = 1 << 35
 
 _MAGIC = struct.pack("<II", 0x54564319, 0x55053847)  # an image of CRIU's; of a thread's core
-_MOST_BYTES = 4 << 20
+_MAX_BYTES = 4 << 20
 _TASK, _THREAD = 3, 5  # in core_entry
 _CREDENTIALS = 10  # in thread_core_entry
 _TASK_STATE = 1  # in task_core_entry
@@ -92,9 +92,9 @@ def beyond(found: Sequence[Credentials], uid: int, gids: frozenset[int]) -> Iter
 def _content(name: str, dir_fd: int) -> bytes:
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
     with open(fd, "rb") as file:
-        data = file.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
-        raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+        data = file.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise ValueError(f"it has more than {_MAX_BYTES} bytes")
     return data
 
 

@@ -29,7 +29,7 @@ from hegmd.images.criu.needs import Needs
 from hegmd.node.processes.process_tree import Descriptor, Tree
 from hegmd.protocol.operations import Reason
 
-__all__ = ["Guise", "closed_to", "rights_missing", "to_dump", "to_restore", "worn_by_root"]
+__all__ = ["CriuPrivileges", "closed_to", "rights_missing", "to_dump", "to_restore", "worn_by_root"]
 
 CAP_SETPCAP, CAP_SYS_PTRACE, CAP_SYS_RESOURCE, CAP_CHECKPOINT_RESTORE = 8, 19, 24, 40
 _NAMES = {
@@ -42,7 +42,7 @@ _IN_GUISE = (CAP_SETPCAP, CAP_CHECKPOINT_RESTORE)
 
 
 @dataclass(frozen=True, slots=True)
-class Guise:
+class CriuPrivileges:
     """User, group, further groups and capabilities, by number."""
 
     uid: int
@@ -57,7 +57,7 @@ class Guise:
         return f"{self.uid}:{self.gid}:{groups}:{capabilities}"
 
 
-def worn_by_root(tree: Tree, needs: Needs) -> Guise | None:
+def worn_by_root(tree: Tree, needs: Needs) -> CriuPrivileges | None:
     """The job's own user for root who asks, where that is enough for all of the job; None: it takes root's CRIU."""
     root = tree.member(tree.root)
     is_whole = all((each.uid, each.gid, each.groups) == (root.uid, root.gid, root.groups) for each in tree.members)
@@ -67,7 +67,7 @@ def worn_by_root(tree: Tree, needs: Needs) -> Guise | None:
     return to_dump(tree, root.groups)
 
 
-def to_dump(tree: Tree, groups: tuple[int, ...], *, proc_root: str = "/proc") -> Guise:
+def to_dump(tree: Tree, groups: tuple[int, ...], *, proc_root: str = "/proc") -> CriuPrivileges:
     """For a tree of one user's with one group, as one that this user, in these further groups, may have an image of is.
 
     Yama (kernel.yama.ptrace_scope) lets users trace their descendants only, if at all, which a job is not.
@@ -75,10 +75,10 @@ def to_dump(tree: Tree, groups: tuple[int, ...], *, proc_root: str = "/proc") ->
     root = tree.member(tree.root)
     scope = Path(proc_root, "sys/kernel/yama/ptrace_scope")
     is_narrow = scope.exists() and scope.read_text().strip() != "0"
-    return Guise(root.uid, root.gid, groups, (*_IN_GUISE, CAP_SYS_PTRACE) if is_narrow else _IN_GUISE)
+    return CriuPrivileges(root.uid, root.gid, groups, (*_IN_GUISE, CAP_SYS_PTRACE) if is_narrow else _IN_GUISE)
 
 
-def to_restore(found: Sequence[Credentials], uid: int) -> Guise:
+def to_restore(found: Sequence[Credentials], uid: int) -> CriuPrivileges:
     """For threads that have no more than that user. Raises HegmError where they have not all the same.
 
     CRIU gets the groups that the job had, as far as they are the user's: without root's rights it cannot change them.
@@ -91,7 +91,7 @@ def to_restore(found: Sequence[Credentials], uid: int) -> Guise:
             f"threads of the job had {len(kinds)} kinds of groups, and CRIU can give them one with a user's rights",
             "have root restore it",
         )
-    return Guise(uid, next(iter(gids)), groups)
+    return CriuPrivileges(uid, next(iter(gids)), groups)
 
 
 def closed_to(tree: Tree, uid: int, gids: frozenset[int]) -> Iterator[Reason]:

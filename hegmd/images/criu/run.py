@@ -45,10 +45,10 @@ from hegmd.images.criu.command_line import (
 )
 from hegmd.images.criu.error_messages import failure, had_left_overs, had_numbers_taken, not_there
 from hegmd.images.criu.needs import Needs
-from hegmd.images.criu.privileges import Guise
+from hegmd.images.criu.privileges import CriuPrivileges
 from hegmd.node.criu_program import Criu
 from hegmd.node.processes.process_set import (
-    Population,
+    ProcessSet,
     ask,
     end_all,
     let_go,
@@ -95,7 +95,7 @@ class Revived:
     start_ticks: Mapping[int, int]
     unit: str | None
     duration_s: float
-    attendant: Population = field(default_factory=lambda: Population({}))
+    attendant: ProcessSet = field(default_factory=lambda: ProcessSet({}))
 
 
 class LeftBehind(HegmError):
@@ -110,7 +110,7 @@ async def dump(
     *,
     leave_stopped: bool,
     in_unit: bool,
-    guise: Guise | None = None,
+    guise: CriuPrivileges | None = None,
     is_long_s: float = DUMP_IS_LONG_S,
 ) -> Dumped:
     """Write the tree's images and CRIU's log into that directory, which is one opened outside of the daemon's sandbox:
@@ -149,7 +149,7 @@ async def restore(  # noqa: PLR0913 - what it takes, each by its name
     unit_name: str | None,
     description: str = "",
     outlets: Mapping[str, int] | None = None,
-    guise: Guise | None = None,
+    guise: CriuPrivileges | None = None,
     deadline_s: float = RESTORE_DEADLINE_S,
 ) -> Revived:
     """Bring the tree back, running, in a unit of that name, or without a service manager where it is None.
@@ -189,7 +189,7 @@ async def _restore_once(
     await _take_numbers(needs, thread_numbers)
     root = str(needs.pids[0])
     attendant: int | None = None
-    came = attended = Population({})
+    came = attended = ProcessSet({})
     if unit_name is not None:
         await _restore_in_unit([root, *words], unit_name, description, log_dir_fd, deadline_s)
     else:
@@ -216,7 +216,7 @@ async def _restore_once(
     return Revived(needs.pids[0], came.start_ticks, unit_name, took_s, attended)
 
 
-def _came(needs: Needs, attendant: int | None) -> tuple[Population, Population]:
+def _came(needs: Needs, attendant: int | None) -> tuple[ProcessSet, ProcessSet]:
     """The job, and what attends to it."""
     return population_of(needs.pids), population_of([] if attendant is None else [attendant])
 
@@ -237,14 +237,14 @@ async def end(back: Revived) -> None:
             await stop_unit(back.unit)
         for pid, ticks in back.attendant.start_ticks.items():
             await run_detached(partial(_ask_to_end, pid, ticks), name="end the job")
-        await run_detached(lambda _: end_all(Population(back.start_ticks)), name="end the job")
+        await run_detached(lambda _: end_all(ProcessSet(back.start_ticks)), name="end the job")
 
 
 def _ask_to_end(pid: int, start_ticks: int, _: object) -> None:
     ask(pid, start_ticks, signal.SIGUSR1)
 
 
-def _worn(guise: Guise | None) -> list[str]:
+def _worn(guise: CriuPrivileges | None) -> list[str]:
     return [] if guise is None else ["--as", guise.word]
 
 

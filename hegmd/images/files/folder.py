@@ -30,7 +30,7 @@ from hegmd.images.files.byte_file import ByteFile
 from hegmd.images.files.copy_file import sum_of
 from hegmd.images.files.lock import lock_alone
 from hegmd.images.files.refusals import taken, told
-from hegmd.images.files.signature import MOST_BYTES
+from hegmd.images.files.signature import MAX_BYTES
 from hegmd.protocol.images import ImageFile, Manifest
 from hegmd.system.direct_io import Progress, opened
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 MANIFEST, SEAL, LOCK, CRIU, BYTES = "manifest.json", "seal", "lock", "criu", "bytes"
 KNOWN = frozenset((MANIFEST, SEAL, LOCK, CRIU, BYTES))
 NEW, OLD = "hegm-new", "hegm-old"
-LONGEST_NAME_BYTES = 200
+MAX_NAME_BYTES = 200
 
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -123,8 +123,8 @@ class Folder:
     def read_small(self, name: str) -> bytes:
         """A file at the top, whole. Raises OSError, and Refused when it is larger than any manifest."""
         with opened_plain(name, self.fd) as fd:
-            if os.fstat(fd).st_size > MOST_BYTES:
-                raise Refused(f"{self.path}/{name} has over {MOST_BYTES} bytes", "this is no image of hegmd's")
+            if os.fstat(fd).st_size > MAX_BYTES:
+                raise Refused(f"{self.path}/{name} has over {MAX_BYTES} bytes", "this is no image of hegmd's")
             with open(fd, "rb", closefd=False) as file:
                 return file.read()
 
@@ -350,10 +350,8 @@ def after(before_bytes: int, progress: Progress) -> Progress:
 def split(path: str) -> tuple[str, str]:
     """Its parent and its name. Raises Refused for what cannot be an image's path."""
     parent, name = os.path.split(os.path.normpath(path))
-    if (length_bytes := len(os.fsencode(name))) > LONGEST_NAME_BYTES:
-        message = (
-            f"the name {name!r:.60} has {length_bytes} bytes, and that of an image has {LONGEST_NAME_BYTES} at most"
-        )
+    if (length_bytes := len(os.fsencode(name))) > MAX_NAME_BYTES:
+        message = f"the name {name!r:.60} has {length_bytes} bytes, and that of an image has {MAX_NAME_BYTES} at most"
         raise Refused(message, "give a shorter name: while it is written its directory has a longer one")
     if not os.path.isabs(path) or "\0" in path or name in ("", ".."):
         raise Refused(f"{path!r:.200} cannot be the directory of an image", "give a whole path with a name at its end")

@@ -16,10 +16,10 @@ import anyio
 import anyio.abc
 
 from hegmd.errors import DENIED, UNAVAILABLE, HegmError
-from hegmd.images.files.open_image import Image, Lent, let_go
+from hegmd.images.files.open_image import Image, ImageWriter, let_go
 from hegmd.images.files.private_directory import Private, require_bytes
 from hegmd.images.files.signature import KEY_NAME, load_key, read_manifest
-from hegmd.images.files.user_processes import Hand, Hands
+from hegmd.images.files.user_processes import UserProcess, UserProcesses
 from hegmd.protocol.images import Manifest
 from hegmd.system.programs import Rights
 from hegmd.system.threads import run_detached
@@ -33,7 +33,7 @@ class Images:
     """Where images are written and opened. What CRIU wrote for an earlier daemon goes while this runs."""
 
     def __init__(
-        self, state_dir: Path, *, in_unit: bool, key_file: Path | None = None, hands: Hands | None = None
+        self, state_dir: Path, *, in_unit: bool, key_file: Path | None = None, hands: UserProcesses | None = None
     ) -> None:
         """`in_unit`: callers' hands are units of systemd's. Raises HegmError for a key that cannot be used."""
         self._private = state_dir / PRIVATE_NAME
@@ -46,7 +46,7 @@ class Images:
                 UNAVAILABLE, f"{self._private} cannot be made: {error.strerror}", f"look at the disk of {state_dir}"
             ) from error
         self._key = load_key(key_file or state_dir / KEY_NAME, make=key_file is None)
-        self._hands = Hands(in_unit=in_unit) if hands is None else hands
+        self._hands = UserProcesses(in_unit=in_unit) if hands is None else hands
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Let images be worked on, until cancelled."""
@@ -77,7 +77,7 @@ class Images:
             status = await run_detached(lambda _: os.statvfs(self._private), name="private images")
             require_bytes(str(self._private), criu_bytes, status.f_bavail * status.f_frsize)
 
-    async def lend(self, path: str, rights: Rights, *, apart: bool = False, beside: bool = False) -> Lent:
+    async def lend(self, path: str, rights: Rights, *, apart: bool = False, beside: bool = False) -> ImageWriter:
         """A new image at that path, with the caller's rights. Raises HegmError, with nothing there.
 
         With `apart` CRIU writes into a private place in any case, because it is to have other rights than the caller.
@@ -90,7 +90,7 @@ class Images:
             with anyio.CancelScope(shield=True):
                 await let_go(hand, None, None)
             raise
-        lent = Lent(path, rights, self._key, hand, own, private)
+        lent = ImageWriter(path, rights, self._key, hand, own, private)
         try:
             await lent.begin()
             if beside:
@@ -103,7 +103,7 @@ class Images:
     async def open(self, path: str, rights: Rights) -> Image:
         """The image at that path, with the caller's rights. Raises HegmError: broken, cut, foreign, too new, in use."""
         hand = await self._hands.start(rights)
-        own: Hand | None = None
+        own: UserProcess | None = None
         private: Private | None = None
         try:
             answer = await hand.call("open", {"path": path})
@@ -161,7 +161,7 @@ class Images:
                 {"path": path, "uid": manifest.uid},
             )
 
-    async def _private_for(self, rights: Rights, *, apart: bool) -> tuple[Hand | None, Private | None]:
+    async def _private_for(self, rights: Rights, *, apart: bool) -> tuple[UserProcess | None, Private | None]:
         """The daemon's own hand and place, where CRIU is not to meet the caller's directory."""
         if not apart and not self._is_other(rights):
             return None, None

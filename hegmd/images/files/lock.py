@@ -9,14 +9,14 @@ from collections.abc import Callable
 from hegmd.errors import BUSY, HegmError
 
 LOCKS_WITHIN_S = 0.2
-_LOOK_AGAIN_S = 0.005
+_POLL_INTERVAL_S = 0.005
 
 
 def lock_alone(
     fd: int,
     path: str,
     within_s: float = LOCKS_WITHIN_S,
-    pause: Callable[[], object] = lambda: time.sleep(_LOOK_AGAIN_S),
+    pause: Callable[[], object] = lambda: time.sleep(_POLL_INTERVAL_S),
 ) -> None:
     """Have that lock and nobody else any. Raises HegmError BUSY.
 

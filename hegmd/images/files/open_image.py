@@ -30,10 +30,10 @@ from hegmd import __version__
 from hegmd.errors import UNAVAILABLE, HegmError, Refused
 from hegmd.images.files.private_directory import Private, require_bytes
 from hegmd.images.files.signature import Key, written
-from hegmd.images.files.user_processes import Hand
+from hegmd.images.files.user_processes import UserProcess
 from hegmd.protocol.images import ImageFile, Manifest
 from hegmd.protocol.record import as_list
-from hegmd.system.descriptors import MOST_IN_A_MESSAGE
+from hegmd.system.descriptors import MAX_IN_A_MESSAGE
 from hegmd.system.programs import Rights
 
 logger = logging.getLogger(__name__)
@@ -42,17 +42,19 @@ Progress = Callable[[int], object]
 
 # A disk that does not answer keeps nobody for good.
 DISCARD_WITHIN_S = 30.0
-_FILES_IN_A_MESSAGE = MOST_IN_A_MESSAGE - 13
+_FILES_IN_A_MESSAGE = MAX_IN_A_MESSAGE - 13
 
 
 def ignore(_done_bytes: int) -> None:
     """For those who do not want to know how far it is."""
 
 
-class InHand:
+class OpenImage:
     """An image's path, the hands that are at it, and CRIU's directory, if that is in the image itself."""
 
-    def __init__(self, path: str, hand: Hand, criu_dir_fd: int, own: Hand | None, private: Private | None) -> None:
+    def __init__(
+        self, path: str, hand: UserProcess, criu_dir_fd: int, own: UserProcess | None, private: Private | None
+    ) -> None:
         self.path = path
         self._hand, self._own, self._private = hand, own, private
         self._criu_dir_fd = criu_dir_fd
@@ -69,11 +71,11 @@ class InHand:
             await let_go(self._hand, self._own, self._private)
 
 
-class Lent(InHand):
+class ImageWriter(OpenImage):
     """An image that is being written, under a name that is not yet its own."""
 
     def __init__(
-        self, path: str, rights: Rights, key: Key, hand: Hand, own: Hand | None, private: Private | None
+        self, path: str, rights: Rights, key: Key, hand: UserProcess, own: UserProcess | None, private: Private | None
     ) -> None:
         super().__init__(path, hand, -1, own, private)
         self.id = secrets.token_hex(16)
@@ -163,16 +165,16 @@ class Lent(InHand):
         return files
 
 
-class Image(InHand):
+class Image(OpenImage):
     """An image that was opened: locked, its manifest read and found right, every file there and of its size."""
 
     def __init__(
         self,
         path: str,
         manifest: Manifest,
-        hand: Hand,
+        hand: UserProcess,
         criu_dir_fd: int,
-        own: Hand | None,
+        own: UserProcess | None,
         private: Private | None,
         foreign: Sequence[str] = (),
     ) -> None:
@@ -222,7 +224,7 @@ class Image(InHand):
             logger.debug("image %s: found what CRIU reads right in %.1f ms", self.path, took_ms)
         return self._criu_dir_fd if self._private is None else self._private.fd
 
-    async def _copy(self, some: Sequence[ImageFile], own: Hand, private: Private, on_progress: Progress) -> None:
+    async def _copy(self, some: Sequence[ImageFile], own: UserProcess, private: Private, on_progress: Progress) -> None:
         shown = await self._hand.call("show", {"names": [file.name for file in some]})
         with shown.fds:
             args = {"files": [[file.name, file.size_bytes] for file in some]}
@@ -231,7 +233,7 @@ class Image(InHand):
         _require_same(some, answer.values["sums"], self.path)
 
 
-async def let_go(hand: Hand | None, own: Hand | None, private: Private | None) -> None:
+async def let_go(hand: UserProcess | None, own: UserProcess | None, private: Private | None) -> None:
     """Have these end, as far as they are there, and the private place empty."""
     for each in (hand, own):
         if each is not None:

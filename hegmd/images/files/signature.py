@@ -22,7 +22,7 @@ from hegmd.protocol.images import FORMAT, VERSION, Manifest
 from hegmd.protocol.record import BadValue, as_map
 
 KEY_NAME = "image.key"
-MOST_BYTES = 8 << 20  # of a manifest; it travels in one message
+MAX_BYTES = 8 << 20  # of a manifest; it travels in one message
 _KEY_BYTES = 32
 _LINES = re.compile(rb"sha256 [0-9a-f]{64}\nhmac-sha256 [0-9a-f]{64}\n")
 _PURPOSE = b"hegm-image-manifest\0"
@@ -101,9 +101,9 @@ def _make(path: Path) -> None:
 def written(manifest: Manifest) -> bytes:
     """The manifest as it is on disk. Raises Refused when it would be too large to be read again."""
     data = json.dumps(manifest.to_plain(), indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n"
-    if len(data) > MOST_BYTES:
+    if len(data) > MAX_BYTES:
         raise Refused(
-            f"the manifest would have {len(data)} bytes, and {MOST_BYTES} are the most that is read",
+            f"the manifest would have {len(data)} bytes, and {MAX_BYTES} are the most that is read",
             f"report this: {len(manifest.processes)} processes and {len(manifest.byte_files)} files of bytes",
         )
     return data

@@ -24,7 +24,7 @@ from hegmd.gpu_helper.calls import OnProgress, Role
 from hegmd.gpu_helper.link import child_environment
 from hegmd.gpu_helper.session import Session
 from hegmd.gpu_helper.wire import Answer
-from hegmd.system.background_tasks import TaskHome
+from hegmd.system.background_tasks import BackgroundTasks
 from hegmd.system.programs import SYSTEM_PATH, Rights, find_program
 
 ROLE = Role(
@@ -38,7 +38,7 @@ START_WITHIN_S = 30.0
 END_WITHIN_S = 10.0
 
 
-class Hand:
+class UserProcess:
     """One such process. It ends when it is let go, with its locks and whatever it was doing."""
 
     def __init__(self, session: Session) -> None:
@@ -83,7 +83,7 @@ class Hand:
             self._pidfd = -1
 
 
-class Hands(TaskHome):
+class UserProcesses(BackgroundTasks):
     """Starts hands. `in_unit` has them outside the daemon's sandbox, as units of their own."""
 
     def __init__(self, *, in_unit: bool, program: Sequence[str] = PROGRAM) -> None:
@@ -93,7 +93,7 @@ class Hands(TaskHome):
         self._numbers = itertools.count(1)
         super().__init__()
 
-    async def start(self, rights: Rights | None) -> Hand:
+    async def start(self, rights: Rights | None) -> UserProcess:
         """A hand with these rights; None: with the daemon's own, inside its sandbox. Raises HegmError."""
         if self._tasks is None:
             raise Bug("a process that touches images is started before its room runs")
@@ -111,7 +111,7 @@ class Hands(TaskHome):
             session.lose("is not needed any more", quietly=True)
             raise
         session.require()
-        return Hand(session)
+        return UserProcess(session)
 
 
 def unit_command(

@@ -22,7 +22,7 @@ from hegmd.memory.keeper.wire import LOCK_NAME, SOCKET_NAME
 FIRST_CALLER_S = 5.0
 # How long whoever has the lock may take: to end, where it has nothing left to stay for, or to listen.
 LOCK_LIMIT_S = 10.0
-_LOOK_AGAIN_S = 0.02
+_POLL_INTERVAL_S = 0.02
 BACKLOG = 16
 
 
@@ -68,7 +68,7 @@ def _take(lock: int, path: str) -> bool:
             return False
         if time.monotonic() > deadline:
             raise TimeoutError(f"whoever has the lock {LOCK_NAME} neither ended nor listened for {LOCK_LIMIT_S:g} s")
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def _leave() -> None:

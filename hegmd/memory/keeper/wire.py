@@ -20,7 +20,7 @@ SOCKET_NAME = "keeper.sock"
 LOCK_NAME = "keeper.lock"
 MESSAGE_BYTES = 192 * 1024
 # The kernel's SCM_MAX_FD is 253; one name has one descriptor, and a few more may come with a mistake.
-MOST_FDS = 16
+MAX_FDS = 16
 _FD_BYTES = array.array("i").itemsize
 
 
@@ -33,7 +33,7 @@ def send(to: socket.socket, lines: Sequence[str], fds: Sequence[int] = ()) -> No
 def receive(source: socket.socket) -> tuple[list[str], list[int]]:
     """The lines of one message, and the descriptors that came with it, now the caller's; no lines at the end."""
     data, ancillary, flags, _ = source.recvmsg(
-        MESSAGE_BYTES, socket.CMSG_SPACE(MOST_FDS * _FD_BYTES), socket.MSG_CMSG_CLOEXEC
+        MESSAGE_BYTES, socket.CMSG_SPACE(MAX_FDS * _FD_BYTES), socket.MSG_CMSG_CLOEXEC
     )
     fds = array.array("i")
     for level, kind, payload in ancillary:

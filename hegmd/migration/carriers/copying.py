@@ -20,10 +20,10 @@ from functools import partial
 from typing import TypeVar
 
 from hegmd.errors import HegmError, Refused
-from hegmd.gpu_helper.copy_client import VIDEO, Place, Route
+from hegmd.gpu_helper.copy_client import VIDEO, CopyClient, Place
 from hegmd.gpu_helper.link import DriverFailed, HelperLost, Link
 from hegmd.memory.sizes import MIB, round_bytes
-from hegmd.migration.contracts import Crowded, Making, Progress, Subject
+from hegmd.migration.contracts import DriverOutOfMemory, Making, MigratedProcess, Progress
 from hegmd.migration.methods.gpus import Gpus
 from hegmd.migration.methods.immediate import AtOnce
 from hegmd.protocol.agents import NO_HANDLE, AgentReport, packed, unpacked
@@ -57,48 +57,50 @@ class CopyingCarrier(AtOnce):
     def __init__(self, helper: Link, gpus: Gpus) -> None:
         self._helper = helper
         self.gpus = gpus
-        self.routes: dict[str, Route] = {}
+        self.routes: dict[str, CopyClient] = {}
 
     # -- for the carriers ----------------------------------------------------------------------------------------------
 
-    async def attach(self, subject: Subject, route: Route) -> None:
+    async def attach(self, subject: MigratedProcess, route: CopyClient) -> None:
         """Have the video memory that is held for it as the route's, if that is to be there from the first."""
 
-    async def reach(self, subject: Subject) -> list[str]:
+    async def reach(self, subject: MigratedProcess) -> list[str]:
         """The UUIDs of the GPUs that the copies touch, that of the process first."""
         raise NotImplementedError
 
-    async def give(self, subject: Subject) -> None:
+    async def release(self, subject: MigratedProcess) -> None:
         """Give back the memory that is held for it."""
         raise NotImplementedError
 
-    def space_bytes(self, subject: Subject) -> int:
+    def space_bytes(self, subject: MigratedProcess) -> int:
         """How far the space reaches."""
         raise NotImplementedError
 
-    def piece(self, subject: Subject) -> tuple[int, int] | None:
+    def piece(self, subject: MigratedProcess) -> tuple[int, int] | None:
         """The piece of the host pool that the route is opened with, by descriptor and size, if it has one."""
         return None
 
-    async def before_copy_out(self, subject: Subject, end_bytes: int) -> None:
+    async def before_copy_out(self, subject: MigratedProcess, end_bytes: int) -> None:
         """Where the bytes are to go, which reach so far, is settled here; nothing of them has been copied."""
 
-    async def through(self, subject: Subject, route: Route, end_bytes: int) -> str:
+    async def through(self, subject: MigratedProcess, route: CopyClient, end_bytes: int) -> str:
         """By which space of the route those bytes are to be had, or go."""
         return VIDEO
 
-    async def prepare_own_copies(self, subject: Subject, direction: str) -> None:
+    async def prepare_own_copies(self, subject: MigratedProcess, direction: str) -> None:
         """Some storages are to be copied by their process: have the bytes where it reaches them. May be called twice.
 
         What was copied `out` before that may have to be copied anew.
         """
 
-    async def own_copies(self, subject: Subject, direction: str, spans: list[Span], on_progress: Progress) -> None:
+    async def own_copies(
+        self, subject: MigratedProcess, direction: str, spans: list[Span], on_progress: Progress
+    ) -> None:
         """Have the process copy these between its storages and their places in the space."""
         raise NotImplementedError
 
     async def order_copy(
-        self, subject: Subject, direction: str, fd: int, spans: list[Span], on_progress: Progress
+        self, subject: MigratedProcess, direction: str, fd: int, spans: list[Span], on_progress: Progress
     ) -> None:
         """Have the agent copy these between its storages and that memory. Raises OrderFailed, AgentAway."""
         done_bytes = 0
@@ -109,33 +111,33 @@ class CopyingCarrier(AtOnce):
             done_bytes += sum(span[2] for span in batch)
         on_progress(done_bytes)
 
-    async def passed(self, subject: Subject, route: Route, at_bytes: int) -> None:
+    async def passed(self, subject: MigratedProcess, route: CopyClient, at_bytes: int) -> None:
         """Everything before that place in the space is in the process again."""
 
-    async def returned(self, subject: Subject, *, is_roomy: bool) -> None:
+    async def returned(self, subject: MigratedProcess, *, is_roomy: bool) -> None:
         """All bytes are in the process again; `is_roomy` as it was said when its storages were made. Raises nothing."""
 
     # -- the contract --------------------------------------------------------------------------------------------------
 
-    async def arm(self, subject: Subject) -> None:
+    async def prepare(self, subject: MigratedProcess) -> None:
         """Have the helper ready to copy, before the process is asked to stop."""
         await self.with_route(subject, _nothing)
 
-    async def arm_or_give(self, subject: Subject) -> None:
+    async def arm_or_give(self, subject: MigratedProcess) -> None:
         """Arm; where that fails, nothing is held either: whoever asked is told that it has nothing."""
         try:
-            await self.arm(subject)
+            await self.prepare(subject)
         except HegmError:
-            await self.give(subject)
+            await self.release(subject)
             raise
 
-    async def disarm(self, subject: Subject) -> None:
+    async def abandon(self, subject: MigratedProcess) -> None:
         """Let the helper have nothing more to do with it."""
         route = self.routes.pop(lane_of(subject), None)
         if route is not None:
             await route.close()
 
-    async def take_out(self, subject: Subject, on_progress: Progress) -> int:
+    async def offload(self, subject: MigratedProcess, on_progress: Progress) -> int:
         """Raises HegmError; before the storages are freed, nothing has changed then."""
         report = await subject.worker.order("export", packed=True, partly=True)
         places = _places(report)
@@ -152,9 +154,9 @@ class CopyingCarrier(AtOnce):
         freed = await subject.worker.order("free")
         return freed.size_bytes or 0
 
-    async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
+    async def reload(self, subject: MigratedProcess, on_progress: Progress, making: Making) -> int:
         """Raises HegmError; what is not filled by then is still held, and the next call goes on from there."""
-        room_bytes = subject.storage_room_bytes - subject.beside_bytes
+        room_bytes = subject.storage_reservation_bytes - subject.agent_overhead_bytes
         most_bytes = round_bytes(room_bytes, subject.size_bytes) if subject.in_rounds else None
         done_bytes = 0
         while True:
@@ -167,7 +169,7 @@ class CopyingCarrier(AtOnce):
                 await self.returned(subject, is_roomy=is_roomy)
                 return done_bytes
 
-    async def _fill(self, subject: Subject, report: AgentReport, on_progress: Progress) -> int:
+    async def _fill(self, subject: MigratedProcess, report: AgentReport, on_progress: Progress) -> int:
         places = _places(report)
         await self._copy(subject, IN, report, places, on_progress)
         await subject.worker.order("filled", first=report.first or 0, count=len(places))
@@ -178,7 +180,7 @@ class CopyingCarrier(AtOnce):
     # -- copying -------------------------------------------------------------------------------------------------------
 
     async def _copy(
-        self, subject: Subject, direction: str, report: AgentReport, places: list[Place], on_progress: Progress
+        self, subject: MigratedProcess, direction: str, report: AgentReport, places: list[Place], on_progress: Progress
     ) -> None:
         """All of them, each by the helper or else by the process itself."""
         tell = _rising(on_progress)
@@ -202,14 +204,19 @@ class CopyingCarrier(AtOnce):
             await self.own_copies(subject, direction, spans, partial(_add, tell, shown_bytes))
 
     async def _copy_shown(
-        self, subject: Subject, direction: str, handles: Sequence[bytes], places: list[Place], on_progress: Progress
+        self,
+        subject: MigratedProcess,
+        direction: str,
+        handles: Sequence[bytes],
+        places: list[Place],
+        on_progress: Progress,
     ) -> list[Place]:
         """By the helper; which of them it could not copy. Raises Crowded on the way out, where nothing is lost."""
         if not places:
             return []
         gpu = await self.gpus.uuid_of(subject.gpu or "")
 
-        async def copy(route: Route) -> None:
+        async def copy(route: CopyClient) -> None:
             through = await self.through(subject, route, _end_of(places))
             done = await route.copy(gpu, direction, handles, places, on_progress, through)
             logger.info("copied %s%s: %s", direction, "" if through == self.crosses else " within a GPU", done)
@@ -219,7 +226,7 @@ class CopyingCarrier(AtOnce):
         except (AgentAway, OrderFailed):
             raise
         except HegmError as error:
-            if direction == OUT and isinstance(error, Crowded):
+            if direction == OUT and isinstance(error, DriverOutOfMemory):
                 raise
             numbers = sorted({place[0] for place in places})
             if not _is_about_one(error) or len(numbers) == 1:
@@ -234,7 +241,7 @@ class CopyingCarrier(AtOnce):
             ]
         return []
 
-    async def with_route(self, subject: Subject, work: Callable[[Route], Awaitable[T]]) -> T:
+    async def with_route(self, subject: MigratedProcess, work: Callable[[CopyClient], Awaitable[T]]) -> T:
         """Do it over the route, which is opened if it is not, and again if its helper has gone."""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
@@ -242,7 +249,7 @@ class CopyingCarrier(AtOnce):
             except DriverFailed as error:
                 if error.number != _OUT_OF_MEMORY:
                     raise
-                raise Crowded(
+                raise DriverOutOfMemory(
                     f"the driver has no memory left to copy for process {subject.pid}: {error.message}",
                     "free video memory on its GPU; it has its bytes, or they are held, and it is tried again by itself",
                     {**error.facts, "pid": subject.pid},
@@ -254,19 +261,19 @@ class CopyingCarrier(AtOnce):
                 logger.warning("copying for process %d begins anew: %s", subject.pid, error.message)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _route(self, subject: Subject) -> Route:
+    async def _route(self, subject: MigratedProcess) -> CopyClient:
         """The route, ready to copy. Its contexts take room, so they are made in the turn on each GPU."""
         route = self.routes.get(lane_of(subject))
         if route is None:
             uuids = await self.reach(subject)
             async with self.gpus.turns(self.gpus.name_of(uuid) for uuid in uuids):
-                route = await Route.open(self._helper, lane_of(subject), uuids, *(self.piece(subject) or ()))
+                route = await CopyClient.open(self._helper, lane_of(subject), uuids, *(self.piece(subject) or ()))
             self.routes[lane_of(subject)] = route
             await self.attach(subject, route)
         return route
 
 
-def note_short(subject: Subject, report: AgentReport) -> None:
+def note_short(subject: MigratedProcess, report: AgentReport) -> None:
     """That its agent could not have all again that was cached: its next step asks the driver, and may find nothing."""
     if report.short_bytes:
         logger.warning(
@@ -304,11 +311,11 @@ def _add(on_progress: Progress, before_bytes: int, copied_bytes: int) -> None:
     on_progress(before_bytes + copied_bytes)
 
 
-async def _nothing(_: Route) -> None:
+async def _nothing(_: CopyClient) -> None:
     """To have the route is all that is wanted."""
 
 
-def lane_of(subject: Subject) -> str:
+def lane_of(subject: MigratedProcess) -> str:
     return f"{subject.operation}.{subject.name}"
 
 

@@ -5,7 +5,7 @@ The bytes go into the process's own memory, with the driver's checkpoint, which 
 
 from __future__ import annotations
 
-from hegmd.migration.contracts import Making, Progress, Subject
+from hegmd.migration.contracts import Making, MigratedProcess, Progress
 from hegmd.migration.methods.driver import NAME
 from hegmd.migration.methods.immediate import AtOnce
 
@@ -15,26 +15,26 @@ class DriverCarrier(AtOnce):
 
     name = NAME
 
-    async def hold(self, subject: Subject, size_bytes: int) -> None:
+    async def reserve(self, subject: MigratedProcess, size_bytes: int) -> None:
         """Nothing: the bytes go into the process's own memory."""
 
-    async def give(self, subject: Subject) -> None:
+    async def release(self, subject: MigratedProcess) -> None:
         """Nothing is held."""
 
-    def held_bytes(self, subject: Subject) -> int:
+    def held_bytes(self, subject: MigratedProcess) -> int:
         return 0
 
-    async def fetch(self, subject: Subject, on_progress: Progress) -> None:
+    async def fetch(self, subject: MigratedProcess, on_progress: Progress) -> None:
         """They are in the process."""
 
-    async def arm(self, subject: Subject) -> None:
+    async def prepare(self, subject: MigratedProcess) -> None:
         """Nothing has to be ready."""
 
-    async def disarm(self, subject: Subject) -> None:
+    async def abandon(self, subject: MigratedProcess) -> None:
         """Nothing is."""
 
-    async def take_out(self, subject: Subject, on_progress: Progress) -> int:
+    async def offload(self, subject: MigratedProcess, on_progress: Progress) -> int:
         return 0
 
-    async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
+    async def reload(self, subject: MigratedProcess, on_progress: Progress, making: Making) -> int:
         return 0

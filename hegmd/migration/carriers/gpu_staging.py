@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import anyio
 
 from hegmd.errors import HegmError
-from hegmd.gpu_helper.copy_client import Route
+from hegmd.gpu_helper.copy_client import CopyClient
 from hegmd.memory.video_memory import Piece
-from hegmd.migration.contracts import Meanwhile, Subject
+from hegmd.migration.contracts import MigratedProcess, OverlappedCopy
 from hegmd.migration.methods.gpus import Gpus, VideoMemory
 
 __all__ = ["Ahead", "Beside", "Near"]
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 class Ahead:
     """What goes ahead, or has: by which route into which of its memories, how far, and how long once that is known."""
 
-    route: Route
+    route: CopyClient
     attached: tuple[str, int] | None
     size_bytes: int
-    done: Meanwhile
+    done: OverlappedCopy
 
-    def is_in(self, route: Route) -> bool:
+    def is_in(self, route: CopyClient) -> bool:
         """Whether it is in what this route has attached now."""
         return self.route is route and self.attached == route.attached
 
@@ -43,7 +43,7 @@ class Ahead:
 class Beside:
     """Of one process, whose lane the route is: who it is, and who has what is held beside it in use."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: MigratedProcess) -> None:
         self.subject = subject
         self.in_use = anyio.Lock()
 
@@ -83,18 +83,18 @@ class Near:
         try:
             uuid = await self._gpus.uuid_of(gpu)
             if self.where(owner) not in (None, uuid):  # of an attempt to go elsewhere
-                await self.give(owner)
+                await self.release(owner)
             if not await self.fits(owner, gpu, room_bytes):
                 return False
             if self._memory.of(owner).get(uuid, 0) >= size_bytes:
                 return True
             self._stamp_of[owner] = next(self._stamps)
             try:
-                await self._memory.hold(owner, uuid, size_bytes, spare=True)
+                await self._memory.reserve(owner, uuid, size_bytes, spare=True)
                 if keep:
                     await self._memory.keep(owner, uuid)
             except BaseException:
-                await self._memory.give(owner, uuid)
+                await self._memory.release(owner, uuid)
                 raise
             finally:
                 self._gpus.changed()
@@ -109,9 +109,9 @@ class Near:
         free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
         return free_bytes is not None and free_bytes >= room_bytes - held_bytes
 
-    async def give(self, owner: str) -> None:
+    async def release(self, owner: str) -> None:
         """Nothing is held for it any more. Fine when nothing is."""
         while (where := self.where(owner)) is not None:
             self._stamp_of.pop(owner, None)
-            await self._memory.give(owner, where)
+            await self._memory.release(owner, where)
             self._gpus.changed()

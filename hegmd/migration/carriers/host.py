@@ -28,7 +28,7 @@ from contextlib import asynccontextmanager, suppress
 import anyio
 
 from hegmd.errors import HegmError, Refused
-from hegmd.gpu_helper.copy_client import HOST, VIDEO, Route
+from hegmd.gpu_helper.copy_client import HOST, VIDEO, CopyClient
 from hegmd.gpu_helper.link import DriverFailed, HelperLost, Link
 from hegmd.gpu_helper.mark import MARK_BYTES, Mark
 from hegmd.memory.pool import Pool
@@ -36,9 +36,9 @@ from hegmd.memory.sizes import FLAT_BYTES, ahead_room_bytes, passing_room_bytes
 from hegmd.migration.carriers.copying import IN, CopyingCarrier, Span, lane_of
 from hegmd.migration.carriers.gpu_staging import Ahead, Beside, Near
 from hegmd.migration.carriers.location_record import Marks
-from hegmd.migration.contracts import Making, Meanwhile, Progress, Subject
+from hegmd.migration.contracts import Making, MigratedProcess, OverlappedCopy, Progress
 from hegmd.migration.methods.concurrently import beside
-from hegmd.migration.methods.gpus import Gpus, VideoMemory, ahead_of, passing_of
+from hegmd.migration.methods.gpus import Gpus, VideoMemory, staging_in_owner, staging_out_owner
 from hegmd.migration.methods.pool_keys import key_of, source_of
 from hegmd.protocol.operations import HOST as BY_HOST
 from hegmd.workers.workers import OrderFailed
@@ -67,28 +67,28 @@ class HostCarrier(CopyingCarrier):
 
     # -- what is held --------------------------------------------------------------------------------------------------
 
-    async def hold(self, subject: Subject, size_bytes: int) -> None:
+    async def reserve(self, subject: MigratedProcess, size_bytes: int) -> None:
         if self._pool.held_for(key_of(subject)) < size_bytes:
-            await self.disarm(subject)  # a larger piece takes the place of the one that is attached
+            await self.abandon(subject)  # a larger piece takes the place of the one that is attached
         await self._pool.take(key_of(subject), size_bytes, source_of(subject))
         async with self._using(subject):
             await self._take_passing(subject, size_bytes + FLAT_BYTES, passing_room_bytes(size_bytes, at_rest=False))
         await self.arm_or_give(subject)
 
-    async def give(self, subject: Subject) -> None:
-        await self.disarm(subject)
+    async def release(self, subject: MigratedProcess) -> None:
+        await self.abandon(subject)
         for owner in self._marks.owners(subject):
-            await self._near.give(owner)
+            await self._near.release(owner)
         self._beside.pop(lane_of(subject), None)
-        await self._pool.give(key_of(subject))
+        await self._pool.release(key_of(subject))
 
-    def held_bytes(self, subject: Subject) -> int:
+    def held_bytes(self, subject: MigratedProcess) -> int:
         return self._pool.held_for(key_of(subject))
 
-    async def fetch(self, subject: Subject, on_progress: Progress) -> None:
+    async def fetch(self, subject: MigratedProcess, on_progress: Progress) -> None:
         await self._pool.fetch(key_of(subject), on_progress)
 
-    async def arm(self, subject: Subject) -> None:
+    async def prepare(self, subject: MigratedProcess) -> None:
         """One that is off its GPU, with its bytes in the pool, can come back without the helper."""
         try:
             await self.with_route(subject, lambda route: self._have_likely(subject, route))
@@ -97,46 +97,46 @@ class HostCarrier(CopyingCarrier):
                 raise
             logger.warning("process %d is to copy its bytes itself: %s", subject.pid, error.message)
 
-    async def disarm(self, subject: Subject) -> None:
+    async def abandon(self, subject: MigratedProcess) -> None:
         self._ahead.pop(lane_of(subject), None)
         # First, since the lane's end waits for what goes ahead; until then the memory is mapped there.
-        await self._near.give(ahead_of(subject))
-        await super().disarm(subject)
+        await self._near.release(staging_in_owner(subject))
+        await super().abandon(subject)
         if self._marks.is_unmarked(subject):
             for owner in self._marks.owners(subject):
-                await self._near.give(owner)
+                await self._near.release(owner)
 
-    def space_bytes(self, subject: Subject) -> int:
+    def space_bytes(self, subject: MigratedProcess) -> int:
         return self._pool.memory(key_of(subject)).size_bytes - MARK_BYTES
 
-    async def reach(self, subject: Subject) -> list[str]:
+    async def reach(self, subject: MigratedProcess) -> list[str]:
         """Where it is and where it goes, and where its bytes are: a context is made while the process still runs."""
-        names = dict.fromkeys(name for name in (subject.gpu, subject.goal) if name is not None)
+        names = dict.fromkeys(name for name in (subject.gpu, subject.target_gpu) if name is not None)
         uuids = [await self.gpus.uuid_of(name) for name in names]
         mark = self._marks.of(subject)
         where = None if mark is None else self._near.where(mark.owner)
         return list(dict.fromkeys([*uuids, *([] if where is None else [where])]))
 
-    def piece(self, subject: Subject) -> tuple[int, int] | None:
+    def piece(self, subject: MigratedProcess) -> tuple[int, int] | None:
         memory = self._pool.memory(key_of(subject))
         return memory.fd, memory.size_bytes
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
-    async def take_out(self, subject: Subject, on_progress: Progress) -> int:
+    async def offload(self, subject: MigratedProcess, on_progress: Progress) -> int:
         self._ahead.pop(lane_of(subject), None)
         await self._pool.to_fill(key_of(subject))
-        return await super().take_out(subject, on_progress)
+        return await super().offload(subject, on_progress)
 
-    async def before_copy_out(self, subject: Subject, end_bytes: int) -> None:
+    async def before_copy_out(self, subject: MigratedProcess, end_bytes: int) -> None:
         """By video memory that has been held, or is now that the job stands; otherwise straight to the pool."""
         async with self._using(subject):
             await self._begin_out(subject, end_bytes)
 
-    async def _begin_out(self, subject: Subject, end_bytes: int) -> None:
-        owner = passing_of(subject)
+    async def _begin_out(self, subject: MigratedProcess, end_bytes: int) -> None:
+        owner = staging_out_owner(subject)
 
-        async def begin(route: Route) -> None:
+        async def begin(route: CopyClient) -> None:
             await self._have_near(route, subject, owner)
             await route.mark(owner, end_bytes)
 
@@ -150,9 +150,9 @@ class HostCarrier(CopyingCarrier):
             await self.with_route(subject, lambda route: route.mark(None))
         await self._give_near(subject)
 
-    async def _take_passing(self, subject: Subject, size_bytes: int, room_bytes: int) -> bool:
+    async def _take_passing(self, subject: MigratedProcess, size_bytes: int, room_bytes: int) -> bool:
         """Whether so much is held for what passes. Never while some of it has the bytes."""
-        owner, gpu = passing_of(subject), subject.gpu
+        owner, gpu = staging_out_owner(subject), subject.gpu
         if gpu is None or not self._marks.is_unmarked(subject):
             return False
         if self._near.where(owner) == await self.gpus.uuid_of(gpu) and self._near.held_bytes(owner) >= size_bytes:
@@ -164,12 +164,12 @@ class HostCarrier(CopyingCarrier):
         async with self.gpus.turn(gpu):
             return await self._near.take(owner, gpu, size_bytes, room_bytes, keep=True)
 
-    def is_passing(self, subject: Subject) -> bool:
+    def is_staged(self, subject: MigratedProcess) -> bool:
         return self._marks.of(subject) is not None
 
     @asynccontextmanager
-    async def settling(self, subject: Subject) -> AsyncGenerator[Meanwhile]:
-        done = Meanwhile()
+    async def overlap_checkpoint(self, subject: MigratedProcess) -> AsyncGenerator[OverlappedCopy]:
+        done = OverlappedCopy()
         mark = self._marks.of(subject)
         if mark is None:
             yield done
@@ -177,62 +177,66 @@ class HostCarrier(CopyingCarrier):
         async with beside(lambda: self._settle(subject, mark, done)):
             yield done
 
-    async def _settle(self, subject: Subject, mark: Mark, done: Meanwhile) -> None:
+    async def _settle(self, subject: MigratedProcess, mark: Mark, done: OverlappedCopy) -> None:
         began = anyio.current_time()
-        if mark.owner != passing_of(subject):
+        if mark.owner != staging_out_owner(subject):
             logger.info("bytes of process %d that are held for %s come to its piece now", subject.pid, mark.owner)
 
-        async def drain(route: Route) -> None:
+        async def drain(route: CopyClient) -> None:
             await self._have_near(route, subject, mark.owner)
-            copied = await route.shift("out", mark.size_bytes)
+            copied = await route.copy_regions("out", mark.size_bytes)
             logger.info("copied out beside: %s", copied)
 
         await self.with_route(subject, drain)
         done.size_bytes, done.took_s = mark.size_bytes, anyio.current_time() - began
         await self.with_route(subject, lambda route: route.mark(None))
         await self._give_near(subject, *self._marks.owners(subject))
-        if subject.goal is None and not subject.keeps_room:  # nothing is kept for a way back, as with an image
+        if (
+            subject.target_gpu is None and not subject.keeps_reservation
+        ):  # nothing is kept for a way back, as with an image
             await self._disarm_early(subject)
 
-    async def _disarm_early(self, subject: Subject) -> None:
+    async def _disarm_early(self, subject: MigratedProcess) -> None:
         """Its contexts are let go of beside the driver's step, and not after it. Raises nothing: all is done by now."""
         try:
-            await self.disarm(subject)
+            await self.abandon(subject)
         except HegmError as error:  # it is asked again when the operation ends
             logger.warning("the helper is not rid of process %d yet: %s", subject.pid, error.message)
 
     # -- and back ------------------------------------------------------------------------------------------------------
 
-    def _may_go_ahead(self, subject: Subject) -> bool:
+    def _may_go_ahead(self, subject: MigratedProcess) -> bool:
         """Whether the bytes are in the pool, and it is known where they go."""
-        is_to_come = subject.gpu is None and subject.goal is not None and not subject.anywhere
+        is_to_come = subject.gpu is None and subject.target_gpu is not None and not subject.gpu_unknown
         return is_to_come and subject.size_bytes > 0 and self._marks.of(subject) is None
 
-    async def _take_ahead(self, subject: Subject, gpu: str) -> bool:
+    async def _take_ahead(self, subject: MigratedProcess, gpu: str) -> bool:
         size_bytes = self._reach_bytes(subject)
         async with self.gpus.turn(gpu):
             is_held = await self._near.take(
-                ahead_of(subject), gpu, size_bytes, ahead_room_bytes(size_bytes), keep=False
+                staging_in_owner(subject), gpu, size_bytes, ahead_room_bytes(size_bytes), keep=False
             )
-        if not is_held and self._near.held_bytes(ahead_of(subject)):  # of an attempt before, when there was more room
+        if not is_held and self._near.held_bytes(
+            staging_in_owner(subject)
+        ):  # of an attempt before, when there was more room
             await self._give_near(subject)
         return is_held
 
-    def _reach_bytes(self, subject: Subject) -> int:
+    def _reach_bytes(self, subject: MigratedProcess) -> int:
         """How far its storages can reach in the pool: where each of them is, its agent says only when it makes them."""
         return min(subject.size_bytes + FLAT_BYTES, self.space_bytes(subject))
 
-    def near(self, subject: Subject) -> Meanwhile | None:
+    def staged(self, subject: MigratedProcess) -> OverlappedCopy | None:
         if self._marks.of(subject) is not None:
-            return Meanwhile()
+            return OverlappedCopy()
         ahead = self._ahead.get(lane_of(subject))
         return None if ahead is None else ahead.done
 
     @asynccontextmanager
-    async def nearing(self, subject: Subject) -> AsyncGenerator[Meanwhile]:
+    async def overlap_restore(self, subject: MigratedProcess) -> AsyncGenerator[OverlappedCopy]:
         """Room is taken here and not when the carrier is armed: others of the operation may have yet to find theirs."""
-        done = Meanwhile()
-        gpu, route = subject.goal, self.routes.get(lane_of(subject))
+        done = OverlappedCopy()
+        gpu, route = subject.target_gpu, self.routes.get(lane_of(subject))
         if gpu is None or route is None or not self._may_go_ahead(subject):
             yield done
             return
@@ -243,10 +247,10 @@ class HostCarrier(CopyingCarrier):
             yield done
         except HegmError:  # what is held for this may be what was missing
             with anyio.CancelScope(shield=True), anyio.move_on_after(_LAST_WORD_S), suppress(HegmError):
-                await self.disarm(subject)
+                await self.abandon(subject)
             raise
 
-    async def _go_ahead(self, subject: Subject, route: Route, done: Meanwhile) -> None:
+    async def _go_ahead(self, subject: MigratedProcess, route: CopyClient, done: OverlappedCopy) -> None:
         """By the route that there is: a new one would wait for its turn on the GPU, which the restore has.
 
         It goes on while the storages are made, too: `through` waits for its end.
@@ -255,22 +259,22 @@ class HostCarrier(CopyingCarrier):
         if known is not None and known.is_in(route) and known.size_bytes >= size_bytes:
             return
         try:
-            await self._have_near(route, subject, ahead_of(subject))
-            await route.begin_shift("in", size_bytes)
+            await self._have_near(route, subject, staging_in_owner(subject))
+            await route.start_copy("in", size_bytes)
         except HegmError as error:
             logger.warning("nothing of process %d goes ahead of it: %s", subject.pid, error.message)
-            await self.disarm(subject)
+            await self.abandon(subject)
             return
         done.size_bytes = size_bytes
         self._ahead[lane_of(subject)] = Ahead(route, route.attached, size_bytes, done)
 
-    async def _has_gone_ahead(self, subject: Subject, route: Route, end_bytes: int) -> bool:
+    async def _has_gone_ahead(self, subject: MigratedProcess, route: CopyClient, end_bytes: int) -> bool:
         """Whether video memory of this route has those bytes, once that is certain."""
         ahead = self._ahead.get(lane_of(subject))
         if ahead is None or not ahead.is_in(route) or ahead.size_bytes < end_bytes:
             return False
         try:
-            copied = await route.shifted(ahead.size_bytes)
+            copied = await route.finish_copy(ahead.size_bytes)
         except HelperLost:
             raise
         except HegmError as error:
@@ -281,7 +285,7 @@ class HostCarrier(CopyingCarrier):
         ahead.done.took_s = copied.copy_s
         return True
 
-    async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
+    async def reload(self, subject: MigratedProcess, on_progress: Progress, making: Making) -> int:
         """What is held on its GPU for that is given back as soon as its storages have the bytes: it needs the room.
 
         Where there is plenty, as soon as it goes on. And before, where its storages cannot be made for want of room:
@@ -289,25 +293,25 @@ class HostCarrier(CopyingCarrier):
         """
         async with self._using(subject):
             try:
-                return await super().put_back(subject, on_progress, making)
+                return await super().reload(subject, on_progress, making)
             except OrderFailed as error:
-                if error.lacks_bytes is None or not self._near.held_bytes(ahead_of(subject)):
+                if error.lacks_bytes is None or not self._near.held_bytes(staging_in_owner(subject)):
                     raise
                 logger.warning("what went ahead of process %d makes room for it: %s", subject.pid, error.message)
                 await self._give_near(subject)
-                return await super().put_back(subject, on_progress, making)
+                return await super().reload(subject, on_progress, making)
 
-    async def returned(self, subject: Subject, *, is_roomy: bool) -> None:
+    async def returned(self, subject: MigratedProcess, *, is_roomy: bool) -> None:
         """A mark does not wait: as long as there is one, what it names has the bytes by the word of whoever looks."""
         if not is_roomy or not self._marks.is_unmarked(subject):
             await self._put_away(subject)
 
-    async def gone_on(self, subject: Subject) -> None:
-        if self._near.held_bytes(ahead_of(subject)):
+    async def resumed(self, subject: MigratedProcess) -> None:
+        if self._near.held_bytes(staging_in_owner(subject)):
             async with self._using(subject):
                 await self._put_away(subject)
 
-    async def _put_away(self, subject: Subject) -> None:
+    async def _put_away(self, subject: MigratedProcess) -> None:
         try:
             mark = self._marks.of(subject)
             if mark is not None:
@@ -319,7 +323,7 @@ class HostCarrier(CopyingCarrier):
     # -- video memory beside -------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _using(self, subject: Subject) -> AsyncGenerator[None]:
+    async def _using(self, subject: MigratedProcess) -> AsyncGenerator[None]:
         """In the block nobody else gives back what is held beside that process."""
         known = self._beside.setdefault(lane_of(subject), Beside(subject))
         async with known.in_use:
@@ -336,7 +340,9 @@ class HostCarrier(CopyingCarrier):
 
     async def _spare(self, known: Beside, gpu: str) -> bool:
         subject = known.subject
-        held = [owner for owner in (passing_of(subject), ahead_of(subject)) if self._near.where(owner) == gpu]
+        held = [
+            owner for owner in (staging_out_owner(subject), staging_in_owner(subject)) if self._near.where(owner) == gpu
+        ]
         if not held or known.in_use.locked() or not self._marks.is_unmarked(subject):
             return False
         async with known.in_use:
@@ -345,14 +351,14 @@ class HostCarrier(CopyingCarrier):
                 ahead, route = self._ahead.get(lane_of(subject)), self.routes.get(lane_of(subject))
                 if ahead is not None and ahead.route is route:  # it can be let go of when no copy goes to it any more
                     with suppress(DriverFailed):
-                        await ahead.route.shifted(ahead.size_bytes)
+                        await ahead.route.finish_copy(ahead.size_bytes)
                 await self._give_near(subject)
             except HegmError as error:
                 logger.warning("video memory beside process %d is still held: %s", subject.pid, error.message)
                 return False
         return True
 
-    async def through(self, subject: Subject, route: Route, end_bytes: int) -> str:
+    async def through(self, subject: MigratedProcess, route: CopyClient, end_bytes: int) -> str:
         """By the video memory that the mark names, if there is one; else by what has gone ahead, or the pool itself."""
         mark = self._marks.of(subject)
         if mark is not None:
@@ -360,31 +366,33 @@ class HostCarrier(CopyingCarrier):
             return VIDEO
         return VIDEO if await self._has_gone_ahead(subject, route, end_bytes) else HOST
 
-    async def prepare_own_copies(self, subject: Subject, direction: str) -> None:
+    async def prepare_own_copies(self, subject: MigratedProcess, direction: str) -> None:
         """The pool is what the process reaches: nothing is in video memory on its way."""
         mark = self._marks.of(subject)
         if mark is None:
             return
 
-        async def drain(route: Route) -> None:
+        async def drain(route: CopyClient) -> None:
             if direction == IN:
                 await self._have_near(route, subject, mark.owner)
-                await route.shift("out", mark.size_bytes)
+                await route.copy_regions("out", mark.size_bytes)
             await route.mark(None)
 
         await self.with_route(subject, drain)
         await self._give_near(subject, mark.owner)
 
-    async def own_copies(self, subject: Subject, direction: str, spans: list[Span], on_progress: Progress) -> None:
+    async def own_copies(
+        self, subject: MigratedProcess, direction: str, spans: list[Span], on_progress: Progress
+    ) -> None:
         await self.order_copy(subject, direction, self._pool.memory(key_of(subject)).fd, spans, on_progress)
 
-    async def _have_likely(self, subject: Subject, route: Route) -> None:
+    async def _have_likely(self, subject: MigratedProcess, route: CopyClient) -> None:
         """Attach what will be copied through, as far as it is held: then it need not be done while the job stands."""
         mark = self._marks.of(subject)
         if mark is not None:
             await self._have_near(route, subject, mark.owner)
             return
-        for owner in (passing_of(subject), ahead_of(subject)):
+        for owner in (staging_out_owner(subject), staging_in_owner(subject)):
             if self._near.held_bytes(owner):
                 try:
                     await self._have_near(route, subject, owner)
@@ -392,10 +400,10 @@ class HostCarrier(CopyingCarrier):
                     raise
                 except HegmError as error:
                     logger.warning("process %d is copied without %s: %s", subject.pid, owner, error.message)
-                    await self._near.give(owner)
+                    await self._near.release(owner)
                 return
 
-    async def _have_near(self, route: Route, subject: Subject, owner: str) -> None:
+    async def _have_near(self, route: CopyClient, subject: MigratedProcess, owner: str) -> None:
         """Have all that is held for that owner as the route's video memory. Raises HegmError."""
         where, version = self._near.where(owner), self._near.version(owner)
         if where is None:
@@ -412,7 +420,7 @@ class HostCarrier(CopyingCarrier):
         await route.attach_video(where, self._near.pieces(owner))
         route.attached = version
 
-    async def _give_near(self, subject: Subject, *others: str | None) -> None:
+    async def _give_near(self, subject: MigratedProcess, *others: str | None) -> None:
         """Give back what is held on GPUs beside it, which has nothing that is not elsewhere too. Raises HegmError."""
         self._ahead.pop(lane_of(subject), None)
         route = self.routes.get(lane_of(subject))
@@ -422,6 +430,6 @@ class HostCarrier(CopyingCarrier):
                 await route.detach_video()
             except HelperLost:
                 self.routes.pop(lane_of(subject), None)
-        for owner in (passing_of(subject), ahead_of(subject), *others):
+        for owner in (staging_out_owner(subject), staging_in_owner(subject), *others):
             if owner is not None:
-                await self._near.give(owner)
+                await self._near.release(owner)

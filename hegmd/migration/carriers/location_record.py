@@ -12,7 +12,7 @@ import os
 from hegmd.errors import HegmError, Refused
 from hegmd.gpu_helper.mark import MARK_BYTES, Mark, read_mark
 from hegmd.memory.pool import Pool
-from hegmd.migration.contracts import Subject
+from hegmd.migration.contracts import MigratedProcess
 from hegmd.migration.methods.gpus import passing_name
 from hegmd.migration.methods.pool_keys import key_of
 
@@ -25,13 +25,13 @@ class Marks:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    def owners(self, subject: Subject) -> tuple[str, ...]:
+    def owners(self, subject: MigratedProcess) -> tuple[str, ...]:
         """Under which names memory may be held that its bytes pass through."""
         piece = self._pool.by_owner().get(key_of(subject))
         before = () if piece is None else piece.name.before
         return tuple([passing_name(operation, subject.name) for operation in (subject.operation, *before)])
 
-    def of(self, subject: Subject) -> Mark | None:
+    def of(self, subject: MigratedProcess) -> Mark | None:
         """Who has the bytes in place of the pool. Raises HegmError where that cannot be made out, or believed."""
         piece = self._pool.by_owner().get(key_of(subject))
         memory = None if piece is None else piece.memory
@@ -48,7 +48,7 @@ class Marks:
             )
         return mark
 
-    def is_unmarked(self, subject: Subject) -> bool:
+    def is_unmarked(self, subject: MigratedProcess) -> bool:
         """Whether it is certain that no video memory has the bytes; of a piece on disk its mark is not known."""
         piece = self._pool.by_owner().get(key_of(subject))
         try:

@@ -15,16 +15,16 @@ from collections.abc import Iterator
 from functools import partial
 
 from hegmd.errors import HegmError, Refused
-from hegmd.gpu_helper.copy_client import Route
+from hegmd.gpu_helper.copy_client import CopyClient
 from hegmd.gpu_helper.link import Link
 from hegmd.memory.pool import Pool
 from hegmd.memory.sizes import MIB
 from hegmd.migration.carriers.copying import OUT, CopyingCarrier, Span, lane_of
-from hegmd.migration.contracts import NoRoom, Progress, Subject
-from hegmd.migration.methods.gpus import Gpus, VideoMemory, bytes_of, earlier_bytes_of
+from hegmd.migration.contracts import MigratedProcess, OutOfMemory, Progress
+from hegmd.migration.methods.gpus import Gpus, VideoMemory, earlier_bytes_of, pool_owner
 from hegmd.protocol.operations import PEER
 
-MOST_WINDOW_BYTES, LEAST_WINDOW_BYTES = 64 * MIB, 2 * MIB
+MAX_WINDOW_BYTES, MIN_WINDOW_BYTES = 64 * MIB, 2 * MIB
 # The process has a descriptor of it as well, and could cut it under the helper.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 #: Where something lies in the copies, where in the window, and its bytes.
@@ -82,56 +82,56 @@ class PeerCarrier(CopyingCarrier):
         self._pool = pool
         self._windows: dict[str, Window] = {}
 
-    async def hold(self, subject: Subject, size_bytes: int) -> None:
+    async def reserve(self, subject: MigratedProcess, size_bytes: int) -> None:
         """On the GPU that it goes to, or wherever some is held for it already."""
-        where = self._where(subject) or await self.gpus.uuid_of(subject.goal or "")
+        where = self._where(subject) or await self.gpus.uuid_of(subject.target_gpu or "")
         if self.held_bytes(subject) < size_bytes:
-            await self.disarm(subject)
+            await self.abandon(subject)
         async with self.gpus.turn(self.gpus.name_of(where)):
             try:
-                await self._memory.hold(self._owner(subject), where, size_bytes)
+                await self._memory.reserve(self._owner(subject), where, size_bytes)
             except Refused as error:
-                raise NoRoom(error.message, error.hint, error.facts) from error
+                raise OutOfMemory(error.message, error.hint, error.facts) from error
         self.gpus.changed()
         try:
             await self._memory.keep(self._owner(subject), where)
         except HegmError:
-            await self._memory.give(self._owner(subject), where)
+            await self._memory.release(self._owner(subject), where)
             raise
         await self.arm_or_give(subject)
 
-    async def give(self, subject: Subject) -> None:
-        await self.disarm(subject)
+    async def release(self, subject: MigratedProcess) -> None:
+        await self.abandon(subject)
         where = self._where(subject)
         if where is not None:
-            await self._memory.give(self._owner(subject), where)
+            await self._memory.release(self._owner(subject), where)
             self.gpus.changed()
 
-    def held_bytes(self, subject: Subject) -> int:
+    def held_bytes(self, subject: MigratedProcess) -> int:
         return sum(self._memory.of(self._owner(subject)).values())
 
-    async def fetch(self, subject: Subject, on_progress: Progress) -> None:
+    async def fetch(self, subject: MigratedProcess, on_progress: Progress) -> None:
         """Video memory is put nowhere else."""
 
-    def space_bytes(self, subject: Subject) -> int:
+    def space_bytes(self, subject: MigratedProcess) -> int:
         where = self._where(subject)
         pieces = () if where is None else self._memory.pieces(self._owner(subject), where)
         return pieces[-1].at + pieces[-1].size_bytes if pieces else 0
 
-    async def reach(self, subject: Subject) -> list[str]:
+    async def reach(self, subject: MigratedProcess) -> list[str]:
         """Where it is, where it goes, and where its bytes are."""
-        names = dict.fromkeys(name for name in (subject.gpu, subject.goal) if name is not None)
+        names = dict.fromkeys(name for name in (subject.gpu, subject.target_gpu) if name is not None)
         uuids = [await self.gpus.uuid_of(name) for name in names]
         where = self._where(subject)
         return list(dict.fromkeys([*uuids, *([] if where is None else [where])]))
 
-    async def attach(self, subject: Subject, route: Route) -> None:
+    async def attach(self, subject: MigratedProcess, route: CopyClient) -> None:
         where = self._where(subject)
         if where is None:
             raise Refused(f"nothing is held for the bytes of process {subject.pid}", "see hegmctl op")
         await route.attach_video(where, self._memory.pieces(self._owner(subject), where))
 
-    async def passed(self, subject: Subject, route: Route, at_bytes: int) -> None:
+    async def passed(self, subject: MigratedProcess, route: CopyClient, at_bytes: int) -> None:
         """Pieces that nothing is in any more make room for the next round."""
         where = self._where(subject)
         if where is None or not subject.in_rounds:
@@ -144,31 +144,33 @@ class PeerCarrier(CopyingCarrier):
 
     # -- what the process copies itself --------------------------------------------------------------------------------
 
-    async def disarm(self, subject: Subject) -> None:
-        await super().disarm(subject)
+    async def abandon(self, subject: MigratedProcess) -> None:
+        await super().abandon(subject)
         window = self._windows.pop(lane_of(subject), None)
         if window is not None:
             window.close()
 
-    def piece(self, subject: Subject) -> tuple[int, int] | None:
+    def piece(self, subject: MigratedProcess) -> tuple[int, int] | None:
         window = self._windows.get(lane_of(subject))
         return None if window is None else (window.fd, window.size_bytes)
 
-    async def prepare_own_copies(self, subject: Subject, direction: str) -> None:
+    async def prepare_own_copies(self, subject: MigratedProcess, direction: str) -> None:
         """The route is opened anew, with a window."""
         if lane_of(subject) in self._windows:
             return
-        await self.disarm(subject)
-        most_bytes = min(MOST_WINDOW_BYTES, self._pool.free_bytes(), -(-subject.size_bytes // MIB) * MIB)
+        await self.abandon(subject)
+        most_bytes = min(MAX_WINDOW_BYTES, self._pool.free_bytes(), -(-subject.size_bytes // MIB) * MIB)
         try:
-            self._windows[lane_of(subject)] = Window(max(LEAST_WINDOW_BYTES, most_bytes // MIB * MIB))
+            self._windows[lane_of(subject)] = Window(max(MIN_WINDOW_BYTES, most_bytes // MIB * MIB))
         except OSError as error:
             raise Refused(
                 f"there is no host memory for what process {subject.pid} copies itself: {error.strerror or error}",
                 "free some memory of the node; it is tried again",
             ) from error
 
-    async def own_copies(self, subject: Subject, direction: str, spans: list[Span], on_progress: Progress) -> None:
+    async def own_copies(
+        self, subject: MigratedProcess, direction: str, spans: list[Span], on_progress: Progress
+    ) -> None:
         window, done_bytes = self._windows[lane_of(subject)], 0
         for by_process, by_helper in windows(spans, window.size_bytes):
             if direction == OUT:
@@ -180,17 +182,17 @@ class PeerCarrier(CopyingCarrier):
             done_bytes += sum(span[2] for span in by_process)
             on_progress(done_bytes)
 
-    def _owner(self, subject: Subject) -> str:
+    def _owner(self, subject: MigratedProcess) -> str:
         """Under what name its bytes are held, or are to be."""
-        owner, earlier = bytes_of(subject), earlier_bytes_of(subject)
+        owner, earlier = pool_owner(subject), earlier_bytes_of(subject)
         return earlier if not self._memory.of(owner) and self._memory.of(earlier) else owner
 
-    def _where(self, subject: Subject) -> str | None:
+    def _where(self, subject: MigratedProcess) -> str | None:
         """The GPU that its bytes are held on."""
         return next(iter(self._memory.of(self._owner(subject))), None)
 
 
-async def _shift(route: Route, *, direction: str, shifts: list[Shift]) -> None:
+async def _shift(route: CopyClient, *, direction: str, shifts: list[Shift]) -> None:
     await route.shift_places(direction, shifts)
 
 

@@ -16,14 +16,14 @@ from typing import Any
 import anyio
 
 from hegmd.memory.pool import read_available_bytes
-from hegmd.migration.contracts import Progress, Subject
+from hegmd.migration.contracts import MigratedProcess, Progress
 from hegmd.workers.supervisors import Supervisor, SupervisorAway, Supervisors
-from hegmd.workers.workers import Worker
+from hegmd.workers.workers import AgentConnection
 
 logger = logging.getLogger(__name__)
 
 # What a Python with PyTorch takes is a fifth of it; the rest is left to those who need it more.
-LEAST_AVAILABLE_BYTES = 2 << 30
+MIN_AVAILABLE_BYTES = 2 << 30
 # As long as PyTorch and its compiler take to be imported on a slow node; on an H200's node it is 6 s.
 READY_WITHIN_S = 15.0
 # How often whoever watches is told how long that takes already.
@@ -53,12 +53,12 @@ class _Asked:
 
 
 class Readying:
-    """Asked at arming. `surroundings` are what is different for whoever is started for that process at that place."""
+    """Asked while reserving. `surroundings` is what differs for a process that is started in the place of that one."""
 
     def __init__(
         self,
         supervisors: Supervisors,
-        surroundings: Callable[[Subject, str], Mapping[str, Any]],
+        surroundings: Callable[[MigratedProcess, str], Mapping[str, Any]],
         ready: Ready | None = None,
         *,
         available_bytes: Callable[[], int | None] = read_available_bytes,
@@ -69,12 +69,12 @@ class Readying:
         self._available_bytes = available_bytes
         self._asked: dict[str, _Asked] = {}
 
-    async def begin(self, subject: Subject, size_bytes: int) -> None:
+    async def begin(self, subject: MigratedProcess, size_bytes: int) -> None:
         """Have it made ready, where that can be and the node has the memory beside a state of that size."""
         supervisor = self._supervisors.find(subject.uid, subject.run)
         if supervisor is None or subject.operation in self._asked or not self._is_fit(subject, supervisor, size_bytes):
             return
-        worker, place = subject.worker, subject.goal or ""
+        worker, place = subject.worker, subject.target_gpu or ""
         surroundings = self._surroundings(subject, place)
         try:
             await supervisor.tell("ready", subject.operation, imports=worker.imports, path=worker.path, **surroundings)
@@ -90,7 +90,7 @@ class Readying:
         """When that one's next process is to be made ready: as its user said, or as it is configured."""
         return supervisor.offer.ready if supervisor.offer.ready in WHENS else self._ready.when
 
-    async def keep(self, supervisor: Supervisor, worker: Worker) -> bool:
+    async def keep(self, supervisor: Supervisor, worker: AgentConnection) -> bool:
         """Have one wait for whatever restart may come, with the surroundings of the job as it is, for its memory.
 
         One that waits already, and has its memory, looks at its files once more and imports what the job has imported
@@ -99,14 +99,14 @@ class Readying:
         """
         await worker.order("beforehand")
         available_bytes = self._available_bytes()
-        if available_bytes is not None and available_bytes < LEAST_AVAILABLE_BYTES and not supervisor.keeps:
+        if available_bytes is not None and available_bytes < MIN_AVAILABLE_BYTES and not supervisor.keeps:
             return False
         if worker.imports:
             await supervisor.tell("ready", "", imports=worker.imports, path=worker.path)
             logger.debug("process %d has its next one kept ready: %d modules", worker.pid, len(worker.imports))
         return True
 
-    async def until_ready(self, subject: Subject, on_progress: Progress) -> bool:
+    async def until_ready(self, subject: MigratedProcess, on_progress: Progress) -> bool:
         """Until it is, or it is known that it will not be, or for a while; whether it is."""
         asked = self._asked.get(subject.operation)
         if asked is None:
@@ -125,28 +125,28 @@ class Readying:
         logger.debug("operation %s: ready is %s after %.1f s", subject.operation, is_ready, took_s)
         return is_ready
 
-    def doing(self, subject: Subject) -> str | None:
+    def doing(self, subject: MigratedProcess) -> str | None:
         """What is waited for, and for how long by now."""
         asked = self._asked.get(subject.operation)
         if asked is None or not asked.is_awaited:
             return None
         return f"it trains on until the next Python is ready: {anyio.current_time() - asked.since:.0f} s"
 
-    async def end(self, subject: Subject) -> None:
+    async def end(self, subject: MigratedProcess) -> None:
         """Have nobody wait any more. Fine when nobody does."""
         asked = self._asked.pop(subject.operation, None)
         if asked is not None:
             with suppress(SupervisorAway):  # it lets go of it with the connection
                 await asked.supervisor.tell("unready", subject.operation)
 
-    def _is_fit(self, subject: Subject, supervisor: Supervisor, size_bytes: int) -> bool:
+    def _is_fit(self, subject: MigratedProcess, supervisor: Supervisor, size_bytes: int) -> bool:
         worker, respawn = subject.agent, subject.respawn
         if (
             self.when(supervisor) == IN_TURN
             or subject.ranks
             or worker is None
             or not worker.imports
-            or subject.goal is None
+            or subject.target_gpu is None
         ):
             return False
         if supervisor.offer.pid != subject.pid or not supervisor.offer.python:
@@ -154,7 +154,7 @@ class Readying:
         if respawn.python is not None or any(_is_decisive(name) for name in (*respawn.set, *respawn.unset)):
             return False
         available_bytes = self._available_bytes()
-        return available_bytes is None or available_bytes >= LEAST_AVAILABLE_BYTES + size_bytes
+        return available_bytes is None or available_bytes >= MIN_AVAILABLE_BYTES + size_bytes
 
 
 def _is_decisive(name: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from hegmd.errors import HegmError, Refused
 from hegmd.memory.pool import Pool
 from hegmd.migration.carriers.prestart import Readying
-from hegmd.migration.contracts import Making, Progress, Subject
+from hegmd.migration.contracts import Making, MigratedProcess, Progress
 from hegmd.migration.methods.pool_keys import Pooled, key_of
 from hegmd.workers.supervisors import Supervisor, Supervisors
 
@@ -26,28 +26,28 @@ class StateCarrier(Pooled):
         self._supervisors = supervisors
         self._readying = readying
 
-    async def hold(self, subject: Subject, size_bytes: int) -> None:
+    async def reserve(self, subject: MigratedProcess, size_bytes: int) -> None:
         """Hold memory for the state; beside that, the next process is made ready."""
         await self._readying.begin(subject, size_bytes)
         try:
-            await super().hold(subject, size_bytes)
+            await super().reserve(subject, size_bytes)
         except HegmError:
             await self._readying.end(subject)
             raise
 
-    async def await_next(self, subject: Subject, on_progress: Progress) -> bool:
+    async def await_successor(self, subject: MigratedProcess, on_progress: Progress) -> bool:
         """Until it is ready, or known not to become so, or for a while."""
         return await self._readying.until_ready(subject, on_progress)
 
-    def doing(self, subject: Subject) -> str | None:
+    def doing(self, subject: MigratedProcess) -> str | None:
         return self._readying.doing(subject)
 
-    async def give(self, subject: Subject) -> None:
+    async def release(self, subject: MigratedProcess) -> None:
         """Give it back: whoever was to go on has, or nobody is to."""
         await self._readying.end(subject)
-        await super().give(subject)
+        await super().release(subject)
 
-    async def take_out(self, subject: Subject, on_progress: Progress) -> int:
+    async def offload(self, subject: MigratedProcess, on_progress: Progress) -> int:
         """Have the state written. Raises OrderFailed, AgentAway, SupervisorAway.
 
         Its supervisor is told first: from here on the command may end, and is then waited for. Where hegmd
@@ -62,7 +62,7 @@ class StateCarrier(Pooled):
         report = await subject.worker.order("save", fds=[memory.fd], on_progress=on_progress)
         return report.size_bytes or 0
 
-    async def _come(self, subject: Subject) -> Supervisor:
+    async def _come(self, subject: MigratedProcess) -> Supervisor:
         def known() -> Supervisor | None:
             return self._supervisors.find(subject.uid, subject.run)
 
@@ -71,6 +71,6 @@ class StateCarrier(Pooled):
             raise Refused(f"the `hegmctl run` that started process {subject.pid} is gone", "the job goes on as it is")
         return supervisor
 
-    async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
+    async def reload(self, subject: MigratedProcess, on_progress: Progress, making: Making) -> int:
         """The process that goes on has done so by itself."""
         return 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from hegmd.errors import Refused
 from hegmd.memory.pool import Memory
 from hegmd.migration.carriers.copying import note_short
-from hegmd.migration.contracts import Making, Progress, Subject
+from hegmd.migration.contracts import Making, MigratedProcess, Progress
 from hegmd.migration.methods.pool_keys import Pooled, key_of
 from hegmd.protocol.operations import WORKER
 
@@ -19,13 +19,13 @@ class WorkerCarrier(Pooled):
 
     name = WORKER
 
-    async def take_out(self, subject: Subject, on_progress: Progress) -> int:
+    async def offload(self, subject: MigratedProcess, on_progress: Progress) -> int:
         """Raises OrderFailed, AgentAway."""
         memory = await self._pool.to_fill(key_of(subject))
-        report = await subject.worker.order("evacuate", fds=[memory.fd], on_progress=on_progress)
+        report = await subject.worker.order("offload", fds=[memory.fd], on_progress=on_progress)
         return report.size_bytes or 0
 
-    async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
+    async def reload(self, subject: MigratedProcess, on_progress: Progress, making: Making) -> int:
         """Raises OrderFailed, AgentAway. The bytes stay in the memory too.
 
         One order makes all storages, first of all, and fills them.
@@ -36,11 +36,11 @@ class WorkerCarrier(Pooled):
         memory = self._memory(subject)
         fds = () if memory is None else [memory.fd]
         async with making():
-            report = await subject.worker.order("refill", fds=fds, on_progress=on_progress)
+            report = await subject.worker.order("reload", fds=fds, on_progress=on_progress)
         note_short(subject, report)
         return report.size_bytes or 0
 
-    def _memory(self, subject: Subject) -> Memory | None:
+    def _memory(self, subject: MigratedProcess) -> Memory | None:
         try:
             return self._pool.memory(key_of(subject))
         except Refused:

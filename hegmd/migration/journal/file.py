@@ -32,7 +32,7 @@ COMPACT_BYTES = 4 * 1024 * 1024
 # By so much: before the first record of an operation, when no job is parked for it.
 QUIET_COMPACT_BYTES = 256 * 1024
 # A migration of one process takes some 30 records of 0.4 KiB; of eight ranks, about 200 of them.
-OPERATION_BYTES = 128 * 1024
+OPERATION_BYTES = 192 * 1024
 
 # A file system that has no such call reserves nothing, and operations stand still where others would not.
 _NO_SUCH_CALL = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)

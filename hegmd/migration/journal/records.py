@@ -28,13 +28,13 @@ from hegmd.migration.machine.operation import Operation
 from hegmd.protocol import codec
 from hegmd.protocol.record import Record, field, plain_value
 
-VERSION = 1
+VERSION = 2
 _STEM = b"HEGMOPS"
 MAGIC = _STEM + bytes([VERSION])
 _HEAD = struct.Struct(">II")
 _HEAD_BYTES = _HEAD.size + 4
 _END = b"\xe5"
-LARGEST_PAYLOAD_BYTES = 16 * 1024 * 1024
+MAX_PAYLOAD_BYTES = 16 * 1024 * 1024
 # Lines of its story that an operation keeps, and operations that are over that are remembered.
 STORY_LINES = 200
 REMEMBERED = 100
@@ -60,8 +60,23 @@ class JournalTooNew(JournalBroken):
         HegmError.__init__(
             self,
             UNAVAILABLE,
-            f"the journal of operations is of version {version}, and this hegmd reads up to {VERSION}",
+            f"the journal of operations is of version {version}, and this hegmd reads up to version {VERSION}",
             "a newer hegmd has written it: install that one again, and let its operations end before you go back",
+            {"version": version},
+        )
+        self.where = len(_STEM)
+
+
+class JournalTooOld(JournalBroken):
+    """An earlier hegmd wrote the journal, with other names for its fields. The file is kept as it is."""
+
+    def __init__(self, version: int) -> None:
+        HegmError.__init__(
+            self,
+            UNAVAILABLE,
+            f"the journal of operations is of version {version}, and this hegmd reads version {VERSION}",
+            "start the earlier hegmd again, resume or end its suspended jobs, then move operations.journal out of the "
+            "state directory and start this hegmd",
             {"version": version},
         )
         self.where = len(_STEM)
@@ -194,10 +209,10 @@ def _detail(event: Event) -> str:
 def _framed(entry: Entry) -> bytes:
     # All but the story is plain already; to walk through it again would take half of the time that a record takes.
     payload = codec.encode({**entry.__dict__, "story": [line.to_plain() for line in entry.story]})
-    if len(payload) > LARGEST_PAYLOAD_BYTES:
+    if len(payload) > MAX_PAYLOAD_BYTES:
         raise HegmError(
             BAD_REQUEST,
-            f"a journal record of {len(payload)} bytes is over the limit of {LARGEST_PAYLOAD_BYTES}",
+            f"a journal record of {len(payload)} bytes is over the limit of {MAX_PAYLOAD_BYTES}",
             "move fewer processes in one operation",
         )
     head = _HEAD.pack(len(payload), zlib.crc32(payload))
@@ -240,6 +255,8 @@ def _after_magic(data: bytes) -> int:
         return 0
     if data.startswith(_STEM) and data[len(_STEM)] > VERSION:
         raise JournalTooNew(data[len(_STEM)])
+    if data.startswith(_STEM) and 0 < data[len(_STEM)] < VERSION:
+        raise JournalTooOld(data[len(_STEM)])
     raise JournalBroken(0, "it does not begin as a journal does")
 
 
@@ -259,7 +276,7 @@ def payloads(data: bytes) -> Iterator[tuple[int, int, bytes]]:
             raise JournalBroken(start, "the head of a record does not fit its checksum")
         length, checksum = _HEAD.unpack(head)
         end = body + length + len(_END)
-        if length > LARGEST_PAYLOAD_BYTES:
+        if length > MAX_PAYLOAD_BYTES:
             raise JournalBroken(start, f"a record of {length} bytes, which is over the limit")
         if end > len(data):
             return

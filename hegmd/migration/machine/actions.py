@@ -17,16 +17,16 @@ from hegmd.migration.machine.operation import (
     RESTORE,
     RESUME,
     Failure,
+    JobProcess,
     Limits,
     Operation,
     Pending,
-    Worker,
 )
 from hegmd.migration.machine.stages import is_past_return, limit_s
 
 # Phases in which a deadline turns an operation that heads forward, when nobody's bytes are out.
 _TURN_WHEN_LATE = frozenset(
-    "settling arming counting quiescing measuring evacuating checkpointing handing restoring refilling".split()
+    "settling reserving counting quiescing measuring offloading checkpointing handing restoring reloading".split()
 )
 
 
@@ -35,9 +35,9 @@ def begin(op: Operation, event: events.Begin, now: float) -> Operation:
     return op.replace()
 
 
-def cancel(op: Operation, event: events.CancelAsked, now: float) -> Operation:
+def cancel(op: Operation, event: events.CancelRequested, now: float) -> Operation:
     """Turn back, unless it is on its way back or the way on is shorter."""
-    if op.heading != FORWARD:
+    if op.direction != FORWARD:
         raise Refused(f"operation {op.id} is on its way back already", f"watch it with: hegmctl op {op.id}")
     if is_past_return(op):
         raise Refused(
@@ -49,15 +49,15 @@ def cancel(op: Operation, event: events.CancelAsked, now: float) -> Operation:
     )
 
 
-def drop_image(op: Operation, event: events.CancelAsked, now: float) -> Operation:
+def drop_image(op: Operation, event: events.CancelRequested, now: float) -> Operation:
     """The job has gone on and does so; what is written of it goes."""
-    if op.handoff is None or op.handoff.unwanted:
+    if op.image is None or op.image.unwanted:
         raise Refused(f"the image of operation {op.id} is being removed", f"watch it with: hegmctl op {op.id}")
     message = f"cancelled by {event.by or 'its caller'}"
     return reversal.image_dropped(op, CANCELLED.name, message, "ask for it again when it is wanted")
 
 
-def drop_state(op: Operation, event: events.DropAsked, now: float) -> Operation:
+def drop_state(op: Operation, event: events.DropRequested, now: float) -> Operation:
     """Nobody is to go on from it. What is held of a process that lives is that one's own, and stays."""
     here = next((worker for worker in op.live if not worker.is_absent), None)
     if here is not None:
@@ -66,14 +66,14 @@ def drop_state(op: Operation, event: events.DropAsked, now: float) -> Operation:
             f"bring it back with: hegmctl resume {here.pid}; what is held of a process goes with its end",
         )
     for worker in op.live:
-        departed = worker_exit.departed(worker, lost=False).replace(at=None, out=False)
+        departed = worker_exit.departed(worker, lost=False).replace(gpu=None, offloaded=False)
         op = worker_exit.without_orders(op, worker.name).with_worker(departed)
     message = f"its state was given up by {event.by or 'its owner'}"
     hint = "start the training anew, or from a file of its own"
-    return op.replace(failure=Failure(code=CANCELLED.name, message=message, hint=hint), lacks=None)
+    return op.replace(failure=Failure(code=CANCELLED.name, message=message, hint=hint), waiting_for=None)
 
 
-def resume(op: Operation, event: events.ResumeAsked, now: float) -> Operation:
+def resume(op: Operation, event: events.ResumeRequested, now: float) -> Operation:
     """Head for the GPUs that are named; where that fails, or takes too long, it is suspended again."""
     missing = [worker.name for worker in op.live if worker.name not in event.to]
     if missing:
@@ -81,24 +81,24 @@ def resume(op: Operation, event: events.ResumeAsked, now: float) -> Operation:
     workers = tuple([_resuming(worker, event.to.get(worker.name)) for worker in op.workers])
     kind = RESTORE if op.kind == RESTORE else RESUME
     # What a restart was to change belongs to where it was headed then; who resumes it says what is to be now.
-    op = op.replace(kind=kind, heading=FORWARD, workers=workers, failure=None, tries=0, respawn=None)
+    op = op.replace(kind=kind, direction=FORWARD, workers=workers, failure=None, attempts=0, respawn=None)
     due = None if event.limit_s is None else now + event.limit_s
     op = op.replace(limits=op.limits.replace(resume_s=event.limit_s), due=due)
     if op.restarts_together and any(worker.is_absent for worker in op.live):
         # The way back of all is that of those without a process: to be suspended.
-        op = op.replace(workers=tuple([worker.replace(origin=None) for worker in op.workers]))
+        op = op.replace(workers=tuple([worker.replace(origin_gpu=None) for worker in op.workers]))
     return next_effects.together(op)
 
 
-def _resuming(worker: Worker, gpu: str | None) -> Worker:
-    if worker.gone:
+def _resuming(worker: JobProcess, gpu: str | None) -> JobProcess:
+    if worker.has_exited:
         return worker
-    runs = worker.at is not None and not worker.parked and not worker.out
-    gpu = worker.at if runs else gpu  # it waits for the others: it could not be stopped to be moved
-    return worker.replace(origin=worker.at, goal=gpu, keeps=None, waits=None, verified=False)
+    runs = worker.gpu is not None and not worker.is_parked and not worker.offloaded
+    gpu = worker.gpu if runs else gpu  # it waits for the others: it could not be stopped to be moved
+    return worker.replace(origin_gpu=worker.gpu, target_gpu=gpu, kept_gpu=None, waits=None, verified=False)
 
 
-def let_go(op: Operation, event: events.ResumeAsked, now: float) -> Operation:
+def let_go(op: Operation, event: events.ResumeRequested, now: float) -> Operation:
     """A job that is only held goes on where it is."""
     return reversal.let_go(op)
 
@@ -112,7 +112,8 @@ def take_up(op: Operation, event: events.TakenUp, now: float) -> Operation:
             f"let them go on first: hegmctl cancel {op.id}; then ask again",
         )
     workers = [
-        planned[held.name].replace(parked=held.parked, asked=held.asked, boundary=held.boundary) for held in op.workers
+        planned[held.name].replace(is_parked=held.is_parked, park_requested=held.park_requested, boundary=held.boundary)
+        for held in op.workers
     ]
     return event.into.replace(
         id=op.id,
@@ -128,20 +129,22 @@ def take_up(op: Operation, event: events.TakenUp, now: float) -> Operation:
     )
 
 
-def hand_over(op: Operation, event: events.HandAsked, now: float) -> Operation:
+def hand_over(op: Operation, event: events.ImageRequested, now: float) -> Operation:
     """Have an image made of a suspended job. Where that fails, it is suspended as before."""
-    here = next((worker for worker in op.live if worker.at is not None or not worker.parked), None)
+    here = next((worker for worker in op.live if worker.gpu is not None or not worker.is_parked), None)
     if here is not None:
         raise Refused(
             f"process {here.pid} of operation {op.id} is not off its GPU, as the others of its job may be",
             f"bring the job back first: hegmctl resume {here.pid}; then: hegmctl checkpoint {here.pid} DIR",
         )
-    workers = tuple([worker.replace(origin=None, goal=None, waits=None) for worker in op.workers])
-    op = op.replace(kind=CHECKPOINT, heading=FORWARD, handoff=event.handoff, workers=workers, failure=None, lacks=None)
-    return op.replace(limits=op.limits.replace(hand_s=event.limit_s or Limits().hand_s), tries=0)
+    workers = tuple([worker.replace(origin_gpu=None, target_gpu=None, waits=None) for worker in op.workers])
+    op = op.replace(
+        kind=CHECKPOINT, direction=FORWARD, image=event.handoff, workers=workers, failure=None, waiting_for=None
+    )
+    return op.replace(limits=op.limits.replace(hand_s=event.limit_s or Limits().hand_s), attempts=0)
 
 
-def worker_gone(op: Operation, event: events.WorkerGone, now: float) -> Operation:
+def worker_exited(op: Operation, event: events.WorkerExited, now: float) -> Operation:
     """The process has ended: what it held can be given back, and the others do not go on without it."""
     if event.stateless:
         return worker_exit.without_state(op, event.worker)
@@ -151,21 +154,21 @@ def worker_gone(op: Operation, event: events.WorkerGone, now: float) -> Operatio
 def came_on(op: Operation, event: events.CameOn, now: float) -> Operation:
     """Told to whoever watches, and remembered for the story; nothing rests on it."""
     worker = worker_exit.living(op, event.worker)
-    if worker is None or not worker.is_absent or worker.doing == event.doing:
+    if worker is None or not worker.is_absent or worker.successor_activity == event.doing:
         return op
-    return op.with_worker(worker.replace(doing=event.doing))
+    return op.with_worker(worker.replace(successor_activity=event.doing))
 
 
 def training_ended(op: Operation, event: events.TrainingEnded, now: float) -> Operation:
     """What it was for has been done. That no boundary was seen, or its end taken for a fall, counts for nothing."""
     worker = worker_exit.living(op, event.worker)
-    if worker is None or not worker.restarts or not worker.saved:
+    if worker is None or not worker.restarts or not worker.state_saved:
         return op
-    op = worker_exit.without_orders(op.replace(heading=FORWARD, failure=None, lacks=None), worker.name)
+    op = worker_exit.without_orders(op.replace(direction=FORWARD, failure=None, waiting_for=None), worker.name)
     # Of one that was not asked yet how it stands it is not known what is held for it.
-    places = filter(None, (worker.at, worker.left, worker.goal, worker.origin))
-    rooms = {**dict.fromkeys(places, 0), **worker.rooms}
-    return op.with_worker(worker_exit.departed(worker, lost=False).replace(at=None, finished=True, rooms=rooms))
+    places = filter(None, (worker.gpu, worker.previous_gpu, worker.target_gpu, worker.origin_gpu))
+    rooms = {**dict.fromkeys(places, 0), **worker.reservations}
+    return op.with_worker(worker_exit.departed(worker, lost=False).replace(gpu=None, finished=True, reservations=rooms))
 
 
 def agent_lost(op: Operation, event: events.AgentLost, now: float) -> Operation:
@@ -173,7 +176,7 @@ def agent_lost(op: Operation, event: events.AgentLost, now: float) -> Operation:
     worker = worker_exit.living(op, event.worker)
     if worker is None or (op.hands_over and any(pending.effect == effects.Dump.tag for pending in op.pending)):
         return op  # while an image is made, agents step aside
-    return op.with_worker(worker.replace(unsure=True, waits=FOR_AGENT))
+    return op.with_worker(worker.replace(needs_inspection=True, waits=FOR_AGENT))
 
 
 def agent_back(op: Operation, event: events.AgentBack, now: float) -> Operation:
@@ -183,19 +186,19 @@ def agent_back(op: Operation, event: events.AgentBack, now: float) -> Operation:
         return op
     if event.token != worker.token:
         return worker_exit.gone(op, worker.name, "it runs another program now")
-    return worker_exit.without_orders(op, worker.name).with_worker(worker.replace(unsure=True, waits=None))
+    return worker_exit.without_orders(op, worker.name).with_worker(worker.replace(needs_inspection=True, waits=None))
 
 
 def deadline_passed(op: Operation, event: events.DeadlinePassed, now: float) -> Operation:
     """Turn back where that is still open; elsewhere look for oneself and try again."""
     if op.deadline is None or now < op.deadline:
         return op  # an alarm that was set for an earlier phase
-    if op.phase == "sealing" and op.handoff is not None and not op.handoff.unwanted:
+    if op.phase == "sealing" and op.image is not None and not op.image.unwanted:
         message = f"the image was not written and read back within {limit_s(op.limits, op.phase):g} s"
         return next_effects.later(
             reversal.image_dropped(op, TIMEOUT.name, message, "look at the disk that it is on: dmesg"), now
         )
-    if op.heading == FORWARD and op.phase in _TURN_WHEN_LATE and not _waits_for_moved(op):
+    if op.direction == FORWARD and op.phase in _TURN_WHEN_LATE and not _waits_for_moved(op):
         is_due = op.due is not None and now >= op.due
         within = f"within {op.limits.resume_s if is_due else limit_s(op.limits, op.phase):g} s"
         # A late agent is as good as one that says itself that no boundary came, and is told of in the same words.
@@ -214,7 +217,7 @@ def deadline_passed(op: Operation, event: events.DeadlinePassed, now: float) -> 
 def _waits_for_moved(op: Operation) -> bool:
     """Whether it waits in `settling` for workers whose bytes may be out, or that it holds: turning round would not help
     the ones, and let go of the others because a daemon was started anew."""
-    return op.phase == "settling" and any(worker.touched or (op.holds and worker.parked) for worker in op.live)
+    return op.phase == "settling" and any(worker.was_offloaded or (op.holds and worker.is_parked) for worker in op.live)
 
 
 def recovered(op: Operation, event: events.Recovered, now: float) -> Operation:
@@ -228,7 +231,9 @@ def recovered(op: Operation, event: events.Recovered, now: float) -> Operation:
         return reversal.back(op, CANCELLED.name, message, "nothing was done; ask for it again")
     for pending in op.pending:
         op = _forgotten(op, pending)
-    workers = [w if w.gone else w.replace(unsure=True, recount=True, waits=None) for w in op.workers]
+    workers = [
+        w if w.has_exited else w.replace(needs_inspection=True, recount_memory=True, waits=None) for w in op.workers
+    ]
     return next_effects.on_time(op.replace(workers=tuple(workers), pending=()), now)
 
 
@@ -242,19 +247,19 @@ def _forgotten(op: Operation, pending: Pending) -> Operation:
     worker = op.worker(pending.worker)
     if worker is None:
         return op
-    if pending.effect == effects.AwaitNext.tag:
-        return op.with_worker(worker.replace(awaited=True))
+    if pending.effect == effects.AwaitSuccessor.tag:
+        return op.with_worker(worker.replace(successor_ready=True))
     if Effect.register[pending.effect].in_worker:
-        return op if worker.gone else op.with_worker(worker.replace(unsure=True))
+        return op if worker.has_exited else op.with_worker(worker.replace(needs_inspection=True))
     if pending.effect in _ON_WHOLE:
         return op
-    if pending.effect == effects.TakePool.tag:
+    if pending.effect == effects.ReservePool.tag:
         return op.with_worker(worker.replace(pool_bytes=max(worker.pool_bytes, 1)))
-    if pending.effect == effects.GivePool.tag:
+    if pending.effect == effects.ReleasePool.tag:
         return op.with_worker(worker.replace(pool_bytes=min(worker.pool_bytes, 1)))
     gpu = str(pending.gpu)
-    known = worker.rooms.get(gpu, 0) if pending.effect == effects.TakeRoom.tag else 0
-    return op.with_worker(worker.replace(rooms={**worker.rooms, gpu: known}))
+    known = worker.reservations.get(gpu, 0) if pending.effect == effects.Reserve.tag else 0
+    return op.with_worker(worker.replace(reservations={**worker.reservations, gpu: known}))
 
 
 # What these do is seen by asking for them again.

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from hegmd.errors import Refused
 from hegmd.memory.sizes import LAST_BYTES, UNSEEN_BYTES
 from hegmd.migration.machine.next_effects import SUSPENDED as RESTING
-from hegmd.migration.machine.operation import SIMULATED, SUSPEND, Operation, Worker
+from hegmd.migration.machine.operation import SIMULATED, SUSPEND, JobProcess, Operation
 from hegmd.protocol.operations import BY_DRIVER, HOST, PEER, WORKER
 from hegmd.protocol.record import Record, field
 
@@ -94,7 +94,7 @@ def adopted(op_id: str, standing: Iterable[Standing], *, utc: float) -> Operatio
         id=op_id,
         kind=SUSPEND,
         phase=RESTING,
-        lockstep=max((one.world_size or 1 for one in found), default=1) > 1,
+        is_distributed=max((one.world_size or 1 for one in found), default=1) > 1,
         workers=tuple([_worker(one) for one in found]),
         owner_uid=found[0].uid,
         created_utc=utc,
@@ -103,30 +103,30 @@ def adopted(op_id: str, standing: Iterable[Standing], *, utc: float) -> Operatio
 
 def adopted_of_driver(op_id: str, driven: Driven, *, utc: float) -> Operation:
     """The same on a process that the driver has, and of which no agent says that it stands."""
-    worker = Worker(
+    worker = JobProcess(
         name=str(driven.pid),
         pid=driven.pid,
         start_ticks=driven.start_ticks,
         token="",
         method=DRIVER,
         carrier=BY_DRIVER,
-        was_on=driven.gpu,
-        origin=None,
-        goal=None,
-        at=driven.gpu,
+        first_gpu=driven.gpu,
+        origin_gpu=None,
+        target_gpu=None,
+        gpu=driven.gpu,
         size_bytes=0,
-        rest_bytes=driven.rest_bytes,
-        anywhere=driven.gpu is None,
-        rooms={},
-        touched=True,
-        unsure=True,
-        recount=True,
+        driver_bytes=driven.rest_bytes,
+        gpu_unknown=driven.gpu is None,
+        reservations={},
+        was_offloaded=True,
+        needs_inspection=True,
+        recount_memory=True,
     )
     return Operation(id=op_id, kind=SUSPEND, phase=RESTING, workers=(worker,), owner_uid=driven.uid, created_utc=utc)
 
 
-def _worker(one: Standing) -> Worker:
-    return Worker(
+def _worker(one: Standing) -> JobProcess:
+    return JobProcess(
         name=str(one.pid),
         pid=one.pid,
         start_ticks=one.start_ticks,
@@ -134,19 +134,19 @@ def _worker(one: Standing) -> Worker:
         method=one.method,
         carrier=one.carrier,
         rank=one.rank,
-        was_on=one.gpu,
-        origin=None,
-        goal=None,
-        at=one.at,
+        first_gpu=one.gpu,
+        origin_gpu=None,
+        target_gpu=None,
+        gpu=one.at,
         size_bytes=one.size_bytes,
-        rest_bytes=one.rest_bytes,
-        anywhere=one.anywhere,
-        rooms={},
+        driver_bytes=one.rest_bytes,
+        gpu_unknown=one.anywhere,
+        reservations={},
         boundary=one.boundary,
-        asked=True,
-        parked=True,
-        out=one.held_bytes > 0,
-        touched=True,
-        unsure=True,
-        recount=True,
+        park_requested=True,
+        is_parked=True,
+        offloaded=one.held_bytes > 0,
+        was_offloaded=True,
+        needs_inspection=True,
+        recount_memory=True,
     )

@@ -46,30 +46,32 @@ class Effect(Tagged):
         return {"effect": self.number, "worker": self.worker, "cause": self.tag}
 
 
-class TakeRoom(Effect, tag="take-room", ends=("room-taken",), on_cancel=FINISH, in_worker=False):
+class Reserve(Effect, tag="reserve", ends=("reserved",), on_cancel=FINISH, in_worker=False):
     """Hold so much room on a GPU for the worker from now on, in all; it may hold less there already."""
 
     gpu: str = field("where")
     size_bytes: int = field("how much, in all")
 
 
-class GiveRoom(Effect, tag="give-room", ends=("room-given",), on_cancel=FINISH, in_worker=False):
+class ReleaseReservation(
+    Effect, tag="release-reservation", ends=("reservation-released",), on_cancel=FINISH, in_worker=False
+):
     """Hold no room on a GPU for the worker any more, neither the operation's nor what it held there itself."""
 
     gpu: str = field("where")
 
 
-class TakePool(Effect, tag="take-pool", ends=("pool-taken",), on_cancel=FINISH, in_worker=False):
+class ReservePool(Effect, tag="reserve-pool", ends=("pool-reserved",), on_cancel=FINISH, in_worker=False):
     """Hold so many bytes of the pool for the worker from now on, in all, with their pages present."""
 
     size_bytes: int = field("how many, in all")
 
 
-class GivePool(Effect, tag="give-pool", ends=("pool-given",), on_cancel=FINISH, in_worker=False):
+class ReleasePool(Effect, tag="release-pool", ends=("pool-released",), on_cancel=FINISH, in_worker=False):
     """Give the worker's bytes of the pool back. Asked for only when no one needs them any more."""
 
 
-class AwaitNext(Effect, tag="await-next", ends=("next-awaited",), on_cancel=CUT):
+class AwaitSuccessor(Effect, tag="await-successor", ends=("successor-awaited",), on_cancel=CUT):
     """Of a restart: wait, while the worker trains on, until the process that is to go on has imported what takes long.
 
     It ends well also where that comes to nothing, or takes too long.
@@ -94,11 +96,11 @@ class Withdraw(Effect, tag="withdraw", ends=("withdrawn",), on_cancel=FINISH):
     """Take back a park, whether the thread stands already or not: after it, the thread runs."""
 
 
-class Evacuate(Effect, tag="evacuate", ends=("evacuated",), on_cancel=FINISH):
+class Offload(Effect, tag="offload", ends=("offloaded",), on_cancel=FINISH):
     """Copy the storages' bytes to the worker's bytes of the pool, then free them in the process."""
 
 
-class Checkpoint(Effect, tag="checkpoint", ends=("checkpointed", "outgrown"), on_cancel=FINISH):
+class Checkpoint(Effect, tag="checkpoint", ends=("checkpointed", "grew"), on_cancel=FINISH):
     """Let the driver take what is left of the process off its GPU; nothing to do for a simulated one."""
 
 
@@ -138,7 +140,7 @@ class Restore(Effect, tag="restore", ends=("restored",), on_cancel=FINISH):
     gpu: str = field("where")
 
 
-class Refill(Effect, tag="refill", ends=("refilled",), on_cancel=FINISH):
+class Reload(Effect, tag="reload", ends=("reloaded",), on_cancel=FINISH):
     """Make the storages again from the worker's bytes of the pool, which stay."""
 
 
@@ -153,4 +155,4 @@ class Verify(Effect, tag="verify", ends=("verified",), on_cancel=CUT):
 
 
 class Inspect(Effect, tag="inspect", ends=("inspected",), on_cancel=CUT):
-    """Find out how it really stands with the worker. A process that has ended is the event `worker-gone`."""
+    """Find out how it really stands with the worker. A process that has ended is the event `worker-exited`."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hegmd.migration.machine.operation import Handoff, Operation
+from hegmd.migration.machine.operation import ImageRequest, Operation
 from hegmd.migration.machine.tagged import Tagged
 from hegmd.protocol.record import field
 
 # Why an effect failed, as far as the machine has to tell them apart.
-REFUSED, DISCONNECTED, BROKEN, NO_ROOM = "refused", "disconnected", "broken", "no-room"
+REFUSED, DISCONNECTED, BROKEN, OUT_OF_MEMORY = "refused", "disconnected", "broken", "out-of-memory"
 # The driver found no memory for a call of its own; the worker's room is as it was.
-CROWDED = "crowded"
+DRIVER_OUT_OF_MEMORY = "driver-out-of-memory"
 
 
 class Event(Tagged):
@@ -32,19 +32,19 @@ class Begin(Event, tag="begin"):
     """Start what was planned."""
 
 
-class CancelAsked(Event, tag="cancel-asked"):
+class CancelRequested(Event, tag="cancel-requested"):
     """Somebody wants the operation not to have happened."""
 
     by: str = field("who, for the story", default="")
 
 
-class DropAsked(Event, tag="drop-asked"):
+class DropRequested(Event, tag="drop-requested"):
     """Of a restart: somebody gives up for good the state that is held, from which nobody has gone on."""
 
     by: str = field("who, for the story", default="")
 
 
-class ResumeAsked(Event, tag="resume-asked"):
+class ResumeRequested(Event, tag="resume-requested"):
     """Somebody wants a suspended job to go on."""
 
     to: Mapping[str, str] = field("the GPU that each worker is to go to, by the worker's name; none of one that holds")
@@ -60,17 +60,17 @@ class TakenUp(Event, tag="taken-up"):
     into: Operation = field("what it becomes, as it was planned")
 
 
-class HandAsked(Event, tag="hand-asked"):
+class ImageRequested(Event, tag="image-requested"):
     """Somebody wants a suspended job in an image."""
 
-    handoff: Handoff = field("where to, and for whom")
+    handoff: ImageRequest = field("where to, and for whom")
     limit_s: float | None = field("how long that may take; nil for as long as images may", default=None)
 
 
 # ---- what happens by itself ------------------------------------------------------------------------------------------
 
 
-class WorkerGone(Event, tag="worker-gone"):
+class WorkerExited(Event, tag="worker-exited"):
     """The process has ended, for certain: by its pidfd, or by a start time that is not its own."""
 
     worker: str = field("name of the worker")
@@ -130,7 +130,7 @@ class Failed(Ending, tag="failed"):
     """The effect did not do what it is for. What it did do is to be found out by `inspect`."""
 
     fault: str = field(
-        "refused: it was understood and nothing changed; no-room: refused because a GPU has none; disconnected; "
+        "refused: it was understood and nothing changed; out-of-memory: refused because a GPU has none; disconnected; "
         "or broken: anything else"
     )
     code: str = field("code of the error, as in hegmd/errors.py", default="refused")
@@ -139,23 +139,23 @@ class Failed(Ending, tag="failed"):
     stood_s: float = field("how long its training thread stood for it", default=0.0)
 
 
-class RoomTaken(Ending, tag="room-taken"):
+class Reserved(Ending, tag="reserved"):
     """The room is held on the GPU."""
 
 
-class RoomGiven(Ending, tag="room-given"):
+class ReservationReleased(Ending, tag="reservation-released"):
     """No room is held on the GPU for this worker any more."""
 
 
-class PoolTaken(Ending, tag="pool-taken"):
+class PoolReserved(Ending, tag="pool-reserved"):
     """The pages are there, and nobody else can have them."""
 
 
-class PoolGiven(Ending, tag="pool-given"):
+class PoolReleased(Ending, tag="pool-released"):
     """The pages are the node's again."""
 
 
-class NextAwaited(Ending, tag="next-awaited"):
+class SuccessorAwaited(Ending, tag="successor-awaited"):
     """Of a restart: nobody waits any more for the process that is to go on to be ready."""
 
     ready: bool = field("whether it is", default=False)
@@ -192,7 +192,7 @@ class Withdrawn(Ending, tag="withdrawn"):
     stood_s: float = field("how long it stood for what was asked", default=0.0)
 
 
-class Evacuated(Ending, tag="evacuated"):
+class Offloaded(Ending, tag="offloaded"):
     """The bytes are in the pool and no longer in the process."""
 
     size_bytes: int = field("how many")
@@ -201,23 +201,27 @@ class Evacuated(Ending, tag="evacuated"):
 class Checkpointed(Ending, tag="checkpointed"):
     """The process has nothing on any GPU any more."""
 
-    room_bytes: int | None = field(
+    reserved_bytes: int | None = field(
         "room that is held for it on the GPU that it left; nil if all that it had is still its own", default=None
     )
-    rest_bytes: int | None = field(
+    driver_bytes: int | None = field(
         "what it had there besides its storages, with a margin; nil if it was not measured", default=None
     )
-    shares_bytes: tuple[int, ...] = field("of one on several GPUs: the part of that on each, in order", default=())
+    driver_bytes_by_gpu: tuple[int, ...] = field(
+        "of one on several GPUs: the part of that on each, in order", default=()
+    )
 
 
-class Outgrown(Ending, tag="outgrown"):
+class GrewBeyondPlan(Ending, tag="grew"):
     """The process was not taken off: it has more on its GPU than was planned for, which has to be written down first.
 
     Once it is off, nobody can ask any more what it needs.
     """
 
-    rest_bytes: int = field("what it has there besides its storages, with a margin")
-    shares_bytes: tuple[int, ...] = field("of one on several GPUs: the part of that on each, in order", default=())
+    driver_bytes: int = field("what it has there besides its storages, with a margin")
+    driver_bytes_by_gpu: tuple[int, ...] = field(
+        "of one on several GPUs: the part of that on each, in order", default=()
+    )
 
 
 class Held(Ending, tag="held"):
@@ -254,7 +258,7 @@ class Restored(Ending, tag="restored"):
     )
 
 
-class Refilled(Ending, tag="refilled"):
+class Reloaded(Ending, tag="reloaded"):
     """The bytes are in the process again, and still in the pool."""
 
 
@@ -275,7 +279,7 @@ class Inspected(Ending, tag="inspected"):
     boundary: int = field("batch boundaries that it has passed")
     out_bytes: int = field("bytes of its storages that are not in the process now")
     gpu: str | None = field("the GPU that the process is on; nil when it is checkpointed")
-    rooms: Mapping[str, int] = field("room that is held for it now, by GPU, its own included")
+    reservations: Mapping[str, int] = field("room that is held for it now, by GPU, its own included")
     pool_bytes: int = field("bytes of the pool that are held for it now")
     busy: bool = field("whether an order is still under way in it", default=False)
     failed: str = field("why it can never be brought back; empty as long as it can", default="")

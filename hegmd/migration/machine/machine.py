@@ -21,29 +21,29 @@ What a runner has to keep to:
 
 | effect | arguments | ends with (or failed) | for a worker with the worker carrier |
 |---|---|---|---|
-| take-room | gpu, size_bytes | room-taken | the operation holds size_bytes there in all; refused: not free |
-| give-room | gpu | room-given | nothing is held there for the worker, by the operation or by itself |
-| take-pool | size_bytes | pool-taken | its memory is made, or made larger; refused: over budget |
-| give-pool | | pool-given | its memory is closed |
-| await-next | | next-awaited(ready) | nothing to do; of a restart, it trains on until the next process is ready |
+| reserve | gpu, size_bytes | reserved | size_bytes in all are reserved there; refused: not free |
+| release-reservation | gpu | reservation-released | nothing is reserved there for the worker |
+| reserve-pool | size_bytes | pool-reserved | its memory is made, or made larger; refused: over budget |
+| release-pool | | pool-released | its memory is closed |
+| await-successor | | successor-awaited(ready) | restart only: it trains until the successor is ready |
 | survey | | surveyed(boundary, size_bytes) | order survey |
 | park | at, limit_s | parked(boundary), overran(boundary) | order park; instead of an earlier one; failed: withdrawn |
 | withdraw | | withdrawn | order withdraw, or release if it stands already |
-| evacuate | | evacuated(size_bytes) | order evacuate with the memory |
-| checkpoint | | checkpointed, outgrown(rest_bytes) | nothing to do; the room there stays held |
+| offload | | offloaded(size_bytes) | order offload with the memory |
+| checkpoint | | checkpointed, grew(driver_bytes) | nothing to do; the room there stays held |
 | hold | | held | nothing but time passes |
 | dump | find | dumped | the image is written, read back and named; of a job that goes on its processes, no more |
 | seal | | sealed | the image of a job that has gone on is written from the pool, read back and named |
 | scrap | | scrapped | nothing is left of it |
 | end | | ended | the process is ended |
 | restore | gpu | restored | the room there becomes the worker's own; of a restart also: training-ended |
-| refill | | refilled | order refill with the memory |
+| reload | | reloaded | order reload with the memory |
 | release | | released | order release was sent |
 | verify | beyond | verified(boundary) | that order's report, or a survey that counts more than `beyond` |
-| inspect | | inspected(...), or worker-gone | attended? survey; and what room and pool are really held |
+| inspect | | inspected(...), or worker-exited | attended? survey; and what room and pool are really held |
 
-Events from elsewhere: begin, cancel-asked(by), drop-asked(by), resume-asked(to), taken-up(into),
-hand-asked(handoff, limit_s), worker-gone(worker, why, finished), training-ended(worker), came-on(worker, doing),
+Events from elsewhere: begin, cancel-requested(by), drop-requested(by), resume-requested(to), taken-up(into),
+image-requested(handoff, limit_s), worker-exited(worker, why, finished), training-ended(worker), came-on(worker, doing),
 agent-lost(worker), agent-back(worker, token), deadline-passed, recovered. `failed` has a
 fault: refused, disconnected (the connection ended, so whether it was done is not known) or broken.
 
@@ -157,33 +157,41 @@ def _put_requests(put: Put) -> None:
 
     settled = ("leaving", "ending", "verifying", "tidying")
     open_phases = [phase for phase in (PLANNED, *ACTIVE) if phase not in (*settled, "sealing")]
-    put("cancel-asked", ["sealing"], Row(MOVE, "the image is not wanted any more", actions.drop_image))
-    put("cancel-asked", open_phases, Row(MOVE, "back, unless past return or on its way back", actions.cancel))
-    put("cancel-asked", settled, Row(REFUSE, "what it was for has been done", hint=_WATCH + "; it ends by itself"))
-    put("cancel-asked", [SUSPENDED], Row(REFUSE, "there is nothing under way to cancel", hint="{otherwise}"))
-    put("cancel-asked", TERMINAL, Row(REFUSE, "it is over", hint="see the others with: hegmctl ops"))
+    put("cancel-requested", ["sealing"], Row(MOVE, "the image is not wanted any more", actions.drop_image))
+    put("cancel-requested", open_phases, Row(MOVE, "back, unless past return or on its way back", actions.cancel))
+    put("cancel-requested", settled, Row(REFUSE, "what it was for has been done", hint=_WATCH + "; it ends by itself"))
+    put("cancel-requested", [SUSPENDED], Row(REFUSE, "there is nothing under way to cancel", hint="{otherwise}"))
+    put("cancel-requested", TERMINAL, Row(REFUSE, "it is over", hint="see the others with: hegmctl ops"))
 
-    put("drop-asked", [SUSPENDED], Row(MOVE, "the state that is held is given up", actions.drop_state))
-    put("drop-asked", [PLANNED, *ACTIVE], Row(REFUSE, "only a state that is held can be given up", hint=_WATCH))
-    put("drop-asked", TERMINAL, Row(REFUSE, "it is over, and holds no state", hint="see the others with: hegmctl ops"))
+    put("drop-requested", [SUSPENDED], Row(MOVE, "the state that is held is given up", actions.drop_state))
+    put("drop-requested", [PLANNED, *ACTIVE], Row(REFUSE, "only a state that is held can be given up", hint=_WATCH))
+    put(
+        "drop-requested",
+        TERMINAL,
+        Row(REFUSE, "it is over, and holds no state", hint="see the others with: hegmctl ops"),
+    )
 
-    put("resume-asked", [SUSPENDED], Row(MOVE, "it heads for the GPUs named", actions.resume))
-    put("resume-asked", [HOLDING], Row(MOVE, "it goes on before its time", actions.let_go))
+    put("resume-requested", [SUSPENDED], Row(MOVE, "it heads for the GPUs named", actions.resume))
+    put("resume-requested", [HOLDING], Row(MOVE, "it goes on before its time", actions.let_go))
     others = [phase for phase in (PLANNED, *ACTIVE) if phase != HOLDING]
-    put("resume-asked", others, Row(REFUSE, "only a suspended one can be resumed", hint=_WATCH))
-    put("resume-asked", TERMINAL, Row(REFUSE, "it is over", hint="see what runs with: hegmctl ps"))
+    put("resume-requested", others, Row(REFUSE, "only a suspended one can be resumed", hint=_WATCH))
+    put("resume-requested", TERMINAL, Row(REFUSE, "it is over", hint="see what runs with: hegmctl ps"))
 
     put("taken-up", [HOLDING], Row(MOVE, "it becomes what is wanted, its job standing", actions.take_up))
     put("taken-up", [*others, SUSPENDED], Row(REFUSE, "only one that holds its job is taken up", hint=_WATCH))
     put("taken-up", TERMINAL, Row(REFUSE, "it is over", hint="ask again"))
 
-    put("hand-asked", [SUSPENDED], Row(MOVE, "it is to have an image, and its processes are to end", actions.hand_over))
-    put("hand-asked", [PLANNED, *ACTIVE], Row(REFUSE, "only a suspended one can be handed over", hint=_WATCH))
-    put("hand-asked", TERMINAL, Row(REFUSE, "it is over", hint="see the others with: hegmctl ops"))
+    put(
+        "image-requested",
+        [SUSPENDED],
+        Row(MOVE, "it is to have an image, and its processes are to end", actions.hand_over),
+    )
+    put("image-requested", [PLANNED, *ACTIVE], Row(REFUSE, "only a suspended one can be handed over", hint=_WATCH))
+    put("image-requested", TERMINAL, Row(REFUSE, "it is over", hint="see the others with: hegmctl ops"))
 
 
 def _put_happenings(put: Put) -> None:
-    put("worker-gone", [PLANNED, *ACTIVE, SUSPENDED], Row(MOVE, "without it", actions.worker_gone))
+    put("worker-exited", [PLANNED, *ACTIVE, SUSPENDED], Row(MOVE, "without it", actions.worker_exited))
     put("training-ended", [*ACTIVE, SUSPENDED], Row(MOVE, "its state is of no more use", actions.training_ended))
     put("training-ended", [PLANNED], Row(IGNORE, "nobody has gone on from a state yet"))
     put("came-on", ACTIVE, Row(MOVE, "it is told of", actions.came_on))
@@ -198,7 +206,7 @@ def _put_happenings(put: Put) -> None:
     put("recovered", [PLANNED], Row(MOVE, "it had not begun, and does not begin by itself", actions.recovered))
     put("recovered", [*ACTIVE, SUSPENDED], Row(MOVE, "all are asked how they stand", actions.recovered))
     for event in (
-        "worker-gone",
+        "worker-exited",
         "training-ended",
         "came-on",
         "agent-lost",
@@ -211,25 +219,25 @@ def _put_happenings(put: Put) -> None:
 
 # What each ending event writes down, and the effects that it can end are those whose `ends` name it.
 _WRITES: dict[str, Callable[..., Operation]] = {
-    "room-taken": results.room_taken,
-    "room-given": results.room_given,
-    "pool-taken": results.pool_taken,
-    "pool-given": results.pool_given,
-    "next-awaited": results.next_awaited,
+    "reserved": results.reserved,
+    "reservation-released": results.reservation_released,
+    "pool-reserved": results.pool_reserved,
+    "pool-released": results.pool_released,
+    "successor-awaited": results.successor_awaited,
     "surveyed": results.surveyed,
     "parked": results.parked,
     "overran": results.overran,
     "withdrawn": results.withdrawn,
-    "evacuated": results.evacuated,
+    "offloaded": results.offloaded,
     "checkpointed": results.checkpointed,
     "held": results.held,
     "dumped": results.dumped,
     "sealed": results.sealed,
     "scrapped": results.scrapped,
     "ended": results.ended,
-    "outgrown": results.outgrown,
+    "grew": results.outgrown,
     "restored": results.restored,
-    "refilled": results.refilled,
+    "reloaded": results.reloaded,
     "released": results.released,
     "verified": results.verified,
     "inspected": results.inspected,

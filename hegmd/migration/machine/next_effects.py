@@ -11,17 +11,17 @@ from typing import Any
 
 from hegmd.migration.machine import effects
 from hegmd.migration.machine.effects import Effect
-from hegmd.migration.machine.operation import BACK, FORWARD, HOLD, Operation, Pending, Worker
+from hegmd.migration.machine.operation import BACK, FORWARD, HOLD, JobProcess, Operation, Pending
 from hegmd.migration.machine.stages import STAGES, Stage, Want, limit_s
 
 SETTLING = STAGES[0]
 PLANNED = "planned"
-SUSPENDED, DONE, UNDONE, LOST = "suspended", "done", "undone", "lost"
-TERMINAL = (DONE, UNDONE, LOST)
+SUSPENDED, DONE, ROLLED_BACK, LOST = "suspended", "done", "rolled-back", "lost"
+TERMINAL = (DONE, ROLLED_BACK, LOST)
 # The phases of a resume that are over once it has its bytes again: what is left then is only to go on.
-_UNTIL_DUE = frozenset(("settling", "arming", "restoring", "refilling"))
+_UNTIL_DUE = frozenset(("settling", "reserving", "restoring", "reloading"))
 # Waiting for what does not come is done less and less often, up to this.
-LONGEST_RETRY_S = 300.0
+MAX_RETRY_S = 300.0
 
 
 def advance(op: Operation, now: float) -> tuple[Operation, tuple[Effect, ...]]:
@@ -45,14 +45,14 @@ def advance(op: Operation, now: float) -> tuple[Operation, tuple[Effect, ...]]:
 
 def _with_common_boundary(op: Operation) -> Operation:
     """Ranks stop at one past the highest count, as soon as all counts are known."""
-    if not op.lockstep or op.at is not None or op.heading != FORWARD:
+    if not op.is_distributed or op.at is not None or op.direction != FORWARD:
         return op
     counts = [worker.boundary for worker in op.live]
     known = [count for count in counts if count is not None]
     return op.replace(at=max(known) + 1) if known and len(known) == len(counts) else op
 
 
-def _first_stage(op: Operation) -> tuple[Stage | None, list[tuple[Worker, Want]]]:
+def _first_stage(op: Operation) -> tuple[Stage | None, list[tuple[JobProcess, Want]]]:
     for stage in STAGES:
         wants = [(worker, want) for worker in op.workers for want in stage.wants(op, worker)]
         if wants:
@@ -60,7 +60,7 @@ def _first_stage(op: Operation) -> tuple[Stage | None, list[tuple[Worker, Want]]
     return None, []
 
 
-def _matches(pending: Pending, worker: Worker, want: Want) -> bool:
+def _matches(pending: Pending, worker: JobProcess, want: Want) -> bool:
     kind, arguments = want
     return (
         pending.effect == kind.tag
@@ -70,11 +70,11 @@ def _matches(pending: Pending, worker: Worker, want: Want) -> bool:
     )
 
 
-def _is_pending(op: Operation, worker: Worker, want: Want) -> bool:
+def _is_pending(op: Operation, worker: JobProcess, want: Want) -> bool:
     return any(_matches(pending, worker, want) for pending in op.pending)
 
 
-def _is_covered(op: Operation, wants: list[tuple[Worker, Want]]) -> bool:
+def _is_covered(op: Operation, wants: list[tuple[JobProcess, Want]]) -> bool:
     """Whether everything under way is what this stage wants, or is in nobody's way: an image that is sealed."""
     return all(
         pending.effect == effects.Seal.tag or any(_matches(pending, worker, want) for worker, want in wants)
@@ -82,7 +82,7 @@ def _is_covered(op: Operation, wants: list[tuple[Worker, Want]]) -> bool:
     )
 
 
-def _without_superseded(op: Operation, wants: list[tuple[Worker, Want]]) -> Operation:
+def _without_superseded(op: Operation, wants: list[tuple[JobProcess, Want]]) -> Operation:
     """A park that names another boundary takes the place of the one that is under way."""
     parks = {worker.name: want for worker, want in wants if want[0] is effects.Park}
     kept = tuple(
@@ -111,45 +111,45 @@ def _emit(op: Operation, name: str, want: Want) -> tuple[Operation, Effect]:
     worker = op.worker(name)
     if worker is not None and kind in _MEANS:
         op = op.with_worker(worker.replace(**_MEANS[kind]))
-    if kind is effects.Dump and op.handoff is not None:
-        op = op.replace(handoff=op.handoff.replace(begun=True))
+    if kind is effects.Dump and op.image is not None:
+        op = op.replace(image=op.image.replace(begun=True))
     return op.replace(next_effect=op.next_effect + 1, pending=(*op.pending, pending)), effect
 
 
 # From the moment that it is asked for, whatever it may do is taken for done where that is the careful side.
 _MEANS: dict[type[Effect], dict[str, Any]] = {
-    effects.Park: {"asked": True, "parked": False},
-    effects.Evacuate: {"touched": True, "verified": False},
-    effects.Checkpoint: {"touched": True, "verified": False},
+    effects.Park: {"park_requested": True, "is_parked": False},
+    effects.Offload: {"was_offloaded": True, "verified": False},
+    effects.Checkpoint: {"was_offloaded": True, "verified": False},
 }
 
 
 def _resting_phase(op: Operation) -> str:
     """Where an operation is that wants nothing any more."""
     live = list(op.live)
-    if any(worker.goal is None or (op.heading == HOLD and worker.parked) for worker in live):
+    if any(worker.target_gpu is None or (op.direction == HOLD and worker.is_parked) for worker in live):
         return SUSPENDED
     if any(worker.lost for worker in op.workers):
         return LOST
     if not live and (op.ends_workers or any(worker.finished for worker in op.workers)):
         return DONE
-    if not live and op.is_handed and op.heading == FORWARD:
+    if not live and op.is_handed and op.direction == FORWARD:
         return DONE
-    if not live or op.heading != FORWARD:
-        return UNDONE
+    if not live or op.direction != FORWARD:
+        return ROLLED_BACK
     return DONE
 
 
 def _in_phase(op: Operation, phase: str, now: float) -> Operation:
     if phase == op.phase:
         return op
-    return op.replace(phase=phase, tries=0, deadline=_deadline(op, phase, now))
+    return op.replace(phase=phase, attempts=0, deadline=_deadline(op, phase, now))
 
 
 def on_time(op: Operation, now: float) -> Operation:
     """The operation with the deadline of its phase counted from now, for a clock that may be another one."""
     op = op.replace(due=None if op.due is None or op.limits.resume_s is None else now + op.limits.resume_s)
-    return op.replace(tries=0, deadline=_deadline(op, op.phase, now))
+    return op.replace(attempts=0, deadline=_deadline(op, op.phase, now))
 
 
 def _deadline(op: Operation, phase: str, now: float) -> float | None:
@@ -157,15 +157,15 @@ def _deadline(op: Operation, phase: str, now: float) -> float | None:
     limit = limit_s(op.limits, phase)
     if limit is None:
         return None
-    is_bound = op.due is not None and op.heading == FORWARD and phase in _UNTIL_DUE
+    is_bound = op.due is not None and op.direction == FORWARD and phase in _UNTIL_DUE
     return now + limit if op.due is None or not is_bound else min(now + limit, op.due)
 
 
 def later(op: Operation, now: float) -> Operation:
     """The operation with its next deadline, further away each time."""
-    tries = op.tries + 1
-    wait_s = min(op.limits.retry_s * 2.0 ** min(tries, 16), LONGEST_RETRY_S)
-    return op.replace(tries=tries, deadline=now + wait_s)
+    tries = op.attempts + 1
+    wait_s = min(op.limits.retry_s * 2.0 ** min(tries, 16), MAX_RETRY_S)
+    return op.replace(attempts=tries, deadline=now + wait_s)
 
 
 def turned_back(op: Operation) -> Operation:
@@ -173,12 +173,12 @@ def turned_back(op: Operation) -> Operation:
 
     A dump that is under way is dropped: whoever performs it undoes it; and so is the start of ranks.
     """
-    workers = tuple([worker.replace(goal=_way_back(worker), leaves=False) for worker in op.workers])
-    dropped = [effects.AwaitNext.tag, effects.Park.tag, effects.Survey.tag, effects.Hold.tag, effects.Dump.tag]
+    workers = tuple([worker.replace(target_gpu=_way_back(worker), must_exit=False) for worker in op.workers])
+    dropped = [effects.AwaitSuccessor.tag, effects.Park.tag, effects.Survey.tag, effects.Hold.tag, effects.Dump.tag]
     if op.restarts_together:  # another start takes its place, and who came of it passes no boundary without the others
         dropped += [effects.Restore.tag, effects.Verify.tag]
     pending = tuple([pending for pending in op.pending if pending.effect not in dropped])
-    return together(op.replace(heading=BACK, workers=workers, pending=pending, tries=0))
+    return together(op.replace(direction=BACK, workers=workers, pending=pending, attempts=0))
 
 
 def together(op: Operation) -> Operation:
@@ -186,29 +186,31 @@ def together(op: Operation) -> Operation:
 
     Its state that counts is the one in the pool: it was saved at the same boundary as all the others'.
     """
-    if not op.restarts_together or op.heading == HOLD or not any(worker.is_absent for worker in op.live):
+    if not op.restarts_together or op.direction == HOLD or not any(worker.is_absent for worker in op.live):
         return op
     return op.replace(workers=tuple([_following(op, worker) for worker in op.workers]))
 
 
-def _following(op: Operation, worker: Worker) -> Worker:
-    if worker.gone or worker.at is None or worker.leaves:
+def _following(op: Operation, worker: JobProcess) -> JobProcess:
+    if worker.has_exited or worker.gpu is None or worker.must_exit:
         return worker
-    goal = worker.goal if op.heading == FORWARD else worker.origin
-    return worker.replace(goal=goal, leaves=True, out=True)
+    goal = worker.target_gpu if op.direction == FORWARD else worker.origin_gpu
+    return worker.replace(target_gpu=goal, must_exit=True, offloaded=True)
 
 
-def _way_back(worker: Worker) -> str | None:
+def _way_back(worker: JobProcess) -> str | None:
     """Where it was; or, for one that runs with its bytes, where it is: it is not stopped for the way back."""
-    runs = not worker.parked and not worker.out and worker.at is not None
-    return worker.at if runs else worker.origin
+    runs = not worker.is_parked and not worker.offloaded and worker.gpu is not None
+    return worker.gpu if runs else worker.origin_gpu
 
 
 def held(op: Operation) -> Operation:
     """The operation with neither way open: everybody stands, the bytes stay where they are, and the room for them."""
-    workers: list[Worker] = []
+    workers: list[JobProcess] = []
     for worker in op.workers:
-        stays = worker.at is not None and not worker.out
-        kept = next((gpu for gpu in (worker.origin, worker.goal) if gpu in worker.rooms), None)
-        workers.append(worker.replace(goal=worker.at if stays else None, keeps=None if stays else kept, leaves=False))
-    return op.replace(heading=HOLD, workers=tuple(workers), tries=0)
+        stays = worker.gpu is not None and not worker.offloaded
+        kept = next((gpu for gpu in (worker.origin_gpu, worker.target_gpu) if gpu in worker.reservations), None)
+        workers.append(
+            worker.replace(target_gpu=worker.gpu if stays else None, kept_gpu=None if stays else kept, must_exit=False)
+        )
+    return op.replace(direction=HOLD, workers=tuple(workers), attempts=0)

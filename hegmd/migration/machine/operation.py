@@ -70,7 +70,7 @@ class Pending(Record):
     at: int | None = field("the boundary that it names", default=None)
 
 
-class Handoff(Record):
+class ImageRequest(Record):
     """What is to be written of a job that is off its GPUs, where to, for whom, and how far that has come."""
 
     path: str = field("the directory that the image is to have, absolute")
@@ -97,7 +97,7 @@ class Respawn(Record):
     python: str | None = field("the interpreter in the place of its own", default=None)
 
 
-class Worker(Record):
+class JobProcess(Record):
     """One process of the job, and where its bytes are."""
 
     name: str = field("what events and effects call it; unique in the operation")
@@ -111,54 +111,60 @@ class Worker(Record):
     )
     rank: int | None = field("its rank in a distributed job", default=None)
     chip: str | None = field("identity of the chip that it began on; it can only go to an equal one", default=None)
-    was_on: str | None = field("the GPU that it began on, where people expect it back", default=None)
-    origin: str | None = field("the GPU to bring it back to; nil when the way back is to be suspended")
-    goal: str | None = field("the GPU that it is to be on; nil for none")
-    at: str | None = field("the GPU that it is on; nil while it is checkpointed")
-    left: str | None = field("the GPU that it was taken off last", default=None)
-    elsewhere: tuple[str, ...] = field(
+    first_gpu: str | None = field("the GPU that it began on, where people expect it back", default=None)
+    origin_gpu: str | None = field("the GPU to bring it back to; nil when the way back is to be suspended")
+    target_gpu: str | None = field("the GPU that it is to be on; nil for none")
+    gpu: str | None = field("the GPU that it is on; nil while it is checkpointed")
+    previous_gpu: str | None = field("the GPU that it was taken off last", default=None)
+    source_gpu_uuids: tuple[str, ...] = field(
         "UUIDs of all GPUs of the node that the driver took it off on, if that was another: its own first", default=()
     )
-    anywhere: bool = field(
+    gpu_unknown: bool = field(
         "whether nobody knows on which GPU the driver had it: it comes back there, whichever is its goal", default=False
     )
     size_bytes: int = field("bytes of the storages that its agent vouches for")
-    rest_bytes: int = field("what it needs on a GPU besides them: what the driver carries, with a margin", default=0)
-    beside_bytes: int = field("room that its agent needs besides, when it makes its storages again", default=0)
-    shares_bytes: tuple[int, ...] = field(
+    driver_bytes: int = field("what it needs on a GPU besides them: what the driver carries, with a margin", default=0)
+    agent_overhead_bytes: int = field("room that its agent needs besides, when it makes its storages again", default=0)
+    driver_bytes_by_gpu: tuple[int, ...] = field(
         "of one on several GPUs: which part of that each of its devices needs, in their order", default=()
     )
-    storage_shares_bytes: tuple[int, ...] = field(
+    storage_bytes_by_gpu: tuple[int, ...] = field(
         "of one on several GPUs whose storages are carried: room for those of each device, in their order", default=()
     )
     overlap_bytes: int = field(
         "of the room for its storages, what the carrier's own memory on that GPU makes free bit by bit", default=0
     )
-    rooms: Mapping[str, int] = field("room that is held for it, by GPU, its own included; 0: perhaps")
+    reservations: Mapping[str, int] = field("room that is held for it, by GPU, its own included; 0: perhaps")
     pool_bytes: int = field("bytes of the pool that are held for it", default=0)
     boundary: int | None = field("batch boundaries that it had passed when it was last heard of", default=None)
-    asked: bool = field("whether it was asked to park and that was not taken back", default=False)
-    parked: bool = field("whether its training thread stands", default=False)
+    park_requested: bool = field("whether it was asked to park and that was not taken back", default=False)
+    is_parked: bool = field("whether its training thread stands", default=False)
     measured: bool = field("whether its bytes were counted while it stood", default=False)
-    out: bool = field("whether any of its bytes are out of the process", default=False)
-    touched: bool = field("whether its bytes were ever taken, so that it has to prove that it has them", default=False)
+    offloaded: bool = field("whether any of its bytes are out of the process", default=False)
+    was_offloaded: bool = field(
+        "whether its bytes were ever taken, so that it has to prove that it has them", default=False
+    )
     verified: bool = field("whether it passed a boundary after it had its bytes back", default=False)
-    unsure: bool = field("whether how it stands has to be found out first", default=False)
-    recount: bool = field("whether room and pool have to be counted anew, as after a restart", default=False)
+    needs_inspection: bool = field("whether how it stands has to be found out first", default=False)
+    recount_memory: bool = field("whether room and pool have to be counted anew, as after a restart", default=False)
     waits: str | None = field("what it waits for before anything is tried again: agent or retry", default=None)
-    keeps: str | None = field("a GPU whose room is kept while it is suspended", default=None)
+    kept_gpu: str | None = field("a GPU whose room is kept while it is suspended", default=None)
     run: str | None = field("of a restart: the `hegmctl run` whose supervisor starts it", default=None)
-    leaves: bool = field("of a restart: whether it has still to leave, wherever its goal is", default=False)
-    awaited: bool = field("of a restart: whether it has trained on until the next process was ready", default=False)
-    saved: bool = field(
+    must_exit: bool = field("of a restart: whether it has still to leave, wherever its goal is", default=False)
+    successor_ready: bool = field(
+        "of a restart: whether it has trained on until the next process was ready", default=False
+    )
+    state_saved: bool = field(
         "of a restart: whether its state is whole in the pool, so that another can go on", default=False
     )
-    starts: int = field("of a restart: how many processes have gone on from that state", default=0)
-    doing: str = field("of a restart, while there is no process: what the next one does; empty before it", default="")
+    start_count: int = field("of a restart: how many processes have gone on from that state", default=0)
+    successor_activity: str = field(
+        "of a restart, while there is no process: what the next one does; empty before it", default=""
+    )
     finished: bool = field(
         "of a restart: whether it came to the end of its training, before it had left or after it", default=False
     )
-    gone: bool = field("whether the process has ended", default=False)
+    has_exited: bool = field("whether the process has ended", default=False)
     lost: bool = field("whether it ended while its bytes were out", default=False)
 
     @property
@@ -174,7 +180,7 @@ class Worker(Record):
     @property
     def is_absent(self) -> bool:
         """Whether there is no process now, and its state waits for one."""
-        return self.restarts and self.saved and self.at is None and not self.gone
+        return self.restarts and self.state_saved and self.gpu is None and not self.has_exited
 
     @property
     def is_carried(self) -> bool:
@@ -184,17 +190,17 @@ class Worker(Record):
     @property
     def carried_bytes(self) -> int:
         """What goes from one place to another: its storages, or all that it has if the driver carries that."""
-        return self.size_bytes if self.is_carried else max(0, self.rest_bytes - RESTORE_MARGIN_BYTES)
+        return self.size_bytes if self.is_carried else max(0, self.driver_bytes - RESTORE_MARGIN_BYTES)
 
     @property
     def device_shares_bytes(self) -> tuple[int, ...]:
         """Of one on several GPUs: all that each of its devices needs, in their order."""
-        return added(self.shares_bytes, self.storage_shares_bytes)
+        return added(self.driver_bytes_by_gpu, self.storage_bytes_by_gpu)
 
     @property
     def room_bytes(self) -> int:
         """What has to be held on a GPU before it may go there."""
-        return self.rest_bytes + self.beside_bytes + max(0, self.size_bytes - self.overlap_bytes)
+        return self.driver_bytes + self.agent_overhead_bytes + max(0, self.size_bytes - self.overlap_bytes)
 
 
 class Operation(Record):
@@ -203,9 +209,9 @@ class Operation(Record):
     id: str = field("what people call it")
     kind: str = field("migrate, suspend, checkpoint, quiesce, or resume once a suspended one was asked to go on")
     phase: str = field("where it is; see STATES.md", default="planned")
-    heading: str = field("forward, back or hold", default=FORWARD)
-    lockstep: bool = field("whether the workers are ranks that have to stop at the same boundary", default=False)
-    workers: tuple[Worker, ...] = field("all of them, those too that only stand by")
+    direction: str = field("forward, back or hold", default=FORWARD)
+    is_distributed: bool = field("whether the workers are ranks that have to stop at the same boundary", default=False)
+    workers: tuple[JobProcess, ...] = field("all of them, those too that only stand by")
     limits: Limits = field("how long each part may take", default=Limits())
     owner_uid: int | None = field("whose processes they are", default=None)
     created_utc: float = field("when it was asked for, in seconds since 1970", default=0.0)
@@ -216,51 +222,51 @@ class Operation(Record):
     rounds: int = field("how often that boundary had to be moved", default=0)
     deadline: float | None = field("the monotonic instant at which `deadline-passed` is due", default=None)
     due: float | None = field("of a resume: the monotonic instant at which it turns back", default=None)
-    tries: int = field("how often the deadline passed in this part", default=0)
+    attempts: int = field("how often the deadline passed in this part", default=0)
     failure: Failure | None = field("why it does not get to what was asked", default=None)
-    lacks: Failure | None = field("what it waits for now, such as room on a GPU", default=None)
+    waiting_for: Failure | None = field("what it waits for now, such as room on a GPU", default=None)
     stood_since: float | None = field("the monotonic instant from which its job stands", default=None)
-    blackout_s: float | None = field("how long its job stood, once that is over", default=None)
+    downtime_s: float | None = field("how long its job stood, once that is over", default=None)
     spill: bool = field("whether its bytes are to go to disk while it is suspended", default=False)
-    handoff: Handoff | None = field("of a checkpoint: the image", default=None)
+    image: ImageRequest | None = field("of a checkpoint: the image", default=None)
     respawn: Respawn | None = field("of a restart: what is different for whoever is started anew", default=None)
-    let_go: bool = field("of a quiesce: whether the job has stood for long enough", default=False)
+    hold_expired: bool = field("of a quiesce: whether the job has stood for long enough", default=False)
 
     @property
-    def live(self) -> Iterator[Worker]:
+    def live(self) -> Iterator[JobProcess]:
         """The workers whose processes have not ended."""
-        return (worker for worker in self.workers if not worker.gone)
+        return (worker for worker in self.workers if not worker.has_exited)
 
     @property
     def restarts_together(self) -> bool:
         """Whether its workers are ranks that leave by ending, and are started again by one launcher: all or none."""
-        return self.lockstep and any(worker.restarts for worker in self.workers)
+        return self.is_distributed and any(worker.restarts for worker in self.workers)
 
     @property
     def holds(self) -> bool:
         """Whether its job is to stand at a boundary with all that it has, until somebody or the clock lets it go on."""
-        return self.kind == QUIESCE and self.heading == FORWARD and not self.let_go
+        return self.kind == QUIESCE and self.direction == FORWARD and not self.hold_expired
 
     @property
     def hands_over(self) -> bool:
         """Whether it is to have an image, and has none yet."""
-        return self.kind == CHECKPOINT and self.heading == FORWARD and self.handoff is not None and not self.is_handed
+        return self.kind == CHECKPOINT and self.direction == FORWARD and self.image is not None and not self.is_handed
 
     @property
     def is_handed(self) -> bool:
         """Whether the image needs nothing more of the job, which ends from there on, if it is whole, or goes on."""
-        return self.kind == CHECKPOINT and self.handoff is not None and (self.handoff.whole or self.handoff.written)
+        return self.kind == CHECKPOINT and self.image is not None and (self.image.whole or self.image.written)
 
     @property
     def ends_workers(self) -> bool:
         """Whether the processes are to end now: they are in an image that is whole."""
-        return self.is_handed and self.handoff is not None and not self.handoff.leave_running
+        return self.is_handed and self.image is not None and not self.image.leave_running
 
-    def worker(self, name: str) -> Worker | None:
+    def worker(self, name: str) -> JobProcess | None:
         """The worker of that name."""
         return next((worker for worker in self.workers if worker.name == name), None)
 
-    def with_worker(self, changed: Worker) -> Operation:
+    def with_worker(self, changed: JobProcess) -> Operation:
         """The operation with that worker in the place of the one of its name."""
         return self.replace(workers=tuple([changed if w.name == changed.name else w for w in self.workers]))
 

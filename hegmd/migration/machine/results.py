@@ -16,59 +16,61 @@ from hegmd.migration.machine.operation import (
     FORWARD,
     HOLD,
     Failure,
+    JobProcess,
     Operation,
     Pending,
-    Worker,
 )
 from hegmd.migration.machine.stages import is_away
 
 # Ranks that have not met after so many attempts will not.
-MOST_ROUNDS = 10
+MAX_ROUNDS = 10
 
 
-def room_taken(op: Operation, worker: Worker, pending: Pending, event: events.RoomTaken) -> Operation:
-    rooms = {**worker.rooms, str(pending.gpu): pending.size_bytes or 0}
-    return op.replace(lacks=None).with_worker(worker.replace(rooms=rooms))
+def reserved(op: Operation, worker: JobProcess, pending: Pending, event: events.Reserved) -> Operation:
+    rooms = {**worker.reservations, str(pending.gpu): pending.size_bytes or 0}
+    return op.replace(waiting_for=None).with_worker(worker.replace(reservations=rooms))
 
 
-def room_given(op: Operation, worker: Worker, pending: Pending, event: events.RoomGiven) -> Operation:
-    rooms = {gpu: size for gpu, size in worker.rooms.items() if gpu != pending.gpu}
-    return op.with_worker(worker.replace(rooms=rooms))
+def reservation_released(
+    op: Operation, worker: JobProcess, pending: Pending, event: events.ReservationReleased
+) -> Operation:
+    rooms = {gpu: size for gpu, size in worker.reservations.items() if gpu != pending.gpu}
+    return op.with_worker(worker.replace(reservations=rooms))
 
 
-def pool_taken(op: Operation, worker: Worker, pending: Pending, event: events.PoolTaken) -> Operation:
+def pool_reserved(op: Operation, worker: JobProcess, pending: Pending, event: events.PoolReserved) -> Operation:
     return op.with_worker(worker.replace(pool_bytes=pending.size_bytes or 0))
 
 
-def pool_given(op: Operation, worker: Worker, pending: Pending, event: events.PoolGiven) -> Operation:
+def pool_released(op: Operation, worker: JobProcess, pending: Pending, event: events.PoolReleased) -> Operation:
     return op.with_worker(worker.replace(pool_bytes=0))
 
 
-def next_awaited(op: Operation, worker: Worker, pending: Pending, event: events.NextAwaited) -> Operation:
+def successor_awaited(op: Operation, worker: JobProcess, pending: Pending, event: events.SuccessorAwaited) -> Operation:
     """Once is enough: what is not ready by now is started in its turn, or ready then."""
-    return op.with_worker(worker.replace(awaited=True))
+    return op.with_worker(worker.replace(successor_ready=True))
 
 
-def surveyed(op: Operation, worker: Worker, pending: Pending, event: events.Surveyed) -> Operation:
+def surveyed(op: Operation, worker: JobProcess, pending: Pending, event: events.Surveyed) -> Operation:
     """While it stands, what is counted is what will be carried; before, it is only a boundary count."""
-    if not worker.parked:
+    if not worker.is_parked:
         return op.with_worker(worker.replace(boundary=event.boundary))
     if not worker.is_carried:  # the driver carries them all, and measures for itself
         return op.with_worker(worker.replace(measured=True))
-    rooms = dict(worker.rooms)
-    if worker.at is not None:
-        rooms[worker.at] = max(event.size_bytes, rooms.get(worker.at, 0))
-    return op.with_worker(worker.replace(measured=True, size_bytes=event.size_bytes, rooms=rooms))
+    rooms = dict(worker.reservations)
+    if worker.gpu is not None:
+        rooms[worker.gpu] = max(event.size_bytes, rooms.get(worker.gpu, 0))
+    return op.with_worker(worker.replace(measured=True, size_bytes=event.size_bytes, reservations=rooms))
 
 
-def parked(op: Operation, worker: Worker, pending: Pending, event: events.Parked) -> Operation:
-    op = op.with_worker(worker.replace(parked=True, boundary=event.boundary, measured=False))
+def parked(op: Operation, worker: JobProcess, pending: Pending, event: events.Parked) -> Operation:
+    op = op.with_worker(worker.replace(is_parked=True, boundary=event.boundary, measured=False))
     return _meeting_at(op, event.boundary)
 
 
-def overran(op: Operation, worker: Worker, pending: Pending, event: events.Overran) -> Operation:
+def overran(op: Operation, worker: JobProcess, pending: Pending, event: events.Overran) -> Operation:
     """Each round leaves twice the room, so that an order catches up with batches that are shorter than its way."""
-    op = op.with_worker(worker.replace(boundary=event.boundary, asked=False))
+    op = op.with_worker(worker.replace(boundary=event.boundary, park_requested=False))
     return _meeting_at(op, event.boundary + (1 << op.rounds), event.why)
 
 
@@ -77,80 +79,86 @@ def _meeting_at(op: Operation, boundary: int, why: str = "") -> Operation:
 
     One that stands before it has to be asked again; that counts too, so that nobody is asked for ever.
     """
-    if not op.lockstep or op.at is None or boundary == op.at:
+    if not op.is_distributed or op.at is None or boundary == op.at:
         return op
-    if op.rounds >= MOST_ROUNDS:
-        message = f"the ranks did not stop at one boundary in {MOST_ROUNDS} attempts" + (f": {why}" if why else "")
+    if op.rounds >= MAX_ROUNDS:
+        message = f"the ranks did not stop at one boundary in {MAX_ROUNDS} attempts" + (f": {why}" if why else "")
         return reversal.back(
             op, REFUSED.name, message, "all ranks have to pass boundaries together; see the script's loops"
         )
     return op.replace(at=max(boundary, op.at), rounds=op.rounds + 1)
 
 
-def withdrawn(op: Operation, worker: Worker, pending: Pending, event: events.Withdrawn) -> Operation:
-    return op.with_worker(worker.replace(asked=False, parked=False))
+def withdrawn(op: Operation, worker: JobProcess, pending: Pending, event: events.Withdrawn) -> Operation:
+    return op.with_worker(worker.replace(park_requested=False, is_parked=False))
 
 
-def evacuated(op: Operation, worker: Worker, pending: Pending, event: events.Evacuated) -> Operation:
-    return op.with_worker(worker.replace(out=True, saved=worker.restarts))
+def offloaded(op: Operation, worker: JobProcess, pending: Pending, event: events.Offloaded) -> Operation:
+    return op.with_worker(worker.replace(offloaded=True, state_saved=worker.restarts))
 
 
-def checkpointed(op: Operation, worker: Worker, pending: Pending, event: events.Checkpointed) -> Operation:
+def checkpointed(op: Operation, worker: JobProcess, pending: Pending, event: events.Checkpointed) -> Operation:
     """What was measured counts from now on; the way back rests on the room that is really held."""
     if worker.restarts:
         return worker_exit.absent(op, worker, "it left")
-    rooms = dict(worker.rooms)
-    if event.room_bytes is not None and worker.at is not None:
-        rooms[worker.at] = event.room_bytes
-    rest_bytes = worker.rest_bytes if event.rest_bytes is None else event.rest_bytes
-    shares_bytes = event.shares_bytes or worker.shares_bytes
-    off = worker.replace(at=None, left=worker.at, rooms=rooms, rest_bytes=rest_bytes, shares_bytes=shares_bytes)
-    return op.replace(lacks=None).with_worker(off)
+    rooms = dict(worker.reservations)
+    if event.reserved_bytes is not None and worker.gpu is not None:
+        rooms[worker.gpu] = event.reserved_bytes
+    rest_bytes = worker.driver_bytes if event.driver_bytes is None else event.driver_bytes
+    shares_bytes = event.driver_bytes_by_gpu or worker.driver_bytes_by_gpu
+    off = worker.replace(
+        gpu=None, previous_gpu=worker.gpu, reservations=rooms, driver_bytes=rest_bytes, driver_bytes_by_gpu=shares_bytes
+    )
+    return op.replace(waiting_for=None).with_worker(off)
 
 
-def held(op: Operation, worker: Worker, pending: Pending, event: events.Held) -> Operation:
+def held(op: Operation, worker: JobProcess, pending: Pending, event: events.Held) -> Operation:
     """Its time is over."""
     return reversal.let_go(op)
 
 
-def dumped(op: Operation, worker: Worker, pending: Pending, event: events.Dumped) -> Operation:
+def dumped(op: Operation, worker: JobProcess, pending: Pending, event: events.Dumped) -> Operation:
     """The job ends from here, its image being whole; or goes home, before the bytes are in it."""
-    if op.handoff is None:
+    if op.image is None:
         return op
-    if not op.handoff.leave_running:
-        return op.replace(handoff=op.handoff.replace(whole=True))
-    op = op.replace(handoff=op.handoff.replace(written=True))
-    return op.replace(workers=tuple([worker.replace(goal=worker.origin, keeps=None) for worker in op.workers]))
+    if not op.image.leave_running:
+        return op.replace(image=op.image.replace(whole=True))
+    op = op.replace(image=op.image.replace(written=True))
+    return op.replace(
+        workers=tuple([worker.replace(target_gpu=worker.origin_gpu, kept_gpu=None) for worker in op.workers])
+    )
 
 
-def sealed(op: Operation, worker: Worker, pending: Pending, event: events.Sealed) -> Operation:
-    return op if op.handoff is None else op.replace(handoff=op.handoff.replace(written=False, whole=True))
+def sealed(op: Operation, worker: JobProcess, pending: Pending, event: events.Sealed) -> Operation:
+    return op if op.image is None else op.replace(image=op.image.replace(written=False, whole=True))
 
 
-def scrapped(op: Operation, worker: Worker, pending: Pending, event: events.Scrapped) -> Operation:
+def scrapped(op: Operation, worker: JobProcess, pending: Pending, event: events.Scrapped) -> Operation:
     return reversal.without_image(op)
 
 
-def ended(op: Operation, worker: Worker, pending: Pending, event: events.Ended) -> Operation:
+def ended(op: Operation, worker: JobProcess, pending: Pending, event: events.Ended) -> Operation:
     return op.with_worker(worker_exit.departed(worker, lost=False))
 
 
-def outgrown(op: Operation, worker: Worker, pending: Pending, event: events.Outgrown) -> Operation:
+def outgrown(op: Operation, worker: JobProcess, pending: Pending, event: events.GrewBeyondPlan) -> Operation:
     """It is tried again once this is on disk and room for it is held."""
-    return op.with_worker(worker.replace(rest_bytes=event.rest_bytes, shares_bytes=event.shares_bytes))
+    return op.with_worker(
+        worker.replace(driver_bytes=event.driver_bytes, driver_bytes_by_gpu=event.driver_bytes_by_gpu)
+    )
 
 
-def restored(op: Operation, worker: Worker, pending: Pending, event: events.Restored) -> Operation:
+def restored(op: Operation, worker: JobProcess, pending: Pending, event: events.Restored) -> Operation:
     """One that comes back where the driver had it is then where it is to be."""
     if event.landed is not None:
-        worker = worker.replace(goal=event.landed, anywhere=False)
+        worker = worker.replace(target_gpu=event.landed, gpu_unknown=False)
     if event.pid is not None:
         worker = _replaced(worker, event)
         op = reversal.on_again(op) if event.is_earlier else op
-    return op.replace(lacks=None).with_worker(worker.replace(at=event.landed or pending.gpu))
+    return op.replace(waiting_for=None).with_worker(worker.replace(gpu=event.landed or pending.gpu))
 
 
-def _replaced(worker: Worker, event: events.Restored) -> Worker:
+def _replaced(worker: JobProcess, event: events.Restored) -> JobProcess:
     """Another process goes on in its place. How it stands is found out first, and its next boundary is the proof."""
     return worker.replace(
         pid=event.pid,
@@ -158,102 +166,110 @@ def _replaced(worker: Worker, event: events.Restored) -> Worker:
         token=event.token,
         run=event.run,
         boundary=event.boundary,
-        leaves=False,
-        starts=worker.starts + 1,
-        rooms={},
-        touched=True,
+        must_exit=False,
+        start_count=worker.start_count + 1,
+        reservations={},
+        was_offloaded=True,
         verified=False,
-        unsure=True,
-        recount=True,
+        needs_inspection=True,
+        recount_memory=True,
         waits=None,
     )
 
 
-def refilled(op: Operation, worker: Worker, pending: Pending, event: events.Refilled) -> Operation:
-    return op.replace(lacks=None).with_worker(worker.replace(out=False))
+def reloaded(op: Operation, worker: JobProcess, pending: Pending, event: events.Reloaded) -> Operation:
+    return op.replace(waiting_for=None).with_worker(worker.replace(offloaded=False))
 
 
-def released(op: Operation, worker: Worker, pending: Pending, event: events.Released) -> Operation:
-    return op.with_worker(worker.replace(asked=False, parked=False))
+def released(op: Operation, worker: JobProcess, pending: Pending, event: events.Released) -> Operation:
+    return op.with_worker(worker.replace(park_requested=False, is_parked=False))
 
 
-def verified(op: Operation, worker: Worker, pending: Pending, event: events.Verified) -> Operation:
+def verified(op: Operation, worker: JobProcess, pending: Pending, event: events.Verified) -> Operation:
     return op.with_worker(worker.replace(verified=True, boundary=event.boundary))
 
 
-def inspected(op: Operation, worker: Worker, pending: Pending, event: events.Inspected) -> Operation:
+def inspected(op: Operation, worker: JobProcess, pending: Pending, event: events.Inspected) -> Operation:
     """What was believed of the worker gives way to what is."""
     if event.busy:
         return op.with_worker(worker.replace(waits=FOR_RETRY))
     if event.failed:
         return _ruined(op, worker, event.failed)
-    was_standing = worker.parked and (op.heading == HOLD or op.holds or is_away(op))
+    was_standing = worker.is_parked and (op.direction == HOLD or op.holds or is_away(op))
     whole = event.gpu is not None and not event.out_bytes
     passed = not event.parked and whole and worker.boundary is not None and event.boundary > worker.boundary
-    is_following = op.restarts_together and worker.leaves and worker.saved and worker.out
+    is_following = op.restarts_together and worker.must_exit and worker.state_saved and worker.offloaded
     now_known = worker.replace(
-        unsure=False,
-        recount=False,
+        needs_inspection=False,
+        recount_memory=False,
         waits=None,
-        parked=event.parked,
-        boundary=event.boundary if event.parked or not worker.touched else worker.boundary,
-        out=event.out_bytes > 0 or is_following,
+        is_parked=event.parked,
+        boundary=event.boundary if event.parked or not worker.was_offloaded else worker.boundary,
+        offloaded=event.out_bytes > 0 or is_following,
         # Whoever took them, bytes that are out have to be seen in use again before what holds them is given back.
-        touched=worker.touched or event.out_bytes > 0,
-        at=event.gpu,
-        left=worker.left if event.gpu is not None or worker.at is None else worker.at,
-        verified=not event.out_bytes and (worker.verified or (worker.touched and passed)),
-        rooms=event.rooms if worker.recount else worker.rooms,
-        pool_bytes=event.pool_bytes if worker.recount else worker.pool_bytes,
+        was_offloaded=worker.was_offloaded or event.out_bytes > 0,
+        gpu=event.gpu,
+        previous_gpu=worker.previous_gpu if event.gpu is not None or worker.gpu is None else worker.gpu,
+        verified=not event.out_bytes and (worker.verified or (worker.was_offloaded and passed)),
+        reservations=event.reservations if worker.recount_memory else worker.reservations,
+        pool_bytes=event.pool_bytes if worker.recount_memory else worker.pool_bytes,
     )
     op = worker_exit.without_orders(op, worker.name)
-    if worker.anywhere and event.gpu is not None:  # somebody was quicker, or a restore that was cut off came to its end
-        now_known = now_known.replace(anywhere=False, goal=event.gpu if op.heading == FORWARD else worker.goal)
-    if not event.parked and whole and op.heading != FORWARD and not is_following:
-        now_known = now_known.replace(origin=event.gpu, goal=event.gpu)
+    if (
+        worker.gpu_unknown and event.gpu is not None
+    ):  # somebody was quicker, or a restore that was cut off came to its end
+        now_known = now_known.replace(
+            gpu_unknown=False, target_gpu=event.gpu if op.direction == FORWARD else worker.target_gpu
+        )
+    if not event.parked and whole and op.direction != FORWARD and not is_following:
+        now_known = now_known.replace(origin_gpu=event.gpu, target_gpu=event.gpu)
     if not was_standing or event.parked:
         return op.with_worker(now_known)
     # Its agent waited for a daemon as long as it may, took its own bytes back and let the training go on.
-    home = event.gpu or worker.keeps or worker.was_on
-    op = op.with_worker(now_known.replace(asked=False, origin=home, goal=home))
+    home = event.gpu or worker.kept_gpu or worker.first_gpu
+    op = op.with_worker(now_known.replace(park_requested=False, origin_gpu=home, target_gpu=home))
     message = f"process {worker.pid} went on by itself when it had waited for hegmd for too long"
     return reversal.back(op, REFUSED.name, message, "ask again")
 
 
-def failed(op: Operation, worker: Worker, pending: Pending, event: events.Failed) -> Operation:
+def failed(op: Operation, worker: JobProcess, pending: Pending, event: events.Failed) -> Operation:
     """By what failed: turn back, hold, or find out how it stands and try again."""
     in_worker = Effect.register[pending.effect].in_worker
     if in_worker and event.fault == events.DISCONNECTED:
-        return op.with_worker(worker.replace(unsure=True, waits=FOR_AGENT))
-    if pending.effect == effects.AwaitNext.tag:
-        return op.with_worker(worker.replace(awaited=True))
-    if event.fault in (events.NO_ROOM, events.CROWDED) and op.heading == BACK and (worker.at is None or worker.out):
+        return op.with_worker(worker.replace(needs_inspection=True, waits=FOR_AGENT))
+    if pending.effect == effects.AwaitSuccessor.tag:
+        return op.with_worker(worker.replace(successor_ready=True))
+    if (
+        event.fault in (events.OUT_OF_MEMORY, events.DRIVER_OUT_OF_MEMORY)
+        and op.direction == BACK
+        and (worker.gpu is None or worker.offloaded)
+    ):
         return _waiting_for_room(op, worker, pending, event)
     if pending.effect == effects.Dump.tag:
         return _astray(reversal.without_image(op), event)
     if pending.effect == effects.Seal.tag:
         return reversal.image_dropped(op, event.code, event.message, event.hint)
     if pending.effect in _HARMLESS:
-        changed = {"asked": False} if pending.effect == effects.Park.tag else {}
+        changed = {"park_requested": False} if pending.effect == effects.Park.tag else {}
         return _astray(op.with_worker(worker.replace(**changed)), event)
     if pending.effect in _UNCERTAIN:
         # A driver that could not restore may have lost the room for it; one that was cut off before has kept none.
-        recount = worker.recount or pending.effect in (effects.Checkpoint.tag, effects.Restore.tag)
-        op = op.with_worker(worker.replace(unsure=True, recount=recount))
-        if pending.effect in _OUTWARD and op.heading == BACK:
+        recount = worker.recount_memory or pending.effect in (effects.Checkpoint.tag, effects.Restore.tag)
+        op = op.with_worker(worker.replace(needs_inspection=True, recount_memory=recount))
+        if pending.effect in _OUTWARD and op.direction == BACK:
             return _split(op, worker.name, event)
         return _astray(op, event)
-    return op.with_worker(worker.replace(unsure=worker.unsure or in_worker, waits=FOR_RETRY))
+    return op.with_worker(worker.replace(needs_inspection=worker.needs_inspection or in_worker, waits=FOR_RETRY))
 
 
-_HARMLESS = frozenset((effects.TakeRoom.tag, effects.TakePool.tag, effects.Survey.tag, effects.Park.tag))
-_OUTWARD = frozenset((effects.Evacuate.tag, effects.Checkpoint.tag))
-_UNCERTAIN = frozenset((*_OUTWARD, effects.Restore.tag, effects.Refill.tag))
+_HARMLESS = frozenset((effects.Reserve.tag, effects.ReservePool.tag, effects.Survey.tag, effects.Park.tag))
+_OUTWARD = frozenset((effects.Offload.tag, effects.Checkpoint.tag))
+_UNCERTAIN = frozenset((*_OUTWARD, effects.Restore.tag, effects.Reload.tag))
 
 
 def _astray(op: Operation, event: events.Failed) -> Operation:
     """The way that it is on is closed: forward there is the way back, and back there is standing still."""
-    if op.heading == FORWARD:
+    if op.direction == FORWARD:
         return reversal.back(op, event.code, event.message, event.hint)
     hint = f"its bytes are held; bring it back with: hegmctl resume, see hegmctl op {op.id}"
     return next_effects.held(reversal.because(op, event.code, event.message, hint))
@@ -262,26 +278,30 @@ def _astray(op: Operation, event: events.Failed) -> Operation:
 def _split(op: Operation, name: str, event: events.Failed) -> Operation:
     """A worker that cannot leave again stays where it has arrived, rather than be put at risk for the others' sake."""
     worker = op.worker(name)
-    if worker is None or worker.at is None:
+    if worker is None or worker.gpu is None:
         return _astray(op, event)
-    return reversal.because(op.with_worker(worker.replace(goal=worker.at)), event.code, event.message, event.hint)
+    return reversal.because(
+        op.with_worker(worker.replace(target_gpu=worker.gpu)), event.code, event.message, event.hint
+    )
 
 
-def _waiting_for_room(op: Operation, worker: Worker, pending: Pending, event: events.Failed) -> Operation:
+def _waiting_for_room(op: Operation, worker: JobProcess, pending: Pending, event: events.Failed) -> Operation:
     """It stands with all its bytes until there is room. None that was believed in is counted upon, unless the driver
     only lacked some for itself: nobody is restored without any held, nor are storages asked for, but for those that are
     made in rounds, some of which may be there."""
-    is_lost = event.fault == events.NO_ROOM and (pending.effect != effects.Refill.tag or not worker.overlap_bytes)
-    rooms = {**worker.rooms, str(pending.gpu or worker.at): 0} if is_lost else worker.rooms
-    by_itself = f"free video memory on {worker.at}: it comes back by itself when there is room"
-    lacks = Failure(code=event.code, message=event.message, hint=by_itself if worker.at else event.hint)
-    return op.replace(lacks=lacks).with_worker(worker.replace(rooms=rooms, unsure=True, waits=FOR_RETRY))
+    is_lost = event.fault == events.OUT_OF_MEMORY and (pending.effect != effects.Reload.tag or not worker.overlap_bytes)
+    rooms = {**worker.reservations, str(pending.gpu or worker.gpu): 0} if is_lost else worker.reservations
+    by_itself = f"free video memory on {worker.gpu}: it comes back by itself when there is room"
+    lacks = Failure(code=event.code, message=event.message, hint=by_itself if worker.gpu else event.hint)
+    return op.replace(waiting_for=lacks).with_worker(
+        worker.replace(reservations=rooms, needs_inspection=True, waits=FOR_RETRY)
+    )
 
 
-def _ruined(op: Operation, worker: Worker, why: str) -> Operation:
+def _ruined(op: Operation, worker: JobProcess, why: str) -> Operation:
     """The driver will never bring it back: nothing that is held for it is of use to anybody any more."""
     op = worker_exit.without_orders(op, worker.name).with_worker(worker_exit.departed(worker, lost=True))
     op = reversal.because(
         op, REFUSED.name, f"process {worker.pid} cannot be brought back: {why}", "end it, and start it anew"
     )
-    return next_effects.turned_back(op) if op.heading == FORWARD and is_away(op) else op
+    return next_effects.turned_back(op) if op.direction == FORWARD and is_away(op) else op

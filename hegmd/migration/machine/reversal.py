@@ -12,22 +12,22 @@ from hegmd.migration.machine.operation import BACK, FORWARD, Failure, Operation
 def back(op: Operation, code: str, message: str, hint: str) -> Operation:
     """On its way to how everything was, unless it is on a way back already."""
     op = because(op, code, message, hint)
-    return next_effects.turned_back(op) if op.heading == FORWARD else op
+    return next_effects.turned_back(op) if op.direction == FORWARD else op
 
 
 def on_again(op: Operation) -> Operation:
     """Its only process has come where it was to be after all: what turned it back counts for nothing."""
-    if op.heading != BACK or len(op.workers) > 1:
+    if op.direction != BACK or len(op.workers) > 1:
         return op
-    return op.replace(heading=FORWARD, failure=None)
+    return op.replace(direction=FORWARD, failure=None)
 
 
 def image_dropped(op: Operation, code: str, message: str, hint: str) -> Operation:
     """What is written goes; the job stays as it is, which is home."""
-    if op.handoff is None:
+    if op.image is None:
         return op
     pending = tuple([pending for pending in op.pending if pending.effect != effects.Seal.tag])
-    op = op.replace(handoff=op.handoff.replace(unwanted=True), pending=pending)
+    op = op.replace(image=op.image.replace(unwanted=True), pending=pending)
     return back(op, code, message, hint)
 
 
@@ -39,9 +39,9 @@ def because(op: Operation, code: str, message: str, hint: str) -> Operation:
 def let_go(op: Operation) -> Operation:
     """A job that is only held goes on where it is."""
     pending = tuple([pending for pending in op.pending if pending.effect != effects.Hold.tag])
-    return op.replace(let_go=True, pending=pending)
+    return op.replace(hold_expired=True, pending=pending)
 
 
 def without_image(op: Operation) -> Operation:
     """None is written, and none begun."""
-    return op if op.handoff is None else op.replace(handoff=op.handoff.replace(written=False, begun=False))
+    return op if op.image is None else op.replace(image=op.image.replace(written=False, begun=False))

@@ -16,10 +16,10 @@ from typing import Any
 
 from hegmd.migration.machine import effects
 from hegmd.migration.machine.effects import Effect
-from hegmd.migration.machine.operation import CHECKPOINT, FORWARD, HOLD, QUIESCE, Limits, Operation, Worker
+from hegmd.migration.machine.operation import CHECKPOINT, FORWARD, HOLD, QUIESCE, JobProcess, Limits, Operation
 
 Want = tuple[type[Effect], dict[str, Any]]
-Wants = Callable[[Operation, Worker], Iterator[Want]]
+Wants = Callable[[Operation, JobProcess], Iterator[Want]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,172 +33,180 @@ class Stage:
     purpose: str
 
 
-def is_arrived(worker: Worker) -> bool:
+def is_arrived(worker: JobProcess) -> bool:
     """Whether the worker is where it is to be, with all its bytes."""
-    return worker.at is not None and worker.at == worker.goal and not worker.out and not worker.leaves
+    return worker.gpu is not None and worker.gpu == worker.target_gpu and not worker.offloaded and not worker.must_exit
 
 
 def is_away(op: Operation) -> bool:
     """Whether any worker still has a way to go, so that all have to stand."""
-    return op.heading != HOLD and any(not is_arrived(worker) for worker in op.live)
+    return op.direction != HOLD and any(not is_arrived(worker) for worker in op.live)
 
 
-def _settling(op: Operation, worker: Worker) -> Iterator[Want]:
+def _settling(op: Operation, worker: JobProcess) -> Iterator[Want]:
     # While an image is made nobody can be asked: the agents have stepped aside, and the processes may be held still.
-    begun = op.handoff is not None and op.handoff.begun
-    if worker.unsure and not worker.gone and not (op.hands_over and begun) and not op.ends_workers:
+    begun = op.image is not None and op.image.begun
+    if worker.needs_inspection and not worker.has_exited and not (op.hands_over and begun) and not op.ends_workers:
         yield effects.Inspect, {}
 
 
-def _arming(op: Operation, worker: Worker) -> Iterator[Want]:
-    if worker.gone or is_arrived(worker):
+def _arming(op: Operation, worker: JobProcess) -> Iterator[Want]:
+    if worker.has_exited or is_arrived(worker):
         return
-    if worker.goal is not None and worker.rooms.get(worker.goal, -1) < worker.room_bytes:
-        yield effects.TakeRoom, {"gpu": worker.goal, "size_bytes": worker.room_bytes}
-    # Never for one whose bytes are out: theirs is the pool that it was evacuated to, or none.
+    if worker.target_gpu is not None and worker.reservations.get(worker.target_gpu, -1) < worker.room_bytes:
+        yield effects.Reserve, {"gpu": worker.target_gpu, "size_bytes": worker.room_bytes}
+    # Never for one whose bytes are out: theirs is the pool that it was offloaded to, or none.
     short = worker.is_carried and worker.pool_bytes < worker.size_bytes
-    if _is_to_leave(op, worker) and short and not worker.out:
-        yield effects.TakePool, {"size_bytes": worker.size_bytes}
+    if _is_to_leave(op, worker) and short and not worker.offloaded:
+        yield effects.ReservePool, {"size_bytes": worker.size_bytes}
 
 
-def _readying(op: Operation, worker: Worker) -> Iterator[Want]:
+def _readying(op: Operation, worker: JobProcess) -> Iterator[Want]:
     # Nobody stands yet, and whoever is asked to has been waited for already. Of ranks nobody is made ready.
-    stands = worker.parked or worker.asked or worker.out or worker.saved
-    is_one = worker.restarts and not op.lockstep and op.heading == FORWARD
-    if is_one and not (worker.awaited or stands) and _is_to_leave(op, worker):
-        yield effects.AwaitNext, {}
+    stands = worker.is_parked or worker.park_requested or worker.offloaded or worker.state_saved
+    is_one = worker.restarts and not op.is_distributed and op.direction == FORWARD
+    if is_one and not (worker.successor_ready or stands) and _is_to_leave(op, worker):
+        yield effects.AwaitSuccessor, {}
 
 
-def _counting(op: Operation, worker: Worker) -> Iterator[Want]:
-    if op.lockstep and op.at is None and worker.boundary is None and not worker.gone and op.heading == FORWARD:
+def _counting(op: Operation, worker: JobProcess) -> Iterator[Want]:
+    if (
+        op.is_distributed
+        and op.at is None
+        and worker.boundary is None
+        and not worker.has_exited
+        and op.direction == FORWARD
+    ):
         yield effects.Survey, {}
 
 
-def _quiescing(op: Operation, worker: Worker) -> Iterator[Want]:
+def _quiescing(op: Operation, worker: JobProcess) -> Iterator[Want]:
     # On the way back nobody is stopped any more, whoever runs has what it needs; and who has left cannot be let go on.
-    if worker.gone or worker.out or worker.at is None or op.heading != FORWARD or not worker.has_agent:
+    if worker.has_exited or worker.offloaded or worker.gpu is None or op.direction != FORWARD or not worker.has_agent:
         return
-    if not op.holds and not any(_is_to_leave(op, other) and not other.out for other in op.workers):
+    if not op.holds and not any(_is_to_leave(op, other) and not other.offloaded for other in op.workers):
         return
     behind = op.at is not None and (worker.boundary is None or worker.boundary < op.at)
-    if not worker.parked or (op.lockstep and behind):
+    if not worker.is_parked or (op.is_distributed and behind):
         yield effects.Park, {"at": op.at, "limit_s": op.limits.park_s}
 
 
-def _holding(op: Operation, worker: Worker) -> Iterator[Want]:
+def _holding(op: Operation, worker: JobProcess) -> Iterator[Want]:
     if op.holds and worker is next(op.live, None):
         yield effects.Hold, {}
 
 
-def _measuring(op: Operation, worker: Worker) -> Iterator[Want]:
-    if _is_to_leave(op, worker) and worker.has_agent and not worker.out and not worker.measured:
+def _measuring(op: Operation, worker: JobProcess) -> Iterator[Want]:
+    if _is_to_leave(op, worker) and worker.has_agent and not worker.offloaded and not worker.measured:
         yield effects.Survey, {}
 
 
-def _evacuating(op: Operation, worker: Worker) -> Iterator[Want]:
-    if _is_to_leave(op, worker) and worker.is_carried and worker.parked and not worker.out:
-        yield effects.Evacuate, {}
+def _offloading(op: Operation, worker: JobProcess) -> Iterator[Want]:
+    if _is_to_leave(op, worker) and worker.is_carried and worker.is_parked and not worker.offloaded:
+        yield effects.Offload, {}
 
 
-def _checkpointing(op: Operation, worker: Worker) -> Iterator[Want]:
-    follows = op.restarts_together and worker.saved and any(other.is_absent for other in op.live)
-    if _is_to_leave(op, worker) and (worker.parked or not worker.has_agent or follows):
+def _checkpointing(op: Operation, worker: JobProcess) -> Iterator[Want]:
+    follows = op.restarts_together and worker.state_saved and any(other.is_absent for other in op.live)
+    if _is_to_leave(op, worker) and (worker.is_parked or not worker.has_agent or follows):
         yield effects.Checkpoint, {}
 
 
-def _is_to_leave(op: Operation, worker: Worker) -> bool:
-    is_elsewhere = worker.at != worker.goal or worker.leaves
-    return not worker.gone and op.heading != HOLD and worker.at is not None and is_elsewhere
+def _is_to_leave(op: Operation, worker: JobProcess) -> bool:
+    is_elsewhere = worker.gpu != worker.target_gpu or worker.must_exit
+    return not worker.has_exited and op.direction != HOLD and worker.gpu is not None and is_elsewhere
 
 
-def _leaving(op: Operation, worker: Worker) -> Iterator[Want]:
-    if worker.goal is None and not worker.gone:
-        for gpu in worker.rooms:
-            if gpu not in (worker.keeps, worker.at):
-                yield effects.GiveRoom, {"gpu": gpu}
+def _leaving(op: Operation, worker: JobProcess) -> Iterator[Want]:
+    if worker.target_gpu is None and not worker.has_exited:
+        for gpu in worker.reservations:
+            if gpu not in (worker.kept_gpu, worker.gpu):
+                yield effects.ReleaseReservation, {"gpu": gpu}
 
 
-def _handing(op: Operation, worker: Worker) -> Iterator[Want]:
-    if op.handoff is not None and op.hands_over and worker is next(op.live, None):
-        yield effects.Dump, {"find": op.handoff.begun}
+def _handing(op: Operation, worker: JobProcess) -> Iterator[Want]:
+    if op.image is not None and op.hands_over and worker is next(op.live, None):
+        yield effects.Dump, {"find": op.image.begun}
 
 
-def _sealing(op: Operation, worker: Worker) -> Iterator[Want]:
+def _sealing(op: Operation, worker: JobProcess) -> Iterator[Want]:
     # The image needs nothing of the job any more but what the pool has, whatever has become of it: not even that it is
     # there.
-    image = op.handoff
+    image = op.image
     if image is None or worker is not op.workers[0]:
         return
     # One that was dropped may have been written just then.
-    is_dropped = image.leave_running and image.begun and not image.whole and op.heading != FORWARD
+    is_dropped = image.leave_running and image.begun and not image.whole and op.direction != FORWARD
     if image.written and not image.unwanted:
         yield effects.Seal, {}
     elif image.written or is_dropped:
         yield effects.Scrap, {}
 
 
-def _ending(op: Operation, worker: Worker) -> Iterator[Want]:
-    if op.ends_workers and not worker.gone:
+def _ending(op: Operation, worker: JobProcess) -> Iterator[Want]:
+    if op.ends_workers and not worker.has_exited:
         yield effects.End, {}
 
 
-def _restoring(op: Operation, worker: Worker) -> Iterator[Want]:
-    if worker.at is None and worker.goal is not None and not worker.gone:
-        yield effects.Restore, {"gpu": worker.goal}
+def _restoring(op: Operation, worker: JobProcess) -> Iterator[Want]:
+    if worker.gpu is None and worker.target_gpu is not None and not worker.has_exited:
+        yield effects.Restore, {"gpu": worker.target_gpu}
 
 
-def _refilling(op: Operation, worker: Worker) -> Iterator[Want]:
-    if worker.out and worker.goal is not None and not worker.gone:
-        yield effects.Refill, {}
+def _reloading(op: Operation, worker: JobProcess) -> Iterator[Want]:
+    if worker.offloaded and worker.target_gpu is not None and not worker.has_exited:
+        yield effects.Reload, {}
 
 
-def _releasing(op: Operation, worker: Worker) -> Iterator[Want]:
-    if worker.gone or worker.goal is None or op.heading == HOLD:
+def _releasing(op: Operation, worker: JobProcess) -> Iterator[Want]:
+    if worker.has_exited or worker.target_gpu is None or op.direction == HOLD:
         return
-    if worker.parked:
+    if worker.is_parked:
         # Ranks go on together or not at all: one that has its bytes while another is suspended goes on standing.
-        if not (op.lockstep and any(other.goal is None for other in op.live)):
+        if not (op.is_distributed and any(other.target_gpu is None for other in op.live)):
             yield effects.Release, {}
-    elif worker.asked:
+    elif worker.park_requested:
         yield effects.Withdraw, {}
 
 
-def _verifying(op: Operation, worker: Worker) -> Iterator[Want]:
+def _verifying(op: Operation, worker: JobProcess) -> Iterator[Want]:
     # A rank that runs while another is suspended comes to no boundary; it has to prove itself when all are back.
-    if op.lockstep and any(other.goal is None for other in op.live):
+    if op.is_distributed and any(other.target_gpu is None for other in op.live):
         return
     if (
         is_arrived(worker)
         and _has_to_prove_itself(op, worker)
-        and not (worker.parked or worker.verified or worker.gone)
+        and not (worker.is_parked or worker.verified or worker.has_exited)
     ):
         yield effects.Verify, {"beyond": worker.boundary or 0}
 
 
-def _has_to_prove_itself(op: Operation, worker: Worker) -> bool:
+def _has_to_prove_itself(op: Operation, worker: JobProcess) -> bool:
     """Whether it is to be seen at one more boundary: its bytes were away, or it stood for somebody who let it go."""
-    return worker.touched or (op.kind == QUIESCE and op.let_go)
+    return worker.was_offloaded or (op.kind == QUIESCE and op.hold_expired)
 
 
-def _tidying(op: Operation, worker: Worker) -> Iterator[Want]:
+def _tidying(op: Operation, worker: JobProcess) -> Iterator[Want]:
     proven = worker.verified or not _has_to_prove_itself(op, worker)
-    if not worker.gone and not (is_arrived(worker) and not worker.parked and proven):
+    if not worker.has_exited and not (is_arrived(worker) and not worker.is_parked and proven):
         return
-    for gpu in worker.rooms:
-        if worker.gone or gpu != worker.at:
-            yield effects.GiveRoom, {"gpu": gpu}
+    for gpu in worker.reservations:
+        if worker.has_exited or gpu != worker.gpu:
+            yield effects.ReleaseReservation, {"gpu": gpu}
     # Of a job that goes on, the pool has what its image is still to be written from.
-    if worker.pool_bytes and not (op.handoff is not None and op.handoff.written):
-        yield effects.GivePool, {}
+    if worker.pool_bytes and not (op.image is not None and op.image.written):
+        yield effects.ReleasePool, {}
 
 
 STAGES: tuple[Stage, ...] = (
     Stage("settling", _settling, ("inspect",), "retry_s", "what is under way ends, and what is not known is found out"),
-    Stage("arming", _arming, ("take-room", "take-pool"), "arm_s", "room on the target and pages of the pool are taken"),
+    Stage(
+        "reserving", _arming, ("reserve", "reserve-pool"), "arm_s", "room on the target and pages of the pool are taken"
+    ),
     Stage(
         "readying",
         _readying,
-        ("await-next",),
+        ("await-successor",),
         "arm_s",
         "the job trains on until the process that is to go on from its state has imported what takes long",
     ),
@@ -210,7 +218,7 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "measuring", _measuring, ("survey",), "park_s", "what stands is counted; if it has grown, more is taken first"
     ),
-    Stage("evacuating", _evacuating, ("evacuate",), "move_s", "the bytes go to the pool and leave the process"),
+    Stage("offloading", _offloading, ("offload",), "move_s", "the bytes go to the pool and leave the process"),
     Stage(
         "checkpointing",
         _checkpointing,
@@ -218,7 +226,7 @@ STAGES: tuple[Stage, ...] = (
         "move_s",
         "the driver takes the rest of the process off its GPU",
     ),
-    Stage("leaving", _leaving, ("give-room",), "retry_s", "the room of the suspended is given back"),
+    Stage("leaving", _leaving, ("release-reservation",), "retry_s", "the room of the suspended is given back"),
     Stage(
         "handing",
         _handing,
@@ -228,10 +236,16 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage("ending", _ending, ("end",), "retry_s", "the processes that are in an image that is whole end"),
     Stage("restoring", _restoring, ("restore",), "move_s", "the driver brings the process back, where it is to be"),
-    Stage("refilling", _refilling, ("refill",), "move_s", "the bytes go back into the process, and stay in the pool"),
+    Stage("reloading", _reloading, ("reload",), "move_s", "the bytes go back into the process, and stay in the pool"),
     Stage("releasing", _releasing, ("release", "withdraw"), "retry_s", "the training threads go on, all of them"),
     Stage("verifying", _verifying, ("verify",), "verify_s", "the next boundary is waited for"),
-    Stage("tidying", _tidying, ("give-room", "give-pool"), "retry_s", "what was held for the move is given back"),
+    Stage(
+        "tidying",
+        _tidying,
+        ("release-reservation", "release-pool"),
+        "retry_s",
+        "what was held for the move is given back",
+    ),
     Stage(
         "sealing",
         _sealing,
@@ -255,12 +269,14 @@ def is_past_return(op: Operation) -> bool:
     With an image, that is when it needs nothing more of the job. Moving or suspending, it is when every worker has left
     or is there already; resuming, when any has arrived.
     """
-    if op.heading != FORWARD:
+    if op.direction != FORWARD:
         return False
     if op.kind == CHECKPOINT:
         return op.is_handed
     if op.kind == QUIESCE:  # to turn back is to let it go on
         return False
-    if any(worker.origin is not None for worker in op.live):
-        return all(worker.at is None or (worker.at == worker.goal and not worker.leaves) for worker in op.live)
-    return any(worker.at is not None for worker in op.live)
+    if any(worker.origin_gpu is not None for worker in op.live):
+        return all(
+            worker.gpu is None or (worker.gpu == worker.target_gpu and not worker.must_exit) for worker in op.live
+        )
+    return any(worker.gpu is not None for worker in op.live)

@@ -9,95 +9,97 @@ from __future__ import annotations
 from hegmd.errors import NOT_FOUND, REFUSED
 from hegmd.migration.machine import next_effects, reversal
 from hegmd.migration.machine.effects import Effect
-from hegmd.migration.machine.operation import FORWARD, Failure, Operation, Worker
+from hegmd.migration.machine.operation import FORWARD, Failure, JobProcess, Operation
 from hegmd.migration.machine.stages import is_away
 
 
 def gone(op: Operation, name: str, why: str, *, finished: bool = False) -> Operation:
     """That process has ended; why, in words. `finished`: it has come to the end of what it was for."""
     worker = op.worker(name)
-    if worker is None or worker.gone:
+    if worker is None or worker.has_exited:
         return op
     if worker.restarts and _is_to_be_gone_on_from(op, worker):
         return absent(op, worker, why)
-    if worker.restarts and finished and not worker.saved and op.heading == FORWARD:
+    if worker.restarts and finished and not worker.state_saved and op.direction == FORWARD:
         return without_orders(op, name).with_worker(departed(worker, lost=False).replace(finished=True))
     if op.ends_workers or _has_gone_on(op):  # it is in an image, and was to end, or does what it would have done anyway
         return without_orders(op, name).with_worker(departed(worker, lost=False))
     away = is_away(op) or op.holds
-    lost = worker.touched and not worker.verified and (worker.out or worker.at is None or worker.parked)
+    lost = worker.was_offloaded and not worker.verified and (worker.offloaded or worker.gpu is None or worker.is_parked)
     lost = lost and not worker.restarts  # nothing was taken out of it: it ended as it would have by itself
     op = without_orders(op, name).with_worker(departed(worker, lost=lost))
     state = " while its state was out of it" if lost else ""
     code = REFUSED if lost else NOT_FOUND
     op = reversal.because(op, code.name, f"process {worker.pid} is gone{state}: {why}", "see the log of the job")
-    return next_effects.turned_back(op) if op.heading == FORWARD and away else op
+    return next_effects.turned_back(op) if op.direction == FORWARD and away else op
 
 
 def without_state(op: Operation, name: str) -> Operation:
     """Its process has ended, and so has what held its state: nobody can go on from it, nor from those of its ranks."""
     worker = op.worker(name)
-    if worker is None or worker.gone:
+    if worker is None or worker.has_exited:
         return op
     crew = [one for one in op.live if one is worker or (op.restarts_together and one.is_absent)]
     for one in crew:
-        op = without_orders(op, one.name).with_worker(departed(one, lost=True).replace(at=None, out=False))
+        op = without_orders(op, one.name).with_worker(departed(one, lost=True).replace(gpu=None, offloaded=False))
     message = f"process {worker.pid} has ended, and its state is nowhere any more"
     hint = "a reboot takes it along: start the training anew, or from a file of its own"
     op = op.replace(failure=Failure(code=REFUSED.name, message=message, hint=hint))  # whatever was said of it before
-    return next_effects.turned_back(op) if op.heading == FORWARD else op
+    return next_effects.turned_back(op) if op.direction == FORWARD else op
 
 
 def _has_gone_on(op: Operation) -> bool:
     """Whether all of a job that has an image were seen to train after it."""
-    return op.is_handed and all(worker.verified or worker.gone for worker in op.workers)
+    return op.is_handed and all(worker.verified or worker.has_exited for worker in op.workers)
 
 
-def _is_to_be_gone_on_from(op: Operation, worker: Worker) -> bool:
+def _is_to_be_gone_on_from(op: Operation, worker: JobProcess) -> bool:
     """Whether another can go on from its state, and has not done so for certain: of ranks, for all or none."""
     crew = [other for other in op.workers if other.restarts] if op.restarts_together else [worker]
-    return all(one.saved and not one.gone for one in crew) and not all(one.verified for one in crew)
+    return all(one.state_saved and not one.has_exited for one in crew) and not all(one.verified for one in crew)
 
 
-def absent(op: Operation, worker: Worker, why: str) -> Operation:
+def absent(op: Operation, worker: JobProcess, why: str) -> Operation:
     """The process has ended and its state is in the pool: that is how it leaves. Another goes on from there.
 
     One that had gone on from it, and ended before it was seen at a boundary, is not replaced for ever: the job goes on
     where it was, and if that ends too it is held.
     """
-    if worker.at is None and worker.out and not worker.unsure:
+    if worker.gpu is None and worker.offloaded and not worker.needs_inspection:
         return op  # that is known
-    fell = worker.starts > 0 and worker.at is not None and not worker.leaves
-    rooms = {gpu: size_bytes for gpu, size_bytes in worker.rooms.items() if gpu != worker.at}
+    fell = worker.start_count > 0 and worker.gpu is not None and not worker.must_exit
+    rooms = {gpu: size_bytes for gpu, size_bytes in worker.reservations.items() if gpu != worker.gpu}
     left = worker.replace(
-        at=None,
-        left=worker.at or worker.left,
-        rooms=rooms,
-        out=True,
-        leaves=False,
-        parked=False,
-        asked=False,
-        unsure=False,
+        gpu=None,
+        previous_gpu=worker.gpu or worker.previous_gpu,
+        reservations=rooms,
+        offloaded=True,
+        must_exit=False,
+        is_parked=False,
+        park_requested=False,
+        needs_inspection=False,
         waits=None,
-        doing="",
+        successor_activity="",
     )
     op = without_orders(op, worker.name).with_worker(left)
     if not fell:
         return next_effects.together(op)
     message = f"process {worker.pid} went on from the saved state and ended before a boundary was seen: {why}"
     op = reversal.because(op, REFUSED.name, message, f"see what it printed, and: hegmctl op {op.id}")
-    return next_effects.turned_back(op) if op.heading == FORWARD else next_effects.held(op)
+    return next_effects.turned_back(op) if op.direction == FORWARD else next_effects.held(op)
 
 
-def departed(worker: Worker, *, lost: bool) -> Worker:
+def departed(worker: JobProcess, *, lost: bool) -> JobProcess:
     """It has ended, its state with it or not: nothing is asked of it any more."""
-    return worker.replace(gone=True, lost=lost, unsure=False, waits=None, parked=False, asked=False)
+    return worker.replace(
+        has_exited=True, lost=lost, needs_inspection=False, waits=None, is_parked=False, park_requested=False
+    )
 
 
-def living(op: Operation, name: str) -> Worker | None:
+def living(op: Operation, name: str) -> JobProcess | None:
     """That worker, unless its process has ended."""
     worker = op.worker(name)
-    return None if worker is None or worker.gone else worker
+    return None if worker is None or worker.has_exited else worker
 
 
 def without_orders(op: Operation, name: str) -> Operation:

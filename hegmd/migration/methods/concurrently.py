@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import anyio
 
 from hegmd.errors import HegmError
-from hegmd.migration.contracts import Outgrown
+from hegmd.migration.contracts import GrewBeyondPlan
 
 __all__ = ["beside"]
 
@@ -36,7 +36,7 @@ async def beside(work: Callable[[], Awaitable[object]]) -> AsyncGenerator[None]:
             yield
         except HegmError as error:  # past the group, which would put it into another
             of_block = error
-            if not isinstance(error, Outgrown):
+            if not isinstance(error, GrewBeyondPlan):
                 tasks.cancel_scope.cancel()
     failure = of_block or of_work
     if failure is not None:

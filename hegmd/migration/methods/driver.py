@@ -31,28 +31,28 @@ import anyio
 from hegmd.errors import UNAVAILABLE, HegmError, Refused
 from hegmd.gpu_helper.link import DriverFailed, HelperLost
 from hegmd.memory.sizes import CALM_BYTES, RESTORE_MARGIN_BYTES
-from hegmd.migration.contracts import Left, Made, Outgrown, Standing, Subject
+from hegmd.migration.contracts import CheckpointResult, GrewBeyondPlan, Made, MigratedProcess, ProcessState
 from hegmd.migration.methods.concurrently import beside
 from hegmd.migration.methods.driver_calls import (
     CHECKPOINTED,
+    DRIVER_CALL_TIMEOUT_S,
     FAILED,
     LOCKED,
-    QUICK_S,
     RUNNING,
+    StateMismatch,
     Steps,
-    Untrue,
     longest_s,
 )
-from hegmd.migration.methods.gpu_reservation import HeldRoom, no_room, unsafe
-from hegmd.migration.methods.gpus import Gpus, VideoMemory, pairs_from, rest_of
-from hegmd.migration.methods.other_processes import Neighbours
-from hegmd.migration.methods.storage_handover import StorageRoom, free_bytes_of, others_on
+from hegmd.migration.methods.gpu_reservation import GpuReservation, no_room, unsafe
+from hegmd.migration.methods.gpus import Gpus, VideoMemory, driver_owner, pairs_from
+from hegmd.migration.methods.other_processes import OtherProcesses
+from hegmd.migration.methods.storage_handover import StorageHandover, free_bytes_of, others_on
 from hegmd.node.gpu_sets import exchange, gpus_of, is_several, place_of
 
 logger = logging.getLogger(__name__)
 
 NAME = "driver"
-_LOOK_AGAIN_S = 0.05
+_POLL_INTERVAL_S = 0.05
 # Between the first looks at whether NVML shows a process, which it does 3 ms later than it is so.
 _SHOWN_AFTER_S = (0.003, 0.006, 0.012, 0.025)
 _LAST_WORD_S = 5.0
@@ -63,72 +63,78 @@ class DriverMethod:
 
     name = NAME
 
-    def __init__(self, steps: Steps, memory: VideoMemory, gpus: Gpus, neighbours: Neighbours) -> None:
+    def __init__(self, steps: Steps, memory: VideoMemory, gpus: Gpus, neighbours: OtherProcesses) -> None:
         self._steps = steps
         self._memory = memory
-        self._room = HeldRoom(memory, gpus)
+        self._room = GpuReservation(memory, gpus)
         self._gpus = gpus
         self._neighbours = neighbours
         self._in_hand: set[tuple[int, int]] = set()
         self._standing: set[tuple[int, int]] = set()
-        self._making = StorageRoom(steps, self._room, gpus, neighbours, self._in_hand)
+        self._making = StorageHandover(steps, self._room, gpus, neighbours, self._in_hand)
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
-    async def hold_room(self, subject: Subject, gpu: str, size_bytes: int) -> None:
-        await self._room.hold_on(subject, gpu, size_bytes)
+    async def reserve(self, subject: MigratedProcess, gpu: str, size_bytes: int) -> None:
+        await self._room.reserve(subject, gpu, size_bytes)
 
-    async def give_room(self, subject: Subject, gpu: str) -> None:
-        await self._room.give(subject, gpu)
+    async def release(self, subject: MigratedProcess, gpu: str) -> None:
+        await self._room.release(subject, gpu)
 
-    def rooms(self, subject: Subject) -> Mapping[str, int]:
+    def reservations(self, subject: MigratedProcess) -> Mapping[str, int]:
         return self._room.of(subject)
 
-    def note_size(self, subject: Subject, size_bytes: int) -> None:
+    def note_size(self, subject: MigratedProcess, size_bytes: int) -> None:
         """What a process has on a real GPU needs no books."""
 
     # -- away ----------------------------------------------------------------------------------------------------------
 
-    async def checkpoint(self, subject: Subject) -> Left:
+    async def checkpoint(self, subject: MigratedProcess) -> CheckpointResult:
         """Lock, measure, make sure of the room, take it off; then the room that it left is kept for the way back."""
-        with self._having_in_hand(subject):  # first, so that whoever looks at it hears that something is to come
-            await self._neighbours.let_be(subject.who)
+        with self._marked_in_progress(subject):  # first, so that whoever looks at it hears that something is to come
+            await self._neighbours.wait_until_unpaused(subject.owner_key)
             state = await self._steps.state(subject)
             if state == CHECKPOINTED:
                 off = dataclasses.replace(subject, gpu=None)
-                return Left(room_bytes=self.rooms(off).get(subject.gpu or "", 0))
+                return CheckpointResult(reserved_bytes=self.reservations(off).get(subject.gpu or "", 0))
             if is_several(subject.gpu):
                 await self._steps.unlock(subject)
                 await subject.worker.order("part")
             if state != LOCKED or is_several(subject.gpu):  # as one is that an earlier caller has locked when it ended
                 await self._steps.lock(subject)
-            self._standing.add(subject.who)
+            self._standing.add(subject.owner_key)
             async with self._unlocked_unless_done(subject):
                 subject = await self._measured(subject)
-                if subject.goal is not None:
-                    await self.hold_room(subject, subject.goal, subject.rest_bytes + subject.storage_room_bytes)
+                if subject.target_gpu is not None:
+                    await self.reserve(
+                        subject, subject.target_gpu, subject.driver_bytes + subject.storage_reservation_bytes
+                    )
                 await self._steps.checkpoint(subject)
-                room_bytes = await self._see_it_gone(subject)
-            return Left(room_bytes=room_bytes, rest_bytes=subject.rest_bytes, shares_bytes=subject.shares_bytes)
+                room_bytes = await self._confirm_checkpointed(subject)
+            return CheckpointResult(
+                reserved_bytes=room_bytes,
+                driver_bytes=subject.driver_bytes,
+                driver_bytes_by_gpu=subject.driver_bytes_by_gpu,
+            )
 
-    async def _measured(self, subject: Subject) -> Subject:
-        """The locked process with what it really needs. Raises Outgrown when that is more than is on disk."""
+    async def _measured(self, subject: MigratedProcess) -> MigratedProcess:
+        """The locked process with what it really needs. Raises GrewBeyondPlan when that is more than is on disk."""
         needs = await self._needed(subject)
         need_bytes, shares_bytes = sum(needs), tuple(needs) if is_several(subject.gpu) else ()
         planned = subject.needs(subject.gpu).values()
         if any(need > size_bytes for need, size_bytes in zip(needs, planned, strict=True)):
-            raise Outgrown(subject.pid, subject.rest_bytes, need_bytes, shares_bytes)
-        return dataclasses.replace(subject, rest_bytes=need_bytes, shares_bytes=shares_bytes)
+            raise GrewBeyondPlan(subject.pid, subject.driver_bytes, need_bytes, shares_bytes)
+        return dataclasses.replace(subject, driver_bytes=need_bytes, driver_bytes_by_gpu=shares_bytes)
 
     @asynccontextmanager
-    async def _unlocked_unless_done(self, subject: Subject) -> AsyncGenerator[None]:
+    async def _unlocked_unless_done(self, subject: MigratedProcess) -> AsyncGenerator[None]:
         """Whatever fails in here, a process that is locked by us runs again, even while the daemon goes down."""
         try:
             yield
         except HelperLost:
             raise  # the step may be ending by itself; whoever inspects the process then sees to it
         except BaseException:
-            self._standing.discard(subject.who)
+            self._standing.discard(subject.owner_key)
             with anyio.CancelScope(shield=True), anyio.move_on_after(_LAST_WORD_S):
                 try:
                     await self._steps.unlock_at_once(subject)
@@ -136,7 +142,7 @@ class DriverMethod:
                     logger.warning("process %d was not unlocked yet: %s", subject.pid, error.message)
             raise
 
-    async def _needed(self, subject: Subject) -> list[int]:
+    async def _needed(self, subject: MigratedProcess) -> list[int]:
         """What the locked process has on each GPU, with the margin. Raises Refused where the driver does not say."""
         gpus = gpus_of(subject.gpu)
         node = await self._gpus.seen()
@@ -151,49 +157,51 @@ class DriverMethod:
             )
         return [size_bytes + RESTORE_MARGIN_BYTES for size_bytes in sizes]
 
-    async def _see_it_gone(self, subject: Subject) -> int:
+    async def _confirm_checkpointed(self, subject: MigratedProcess) -> int:
         """What is said to be done is looked at: by the driver's state, and by NVML, which shows when memory is free.
 
         Beside that look room is kept where it was, before anybody else has it; gives how much. One that goes to other
         GPUs at once does not stand for the look, where that room was to be had.
         """
         await self._steps.expect(subject, "checkpoint", CHECKPOINTED)
-        if subject.goal is not None and set(gpus_of(subject.goal)).isdisjoint(gpus_of(subject.gpu)):
-            room_bytes = await self._room.keep(subject)
+        if subject.target_gpu is not None and set(gpus_of(subject.target_gpu)).isdisjoint(gpus_of(subject.gpu)):
+            room_bytes = await self._room.reserve_for_rollback(subject)
             if room_bytes:
                 return room_bytes
         kept: list[int] = []
 
         async def keep() -> None:
-            kept.append(await self._room.keep(subject))
+            kept.append(await self._room.reserve_for_rollback(subject))
 
         async with beside(keep):
             await self._see_it_listed_no_more(subject)
-        return kept[0] or await self._room.keep(subject)  # what was not shown as free yet may not have been
+        return kept[0] or await self._room.reserve_for_rollback(
+            subject
+        )  # what was not shown as free yet may not have been
 
-    async def _see_it_listed_no_more(self, subject: Subject) -> None:
-        with anyio.move_on_after(QUICK_S):
+    async def _see_it_listed_no_more(self, subject: MigratedProcess) -> None:
+        with anyio.move_on_after(DRIVER_CALL_TIMEOUT_S):
             await self._until_shown(subject, there=False)
             return
         raise HegmError(
             UNAVAILABLE,
             f"the driver says that process {subject.pid} is off its GPU, and NVML still shows it there",
             "it is looked at again; see hegmctl op, and dmesg for an Xid",
-            {"pid": subject.pid, "gpu": subject.gpu, "waited_s": QUICK_S},
+            {"pid": subject.pid, "gpu": subject.gpu, "waited_s": DRIVER_CALL_TIMEOUT_S},
         )
 
     # -- and back ------------------------------------------------------------------------------------------------------
 
-    async def restore(self, subject: Subject, gpu: str) -> str | None:
+    async def restore(self, subject: MigratedProcess, gpu: str) -> str | None:
         """Never without the room having been held until the moment of the call, and seen to be free at that moment."""
-        with self._having_in_hand(subject):
-            await self._neighbours.let_be(subject.who)
+        with self._marked_in_progress(subject):
+            await self._neighbours.wait_until_unpaused(subject.owner_key)
             rooms = {name: await self._gpus.uuid_of(name) for name in gpus_of(gpu)}
             state = await self._steps.state(subject)
             if state != CHECKPOINTED:
                 await self._steps.unlock(subject, state)
-                return await self._place(subject) if subject.anywhere else None
-            if subject.anywhere:
+                return await self._place(subject) if subject.gpu_unknown else None
+            if subject.gpu_unknown:
                 return await self._restore_where_it_was(subject, gpu)
             pairs = await self._pairs(subject, list(rooms.values()))
             async with self._gpus.turns(rooms):
@@ -201,34 +209,34 @@ class DriverMethod:
                 await self._steps.unlock(subject, state)  # before others count on what they see of it
             return None
 
-    async def _restore_where_it_was(self, subject: Subject, gpu: str) -> str:
+    async def _restore_where_it_was(self, subject: MigratedProcess, gpu: str) -> str:
         """Without a map, and with its room held on every GPU that it can come back on; which it was, it gives."""
         uuids = await self._steps.uuids()
         await self._gpus.seen()
         rooms = {self._gpus.name_of(uuid): uuid for uuid in uuids}
-        needs = dict.fromkeys(rooms, subject.rest_bytes)
+        needs = dict.fromkeys(rooms, subject.driver_bytes)
         try:
-            await self._room.hold(subject, needs, {})
+            await self._room.reserve_by_gpu(subject, needs, {})
             async with self._gpus.turns(rooms):
                 await self._steps.unlock(subject, await self._restore_in_room(subject, rooms, needs, []))
         finally:
             with anyio.CancelScope(shield=True):
                 for name, uuid in rooms.items():
                     if name not in gpus_of(gpu):  # that of its goal is the operation's
-                        await self._memory.give(rest_of(subject), uuid)
+                        await self._memory.release(driver_owner(subject), uuid)
         return await self._place(subject)
 
-    async def _place(self, subject: Subject) -> str:
+    async def _place(self, subject: MigratedProcess) -> str:
         """The GPU that it is on, as soon as NVML shows it."""
         while True:
             if places := await self._places(subject):
                 break
-            await anyio.sleep(_LOOK_AGAIN_S)
+            await anyio.sleep(_POLL_INTERVAL_S)
         self._gpus.changed()
         return place_of(places)
 
     async def _restore_in_room(
-        self, subject: Subject, rooms: Mapping[str, str], needs: Mapping[str, int], pairs: list[list[str]]
+        self, subject: MigratedProcess, rooms: Mapping[str, str], needs: Mapping[str, int], pairs: list[list[str]]
     ) -> str:
         """`rooms` are the GPUs by name, with their UUIDs, on which there has to be room for it: as `needs` says.
 
@@ -237,7 +245,7 @@ class DriverMethod:
         self._room.require(subject, rooms, needs)
         node = await self._gpus.seen()
         others = others_on(node, subject, rooms, self._steps.helper_pid)
-        async with self._neighbours.held_still(others, but_for=self._in_hand, restored=subject.who) as going:
+        async with self._neighbours.paused(others, but_for=self._in_hand, restored=subject.owner_key) as going:
             # One of ours that is not locked yet goes on as well.
             loose = [*going, *(who for who in others if who in self._in_hand - self._standing)]
             spare_bytes = CALM_BYTES if loose else 0
@@ -246,20 +254,20 @@ class DriverMethod:
                 free_bytes = free.get(gpu)
                 if free_bytes is None or free_bytes < spare_bytes:
                     raise unsafe(subject, gpu, free_bytes, loose)
-            await self._room.let_go(subject, rooms.values())
+            await self._room.release_for_restore(subject, rooms.values())
             for gpu in rooms:
-                free_bytes = await self._room.freed(gpu, needs[gpu] + spare_bytes)
+                free_bytes = await self._room.wait_until_free(gpu, needs[gpu] + spare_bytes)
                 if free_bytes is None or free_bytes < needs[gpu] + spare_bytes:
-                    await self._room.hold_again(subject, rooms, needs)
+                    await self._room.reserve_again(subject, rooms, needs)
                     raise no_room(subject, gpu, needs[gpu] + spare_bytes, free_bytes, "free")
-            await self._restore_to_its_end(subject, pairs)
+            await self._restore_shielded(subject, pairs)
             try:
                 return await self._steps.expect(subject, "restore", LOCKED, RUNNING)
-            except Untrue:
-                await self._room.hold_again(subject, rooms, needs)
+            except StateMismatch:
+                await self._room.reserve_again(subject, rooms, needs)
                 raise
 
-    async def _restore_to_its_end(self, subject: Subject, pairs: list[list[str]]) -> None:
+    async def _restore_shielded(self, subject: MigratedProcess, pairs: list[list[str]]) -> None:
         """However the call ends, by an operation that is cut off or a helper that is killed, the driver's step is over
         when this returns: until then others stand, and the turn is not over, since it takes its room as it goes."""
         try:
@@ -267,59 +275,59 @@ class DriverMethod:
         except DriverFailed:
             raise  # it is over
         except BaseException:
-            with anyio.CancelScope(shield=True), anyio.move_on_after(longest_s(subject.rest_bytes)):
+            with anyio.CancelScope(shield=True), anyio.move_on_after(longest_s(subject.driver_bytes)):
                 await self._steps.until_over(subject)
             raise
 
-    async def _pairs(self, subject: Subject, to: list[str]) -> list[list[str]]:
+    async def _pairs(self, subject: MigratedProcess, to: list[str]) -> list[list[str]]:
         """The map for the driver: every GPU that it sees, the old and the new ones changing places; none to stay.
 
         One that comes from another node has that node's GPUs on the old side, until it has been taken off one of this.
         """
-        if subject.elsewhere and subject.left is None and subject.gpu is None:
-            return pairs_from(subject.elsewhere, to, await self._steps.uuids())
-        source = subject.left or subject.gpu
+        if subject.source_gpu_uuids and subject.previous_gpu is None and subject.gpu is None:
+            return pairs_from(subject.source_gpu_uuids, to, await self._steps.uuids())
+        source = subject.previous_gpu or subject.gpu
         old = to if source is None else [await self._gpus.uuid_of(gpu) for gpu in gpus_of(source)]
         if old == to:
             return []
         changed = exchange(old, to)
         return [[uuid, changed.get(uuid, uuid)] for uuid in await self._steps.uuids()]
 
-    def making(self, subject: Subject) -> AbstractAsyncContextManager[Made]:
+    def storage_allocation(self, subject: MigratedProcess) -> AbstractAsyncContextManager[Made]:
         return self._making.block(subject)
 
     # -- how it stands -------------------------------------------------------------------------------------------------
 
-    async def verify(self, subject: Subject) -> None:
+    async def verify(self, subject: MigratedProcess) -> None:
         """By the driver's own state, and by the video memory that NVML shows.
 
         What is held for it there does not wait for either: it has made its storages and trains by then, and some nodes
         show a process late or never.
         """
         try:
-            async with self._neighbours.apart(subject.who):
+            async with self._neighbours.excluded(subject.owner_key):
                 await self._steps.unlock(subject)
         finally:
             if subject.gpu is not None:
-                await self.give_room(subject, subject.gpu)
+                await self.release(subject, subject.gpu)
         await self._until_shown(subject, there=True)
 
-    async def note_gone_on(self, subject: Subject) -> None:
+    async def note_resumed(self, subject: MigratedProcess) -> None:
         """Nothing rests on it."""
 
-    async def inspect(self, subject: Subject) -> Standing:
-        if subject.who in self._in_hand:
-            return Standing(gpu=subject.gpu, busy=True)
-        async with self._neighbours.apart(subject.who):
+    async def inspect(self, subject: MigratedProcess) -> ProcessState:
+        if subject.owner_key in self._in_hand:
+            return ProcessState(gpu=subject.gpu, busy=True)
+        async with self._neighbours.excluded(subject.owner_key):
             state = await self._steps.state(subject)
             if state == LOCKED:
                 await self._steps.unlock(subject)
         if state == CHECKPOINTED:
-            return Standing(gpu=None)
+            return ProcessState(gpu=None)
         if state == FAILED:
-            return Standing(gpu=None, failed="the driver says that its checkpoint or restore has failed for good")
+            return ProcessState(gpu=None, failed="the driver says that its checkpoint or restore has failed for good")
         places = await self._places(subject)
-        known = [place for place in (subject.gpu, subject.goal, subject.left) if place is not None]
+        known = [place for place in (subject.gpu, subject.target_gpu, subject.previous_gpu) if place is not None]
         likely = [place for place in known if set(gpus_of(place)).issubset(places)]
         place = likely[0] if likely else place_of(places) if places else subject.gpu
         if place is None:
@@ -329,29 +337,29 @@ class DriverMethod:
                 "it is looked for again; see hegmctl ps",
                 {"pid": subject.pid},
             )
-        return Standing(gpu=place)
+        return ProcessState(gpu=place)
 
-    async def _until_shown(self, subject: Subject, *, there: bool) -> None:
+    async def _until_shown(self, subject: MigratedProcess, *, there: bool) -> None:
         """Wait until NVML shows it on its GPU, or no longer; the driver tells nobody when."""
-        for pause_s in itertools.chain(_SHOWN_AFTER_S, itertools.repeat(_LOOK_AGAIN_S)):
+        for pause_s in itertools.chain(_SHOWN_AFTER_S, itertools.repeat(_POLL_INTERVAL_S)):
             places = await self._places(subject)
             if all((gpu in places) is there for gpu in gpus_of(subject.gpu)):
                 break
             await anyio.sleep(pause_s)
         self._gpus.changed()
 
-    async def _places(self, subject: Subject) -> list[str]:
+    async def _places(self, subject: MigratedProcess) -> list[str]:
         node = await self._gpus.seen()
         return [use.gpu for process in node.processes if process.pid == subject.pid for use in process.gpus]
 
     # -- whom it has in hand -------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _having_in_hand(self, subject: Subject) -> Generator[None]:
+    def _marked_in_progress(self, subject: MigratedProcess) -> Generator[None]:
         """For as long as a step is under way nothing that is asked of the process is to be believed."""
-        self._in_hand.add(subject.who)
+        self._in_hand.add(subject.owner_key)
         try:
             yield
         finally:
-            self._in_hand.discard(subject.who)
-            self._standing.discard(subject.who)
+            self._in_hand.discard(subject.owner_key)
+            self._standing.discard(subject.owner_key)

@@ -15,22 +15,22 @@ import anyio
 
 from hegmd.errors import UNAVAILABLE, HegmError, Refused
 from hegmd.memory.video_memory import Piece
-from hegmd.migration.contracts import Subject
+from hegmd.migration.contracts import MigratedProcess
 from hegmd.protocol.snapshots import Gpu, GpuProcess, Vendor
 
 __all__ = [
     "Gpus",
     "Node",
     "VideoMemory",
-    "ahead_of",
+    "staging_in_owner",
     "bytes_name",
-    "bytes_of",
+    "pool_owner",
     "earlier_bytes_of",
     "pairs_from",
     "passing_name",
-    "passing_of",
-    "rest_of",
-    "storages_of",
+    "staging_out_owner",
+    "driver_owner",
+    "storage_owner",
 ]
 
 
@@ -54,9 +54,9 @@ class Node(Protocol):
 class VideoMemory(Protocol):
     """Video memory that is held by descriptor, by owner and by the GPU's UUID: `hegmd.memory.video_memory`."""
 
-    async def hold(self, who: str, gpu: str, size_bytes: int, *, spare: bool = False) -> None: ...
+    async def reserve(self, who: str, gpu: str, size_bytes: int, *, spare: bool = False) -> None: ...
     async def keep(self, who: str, gpu: str) -> bool: ...
-    async def give(self, who: str, gpu: str) -> None: ...
+    async def release(self, who: str, gpu: str) -> None: ...
     async def give_first(self, who: str, gpu: str, count: int) -> int: ...
     def of(self, who: str) -> Mapping[str, int]: ...
     def pieces(self, who: str, gpu: str) -> Sequence[Piece]: ...
@@ -117,17 +117,17 @@ class Gpus:
             yield
 
 
-def rest_of(subject: Subject) -> str:
+def driver_owner(subject: MigratedProcess) -> str:
     """Under what name the room that the driver needs is held."""
     return f"{subject.operation}.{subject.name}.rest"
 
 
-def storages_of(subject: Subject) -> str:
+def storage_owner(subject: MigratedProcess) -> str:
     """Under what name the room for its storages is held."""
     return f"{subject.operation}.{subject.name}.storages"
 
 
-def bytes_of(subject: Subject) -> str:
+def pool_owner(subject: MigratedProcess) -> str:
     """Under what name the memory is held that its bytes are in while they are out."""
     return bytes_name(subject.operation, subject.name, subject.start_ticks)
 
@@ -137,12 +137,12 @@ def bytes_name(operation: str, worker: str, start_ticks: int) -> str:
     return f"{operation}.{worker}.{BYTES}@{start_ticks}"
 
 
-def earlier_bytes_of(subject: Subject) -> str:
+def earlier_bytes_of(subject: MigratedProcess) -> str:
     """The same as earlier releases called it, whose memory a store may have kept through an upgrade."""
     return f"{subject.operation}.{subject.name}.{BYTES}"
 
 
-def passing_of(subject: Subject) -> str:
+def staging_out_owner(subject: MigratedProcess) -> str:
     """Under what name the memory is held that its bytes go through on their way to the pool."""
     return passing_name(subject.operation, subject.name)
 
@@ -152,7 +152,7 @@ def passing_name(operation: str, worker: str) -> str:
     return f"{operation}.{worker}.{PASSING}"
 
 
-def ahead_of(subject: Subject) -> str:
+def staging_in_owner(subject: MigratedProcess) -> str:
     """Under what name memory is held for a copy of its bytes that goes ahead of it; the pool has them as well."""
     return f"{subject.operation}.{subject.name}.ahead"
 

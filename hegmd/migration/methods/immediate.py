@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager, nullcontext
 
-from hegmd.migration.contracts import Meanwhile, Progress, Subject
+from hegmd.migration.contracts import MigratedProcess, OverlappedCopy, Progress
 
 __all__ = ["AtOnce"]
 
@@ -12,26 +12,26 @@ __all__ = ["AtOnce"]
 class AtOnce:
     """Nothing of such a carrier goes on beside the driver's steps."""
 
-    async def await_next(self, subject: Subject, on_progress: Progress) -> bool:
+    async def await_successor(self, subject: MigratedProcess, on_progress: Progress) -> bool:
         """Nobody else is to go on."""
         return False
 
-    def doing(self, subject: Subject) -> str | None:
+    def doing(self, subject: MigratedProcess) -> str | None:
         return None
 
-    def is_passing(self, subject: Subject) -> bool:
+    def is_staged(self, subject: MigratedProcess) -> bool:
         return False
 
-    def near(self, subject: Subject) -> Meanwhile | None:
+    def staged(self, subject: MigratedProcess) -> OverlappedCopy | None:
         return None
 
-    async def gone_on(self, subject: Subject) -> None:
+    async def resumed(self, subject: MigratedProcess) -> None:
         """Nothing is held beside it."""
 
-    def settling(self, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
+    def overlap_checkpoint(self, subject: MigratedProcess) -> AbstractAsyncContextManager[OverlappedCopy]:
         """They are where they may stay."""
-        return nullcontext(Meanwhile())
+        return nullcontext(OverlappedCopy())
 
-    def nearing(self, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
+    def overlap_restore(self, subject: MigratedProcess) -> AbstractAsyncContextManager[OverlappedCopy]:
         """They are where they are carried from."""
-        return nullcontext(Meanwhile())
+        return nullcontext(OverlappedCopy())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hegmd.node.processes.process_set import Population, end_all, population_of, stop_all
+from hegmd.node.processes.process_set import ProcessSet, end_all, population_of, stop_all
 from hegmd.node.processes.process_tree import pids_below
 from hegmd.node.processes.procfs import start_ticks_of
 from hegmd.node.processes.surroundings import parent_of
@@ -34,7 +34,7 @@ def end_with_all_below(pid: int, start_ticks: int) -> None:
 
 def end_one(pid: int, start_ticks: int) -> None:
     """End that very process."""
-    end_all(Population({pid: start_ticks}))
+    end_all(ProcessSet({pid: start_ticks}))
 
 
 def _between(rank: int, supervisor: int) -> Iterable[int]:

@@ -48,7 +48,7 @@ _STEP_OVER_S = 300.0
 _NOTHING_DONE = frozenset((1, 3, 304, 401, 600))
 
 
-class Neighbours:
+class OtherProcesses:
     """Locks and unlocks. `is_stopped` tells of whom the driver's calls would wait without end.
 
     `still_s` is for how long they may be held where it is only a matter of time; 0: nobody is held still, ever.
@@ -75,7 +75,7 @@ class Neighbours:
         self._writing = anyio.Lock()
 
     @asynccontextmanager
-    async def held_still(
+    async def paused(
         self, processes: Sequence[Who], *, but_for: Container[Who] = (), restored: Who | None = None
     ) -> AsyncGenerator[Sequence[Who]]:
         """Hold still whoever of them can be, for as long as the block takes; gives those who go on all the same.
@@ -102,7 +102,7 @@ class Neighbours:
                 await self._let_go_of(chosen, locked)
 
     @asynccontextmanager
-    async def apart(self, who: Who) -> AsyncGenerator[None]:
+    async def excluded(self, who: Who) -> AsyncGenerator[None]:
         """Nobody holds that process still during the block: a lock that is seen in there is none of these."""
         await self._until_free([who])
         free = self._held[who] = anyio.Event()
@@ -112,7 +112,7 @@ class Neighbours:
             del self._held[who]
             free.set()
 
-    async def let_be(self, who: Who) -> None:
+    async def wait_until_unpaused(self, who: Who) -> None:
         """Wait until that process is not held still by us, before anything else is done to it."""
         await self._until_free([who])
 
@@ -150,7 +150,7 @@ class Neighbours:
 
     async def run(self) -> None:
         """Unlock whoever an earlier daemon, or a step of ours that failed, has left standing, until cancelled."""
-        await self.let_go()
+        await self.resume_all()
         while True:
             await self._some_left.wait()
             await anyio.sleep(_AGAIN_S)
@@ -164,7 +164,7 @@ class Neighbours:
             if certain:
                 await self._note(_without(self._noted, certain))
 
-    async def let_go(self) -> None:
+    async def resume_all(self) -> None:
         """Unlock those that an earlier run of the daemon has held still when it ended; who cannot be is for `run`."""
         noted = self._noted_before()
         there = [who for who in noted if self.may_be_there(who) and who not in self._held]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hegmd.memory.pool import Key, Pool, Source
-from hegmd.migration.contracts import Progress, Subject
+from hegmd.migration.contracts import MigratedProcess, Progress
 from hegmd.migration.methods.immediate import AtOnce
 
 __all__ = ["Pooled", "key_of", "source_of"]
@@ -15,30 +15,30 @@ class Pooled(AtOnce):
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    async def hold(self, subject: Subject, size_bytes: int) -> None:
+    async def reserve(self, subject: MigratedProcess, size_bytes: int) -> None:
         await self._pool.take(key_of(subject), size_bytes, source_of(subject))
 
-    async def give(self, subject: Subject) -> None:
-        await self._pool.give(key_of(subject))
+    async def release(self, subject: MigratedProcess) -> None:
+        await self._pool.release(key_of(subject))
 
-    def held_bytes(self, subject: Subject) -> int:
+    def held_bytes(self, subject: MigratedProcess) -> int:
         return self._pool.held_for(key_of(subject))
 
-    async def fetch(self, subject: Subject, on_progress: Progress) -> None:
+    async def fetch(self, subject: MigratedProcess, on_progress: Progress) -> None:
         await self._pool.fetch(key_of(subject), on_progress)
 
-    async def arm(self, subject: Subject) -> None:
+    async def prepare(self, subject: MigratedProcess) -> None:
         """Nothing has to be ready."""
 
-    async def disarm(self, subject: Subject) -> None:
+    async def abandon(self, subject: MigratedProcess) -> None:
         """Nothing is."""
 
 
-def key_of(subject: Subject) -> Key:
+def key_of(subject: MigratedProcess) -> Key:
     """Whose the memory in the pool is."""
     return Key(subject.operation, subject.name)
 
 
-def source_of(subject: Subject) -> Source | None:
+def source_of(subject: MigratedProcess) -> Source | None:
     """The process that the bytes are of, as the kernel told of it; None while its agent has not attended."""
     return None if subject.agent is None else Source(subject.agent.identity.uid, subject.agent.identity.start_ticks)

@@ -23,7 +23,7 @@ from hegmd.node.processes.surroundings import parent_of, variables_of
 # torchrun looks at its ranks ten times a second, and starts them anew at once.
 LEFT_BEHIND_S = 10.0
 # A shell around a rank ends some time after it, of which nobody tells.
-LOOK_AGAIN_S = 0.5
+POLL_INTERVAL_S = 0.5
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 #: A process by its pid and its start.
@@ -93,7 +93,7 @@ class RankOnItsWay:
     @property
     def look_again_s(self) -> float | None:
         """When to look again at the latest; None when there is nobody to look at."""
-        return None if self._line is None else LOOK_AGAIN_S
+        return None if self._line is None else POLL_INTERVAL_S
 
 
 def line_of(pid: int, supervisor: int) -> Line | None:

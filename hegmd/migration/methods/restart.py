@@ -31,17 +31,26 @@ import anyio
 
 from hegmd.errors import TIMEOUT, HegmError, Refused
 from hegmd.memory.pool import Pool
-from hegmd.migration.contracts import Left, Made, Method, Over, Reborn, Standing, Subject, goal_of_start
+from hegmd.migration.contracts import (
+    CheckpointResult,
+    Made,
+    Method,
+    MigratedProcess,
+    ProcessState,
+    ReplacedBy,
+    TrainingFinished,
+    goal_of_start,
+)
 from hegmd.migration.methods import launchers
 from hegmd.migration.methods.pool_keys import key_of
 from hegmd.migration.methods.rank_startup import NOBODY, Line, RankOnItsWay, Who, line_of, ranks_below
 from hegmd.migration.methods.restore_lock import claimed, has_come_to_its_end, has_passed, note_passed
 from hegmd.node.gpu_sets import CPU
 from hegmd.protocol.snapshots import Gpu
-from hegmd.system.condition import News
+from hegmd.system.condition import Condition
 from hegmd.workers.agent_orders import AgentAway
 from hegmd.workers.supervisors import Supervisor, Supervisors, go_on_command
-from hegmd.workers.workers import Worker, Workers
+from hegmd.workers.workers import AgentConnection, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -100,34 +109,34 @@ class RestartMethod:
         self._by = by
         self._gpus = gpus
         self._starts: dict[str, _Start] = {}
-        self._superseded = News()
+        self._superseded = Condition()
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
-    async def hold_room(self, subject: Subject, gpu: str, size_bytes: int) -> None:
+    async def reserve(self, subject: MigratedProcess, gpu: str, size_bytes: int) -> None:
         if self._has_room_held(gpu):
-            await self._by.hold_room(subject, gpu, size_bytes)
+            await self._by.reserve(subject, gpu, size_bytes)
 
-    async def give_room(self, subject: Subject, gpu: str) -> None:
+    async def release(self, subject: MigratedProcess, gpu: str) -> None:
         if self._has_room_held(gpu):
-            await self._by.give_room(subject, gpu)
+            await self._by.release(subject, gpu)
 
     def _has_room_held(self, place: str) -> bool:
         return place != CPU and self._gpu(place).vendor in _HELD
 
-    def rooms(self, subject: Subject) -> Mapping[str, int]:
-        return self._by.rooms(subject)
+    def reservations(self, subject: MigratedProcess) -> Mapping[str, int]:
+        return self._by.reservations(subject)
 
-    def note_size(self, subject: Subject, size_bytes: int) -> None:
+    def note_size(self, subject: MigratedProcess, size_bytes: int) -> None:
         """What it holds on a GPU is not what its state comes to."""
 
-    def making(self, subject: Subject) -> AbstractAsyncContextManager[Made]:
+    def storage_allocation(self, subject: MigratedProcess) -> AbstractAsyncContextManager[Made]:
         """The new process makes its storages by itself."""
         return nullcontext(lambda: False)
 
     # -- away ----------------------------------------------------------------------------------------------------------
 
-    async def checkpoint(self, subject: Subject) -> Left:
+    async def checkpoint(self, subject: MigratedProcess) -> CheckpointResult:
         """Have it leave, and wait for its end. Raises OrderFailed, AgentAway, and TIMEOUT where it may yet end."""
         worker = subject.agent
         if worker is not None and not worker.ended and subject.ranks:
@@ -142,9 +151,9 @@ class RestartMethod:
             if not worker.ended:
                 hint = "see what it does at its end: exit handlers, and threads that it waits for"
                 raise HegmError(TIMEOUT, f"process {worker.pid} did not end within {LEAVES_WITHIN_S:g} s", hint)
-        return Left(room_bytes=0)
+        return CheckpointResult(reserved_bytes=0)
 
-    async def _leave_launcher(self, subject: Subject, worker: Worker) -> None:
+    async def _leave_launcher(self, subject: MigratedProcess, worker: AgentConnection) -> None:
         """End a rank whose state is saved, as those of all are: by its own hand, so that its output is whole, or ours.
 
         Its launcher is not to see it. Raises SupervisorAway, OrderFailed.
@@ -173,12 +182,12 @@ class RestartMethod:
 
     # -- back ----------------------------------------------------------------------------------------------------------
 
-    async def restore(self, subject: Subject, gpu: str) -> Reborn | Over:
+    async def restore(self, subject: MigratedProcess, gpu: str) -> ReplacedBy | TrainingFinished:
         """Have another process started there, and wait until it has the state back. Raises HegmError with why not."""
         if await self._is_over(subject):
-            return Over()
-        for held in tuple(self._by.rooms(subject)):
-            await self.give_room(subject, held)
+            return TrainingFinished()
+        for held in tuple(self._by.reservations(subject)):
+            await self.release(subject, held)
         rank = RankOnItsWay()
         with self._start_of(subject) as start:
             while self._starts.get(subject.operation) is start:
@@ -189,7 +198,7 @@ class RestartMethod:
                     supervisor = await self._supervisor(subject)
                 except Refused:
                     if await self._is_over(subject):
-                        return Over()
+                        return TrainingFinished()
                     raise
                 if start.failure is not None:
                     raise start.failure
@@ -212,13 +221,13 @@ class RestartMethod:
         raise Refused(f"the job is not started on {gpu} any more", "it is started elsewhere")
 
     @contextmanager
-    def _start_of(self, subject: Subject) -> Generator[_Start, None, None]:
+    def _start_of(self, subject: MigratedProcess) -> Generator[_Start, None, None]:
         """The start that all wait for who are to be brought back at this time; it takes the place of an earlier one."""
         operation = subject.operation
         start = self._starts.get(operation)
         if start is None or start.key != subject.start:
             start = self._starts[operation] = _Start(subject.start)
-            self._superseded.tell()
+            self._superseded.notify_all()
         start.waiting += 1
         try:
             yield start
@@ -227,7 +236,7 @@ class RestartMethod:
             if not start.waiting and self._starts.get(operation) is start:
                 del self._starts[operation]
 
-    async def _have_started(self, start: _Start, supervisor: Supervisor, subject: Subject, gpu: str) -> None:
+    async def _have_started(self, start: _Start, supervisor: Supervisor, subject: MigratedProcess, gpu: str) -> None:
         """Have the command started, unless another rank has; before that, end what is left of its launcher."""
         async with start.turn:
             if start.asked is supervisor or start.failure is not None:
@@ -242,12 +251,14 @@ class RestartMethod:
                 start.failure = error
                 raise
 
-    async def _look_after(self, rank: RankOnItsWay, start: _Start, supervisor: Supervisor, subject: Subject) -> None:
+    async def _look_after(
+        self, rank: RankOnItsWay, start: _Start, supervisor: Supervisor, subject: MigratedProcess
+    ) -> None:
         """Where that rank has fallen end its launcher: its supervisor does with the job as with any that has ended."""
         for worker in self._workers:
             about, who = worker.about, (worker.pid, worker.identity.start_ticks)
             is_it = (about.rank, about.run, worker.identity.uid) == (subject.rank, supervisor.run, subject.uid)
-            if is_it and who != subject.who and not rank.knows(who):
+            if is_it and who != subject.owner_key and not rank.knows(who):
                 rank.note(who, await anyio.to_thread.run_sync(self._line_of, worker.pid, supervisor.pid))
         command = supervisor.offer.pid
         if command is not None and not start.is_ours:
@@ -275,10 +286,10 @@ class RestartMethod:
         while supervisor.offer.pid is not None and supervisor.connected:
             await self._something()
 
-    async def _is_over(self, subject: Subject) -> bool:
+    async def _is_over(self, subject: MigratedProcess) -> bool:
         return await anyio.to_thread.run_sync(has_come_to_its_end, self._folder, subject.operation)
 
-    async def _start(self, supervisor: Supervisor, subject: Subject, gpu: str) -> None:
+    async def _start(self, supervisor: Supervisor, subject: MigratedProcess, gpu: str) -> None:
         """Have the command started from the state, or from those of all ranks. Raises OrderFailed, SupervisorAway."""
         states = [key_of(replace(subject, name=rank.name)) for rank in subject.ranks] or [key_of(subject)]
         for state in states:
@@ -298,9 +309,9 @@ class RestartMethod:
         finally:
             os.close(claim)
 
-    def surroundings_of(self, subject: Subject, gpu: str) -> Mapping[str, Any]:
+    def surroundings_of(self, subject: MigratedProcess, gpu: str) -> Mapping[str, Any]:
         """What is different for whoever is started there: variables, and the Python."""
-        places = [rank.goal or gpu for rank in subject.ranks] or [gpu]
+        places = [rank.target_gpu or gpu for rank in subject.ranks] or [gpu]
         respawn = subject.respawn
         variables = {**self._surroundings(tuple(dict.fromkeys(places))), **respawn.set}
         unset = tuple([name for name in (*_OTHERS, *respawn.unset) if name not in variables])
@@ -317,7 +328,7 @@ class RestartMethod:
         found = {_VISIBLE[SIMULATED]: ",".join([gpu.id for gpu in known])}
         return found if played is None else {**found, _VISIBLE[played]: ",".join([gpu.uuid for gpu in known])}
 
-    def _reborn(self, subject: Subject, gpu: str) -> Reborn | None:
+    def _reborn(self, subject: MigratedProcess, gpu: str) -> ReplacedBy | None:
         """The process that has the state of the operation back, if it is there.
 
         Never the one in whose place another is wanted: that has ended, although its connection may not have yet. Of
@@ -333,14 +344,14 @@ class RestartMethod:
             about = worker.about
             is_it = not subject.ranks or about.rank == subject.rank
             is_it = is_it and worker.connected and not worker.ended and about.restarted == subject.operation
-            is_it = is_it and (worker.pid, worker.identity.start_ticks) != subject.who
+            is_it = is_it and (worker.pid, worker.identity.start_ticks) != subject.owner_key
             if is_it and worker.identity.uid == subject.uid:
                 place = worker.gpu or about.gpu or gpu
                 worker.gpu, worker.on_cpu = None if place == CPU else place, place == CPU
                 ticks = worker.identity.start_ticks
                 new = replace(subject, pid=worker.pid, start_ticks=ticks, gpu=place, agent=worker)
                 self._by.note_size(new, worker.size_bytes or subject.size_bytes)
-                return Reborn(
+                return ReplacedBy(
                     gpu=gpu if about.gpu is None else about.gpu,
                     pid=worker.pid,
                     start_ticks=ticks,
@@ -351,7 +362,7 @@ class RestartMethod:
                 )
         return None
 
-    async def _supervisor(self, subject: Subject) -> Supervisor:
+    async def _supervisor(self, subject: MigratedProcess) -> Supervisor:
         """The one that is connected for this operation. Raises Refused when there is none after a while."""
         found = await self._supervisors.come(subject.uid, subject.run, lambda: self._known(subject))
         if found is not None:
@@ -362,7 +373,7 @@ class RestartMethod:
             {"operation": subject.operation},
         )
 
-    def _known(self, subject: Subject) -> Supervisor | None:
+    def _known(self, subject: MigratedProcess) -> Supervisor | None:
         """The supervisor that lives, connected or not."""
         found = self._supervisors.of_operation(subject.uid, subject.operation)
         return found or self._supervisors.find(subject.uid, subject.run)
@@ -381,21 +392,21 @@ class RestartMethod:
 
     # -- how it stands -------------------------------------------------------------------------------------------------
 
-    async def verify(self, subject: Subject) -> None:
+    async def verify(self, subject: MigratedProcess) -> None:
         """The next boundary, which the agent tells, proves all that there is."""
 
-    async def note_gone_on(self, subject: Subject) -> None:
+    async def note_resumed(self, subject: MigratedProcess) -> None:
         """From here on its end is its own: its supervisor, which reads that, starts nobody from its state any more.
 
         One that has ended by then may have been replaced from it already, and was not seen in time.
         """
         rank = subject.rank or 0
-        if not await anyio.to_thread.run_sync(note_passed, self._folder, subject.operation, rank, subject.who):
+        if not await anyio.to_thread.run_sync(note_passed, self._folder, subject.operation, rank, subject.owner_key):
             raise AgentAway(subject.pid, "the process has ended")
 
-    async def inspect(self, subject: Subject) -> Standing:
+    async def inspect(self, subject: MigratedProcess) -> ProcessState:
         """One that lives has not left, or is the one that went on."""
-        return Standing(gpu=subject.gpu or subject.left)
+        return ProcessState(gpu=subject.gpu or subject.previous_gpu)
 
     def _gpu(self, name: str) -> Gpu:
         known = next((gpu for gpu in self._gpus() if gpu.id == name), None)
@@ -404,13 +415,13 @@ class RestartMethod:
         return known
 
 
-def _has_started(supervisor: Supervisor, subject: Subject) -> bool:
+def _has_started(supervisor: Supervisor, subject: MigratedProcess) -> bool:
     """Whether its command runs from the state of the operation; of ranks, from the start that is wanted now."""
     is_it = supervisor.offer.started and supervisor.serves(subject.operation)
     return is_it and (not subject.ranks or supervisor.offer.key == subject.start)
 
 
-def _has_started_before(supervisor: Supervisor, subject: Subject) -> bool:
+def _has_started_before(supervisor: Supervisor, subject: MigratedProcess) -> bool:
     """Whether its command runs, or is tried again, by an order for another start than the one that is wanted now."""
     is_known = bool(supervisor.offer.key) and not subject.ranks
     return is_known and _has_started(supervisor, subject) and supervisor.offer.key != subject.start

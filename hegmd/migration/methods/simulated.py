@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 
-from hegmd.migration.contracts import Left, Made, Standing, Subject
-from hegmd.migration.methods.simulated_memory import Rooms
+from hegmd.migration.contracts import CheckpointResult, Made, MigratedProcess, ProcessState
+from hegmd.migration.methods.simulated_memory import SimulatedMemory
 
 NAME = "simulated"
 
@@ -19,39 +19,39 @@ class SimulatedMethod:
 
     name = NAME
 
-    def __init__(self, rooms: Rooms) -> None:
+    def __init__(self, rooms: SimulatedMemory) -> None:
         self._rooms = rooms
 
-    async def hold_room(self, subject: Subject, gpu: str, size_bytes: int) -> None:
-        self._rooms.hold(subject.who, gpu, size_bytes)
+    async def reserve(self, subject: MigratedProcess, gpu: str, size_bytes: int) -> None:
+        self._rooms.reserve(subject.owner_key, gpu, size_bytes)
 
-    async def give_room(self, subject: Subject, gpu: str) -> None:
-        self._rooms.give(subject.who, gpu)
+    async def release(self, subject: MigratedProcess, gpu: str) -> None:
+        self._rooms.release(subject.owner_key, gpu)
 
-    def rooms(self, subject: Subject) -> Mapping[str, int]:
-        return self._rooms.of(subject.who)
+    def reservations(self, subject: MigratedProcess) -> Mapping[str, int]:
+        return self._rooms.of(subject.owner_key)
 
-    def note_size(self, subject: Subject, size_bytes: int) -> None:
+    def note_size(self, subject: MigratedProcess, size_bytes: int) -> None:
         if subject.worker.gpu is not None:
-            self._rooms.hold_what_fits(subject.who, subject.worker.gpu, size_bytes)
+            self._rooms.hold_what_fits(subject.owner_key, subject.worker.gpu, size_bytes)
 
-    async def checkpoint(self, subject: Subject) -> Left:
+    async def checkpoint(self, subject: MigratedProcess) -> CheckpointResult:
         """The room there stays held, so nothing has to be taken for the way back."""
         subject.worker.gpu = None
-        return Left()
+        return CheckpointResult()
 
-    async def restore(self, subject: Subject, gpu: str) -> None:
+    async def restore(self, subject: MigratedProcess, gpu: str) -> None:
         subject.worker.gpu = gpu
 
-    def making(self, subject: Subject) -> AbstractAsyncContextManager[Made]:
+    def storage_allocation(self, subject: MigratedProcess) -> AbstractAsyncContextManager[Made]:
         """The room in the books is the worker's as it stands."""
         return nullcontext(lambda: False)
 
-    async def verify(self, subject: Subject) -> None:
+    async def verify(self, subject: MigratedProcess) -> None:
         """The next boundary, which the agent tells, proves all that there is."""
 
-    async def note_gone_on(self, subject: Subject) -> None:
+    async def note_resumed(self, subject: MigratedProcess) -> None:
         """Nothing rests on it."""
 
-    async def inspect(self, subject: Subject) -> Standing:
-        return Standing(gpu=subject.worker.gpu)
+    async def inspect(self, subject: MigratedProcess) -> ProcessState:
+        return ProcessState(gpu=subject.worker.gpu)

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 Who = tuple[int, int]  # pid and start ticks
 
 
-class Rooms:
+class SimulatedMemory:
     """The books. `gpus` tells the GPUs as they were seen last; `changed` is called when a look at them would differ."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Rooms:
         """The room that is held for a process, by GPU."""
         return dict(self._rooms.get(who, {}))
 
-    def hold(self, who: Who, gpu: str, size_bytes: int) -> None:
+    def reserve(self, who: Who, gpu: str, size_bytes: int) -> None:
         """Hold so much on that GPU for the process from now on, in all. Raises HegmError; nothing has changed then."""
         if self._simulator is None:
             raise Refused(
@@ -62,12 +62,12 @@ class Rooms:
         if self._simulator is None or self._rooms.get(who, {}).get(gpu) == size_bytes:
             return
         try:
-            self.hold(who, gpu, size_bytes)
+            self.reserve(who, gpu, size_bytes)
         except HegmError as error:
             limited(logger, f"room-{who[0]}", logging.WARNING, "process %d: %s", who[0], error.message)
             self._rooms.setdefault(who, {}).setdefault(gpu, 0)
 
-    def give(self, who: Who, gpu: str) -> None:
+    def release(self, who: Who, gpu: str) -> None:
         """Hold nothing on that GPU for the process any more. Fine when nothing is held."""
         held = self._rooms.get(who, {})
         if held.pop(gpu, None) is None:

@@ -14,21 +14,26 @@ import anyio.abc
 
 from hegmd.errors import HegmError
 from hegmd.memory.sizes import CALM_BYTES
-from hegmd.migration.contracts import Made, Subject
+from hegmd.migration.contracts import Made, MigratedProcess
 from hegmd.migration.methods.driver_calls import Steps
-from hegmd.migration.methods.gpu_reservation import HeldRoom
+from hegmd.migration.methods.gpu_reservation import GpuReservation
 from hegmd.migration.methods.gpus import Gpus, Node
-from hegmd.migration.methods.other_processes import Neighbours
+from hegmd.migration.methods.other_processes import OtherProcesses
 from hegmd.node.gpu_sets import gpus_of
 
-__all__ = ["StorageRoom", "free_bytes_of", "others_on"]
+__all__ = ["StorageHandover", "free_bytes_of", "others_on"]
 
 
-class StorageRoom:
+class StorageHandover:
     """`in_hand` are processes that a step of the driver is under way in: nobody holds these still."""
 
     def __init__(
-        self, steps: Steps, room: HeldRoom, gpus: Gpus, neighbours: Neighbours, in_hand: Container[tuple[int, int]]
+        self,
+        steps: Steps,
+        room: GpuReservation,
+        gpus: Gpus,
+        neighbours: OtherProcesses,
+        in_hand: Container[tuple[int, int]],
     ) -> None:
         self._steps = steps
         self._room = room
@@ -39,7 +44,7 @@ class StorageRoom:
         self._crowded: set[tuple[int, int]] = set()
 
     @asynccontextmanager
-    async def block(self, subject: Subject) -> AsyncGenerator[Made]:
+    async def block(self, subject: MigratedProcess) -> AsyncGenerator[Made]:
         """Others there are held still, but not for long: an agent that is stopped in the block makes nobody stand.
 
         Where as much is free besides, the storages are made beside the room that is held for them, and that is let go
@@ -68,9 +73,9 @@ class StorageRoom:
                 yield note_made
                 if not is_roomy:
                     await self._room.let_go_for_storages(subject, subject.gpu)
-                self._crowded.discard(subject.who)
+                self._crowded.discard(subject.owner_key)
             except HegmError as error:  # past the group, which would put it into another
-                self._crowded.add(subject.who)
+                self._crowded.add(subject.owner_key)
                 failure = error
             finally:
                 made.set()
@@ -79,7 +84,7 @@ class StorageRoom:
 
     async def _make_way(
         self,
-        subject: Subject,
+        subject: MigratedProcess,
         gpu: str,
         made: anyio.Event,
         *,
@@ -95,12 +100,12 @@ class StorageRoom:
                 return
             node = await self._gpus.seen()
             others = others_on(node, subject, held, self._steps.helper_pid)
-            async with self._neighbours.held_still(others, but_for=self._in_hand):
+            async with self._neighbours.paused(others, but_for=self._in_hand):
                 if others:  # they may have taken some since
                     node = await self._gpus.seen()
                 free = free_bytes_of(node)
                 fits = await self._room.fits_beside(subject, gpu, CALM_BYTES, free)
-                if subject.who in self._crowded or not fits:
+                if subject.owner_key in self._crowded or not fits:
                     await self._room.let_go_for_storages(subject, gpu)
                 # Not where it was let go of: nothing is held then that could fit twice.
                 is_roomy = await self._room.fits_beside(subject, gpu, CALM_BYTES, free, times=2)
@@ -109,7 +114,9 @@ class StorageRoom:
                     await made.wait()
 
 
-def others_on(node: Node, subject: Subject, gpus: Container[str], helper_pid: int | None) -> list[tuple[int, int]]:
+def others_on(
+    node: Node, subject: MigratedProcess, gpus: Container[str], helper_pid: int | None
+) -> list[tuple[int, int]]:
     """Who else computes on those GPUs, as far as it can be seen; the helper takes room there in its turn alone."""
     return [
         (process.pid, process.start_ticks)

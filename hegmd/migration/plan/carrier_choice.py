@@ -21,7 +21,7 @@ from hegmd.memory.sizes import (
 )
 from hegmd.migration.machine.operation import CHECKPOINT, MIGRATE, RESUME, SUSPEND
 from hegmd.migration.machine.wording import gigabytes
-from hegmd.migration.model import CARRIERS, Candidate, CarrierRow, GpuRoom, Rates, Request, Snapshot
+from hegmd.migration.model import CARRIERS, Candidate, CarrierRow, GpuMemory, NodeSnapshotForPlan, PlanRequest, Rates
 from hegmd.migration.plan.driver_rules import beside_of, devices_of, rest_of
 from hegmd.protocol.messages import CudaFacts
 from hegmd.protocol.operations import BY_DRIVER, HOST, PEER
@@ -54,11 +54,11 @@ class Refusal:
 
 
 def choose(
-    snapshot: Snapshot,
-    request: Request,
+    snapshot: NodeSnapshotForPlan,
+    request: PlanRequest,
     candidate: Candidate,
-    source: GpuRoom,
-    to: GpuRoom | None,
+    source: GpuMemory,
+    to: GpuMemory | None,
     carriers: Mapping[str, CarrierRow] = CARRIERS,
 ) -> Choice:
     """The fastest carrier that can take its storages."""
@@ -79,11 +79,11 @@ def choose(
 
 
 def choose_as_asked(
-    snapshot: Snapshot,
-    request: Request,
+    snapshot: NodeSnapshotForPlan,
+    request: PlanRequest,
     candidate: Candidate,
-    source: GpuRoom,
-    to: GpuRoom | None,
+    source: GpuMemory,
+    to: GpuMemory | None,
     carriers: Mapping[str, CarrierRow] = CARRIERS,
 ) -> Choice | Refusal:
     """The carrier that was asked for, if any was; otherwise the fastest."""
@@ -105,7 +105,7 @@ def is_helped(carrier: str) -> bool:
     return carrier in CARRIERS and CARRIERS[carrier].is_helped
 
 
-def _choice(candidate: Candidate, source: GpuRoom, to: GpuRoom | None, carrier: str) -> Choice:
+def _choice(candidate: Candidate, source: GpuMemory, to: GpuMemory | None, carrier: str) -> Choice:
     size_bytes = candidate.agent.size_bytes or 0 if candidate.agent is not None else 0
     if carrier == PEER and to is not None:
         return Choice(PEER, target_bytes=size_bytes + CONTEXT_BYTES, overlap_bytes=_overlap(candidate, source, to))
@@ -113,7 +113,7 @@ def _choice(candidate: Candidate, source: GpuRoom, to: GpuRoom | None, carrier: 
     return Choice(carrier, target_bytes=context_bytes, pool_bytes=0 if carrier == BY_DRIVER else size_bytes)
 
 
-def _overlap(candidate: Candidate, source: GpuRoom, to: GpuRoom) -> int:
+def _overlap(candidate: Candidate, source: GpuMemory, to: GpuMemory) -> int:
     """How much of the room for the storages has to wait for what the copies give up; 0 where there is room for all.
 
     As little as can be, because every round costs a call to the agent and one to the helper: 100 GiB in rounds of 1 GiB
@@ -132,7 +132,12 @@ def _overlap(candidate: Candidate, source: GpuRoom, to: GpuRoom) -> int:
 
 
 def _against(
-    snapshot: Snapshot, request: Request, candidate: Candidate, source: GpuRoom, to: GpuRoom | None, row: CarrierRow
+    snapshot: NodeSnapshotForPlan,
+    request: PlanRequest,
+    candidate: Candidate,
+    source: GpuMemory,
+    to: GpuMemory | None,
+    row: CarrierRow,
 ) -> Iterator[str]:
     """Why that carrier cannot take the process's storages."""
     if row.name == BY_DRIVER:
@@ -162,7 +167,7 @@ def _against(
 
 
 def _against_showing(
-    snapshot: Snapshot, candidate: Candidate, told: CudaFacts, source: GpuRoom, size_bytes: int
+    snapshot: NodeSnapshotForPlan, candidate: Candidate, told: CudaFacts, source: GpuMemory, size_bytes: int
 ) -> Iterator[str]:
     """Why the helper cannot be shown what the process has."""
     if not snapshot.outlived:  # the bytes would be in no place but its memory
@@ -186,7 +191,7 @@ def own_bytes(candidate: Candidate, carrier: str) -> int:
     return told.own_bytes if told is not None and is_helped(carrier) else 0
 
 
-def _against_context(candidate: Candidate, source: GpuRoom, to: GpuRoom | None, size_bytes: int) -> Iterator[str]:
+def _against_context(candidate: Candidate, source: GpuMemory, to: GpuMemory | None, size_bytes: int) -> Iterator[str]:
     """Copying by the helper needs a context on the target, beside all that the process will have there."""
     if to is None or to.id == source.id or to.free_bytes is None:
         return
@@ -197,7 +202,7 @@ def _against_context(candidate: Candidate, source: GpuRoom, to: GpuRoom | None, 
 
 
 def _against_peer(
-    request: Request, candidate: Candidate, source: GpuRoom, to: GpuRoom | None, size_bytes: int
+    request: PlanRequest, candidate: Candidate, source: GpuMemory, to: GpuMemory | None, size_bytes: int
 ) -> Iterator[str]:
     if request.kind != MIGRATE or to is None:
         yield "only a migration to another GPU goes from GPU to GPU"
@@ -219,7 +224,9 @@ class Beside:
     back: bool = False
 
 
-def copies_beside(snapshot: Snapshot, carrier: str, size_bytes: int, at: str | None, to: str | None) -> Beside:
+def copies_beside(
+    snapshot: NodeSnapshotForPlan, carrier: str, size_bytes: int, at: str | None, to: str | None
+) -> Beside:
     """What the GPUs have room for beside all else, by what is free now. `to` is the GPU with its room not taken yet."""
     if carrier != HOST:
         return Beside()

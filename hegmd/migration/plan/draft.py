@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hegmd.errors import Code
 from hegmd.migration.machine.operation import RESTART
-from hegmd.migration.model import Candidate, GpuRoom, Request, Snapshot
+from hegmd.migration.model import Candidate, GpuMemory, NodeSnapshotForPlan, PlanRequest
 from hegmd.migration.plan.carrier_choice import Choice
 from hegmd.migration.plan.forecast import rooms_of
 from hegmd.node.gpu_sets import CPU, added
@@ -18,8 +18,8 @@ from hegmd.protocol.operations import PlannedProcess, Reason
 class Draft:
     """What is being planned, and what was found against it so far."""
 
-    snapshot: Snapshot
-    request: Request
+    snapshot: NodeSnapshotForPlan
+    request: PlanRequest
     workers: list[PlannedProcess] = field(default_factory=list[PlannedProcess])
     reasons: list[Reason] = field(default_factory=list[Reason])
     #: What each takes besides its own room, by pid.
@@ -32,7 +32,7 @@ class Draft:
         if reason not in self.reasons:
             self.reasons.append(reason)
 
-    def gpu(self, name: str | None) -> GpuRoom | None:
+    def gpu(self, name: str | None) -> GpuMemory | None:
         return next((gpu for gpu in self.snapshot.gpus if gpu.id == name), None)
 
     @property
@@ -41,7 +41,7 @@ class Draft:
         return [worker for worker in self.workers if worker.to != worker.gpu or worker.method == RESTART]
 
 
-def candidate_of(snapshot: Snapshot, pid: int) -> Candidate | None:
+def candidate_of(snapshot: NodeSnapshotForPlan, pid: int) -> Candidate | None:
     """The process of that pid, if it could be moved at all."""
     return next((candidate for candidate in snapshot.candidates if candidate.pid == pid), None)
 
@@ -52,17 +52,17 @@ def room_needed(draft: Draft, held: Mapping[int, int]) -> dict[str, int]:
     for worker in draft.moving:
         if worker.to is not None and worker.to not in (CPU, worker.gpu):
             own_bytes = draft.choices.get(worker.pid, Choice("")).target_bytes
-            more_bytes = worker.room_bytes + own_bytes - held.get(worker.pid, 0)
+            more_bytes = worker.reservation_bytes + own_bytes - held.get(worker.pid, 0)
             places = dict.fromkeys(draft.anywhere.get(worker.pid, (worker.to,)), more_bytes)
-            if worker.shares_bytes and more_bytes > 0:
-                shares_bytes = added(worker.shares_bytes, worker.storage_shares_bytes)
+            if worker.driver_bytes_by_gpu and more_bytes > 0:
+                shares_bytes = added(worker.driver_bytes_by_gpu, worker.storage_bytes_by_gpu)
                 places = rooms_of(shares_bytes, worker.gpu, worker.to)
             for gpu, size_bytes in places.items():
                 needed[gpu] = needed.get(gpu, 0) + size_bytes
     return needed
 
 
-def left_by_others(draft: Draft, to: str | None) -> GpuRoom | None:
+def left_by_others(draft: Draft, to: str | None) -> GpuMemory | None:
     """That GPU with what is left there by those that were placed before: of several to one GPU each needs its own."""
     gpu = draft.gpu(to)
     if gpu is None or gpu.free_bytes is None:

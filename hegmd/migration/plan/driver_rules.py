@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from hegmd.errors import DENIED, REFUSED, Code
 from hegmd.memory.sizes import CONTEXT_BYTES, LAST_BYTES, RESTORE_MARGIN_BYTES, SEGMENT_BYTES
 from hegmd.migration.machine.wording import gigabytes
-from hegmd.migration.model import Candidate, GpuRoom, Snapshot
+from hegmd.migration.model import Candidate, GpuMemory, NodeSnapshotForPlan
 from hegmd.protocol.messages import CudaDevice
 
 # The checkpoint calls of libcuda came with the first of these drivers, restoring onto another GPU with the second.
@@ -41,7 +41,7 @@ HAZARDS = {
 }
 
 
-def against_leaving(snapshot: Snapshot, candidate: Candidate, gpu: GpuRoom) -> Iterator[Against]:
+def against_leaving(snapshot: NodeSnapshotForPlan, candidate: Candidate, gpu: GpuMemory) -> Iterator[Against]:
     """Every reason why the driver cannot take that process off its GPU, whichever way its bytes go."""
     who = f"process {candidate.pid}"
     if snapshot.uid not in {0, candidate.uid}:
@@ -67,7 +67,7 @@ def against_leaving(snapshot: Snapshot, candidate: Candidate, gpu: GpuRoom) -> I
     if candidate.around.stopped:
         message = f"{who} is stopped by a signal, and the driver would wait for it without end"
         yield REFUSED, message, f"let it go on first: kill -CONT {candidate.pid}"
-    if candidate.vram_bytes is None or (len(candidate.gpus) > 1 and gpu.id not in candidate.shares_bytes):
+    if candidate.vram_bytes is None or (len(candidate.gpus) > 1 and gpu.id not in candidate.driver_bytes_by_gpu):
         message = f"the driver does not say how much {who} holds on {gpu.id}, so no room can be held for it"
         yield REFUSED, message, "run hegmd in the node's own pid namespace; see hegmctl ps"
     yield from _against_what_it_uses(candidate, who)
@@ -90,7 +90,7 @@ def _against_what_it_uses(candidate: Candidate, who: str) -> Iterator[Against]:
         yield REFUSED, f"{who} {what}", hint
 
 
-def against_moving(gpu: GpuRoom) -> Iterator[Against]:
+def against_moving(gpu: GpuMemory) -> Iterator[Against]:
     """Every reason why the driver cannot bring a process of that GPU back on another one."""
     major = major_of(gpu.driver_version)
     if major is not None and CHECKPOINT_DRIVER <= major < MOVE_DRIVER:
@@ -100,7 +100,7 @@ def against_moving(gpu: GpuRoom) -> Iterator[Against]:
         yield REFUSED, f"the chip of {gpu.id} is not known, and only an equal one can take over", "see hegmctl doctor"
 
 
-def against_memory(snapshot: Snapshot, candidate: Candidate, rest_bytes: int) -> Iterator[Against]:
+def against_memory(snapshot: NodeSnapshotForPlan, candidate: Candidate, rest_bytes: int) -> Iterator[Against]:
     """Why the bytes that the driver puts into the process's own memory would be the end of it, or of others."""
     room_bytes = candidate.around.memory_room_bytes
     if room_bytes is not None and room_bytes < rest_bytes:
@@ -139,7 +139,7 @@ def stacks_of(candidate: Candidate) -> int:
     return 0 if cuda is None else cuda.stacks_bytes
 
 
-def beside_of(candidate: Candidate, own: GpuRoom) -> int:
+def beside_of(candidate: Candidate, own: GpuMemory) -> int:
     """What its allocator takes more than its storages have, when they are made again.
 
     Either what it rounds up, or all that it had, if that is more: what it had cached is given back before the driver
@@ -155,7 +155,7 @@ def beside_of(candidate: Candidate, own: GpuRoom) -> int:
     return max(cuda.padding_bytes, min(cached_bytes, _most_beside(own, rest_of(candidate) + size_bytes)))
 
 
-def storage_rooms(candidate: Candidate, devices: Sequence[CudaDevice], own: Sequence[GpuRoom]) -> tuple[int, ...]:
+def storage_rooms(candidate: Candidate, devices: Sequence[CudaDevice], own: Sequence[GpuMemory]) -> tuple[int, ...]:
     """The same for one on several GPUs, its storages included, on each of them."""
     rests_bytes = shares_of(candidate, devices)
     rooms: list[int] = []
@@ -173,14 +173,14 @@ def _cached(candidate: Candidate, reserved_bytes: int, size_bytes: int) -> int:
     return cached_bytes + SEGMENT_BYTES if cached_bytes > 0 else 0
 
 
-def _most_beside(gpu: GpuRoom, others_bytes: int) -> int:
+def _most_beside(gpu: GpuMemory, others_bytes: int) -> int:
     """How much there could ever be on such a GPU besides: who has it to himself may have cached to the last bit."""
     if gpu.total_bytes is None:
         return sys.maxsize
     return max(0, gpu.total_bytes - others_bytes - CONTEXT_BYTES - LAST_BYTES)
 
 
-def devices_of(snapshot: Snapshot, candidate: Candidate) -> tuple[CudaDevice, ...]:
+def devices_of(snapshot: NodeSnapshotForPlan, candidate: Candidate) -> tuple[CudaDevice, ...]:
     """What its agent vouches for on each of its GPUs, in their order; nothing where it is not known of all."""
     cuda = None if candidate.agent is None else candidate.agent.cuda
     told = {device.uuid: device for device in cuda.devices} if cuda is not None else {}
@@ -198,7 +198,7 @@ def shares_of(candidate: Candidate, devices: Sequence[CudaDevice] = ()) -> tuple
         return ()
     stays_bytes = 0 if candidate.agent is None else sum(item.size_bytes for item in candidate.agent.left_alone)
     gone = [max(device.size_bytes, device.reserved_bytes - stays_bytes) for device in devices]
-    held = [candidate.shares_bytes.get(gpu, 0) for gpu in candidate.gpus]
+    held = [candidate.driver_bytes_by_gpu.get(gpu, 0) for gpu in candidate.gpus]
     rests = [max(0, one - other) for one, other in zip(held, gone, strict=True)] if gone else held
     return tuple([rest_bytes + RESTORE_MARGIN_BYTES for rest_bytes in rests])
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from hegmd.migration.machine.operation import CHECKPOINT, MIGRATE, QUIESCE, RESTART, RESTORE, RESUME, SUSPEND
 from hegmd.migration.machine.wording import gigabytes, listed
-from hegmd.migration.model import CARRIERS, Candidate, Plan, Rates, Snapshot
+from hegmd.migration.model import CARRIERS, Candidate, MigrationPlan, NodeSnapshotForPlan, Rates
 from hegmd.migration.plan import carrier_choice, restart_rules
 from hegmd.migration.plan.draft import Draft, candidate_of
 from hegmd.migration.plan.throughput import IN, LEFT, OUT, image_s
@@ -42,7 +42,7 @@ _AROUND = {
 }
 
 
-def with_image(plan: Plan, rates: Rates, *, size_bytes: int, leave_running: bool) -> Plan:
+def with_image(plan: MigrationPlan, rates: Rates, *, size_bytes: int, leave_running: bool) -> MigrationPlan:
     """The plan of a checkpoint or a handoff, with an image for which the job stands while so much is written, and with
     its last steps."""
     made_s = image_s(rates, LEFT if leave_running else OUT, size_bytes)
@@ -56,14 +56,16 @@ def with_image(plan: Plan, rates: Rates, *, size_bytes: int, leave_running: bool
     )
 
 
-def from_image(plan: Plan, rates: Rates, *, size_bytes: int) -> Plan:
+def from_image(plan: MigrationPlan, rates: Rates, *, size_bytes: int) -> MigrationPlan:
     """The plan of a resume, of a job that comes out of an image of that size before it."""
     read_s = image_s(rates, IN, size_bytes)
     first = "read the image and restore the processes, side by side"
     return plan.replace(kind=RESTORE, estimate_s=plan.estimate_s + read_s, image_s=read_s, steps=(first, *plan.steps))
 
 
-def estimate_s(moving: Sequence[PlannedProcess], kind: str, rates: Rates, snapshot: Snapshot | None = None) -> float:
+def estimate_s(
+    moving: Sequence[PlannedProcess], kind: str, rates: Rates, snapshot: NodeSnapshotForPlan | None = None
+) -> float:
     """How long the job will stand, beyond the wait for its boundary. Without the node, nothing is thought to have room
     to be copied beside the driver's steps."""
     by_driver = [worker for worker in moving if worker.method == DRIVER]
@@ -73,7 +75,7 @@ def estimate_s(moving: Sequence[PlannedProcess], kind: str, rates: Rates, snapsh
             kind,
             CARRIERS[w.carrier],
             w.size_bytes,
-            w.rest_bytes,
+            w.driver_bytes,
             rates,
             w.overlap_bytes,
             _copies(snapshot, kind, w),
@@ -87,7 +89,7 @@ def estimate_s(moving: Sequence[PlannedProcess], kind: str, rates: Rates, snapsh
     return out_s + in_s + driver_s + start_s + (0.0 if by_driver else rates.fixed_s)
 
 
-def _copies(snapshot: Snapshot | None, kind: str, worker: PlannedProcess) -> carrier_choice.Beside:
+def _copies(snapshot: NodeSnapshotForPlan | None, kind: str, worker: PlannedProcess) -> carrier_choice.Beside:
     if snapshot is None:
         return carrier_choice.Beside()
     at = None if kind == RESUME else worker.gpu

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hegmd.memory.sizes import whole_size
-from hegmd.migration.machine.operation import FORWARD, RESUME, Operation, Worker
-from hegmd.migration.model import Candidate, GpuRoom, Plan, PoolRoom, Snapshot
+from hegmd.migration.machine.operation import FORWARD, RESUME, JobProcess, Operation
+from hegmd.migration.model import Candidate, GpuMemory, MigrationPlan, NodeSnapshotForPlan, PoolMemory
 from hegmd.node.gpu_sets import added, gpus_of, more_than, shared_out
 from hegmd.protocol.operations import BY_DRIVER, PEER, PlannedProcess
 
 
-def expected(snapshot: Snapshot) -> Snapshot:
+def expected(snapshot: NodeSnapshotForPlan) -> NodeSnapshotForPlan:
     """The node without the room and the pool that operations under way were promised and have not taken yet."""
     rooms: dict[str, int] = {}
     pool_bytes = 0
@@ -25,8 +25,8 @@ def expected(snapshot: Snapshot) -> Snapshot:
                 rooms[gpu] = rooms.get(gpu, 0) - size_bytes
             if not _has_memory_to_take(op, worker):
                 continue
-            if worker.carrier == PEER and worker.goal is not None:
-                rooms[worker.goal] = rooms.get(worker.goal, 0) - (worker.size_bytes - worker.pool_bytes)
+            if worker.carrier == PEER and worker.target_gpu is not None:
+                rooms[worker.target_gpu] = rooms.get(worker.target_gpu, 0) - (worker.size_bytes - worker.pool_bytes)
             else:
                 pool_bytes -= whole_size(worker.size_bytes) - (
                     whole_size(worker.pool_bytes) if worker.pool_bytes else 0
@@ -34,14 +34,14 @@ def expected(snapshot: Snapshot) -> Snapshot:
     return _changed(snapshot, rooms, pool_bytes)
 
 
-def after(snapshot: Snapshot, plan: Plan) -> Snapshot:
+def after(snapshot: NodeSnapshotForPlan, plan: MigrationPlan) -> NodeSnapshotForPlan:
     """The node once that plan was carried out."""
     rooms: dict[str, int] = {}
     carried = [worker for worker in plan.workers if worker.to != worker.gpu]
     for worker in carried:
         taken_bytes = _taken_bytes(worker)
         for place, sign in ((worker.to, -1), (worker.gpu, 1)):
-            shares_bytes = added(worker.shares_bytes, worker.storage_shares_bytes)
+            shares_bytes = added(worker.driver_bytes_by_gpu, worker.storage_bytes_by_gpu)
             for gpu, size_bytes in shared_out(place, shares_bytes, taken_bytes).items():
                 rooms[gpu] = rooms.get(gpu, 0) + sign * size_bytes
     pool_bytes = 0
@@ -59,7 +59,7 @@ def after(snapshot: Snapshot, plan: Plan) -> Snapshot:
 
 def _taken_bytes(worker: PlannedProcess) -> int:
     """What it takes on a GPU while it runs there, with the margin that a restore needs."""
-    return worker.rest_bytes + (worker.size_bytes if worker.carrier != BY_DRIVER else 0)
+    return worker.driver_bytes + (worker.size_bytes if worker.carrier != BY_DRIVER else 0)
 
 
 def rooms_of(shares_bytes: Sequence[int], here: str | None, there: str) -> dict[str, int]:
@@ -67,18 +67,20 @@ def rooms_of(shares_bytes: Sequence[int], here: str | None, there: str) -> dict[
     return more_than(shared_out(there, shares_bytes, 0), shared_out(here, shares_bytes, 0))
 
 
-def _rooms_to_take(worker: Worker) -> dict[str, int]:
-    if worker.goal is None or worker.at == worker.goal:
+def _rooms_to_take(worker: JobProcess) -> dict[str, int]:
+    if worker.target_gpu is None or worker.gpu == worker.target_gpu:
         return {}
-    missing_bytes = max(0, worker.room_bytes - worker.rooms.get(worker.goal, 0))
-    if worker.shares_bytes and missing_bytes:
-        return rooms_of(worker.device_shares_bytes, worker.at, worker.goal)
-    return dict.fromkeys(gpus_of(worker.goal), missing_bytes)
+    missing_bytes = max(0, worker.room_bytes - worker.reservations.get(worker.target_gpu, 0))
+    if worker.driver_bytes_by_gpu and missing_bytes:
+        return rooms_of(worker.device_shares_bytes, worker.gpu, worker.target_gpu)
+    return dict.fromkeys(gpus_of(worker.target_gpu), missing_bytes)
 
 
-def _has_memory_to_take(op: Operation, worker: Worker) -> bool:
+def _has_memory_to_take(op: Operation, worker: JobProcess) -> bool:
     """Whether its carrier still has memory to take for its bytes: of the pool, or by peer on the GPU it goes to."""
-    leaves = op.heading == FORWARD and worker.at is not None and worker.at != worker.goal and not worker.out
+    leaves = (
+        op.direction == FORWARD and worker.gpu is not None and worker.gpu != worker.target_gpu and not worker.offloaded
+    )
     return leaves and worker.is_carried and worker.pool_bytes < worker.size_bytes
 
 
@@ -88,10 +90,10 @@ def _moved(candidate: Candidate, to: dict[int, str | None]) -> Candidate:
     return candidate.replace(gpus=gpus_of(to[candidate.pid]))
 
 
-def _changed(snapshot: Snapshot, rooms: dict[str, int], pool_bytes: int) -> Snapshot:
-    pool: PoolRoom = snapshot.pool.replace(free_bytes=max(0, snapshot.pool.free_bytes + pool_bytes))
+def _changed(snapshot: NodeSnapshotForPlan, rooms: dict[str, int], pool_bytes: int) -> NodeSnapshotForPlan:
+    pool: PoolMemory = snapshot.pool.replace(free_bytes=max(0, snapshot.pool.free_bytes + pool_bytes))
     return snapshot.replace(gpus=tuple([_with_room(gpu, rooms.get(gpu.id, 0)) for gpu in snapshot.gpus]), pool=pool)
 
 
-def _with_room(gpu: GpuRoom, size_bytes: int) -> GpuRoom:
+def _with_room(gpu: GpuMemory, size_bytes: int) -> GpuMemory:
     return gpu if gpu.free_bytes is None else gpu.replace(free_bytes=max(0, gpu.free_bytes + size_bytes))

@@ -14,13 +14,13 @@ from hegmd.migration.machine.machine import HOLDING
 from hegmd.migration.machine.next_effects import SUSPENDED
 from hegmd.migration.machine.operation import CHECKPOINT, QUIESCE, RESTART
 from hegmd.migration.machine.wording import gigabytes, listed, otherwise
-from hegmd.migration.model import Candidate, Snapshot, Unreachable
+from hegmd.migration.model import Candidate, NodeSnapshotForPlan, Unreachable
 from hegmd.migration.plan.draft import Draft, candidate_of
 
 NVIDIA = "nvidia"
 
 
-def members_of(snapshot: Snapshot, candidate: Candidate) -> tuple[Candidate, ...]:
+def members_of(snapshot: NodeSnapshotForPlan, candidate: Candidate) -> tuple[Candidate, ...]:
     """Those that move with it, itself among them: the processes of its job, and its kin."""
     return tuple(
         [
@@ -79,12 +79,12 @@ def _is_same_job(one: Candidate, other: Candidate) -> bool:
     return one.job is not None and one.job == other.job and one.uid == other.uid
 
 
-def _are_kin(snapshot: Snapshot, one: Candidate, other: Candidate) -> bool:
+def _are_kin(snapshot: NodeSnapshotForPlan, one: Candidate, other: Candidate) -> bool:
     """Whether one has started the other, or some process on a GPU both: they may share what the driver restores."""
     return _first_parent(snapshot, one) == _first_parent(snapshot, other)
 
 
-def _first_parent(snapshot: Snapshot, candidate: Candidate) -> int:
+def _first_parent(snapshot: NodeSnapshotForPlan, candidate: Candidate) -> int:
     seen = {candidate.pid}
     while candidate.parent is not None and candidate.parent not in seen:
         parent = candidate_of(snapshot, candidate.parent)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from hegmd.migration.machine.operation import CHECKPOINT, MIGRATE, RESTART, SUSPEND
-from hegmd.migration.model import AgentSurvey, Candidate, GpuRoom, Request, Snapshot
+from hegmd.migration.model import AgentSurvey, Candidate, GpuMemory, NodeSnapshotForPlan, PlanRequest
 from hegmd.migration.plan import driver_rules
 from hegmd.migration.plan.members import NVIDIA
 from hegmd.migration.plan.planner import against_leaving
@@ -29,7 +29,7 @@ _UNSEEN = "the process behind its pid cannot be seen from here, and nothing is d
 
 
 def ways_of(
-    snapshot: Snapshot, processes: Collection[GpuProcess], criu_path: str | None
+    snapshot: NodeSnapshotForPlan, processes: Collection[GpuProcess], criu_path: str | None
 ) -> Mapping[int, tuple[Way, ...]]:
     """The four ways of each process by pid, in the order in which one would want them."""
     families = _Families(snapshot)
@@ -39,7 +39,7 @@ def ways_of(
 class _Families:
     """The processes that move together: each family is judged once, and without a look at all the others."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: NodeSnapshotForPlan) -> None:
         self.snapshot = snapshot
         self.by_pid = {candidate.pid: candidate for candidate in snapshot.candidates}
         self._by_job: dict[tuple[int | None, str], list[Candidate]] = {}
@@ -50,7 +50,7 @@ class _Families:
             if one.job is not None:
                 self._by_job.setdefault((one.uid, one.job), []).append(one)
 
-    def against(self, candidate: Candidate, request: Request) -> str | None:
+    def against(self, candidate: Candidate, request: PlanRequest) -> str | None:
         """The first reason against that request for the process and those that move with it; None if there is none."""
         found = {one.pid: one for one in self._by_root[self._root(candidate)]}
         if candidate.job is not None:
@@ -89,7 +89,7 @@ class _Judge:
         self._candidate = families.by_pid.get(process.pid)
         rooms = {gpu.id: gpu for gpu in families.snapshot.gpus}
         names = dict.fromkeys(use.gpu for use in process.gpus)
-        unknown = GpuRoom(id="", vendor="unknown", state="unknown", free_bytes=None)
+        unknown = GpuMemory(id="", vendor="unknown", state="unknown", free_bytes=None)
         self._own = tuple([rooms.get(name, unknown.replace(id=name)) for name in names])
         agent = process.agent
         self._agent = None if agent is None else f"{agent.name} {agent.version}".rstrip()
@@ -161,7 +161,7 @@ class _Judge:
     def _against(self, kind: str, via: str | None = None) -> str | None:
         if self._candidate is None:
             return self._process.note or _UNSEEN
-        return self._families.against(self._candidate, Request(kind=kind, pids=(self._process.pid,), via=via))
+        return self._families.against(self._candidate, PlanRequest(kind=kind, pids=(self._process.pid,), via=via))
 
     def _against_driver(self) -> str | None:
         """Why the driver's calls are none for these GPUs."""
@@ -182,7 +182,7 @@ class _Judge:
             return f"no other GPU of this node that could take it has the chip of {_named(self._own)}"
         return None
 
-    def _targets(self) -> tuple[GpuRoom, ...]:
+    def _targets(self) -> tuple[GpuMemory, ...]:
         taken = {gpu.id for gpu in self._own}
         kinds = {(gpu.vendor, gpu.chip) for gpu in self._own}
         whole = [gpu for gpu in self._families.snapshot.gpus if gpu.state == "ok" and not gpu.mig and not gpu.mps]
@@ -197,11 +197,11 @@ def _closed(way: str, reason: str) -> Way:
     return Way(way=way, possible=False, reason=reason)
 
 
-def _named(gpus: Sequence[GpuRoom]) -> str:
+def _named(gpus: Sequence[GpuMemory]) -> str:
     names = [gpu.id for gpu in gpus]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _either(gpus: Sequence[GpuRoom]) -> str:
+def _either(gpus: Sequence[GpuMemory]) -> str:
     names = [gpu.id for gpu in gpus]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

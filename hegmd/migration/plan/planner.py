@@ -13,9 +13,9 @@ from collections.abc import Mapping
 
 from hegmd.errors import BUSY, REFUSED
 from hegmd.memory.sizes import CONTEXT_BYTES, whole_size
-from hegmd.migration.machine.operation import CHECKPOINT, QUIESCE, RESTART, RESUME, SUSPEND, Operation, Worker
+from hegmd.migration.machine.operation import CHECKPOINT, QUIESCE, RESTART, RESUME, SUSPEND, JobProcess, Operation
 from hegmd.migration.machine.wording import gigabytes, listed, named, resuming
-from hegmd.migration.model import Candidate, GpuRoom, Plan, Request, Snapshot
+from hegmd.migration.model import Candidate, GpuMemory, MigrationPlan, NodeSnapshotForPlan, PlanRequest
 from hegmd.migration.plan import carrier_choice, driver_rules, estimate, restart_rules, targets
 from hegmd.migration.plan.carrier_choice import Choice, Refusal
 from hegmd.migration.plan.draft import Draft, candidate_of, left_by_others, room_needed
@@ -26,23 +26,23 @@ from hegmd.node.gpu_sets import gpus_of, place_of
 from hegmd.protocol.operations import BY_DRIVER, WORKER, PlannedProcess, Reason
 
 # A suspend that leaves more than this share of the bytes where they are would not be worth the name.
-MOST_LEFT_PERCENT = 50
+MAX_LEFT_PERCENT = 50
 
 
-def planned(snapshot: Snapshot, request: Request) -> Plan | tuple[Reason, ...]:
+def planned(snapshot: NodeSnapshotForPlan, request: PlanRequest) -> MigrationPlan | tuple[Reason, ...]:
     """The plan for a migration or a suspension, or every reason against it; a restart only if nothing else goes."""
     found = _planned(snapshot, request)
-    if isinstance(found, Plan) or request.via == RESTART or request.kind in (SUSPEND, CHECKPOINT, QUIESCE):
+    if isinstance(found, MigrationPlan) or request.via == RESTART or request.kind in (SUSPEND, CHECKPOINT, QUIESCE):
         return found
     if not request.allow_restart:
         return restart_rules.offer(found, tuple(members_named(Draft(snapshot, request))))
     other = _planned(snapshot, request.replace(via=RESTART))
-    if isinstance(other, Plan):
+    if isinstance(other, MigrationPlan):
         return other.replace(hazards=(restart_rules.why_not_better(found), *other.hazards))
     return (*found, *[reason for reason in other if reason not in found])
 
 
-def against_leaving(snapshot: Snapshot, request: Request) -> tuple[Reason, ...]:
+def against_leaving(snapshot: NodeSnapshotForPlan, request: PlanRequest) -> tuple[Reason, ...]:
     """Every reason why those processes cannot leave their GPUs so, whatever room and pool there is."""
     draft = Draft(snapshot, request)
     _place_members(draft)
@@ -57,7 +57,7 @@ def _place_members(draft: Draft) -> tuple[Candidate, ...]:
     return members
 
 
-def _planned(snapshot: Snapshot, request: Request) -> Plan | tuple[Reason, ...]:
+def _planned(snapshot: NodeSnapshotForPlan, request: PlanRequest) -> MigrationPlan | tuple[Reason, ...]:
     draft = Draft(expected(snapshot), request)
     members = _place_members(draft)
     if request.via == RESTART:
@@ -69,7 +69,9 @@ def _planned(snapshot: Snapshot, request: Request) -> Plan | tuple[Reason, ...]:
     return _plan(draft, request.kind, members)
 
 
-def planned_resume(snapshot: Snapshot, request: Request, op: Operation) -> Plan | tuple[Reason, ...]:
+def planned_resume(
+    snapshot: NodeSnapshotForPlan, request: PlanRequest, op: Operation
+) -> MigrationPlan | tuple[Reason, ...]:
     """The plan for going on with a suspended operation, or every reason why it cannot."""
     draft = Draft(expected(snapshot), request)
     if op.phase != "suspended":
@@ -89,7 +91,7 @@ def planned_resume(snapshot: Snapshot, request: Request, op: Operation) -> Plan 
         members.append(candidate)
         _place_suspended(draft, worker, candidate)
     if draft.workers and not draft.reasons:
-        held = {worker.pid: worker.rooms for worker in op.live}
+        held = {worker.pid: worker.reservations for worker in op.live}
         kept = {planned.pid: held[planned.pid].get(planned.to or "", 0) for planned in draft.workers}
         _judge_room(draft, room_needed(draft, kept))
     if draft.reasons:
@@ -103,10 +105,12 @@ def _started_by(op: Operation) -> str:
     return f"it takes the hegmctl run that started it, if that is there still and waits; else: {resuming(op)}"
 
 
-def planned_return(snapshot: Snapshot, suspended: Plan, to: str) -> Plan | tuple[Reason, ...]:
+def planned_return(
+    snapshot: NodeSnapshotForPlan, suspended: MigrationPlan, to: str
+) -> MigrationPlan | tuple[Reason, ...]:
     """The plan for the return of what that plan is going to suspend, to that GPU, or every reason why it cannot be."""
     pids = tuple([worker.pid for worker in suspended.workers])
-    draft = Draft(expected(snapshot), Request(kind=RESUME, pids=pids, to=to))
+    draft = Draft(expected(snapshot), PlanRequest(kind=RESUME, pids=pids, to=to))
     draft.workers += [worker.replace(gpu=None, to=to) for worker in suspended.workers]
     _judge_room(draft, room_needed(draft, {}))
     members = tuple([candidate for candidate in snapshot.candidates if candidate.pid in pids])
@@ -194,7 +198,7 @@ def _place_simulated(draft: Draft, candidate: Candidate, to: str | None) -> None
     )
 
 
-def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuRoom, ...], to: str | None) -> None:
+def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuMemory, ...], to: str | None) -> None:
     """One whose context only NVIDIA's driver can take off; its storages go by the fastest carrier that can."""
     source = place_of(candidate.gpus)
     stays = to == source
@@ -215,9 +219,9 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuRoom, ...
     shares_bytes = driver_rules.shares_of(candidate, devices)
     rest_bytes = sum(shares_bytes) if shares_bytes else rest_bytes
     rooms_bytes = driver_rules.storage_rooms(candidate, devices, own) if devices else ()
-    beside_bytes = 0 if by_driver else driver_rules.beside_of(candidate, own[0])
+    agent_overhead_bytes = 0 if by_driver else driver_rules.beside_of(candidate, own[0])
     if rooms_bytes:
-        beside_bytes = sum(rooms_bytes) - sum(device.size_bytes for device in devices)
+        agent_overhead_bytes = sum(rooms_bytes) - sum(device.size_bytes for device in devices)
     for reason in () if stays else driver_rules.against_memory(draft.snapshot, candidate, rest_bytes):
         draft.against(*reason, pid=candidate.pid)
     draft.choices[candidate.pid] = choice
@@ -230,17 +234,17 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuRoom, ...
             size_bytes=candidate.vram_bytes or 0 if by_driver else vouched_bytes,
             carrier="none" if stays else choice.carrier,
             method=DRIVER,
-            rest_bytes=max(0, rest_bytes - stacks_bytes),
-            beside_bytes=stacks_bytes + beside_bytes,
-            shares_bytes=shares_bytes,
-            storage_shares_bytes=rooms_bytes,
+            driver_bytes=max(0, rest_bytes - stacks_bytes),
+            agent_overhead_bytes=stacks_bytes + agent_overhead_bytes,
+            driver_bytes_by_gpu=shares_bytes,
+            storage_bytes_by_gpu=rooms_bytes,
             overlap_bytes=choice.overlap_bytes,
             own_bytes=0 if stays else carrier_choice.own_bytes(candidate, choice.carrier),
         )
     )
 
 
-def _place_suspended(draft: Draft, worker: Worker, candidate: Candidate | None) -> None:
+def _place_suspended(draft: Draft, worker: JobProcess, candidate: Candidate | None) -> None:
     to = _place_resumed(draft, worker)
     if to is None:
         return
@@ -248,8 +252,8 @@ def _place_suspended(draft: Draft, worker: Worker, candidate: Candidate | None) 
     targets.judge_place(
         draft, to, None, target.vendor if target else SIMULATED, None if worker.restarts else worker.chip
     )
-    left = draft.gpu(next(iter(gpus_of(worker.left)), None))
-    for reason in driver_rules.against_moving(left) if left is not None and worker.left != to else ():
+    left = draft.gpu(next(iter(gpus_of(worker.previous_gpu)), None))
+    for reason in driver_rules.against_moving(left) if left is not None and worker.previous_gpu != to else ():
         if worker.method == DRIVER:
             draft.against(*reason, pid=worker.pid, gpu=to)
     helped = carrier_choice.is_helped(worker.carrier)
@@ -258,31 +262,33 @@ def _place_suspended(draft: Draft, worker: Worker, candidate: Candidate | None) 
         PlannedProcess(
             pid=worker.pid,
             name=worker.name if candidate is None else named(candidate),
-            gpu=worker.at if to == worker.at else None,
+            gpu=worker.gpu if to == worker.gpu else None,
             to=to,
             size_bytes=worker.carried_bytes,
             carrier=worker.carrier,
             method=worker.method,
-            rest_bytes=worker.rest_bytes,
-            beside_bytes=worker.beside_bytes,
-            shares_bytes=worker.shares_bytes,
-            storage_shares_bytes=worker.storage_shares_bytes,
+            driver_bytes=worker.driver_bytes,
+            agent_overhead_bytes=worker.agent_overhead_bytes,
+            driver_bytes_by_gpu=worker.driver_bytes_by_gpu,
+            storage_bytes_by_gpu=worker.storage_bytes_by_gpu,
             overlap_bytes=worker.overlap_bytes,
         )
     )
 
 
-def _place_resumed(draft: Draft, worker: Worker) -> str | None:
+def _place_resumed(draft: Draft, worker: JobProcess) -> str | None:
     """Where one that is suspended goes on; None, with the reason in the draft, where that is not known."""
     asked = draft.request.placement.get(str(worker.pid), draft.request.to)
-    if worker.anywhere:
+    if worker.gpu_unknown:
         to = targets.place_anywhere(draft, worker)
-    elif worker.at is not None and worker.method == DRIVER and not worker.parked and not worker.out:
-        to = worker.at  # it was never off
+    elif worker.gpu is not None and worker.method == DRIVER and not worker.is_parked and not worker.offloaded:
+        to = worker.gpu  # it was never off
     elif asked is not None:
-        return targets.destination(draft, worker.pid, worker.left or worker.was_on, asked, anew=worker.restarts)
+        return targets.destination(
+            draft, worker.pid, worker.previous_gpu or worker.first_gpu, asked, anew=worker.restarts
+        )
     else:
-        to = worker.keeps or worker.was_on
+        to = worker.kept_gpu or worker.first_gpu
     if to is None:
         hint = "name one with --to; see hegmctl gpus"
         draft.against(REFUSED, f"it is not known on which GPU process {worker.pid} was", hint, pid=worker.pid)
@@ -307,7 +313,7 @@ def _judge_whole(draft: Draft, members: tuple[Candidate, ...]) -> None:
         if worker.method == DRIVER:
             continue  # what no carrier takes goes with the driver
         whole = worker.size_bytes + worker.left_alone_bytes
-        if draft.request.kind == SUSPEND and worker.left_alone_bytes * 100 > whole * MOST_LEFT_PERCENT:
+        if draft.request.kind == SUSPEND and worker.left_alone_bytes * 100 > whole * MAX_LEFT_PERCENT:
             candidate = candidate_of(draft.snapshot, worker.pid)
             why = estimate.left_alone(candidate) if candidate else ""
             message = f"of {gigabytes(whole)} of process {worker.pid}, {gigabytes(worker.left_alone_bytes)} would stay"
@@ -360,22 +366,22 @@ def _way(draft: Draft, members: tuple[Candidate, ...]) -> str:
     return "agent" if any(candidate.agent is not None for candidate in members) else DRIVER
 
 
-def _plan(draft: Draft, kind: str, members: tuple[Candidate, ...]) -> Plan:
+def _plan(draft: Draft, kind: str, members: tuple[Candidate, ...]) -> MigrationPlan:
     moving = draft.moving
     needed = room_needed(draft, {})
     world = max((c.agent.world_size or 1 for c in members if c.agent), default=1)
     free = {gpu.id: gpu.free_bytes for gpu in draft.snapshot.gpus if gpu.id in needed and gpu.free_bytes is not None}
-    return Plan(
+    return MigrationPlan(
         kind=kind,
         way=_way(draft, members),
         workers=tuple(draft.workers),
         size_bytes=sum(worker.size_bytes for worker in moving),
-        room_needed_bytes=needed,
-        room_free_bytes=free,
+        reservation_bytes=needed,
+        gpu_free_bytes=free,
         pool_needed_bytes=0 if kind == RESUME else _pool_needed(draft),
         pool_free_bytes=draft.snapshot.pool.free_bytes,
         estimate_s=estimate.estimate_s(moving, kind, draft.snapshot.rates, draft.snapshot),
-        lockstep=world > 1 or restart_rules.are_launched(draft, members),
+        is_distributed=world > 1 or restart_rules.are_launched(draft, members),
         hazards=estimate.hazards(draft, members, world),
         steps=estimate.steps(moving, kind),
         respawn=draft.request.respawn if any(worker.method == RESTART for worker in moving) else None,

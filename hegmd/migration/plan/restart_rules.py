@@ -14,7 +14,7 @@ from hegmd.errors import BUSY, REFUSED
 from hegmd.memory.sizes import NEXT_TO_NOTHING_BYTES, whole_size
 from hegmd.migration.machine.operation import BY_STATE, RESTART, SIMULATED
 from hegmd.migration.machine.wording import gigabytes, listed, named
-from hegmd.migration.model import AgentSurvey, Candidate, Request
+from hegmd.migration.model import AgentSurvey, Candidate, PlanRequest
 from hegmd.migration.plan import targets
 from hegmd.migration.plan.carrier_choice import Choice
 from hegmd.migration.plan.draft import Draft
@@ -31,7 +31,7 @@ START_S = 8.0
 # How an agent begins what it says of the things that it has not gone through.
 UNSEEN = "not looked at: "
 # A message has 16 descriptors, and one of them is the right to go on from the states.
-MOST_RANKS = 15
+MAX_RANKS = 15
 # The agent, and what finds a script's loops.
 OLDEST_PYTHON = (3, 9)
 # What every start has from hegmctl run and from hegmd: without these nobody would know whose the process is.
@@ -143,7 +143,7 @@ def _enter(draft: Draft, candidate: Candidate, source: str, to: str, agent: Agen
             size_bytes=state_bytes,
             carrier=BY_STATE,
             method=RESTART,
-            rest_bytes=max(0, on_gpu_bytes - state_bytes),
+            driver_bytes=max(0, on_gpu_bytes - state_bytes),
         )
     )
 
@@ -170,9 +170,9 @@ def judge_ranks(draft: Draft, members: Sequence[Candidate]) -> None:
     elif ranks != list(range(worlds.pop() or 0)):
         message = f"of {_world(members[0])} ranks, {listed(tuple([str(rank) for rank in ranks]))} are here"
         draft.against(REFUSED, message, "a restart is of all ranks of a job, on one node; ask when all of them train")
-    elif len(members) > MOST_RANKS:
+    elif len(members) > MAX_RANKS:
         hint = "have the script save its own checkpoint, and start the ranks from that"
-        draft.against(REFUSED, f"the job has {len(members)} ranks, and a restart is of {MOST_RANKS} at most", hint)
+        draft.against(REFUSED, f"the job has {len(members)} ranks, and a restart is of {MAX_RANKS} at most", hint)
     elif any(member.supervisor is not None and not member.ranks for member in members):
         message = f"the hegmctl run that started processes {pids} is of a release that restarts no ranks"
         draft.against(REFUSED, message, "start the job with this release of hegmctl")
@@ -210,7 +210,7 @@ def _judge_places(draft: Draft) -> None:
         draft.against(REFUSED, message, "simulated ranks have one GPU; name one")
 
 
-def not_kept(members: Sequence[Candidate], request: Request) -> Iterator[str]:
+def not_kept(members: Sequence[Candidate], request: PlanRequest) -> Iterator[str]:
     """What to know before saying yes."""
     for candidate in members:
         if not candidate.gpus and request.to not in (None, CPU):

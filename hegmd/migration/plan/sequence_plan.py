@@ -13,7 +13,7 @@ from itertools import groupby
 from hegmd.errors import REFUSED
 from hegmd.migration.machine.operation import MIGRATE, SUSPEND
 from hegmd.migration.machine.wording import listed
-from hegmd.migration.model import Candidate, Plan, Request, Snapshot
+from hegmd.migration.model import Candidate, MigrationPlan, NodeSnapshotForPlan, PlanRequest
 from hegmd.migration.plan.draft import candidate_of
 from hegmd.migration.plan.forecast import after
 from hegmd.migration.plan.members import members_of
@@ -22,13 +22,13 @@ from hegmd.protocol.operations import PEER, WORKER, Reason
 
 _ON_ONE_EACH = "swap is for jobs on one GPU each; see hegmctl migrate"
 
-Outcome = tuple[Plan, ...] | tuple[Reason, ...]
+Outcome = tuple[MigrationPlan, ...] | tuple[Reason, ...]
 
 
 # ---- a GPU that is emptied -------------------------------------------------------------------------------------------
 
 
-def occupants(snapshot: Snapshot, gpu: str) -> Iterator[int]:
+def occupants(snapshot: NodeSnapshotForPlan, gpu: str) -> Iterator[int]:
     """One process of each job on that GPU."""
     seen: set[int] = set()
     for candidate in snapshot.candidates:
@@ -37,7 +37,9 @@ def occupants(snapshot: Snapshot, gpu: str) -> Iterator[int]:
             yield candidate.pid
 
 
-def departure(snapshot: Snapshot, pid: int, gpu: str, to: Sequence[str]) -> Plan | tuple[Reason, ...]:
+def departure(
+    snapshot: NodeSnapshotForPlan, pid: int, gpu: str, to: Sequence[str]
+) -> MigrationPlan | tuple[Reason, ...]:
     """The plan that takes a job off that GPU, to the first of those named that takes it; its other processes stay.
 
     With none named, the others are tried, the one with most room first. Refused, every reason of every target is given.
@@ -48,9 +50,9 @@ def departure(snapshot: Snapshot, pid: int, gpu: str, to: Sequence[str]) -> Plan
     reasons: dict[Reason, None] = {}
     for target in to or _others(snapshot, gpu):
         placement = {str(member): leave + target for member, leave in leaving.items()}
-        request = Request(kind=MIGRATE, pids=(pid,), placement=placement)
+        request = PlanRequest(kind=MIGRATE, pids=(pid,), placement=placement)
         found = planned(snapshot, request)
-        if isinstance(found, Plan):
+        if isinstance(found, MigrationPlan):
             return found
         reasons.update(dict.fromkeys(found))
     if not reasons:
@@ -65,14 +67,14 @@ def _leave(member: Candidate, gpu: str) -> str:
 
 
 def planned_drain(
-    snapshot: Snapshot, gpu: str, to: Sequence[str]
-) -> tuple[tuple[Plan, ...], tuple[tuple[Reason, ...], ...]]:
+    snapshot: NodeSnapshotForPlan, gpu: str, to: Sequence[str]
+) -> tuple[tuple[MigrationPlan, ...], tuple[tuple[Reason, ...], ...]]:
     """The plans that empty a GPU, one for each job, and for each job that has to stay, why."""
-    plans: list[Plan] = []
+    plans: list[MigrationPlan] = []
     stays: list[tuple[Reason, ...]] = []
     for pid in tuple(occupants(snapshot, gpu)):
         found = departure(snapshot, pid, gpu, to)
-        if isinstance(found, Plan):
+        if isinstance(found, MigrationPlan):
             plans.append(found)
             snapshot = after(snapshot, found)
         else:
@@ -80,7 +82,7 @@ def planned_drain(
     return tuple(plans), tuple(stays)
 
 
-def _others(snapshot: Snapshot, gpu: str) -> list[str]:
+def _others(snapshot: NodeSnapshotForPlan, gpu: str) -> list[str]:
     others = [other for other in snapshot.gpus if other.id != gpu and other.state == "ok"]
     return [other.id for other in sorted(others, key=lambda other: -(other.free_bytes or 0))]
 
@@ -88,7 +90,7 @@ def _others(snapshot: Snapshot, gpu: str) -> list[str]:
 # ---- two jobs that change places -------------------------------------------------------------------------------------
 
 
-def planned_swap(snapshot: Snapshot, first: int, second: int) -> Outcome:
+def planned_swap(snapshot: NodeSnapshotForPlan, first: int, second: int) -> Outcome:
     """The steps by which two jobs, or two processes of one, change places, or every reason why they cannot.
 
     Where there is room for one beside the other, it is two moves. Where there is not, both go to the pool at once and
@@ -107,8 +109,8 @@ def planned_swap(snapshot: Snapshot, first: int, second: int) -> Outcome:
         return (_against(f"{first} and {second} are both on {here}", "see hegmctl ps"),)
     if other in members_of(snapshot, one):  # which moves as one: two steps would each take all of it along
         placement = {str(first): here, str(second): there}
-        found = planned(snapshot, Request(kind=MIGRATE, pids=(first, second), placement=placement))
-        return (found,) if isinstance(found, Plan) else found
+        found = planned(snapshot, PlanRequest(kind=MIGRATE, pids=(first, second), placement=placement))
+        return (found,) if isinstance(found, MigrationPlan) else found
     for candidate in (one, other):
         gpus = dict.fromkeys(gpu for member in members_of(snapshot, candidate) for gpu in member.gpus)
         if len(gpus) > 1:
@@ -117,63 +119,65 @@ def planned_swap(snapshot: Snapshot, first: int, second: int) -> Outcome:
     return _exchange(snapshot, (first, here), (second, there))
 
 
-def _exchange(snapshot: Snapshot, first: tuple[int, str], second: tuple[int, str]) -> Outcome:
+def _exchange(snapshot: NodeSnapshotForPlan, first: tuple[int, str], second: tuple[int, str]) -> Outcome:
     refused: tuple[Reason, ...] = ()
     by_hand: Outcome = ()
     for order in ((first, second), (second, first)):
         found = _in_a_row(snapshot, order)
-        if all(isinstance(step, Plan) for step in found):
+        if all(isinstance(step, MigrationPlan) for step in found):
             if not _goes_by(WORKER, found):
                 return found
             by_hand = by_hand or found
         refused = refused or tuple(step for step in found if isinstance(step, Reason))
     by_one = _past_one_in_the_pool(snapshot, first, second)
-    if _goes_by(PEER, [step for step in by_one if isinstance(step, Plan) and step.kind == MIGRATE]):
+    if _goes_by(PEER, [step for step in by_one if isinstance(step, MigrationPlan) and step.kind == MIGRATE]):
         return by_one
     by_both = _past_both_in_the_pool(snapshot, first, second)
-    is_open = all(isinstance(step, Plan) for step in by_both)
+    is_open = all(isinstance(step, MigrationPlan) for step in by_both)
     if by_hand and (not is_open or _goes_by(WORKER, by_both)):
         return by_hand
     return by_both if is_open else by_one
 
 
-def _past_one_in_the_pool(snapshot: Snapshot, first: tuple[int, str], second: tuple[int, str]) -> Outcome:
+def _past_one_in_the_pool(snapshot: NodeSnapshotForPlan, first: tuple[int, str], second: tuple[int, str]) -> Outcome:
     (pid, here), (other, there) = first, second
-    leaves = planned(snapshot, Request(kind=SUSPEND, pids=(pid,)))
-    if not isinstance(leaves, Plan):
+    leaves = planned(snapshot, PlanRequest(kind=SUSPEND, pids=(pid,)))
+    if not isinstance(leaves, MigrationPlan):
         return leaves
     empty = after(snapshot, leaves)
-    moves = planned(empty, Request(kind=MIGRATE, pids=(other,), to=there))
-    if not isinstance(moves, Plan):
+    moves = planned(empty, PlanRequest(kind=MIGRATE, pids=(other,), to=there))
+    if not isinstance(moves, MigrationPlan):
         return moves
     comes = planned_return(after(empty, moves), leaves, here)
-    return (leaves, moves, comes) if isinstance(comes, Plan) else comes
+    return (leaves, moves, comes) if isinstance(comes, MigrationPlan) else comes
 
 
-def _past_both_in_the_pool(snapshot: Snapshot, first: tuple[int, str], second: tuple[int, str]) -> Outcome:
-    leave: list[Plan] = []
+def _past_both_in_the_pool(snapshot: NodeSnapshotForPlan, first: tuple[int, str], second: tuple[int, str]) -> Outcome:
+    leave: list[MigrationPlan] = []
     for pid, _ in (first, second):
-        found = planned(snapshot, Request(kind=SUSPEND, pids=(pid,)))
-        if not isinstance(found, Plan):
+        found = planned(snapshot, PlanRequest(kind=SUSPEND, pids=(pid,)))
+        if not isinstance(found, MigrationPlan):
             return found
         leave.append(found)
         snapshot = after(snapshot, found)
-    come: list[Plan] = []
+    come: list[MigrationPlan] = []
     for left, (_, to) in zip(leave, (first, second), strict=True):
         found = planned_return(snapshot, left, to)
-        if not isinstance(found, Plan):
+        if not isinstance(found, MigrationPlan):
             return found
         come.append(found)
         snapshot = after(snapshot, found)
     return (*leave, *come)
 
 
-def _goes_by(carrier: str, steps: Iterable[Plan | Reason]) -> bool:
+def _goes_by(carrier: str, steps: Iterable[MigrationPlan | Reason]) -> bool:
     """Whether any of those has its bytes carried so in one of these steps."""
-    return any(worker.carrier == carrier for step in steps if isinstance(step, Plan) for worker in step.workers)
+    return any(
+        worker.carrier == carrier for step in steps if isinstance(step, MigrationPlan) for worker in step.workers
+    )
 
 
-def at_once(steps: Sequence[Plan]) -> Iterator[tuple[Plan, ...]]:
+def at_once(steps: Sequence[MigrationPlan]) -> Iterator[tuple[MigrationPlan, ...]]:
     """The steps of a swap, in order; those that are for the pool or from it, one behind the other, go at once."""
     for kind, alike in groupby(steps, key=lambda step: step.kind):
         if kind == MIGRATE:
@@ -182,24 +186,24 @@ def at_once(steps: Sequence[Plan]) -> Iterator[tuple[Plan, ...]]:
             yield tuple(alike)
 
 
-def _in_a_row(snapshot: Snapshot, moves: Sequence[tuple[int, str]]) -> Outcome:
-    plans: list[Plan] = []
+def _in_a_row(snapshot: NodeSnapshotForPlan, moves: Sequence[tuple[int, str]]) -> Outcome:
+    plans: list[MigrationPlan] = []
     for pid, to in moves:
-        found = planned(snapshot, Request(kind=MIGRATE, pids=(pid,), to=to))
-        if not isinstance(found, Plan):
+        found = planned(snapshot, PlanRequest(kind=MIGRATE, pids=(pid,), to=to))
+        if not isinstance(found, MigrationPlan):
             return found
         plans.append(found)
         snapshot = after(snapshot, found)
     return tuple(plans)
 
 
-def _not_to_be_moved(snapshot: Snapshot, pids: Sequence[int]) -> tuple[Reason, ...]:
+def _not_to_be_moved(snapshot: NodeSnapshotForPlan, pids: Sequence[int]) -> tuple[Reason, ...]:
     """Why: in the words in which a suspension of them would be refused."""
     reasons: dict[Reason, None] = {}
     for pid in pids:
-        found = planned(snapshot, Request(kind=SUSPEND, pids=(pid,)))
+        found = planned(snapshot, PlanRequest(kind=SUSPEND, pids=(pid,)))
         candidate = candidate_of(snapshot, pid)
-        if not isinstance(found, Plan):
+        if not isinstance(found, MigrationPlan):
             reasons.update(dict.fromkeys(found))
         elif candidate is not None and len(candidate.gpus) > 1:
             message = f"process {pid} is on {listed(candidate.gpus)}"

@@ -8,9 +8,9 @@ staying; one name alone would leave open what is meant. Pure.
 from __future__ import annotations
 
 from hegmd.errors import BAD_REQUEST, NOT_FOUND, REFUSED
-from hegmd.migration.machine.operation import Worker
+from hegmd.migration.machine.operation import JobProcess
 from hegmd.migration.machine.wording import listed
-from hegmd.migration.model import GpuRoom
+from hegmd.migration.model import GpuMemory
 from hegmd.migration.plan.draft import Draft
 from hegmd.migration.plan.members import NVIDIA
 from hegmd.node.gpu_sets import CPU, gpus_of, is_several, place_of
@@ -104,7 +104,7 @@ def judge_target(draft: Draft, to: str, vendor: str, chip: str | None, *, stays:
         draft.against(REFUSED, f"{to} has another chip: {target.chip or 'unknown'}, not {chip}", hint, gpu=to)
 
 
-def judge_source(draft: Draft, pid: int, place: str) -> tuple[GpuRoom, ...]:
+def judge_source(draft: Draft, pid: int, place: str) -> tuple[GpuMemory, ...]:
     """The GPUs that a process is on; none, with the reasons in the draft, where they do not all answer or differ."""
     found = {gpu: draft.gpu(gpu) for gpu in gpus_of(place)}
     own = [gpu for gpu in found.values() if gpu is not None and gpu.state == "ok"]
@@ -122,7 +122,7 @@ def judge_source(draft: Draft, pid: int, place: str) -> tuple[GpuRoom, ...]:
     return tuple(own)
 
 
-def place_anywhere(draft: Draft, worker: Worker) -> str | None:
+def place_anywhere(draft: Draft, worker: JobProcess) -> str | None:
     """It comes back where the driver had it, and nobody knows where that was: so there is to be room on every GPU."""
     gpus = tuple([gpu.id for gpu in draft.snapshot.gpus if gpu.vendor == NVIDIA])
     to = draft.request.placement.get(str(worker.pid), draft.request.to)

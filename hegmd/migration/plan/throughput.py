@@ -19,7 +19,7 @@ OUT, IN = "out", "in"
 # Of an image whose job goes on: its processes alone, since the job stands for no more of it.
 LEFT = "left"
 # What an image takes beside its bytes is never less than that.
-_LEAST_S = 0.05
+_MIN_S = 0.05
 
 
 class Paces:
@@ -64,7 +64,7 @@ class Paces:
         if size_bytes >= NEXT_TO_NOTHING_BYTES and took_s > fixed_s:
             self._mean(rate, size_bytes / (took_s - fixed_s))
         else:
-            self._mean(f"image_{direction}_s", max(_LEAST_S, took_s - size_bytes / getattr(self._rates, rate)))
+            self._mean(f"image_{direction}_s", max(_MIN_S, took_s - size_bytes / getattr(self._rates, rate)))
 
     def _rate_of(self, carrier: str, direction: str) -> str | None:
         """The field of `Rates` for it, if the table has one."""

@@ -13,10 +13,10 @@ from hegmd.migration.contracts import Progress
 from hegmd.migration.machine import effects, events
 from hegmd.migration.machine.events import Event
 from hegmd.migration.machine.operation import SIMULATED, Operation
-from hegmd.migration.machine.operation import Worker as Member
-from hegmd.migration.run.participants import Cast
+from hegmd.migration.machine.operation import JobProcess as Member
+from hegmd.migration.run.participants import Participants
 from hegmd.protocol.operations import BY_DRIVER
-from hegmd.workers.workers import Given, OrderFailed, Worker
+from hegmd.workers.workers import AgentConnection, Given, OrderFailed
 
 # The agent answers a survey at its next boundary; without one in this time it tells its count alone.
 SURVEY_LIMIT_S = 5.0
@@ -26,18 +26,18 @@ AGENT_SHARE = 0.9
 class AgentEffects:
     """Tells agents, and hears what becomes of it."""
 
-    def __init__(self, cast: Cast) -> None:
+    def __init__(self, cast: Participants) -> None:
         self._cast = cast
         self._released: dict[tuple[int, int], Given] = {}
 
     async def survey(self, op: Operation, member: Member, effect: effects.Survey, _: Progress) -> Event:
         worker = self._cast.worker(member)
-        if member.restarts and member.parked:
+        if member.restarts and member.is_parked:
             size_bytes = await _weighed(worker)
             return events.Surveyed(**effect.ending(), boundary=worker.boundary, size_bytes=size_bytes)
         report = await worker.order("survey", limit_s=SURVEY_LIMIT_S)
         size_bytes = member.size_bytes if report.size_bytes is None else report.size_bytes
-        had_bytes = member.rooms.get(member.at, 0) if member.at is not None else 0
+        had_bytes = member.reservations.get(member.gpu, 0) if member.gpu is not None else 0
         self._cast.method(member).note_size(self._cast.subject(op, member), max(size_bytes, had_bytes))
         return events.Surveyed(**effect.ending(), boundary=worker.boundary, size_bytes=size_bytes)
 
@@ -86,7 +86,7 @@ class AgentEffects:
         try:
             await self._cast.method(member).verify(subject)
         finally:  # it goes on, whatever could be seen of it
-            await self._cast.carrier(member).gone_on(subject)
+            await self._cast.carrier(member).resumed(subject)
         if not member.has_agent:
             return events.Verified(**effect.ending(), boundary=effect.beyond)
         worker = self._cast.worker(member)
@@ -95,12 +95,12 @@ class AgentEffects:
             await released.report()
         while worker.boundary <= effect.beyond:
             await worker.order("survey", limit_s=SURVEY_LIMIT_S)  # comes back at a boundary, or at its limit
-        if member.starts:
-            await self._cast.method(member).note_gone_on(subject)
+        if member.start_count:
+            await self._cast.method(member).note_resumed(subject)
         return events.Verified(**effect.ending(), boundary=worker.boundary)
 
 
-async def _weighed(worker: Worker) -> int:
+async def _weighed(worker: AgentConnection) -> int:
     """What the state of one that stands comes to. Raises Refused with all that a restart would not keep."""
     report = await worker.order("weigh")
     if report.refusals or report.state_bytes is None:
@@ -117,4 +117,4 @@ def _who(member: Member) -> tuple[int, int]:
 
 def _was_restored(member: Member) -> bool:
     """Whether the driver has carried its storages too, and they are somewhere else now or were away."""
-    return member.method != SIMULATED and member.carrier == BY_DRIVER and member.left is not None
+    return member.method != SIMULATED and member.carrier == BY_DRIVER and member.previous_gpu is not None

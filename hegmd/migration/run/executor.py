@@ -21,28 +21,28 @@ from hegmd.errors import INTERNAL, Bug, HegmError, Refused
 from hegmd.memory.sizes import rounds_of
 from hegmd.migration.contracts import (
     Carrier,
-    Crowded,
-    Meanwhile,
+    DriverOutOfMemory,
+    GrewBeyondPlan,
     Method,
-    NoRoom,
-    Outgrown,
-    Over,
+    MigratedProcess,
+    OutOfMemory,
+    OverlappedCopy,
+    ProcessState,
     Progress,
-    Reborn,
-    Standing,
-    Subject,
+    ReplacedBy,
+    TrainingFinished,
 )
 from hegmd.migration.machine import effects, events
 from hegmd.migration.machine.effects import Effect
 from hegmd.migration.machine.events import Event
 from hegmd.migration.machine.operation import RESTART, SIMULATED, Operation
-from hegmd.migration.machine.operation import Worker as Member
+from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.migration.methods.progress_probe import is_ending, is_stopped
 from hegmd.migration.plan.throughput import IN, OUT, Paces
 from hegmd.migration.run.agent_effects import SURVEY_LIMIT_S, AgentEffects
 from hegmd.migration.run.image_effects import ImageEffects
 from hegmd.migration.run.image_service import Imager
-from hegmd.migration.run.participants import Cast
+from hegmd.migration.run.participants import Participants
 from hegmd.protocol.operations import BY_DRIVER
 from hegmd.system.resource_errors import scarcity
 from hegmd.telemetry.log import error_ref, fields
@@ -51,7 +51,7 @@ from hegmd.workers.workers import AgentAway, OrderFailed, Workers
 logger = logging.getLogger(__name__)
 
 
-class Performer:
+class EffectExecutor:
     """The hands of the operations."""
 
     def __init__(
@@ -67,22 +67,22 @@ class Performer:
         utc: Callable[[], float] = time.time,
     ) -> None:
         self._utc = utc
-        self._cast = Cast(workers, methods, carriers, start_ticks=start_ticks, imager=imager)
+        self._cast = Participants(workers, methods, carriers, start_ticks=start_ticks, imager=imager)
         self._is_stopped = is_stopped
         #: How fast bytes went, for the next estimate.
         self.paces = Paces() if paces is None else paces
         agents, images = AgentEffects(self._cast), ImageEffects(self._cast)
         self._abandon = images.abandon
         self._do: dict[str, Callable[[Operation, Member, Any, Progress], Awaitable[Event]]] = {
-            effects.TakeRoom.tag: self._take_room,
-            effects.GiveRoom.tag: self._give_room,
-            effects.TakePool.tag: self._take_pool,
-            effects.GivePool.tag: self._give_pool,
-            effects.AwaitNext.tag: self._await_next,
+            effects.Reserve.tag: self._reserve,
+            effects.ReleaseReservation.tag: self._release_reservation,
+            effects.ReservePool.tag: self._reserve_pool,
+            effects.ReleasePool.tag: self._release_pool,
+            effects.AwaitSuccessor.tag: self._await_successor,
             effects.Survey.tag: agents.survey,
             effects.Park.tag: agents.park,
             effects.Withdraw.tag: agents.withdraw,
-            effects.Evacuate.tag: self._evacuate,
+            effects.Offload.tag: self._offload,
             effects.Checkpoint.tag: self._checkpoint,
             effects.Hold.tag: self._hold,
             effects.Dump.tag: images.dump,
@@ -90,7 +90,7 @@ class Performer:
             effects.Scrap.tag: images.scrap,
             effects.End.tag: images.end,
             effects.Restore.tag: self._restore,
-            effects.Refill.tag: self._refill,
+            effects.Reload.tag: self._reload,
             effects.Release.tag: agents.release,
             effects.Verify.tag: agents.verify,
             effects.Inspect.tag: self._inspect,
@@ -125,10 +125,10 @@ class Performer:
 
     def _as_held(self, op: Operation, member: Member) -> Member:
         method, carrier = self._cast.methods.get(member.method), self._cast.carriers.get(member.carrier)
-        if method is None or carrier is None or member.gone:
+        if method is None or carrier is None or member.has_exited:
             return member
         subject = self._cast.subject(op, member)
-        return member.replace(rooms=method.rooms(subject), pool_bytes=carrier.held_bytes(subject))
+        return member.replace(reservations=method.reservations(subject), pool_bytes=carrier.held_bytes(subject))
 
     async def perform(self, op: Operation, effect: Effect, on_progress: Progress, heard: int | None) -> Event:
         """The event that ends the effect. Raises nothing but cancellation, which leaves the effect to `inspect`.
@@ -140,7 +140,7 @@ class Performer:
         try:
             if member is None:
                 raise Bug(f"operation {op.id} has no worker {effect.worker}")
-            if effect.in_worker or member.gone:
+            if effect.in_worker or member.has_exited:
                 await self._abandon(op, member)
             is_order = effect.in_worker and member.has_agent and not isinstance(effect, effects.Inspect)
             # Who is started anew has no connection yet, and is no news of the one that has left.
@@ -172,10 +172,10 @@ class Performer:
         fault = events.BROKEN
         if isinstance(error, AgentAway):
             fault = events.DISCONNECTED
-        elif isinstance(error, Crowded):
-            fault = events.CROWDED
-        elif isinstance(error, NoRoom) or (isinstance(error, OrderFailed) and error.lacks_bytes is not None):
-            fault = events.NO_ROOM
+        elif isinstance(error, DriverOutOfMemory):
+            fault = events.DRIVER_OUT_OF_MEMORY
+        elif isinstance(error, OutOfMemory) or (isinstance(error, OrderFailed) and error.lacks_bytes is not None):
+            fault = events.OUT_OF_MEMORY
         elif isinstance(error, Refused):
             fault = events.REFUSED
         return events.Failed(
@@ -190,35 +190,39 @@ class Performer:
 
     # -- room and pool -------------------------------------------------------------------------------------------------
 
-    async def _take_room(self, op: Operation, member: Member, effect: effects.TakeRoom, tell: Progress) -> Event:
+    async def _reserve(self, op: Operation, member: Member, effect: effects.Reserve, tell: Progress) -> Event:
         """For bytes that are out the carrier is made ready too: what that takes has to be there before a restore."""
         subject = self._cast.subject(op, member)
-        await self._cast.method(member).hold_room(subject, effect.gpu, effect.size_bytes)
-        if member.out and not member.anywhere:  # of such a one it is not known yet which GPU is to be reached
+        await self._cast.method(member).reserve(subject, effect.gpu, effect.size_bytes)
+        if member.offloaded and not member.gpu_unknown:  # of such a one it is not known yet which GPU is to be reached
             await self._cast.carrier(member).fetch(subject, tell)
             began = anyio.current_time()
-            await self._cast.carrier(member).arm(subject)
+            await self._cast.carrier(member).prepare(subject)
             self.paces.note_arming(member.carrier, anyio.current_time() - began)
-        return events.RoomTaken(**effect.ending())
+        return events.Reserved(**effect.ending())
 
-    async def _give_room(self, op: Operation, member: Member, effect: effects.GiveRoom, _: Progress) -> Event:
+    async def _release_reservation(
+        self, op: Operation, member: Member, effect: effects.ReleaseReservation, _: Progress
+    ) -> Event:
         subject = self._cast.subject(op, member)
-        if member.goal is None:
-            await self._cast.carrier(member).disarm(subject)
-        await self._cast.method(member).give_room(subject, effect.gpu)
-        return events.RoomGiven(**effect.ending())
+        if member.target_gpu is None:
+            await self._cast.carrier(member).abandon(subject)
+        await self._cast.method(member).release(subject, effect.gpu)
+        return events.ReservationReleased(**effect.ending())
 
-    async def _take_pool(self, op: Operation, member: Member, effect: effects.TakePool, _: Progress) -> Event:
-        await self._cast.carrier(member).hold(self._cast.subject(op, member), effect.size_bytes)
-        return events.PoolTaken(**effect.ending())
+    async def _reserve_pool(self, op: Operation, member: Member, effect: effects.ReservePool, _: Progress) -> Event:
+        await self._cast.carrier(member).reserve(self._cast.subject(op, member), effect.size_bytes)
+        return events.PoolReserved(**effect.ending())
 
-    async def _give_pool(self, op: Operation, member: Member, effect: effects.GivePool, _: Progress) -> Event:
-        await self._cast.carrier(member).give(self._cast.subject(op, member))
-        return events.PoolGiven(**effect.ending())
+    async def _release_pool(self, op: Operation, member: Member, effect: effects.ReleasePool, _: Progress) -> Event:
+        await self._cast.carrier(member).release(self._cast.subject(op, member))
+        return events.PoolReleased(**effect.ending())
 
-    async def _await_next(self, op: Operation, member: Member, effect: effects.AwaitNext, tell: Progress) -> Event:
-        is_ready = await self._cast.carrier(member).await_next(self._cast.subject(op, member), tell)
-        return events.NextAwaited(**effect.ending(), ready=is_ready)
+    async def _await_successor(
+        self, op: Operation, member: Member, effect: effects.AwaitSuccessor, tell: Progress
+    ) -> Event:
+        is_ready = await self._cast.carrier(member).await_successor(self._cast.subject(op, member), tell)
+        return events.SuccessorAwaited(**effect.ending(), ready=is_ready)
 
     def doing(self, op: Operation) -> str | None:
         """What is waited for now, in words that change as that takes longer; None for nothing of that kind."""
@@ -226,16 +230,16 @@ class Performer:
         said = [carrier.doing(self._cast.subject(op, member)) for carrier, member in carriers if carrier is not None]
         return next(filter(None, said), None)
 
-    async def _evacuate(self, op: Operation, member: Member, effect: effects.Evacuate, tell: Progress) -> Event:
+    async def _offload(self, op: Operation, member: Member, effect: effects.Offload, tell: Progress) -> Event:
         worker = self._cast.worker(member)
         if worker.held_bytes:
-            return events.Evacuated(**effect.ending(), size_bytes=worker.held_bytes)
+            return events.Offloaded(**effect.ending(), size_bytes=worker.held_bytes)
         began = anyio.current_time()
         subject, carrier = self._cast.subject(op, member), self._cast.carrier(member)
-        size_bytes = await carrier.take_out(subject, tell)
-        if not carrier.is_passing(subject):
+        size_bytes = await carrier.offload(subject, tell)
+        if not carrier.is_staged(subject):
             self._note_pace(member, member.carrier, OUT, size_bytes, began)
-        return events.Evacuated(**effect.ending(), size_bytes=size_bytes)
+        return events.Offloaded(**effect.ending(), size_bytes=size_bytes)
 
     async def _checkpoint(self, op: Operation, member: Member, effect: effects.Checkpoint, _: Progress) -> Event:
         """It has ended when the bytes that are out are where they may stay, too."""
@@ -244,11 +248,16 @@ class Performer:
             async with self._settling(member, subject) as passed:
                 left = await self._cast.method(member).checkpoint(subject)
                 took_s = anyio.current_time() - began
-        except Outgrown as more:
-            return events.Outgrown(**effect.ending(), rest_bytes=more.rest_bytes, shares_bytes=more.shares_bytes)
-        self._note_step(member, OUT, left.rest_bytes or 0, took_s, passed)
+        except GrewBeyondPlan as more:
+            return events.GrewBeyondPlan(
+                **effect.ending(), driver_bytes=more.rest_bytes, driver_bytes_by_gpu=more.shares_bytes
+            )
+        self._note_step(member, OUT, left.driver_bytes or 0, took_s, passed)
         return events.Checkpointed(
-            **effect.ending(), room_bytes=left.room_bytes, rest_bytes=left.rest_bytes, shares_bytes=left.shares_bytes
+            **effect.ending(),
+            reserved_bytes=left.reserved_bytes,
+            driver_bytes=left.driver_bytes,
+            driver_bytes_by_gpu=left.driver_bytes_by_gpu,
         )
 
     async def _hold(self, op: Operation, _: Member, effect: effects.Hold, __: Progress) -> Event:
@@ -259,24 +268,28 @@ class Performer:
 
     async def _restore(self, op: Operation, member: Member, effect: effects.Restore, tell: Progress) -> Event:
         subject = self._cast.subject(op, member)
-        if member.out:
+        if member.offloaded:
             await self._cast.carrier(member).fetch(subject, tell)  # one that fails has changed nothing
         began, is_near = anyio.current_time(), False
         try:
-            async with self._cast.carrier(member).nearing(subject) if member.out else nullcontext(Meanwhile()) as ahead:
-                is_near = member.out and self._cast.carrier(member).near(subject) is not None
+            async with (
+                self._cast.carrier(member).overlap_restore(subject)
+                if member.offloaded
+                else nullcontext(OverlappedCopy()) as ahead
+            ):
+                is_near = member.offloaded and self._cast.carrier(member).staged(subject) is not None
                 landed = await self._cast.method(member).restore(subject, effect.gpu)
                 took_s = anyio.current_time() - began
-        except NoRoom as error:
+        except OutOfMemory as error:
             if not is_near:
                 raise
             logger.warning("what went ahead of process %d makes room for it: %s", member.pid, error.message)
-            began, ahead = anyio.current_time(), Meanwhile()
+            began, ahead = anyio.current_time(), OverlappedCopy()
             landed = await self._restore_anew(member, subject, effect.gpu)
             took_s = anyio.current_time() - began
-        if isinstance(landed, Over):
+        if isinstance(landed, TrainingFinished):
             return events.TrainingEnded(worker=effect.worker, cause=effect.tag)
-        if isinstance(landed, Reborn):
+        if isinstance(landed, ReplacedBy):
             return events.Restored(
                 **effect.ending(),
                 landed=landed.gpu,
@@ -287,41 +300,47 @@ class Performer:
                 boundary=landed.boundary,
                 is_earlier=landed.is_earlier,
             )
-        if not member.anywhere:  # of whom it is only known that it is not more
-            self._note_step(member, IN, member.rest_bytes, took_s, ahead)
+        if not member.gpu_unknown:  # of whom it is only known that it is not more
+            self._note_step(member, IN, member.driver_bytes, took_s, ahead)
         return events.Restored(**effect.ending(), landed=landed)
 
-    async def _restore_anew(self, member: Member, subject: Subject, gpu: str) -> str | Reborn | Over | None:
+    async def _restore_anew(
+        self, member: Member, subject: MigratedProcess, gpu: str
+    ) -> str | ReplacedBy | TrainingFinished | None:
         """What was held beside it was given back; then as when it was armed: the room, and what the carrier needs."""
-        await self._cast.method(member).hold_room(subject, gpu, member.room_bytes)
-        await self._cast.carrier(member).arm(subject)
+        await self._cast.method(member).reserve(subject, gpu, member.room_bytes)
+        await self._cast.carrier(member).prepare(subject)
         return await self._cast.method(member).restore(subject, gpu)
 
-    async def _refill(self, op: Operation, member: Member, effect: effects.Refill, tell: Progress) -> Event:
+    async def _reload(self, op: Operation, member: Member, effect: effects.Reload, tell: Progress) -> Event:
         if self._cast.worker(member).held_bytes:
             subject, carrier = self._cast.subject(op, member), self._cast.carrier(member)
             await carrier.fetch(subject, tell)
-            began, near = anyio.current_time(), carrier.near(subject)
-            size_bytes = await carrier.put_back(subject, tell, lambda: self._cast.method(member).making(subject))
+            began, near = anyio.current_time(), carrier.staged(subject)
+            size_bytes = await carrier.reload(
+                subject, tell, lambda: self._cast.method(member).storage_allocation(subject)
+            )
             if near is not None:
                 self.paces.note_beside(member.carrier, IN, near.size_bytes, near.took_s)
             else:
                 rounds = rounds_of(size_bytes, member.overlap_bytes)
                 self._note_pace(member, member.carrier, IN, size_bytes, began, rounds)
-        return events.Refilled(**effect.ending())
+        return events.Reloaded(**effect.ending())
 
     async def _inspect(self, op: Operation, member: Member, effect: effects.Inspect, _: Progress) -> Event:
         subject = self._cast.subject(op, member)
         if not self._cast.lives(member):
-            is_stateless = member.saved and not member.verified and not self._cast.carrier(member).held_bytes(subject)
+            is_stateless = (
+                member.state_saved and not member.verified and not self._cast.carrier(member).held_bytes(subject)
+            )
             why = "it is not there any more"
-            return events.WorkerGone(worker=member.name, cause=effect.tag, why=why, stateless=is_stateless)
+            return events.WorkerExited(worker=member.name, cause=effect.tag, why=why, stateless=is_stateless)
         if not member.has_agent:
             standing = await self._cast.method(member).inspect(subject)
             return self._inspected(effect, member, subject, standing)
         known = self._cast.find(member.pid)
         if known is not None and known.token != member.token:  # the agent that is waited for will never come
-            return events.WorkerGone(worker=member.name, cause=effect.tag, why="it runs another program now")
+            return events.WorkerExited(worker=member.name, cause=effect.tag, why="it runs another program now")
         worker = self._cast.worker(member)
         standing = await self._cast.method(member).inspect(subject)
         if worker.held_bytes and standing.gpu is None and not standing.busy:
@@ -329,11 +348,13 @@ class Performer:
         stands = worker.parked or worker.held_bytes > 0
         if not worker.busy and not stands and not standing.busy:
             await worker.order("survey", limit_s=SURVEY_LIMIT_S)
-        if not (worker.parked or worker.held_bytes) and member.starts and worker.boundary > (member.boundary or 0):
-            await self._cast.method(member).note_gone_on(subject)
+        if not (worker.parked or worker.held_bytes) and member.start_count and worker.boundary > (member.boundary or 0):
+            await self._cast.method(member).note_resumed(subject)
         return self._inspected(effect, member, subject, standing)
 
-    def _inspected(self, effect: effects.Inspect, member: Member, subject: Subject, standing: Standing) -> Event:
+    def _inspected(
+        self, effect: effects.Inspect, member: Member, subject: MigratedProcess, standing: ProcessState
+    ) -> Event:
         worker = subject.worker if member.has_agent else None
         return events.Inspected(
             **effect.ending(),
@@ -341,27 +362,35 @@ class Performer:
             boundary=0 if worker is None else worker.boundary,
             out_bytes=0 if worker is None else worker.held_bytes,
             gpu=standing.gpu,
-            rooms=self._cast.method(member).rooms(replace(subject, gpu=standing.gpu)),
+            reservations=self._cast.method(member).reservations(replace(subject, gpu=standing.gpu)),
             pool_bytes=self._cast.carrier(member).held_bytes(subject),
             busy=standing.busy or (worker is not None and worker.busy),
             failed=standing.failed,
         )
 
-    def _settling(self, member: Member, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
-        return self._cast.carrier(member).settling(subject) if member.out else nullcontext(Meanwhile())
+    def _settling(self, member: Member, subject: MigratedProcess) -> AbstractAsyncContextManager[OverlappedCopy]:
+        return (
+            self._cast.carrier(member).overlap_checkpoint(subject)
+            if member.offloaded
+            else nullcontext(OverlappedCopy())
+        )
 
-    async def _settle(self, member: Member, subject: Subject) -> None:
+    async def _settle(self, member: Member, subject: MigratedProcess) -> None:
         """Finish what an earlier caller left half way. What stays where it is can be brought back from there."""
         carrier = self._cast.carrier(member)
         try:
-            async with carrier.settling(subject):
+            async with carrier.overlap_checkpoint(subject):
                 pass
-            if member.goal is None:  # also where nothing was left to copy: memory that it passed through may be held
-                await carrier.disarm(subject)
+            if (
+                member.target_gpu is None
+            ):  # also where nothing was left to copy: memory that it passed through may be held
+                await carrier.abandon(subject)
         except HegmError as error:
             logger.warning("the bytes of process %d stay where they are for now: %s", member.pid, error.message)
 
-    def _note_step(self, member: Member, direction: str, rest_bytes: int, took_s: float, copied: Meanwhile) -> None:
+    def _note_step(
+        self, member: Member, direction: str, rest_bytes: int, took_s: float, copied: OverlappedCopy
+    ) -> None:
         """A step of the driver, and the copy beside it. A step that had one says nothing of those without."""
         if member.method in (SIMULATED, RESTART):
             return

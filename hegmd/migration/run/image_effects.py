@@ -12,29 +12,29 @@ from hegmd.errors import HegmError
 from hegmd.migration.contracts import Progress
 from hegmd.migration.machine import effects, events
 from hegmd.migration.machine.events import Event
+from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.migration.machine.operation import Operation
-from hegmd.migration.machine.operation import Worker as Member
-from hegmd.migration.run.participants import Cast
+from hegmd.migration.run.participants import Participants
 
 
 class ImageEffects:
     """Has the imager do what an operation wants."""
 
-    def __init__(self, cast: Cast) -> None:
+    def __init__(self, cast: Participants) -> None:
         self._cast = cast
 
     async def dump(self, op: Operation, member: Member, effect: effects.Dump, tell: Progress) -> Event:
         imager = self._cast.imager_for(member)
         for each in op.live:  # what is written is what the pool has
-            if each.out:
-                async with self._cast.carrier(each).settling(self._cast.subject(op, each)):
+            if each.offloaded:
+                async with self._cast.carrier(each).overlap_checkpoint(self._cast.subject(op, each)):
                     pass
         await (imager.find(op) if effect.find else imager.dump(op, tell))
         return events.Dumped(**effect.ending())
 
     async def abandon(self, op: Operation, member: Member) -> None:
         """Before anything is asked of a worker, or given back that one had: nobody stands for an image given up."""
-        image = op.handoff
+        image = op.image
         if image is not None and image.begun and not (op.hands_over or image.written or image.whole):
             await self._cast.imager_for(member).abandon(op)
 
@@ -43,7 +43,7 @@ class ImageEffects:
         for each in op.workers:
             if each.pool_bytes and each.carrier in self._cast.carriers:
                 with suppress(HegmError):  # it is given back with the memory, and said then
-                    await self._cast.carriers[each.carrier].disarm(self._cast.subject(op, each))
+                    await self._cast.carriers[each.carrier].abandon(self._cast.subject(op, each))
         await self._cast.imager_for(member).seal(op, tell)
         return events.Sealed(**effect.ending())
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from hegmd.errors import UNAVAILABLE, HegmError
-from hegmd.migration.contracts import Carrier, Method, Rank, Respawn, Subject, start_key
+from hegmd.migration.contracts import Carrier, Method, MigratedProcess, Rank, Respawn, start_key
 from hegmd.migration.machine.operation import FORWARD, HOLD, Operation
-from hegmd.migration.machine.operation import Worker as Member
+from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.migration.run.image_service import Imager
-from hegmd.workers.workers import AgentAway, Worker, Workers
+from hegmd.workers.workers import AgentAway, AgentConnection, Workers
 
 
-class Cast:
+class Participants:
     """Whoever there is on this node, under this run of the daemon."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Cast:
         is_it = worker is not None and worker.identity.start_ticks == member.start_ticks and worker.connected
         return worker.connection if worker is not None and is_it else None
 
-    def find(self, pid: int) -> Worker | None:
+    def find(self, pid: int) -> AgentConnection | None:
         """The handle of whatever process has that pid now."""
         return self._workers.find(pid)
 
@@ -68,44 +68,44 @@ class Cast:
             raise _not_here(member, "maker of images", "criu")
         return self._imager
 
-    def subject(self, op: Operation, member: Member) -> Subject:
+    def subject(self, op: Operation, member: Member) -> MigratedProcess:
         """The process, as its operation knows it now."""
-        return Subject(
+        return MigratedProcess(
             operation=op.id,
             name=member.name,
             pid=member.pid,
             start_ticks=member.start_ticks,
-            gpu=member.at,
-            goal=member.goal,
-            left=member.left,
+            gpu=member.gpu,
+            target_gpu=member.target_gpu,
+            previous_gpu=member.previous_gpu,
             size_bytes=member.size_bytes,
-            storage_room_bytes=member.room_bytes - member.rest_bytes,
-            rest_bytes=member.rest_bytes,
-            beside_bytes=member.beside_bytes,
-            shares_bytes=member.shares_bytes,
-            storage_shares_bytes=member.storage_shares_bytes,
+            storage_reservation_bytes=member.room_bytes - member.driver_bytes,
+            driver_bytes=member.driver_bytes,
+            agent_overhead_bytes=member.agent_overhead_bytes,
+            driver_bytes_by_gpu=member.driver_bytes_by_gpu,
+            storage_bytes_by_gpu=member.storage_bytes_by_gpu,
             in_rounds=member.overlap_bytes > 0,
-            goes_on=not op.lockstep and op.heading != HOLD and op.handoff is None,
-            keeps_room=member.goal is not None or member.keeps is not None or len(op.workers) > 1,
-            elsewhere=member.elsewhere,
-            anywhere=member.anywhere,
+            goes_on=not op.is_distributed and op.direction != HOLD and op.image is None,
+            keeps_reservation=member.target_gpu is not None or member.kept_gpu is not None or len(op.workers) > 1,
+            source_gpu_uuids=member.source_gpu_uuids,
+            gpu_unknown=member.gpu_unknown,
             uid=op.owner_uid,
             run=member.run,
             respawn=_respawn(op),
-            start=start_key(op.kind, op.heading, [one.goal for one in op.workers]),
+            start=start_key(op.kind, op.direction, [one.target_gpu for one in op.workers]),
             rank=member.rank,
             ranks=_ranks(op),
             agent=self.agent(member),
         )
 
-    def agent(self, member: Member) -> Worker | None:
+    def agent(self, member: Member) -> AgentConnection | None:
         """The handle of that process and program, if there is one."""
         worker = self._workers.find(member.pid)
         if worker is None or worker.identity.start_ticks != member.start_ticks or worker.token != member.token:
             return None
         return worker
 
-    def worker(self, member: Member) -> Worker:
+    def worker(self, member: Member) -> AgentConnection:
         """The handle of that process and program. Raises AgentAway."""
         worker = self.agent(member)
         if worker is None:
@@ -115,7 +115,7 @@ class Cast:
 
 def _respawn(op: Operation) -> Respawn:
     """On the way back it is started as it was."""
-    if op.respawn is None or op.heading != FORWARD:
+    if op.respawn is None or op.direction != FORWARD:
         return Respawn()
     return Respawn(dict(op.respawn.set), op.respawn.unset, op.respawn.python)
 
@@ -124,7 +124,7 @@ def _ranks(op: Operation) -> tuple[Rank, ...]:
     """Of a restart of ranks, those that are started again together."""
     if not op.restarts_together:
         return ()
-    known = [Rank(one.name, one.rank, one.goal) for one in op.live if one.rank is not None]
+    known = [Rank(one.name, one.rank, one.target_gpu) for one in op.live if one.rank is not None]
     return tuple(sorted(known, key=lambda one: one.number))
 
 

@@ -37,20 +37,20 @@ from hegmd.migration.machine.events import Event
 from hegmd.migration.machine.machine import handle
 from hegmd.migration.machine.next_effects import TERMINAL
 from hegmd.migration.machine.operation import RESTART, Operation
-from hegmd.migration.machine.operation import Worker as Member
-from hegmd.migration.run.executor import Performer
-from hegmd.migration.run.task import AT_REST, SETTLED, EndedWell, Errand, Running, nobody_knows
+from hegmd.migration.machine.operation import JobProcess as Member
+from hegmd.migration.run.executor import EffectExecutor
+from hegmd.migration.run.task import AT_REST, SETTLED, EndedWell, OperationTask, PendingEffect, nobody_knows
 from hegmd.protocol import operations as told
 from hegmd.telemetry.events import EventLog
 from hegmd.telemetry.log import fields
-from hegmd.workers.workers import BACK, CAME, ENDED, LEFT, Worker
+from hegmd.workers.workers import BACK, CAME, ENDED, LEFT, AgentConnection
 
 logger = logging.getLogger(__name__)
 
 
 # Of these there may be more in a moment, and /proc cannot be asked without them either.
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-_LOOK_AGAIN_S = 1.0
+_POLL_INTERVAL_S = 1.0
 
 
 async def ended(pid: int, lives: Callable[[], bool]) -> None:
@@ -65,7 +65,7 @@ async def ended(pid: int, lives: Callable[[], bool]) -> None:
         except OSError as error:
             if error.errno not in _SCARCE and _is_gone(lives):
                 return
-            await anyio.sleep(_LOOK_AGAIN_S)
+            await anyio.sleep(_POLL_INTERVAL_S)
             continue
         try:
             if lives():
@@ -76,7 +76,7 @@ async def ended(pid: int, lives: Callable[[], bool]) -> None:
         finally:
             anyio.notify_closing(pidfd)
             os.close(pidfd)
-        await anyio.sleep(_LOOK_AGAIN_S)
+        await anyio.sleep(_POLL_INTERVAL_S)
 
 
 def _is_gone(lives: Callable[[], bool]) -> bool:
@@ -92,7 +92,7 @@ class Runner:
     def __init__(
         self,
         folder: Path,
-        performer: Performer,
+        performer: EffectExecutor,
         log: EventLog,
         *,
         disk: Disk | None = None,
@@ -106,8 +106,8 @@ class Runner:
         self._ended_well = ended_well
         self._clock = clock
         self._utc = utc
-        self._running: dict[str, Running] = {}
-        self._ended: dict[str, Running] = {}
+        self._running: dict[str, OperationTask] = {}
+        self._ended: dict[str, OperationTask] = {}
         #: Operations that came to their end under this daemon, by kind, way and end.
         self.ended_counts: Counter[tuple[str, str, str]] = Counter()
         self.over: Callable[[], object] = lambda: None  # called whenever an operation has come to its end
@@ -125,18 +125,18 @@ class Runner:
             async with anyio.create_task_group() as self._tasks:
                 for history in tuple(self._ledger.histories.values()):
                     if history.operation.phase not in TERMINAL:
-                        self._start(Running(history), events.Recovered(cause="hegmd was started"))
+                        self._start(OperationTask(history), events.Recovered(cause="hegmd was started"))
                 task_status.started()
                 await anyio.sleep_forever()
         finally:
             self._tasks = None
             self._ledger.close()
 
-    def _start(self, running: Running, first: Event) -> None:
+    def _start(self, running: OperationTask, first: Event) -> None:
         if self._tasks is None:
             raise Bug("an operation was begun before operations are run")
         self._running[running.op.id] = running
-        running.put(first)
+        running.enqueue(first)
         self._tasks.start_soon(self._drive, running, name=f"operation {running.op.id}")
 
     # -- what is asked -------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Runner:
         """Put an operation in the journal and start it. Raises HegmError; nothing has been done then."""
         utc = self._utc()
         history = History(op).after(op, records.Line(utc=utc, event="", phase=op.phase))
-        running = Running(history)
+        running = OperationTask(history)
         for member in op.workers:
             running.note_connection(member.name, self._performer.connection(member))
         self._running[op.id] = running  # takes the processes, before anything is waited for
@@ -186,31 +186,31 @@ class Runner:
             op = self.history(op_id).operation
             handle(op, event, self._clock())  # it is over, and says so by itself
             raise Bug(f"operation {op_id} is {op.phase} and has no task")
-        asking = running.put(event)
+        asking = running.enqueue(event)
         await asking.settled.wait()
         if asking.refusal is not None:
             raise asking.refusal
 
-    def hear(self, news: str, worker: Worker) -> None:
+    def hear(self, news: str, worker: AgentConnection) -> None:
         """Listens to the workers: hands on what concerns an operation."""
         for running in tuple(self._running.values()):
             for member in running.op.live:
                 identity = (worker.pid, worker.identity.start_ticks)
                 if not member.has_agent or (member.pid, member.start_ticks) != identity:
                     continue
-                if news == ENDED and member.restarts and not member.saved and self._tasks is not None:
+                if news == ENDED and member.restarts and not member.state_saved and self._tasks is not None:
                     self._tasks.start_soon(self._hear_end, running, member, worker)
                 else:
-                    running.put(_news_event(news, worker, member), worker.connection)
+                    running.enqueue(_news_event(news, worker, member), worker.connection)
 
-    async def _hear_end(self, running: Running, member: Member, worker: Worker) -> None:
+    async def _hear_end(self, running: OperationTask, member: Member, worker: AgentConnection) -> None:
         """Of one that was to leave and has ended before: its supervisor knows how, and is heard first."""
         event = _news_event(ENDED, worker, member)
-        if isinstance(event, events.WorkerGone) and await self._ended_well(
+        if isinstance(event, events.WorkerExited) and await self._ended_well(
             worker.identity.uid, worker.about.run, worker.pid
         ):
             event = event.replace(finished=True, why="it came to its end")
-        running.put(event, worker.connection)
+        running.enqueue(event, worker.connection)
 
     # -- what is told --------------------------------------------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class Runner:
         """Bytes that are out of their processes, by pid."""
         held: dict[int, int] = {}
         for op in self.under_way():
-            held.update({member.pid: member.size_bytes if member.out else 0 for member in op.live})
+            held.update({member.pid: member.size_bytes if member.offloaded else 0 for member in op.live})
         return held
 
     def describe(self, op_id: str) -> told.Operation:
@@ -290,7 +290,7 @@ class Runner:
                 return
             if described.phase in SETTLED and not running.inbox and not running.taking:
                 return
-            with anyio.move_on_after(_LOOK_AGAIN_S):  # one of its processes may be stopped, which nobody tells of
+            with anyio.move_on_after(_POLL_INTERVAL_S):  # one of its processes may be stopped, which nobody tells of
                 await changed.wait()
 
     async def changed(self, op_id: str) -> None:
@@ -301,7 +301,7 @@ class Runner:
 
     # -- one operation -------------------------------------------------------------------------------------------------
 
-    async def _drive(self, running: Running) -> None:
+    async def _drive(self, running: OperationTask) -> None:
         """Take one event after the other until the operation is over."""
         async with anyio.create_task_group() as tasks:
             for member in running.op.live:
@@ -311,13 +311,13 @@ class Runner:
                 asking = await running.next(self._clock)
                 running.taking = True
                 try:
-                    wanted = await self._take(running, asking.event)
+                    wanted = await self._handle(running, asking.event)
                 except HegmError as refusal:
                     asking.settle(refusal)
                     continue
                 finally:
                     running.taking = False
-                    running.progress.tell()
+                    running.progress.notify_all()
                 asking.settle()
                 if isinstance(asking.event, events.Restored) and asking.event.pid is not None:
                     running.forget_connection(asking.event.worker)
@@ -326,16 +326,16 @@ class Runner:
                 running.drop_what_is_not_awaited()
                 for effect in wanted:
                     tasks.start_soon(self._perform, running, running.start(effect))
-                running.progress.tell()
+                running.progress.notify_all()
             tasks.cancel_scope.cancel()
         self._finish(running)
 
-    async def _watch(self, running: Running, member: Member) -> None:
+    async def _watch(self, running: OperationTask, member: Member) -> None:
         """Wait for the end of a process that has no agent whose handle would tell of it."""
         await ended(member.pid, lambda: self._performer.lives(member))
-        running.put(events.WorkerGone(worker=member.name, cause="the process"))
+        running.enqueue(events.WorkerExited(worker=member.name, cause="the process"))
 
-    async def _take(self, running: Running, event: Event) -> tuple[Effect, ...]:
+    async def _handle(self, running: OperationTask, event: Event) -> tuple[Effect, ...]:
         """Handle one event and have what follows on disk. Raises Refused, with nothing changed."""
         now = self._clock()
         before = running.op
@@ -352,7 +352,7 @@ class Runner:
         self._note(running, event, before, after)
         return wanted
 
-    def _note(self, running: Running, event: Event, before: Operation, after: Operation) -> None:
+    def _note(self, running: OperationTask, event: Event, before: Operation, after: Operation) -> None:
         """Tell of it what is news, and forget the progress of what is over."""
         for happening in happenings(before, event, after):
             self._log.record(happening.kind, happening.severity, happening.message, facts={"id": after.id})
@@ -360,12 +360,12 @@ class Runner:
             running.moved.clear()
             logger.info("operation %s: %s", after.id, after.phase, extra=fields(operation=after.id, phase=after.phase))
 
-    async def _perform(self, running: Running, errand: Errand) -> None:
+    async def _perform(self, running: OperationTask, errand: PendingEffect) -> None:
         effect = errand.effect
 
         def on_progress(moved_bytes: int) -> None:
             running.moved[effect.worker] = moved_bytes
-            running.progress.tell()
+            running.progress.notify_all()
 
         try:
             with errand.scope:
@@ -377,11 +377,11 @@ class Runner:
                 took_ms = (self._clock() - began) * 1e3
                 logger.debug("operation %s: %s took %.1f ms", running.op.id, effect.tag, took_ms)
                 member = running.op.worker(effect.worker)
-                running.put(ending, None if member is None else self._performer.connection(member))
+                running.enqueue(ending, None if member is None else self._performer.connection(member))
         finally:
             running.end(errand)
 
-    def _finish(self, running: Running) -> None:
+    def _finish(self, running: OperationTask) -> None:
         """The operation is over."""
         op = running.op
         del self._running[op.id]
@@ -396,7 +396,7 @@ class Runner:
             except HegmError as refusal:
                 asking.settle(refusal)
         self._tell_end(op)
-        running.progress.tell()
+        running.progress.notify_all()
 
     def _tell_end(self, op: Operation) -> None:
         """Count it, tell of it, and forget the oldest of those that are over."""
@@ -406,9 +406,9 @@ class Runner:
         self._log.record(f"operation.{op.phase}", severity, f"operation {op.id}: {op.phase}{why}", facts={"id": op.id})
 
 
-def _news_event(news: str, worker: Worker, member: Member) -> Event:
+def _news_event(news: str, worker: AgentConnection, member: Member) -> Event:
     if news == ENDED and worker.token == member.token:
-        return events.WorkerGone(worker=member.name, cause="the process", why=worker.how_ended or "it ended")
+        return events.WorkerExited(worker=member.name, cause="the process", why=worker.how_ended or "it ended")
     if news in (CAME, BACK):
         return events.AgentBack(worker=member.name, token=worker.token, cause="the agent")
     if news in (LEFT, ENDED):

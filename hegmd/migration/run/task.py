@@ -15,13 +15,13 @@ import anyio
 from hegmd.errors import HegmError
 from hegmd.migration.journal.records import History
 from hegmd.migration.machine import events
-from hegmd.migration.machine.effects import FINISH, Dump, Effect
+from hegmd.migration.machine.effects import FINISH, Dump, Effect, ReleasePool, ReleaseReservation, Reserve, ReservePool
 from hegmd.migration.machine.events import Event
 from hegmd.migration.machine.machine import HOLDING
 from hegmd.migration.machine.next_effects import SUSPENDED, TERMINAL
+from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.migration.machine.operation import Operation
-from hegmd.migration.machine.operation import Worker as Member
-from hegmd.system.condition import News
+from hegmd.system.condition import Condition
 
 AT_REST = frozenset((SUSPENDED, *TERMINAL))
 # What whoever follows an operation waits for: also that its job stands, where that is all that was asked.
@@ -51,7 +51,7 @@ class Asking:
         self.settled.set()
 
 
-class Errand:
+class PendingEffect:
     """An effect that is being performed, or waits for its turn. `heard` is the connection that an order goes over."""
 
     def __init__(self, effect: Effect, heard: int | None) -> None:
@@ -63,9 +63,9 @@ class Errand:
     def holds_up(self, later: Effect) -> bool:
         """Whether the later effect has to wait for this one.
 
-        A room or a piece of the pool is taken and given one after the other, also when the machine has given up waiting
-        for the first. An order goes out while others are under way, which is the agent's to sort out; but not before
-        one that was dropped is out of the way.
+        GPU memory and pool memory are reserved and released one after the other, also when the machine has given up
+        waiting for the first. An order goes out while others are under way, because the agent sorts them out. It waits
+        only for an order that was dropped and has not ended yet.
         """
         own = self.effect
         if own.tag == Dump.tag:  # what is dropped of it is undone first, whomever of the job the later one is for
@@ -78,11 +78,14 @@ class Errand:
 
 
 def _resource(effect: Effect) -> tuple[str, str | None]:
-    """What a `take-...` or `give-...` takes or gives."""
-    return effect.tag.partition("-")[2], getattr(effect, "gpu", None)
+    """What the effect reserves or releases, and on which GPU; an empty name for every other effect."""
+    return _RESERVED.get(effect.tag, ""), getattr(effect, "gpu", None)
 
 
-class Running:
+_RESERVED = {Reserve.tag: "gpu", ReleaseReservation.tag: "gpu", ReservePool.tag: "pool", ReleasePool.tag: "pool"}
+
+
+class OperationTask:
     """An operation that is not over: its history, what has happened and was not handled, and who performs what."""
 
     def __init__(self, history: History) -> None:
@@ -92,8 +95,8 @@ class Running:
         self.taking = False
         self.news = anyio.Event()
         #: How it comes on, for those who follow.
-        self.progress = News()
-        self.performing: dict[int, Errand] = {}
+        self.progress = Condition()
+        self.performing: dict[int, PendingEffect] = {}
         #: For each worker the connection that was last heard of, by `agent-back` or `inspected`, or as it began.
         self.heard: dict[str, int] = {}
         self.moved: dict[str, int] = {}
@@ -102,7 +105,7 @@ class Running:
     def op(self) -> Operation:
         return self.history.operation
 
-    def put(self, event: Event, connection: int | None = None) -> Asking:
+    def enqueue(self, event: Event, connection: int | None = None) -> Asking:
         """Something happened."""
         asking = Asking(event, connection)
         self.inbox.append(asking)
@@ -129,17 +132,17 @@ class Running:
             return Asking(events.DeadlinePassed(cause="the clock"))
         return self.inbox.popleft()
 
-    def start(self, effect: Effect) -> Errand:
+    def start(self, effect: Effect) -> PendingEffect:
         """Enter an effect that is to be performed, over the connection that is known of now and no later one."""
-        self.performing[effect.number] = errand = Errand(effect, self.heard.get(effect.worker))
+        self.performing[effect.number] = errand = PendingEffect(effect, self.heard.get(effect.worker))
         return errand
 
-    def end(self, errand: Errand) -> None:
+    def end(self, errand: PendingEffect) -> None:
         """It is performed, or given up."""
         errand.over.set()
         self.performing.pop(errand.effect.number, None)
 
-    def before(self, effect: Effect) -> Iterator[Errand]:
+    def before(self, effect: Effect) -> Iterator[PendingEffect]:
         """What has to be over before that effect is performed."""
         return (errand for errand in tuple(self.performing.values()) if errand.holds_up(effect))
 
@@ -156,5 +159,5 @@ def rooms_to_restore(ops: Iterable[Operation]) -> Iterable[tuple[Member, str, in
     for op in ops:
         if op.phase not in TERMINAL:
             for member in op.live:
-                for gpu, size_bytes in member.rooms.items():
+                for gpu, size_bytes in member.reservations.items():
                     yield member, gpu, size_bytes

@@ -31,7 +31,7 @@ _OUT_OF_RESOURCES = 15
 _NOT_INITIALISED = 32
 _NO_DRIVER = 34
 
-_MOST_PROCESSES = 1 << 16
+_MAX_PROCESSES = 1 << 16
 _UNTOLD = frozenset({0xFFFF, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF})
 
 
@@ -239,7 +239,7 @@ class AmdSmi:
             status = self._wrapper.amdsmi_get_gpu_process_list(
                 self._handles[facts.pci_address], ctypes.byref(count), entries
             )
-            if status != _OUT_OF_RESOURCES or not room < count.value <= _MOST_PROCESSES:
+            if status != _OUT_OF_RESOURCES or not room < count.value <= _MAX_PROCESSES:
                 break
             room = count.value + 64
         if status not in {_OK, _NO_PERMISSION, _OUT_OF_RESOURCES}:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hegmd import __version__
 
-MOST_GPUS = 256
+MAX_GPUS = 256
 VENDOR = "vendor"
 GPU_FAULTS = ("lost", "error", "hang", "unknown-memory", "ecc", "xid")
 VENDOR_FAULTS = ("lost", "error", "hang")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from hegmd.node.devices.nvml_gpu import NvmlGpu
 from hegmd.protocol.snapshots import PeerLink
 
-_MOST_LINKS = 36
+_MAX_LINKS = 36
 _READ, _WRITE, _OVER_NVLINK = 0, 1, 2
 
 # Of one link, in one direction, as NVIDIA's data sheets give it; by NVML's number for the NVLink version.
@@ -56,7 +56,7 @@ def read_links(gpus: Mapping[str, NvmlGpu], addresses: Mapping[str, str | None])
 
 def _ends_of(gpu: NvmlGpu, known: set[str | None]) -> _Ends:
     ends = _Ends()
-    for number in range(_MOST_LINKS):
+    for number in range(_MAX_LINKS):
         link = gpu.nvlink(number)
         if link is None:
             continue

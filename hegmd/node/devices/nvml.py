@@ -42,11 +42,11 @@ _PROCESS_FUNCTIONS = {
     "compute": "nvmlDeviceGetComputeRunningProcesses",
     "mps": "nvmlDeviceGetMPSComputeRunningProcesses",
 }
-_LONGEST_ENTRY_BYTES = 32
+_MAX_ENTRY_BYTES = 32
 _USUAL_ENTRY_BYTES = 24
 _ENTRY_BYTES = (16, 24, 32)
 _BLANK = 0xA5
-_MOST_ENTRIES = 1 << 17  # no node has so many; a driver that says so is not believed
+_MAX_ENTRIES = 1 << 17  # no node has so many; a driver that says so is not believed
 
 
 class LibraryMissing(Exception):
@@ -95,7 +95,7 @@ class Nvml:
         self._process_lists: dict[str, Callable[..., int] | None] = {}
         self._entry_bytes: dict[str, int] = {}
         self._room = 256
-        self._buffer = ctypes.create_string_buffer(self._room * _LONGEST_ENTRY_BYTES)
+        self._buffer = ctypes.create_string_buffer(self._room * _MAX_ENTRY_BYTES)
         self.binding: Any = None
         try:
             self._initialise()
@@ -232,9 +232,9 @@ class Nvml:
             return None
         count = ctypes.c_uint(self._room)
         code = function(handle, ctypes.byref(count), self._buffer)
-        while code == _INSUFFICIENT_SIZE and self._room < count.value * 2 <= _MOST_ENTRIES:
+        while code == _INSUFFICIENT_SIZE and self._room < count.value * 2 <= _MAX_ENTRIES:
             self._room = count.value * 2  # more may start in between
-            self._buffer = ctypes.create_string_buffer(self._room * _LONGEST_ENTRY_BYTES)
+            self._buffer = ctypes.create_string_buffer(self._room * _MAX_ENTRY_BYTES)
             count = ctypes.c_uint(self._room)
             code = function(handle, ctypes.byref(count), self._buffer)
         if code:

@@ -20,7 +20,7 @@ from hegmd.errors import BAD_CONFIG, HegmError
 from hegmd.node.devices.node_spec import (
     GPU_FAULTS,
     LINK_KINDS,
-    MOST_GPUS,
+    MAX_GPUS,
     PLAYED,
     UNITS_BYTES,
     USE_KINDS,
@@ -65,10 +65,8 @@ def _from_short(spec: str, count: int, size: str) -> Topology:
             f"cannot simulate {spec!r}: {size!r} is not an amount of memory",
             f"write a number with a unit, such as 2x8GiB; units are {', '.join(UNITS_BYTES)}",
         )
-    if not 1 <= count <= MOST_GPUS:
-        raise HegmError(
-            BAD_CONFIG, f"cannot simulate {count} GPUs", f"ask for 1 to {MOST_GPUS} of them, such as 2x8GiB"
-        )
+    if not 1 <= count <= MAX_GPUS:
+        raise HegmError(BAD_CONFIG, f"cannot simulate {count} GPUs", f"ask for 1 to {MAX_GPUS} of them, such as 2x8GiB")
     return Topology(gpus=tuple(default_gpu(index, memory_bytes) for index in range(count)), links=full_mesh(count))
 
 
@@ -241,11 +239,11 @@ class _Description:
         if not top.values.get("gpu"):
             top.wrong("gpu", "there is no GPU", "describe at least one under [[gpu]]")
         for table in tables:
-            count = table.number("count", 1, MOST_GPUS) or 1
+            count = table.number("count", 1, MAX_GPUS) or 1
             made = self._gpu(table, len(gpus), alone=count == 1)
             gpus += [made] + [self._twin(made, len(gpus) + offset) for offset in range(1, count)]
-        if len(gpus) > MOST_GPUS:
-            top.wrong("gpu", f"{len(gpus)} GPUs are too many", f"describe at most {MOST_GPUS}")
+        if len(gpus) > MAX_GPUS:
+            top.wrong("gpu", f"{len(gpus)} GPUs are too many", f"describe at most {MAX_GPUS}")
         for attribute in ("uuid", "pci_address"):
             values = [getattr(gpu, attribute) for gpu in gpus]
             for value in sorted({value for value in values if values.count(value) > 1}):

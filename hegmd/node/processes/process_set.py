@@ -20,8 +20,8 @@ from pathlib import Path
 from hegmd.node.processes.procfs import Scarce, Unreadable, Vanished, read_start
 
 __all__ = [
-    "Holder",
-    "Population",
+    "DescriptorHolder",
+    "ProcessSet",
     "ask",
     "end_all",
     "holders_of",
@@ -38,18 +38,18 @@ _TOLD_GRACE_S = 30.0
 _DUMPER_GRACE_S = 900.0
 _END_GRACE_S = 30.0
 _REAPED_WITHIN_S = 10.0
-_LOOK_AGAIN_S = 0.01
+_POLL_INTERVAL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Population:
+class ProcessSet:
     """Processes by number with their start times; who stood still by a signal when looked at."""
 
     start_ticks: Mapping[int, int]
     stopped: frozenset[int] = frozenset()
 
 
-def population_of(pids: Iterable[int]) -> Population:
+def population_of(pids: Iterable[int]) -> ProcessSet:
     """Those of them that live. Blocks no longer than reading /proc does.
 
     Raises OSError where that cannot be looked at now: nobody is taken for gone for want of a descriptor.
@@ -65,11 +65,11 @@ def population_of(pids: Iterable[int]) -> Population:
             raise OSError(error.number, str(error)) from error
         except (Vanished, Unreadable):
             continue
-    return Population(ticks, frozenset(stopped))
+    return ProcessSet(ticks, frozenset(stopped))
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class DescriptorHolder:
     """Who has a number, as its process, its group or its session; a zombie waits for its parent to reap it."""
 
     number: int
@@ -78,10 +78,10 @@ class Holder:
     is_zombie: bool
 
 
-def holders_of(numbers: Iterable[int], proc_root: str = "/proc") -> tuple[Holder, ...]:
+def holders_of(numbers: Iterable[int], proc_root: str = "/proc") -> tuple[DescriptorHolder, ...]:
     """Whoever has one of these numbers now: until nobody does, no process can be made under it again."""
     wanted = frozenset(numbers)
-    found: list[Holder] = []
+    found: list[DescriptorHolder] = []
     for name in os.listdir(proc_root):
         if not name.isdigit():
             continue
@@ -91,12 +91,14 @@ def holders_of(numbers: Iterable[int], proc_root: str = "/proc") -> tuple[Holder
             continue
         held = {int(name): "process", int(fields[3]): "session", int(fields[2]): "group"} | {int(name): "process"}
         found += [
-            Holder(number, int(name), what, fields[0] == b"Z") for number, what in held.items() if number in wanted
+            DescriptorHolder(number, int(name), what, fields[0] == b"Z")
+            for number, what in held.items()
+            if number in wanted
         ]
     return tuple(found)
 
 
-def wait_until_free(numbers: Collection[int], limit_s: float = _REAPED_WITHIN_S) -> tuple[Holder, ...]:
+def wait_until_free(numbers: Collection[int], limit_s: float = _REAPED_WITHIN_S) -> tuple[DescriptorHolder, ...]:
     """Give whoever has to reap the zombies under those numbers the time to do so; who has one of them then. Blocks.
 
     Nobody is told when somebody else's child is reaped, so it is looked at again and again.
@@ -106,7 +108,7 @@ def wait_until_free(numbers: Collection[int], limit_s: float = _REAPED_WITHIN_S)
         found = holders_of(numbers)
         if not found or not all(each.is_zombie for each in found) or time.monotonic() >= end:
             return found
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def wait_for_thread_numbers(numbers: Collection[int], limit_s: float = _REAPED_WITHIN_S) -> tuple[int, int] | None:
@@ -120,10 +122,10 @@ def wait_for_thread_numbers(numbers: Collection[int], limit_s: float = _REAPED_W
         found = next(((number, int(process)) for number, process in held if process is not None), None)
         if found is None or time.monotonic() >= end:
             return found
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
-def let_go(people: Population) -> None:
+def let_go(people: ProcessSet) -> None:
     """Have everybody go on who did not stand still by a signal when they were looked at. Blocks; raises nothing.
 
     A CRIU that is still at work on them is told to end, and waited for, since it would stop them again: a daemon that
@@ -152,7 +154,7 @@ def _let_one_go(pid: int, start_ticks: int) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
-def stop_all(people: Population) -> None:
+def stop_all(people: ProcessSet) -> None:
     """Have those very processes stand still, the last first named; fine for who has ended. Does not wait for it."""
     for pid, ticks in people.start_ticks.items():
         with _held(pid, ticks) as pidfd:
@@ -194,7 +196,7 @@ def dumpers_of(pids: Iterable[int], proc_root: str = "/proc", *, uid: int | None
     return tuple(found)
 
 
-def end_all(people: Population) -> None:
+def end_all(people: ProcessSet) -> None:
     """End them for good and wait until they are gone. Blocks; raises nothing for who has ended already."""
     with_fds: list[int] = []
     try:

@@ -55,7 +55,7 @@ class Tallies:
     log_held_back: int = 0
     audit_lost: int = 0
     pool_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
-    strays: int = 0
+    orphans: int = 0
     images_missed: int = 0
     operations: Mapping[tuple[str, str, str], int] = field(default_factory=dict[tuple[str, str, str], int])
 
@@ -226,8 +226,8 @@ def _kept(out: Exposition, tallies: Tallies) -> None:
     lost.add(tallies.audit_lost)
     pool = out.family("hegmd_pool_bytes", "gauge", "What the pool has: held in memory, on disk, and its budget.")
     _by_word(pool, "what", tallies.pool_bytes)
-    strays = out.family("hegmd_strays", "gauge", "Bytes and processes that no operation has and that need a person.")
-    strays.add(tallies.strays)
+    orphans = out.family("hegmd_orphans", "gauge", "Bytes and processes that no operation has and that need a person.")
+    orphans.add(tallies.orphans)
     missed = out.family("hegmd_images_missed", "gauge", "Jobs that have no image of the last time that one was due.")
     missed.add(tallies.images_missed)
 

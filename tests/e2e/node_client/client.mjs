@@ -135,7 +135,7 @@ async function checkRefused(vector) {
   if (vector.closes) {
     assert.equal(await connection.next(), null, "not closed");
   } else {
-    connection.send(frame({ v: 1, id: 1000, op: "ping", args: {} }));
+    connection.send(frame({ v: 2, id: 1000, op: "ping", args: {} }));
     assert.ok(contains(await connection.next(), { id: 1000, ok: {} }), "of no use after the refusal");
   }
   connection.close();

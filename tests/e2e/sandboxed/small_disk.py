@@ -15,7 +15,7 @@ import anyio
 from hegmd.errors import HegmError
 from hegmd.images.files.catalogue import verify
 from hegmd.images.files.images import Images
-from hegmd.images.files.open_image import Lent
+from hegmd.images.files.open_image import ImageWriter
 from hegmd.protocol.images import Manifest
 from hegmd.system.programs import Rights
 
@@ -58,7 +58,7 @@ async def _refused(images: Images, path: str, *, bytes_of: int, criu_bytes: int)
     return None
 
 
-def _dump(lent: Lent, size_bytes: int) -> None:
+def _dump(lent: ImageWriter, size_bytes: int) -> None:
     fd = os.open("pages-1.img", os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=lent.criu_dir_fd)
     os.write(fd, os.urandom(size_bytes))
     os.close(fd)

@@ -409,7 +409,7 @@ CUresult memory_save(void) {
 }
 
 /* Under the node's lock: takes the room for everything at once, or nothing. */
-static CUresult take_room(struct node_process *self, const int *map, int *fds) {
+static CUresult reserve(struct node_process *self, const int *map, int *fds) {
     struct facts facts = scenario_facts();
     uint64_t need[NODE_GPUS] = {0}, contexts_bytes[NODE_GPUS] = {0};
     for (int gpu = 0; gpu < facts.gpu_count; gpu++) contexts_bytes[map[gpu]] += self->context_bytes[gpu];
@@ -430,7 +430,7 @@ CUresult memory_restore(const int *map) {
     static int fds[MAX_BLOCKS];
     if (has_foreign()) return CUDA_ERROR_INVALID_VALUE;
     node_lock();
-    CUresult taken = take_room(node_find(getpid()), map, fds);
+    CUresult taken = reserve(node_find(getpid()), map, fds);
     node_unlock();
     if (taken) return taken;
     for (int i = 0; i < MAX_BLOCKS; i++) {

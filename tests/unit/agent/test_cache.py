@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from hegmd.agent.cache import MOST_RUNS, Run, most_runs, runs_between
+from hegmd.agent.cache import MAX_RUNS, Run, most_runs, runs_between
 from hegmd.agent.cuda_state import Segment
 
 MIB = 1 << 20
@@ -50,9 +50,9 @@ def test_what_the_allocator_could_not_use_is_no_run() -> None:
 
 
 def test_of_very_many_runs_the_smallest_are_made_as_one_for_each_stream() -> None:
-    many = [segment(number << 32, (20 + number) * MIB, stream=number % 2) for number in range(MOST_RUNS + 4)]
+    many = [segment(number << 32, (20 + number) * MIB, stream=number % 2) for number in range(MAX_RUNS + 4)]
     runs = most_runs(runs_between(many, []))
-    assert len(runs) == MOST_RUNS + 2
+    assert len(runs) == MAX_RUNS + 2
     assert sum(sizes(runs)) == sum(one.size_bytes for one in many)
     assert sizes(runs[-2:]) in ([(20 + 22) * MIB, (21 + 23) * MIB], [(21 + 23) * MIB, (20 + 22) * MIB])
 

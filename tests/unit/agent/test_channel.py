@@ -15,7 +15,7 @@ import pytest
 from hegmd.agent.channel import (
     BATCH_LOOK_S,
     FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
+    MAX_PAUSE_S,
     look_within_s,
     next_pause_s,
     periodic_images,
@@ -73,14 +73,14 @@ def _until(look: Callable[[], bytes], wanted: bytes) -> bool:
 
 def test_daemons_killed_one_after_the_other_left_a_parked_job_standing_for_seconds_more() -> None:
     """Each connection had been of use and did not last, and the next came later and later."""
-    assert next_pause_s(LONGEST_PAUSE_S, 0.5, was_of_use=True) == FIRST_PAUSE_S
+    assert next_pause_s(MAX_PAUSE_S, 0.5, was_of_use=True) == FIRST_PAUSE_S
 
 
 def test_that_a_restarted_training_goes_on_was_noted_only_after_the_whole_of_a_pause() -> None:
     """A training that failed within these 5 s was started again from its old state."""
-    assert look_within_s(LONGEST_PAUSE_S, awaits_batch=True) == BATCH_LOOK_S
+    assert look_within_s(MAX_PAUSE_S, awaits_batch=True) == BATCH_LOOK_S
     assert look_within_s(0.1, awaits_batch=True) == 0.1
-    assert look_within_s(LONGEST_PAUSE_S, awaits_batch=False) == LONGEST_PAUSE_S
+    assert look_within_s(MAX_PAUSE_S, awaits_batch=False) == MAX_PAUSE_S
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,9 @@ def test_a_wish_for_images_that_cannot_be_read_is_none(text: str | None, wish: t
 
 def test_where_nobody_listens_it_calls_less_and_less_often() -> None:
     pauses_s = [FIRST_PAUSE_S]
-    while pauses_s[-1] < LONGEST_PAUSE_S:
+    while pauses_s[-1] < MAX_PAUSE_S:
         pauses_s.append(next_pause_s(pauses_s[-1], 0.0, was_of_use=False))
     assert pauses_s == sorted(set(pauses_s))
     assert len(pauses_s) > 4
-    assert next_pause_s(LONGEST_PAUSE_S, 0.0, was_of_use=False) == LONGEST_PAUSE_S
-    assert next_pause_s(LONGEST_PAUSE_S, LONGEST_PAUSE_S + 1, was_of_use=False) == FIRST_PAUSE_S
+    assert next_pause_s(MAX_PAUSE_S, 0.0, was_of_use=False) == MAX_PAUSE_S
+    assert next_pause_s(MAX_PAUSE_S, MAX_PAUSE_S + 1, was_of_use=False) == FIRST_PAUSE_S

@@ -222,7 +222,7 @@ def test_a_state_that_is_not_back_yet_is_not_saved_over(made: Callable[..., _Tra
     assert training.departure.next_deadline() is not None
     training.is_due_now = False
     training.departure.tick()
-    assert training.gate.asked
+    assert training.gate.requested
 
 
 def test_a_training_that_was_let_go_by_somebody_else_is_asked_again(made: Callable[..., _Trained]) -> None:
@@ -308,9 +308,9 @@ def test_one_whose_parent_is_not_its_launcher_left_and_was_never_started_again(
     training = made(HEGM_LAUNCHER=str(os.getpid()))
     training.request.is_wanted = True
     training.departure.tick()
-    assert not training.gate.asked
+    assert not training.gate.requested
     assert f"its parent, process {os.getppid()}," in (tmp_path / "refused").read_text()
     at_home = made(HEGM_LAUNCHER=str(os.getppid()))
     at_home.request.is_wanted = True
     at_home.departure.tick()
-    assert at_home.gate.asked
+    assert at_home.gate.requested

@@ -73,7 +73,7 @@ no_{short_of}()
 gate.boundary_by_hand()
 {short_of}()
 orders.tick()
-assert (gate.parked, gate.asked, gate.count) == (False, False, 1)
+assert (gate.parked, gate.requested, gate.count) == (False, False, 1)
 assert [(one.order, one.result) for one in reports] == [(1, "failed")], reports
 assert "signals cannot be held back" in reports[0].message, reports
 assert "ulimit" in reports[0].hint, reports

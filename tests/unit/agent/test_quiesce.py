@@ -18,10 +18,10 @@ def _ask_loader(gate: Gate) -> None:
     """What the hook in a loader's iterator does."""
     if threading.get_ident() == gate.thread:
         gate.count += 1
-        if gate.asked:
-            gate.arrive()
+        if gate.requested:
+            gate.at_boundary()
     else:
-        gate.other_thread_asks()
+        gate.batch_from_other_thread()
 
 
 def _step(gate: Gate) -> None:
@@ -98,7 +98,7 @@ def test_it_parks_at_the_count_that_was_asked_for_and_goes_on_when_released() ->
     assert gate.passed is None
     script.steps(1)
     assert gate.passed == 5
-    assert not gate.asked
+    assert not gate.requested
     script.end()
 
 
@@ -120,7 +120,7 @@ def test_a_withdrawn_request_leaves_no_trace() -> None:
     gate.ask(Asked(PARK, at=100))
     assert not gate.withdraw()
     _ask_loader(gate)
-    assert (gate.asked, gate.parked, gate.count) == (False, False, 1)
+    assert (gate.requested, gate.parked, gate.count) == (False, False, 1)
 
 
 def test_a_call_is_made_in_the_training_thread() -> None:
@@ -206,7 +206,7 @@ def test_an_inert_gate_never_stops_anybody() -> None:
     _ask_loader(gate)
     gate.ask(Asked(PARK))
     gate.boundary_by_hand()
-    assert not gate.asked
+    assert not gate.requested
 
 
 class _Raiser:

@@ -58,10 +58,10 @@ def test_parameters_gradients_state_and_views_come_back_as_they_were(memory: int
     found = torch_state.find()
     assert {t.untyped_storage().data_ptr() for t in tensors} <= _addresses(found)
     os.truncate(memory, transfer.room_bytes(found.sizes))
-    evacuated = transfer.evacuate(os.dup(memory), found.storages, found.sizes, _progress)
+    offloaded = transfer.offload(os.dup(memory), found.storages, found.sizes, _progress)
     assert {t.untyped_storage().nbytes() for t in tensors} == {0}
-    evacuated.bring_back(memory, _progress)
-    evacuated.close()
+    offloaded.bring_back(memory, _progress)
+    offloaded.close()
     for tensor, (values, *rest) in zip(tensors, before, strict=True):
         now = [tensor._version, tensor.stride(), tensor.requires_grad, id(tensor.untyped_storage())]
         assert now == rest
@@ -131,20 +131,20 @@ def test_the_smallest_stay_when_there_is_less_room_than_was_surveyed() -> None:
         found.take(object(), size_bytes)
     found.keep_what_fits(60_000, transfer.room_bytes)
     assert found.sizes == [50_000]
-    assert found.left_alone == {torch_state.NO_ROOM: [2, 7_100]}
+    assert found.left_alone == {torch_state.OUT_OF_MEMORY: [2, 7_100]}
 
 
 def test_too_little_room_changes_nothing(memory: int) -> None:
     tensor = torch.arange(10_000)
     with pytest.raises(HegmError, match="was given room for 0"):
-        transfer.evacuate(memory, [tensor.untyped_storage()], [80_000], _progress)
+        transfer.offload(memory, [tensor.untyped_storage()], [80_000], _progress)
     assert tensor.sum() == 49_995_000
 
 
-def test_bytes_of_another_evacuation_are_refused_and_nothing_is_lost(memory: int) -> None:
+def test_bytes_of_another_offload_are_refused_and_nothing_is_lost(memory: int) -> None:
     tensor = torch.arange(10_000)
     os.truncate(memory, transfer.room_bytes([80_000]))
-    first = transfer.evacuate(os.dup(memory), [tensor.untyped_storage()], [80_000], _progress)
+    first = transfer.offload(os.dup(memory), [tensor.untyped_storage()], [80_000], _progress)
     other = os.memfd_create("other", os.MFD_CLOEXEC)
     os.truncate(other, transfer.room_bytes([80_000]))
     with pytest.raises(HegmError, match="does not hold"):

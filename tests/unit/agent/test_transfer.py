@@ -78,10 +78,10 @@ def test_storages_of_every_size_come_back_three_times_with_their_bytes(room: int
     between = [bytes(range(256)) * size for size in range(1, 40)]  # in the same heap, and none of ours
     kept = [bytes(text) for text in between]
     for _ in range(3):
-        evacuated = transfer.evacuate(os.dup(room), storages, list(SIZES), _ignore)
+        offloaded = transfer.offload(os.dup(room), storages, list(SIZES), _ignore)
         assert [storage.nbytes() for storage in storages] == [0] * len(SIZES)
-        evacuated.bring_back(room, _ignore)
-        evacuated.close()
+        offloaded.bring_back(room, _ignore)
+        offloaded.close()
         assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, expected, strict=True))
     assert between == kept
 
@@ -90,11 +90,11 @@ def test_storages_of_every_size_come_back_three_times_with_their_bytes(room: int
 def test_memory_falls_by_what_goes_out(room: int) -> None:
     _tensors, storages, _ = _random((64 * MIB, 64 * MIB))
     before_kib = _own_kib()["Anonymous"]
-    evacuated = transfer.evacuate(os.dup(room), storages, [64 * MIB] * 2, _ignore)
+    offloaded = transfer.offload(os.dup(room), storages, [64 * MIB] * 2, _ignore)
     out_kib = _own_kib()["Anonymous"]
     assert before_kib - out_kib > 127 << 10
-    evacuated.bring_back(room, _ignore)
-    evacuated.close()
+    offloaded.bring_back(room, _ignore)
+    offloaded.close()
     assert _own_kib()["Anonymous"] - out_kib > 127 << 10
 
 
@@ -104,10 +104,10 @@ def test_what_comes_back_lies_in_huge_pages_where_the_node_has_them(room: int) -
     if not setting.exists() or "[never]" in setting.read_text():
         pytest.skip("transparent huge pages are off on this node")
     _tensors, storages, _ = _random((64 * MIB,))
-    evacuated = transfer.evacuate(os.dup(room), storages, [64 * MIB], _ignore)
+    offloaded = transfer.offload(os.dup(room), storages, [64 * MIB], _ignore)
     before_kib = _own_kib()["AnonHugePages"]
-    evacuated.bring_back(room, _ignore)
-    evacuated.close()
+    offloaded.bring_back(room, _ignore)
+    offloaded.close()
     assert _own_kib()["AnonHugePages"] - before_kib >= 60 << 10
 
 
@@ -119,7 +119,7 @@ def test_a_storage_that_cannot_be_freed_leaves_all_as_it_was(room: int) -> None:
     listed = [*storages[:2], Stubborn(storages[2], after=0), storages[3]]
     fd = os.dup(room)
     with pytest.raises(HegmError, match=r"could not be freed: .* not resizable"):
-        transfer.evacuate(fd, listed, list(sizes), _ignore)
+        transfer.offload(fd, listed, list(sizes), _ignore)
     os.close(fd)  # still the caller's
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, expected, strict=True))
     assert [tensor.untyped_storage()._cdata for tensor in tensors] == before
@@ -129,12 +129,12 @@ def test_without_memory_to_come_back_all_stays_out_and_the_next_time_it_comes(ro
     sizes = (5000, 6 * MIB, 7 * MIB)
     tensors, storages, expected = _random(sizes)
     listed = [storages[0], storages[1], Stubborn(storages[2], after=1)]
-    evacuated = transfer.evacuate(os.dup(room), listed, list(sizes), _ignore)
+    offloaded = transfer.offload(os.dup(room), listed, list(sizes), _ignore)
     with pytest.raises(HegmError, match="could not be brought back into process"):
-        evacuated.bring_back(room, _ignore)
+        offloaded.bring_back(room, _ignore)
     assert [storage.nbytes() for storage in storages] == [0, 0, 0]
-    evacuated.bring_back(room, _ignore)
-    evacuated.close()
+    offloaded.bring_back(room, _ignore)
+    offloaded.close()
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, expected, strict=True))
 
 
@@ -144,7 +144,7 @@ def test_a_descriptor_that_cannot_be_written_changes_nothing() -> None:
     os.truncate(fd, 16 * MIB)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE)
     with pytest.raises(HegmError, match="could not be copied out"):
-        transfer.evacuate(fd, storages, [6 * MIB, 100], _ignore)
+        transfer.offload(fd, storages, [6 * MIB, 100], _ignore)
     os.close(fd)
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, expected, strict=True))
 
@@ -168,12 +168,12 @@ def test_memory_of_mapped_files_and_numpy_stays_while_others_go(room: int, tmp_p
         addresses = {storage.data_ptr() for storage in found.storages}
         assert mine.data_ptr() in addresses
         assert not addresses & {address for address, _ in before}
-        evacuated = transfer.evacuate(os.dup(room), found.storages, found.sizes, _ignore)
+        offloaded = transfer.offload(os.dup(room), found.storages, found.sizes, _ignore)
         assert mine.untyped_storage().nbytes() == 0
         for tensor, (address, _) in zip(others, before, strict=True):
             assert tensor.data_ptr() == address
-        evacuated.bring_back(room, _ignore)
-        evacuated.close()
+        offloaded.bring_back(room, _ignore)
+        offloaded.close()
         assert all(torch.equal(tensor, copy) for tensor, (_, copy) in zip(others, before, strict=True))
         assert bool((mine == 7).all())
         del others, tensor
@@ -188,9 +188,9 @@ def test_a_process_that_had_its_bytes_again_kept_the_descriptor_of_them(room: in
         found.take(storage, storage.nbytes())
     carrying = Carrying()
     own = os.dup(room)
-    assert carrying.evacuate(own, found, _ignore) == 2
+    assert carrying.offload(own, found, _ignore) == 2
     assert carrying.keeps(own)
-    carrying.refill(room if with_one else None, _ignore)
+    carrying.reload(room if with_one else None, _ignore)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(own)
     assert carrying.out is None

@@ -81,7 +81,7 @@ def test_what_is_wrong_is_said(served: rest.Server, path: str, body: Any, answer
 
 
 def test_a_body_is_not_read_beyond_its_limit(served: rest.Server) -> None:
-    head = f"POST /resume HTTP/1.1\r\nContent-Length: {rest.MOST_BODY_BYTES + 1}\r\n\r\n"
+    head = f"POST /resume HTTP/1.1\r\nContent-Length: {rest.MAX_BODY_BYTES + 1}\r\n\r\n"
     assert b" 413 " in _raw(served.port, head.encode()).splitlines()[0]
 
 
@@ -130,7 +130,7 @@ def _is_cut_off(connection: socket.socket, bytes_sent: int) -> bool:
 def test_more_connections_than_there_are_threads_for_are_turned_away_and_others_served_again(
     served: rest.Server,
 ) -> None:
-    held = [socket.create_connection(("127.0.0.1", served.port), timeout=HANG_S) for _ in range(rest.MOST_CONNECTIONS)]
+    held = [socket.create_connection(("127.0.0.1", served.port), timeout=HANG_S) for _ in range(rest.MAX_CONNECTIONS)]
     try:
         assert _raw(served.port, b"").startswith(b"HTTP/1.0 503 ")
         for connection in held:

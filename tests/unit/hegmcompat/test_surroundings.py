@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hegmcompat.surroundings import SHORTEST_POLL_S, is_loopback, read_surroundings, require_token_off_loopback
+from hegmcompat.surroundings import MIN_POLL_S, is_loopback, read_surroundings, require_token_off_loopback
 from hegmd.errors import HegmError
 
 TOKEN = "0123456789abcdef"
@@ -41,7 +41,7 @@ def test_each_variable_is_heard() -> None:
 def test_a_pause_of_0_was_refused_and_is_a_short_one() -> None:
     """Issue 14, row 7: HeGM takes it, and looks without a pause."""
     found = read_surroundings({"HEGM_POLL_INTERVAL": "0", "HEGM_CTRL_CHECKPOINT_TIMEOUT": "0"})
-    assert found.poll_interval_s == SHORTEST_POLL_S > 0
+    assert found.poll_interval_s == MIN_POLL_S > 0
     assert found.checkpoint_limit_s == 0
 
 

@@ -22,7 +22,7 @@ from tests.unit.hegmctl.fake_daemon import Answerer, Asked, Caller, cancelling, 
 GIB = 1024**3
 
 WELCOME = m.Welcome(
-    version=1,
+    version=2,
     daemon_version=__version__,
     node="node7",
     simulated=False,

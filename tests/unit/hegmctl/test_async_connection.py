@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from hegmctl.async_connection import connect_async
-from hegmctl.exchange import MOST_UNREAD
+from hegmctl.exchange import MAX_UNREAD
 from hegmd.errors import BUSY, DISCONNECTED, INCOMPATIBLE, NO_DAEMON, NOT_FOUND, TIMEOUT, HegmError
 from hegmd.protocol import messages as m
 from hegmd.protocol.connection import Asked
@@ -138,7 +138,7 @@ async def test_calls_can_be_made_from_within_a_stream(daemon: FakeDaemon) -> Non
 @pytest.mark.thorough
 async def test_a_reader_that_takes_nothing_loses_its_stream_and_not_the_connection(daemon: FakeDaemon) -> None:
     def flood(caller: Caller, asked: Asked) -> None:
-        caller.send(caller.protocol.event(asked.id, node.EVENTS[0]) * (MOST_UNREAD + 2))
+        caller.send(caller.protocol.event(asked.id, node.EVENTS[0]) * (MAX_UNREAD + 2))
 
     daemon.answers[m.Events] = flood
     async with connect_async(str(daemon.path)) as hegmd:

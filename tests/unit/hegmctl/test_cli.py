@@ -46,7 +46,7 @@ ANSWERS: list[tuple[str, Record | None, str]] = [
     ),
     ("metrics", m.MetricsReply(text='hegmd_build_info{version="0.1.0"} 1\n'), 'hegmd_build_info{version="0.1.0"} 1'),
     ("simulate fault gpu1 lost", m.FaultReply(faults={"gpu1": "lost"}), "gpu1: lost"),
-    ("version", None, f"hegmd    {__version__}, protocol 1"),
+    ("version", None, f"hegmd    {__version__}, protocol 2"),
     ("ping", None, f"hegmd {__version__} on node7 answers in"),
     ("doctor", None, "2 ok, 1 warning, 0 failures, 1 skipped"),
 ]

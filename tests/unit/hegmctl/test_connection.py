@@ -34,7 +34,7 @@ from tests.unit.hegmctl.fake_daemon import Answerer, Caller, FakeDaemon, failing
 
 def test_the_daemon_is_greeted_by_name_and_version(hegmd: Connection, daemon: FakeDaemon) -> None:
     assert hegmd.welcome == node.WELCOME
-    assert daemon.wait_for(m.Hello) == m.Hello(versions=(1,), name="hegmctl", program_version=__version__)
+    assert daemon.wait_for(m.Hello) == m.Hello(versions=(2,), name="hegmctl", program_version=__version__)
 
 
 def test_every_operation_asks_for_its_own(hegmd: Connection, daemon: FakeDaemon) -> None:

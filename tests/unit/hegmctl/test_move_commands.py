@@ -31,30 +31,30 @@ BY_US = Reason(code=CANCELLED.name, message="cancelled by uid 0", hint="ask for 
 MOVED = OperationProcess(pid=4711, began_on="gpu0", gpu="gpu1", to="gpu1", size_bytes=2 * GIB, state="running")
 STAYED = MOVED.replace(gpu="gpu0", to="gpu0")
 DONE = Operation(
-    id="7", kind="migrate", phase="done", processes=(MOVED,), created_utc=0.0, size_bytes=2 * GIB, blackout_s=0.25
+    id="7", kind="migrate", phase="done", processes=(MOVED,), created_utc=0.0, size_bytes=2 * GIB, downtime_s=0.25
 )
-UNDONE = DONE.replace(phase="undone", processes=(STAYED,), blackout_s=None, failure=LATE)
-TURNED = UNDONE.replace(failure=BY_US)
-UNDER_WAY = DONE.replace(phase="quiescing", processes=(STAYED.replace(to="gpu1"),), blackout_s=None)
+ROLLED_BACK = DONE.replace(phase="rolled-back", processes=(STAYED,), downtime_s=None, failure=LATE)
+TURNED = ROLLED_BACK.replace(failure=BY_US)
+UNDER_WAY = DONE.replace(phase="quiescing", processes=(STAYED.replace(to="gpu1"),), downtime_s=None)
 PLAN = Plan(
     kind="migrate",
     way="agent",
     workers=(PlannedProcess(pid=4711, name="train.py", gpu="gpu0", to="gpu1", size_bytes=GIB, carrier="worker"),),
     size_bytes=GIB,
-    room_needed_bytes={"gpu1": GIB},
-    room_free_bytes={"gpu1": 8 * GIB},
+    reservation_bytes={"gpu1": GIB},
+    gpu_free_bytes={"gpu1": 8 * GIB},
     pool_needed_bytes=GIB,
     pool_free_bytes=4 * GIB,
     estimate_s=1.25,
-    lockstep=False,
+    is_distributed=False,
     steps=("take room",),
 )
-OUT = OperationProgress(id="7", phase="evacuating", moved_bytes=GIB, size_bytes=2 * GIB)
+OUT = OperationProgress(id="7", phase="offloading", moved_bytes=GIB, size_bytes=2 * GIB)
 STORY = (
     StoryLine(utc=10.0, event="", phase="planned"),
-    StoryLine(utc=10.5, event="begin", cause="request", phase="arming", effects=("take-pool",)),
+    StoryLine(utc=10.5, event="begin", cause="request", phase="reserving", effects=("reserve-pool",)),
 )
-BAR = "operation 7  [###########.............]  evacuating  1.0 GiB of 2.0 GiB"
+BAR = "operation 7  [###########.............]  offloading  1.0 GiB of 2.0 GiB"
 QUESTION = "Cancel operation 7? It goes on otherwise [y/N] "
 
 
@@ -197,9 +197,9 @@ def test_a_plan_is_shown_and_that_nothing_was_done(daemon: FakeDaemon) -> None:
     ("reply", "status", "last"),
     [
         (m.Drained(operations=(DONE,)), 0, "1 moved (operation 7): 4711 gpu0 -> gpu1"),
-        (m.Drained(operations=(DONE, UNDONE)), 8, "1 moved, 1 not"),
+        (m.Drained(operations=(DONE, ROLLED_BACK)), 8, "1 moved, 1 not"),
         (m.Drained(operations=(DONE,), left=(LATE.replace(code="refused"),)), 6, "1 moved, 1 not"),
-        (m.Drained(operations=(UNDONE,), left=(LATE.replace(code="denied"),)), 8, "0 moved, 2 not"),
+        (m.Drained(operations=(ROLLED_BACK,), left=(LATE.replace(code="denied"),)), 8, "0 moved, 2 not"),
         (m.Drained(operations=(UNDER_WAY, UNDER_WAY)), 0, "0 moved, 2 under way, 0 not"),
         (m.Drained(operations=()), 0, "there is nothing on it that could be moved"),
     ],
@@ -214,11 +214,11 @@ def test_a_drain_ends_as_its_first_job_that_stayed(
 
 
 def test_what_was_turned_back_ends_with_its_own_status(daemon: FakeDaemon) -> None:
-    daemon.answers[m.Suspend] = saying(_reply(UNDONE))
+    daemon.answers[m.Suspend] = saying(_reply(ROLLED_BACK))
     ran = hegmctl("suspend", "4711", socket=daemon.path)
     assert (ran.returncode, ran.stderr) == (TIMEOUT.exit_status, "")
     assert ran.stdout.splitlines() == [
-        "operation 7: migrate of 4711: undone (gpu0, 2.0 GiB)",
+        "operation 7: migrate of 4711: rolled back (gpu0, 2.0 GiB)",
         "  no batch boundary within 60 s",
         "  next: a longer --timeout",
     ]
@@ -321,7 +321,7 @@ def test_who_says_yes_sees_it_turned_back(daemon: FakeDaemon) -> None:
         terminal.until(lambda lines: lines[-1] == QUESTION)
         terminal.type("y\n")
         assert terminal.end() == CANCELLED.exit_status
-        assert "operation 7: migrate of 4711: undone (gpu0, 2.0 GiB)" in terminal.picture.lines
+        assert "operation 7: migrate of 4711: rolled back (gpu0, 2.0 GiB)" in terminal.picture.lines
         assert "  cancelled by uid 0" in terminal.picture.lines
     assert daemon.wait_for(m.CancelOperation) == m.CancelOperation(id="7")
     assert daemon.wait_for(m.Story) == m.Story(id="7", follow=True)

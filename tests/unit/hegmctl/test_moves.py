@@ -23,7 +23,7 @@ from tests.unit.hegmctl.running import ROOT
 
 DONE = Operation(id="7", kind="migrate", phase="done", processes=(), created_utc=0.0, size_bytes=10)
 STORY = m.StoryReply(operation=DONE, story=())
-PROGRESS = tuple(OperationProgress(id="7", phase=phase, size_bytes=10) for phase in ("arming", "evacuating", "done"))
+PROGRESS = tuple(OperationProgress(id="7", phase=phase, size_bytes=10) for phase in ("reserving", "offloading", "done"))
 DRAINED = m.Drained(operations=(DONE,))
 REPLY = m.OperationReply(operation=DONE)
 

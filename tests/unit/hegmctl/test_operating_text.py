@@ -58,14 +58,14 @@ def where(*operations: Operation) -> list[str]:
     [
         (operation("done"), "gpu0 -> gpu1"),
         (operation("done", process("gpu0", "gpu0"), kind="resume"), "gpu0"),
-        (operation("undone", process("gpu0", "gpu0")), "gpu0"),
+        (operation("rolled-back", process("gpu0", "gpu0")), "gpu0"),
         (operation("quiescing", process("gpu0", "gpu1")), "gpu0 -> gpu1"),
-        (operation("refilling", process("gpu1", "gpu1", "out")), "gpu1"),
+        (operation("reloading", process("gpu1", "gpu1", "out")), "gpu1"),
         (operation("restoring", process(None, "gpu1", "out")), "pool -> gpu1"),
-        (operation("evacuating", process("gpu0", None, "parked"), kind="suspend"), "gpu0 -> pool"),
+        (operation("offloading", process("gpu0", None, "parked"), kind="suspend"), "gpu0 -> pool"),
         (operation("suspended", process(None, None, "out"), kind="suspend"), "gpu0 -> pool"),
-        (operation("arming", process(None, "gpu1", "out"), kind="resume"), "pool -> gpu1"),
-        (operation("undone", process("gpu0", "gpu1", "gone")), "ended"),
+        (operation("reserving", process(None, "gpu1", "out"), kind="resume"), "pool -> gpu1"),
+        (operation("rolled-back", process("gpu0", "gpu1", "gone")), "ended"),
         (operation("done", process(), process(pid=4712)), "gpu0 -> gpu1"),
         (operation("done", process(), process("gpu2", "gpu2", pid=4712)), "gpu0 -> gpu1, gpu0 -> gpu2"),
     ],
@@ -96,16 +96,16 @@ def test_what_an_older_daemon_does_not_say_is_left_out() -> None:
 
 
 def test_an_end_is_told_with_its_reason_and_the_next_step() -> None:
-    ended = operation("undone", process("gpu0", "gpu0"), blackout_s=0.1234, failure=FAILURE)
+    ended = operation("rolled-back", process("gpu0", "gpu0"), downtime_s=0.1234, failure=FAILURE)
     assert operation_text(m.OperationReply(operation=ended), PIPE) == [
-        "operation 7: migrate of 4711: undone (gpu0, 2.0 GiB, stood for 0.123 s)",
+        "operation 7: migrate of 4711: rolled back (gpu0, 2.0 GiB, stood for 0.123 s)",
         "  no batch boundary within 60 s",
         "  next: a longer --timeout",
     ]
 
 
 def test_an_image_is_told_with_how_long_it_took_beside_how_long_the_job_stood() -> None:
-    ended = operation("done", process("gpu0", "gpu0"), kind="checkpoint", blackout_s=1.5, took_s=8.25)
+    ended = operation("done", process("gpu0", "gpu0"), kind="checkpoint", downtime_s=1.5, took_s=8.25)
     (line,) = operation_text(m.OperationReply(operation=ended), PIPE)
     assert line == "operation 7: checkpoint of 4711: done (gpu0, 2.0 GiB, stood for 1.500 s, 8.2 s in all)"
     back = operation_text(m.OperationReply(operation=ended.replace(kind="restore")), PIPE)
@@ -119,7 +119,7 @@ def test_no_operations_is_said() -> None:
 
 
 def test_a_narrow_terminal_shows_what_matters() -> None:
-    ended = operation("undone", process("gpu0", "gpu0"), blackout_s=0.1234, failure=FAILURE)
+    ended = operation("rolled-back", process("gpu0", "gpu0"), downtime_s=0.1234, failure=FAILURE)
     lines = operations_text(m.OperationsReply(operations=(ended,)), Style(columns=60, ellipsis="~"))
     assert all(width(line) <= 60 for line in lines)
     assert lines[0].split()[:5] == ["ID", "KIND", "PHASE", "PIDS", "WHERE"]
@@ -129,17 +129,17 @@ def test_a_story_tells_of_every_process_of_a_job() -> None:
     ranks = (process("gpu1", "gpu1"), process("gpu1", "gpu1", "out", pid=4712).replace(rank=1))
     story = (
         StoryLine(utc=10.0, event="", phase="planned"),
-        StoryLine(utc=10.5, event="begin", cause="request", phase="arming", effects=("take-pool", "take-room")),
+        StoryLine(utc=10.5, event="begin", cause="request", phase="reserving", effects=("reserve-pool", "reserve")),
     )
-    reply = m.StoryReply(operation=operation("refilling", *ranks), story=story, untold=3)
+    reply = m.StoryReply(operation=operation("reloading", *ranks), story=story, untold=3)
     assert story_text(reply, PIPE) == [
-        "operation 7: migrate of 4711, 4712: refilling (gpu1, 2.0 GiB)",
+        "operation 7: migrate of 4711, 4712: reloading (gpu1, 2.0 GiB)",
         "  4711: gpu1, 2.0 GiB; it runs",
         "  4712 (rank 1): gpu1, 2.0 GiB; it stands, its bytes are in the pool",
         "",
         "(3 earlier lines are no longer remembered)",
         "    0.000 s  planned       planned",
-        "    0.500 s  arming        begin -> take-pool, take-room",
+        "    0.500 s  reserving     begin -> reserve-pool, reserve",
     ]
 
 
@@ -148,12 +148,12 @@ PLAN = Plan(
     way="agent",
     workers=(PlannedProcess(pid=4711, name="train.py", gpu="gpu0", to="gpu1", size_bytes=GIB, carrier="worker"),),
     size_bytes=GIB,
-    room_needed_bytes={"gpu1": GIB},
-    room_free_bytes={"gpu1": 8 * GIB},
+    reservation_bytes={"gpu1": GIB},
+    gpu_free_bytes={"gpu1": 8 * GIB},
     pool_needed_bytes=GIB,
     pool_free_bytes=4 * GIB,
     estimate_s=1.25,
-    lockstep=True,
+    is_distributed=True,
     hazards=("2 of the job's 4 ranks are here",),
     steps=("take room", "stop at a boundary"),
 )
@@ -175,7 +175,7 @@ def test_a_plan_says_what_is_needed_and_that_nothing_was_done() -> None:
 
 
 def test_a_drain_tells_of_each_job_and_counts_them() -> None:
-    undone = operation("undone", process("gpu0", "gpu0", pid=4712), failure=FAILURE)
+    undone = operation("rolled-back", process("gpu0", "gpu0", pid=4712), failure=FAILURE)
     left = Reason(code="refused", message="process 9 has no agent", hint="start it with `hegmctl run`", pid=9)
     lines = drained_text(m.Drained(operations=(operation(), undone), left=(left,)), PIPE)
     assert lines[0].startswith("operation 7: migrate of 4711: done")
@@ -188,7 +188,7 @@ def test_a_drain_without_a_job_a_planned_one_and_one_under_way() -> None:
     planned = drained_text(m.Drained(operations=(), plans=(PLAN, PLAN)), PIPE)
     assert [line for line in planned if line[:2] in ("1.", "2.")] == ["1. migrate", "2. migrate"]
     assert planned[-2:] == ["2 could be moved, 0 not", "nothing was done: this is only the plan"]
-    begun = m.Drained(operations=(operation("arming", process("gpu0", "gpu1")), operation()))
+    begun = m.Drained(operations=(operation("reserving", process("gpu0", "gpu1")), operation()))
     assert drained_text(begun, PIPE)[-1] == "1 moved, 1 under way, 0 not"
 
 
@@ -196,11 +196,11 @@ def test_a_swap_says_whether_they_have_changed_places() -> None:
     back = operation("done", process("gpu0", "gpu0", pid=4712))
     swapped = m.Drained(operations=(operation(), back))
     assert swapped_text(swapped, PIPE) == ["they have changed places: 4711, 4712 (operations 7, 7)"]
-    undone = operation("undone", process("gpu0", "gpu0", pid=4712), failure=FAILURE)
+    undone = operation("rolled-back", process("gpu0", "gpu0", pid=4712), failure=FAILURE)
     assert swapped_text(m.Drained(operations=(operation(), undone)), PIPE)[-1] == "they have not changed places"
     left = m.Drained(operations=(operation(),), left=(FAILURE,))
     assert swapped_text(left, PIPE)[-1] == "they have not changed places"
-    begun = m.Drained(operations=(operation("arming", process("gpu0", "gpu1")),))
+    begun = m.Drained(operations=(operation("reserving", process("gpu0", "gpu1")),))
     assert swapped_text(begun, PIPE)[-1] == "the other steps follow by themselves: see `hegmctl ops`"
     planned = swapped_text(m.Drained(operations=(), plans=(PLAN, PLAN, PLAN)), PIPE)
     assert planned[0] == "1. migrate"
@@ -219,7 +219,7 @@ def test_what_an_operation_waits_for_stood_nowhere_while_it_was_followed() -> No
 
 
 def test_the_bar_goes_on_with_phases_and_bytes() -> None:
-    phases = ("arming", "quiescing", "evacuating", "refilling", "verifying", "sealing", "done")
+    phases = ("reserving", "quiescing", "offloading", "reloading", "verifying", "sealing", "done")
     lines = [
         progress_text(OperationProgress(id="7", phase=phase, moved_bytes=GIB, size_bytes=2 * GIB), PIPE)[0]
         for phase in phases
@@ -227,7 +227,7 @@ def test_the_bar_goes_on_with_phases_and_bytes() -> None:
     filled = [line.count("#") for line in lines]
     assert filled == sorted(filled)
     assert filled[-2] < filled[-1] == 24
-    assert lines[2] == "operation 7  [###########.............]  evacuating  1.0 GiB of 2.0 GiB"
+    assert lines[2] == "operation 7  [###########.............]  offloading  1.0 GiB of 2.0 GiB"
     assert "GiB" not in lines[1], "no bytes go while it waits for a boundary"
 
 

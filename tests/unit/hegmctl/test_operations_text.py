@@ -25,7 +25,7 @@ SUSPENDED = Operation(
     size_bytes=2**30,
     waits=Wait(why="it is suspended", next="hegmctl resume 4711"),
 )
-MOVING = SUSPENDED.replace(id="8", kind="migrate", phase="evacuating", waits=None)
+MOVING = SUSPENDED.replace(id="8", kind="migrate", phase="offloading", waits=None)
 STORY = m.StoryReply(
     operation=SUSPENDED,
     story=(
@@ -77,16 +77,16 @@ def test_a_story_printed_internal_fields_to_people() -> None:
             cause="restore",
             detail="worker 4711-99, landed None, pid None, token , is_earlier False",
             phase="restoring",
-            effects=("refill 4711-99",),
+            effects=("reload 4711-99",),
         ),
         StoryLine(
             utc=1_790_000_002.0,
             event="failed",
             detail="worker 4711-99, fault refused, code refused, message no room, hint free some",
-            phase="refilling",
+            phase="reloading",
         ),
-        StoryLine(utc=1_790_000_004.0, event="cancel-asked", cause="request", detail="by uid 7", phase="refilling"),
-        StoryLine(utc=1_790_000_004.0, event="of-a-newer-hegmd", detail="x 1", phase="refilling"),
+        StoryLine(utc=1_790_000_004.0, event="cancel-requested", cause="request", detail="by uid 7", phase="reloading"),
+        StoryLine(utc=1_790_000_004.0, event="of-a-newer-hegmd", detail="x 1", phase="reloading"),
     )
     lines = whole_story_text(m.StoryReply(operation=MOVING, story=story, untold=3), PIPE)
     clock = time.strftime("%H:%M:%S", time.localtime(1_790_000_001))
@@ -98,7 +98,7 @@ def test_a_story_printed_internal_fields_to_people() -> None:
     assert lines[-2].split()[1:] == "2.000 s uid 7 asked to turn it back".split()
     assert lines[-1].split()[1:] == "0.000 s hegmd of-a-newer-hegmd".split()
     assert "(3 earlier lines are no longer remembered)" in lines
-    assert not any(word in "\n".join(lines) for word in ("None", "token", "is_earlier", "effect", "refill 4711"))
+    assert not any(word in "\n".join(lines) for word in ("None", "token", "is_earlier", "effect", "reload 4711"))
 
 
 def test_every_event_of_the_machine_has_words_for_people() -> None:

@@ -17,7 +17,7 @@ def test_a_command_in_a_pipe_waited_for_a_stopped_job_without_a_word(daemon: Fak
     waiting = OperationProgress(id="7", phase="quiescing", waits=wait)
 
     def answer(caller: Caller, asked: Asked) -> Record | None:
-        for progress in (OperationProgress(id="7", phase="arming"), waiting, waiting.replace(size_bytes=1)):
+        for progress in (OperationProgress(id="7", phase="reserving"), waiting, waiting.replace(size_bytes=1)):
             caller.event(asked.id, progress)
         return m.OperationReply(operation=DONE)
 

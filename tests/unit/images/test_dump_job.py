@@ -16,14 +16,14 @@ import pytest
 from hegmd.errors import REFUSED, TIMEOUT, UNAVAILABLE, HegmError, Refused
 from hegmd.gpu_helper.mark import MARK_BYTES, Mark, packed_mark
 from hegmd.images.dump_files import require_unmarked
-from hegmd.images.dump_job import Handoff
-from hegmd.images.dump_records import StandingNotes
+from hegmd.images.dump_job import JobDumper
+from hegmd.images.dump_records import DumpRecords
 from hegmd.images.hegm_lock_files import LockFiles
-from hegmd.images.rendezvous import MeetingPlaces
+from hegmd.images.rendezvous import Rendezvous
 from hegmd.memory.pool import Key, Pool
 from hegmd.memory.pool_memory import Memory
 from hegmd.migration.machine.operation import CHECKPOINT
-from hegmd.migration.machine.operation import Handoff as Wish
+from hegmd.migration.machine.operation import ImageRequest as Wish
 from hegmd.node.processes.process_set import population_of
 from hegmd.protocol.images import Manifest
 from hegmd.protocol.messages import Order
@@ -67,11 +67,11 @@ async def test_a_job_ran_on_beyond_its_whole_image_when_the_daemon_was_stopped_a
 ) -> None:
     """The next daemon found the image whole and ended the job, with files grown that the image has the sizes of."""
     disk: Any = SlowDisk()
-    parts = (lambda: disk, MeetingPlaces(tmp_path / "hegmd.sock"), Workers(), Pool(1 << 20))
-    handoff = Handoff(*parts, criu=none, look=none, in_unit=False, locks=LockFiles(None), notes=StandingNotes(tmp_path))
+    parts = (lambda: disk, Rendezvous(tmp_path / "hegmd.sock"), Workers(), Pool(1 << 20))
+    handoff = JobDumper(*parts, criu=none, look=none, in_unit=False, locks=LockFiles(None), notes=DumpRecords(tmp_path))
     ticks = population_of([stopped]).start_ticks[stopped]
     wish = Wish(path="/images/one", uid=os.geteuid(), gid=os.getegid(), root_pid=stopped, root_ticks=ticks)
-    op = operation(kind=CHECKPOINT, handoff=wish)
+    op = operation(kind=CHECKPOINT, image=wish)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(handoff.find, op)
         await disk.asked.wait()
@@ -147,7 +147,7 @@ async def test_bytes_that_would_be_lost_with_the_daemon_are_no_agents_to_step_as
 ) -> None:
     """An agent that stepped aside has let go of its own descriptor of them."""
     lent, workers, pool = Borrowed(), Workers(start_ticks), Pool(64 << 20)
-    op = attended(paused, out=True)
+    op = attended(paused, offloaded=True)
     await pool.take(Key(op.id, "a"), 1 << 10)
     try:
         async with anyio.create_task_group() as tasks:
@@ -160,7 +160,7 @@ async def test_bytes_that_would_be_lost_with_the_daemon_are_no_agents_to_step_as
             assert (agent.seen, lent.ends) == ([], ["discarded"])
             tasks.cancel_scope.cancel()
     finally:
-        await pool.give(Key(op.id, "a"))
+        await pool.release(Key(op.id, "a"))
 
 
 class Guarding(HangingUp):
@@ -257,7 +257,7 @@ async def test_nobody_let_go_of_a_job_whose_dump_was_given_up_once_that_daemon_w
     shelf, op = Shelf(), wished(stopped, begun=True)
     op = op.replace(workers=(op.workers[0].replace(token="a" * 32),))
     handoff = handoff_with(shelf, tmp_path)
-    place = MeetingPlaces(tmp_path / "hegmd.sock").hold("a" * 32)
+    place = Rendezvous(tmp_path / "hegmd.sock").hold("a" * 32)
     await handoff.abandon(op)
     assert (state(stopped) == "T", shelf.swept) == (False, ["/images/one"])
     assert not await anyio.Path(place).exists()

@@ -12,9 +12,9 @@ import anyio
 import pytest
 
 from hegmd.errors import HegmError, Refused
-from hegmd.images.dump_records import StandingNotes
+from hegmd.images.dump_records import DumpRecords
 from hegmd.node.criu_program import Criu
-from hegmd.node.processes.process_set import Population, population_of
+from hegmd.node.processes.process_set import ProcessSet, population_of
 from hegmd.workers.workers import Workers
 from tests.unit.handed import Borrowed, HangingUp, Shelf, attended, handoff_with, state, wished
 from tests.unit.moving_node import start_ticks
@@ -25,9 +25,9 @@ async def test_a_child_of_a_job_that_was_killed_with_its_daemon_before_the_image
     how: str, tmp_path: Path, stopped: int
 ) -> None:
     """Only the daemon that was killed knew that it had stopped it; in the job's tree it is no more."""
-    people = Population({1 << 22: 1, **population_of([stopped]).start_ticks})
+    people = ProcessSet({1 << 22: 1, **population_of([stopped]).start_ticks})
     op = wished(1 << 22, root_ticks=1, begun=True)
-    StandingNotes(tmp_path).note(op.id, people)
+    DumpRecords(tmp_path).note(op.id, people)
     handoff = handoff_with(Shelf(), tmp_path)
     if how == "abandon":
         await handoff.abandon(op)
@@ -35,7 +35,7 @@ async def test_a_child_of_a_job_that_was_killed_with_its_daemon_before_the_image
         with pytest.raises(Refused, match="hegmd was stopped before the image in /images/one was whole"):
             await handoff.find(op)
     assert state(stopped) != "T"
-    assert StandingNotes(tmp_path).people(op.id) is None
+    assert DumpRecords(tmp_path).people(op.id) is None
 
 
 LOOKS = "#!/bin/sh\ncp {note} {seen}\nexit 1\n"
@@ -74,18 +74,18 @@ async def test_whom_criu_stops_is_on_disk_from_before_that_until_they_go_on(tmp_
 
 
 async def test_who_stood_still_by_a_signal_before_is_noted(tmp_path: Path) -> None:
-    people = Population({7: 70, 8: 80}, frozenset({8}))
-    StandingNotes(tmp_path).note("1", people)
-    assert StandingNotes(tmp_path).people("1") == people
+    people = ProcessSet({7: 70, 8: 80}, frozenset({8}))
+    DumpRecords(tmp_path).note("1", people)
+    assert DumpRecords(tmp_path).people("1") == people
 
 
 async def test_notes_of_operations_that_are_over_and_of_another_boot_are_of_nobody(tmp_path: Path) -> None:
-    notes = StandingNotes(tmp_path)
+    notes = DumpRecords(tmp_path)
     notes.keep_only(())
     for op_id in ("1", "2"):
-        notes.note(op_id, Population({7: 70}))
+        notes.note(op_id, ProcessSet({7: 70}))
     notes.keep_only(("2",))
-    assert (notes.people("1"), notes.people("2")) == (None, Population({7: 70}))
+    assert (notes.people("1"), notes.people("2")) == (None, ProcessSet({7: 70}))
     note = tmp_path / "standing" / "2"
     note.write_text(json.dumps({**json.loads(note.read_text()), "boot": "another"}))
     assert notes.people("2") is None
@@ -94,9 +94,9 @@ async def test_notes_of_operations_that_are_over_and_of_another_boot_are_of_nobo
 def test_an_image_is_made_where_no_note_can_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its operation has begun, and has had its room in the journal from the beginning."""
     (tmp_path / "standing").write_text("a file")
-    StandingNotes(tmp_path).note("1", Population({7: 70}))
+    DumpRecords(tmp_path).note("1", ProcessSet({7: 70}))
     assert "no note tells who stands for operation 1" in caplog.text
-    assert StandingNotes(tmp_path).people("1") is None
+    assert DumpRecords(tmp_path).people("1") is None
 
 
 async def test_a_job_stood_for_ever_whose_daemon_had_no_descriptor_left_to_let_it_go(
@@ -117,13 +117,13 @@ async def test_a_job_stood_for_ever_whose_daemon_had_no_descriptor_left_to_let_i
 
 def test_a_note_that_could_not_be_read_for_want_of_a_descriptor_was_taken_for_none(tmp_path: Path) -> None:
     """Nobody was let go then, and the note was taken away: whoever was in it stood for ever."""
-    notes, before = StandingNotes(tmp_path), resource.getrlimit(resource.RLIMIT_NOFILE)
-    notes.note("1", Population({7: 70}))
+    notes, before = DumpRecords(tmp_path), resource.getrlimit(resource.RLIMIT_NOFILE)
+    notes.note("1", ProcessSet({7: 70}))
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
         with pytest.raises(HegmError, match="as many files open as it may"):
             notes.people("1")
-        notes.note("2", Population({8: 80}))
+        notes.note("2", ProcessSet({8: 80}))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert (notes.people("1"), notes.people("2")) == (Population({7: 70}), None)
+    assert (notes.people("1"), notes.people("2")) == (ProcessSet({7: 70}), None)

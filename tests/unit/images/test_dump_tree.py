@@ -16,8 +16,8 @@ import pytest
 from hegmd.errors import DENIED, REFUSED, HegmError
 from hegmd.images.criu.needs import needs_of
 from hegmd.images.dump_tree import end_tree, let_all_go, not_theirs, require_no_more, told_of_kin
-from hegmd.migration.machine.operation import Handoff as Wish
-from hegmd.node.processes.process_set import Population, end_all, population_of
+from hegmd.migration.machine.operation import ImageRequest as Wish
+from hegmd.node.processes.process_set import ProcessSet, end_all, population_of
 from hegmd.node.processes.process_tree import Member as Process
 from hegmd.node.processes.process_tree import Tree, read_tree
 from hegmd.system.programs import Rights
@@ -77,7 +77,7 @@ def test_a_child_of_a_job_that_was_killed_after_its_dump_stood_for_ever(
     """Nobody found it from its root any more; a restore was refused, since it had its number."""
     root, child, ticks = orphan
     wish = Wish(path="/images/one", uid=0, gid=0, root_pid=root, root_ticks=1)
-    dumped = Population({root: 1, child: ticks})
+    dumped = ProcessSet({root: 1, child: ticks})
     if is_whole:
         end_tree(wish, worker(pid=root, start_ticks=1), dumped)
         assert child not in population_of([child]).start_ticks
@@ -118,7 +118,7 @@ def test_a_root_that_cannot_be_looked_at_for_want_of_a_descriptor_goes_on(paused
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
-        let_all_go(wish, Population({}))
+        let_all_go(wish, ProcessSet({}))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     os.waitid(os.P_PID, paused, os.WCONTINUED)
@@ -132,7 +132,7 @@ def test_a_child_that_the_job_had_stopped_itself_went_on_after_its_image(paused:
                 os.kill(pid, signal.SIGSTOP)
                 os.waitid(os.P_PID, pid, os.WSTOPPED)
             wish = Wish(path="/images/one", uid=0, gid=0, root_pid=paused, root_ticks=ticks[paused])
-            let_all_go(wish, Population(ticks, frozenset({child.pid})))
+            let_all_go(wish, ProcessSet(ticks, frozenset({child.pid})))
             os.waitid(os.P_PID, paused, os.WCONTINUED)
             assert population_of([child.pid]).stopped == {child.pid}
         finally:

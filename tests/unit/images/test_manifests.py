@@ -9,7 +9,7 @@ import pytest
 from hegmd.errors import HegmError
 from hegmd.images.criu.needs import Needs
 from hegmd.images.manifests import candidates_in, composed, is_of, meeting_in, needs_in, revived, start_ticks_in
-from hegmd.migration.machine.operation import CHECKPOINT, Handoff, Operation
+from hegmd.migration.machine.operation import CHECKPOINT, ImageRequest, Operation
 from hegmd.node.processes.process_tree import Member, Tree
 from hegmd.protocol.images import ImageWorker, Manifest
 from hegmd.protocol.snapshots import Gpu
@@ -24,9 +24,11 @@ def gpu(name: str, uuid: str) -> Gpu:
 
 
 def handed() -> Operation:
-    off = worker("a", to=None, at=None, left="gpu0", out=True, parked=True, boundary=41, chip="one", rank=2)
-    op = operation(off, kind=CHECKPOINT, handoff=Handoff(path="/images/one", uid=1000, gid=1000), created_utc=5.0)
-    return op.replace(lockstep=True)
+    off = worker(
+        "a", to=None, gpu=None, previous_gpu="gpu0", offloaded=True, is_parked=True, boundary=41, chip="one", rank=2
+    )
+    op = operation(off, kind=CHECKPOINT, image=ImageRequest(path="/images/one", uid=1000, gid=1000), created_utc=5.0)
+    return op.replace(is_distributed=True)
 
 
 def manifest() -> Manifest:
@@ -47,11 +49,14 @@ def test_the_operation_of_a_job_that_came_back_is_a_suspended_one_with_all_it_ta
     op = revived(manifest(), "9", {197: 70}, [gpu("gpu5", "U-0")], 6.0)
     (member,) = op.workers
     before = handed().workers[0]
-    assert (op.phase, op.lockstep, op.owner_uid) == ("suspended", True, 1000)
+    assert (op.phase, op.is_distributed, op.owner_uid) == ("suspended", True, 1000)
     assert (member.start_ticks, member.token, member.rank) == (70, before.token, 2)
     assert (member.method, member.carrier, member.size_bytes) == (before.method, before.carrier, before.size_bytes)
-    assert (member.out, member.parked, member.unsure, member.boundary) == (True, True, True, 41)
-    assert (member.left, member.was_on) == ("gpu5", "gpu5")  # the same GPU by its uuid, whatever it is called now
+    assert (member.offloaded, member.is_parked, member.needs_inspection, member.boundary) == (True, True, True, 41)
+    assert (member.previous_gpu, member.first_gpu) == (
+        "gpu5",
+        "gpu5",
+    )  # the same GPU by its uuid, whatever it is called now
 
 
 def test_who_was_dumped_is_known_by_number_and_start_time() -> None:
@@ -64,7 +69,7 @@ def test_who_was_dumped_is_known_by_number_and_start_time() -> None:
 def test_on_a_node_without_its_gpu_nobody_believes_in_a_name() -> None:
     """gpu0 of another node is another GPU."""
     (member,) = revived(manifest(), "9", {197: 70}, [gpu("gpu0", "another")], 6.0).workers
-    assert (member.left, member.was_on) == (None, None)
+    assert (member.previous_gpu, member.first_gpu) == (None, None)
 
 
 def test_of_a_node_with_other_gpus_all_are_told_with_its_own_first() -> None:
@@ -75,10 +80,10 @@ def test_of_a_node_with_other_gpus_all_are_told_with_its_own_first() -> None:
     worker = made.workers[0].replace(gpus=("GPU-0",))
     made = made.replace(workers=(worker,), more={**(made.more or {}), "all_gpus": all_gpus})
     (member,) = revived(made, "9", {197: 70}, here, 6.0).workers
-    assert (member.left, member.was_on, member.elsewhere) == (None, "gpu0", ("GPU-0", "GPU-1"))
+    assert (member.previous_gpu, member.first_gpu, member.source_gpu_uuids) == (None, "gpu0", ("GPU-0", "GPU-1"))
     here[1] = gpu("gpu1", "GPU-1")
     (member,) = revived(made, "9", {197: 70}, here, 6.0).workers
-    assert (member.left, member.elsewhere) == ("gpu0", ())
+    assert (member.previous_gpu, member.source_gpu_uuids) == ("gpu0", ())
 
 
 def test_an_image_of_the_same_path_is_not_taken_for_the_one_that_was_begun() -> None:

@@ -9,13 +9,13 @@ import pytest
 
 from hegmd.agent.disconnected import Aside
 from hegmd.errors import HegmError, Refused
-from hegmd.images.rendezvous import MeetingPlaces
+from hegmd.images.rendezvous import Rendezvous
 
 TOKEN, OTHER = "a" * 32, "b" * 32
 
 
 def test_an_agent_stays_is_called_and_is_left_to_its_usual_socket(tmp_path: Path) -> None:
-    places = MeetingPlaces(tmp_path / "hegmd.sock")
+    places = Rendezvous(tmp_path / "hegmd.sock")
     place = Path(places.hold(TOKEN))
     assert place.stat().st_size == 0
     places.call(TOKEN)
@@ -26,18 +26,18 @@ def test_an_agent_stays_is_called_and_is_left_to_its_usual_socket(tmp_path: Path
 
 
 def test_who_waits_for_a_daemon_that_was_killed_is_let_go_by_the_next_one(tmp_path: Path) -> None:
-    place = Path(MeetingPlaces(tmp_path / "hegmd.sock").hold(TOKEN))
-    MeetingPlaces(tmp_path / "hegmd.sock").open()
+    place = Path(Rendezvous(tmp_path / "hegmd.sock").hold(TOKEN))
+    Rendezvous(tmp_path / "hegmd.sock").open()
     assert not place.exists()
 
 
 def test_places_of_another_daemon_are_made_where_its_agents_look(tmp_path: Path) -> None:
     folder = tmp_path / "elsewhere" / "aside"
-    assert MeetingPlaces(tmp_path / "hegmd.sock").hold(TOKEN, folder) == str(folder / TOKEN)
+    assert Rendezvous(tmp_path / "hegmd.sock").hold(TOKEN, folder) == str(folder / TOKEN)
 
 
 def test_nobody_can_list_tokens_and_whoever_knows_one_can_read_its_place(tmp_path: Path) -> None:
-    places = MeetingPlaces(tmp_path / "hegmd.sock")
+    places = Rendezvous(tmp_path / "hegmd.sock")
     place = Path(places.hold(TOKEN))
     assert place.parent.stat().st_mode & 0o777 == 0o711
     assert place.stat().st_mode & 0o777 == 0o644
@@ -45,7 +45,7 @@ def test_nobody_can_list_tokens_and_whoever_knows_one_can_read_its_place(tmp_pat
 
 def test_a_meeting_place_out_of_an_image_was_made_where_somebody_had_put_a_link(tmp_path: Path) -> None:
     """Of an image that was made under a socket in /tmp: that folder is anybody's by now, and root wrote there."""
-    places = MeetingPlaces(tmp_path / "hegmd.sock")
+    places = Rendezvous(tmp_path / "hegmd.sock")
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(HegmError, match="cannot be made"):
@@ -58,7 +58,7 @@ def test_a_meeting_place_out_of_an_image_was_made_where_somebody_had_put_a_link(
 
 def test_the_mode_of_a_folder_out_of_an_image_was_changed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
-    MeetingPlaces(tmp_path / "hegmd.sock").hold(TOKEN, tmp_path / "elsewhere")
+    Rendezvous(tmp_path / "hegmd.sock").hold(TOKEN, tmp_path / "elsewhere")
     assert (tmp_path / "elsewhere").stat().st_mode & 0o777 == 0o700
 
 
@@ -70,11 +70,11 @@ def test_a_folder_where_others_may_write_is_no_meeting_place(owner: int, mode: i
     folder.chmod(mode)
     os.chown(folder, owner, owner)
     with pytest.raises(Refused, match="others than root may put things"):
-        MeetingPlaces(tmp_path / "hegmd.sock").hold(TOKEN, folder)
+        Rendezvous(tmp_path / "hegmd.sock").hold(TOKEN, folder)
     assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("token", ["", "../../etc/passwd", "a" * 31, "A" * 32, "a" * 32 + "/x"])
 def test_a_token_that_an_agent_has_made_up_leads_nowhere(tmp_path: Path, token: str) -> None:
     with pytest.raises(Refused, match="no token"):
-        MeetingPlaces(tmp_path / "hegmd.sock").hold(token)
+        Rendezvous(tmp_path / "hegmd.sock").hold(token)

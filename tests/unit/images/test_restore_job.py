@@ -20,10 +20,10 @@ from hegmd.gpu_helper.mark import MARK_BYTES, Mark, packed_mark
 from hegmd.images.criu.needs import Needs, needs_of
 from hegmd.images.criu.node import describe
 from hegmd.images.files.images import Images
-from hegmd.images.rendezvous import MeetingPlaces
-from hegmd.images.restore_checks import Objections
-from hegmd.images.restore_job import Reviving, forget_mark, guise_in, until_there
-from hegmd.images.restore_records import HalfRevived
+from hegmd.images.rendezvous import Rendezvous
+from hegmd.images.restore_checks import RestoreProblems
+from hegmd.images.restore_job import JobRestorer, forget_mark, guise_in, until_there
+from hegmd.images.restore_records import RestoreRecords
 from hegmd.memory.pool import Pool
 from hegmd.memory.pool_memory import Memory
 from hegmd.memory.sizes import whole_size
@@ -60,11 +60,11 @@ async def _none() -> NoReturn:
     raise HegmError(UNAVAILABLE, "there is no CRIU", "install one")
 
 
-def _reviving(folder: Path, *, by_owner: bool = True, criu: Callable[[], Awaitable[Criu]] = _criu) -> Reviving:
+def _reviving(folder: Path, *, by_owner: bool = True, criu: Callable[[], Awaitable[Criu]] = _criu) -> JobRestorer:
     images: Any = None  # of these nothing is asked
-    places = MeetingPlaces(folder / "hegmd.sock")
+    places = Rendezvous(folder / "hegmd.sock")
     by: dict[str, Any] = {"criu": criu, "look": _none, "in_unit": False, "simulated": True}
-    return Reviving(images, places, Workers(), Pool(8 << 20), **by, notes=HalfRevived(folder), by_owner=by_owner)
+    return JobRestorer(images, places, Workers(), Pool(8 << 20), **by, notes=RestoreRecords(folder), by_owner=by_owner)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def _manifest(folder: Path, node: Any, needs: Needs = FREE, **changes: Any) -> M
         bytes=("1.0",),
         more={"method": "simulated"},
     )
-    more = {"needs": needs.plain(), "meeting": str(MeetingPlaces(folder / "hegmd.sock").folder)}
+    more = {"needs": needs.plain(), "meeting": str(Rendezvous(folder / "hegmd.sock").folder)}
     file = ImageFile(name="1.0", size_bytes=whole_size(1 << 19), stored_bytes=0, sum="")
     plain = Manifest(root_pid=needs.pids[0], workers=(worker,), node=node, more=more, byte_files=(file,))
     return plain.replace(**changes)
@@ -104,11 +104,11 @@ def _needs_of(text: str, *words: str) -> Needs:
             process.kill()
 
 
-async def _against(reviving: Reviving, manifest: Manifest, rights: Rights = ROOT, **how: bool) -> Objections:
+async def _against(reviving: JobRestorer, manifest: Manifest, rights: Rights = ROOT, **how: bool) -> RestoreProblems:
     return await reviving.against(manifest, rights, as_then=how.get("as_then", False))
 
 
-def _said(objections: Objections) -> str:
+def _said(objections: RestoreProblems) -> str:
     return "\n".join(f"{reason.code}: {reason.message}" for reason in objections.reasons)
 
 
@@ -296,13 +296,13 @@ async def test_a_killed_daemon_left_the_folder_of_a_restores_log_behind(tmp_path
     state = tmp_path / "state"
     state.mkdir()
     images = Images(state, in_unit=False)
-    parts: Any = (lambda: images, MeetingPlaces(tmp_path / "hegmd.sock"), Workers(), Pool(8 << 20))
+    parts: Any = (lambda: images, Rendezvous(tmp_path / "hegmd.sock"), Workers(), Pool(8 << 20))
     by: dict[str, Any] = {"criu": criu, "look": _none, "in_unit": False, "simulated": True, "by_owner": True}
-    reviving = Reviving(*parts, **by, notes=HalfRevived(state))
+    reviving = JobRestorer(*parts, **by, notes=RestoreRecords(state))
     with directory(tmp_path / "criu-files") as dir_fd:
         image: Any = OpenedImage(dir_fd)
         with pytest.raises(HegmError, match="CRIU's restore failed"):
-            await reviving.bring_back(image, "7", ROOT, lambda _: None, {})
+            await reviving.restore(image, "7", ROOT, lambda _: None, {})
     assert Path(said.read_text().strip()).parent == state / "images"
     assert list((state / "images").iterdir()) == []
     left = images.own_folder()  # by a daemon that is killed now

@@ -16,7 +16,7 @@ import pytest
 
 from hegmd.errors import HegmError
 from hegmd.images.criu import parent as attendants
-from hegmd.images.restore_records import FOLDER_NAME, HalfRevived
+from hegmd.images.restore_records import FOLDER_NAME, RestoreRecords
 from hegmd.memory.pool import Pool
 from hegmd.node.processes.process_set import population_of
 from hegmd.protocol.images import ImageProcess, Manifest
@@ -42,9 +42,9 @@ def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").replace("\0", " ")
 
 
-def noted(folder: Path, pid: int, command: str, **changes: object) -> HalfRevived:
+def noted(folder: Path, pid: int, command: str, **changes: object) -> RestoreRecords:
     """The notes, with one of a restore of that process that began before it was there."""
-    notes = HalfRevived(folder)
+    notes = RestoreRecords(folder)
     process = ImageProcess(pid=pid, parent_pid=None, uid=0, command=command)
     notes.note(OP, Manifest(root_pid=pid, processes=(process,)), None)
     file = folder / FOLDER_NAME / OP
@@ -81,7 +81,7 @@ def attended(root: int) -> Iterator[subprocess.Popen[str]]:
 async def test_criu_that_was_still_at_work_on_a_restore_went_on_after_its_daemon_was_killed(tmp_path: Path) -> None:
     """What it made appeared later, under numbers that the image was restored to again meanwhile."""
     root = 1 << 22  # no process has that number
-    notes = HalfRevived(tmp_path)
+    notes = RestoreRecords(tmp_path)
     process = ImageProcess(pid=root, parent_pid=None, uid=0, command="python train.py")
     notes.note(OP, Manifest(root_pid=root, processes=(process,)), None)
     with attended(root) as attendant:
@@ -98,7 +98,7 @@ def test_a_restore_that_no_note_could_be_written_of_does_not_begin(tmp_path: Pat
     """A daemon that is killed then would leave a job behind that nobody knows of."""
     (tmp_path / FOLDER_NAME).write_text("a file")
     with pytest.raises(HegmError, match="the note of a restore cannot be written: File exists"):
-        HalfRevived(tmp_path).note(OP, Manifest(), None)
+        RestoreRecords(tmp_path).note(OP, Manifest(), None)
 
 
 async def test_a_note_that_could_not_be_taken_away_ended_a_job_that_had_long_come_back(tmp_path: Path) -> None:

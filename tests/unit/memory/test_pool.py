@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from hegmd.errors import HegmError, Refused
-from hegmd.memory.pool import Keep, Key, Pool
+from hegmd.memory.pool import Key, MemoryKeeping, Pool
 from hegmd.memory.pool_memory import read_available_bytes, read_huge_free_bytes
 from hegmd.memory.pool_places import Place
 from hegmd.memory.sizes import HUGE_PAGE_BYTES, MIB, whole_size
@@ -27,7 +27,7 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture
-def keep(tmp_path: Path) -> Keep:
+def keep(tmp_path: Path) -> MemoryKeeping:
     return keep_in(tmp_path)
 
 
@@ -53,12 +53,12 @@ async def test_over_the_budget_is_refused_with_numbers_and_nothing_changes(pool:
     assert refused.value.facts["asked_bytes"] == 40 * MIB
     assert pool.held_for(OTHER) == 0
     assert pool.held_for(KEY) == 40 * MIB
-    await pool.give(KEY)
+    await pool.release(KEY)
     await pool.take(OTHER, 40 * MIB)
 
 
 async def test_a_larger_piece_takes_the_place_of_a_smaller_and_a_smaller_is_there_already(
-    keep: Keep, tmp_path: Path
+    keep: MemoryKeeping, tmp_path: Path
 ) -> None:
     pool = opened(keep)
     small = await pool.take(KEY, 4 * MIB)
@@ -94,14 +94,14 @@ async def test_bytes_that_are_not_there_are_refused(pool: Pool) -> None:
         pool.memory(KEY)
 
 
-async def test_room_is_made_before_somebody_is_refused(keep: Keep) -> None:
+async def test_room_is_made_before_somebody_is_refused(keep: MemoryKeeping) -> None:
     pool = opened(keep)
     await pool.take(KEY, 40 * MIB)
     asked: list[int] = []
 
     async def make_room(missing_bytes: int) -> None:
         asked.append(missing_bytes)
-        await pool.give(KEY)
+        await pool.release(KEY)
 
     pool.make_room = make_room
     await pool.take(OTHER, 40 * MIB)
@@ -113,45 +113,45 @@ async def test_room_is_made_before_somebody_is_refused(keep: Keep) -> None:
 
 
 @pytest.mark.thorough
-async def test_a_piece_has_a_private_file_that_goes_with_it(keep: Keep, tmp_path: Path) -> None:
+async def test_a_piece_has_a_private_file_that_goes_with_it(keep: MemoryKeeping, tmp_path: Path) -> None:
     pool = opened(keep)
     memory = await pool.take(KEY, 3 * MIB)
     (file,) = files_under(tmp_path)
     assert file.stat().st_mode & 0o777 == 0o600
     assert file.parent.stat().st_mode & 0o777 == 0o700
     assert os.fstat(memory.fd).st_ino == file.stat().st_ino
-    await pool.give(KEY)
+    await pool.release(KEY)
     assert not file.parent.exists(), "something of it is left"
-    await pool.give(KEY)  # twice is fine
+    await pool.release(KEY)  # twice is fine
 
 
-async def test_a_suspended_jobs_bytes_are_found_by_the_next_daemon(keep: Keep) -> None:
+async def test_a_suspended_jobs_bytes_are_found_by_the_next_daemon(keep: MemoryKeeping) -> None:
     before = opened(keep)
     os.pwrite((await before.take(KEY, 3 * MIB)).fd, b"weights", 0)
     before.close()
     after = await found_again(keep, KEY)
     assert os.pread(after.memory(KEY).fd, 7, 0) == b"weights"
     assert after.held_for(KEY) == 3 * MIB
-    await after.give(KEY)
+    await after.release(KEY)
 
 
 async def test_without_a_place_a_store_holds_it_and_is_told_when_it_is_given_back() -> None:
     store = DescriptorStore()
-    keep = Keep(store=store)
+    keep = MemoryKeeping(store=store)
     before = opened(keep)
     memory = await before.take(Key("7", "4711-9"), 3 * MIB)
     os.pwrite(memory.fd, b"weights", 0)
     before.close()
     after = await found_again(keep, Key("7", "4711-9"))
     assert os.pread(after.memory(Key("7", "4711-9")).fd, 7, 0) == b"weights"
-    await after.give(Key("7", "4711-9"))
+    await after.release(Key("7", "4711-9"))
     assert not store.kept, "given back here and kept there"
 
 
 async def test_a_store_that_fails_costs_the_survival_and_not_the_move() -> None:
     store = DescriptorStore()
     store.fails = True
-    pool = opened(Keep(store=store))
+    pool = opened(MemoryKeeping(store=store))
     assert (await pool.take(KEY, MIB)).fd >= 0
     pool.close()
 
@@ -159,14 +159,14 @@ async def test_a_store_that_fails_costs_the_survival_and_not_the_move() -> None:
 async def test_a_place_that_is_full_is_passed_over_for_nameless_memory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     store = DescriptorStore()
-    pool = opened(Keep([Place(tmp_path / "file" / "under", huge=False)], store))
+    pool = opened(MemoryKeeping([Place(tmp_path / "file" / "under", huge=False)], store))
     memory = await pool.take(KEY, MIB)
     assert memory.place is None
     assert len(store.kept) == 1
-    await pool.give(KEY)
+    await pool.release(KEY)
 
 
-async def test_what_no_operation_owns_is_kept_apart_and_its_number_can_be_used_again(keep: Keep) -> None:
+async def test_what_no_operation_owns_is_kept_apart_and_its_number_can_be_used_again(keep: MemoryKeeping) -> None:
     before = opened(keep)
     os.pwrite((await before.take(KEY, 3 * MIB)).fd, b"weights", 0)
     before.close()
@@ -181,18 +181,18 @@ async def test_what_no_operation_owns_is_kept_apart_and_its_number_can_be_used_a
     again = await found_again(keep, KEY, OTHER)
     assert os.pread(again.memory(OTHER).fd, 7, 0) == b"weights"
     assert os.pread(again.memory(KEY).fd, 7, 0) == b"another"
-    await again.give(KEY)
-    await again.give(OTHER)
+    await again.release(KEY)
+    await again.release(OTHER)
 
 
-async def test_a_stray_piece_goes_only_by_its_name(keep: Keep, tmp_path: Path) -> None:
+async def test_a_orphan_piece_goes_only_by_its_name(keep: MemoryKeeping, tmp_path: Path) -> None:
     before = opened(keep)
     await before.take(KEY, 3 * MIB)
     before.close()
     after = await found_again(keep)
-    await after.give(KEY)
+    await after.release(KEY)
     (name,) = after.unclaimed()
-    with pytest.raises(HegmError, match="no stray piece"):
+    with pytest.raises(HegmError, match="no orphan piece"):
         await after.drop_unclaimed("hegm-pool-7-4711-1")
     assert await after.drop_unclaimed(name) == whole_size(3 * MIB)
     assert files_under(tmp_path) == []
@@ -200,7 +200,9 @@ async def test_a_stray_piece_goes_only_by_its_name(keep: Keep, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("first", ["claim", "drop"])
-async def test_a_piece_that_was_claimed_meanwhile_was_deleted_under_its_new_owner(keep: Keep, first: str) -> None:
+async def test_a_piece_that_was_claimed_meanwhile_was_deleted_under_its_new_owner(
+    keep: MemoryKeeping, first: str
+) -> None:
     before = opened(keep)
     os.pwrite((await before.take(KEY, 3 * MIB)).fd, b"weights", 0)
     before.close()
@@ -223,10 +225,10 @@ async def test_a_piece_that_was_claimed_meanwhile_was_deleted_under_its_new_owne
         assert os.pread(after.memory(OTHER).fd, 7, 0) == b"weights"
     else:
         assert (after.held_for(OTHER), after.held_bytes) == (0, 0)
-    await after.give(OTHER)
+    await after.release(OTHER)
 
 
-async def test_of_two_pieces_of_one_owner_neither_is_lost(keep: Keep) -> None:
+async def test_of_two_pieces_of_one_owner_neither_is_lost(keep: MemoryKeeping) -> None:
     first, second = opened(keep), opened(keep)
     await first.take(KEY, 3 * MIB)
     await second.take(KEY, 9 * MIB)

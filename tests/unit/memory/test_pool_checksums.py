@@ -13,7 +13,7 @@ import pytest
 from hegmd.errors import REFUSED, UNAVAILABLE, HegmError
 from hegmd.memory.pool import Pool
 from hegmd.memory.pool_checksums import SumFolder, compare, sums_of
-from hegmd.memory.pool_piece import Keep
+from hegmd.memory.pool_piece import MemoryKeeping
 from hegmd.memory.spill_file import Unwanted
 from hegmd.system.direct_io import CHUNK_BYTES
 from tests.unit.descriptor_store import DescriptorStore
@@ -34,7 +34,7 @@ def never() -> bool:
     return False
 
 
-async def rested(keep: Keep) -> Pool:
+async def rested(keep: MemoryKeeping) -> Pool:
     """A pool with bytes that have come to rest."""
     pool = opened(keep)
     memory = await pool.take(KEY, SIZE_BYTES)
@@ -71,7 +71,7 @@ async def test_the_next_daemon_has_the_sums_too(tmp_path: Path, *, nameless: boo
     keep = keep_in(tmp_path)
     store = DescriptorStore()
     if nameless:
-        keep = Keep((), store, keep.spill, keep.sums)
+        keep = MemoryKeeping((), store, keep.spill, keep.sums)
     pool = await rested(keep)
     flip(pool.memory(KEY).fd)
     pool.close()
@@ -112,7 +112,7 @@ async def test_bytes_that_are_written_anew_are_not_compared_with_what_was_there_
     await again.sum_up(KEY)
     flip(again.memory(KEY).fd)
     assert "has changed" in (await refusal(again)).message
-    await again.give(KEY)
+    await again.release(KEY)
     assert files_under(tmp_path) == [], "what is given back has no sums any more"
     again.close()
 
@@ -165,7 +165,7 @@ async def test_without_a_folder_for_sums_nothing_is_compared(tmp_path: Path) -> 
     pool = await rested(keep)
     flip(pool.memory(KEY).fd)
     pool.close()
-    off = await found_again(Keep(keep.places, keep.store, keep.spill), KEY)
+    off = await found_again(MemoryKeeping(keep.places, keep.store, keep.spill), KEY)
     await off.sum_up(KEY)
     await off.fetch(KEY)
     off.close()
@@ -243,7 +243,7 @@ async def test_a_resume_of_a_job_with_a_flipped_bit_said_done(tmp_path: Path, pr
         assert stayed.phase == "suspended"
         said = repr(stayed)
         assert f"the bytes of process {process.pid}: chunk 0 of 1 has changed" in said
-        assert "refill" not in agent.seen
+        assert "reload" not in agent.seen
         assert agent.data is None
         with file.open("r+b") as piece:
             flip(piece.fileno())

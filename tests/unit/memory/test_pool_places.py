@@ -14,7 +14,7 @@ from hegmd.errors import Bug, Refused
 from hegmd.memory.pool_found import find_pieces
 from hegmd.memory.pool_memory import Memory, make_memory
 from hegmd.memory.pool_names import Key, PieceName, Source, parse_name
-from hegmd.memory.pool_piece import Keep
+from hegmd.memory.pool_piece import MemoryKeeping
 from hegmd.memory.pool_places import Place, find_places
 from hegmd.memory.spill_file import SpillFolder
 
@@ -81,7 +81,7 @@ def test_a_file_that_is_there_is_never_taken_over(place: Place) -> None:
 async def test_what_was_still_being_made_is_taken_away_and_the_rest_is_found(place: Place) -> None:
     put(place, NAME)
     os.close(place.create(f"{NAME}1"))
-    found = await find_pieces(Keep([place]))
+    found = await find_pieces(MemoryKeeping([place]))
     assert [str(piece.name) for piece in found.pieces] == [NAME]
     assert [path.name for path in place.folder.iterdir()] == [NAME]
     for piece in found.pieces:
@@ -106,7 +106,7 @@ async def test_what_is_not_as_it_was_left_is_told_of_and_stays(place: Place, spo
     path = put(place, NAME)
     assert callable(spoil)
     spoil(path)
-    found = await find_pieces(Keep([place]))
+    found = await find_pieces(MemoryKeeping([place]))
     assert found.pieces == ()
     (distrusted,) = found.distrusted
     assert why in distrusted.why
@@ -116,7 +116,7 @@ async def test_what_is_not_as_it_was_left_is_told_of_and_stays(place: Place, spo
 async def test_a_directory_called_as_what_is_being_made_kept_all_pieces_from_being_found(place: Place) -> None:
     put(place, NAME)
     (place.folder / "what.new").mkdir()
-    found = await find_pieces(Keep([place]))
+    found = await find_pieces(MemoryKeeping([place]))
     assert [str(piece.name) for piece in found.pieces] == [NAME]
     assert [one.name for one in found.distrusted] == ["what.new"]
     for piece in found.pieces:
@@ -127,7 +127,7 @@ async def test_a_directory_called_as_what_is_being_made_kept_all_pieces_from_bei
 async def test_a_place_that_cannot_be_looked_into_keeps_no_daemon_from_starting(place: Place) -> None:
     place.folder.mkdir(mode=0o777)
     place.folder.chmod(0o777)
-    found = await find_pieces(Keep([place], None, SpillFolder(place.folder / "none", spare_bytes=0)))
+    found = await find_pieces(MemoryKeeping([place], None, SpillFolder(place.folder / "none", spare_bytes=0)))
     assert found.pieces == ()
     assert "cannot be looked into" in found.distrusted[0].why
 

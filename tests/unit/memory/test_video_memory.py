@@ -10,7 +10,7 @@ import pytest
 
 from hegmd.errors import HegmError, Refused
 from hegmd.gpu_helper.link import Answer, HelperLost
-from hegmd.memory.sizes import MOST_PIECES
+from hegmd.memory.sizes import MAX_PIECES
 from hegmd.memory.video_memory import GIB, MIB, VideoMemory, piece_sizes
 from hegmd.system.descriptors import Descriptors
 from tests.unit.descriptor_store import DescriptorStore
@@ -66,11 +66,11 @@ async def test_a_helper_that_was_killed_before_it_was_known_is_asked_once_more()
     helper = Gpus()
     helper.losses = 1
     memory = VideoMemory(helper)
-    await memory.hold(WHO, GPU, GIB)
+    await memory.reserve(WHO, GPU, GIB)
     assert memory.of(WHO) == {GPU: GIB}
     helper.losses = 2
     with pytest.raises(HelperLost):
-        await memory.hold(WHO, GPU, 2 * GIB)
+        await memory.reserve(WHO, GPU, 2 * GIB)
     assert memory.of(WHO) == {GPU: GIB}
     memory.close()
 
@@ -82,21 +82,21 @@ def test_pieces_are_gigabytes_in_whole_units_and_never_too_many() -> None:
     for size_bytes in (140 * GIB, 288 * GIB + 1, 1000 * GIB):
         sizes = piece_sizes(size_bytes)
         assert size_bytes <= sum(sizes) < size_bytes + 2 * MIB
-        assert len(sizes) <= MOST_PIECES + 1
+        assert len(sizes) <= MAX_PIECES + 1
 
 
 async def test_what_is_held_is_told_by_owner_and_gpu(memory: VideoMemory) -> None:
-    await memory.hold(WHO, GPU, 2 * GIB + MIB)
-    await memory.hold(WHO, OTHER, MIB)
-    await memory.hold("8.1-1.rest", GPU, MIB)
+    await memory.reserve(WHO, GPU, 2 * GIB + MIB)
+    await memory.reserve(WHO, OTHER, MIB)
+    await memory.reserve("8.1-1.rest", GPU, MIB)
     assert memory.of(WHO) == {GPU: 2 * GIB + 2 * MIB, OTHER: 2 * MIB}
     assert [(piece.at, piece.size_bytes) for piece in memory.pieces(WHO, GPU)] == [
         (0, GIB),
         (GIB, GIB),
         (2 * GIB, 2 * MIB),
     ]
-    await memory.give(WHO, GPU)
-    await memory.give(WHO, GPU)
+    await memory.release(WHO, GPU)
+    await memory.release(WHO, GPU)
     assert memory.of(WHO) == {OTHER: 2 * MIB}
     assert memory.pieces(WHO, GPU) == ()
 
@@ -105,7 +105,7 @@ async def test_holding_again_adds_what_is_missing_and_nothing_else(store: Descri
     gpus = Gpus()
     memory = VideoMemory(gpus, store)
     for size_bytes in (GIB, GIB, MIB, 3 * GIB, 0):
-        await memory.hold(WHO, GPU, size_bytes)
+        await memory.reserve(WHO, GPU, size_bytes)
     assert [asked["sizes"] for asked in gpus.asked] == [[GIB], [GIB, GIB]]
     assert [piece.at for piece in memory.pieces(WHO, GPU)] == [0, GIB, 2 * GIB]
     memory.close()
@@ -118,21 +118,21 @@ async def test_what_the_store_takes_to_let_go_of_memory_was_nobodys_in_the_log(
     caplog.set_level("DEBUG", "hegmd.memory.video_memory")
     memory = VideoMemory(Gpus(), store)
     for is_kept in (False, True):
-        await memory.hold(WHO, GPU, 2 * GIB)
+        await memory.reserve(WHO, GPU, 2 * GIB)
         if is_kept:
             await memory.keep(WHO, GPU)
         caplog.clear()
         await memory.give_first(WHO, GPU, 1)
         told = [record.getMessage().split(" took ")[0] for record in caplog.records]
         assert told == ["video memory: give", *(["video memory: drop"] if is_kept else [])]
-        await memory.give(WHO, GPU)
+        await memory.release(WHO, GPU)
 
 
 async def test_no_room_changes_nothing(store: DescriptorStore) -> None:
     memory = VideoMemory(Gpus(room_bytes=2 * GIB), store)
-    await memory.hold(WHO, GPU, GIB)
+    await memory.reserve(WHO, GPU, GIB)
     with pytest.raises(Refused, match="no room"):
-        await memory.hold(WHO, GPU, 4 * GIB)
+        await memory.reserve(WHO, GPU, 4 * GIB)
     assert memory.of(WHO) == {GPU: GIB}
     memory.close()
 
@@ -148,12 +148,12 @@ async def test_whoever_finds_no_room_is_refused_only_when_nobody_could_make_some
         return len(asked) < 3
 
     memory.make_room = make_room
-    await memory.hold(WHO, GPU, 4 * GIB)
+    await memory.reserve(WHO, GPU, 4 * GIB)
     assert (asked, memory.of(WHO)) == ([GPU], {GPU: 4 * GIB})
     with pytest.raises(Refused, match="no room"):
-        await memory.hold("others", GPU, 64 * GIB)
+        await memory.reserve("others", GPU, 64 * GIB)
     with pytest.raises(Refused, match="no room"):
-        await memory.hold("others", GPU, 16 * GIB + 1)
+        await memory.reserve("others", GPU, 16 * GIB + 1)
     assert asked == [GPU, GPU, GPU], "asked once each time, and not believed where there was nothing to give"
     memory.close()
 
@@ -162,13 +162,13 @@ async def test_what_is_given_back_while_more_comes_is_not_taken_for_held() -> No
     """Its descriptors were closed, and their numbers would soon have been somebody else's."""
     gpus = Gpus()
     memory = VideoMemory(gpus)
-    await memory.hold(WHO, GPU, GIB)
+    await memory.reserve(WHO, GPU, GIB)
     gpus.wait = anyio.Event()
     gpus.begun = anyio.Event()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(memory.hold, WHO, GPU, 3 * GIB)
+        tasks.start_soon(memory.reserve, WHO, GPU, 3 * GIB)
         await gpus.begun.wait()
-        await memory.give(WHO, GPU)
+        await memory.release(WHO, GPU)
         gpus.wait.set()
     assert [(piece.at, piece.size_bytes) for piece in memory.pieces(WHO, GPU)] == [(0, GIB), (GIB, GIB)]
     for piece in memory.pieces(WHO, GPU):
@@ -181,12 +181,12 @@ async def test_a_hold_that_is_cancelled_leaves_nothing() -> None:
     gpus.wait = anyio.Event()
     memory = VideoMemory(gpus)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(memory.hold, WHO, GPU, GIB)
+        tasks.start_soon(memory.reserve, WHO, GPU, GIB)
         await gpus.begun.wait()
         tasks.cancel_scope.cancel()
     assert memory.of(WHO) == {}
     gpus.wait.set()
-    await memory.hold(WHO, GPU, GIB)
+    await memory.reserve(WHO, GPU, GIB)
     memory.close()
 
 
@@ -197,20 +197,20 @@ async def test_room_is_nobody_elses_but_bytes_are_kept_until_they_are_given_back
     memory: VideoMemory, store: DescriptorStore
 ) -> None:
     """A copy that somebody else closes in its own time would be missing where a process is restored."""
-    await memory.hold(WHO, GPU, 2 * GIB)
+    await memory.reserve(WHO, GPU, 2 * GIB)
     assert not store.kept
     assert await memory.keep(WHO, GPU)
     assert sorted(store.kept) == [f"hegm-vram-{WHO}-{GPU}-{at}-{GIB}" for at in (0, GIB)]
-    await memory.hold(WHO, GPU, 3 * GIB)
+    await memory.reserve(WHO, GPU, 3 * GIB)
     assert len(store.kept) == 3, "what is added to what is kept is kept"
-    await memory.give(WHO, GPU)
+    await memory.release(WHO, GPU)
     assert not store.kept
 
 
 async def test_what_was_kept_is_there_for_the_next_daemon_in_its_place(
     memory: VideoMemory, store: DescriptorStore
 ) -> None:
-    await memory.hold(WHO, GPU, 3 * GIB)
+    await memory.reserve(WHO, GPU, 3 * GIB)
     await memory.keep(WHO, GPU)
     assert await memory.give_first(WHO, GPU, 1) == GIB
     assert len(store.kept) == 2, "what is given back in a move is to be free when the next round begins"
@@ -223,14 +223,14 @@ async def test_what_was_kept_is_there_for_the_next_daemon_in_its_place(
     assert [(piece.at, piece.size_bytes) for piece in later.pieces(WHO, GPU)] == [(GIB, GIB), (2 * GIB, GIB)]
     assert [os.fstat(piece.fd).st_ino for piece in later.pieces(WHO, GPU)] == inodes
     assert later.of(WHO) == {GPU: 2 * GIB}
-    await later.give(WHO, GPU)
+    await later.release(WHO, GPU)
     assert not store.kept, "what is given back by a later daemon stays in the store"
 
 
 async def test_bytes_of_which_a_part_is_lost_are_not_taken_for_whole(
     memory: VideoMemory, store: DescriptorStore
 ) -> None:
-    await memory.hold(WHO, GPU, 3 * GIB)
+    await memory.reserve(WHO, GPU, 3 * GIB)
     await memory.keep(WHO, GPU)
     later = VideoMemory(Gpus(), store)
     for name, fd in store.kept.items():
@@ -258,7 +258,7 @@ async def test_a_piece_that_was_kept_twice_counts_once(memory: VideoMemory) -> N
 async def test_what_cannot_be_kept_whole_is_not_kept_at_all(memory: VideoMemory, store: DescriptorStore) -> None:
     """Half of a job's bytes are none, and nobody may go on as if they were safe."""
     store.room = 2
-    await memory.hold(WHO, GPU, 3 * GIB)
+    await memory.reserve(WHO, GPU, 3 * GIB)
     with pytest.raises(HegmError, match="does not take"):
         await memory.keep(WHO, GPU)
     assert not store.kept
@@ -267,7 +267,7 @@ async def test_what_cannot_be_kept_whole_is_not_kept_at_all(memory: VideoMemory,
 
 async def test_without_a_store_nothing_is_kept_and_that_is_said() -> None:
     memory = VideoMemory(Gpus())
-    await memory.hold(WHO, GPU, GIB)
+    await memory.reserve(WHO, GPU, GIB)
     assert await memory.keep(WHO, GPU) is False
     memory.close()
 
@@ -275,7 +275,7 @@ async def test_without_a_store_nothing_is_kept_and_that_is_said() -> None:
 async def test_what_is_handed_on_is_kept_all_the_time_under_one_of_its_names(
     memory: VideoMemory, store: DescriptorStore
 ) -> None:
-    await memory.hold(WHO, GPU, 2 * GIB)
+    await memory.reserve(WHO, GPU, 2 * GIB)
     await memory.keep(WHO, GPU)
     inodes = [os.fstat(piece.fd).st_ino for piece in memory.pieces(WHO, GPU)]
     store.room = 3
@@ -291,5 +291,5 @@ async def test_what_is_handed_on_is_kept_all_the_time_under_one_of_its_names(
     assert all(later.adopt(name, os.dup(fd)) for name, fd in store.kept.items())
     assert later.of("8.4711.bytes@5") == {GPU: 2 * GIB}
     later.close()
-    await memory.give("8.4711.bytes@5", GPU)
+    await memory.release("8.4711.bytes@5", GPU)
     assert not store.kept

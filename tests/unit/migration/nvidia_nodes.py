@@ -5,14 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from hegmd.migration.machine.operation import MIGRATE, SUSPEND
-from hegmd.migration.model import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Request, Snapshot
+from hegmd.migration.model import (
+    AgentSurvey,
+    Candidate,
+    GpuMemory,
+    MigrationPlan,
+    NodeSnapshotForPlan,
+    PlanRequest,
+    PoolMemory,
+)
 from hegmd.protocol.messages import CudaFacts
 from hegmd.protocol.operations import Reason
 
 GIB, MIB = 2**30, 2**20
 
 
-def a_gpu(name: str, **values: Any) -> GpuRoom:
+def a_gpu(name: str, **values: Any) -> GpuMemory:
     other = "gpu1" if name == "gpu0" else "gpu0"
     plain: dict[str, Any] = {
         "id": name,
@@ -23,7 +31,7 @@ def a_gpu(name: str, **values: Any) -> GpuRoom:
         "driver_version": "580.159.04",
         "nvlinks": (other,),
     }
-    return GpuRoom(**{**plain, **values})
+    return GpuMemory(**{**plain, **values})
 
 
 def cuda_facts(**values: Any) -> CudaFacts:
@@ -49,29 +57,29 @@ def a_process(agent: AgentSurvey | None = None, **values: Any) -> Candidate:
     return Candidate(**{**plain, **values})
 
 
-def a_snapshot(*candidates: Candidate, **values: Any) -> Snapshot:
+def a_snapshot(*candidates: Candidate, **values: Any) -> NodeSnapshotForPlan:
     plain: dict[str, Any] = {
         "gpus": (a_gpu("gpu0"), a_gpu("gpu1")),
         "candidates": candidates,
-        "pool": PoolRoom(budget_bytes=64 * GIB, free_bytes=64 * GIB),
+        "pool": PoolMemory(budget_bytes=64 * GIB, free_bytes=64 * GIB),
         "available_bytes": 500 * GIB,
     }
-    return Snapshot(**{**plain, **values})
+    return NodeSnapshotForPlan(**{**plain, **values})
 
 
-def to(gpu: str = "gpu1", **values: Any) -> Request:
-    return Request(**{"kind": MIGRATE, "pids": (4711,), "to": gpu, **values})
+def to(gpu: str = "gpu1", **values: Any) -> PlanRequest:
+    return PlanRequest(**{"kind": MIGRATE, "pids": (4711,), "to": gpu, **values})
 
 
-SUSPENSION = Request(kind=SUSPEND, pids=(4711,))
+SUSPENSION = PlanRequest(kind=SUSPEND, pids=(4711,))
 
 
-def the_plan(found: Plan | tuple[Reason, ...]) -> Plan:
-    assert isinstance(found, Plan), found
+def the_plan(found: MigrationPlan | tuple[Reason, ...]) -> MigrationPlan:
+    assert isinstance(found, MigrationPlan), found
     return found
 
 
-def the_reasons(found: Plan | tuple[Reason, ...]) -> tuple[Reason, ...]:
+def the_reasons(found: MigrationPlan | tuple[Reason, ...]) -> tuple[Reason, ...]:
     assert isinstance(found, tuple), found
     assert all(reason.hint for reason in found)
     return found

@@ -9,29 +9,29 @@ from typing import Any
 from hegmd.migration.machine import events, machine
 from hegmd.migration.machine.effects import Effect
 from hegmd.migration.machine.events import Event
-from hegmd.migration.machine.operation import MIGRATE, Limits, Operation, Worker
+from hegmd.migration.machine.operation import MIGRATE, JobProcess, Limits, Operation
 
 LIMITS = Limits(arm_s=10.0, park_s=20.0, move_s=30.0, verify_s=40.0, retry_s=5.0)
 
 
-def worker(name: str = "a", to: str | None = "gpu1", **values: Any) -> Worker:
+def worker(name: str = "a", to: str | None = "gpu1", **values: Any) -> JobProcess:
     """One that trains on gpu0 with 10 bytes."""
     plain: dict[str, Any] = {
         "name": name,
         "pid": 100 + ord(name[0]),
         "start_ticks": 7,
         "token": f"token-{name}",
-        "origin": "gpu0",
-        "was_on": "gpu0",
-        "goal": to,
-        "at": "gpu0",
+        "origin_gpu": "gpu0",
+        "first_gpu": "gpu0",
+        "target_gpu": to,
+        "gpu": "gpu0",
         "size_bytes": 10,
-        "rooms": {"gpu0": 10},
+        "reservations": {"gpu0": 10},
     }
-    return Worker(**{**plain, **values})
+    return JobProcess(**{**plain, **values})
 
 
-def operation(*workers: Worker, kind: str = MIGRATE, **values: Any) -> Operation:
+def operation(*workers: JobProcess, kind: str = MIGRATE, **values: Any) -> Operation:
     """A planned one, of a worker that is to go to gpu1 if none is given."""
     return Operation(**{"id": "op1", "kind": kind, "workers": workers or (worker(),), "limits": LIMITS, **values})
 
@@ -90,7 +90,7 @@ def ending(effect: Effect, **values: Any) -> Event:
         "parked": True,
         "out_bytes": 0,
         "gpu": "gpu0",
-        "rooms": {"gpu0": 10},
+        "reservations": {"gpu0": 10},
         "pool_bytes": 0,
     }
     own = {declared.name for declared in kind.fields}

@@ -8,7 +8,7 @@ import pytest
 
 from hegmd.memory.sizes import CONTEXT_BYTES, LAST_BYTES, RESTORE_MARGIN_BYTES, SEGMENT_BYTES
 from hegmd.migration.machine.operation import RESUME, Limits
-from hegmd.migration.model import Candidate, GpuRoom, Request, Surroundings
+from hegmd.migration.model import Candidate, GpuMemory, PlanRequest, Surroundings
 from hegmd.migration.plan.forecast import after, expected
 from hegmd.migration.plan.planner import planned, planned_resume
 from hegmd.protocol.messages import CudaDevice, LeftAlone
@@ -32,8 +32,8 @@ def test_an_agents_storages_go_from_gpu_to_gpu_and_the_plan_says_how_long_that_t
     plan = the_plan(planned(a_snapshot(a_process(an_agent(), vram_bytes=32 * GIB + 500 * MIB)), to()))
     (worker,) = plan.workers
     assert (plan.way, worker.carrier, worker.method) == ("agent", "peer", "driver")
-    assert worker.rest_bytes == 500 * MIB + RESTORE_MARGIN_BYTES
-    assert plan.room_needed_bytes == {"gpu1": 2 * 32 * GIB + worker.rest_bytes + CONTEXT_BYTES}
+    assert worker.driver_bytes == 500 * MIB + RESTORE_MARGIN_BYTES
+    assert plan.reservation_bytes == {"gpu1": 2 * 32 * GIB + worker.driver_bytes + CONTEXT_BYTES}
     assert plan.pool_needed_bytes == 0
     assert 0.7 < plan.estimate_s < 1.0, "measured: 0.74 s"
     assert "take the bytes out by peer" in plan.steps
@@ -45,7 +45,7 @@ def test_a_suspension_goes_to_the_pool_and_a_process_without_an_agent_by_the_dri
     bare = the_plan(planned(a_snapshot(a_process()), to()))
     assert (bare.way, bare.workers[0].carrier, len(bare.hazards)) == ("driver", "driver", 1)
     assert "cannot be seen from outside" in bare.hazards[0]
-    assert bare.room_needed_bytes == {"gpu1": 33 * GIB + RESTORE_MARGIN_BYTES}
+    assert bare.reservation_bytes == {"gpu1": 33 * GIB + RESTORE_MARGIN_BYTES}
     assert 14 < bare.estimate_s < 24, "measured: 18 s for 37 GiB, and 24.6 s for 32"
 
 
@@ -53,14 +53,14 @@ def test_what_the_allocator_keeps_for_later_is_not_carried_and_has_room_on_the_t
     """Once it had none there. Somebody took all that was free, and the job found nothing at its next step."""
     agent = an_agent(cuda_facts(reserved_bytes=60 * GIB, padding_bytes=5))
     (worker,) = the_plan(planned(a_snapshot(a_process(agent, vram_bytes=61 * GIB)), to())).workers
-    assert worker.rest_bytes == GIB + RESTORE_MARGIN_BYTES
-    assert worker.beside_bytes == 28 * GIB + SEGMENT_BYTES
-    assert worker.room_bytes == 61 * GIB + RESTORE_MARGIN_BYTES + SEGMENT_BYTES, "all that it had"
+    assert worker.driver_bytes == GIB + RESTORE_MARGIN_BYTES
+    assert worker.agent_overhead_bytes == 28 * GIB + SEGMENT_BYTES
+    assert worker.reservation_bytes == 61 * GIB + RESTORE_MARGIN_BYTES + SEGMENT_BYTES, "all that it had"
     left = LeftAlone(why="shared", storages=1, size_bytes=2 * GIB)
     agent = an_agent(cuda_facts(reserved_bytes=60 * GIB), left_alone=(left,))
     (worker,) = the_plan(planned(a_snapshot(a_process(agent, vram_bytes=61 * GIB)), to())).workers
-    assert worker.rest_bytes == 3 * GIB + RESTORE_MARGIN_BYTES
-    assert worker.room_bytes == 61 * GIB + RESTORE_MARGIN_BYTES + SEGMENT_BYTES
+    assert worker.driver_bytes == 3 * GIB + RESTORE_MARGIN_BYTES
+    assert worker.reservation_bytes == 61 * GIB + RESTORE_MARGIN_BYTES + SEGMENT_BYTES
 
 
 def test_a_target_without_room_for_what_is_cached_is_refused() -> None:
@@ -78,19 +78,19 @@ def test_one_that_has_cached_its_whole_gpu_can_go_to_another_that_is_empty() -> 
     whole = tuple([gpu.replace(total_bytes=total_bytes) for gpu in gpus])
     (worker,) = the_plan(planned(a_snapshot(process, gpus=whole), to())).workers
     assert worker.carrier == "worker", "on its own GPU nobody has room to copy"
-    assert worker.room_bytes == total_bytes - CONTEXT_BYTES - LAST_BYTES
+    assert worker.reservation_bytes == total_bytes - CONTEXT_BYTES - LAST_BYTES
 
 
 def test_room_for_the_stacks_that_an_agent_gives_back_is_held_with_its_storages() -> None:
     """Held with the rest, a neighbour that took all it could had it before the agent, and the job had to wait."""
     agent = an_agent(cuda_facts(stacks_bytes=GIB // 4, padding_bytes=5))
     (worker,) = the_plan(planned(a_snapshot(a_process(agent)), to())).workers
-    assert (worker.rest_bytes, worker.beside_bytes) == (3 * GIB // 4 + RESTORE_MARGIN_BYTES, GIB // 4 + 5)
-    assert worker.room_bytes == 33 * GIB + RESTORE_MARGIN_BYTES + 5
+    assert (worker.driver_bytes, worker.agent_overhead_bytes) == (3 * GIB // 4 + RESTORE_MARGIN_BYTES, GIB // 4 + 5)
+    assert worker.reservation_bytes == 33 * GIB + RESTORE_MARGIN_BYTES + 5
     (by_worker,) = the_plan(planned(a_snapshot(a_process(agent)), to(carrier="worker"))).workers
-    assert (by_worker.rest_bytes, by_worker.beside_bytes) == (GIB + RESTORE_MARGIN_BYTES, 5)
+    assert (by_worker.driver_bytes, by_worker.agent_overhead_bytes) == (GIB + RESTORE_MARGIN_BYTES, 5)
     (by_driver,) = the_plan(planned(a_snapshot(a_process(agent)), to(carrier="driver"))).workers
-    assert by_driver.beside_bytes == 0
+    assert by_driver.agent_overhead_bytes == 0
 
 
 def test_with_little_room_the_storages_go_in_rounds_and_with_less_through_the_pool() -> None:
@@ -101,7 +101,7 @@ def test_with_little_room_the_storages_go_in_rounds_and_with_less_through_the_po
     roomier = (a_gpu("gpu0"), a_gpu("gpu1", free_bytes=60 * GIB))
     plan = the_plan(planned(a_snapshot(a_process(an_agent()), gpus=roomier), to()))
     worker = plan.workers[0]
-    assert 60 * GIB - 3 * GIB < plan.room_needed_bytes["gpu1"] <= 60 * GIB - 2 * GIB, "rounds are as few as can be"
+    assert 60 * GIB - 3 * GIB < plan.reservation_bytes["gpu1"] <= 60 * GIB - 2 * GIB, "rounds are as few as can be"
     assert worker.overlap_bytes < 12 * GIB
     tighter = (a_gpu("gpu0"), a_gpu("gpu1", free_bytes=35 * GIB))
     plan = the_plan(planned(a_snapshot(a_process(an_agent()), gpus=tighter), to()))
@@ -148,7 +148,7 @@ def test_the_carrier_that_is_asked_for_is_taken_or_refused() -> None:
     snapshot = a_snapshot(a_process(an_agent()))
     assert the_plan(planned(snapshot, to(carrier="host"))).workers[0].carrier == "host"
     by_driver = the_plan(planned(snapshot, to(carrier="driver"))).workers[0]
-    assert (by_driver.size_bytes, by_driver.room_bytes) == (33 * GIB, 33 * GIB + RESTORE_MARGIN_BYTES)
+    assert (by_driver.size_bytes, by_driver.reservation_bytes) == (33 * GIB, 33 * GIB + RESTORE_MARGIN_BYTES)
     (reason,) = the_reasons(planned(a_snapshot(a_process()), to(carrier="peer")))
     assert "no agent" in reason.message
     (reason,) = the_reasons(planned(snapshot, to(carrier="pigeon")))
@@ -197,8 +197,8 @@ def test_an_older_driver_suspends_and_resumes_where_it_was() -> None:
     plan = the_plan(planned(snapshot, SUSPENSION))
     op = plan.operation("1", snapshot.candidates, {}, limits=Limits(), utc=0.0)
     suspended = Drive(op).until("suspended").op
-    assert the_plan(planned_resume(snapshot, Request(kind=RESUME, pids=(4711,)), suspended)).estimate_s > 4
-    (reason,) = the_reasons(planned_resume(snapshot, Request(kind=RESUME, pids=(4711,), to="gpu1"), suspended))
+    assert the_plan(planned_resume(snapshot, PlanRequest(kind=RESUME, pids=(4711,)), suspended)).estimate_s > 4
+    (reason,) = the_reasons(planned_resume(snapshot, PlanRequest(kind=RESUME, pids=(4711,), to="gpu1"), suspended))
     assert "575.1" in reason.message
 
 
@@ -217,7 +217,7 @@ def _on_two(*devices: CudaDevice, **values: Any) -> Candidate:
     return a_process(agent, kinds=("compute", "compute"), **{**plain, **values})
 
 
-def _four(free_bytes: int = 100 * GIB) -> tuple[GpuRoom, ...]:
+def _four(free_bytes: int = 100 * GIB) -> tuple[GpuMemory, ...]:
     return tuple([a_gpu(f"gpu{number}", free_bytes=free_bytes) for number in range(4)])
 
 
@@ -232,19 +232,19 @@ def test_of_one_on_several_gpus_the_worker_copies_and_each_gpu_has_room_for_its_
     plan = the_plan(planned(a_snapshot(_on_two(*DEVICES), gpus=_four()), to("gpu2,gpu3")))
     (worker,) = plan.workers
     assert worker.carrier == "worker"
-    assert worker.shares_bytes == (GIB + RESTORE_MARGIN_BYTES, GIB + RESTORE_MARGIN_BYTES)
-    assert worker.storage_shares_bytes == (20 * GIB + SEGMENT_BYTES, 13 * GIB + SEGMENT_BYTES), (
+    assert worker.driver_bytes_by_gpu == (GIB + RESTORE_MARGIN_BYTES, GIB + RESTORE_MARGIN_BYTES)
+    assert worker.storage_bytes_by_gpu == (20 * GIB + SEGMENT_BYTES, 13 * GIB + SEGMENT_BYTES), (
         "what was cached as well"
     )
-    assert worker.beside_bytes == 3 * GIB + 2 * SEGMENT_BYTES
-    assert plan.room_needed_bytes == {
+    assert worker.agent_overhead_bytes == 3 * GIB + 2 * SEGMENT_BYTES
+    assert plan.reservation_bytes == {
         "gpu2": 21 * GIB + RESTORE_MARGIN_BYTES + SEGMENT_BYTES,
         "gpu3": 14 * GIB + RESTORE_MARGIN_BYTES + SEGMENT_BYTES,
     }
     assert plan.pool_needed_bytes > 30 * GIB
     assert "the helper copies for one" in " ".join(plan.hazards)
     one = the_plan(planned(a_snapshot(_on_two(*DEVICES), gpus=_four()), to("gpu1=gpu2")))
-    assert one.room_needed_bytes == {"gpu0": 0, "gpu2": 14 * GIB + RESTORE_MARGIN_BYTES + SEGMENT_BYTES}
+    assert one.reservation_bytes == {"gpu0": 0, "gpu2": 14 * GIB + RESTORE_MARGIN_BYTES + SEGMENT_BYTES}
 
 
 @pytest.mark.parametrize("devices", [(), DEVICES[:1], (*DEVICES[:1], CudaDevice(uuid="GPU-else", size_bytes=GIB))])
@@ -254,8 +254,8 @@ def test_of_one_on_several_gpus_whose_parts_are_not_all_known_the_driver_carries
     """Room for a storage on the wrong GPU would be none."""
     plan = the_plan(planned(a_snapshot(_on_two(*devices), gpus=_four()), to("gpu2,gpu3")))
     (worker,) = plan.workers
-    assert (worker.carrier, worker.storage_shares_bytes) == ("driver", ())
-    assert plan.room_needed_bytes == {"gpu2": 21 * GIB + RESTORE_MARGIN_BYTES, "gpu3": 14 * GIB + RESTORE_MARGIN_BYTES}
+    assert (worker.carrier, worker.storage_bytes_by_gpu) == ("driver", ())
+    assert plan.reservation_bytes == {"gpu2": 21 * GIB + RESTORE_MARGIN_BYTES, "gpu3": 14 * GIB + RESTORE_MARGIN_BYTES}
     assert "what it holds on each" in " ".join(plan.hazards)
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from hegmd.migration.machine import events
 from hegmd.migration.machine.describe import waiting
-from hegmd.migration.machine.operation import BACK, SUSPEND, Worker
+from hegmd.migration.machine.operation import BACK, SUSPEND, JobProcess
 from tests.unit.migration.operations import Drive, ending, operation, tags, worker
 
 
-def bare(to: str | None = "gpu1", **values: Any) -> Worker:
+def bare(to: str | None = "gpu1", **values: Any) -> JobProcess:
     """A process without an agent: all it has goes with the driver."""
-    plain: dict[str, Any] = {"token": "", "method": "driver", "carrier": "driver", "size_bytes": 0, "rest_bytes": 10}
+    plain: dict[str, Any] = {"token": "", "method": "driver", "carrier": "driver", "size_bytes": 0, "driver_bytes": 10}
     return worker(to=to, **{**plain, **values})
 
 
@@ -22,43 +22,43 @@ def _effects(drive: Drive) -> list[str]:
 
 def test_a_process_without_an_agent_is_not_asked_anything() -> None:
     drive = Drive(operation(bare())).until("done")
-    assert _effects(drive) == ["take-room", "checkpoint", "restore", "verify", "give-room"]
-    assert drive.op.workers[0].left == "gpu0"
+    assert _effects(drive) == ["reserve", "checkpoint", "restore", "verify", "release-reservation"]
+    assert drive.op.workers[0].previous_gpu == "gpu0"
 
 
 def test_it_is_suspended_and_resumed_by_the_driver_alone() -> None:
     drive = Drive(operation(bare(to=None), kind=SUSPEND)).until("suspended")
-    assert _effects(drive) == ["checkpoint", "give-room"]
+    assert _effects(drive) == ["checkpoint", "release-reservation"]
     before = len(_effects(drive))
-    drive.feed(events.ResumeAsked(to={"a": "gpu1"}))
+    drive.feed(events.ResumeRequested(to={"a": "gpu1"}))
     drive.until("done")
-    assert _effects(drive)[before:] == ["take-room", "restore", "verify"]
+    assert _effects(drive)[before:] == ["reserve", "restore", "verify"]
 
 
 def test_an_agents_process_is_parked_though_the_driver_carries_everything() -> None:
     drive = Drive(operation(bare(token="t"))).until("done")
-    assert _effects(drive) == "take-room park survey checkpoint restore release verify give-room".split()
+    assert _effects(drive) == "reserve park survey checkpoint restore release verify release-reservation".split()
     assert drive.op.workers[0].size_bytes == 0, "what its agent counts would be held twice"
 
 
 def test_a_restore_takes_the_room_that_was_measured_at_the_checkpoint() -> None:
     drive = Drive(operation(bare()))
     drive.on(lambda: "checkpoint" in tags(drive.wanted))
-    (wanted,) = drive.end(rest_bytes=25, room_bytes=25)
-    assert (wanted.tag, wanted.to_plain()["size_bytes"]) == ("take-room", 25)
+    (wanted,) = drive.end(driver_bytes=25, reserved_bytes=25)
+    assert (wanted.tag, wanted.to_plain()["size_bytes"]) == ("reserve", 25)
     assert tags(drive.end()) == ["restore"]
 
 
 def test_room_that_could_not_be_kept_for_the_way_back_is_taken_again_before_it_is_relied_upon() -> None:
     drive = Drive(operation(bare()))
     drive.on(lambda: "checkpoint" in tags(drive.wanted))
-    drive.end(rest_bytes=10, room_bytes=4)
-    assert drive.op.heading != BACK
-    wanted = drive.fail("no-room")
-    assert drive.op.heading == BACK
+    drive.end(driver_bytes=10, reserved_bytes=4)
+    assert drive.op.direction != BACK
+    wanted = drive.fail("out-of-memory")
+    assert drive.op.direction == BACK
     assert [(effect.tag, effect.to_plain().get("gpu")) for effect in wanted] == [("inspect", None)]
-    (wanted_room,) = drive.end(parked=False, gpu=None, rooms={"gpu0": 4})
-    assert (wanted_room.tag, wanted_room.to_plain()["gpu"]) == ("take-room", "gpu0")
+    (wanted_room,) = drive.end(parked=False, gpu=None, reservations={"gpu0": 4})
+    assert (wanted_room.tag, wanted_room.to_plain()["gpu"]) == ("reserve", "gpu0")
 
 
 def test_a_checkpoint_that_was_cut_off_was_believed_to_have_kept_the_way_back_and_cost_a_pause() -> None:
@@ -66,40 +66,40 @@ def test_a_checkpoint_that_was_cut_off_was_believed_to_have_kept_the_way_back_an
     drive = Drive(operation(bare()))
     drive.on(lambda: "checkpoint" in tags(drive.wanted))
     assert tags(drive.fail("broken")) == ["inspect"]
-    (wanted,) = drive.end(parked=False, gpu=None, rooms={"gpu1": 10})
-    assert (wanted.tag, wanted.to_plain()["gpu"]) == ("take-room", "gpu0")
+    (wanted,) = drive.end(parked=False, gpu=None, reservations={"gpu1": 10})
+    assert (wanted.tag, wanted.to_plain()["gpu"]) == ("reserve", "gpu0")
 
 
 def test_without_room_on_the_way_back_it_waits_and_says_why_until_there_is_room() -> None:
     drive = Drive(operation(bare()))
     drive.on(lambda: "restore" in tags(drive.wanted))
-    drive.fail("no-room")
+    drive.fail("out-of-memory")
     drive.end(parked=False, gpu=None)
-    for wanted in ["restore", *["take-room"] * 5]:
+    for wanted in ["restore", *["reserve"] * 5]:
         assert tags(drive.wanted) == [wanted]
-        drive.fail("no-room")
-        assert drive.op.lacks is not None
+        drive.fail("out-of-memory")
+        assert drive.op.waiting_for is not None
         assert (drive.op.phase, drive.wanted) == ("settling", [])
         assert drive.op.deadline is not None
         drive.now = drive.op.deadline
         drive.feed(events.DeadlinePassed())
         drive.end(parked=False, gpu=None)
-    drive.until("undone")
-    assert drive.op.lacks is None
+    drive.until("rolled-back")
+    assert drive.op.waiting_for is None
     assert "restore" in _effects(drive)
-    assert drive.op.workers[0].at == "gpu0"
+    assert drive.op.workers[0].gpu == "gpu0"
 
 
-def _refilled_without_room(**values: Any) -> Drive:
+def _reloaded_without_room(**values: Any) -> Drive:
     """One that turned back when its bytes could not go in where it was to go, and finds no room at home either."""
-    plain = {"token": "t", "carrier": "host", "size_bytes": 8, "rest_bytes": 2, **values}
+    plain = {"token": "t", "carrier": "host", "size_bytes": 8, "driver_bytes": 2, **values}
     drive = Drive(operation(worker(method="driver", **plain)))
-    drive.on(lambda: "refill" in tags(drive.wanted))
+    drive.on(lambda: "reload" in tags(drive.wanted))
     drive.fail("broken")
     drive.end(parked=True, out_bytes=8, gpu="gpu1")
-    drive.on(lambda: "refill" in tags(drive.wanted))
-    assert (drive.op.heading, drive.op.workers[0].at) == (BACK, "gpu0")
-    drive.fail("no-room")
+    drive.on(lambda: "reload" in tags(drive.wanted))
+    assert (drive.op.direction, drive.op.workers[0].gpu) == (BACK, "gpu0")
+    drive.fail("out-of-memory")
     return drive
 
 
@@ -113,7 +113,7 @@ def _after_a_while(drive: Drive) -> None:
 
 def test_a_job_whose_storages_found_no_room_stood_until_somebody_resumed_it_by_hand() -> None:
     """It waits instead, says so, takes the room for all of them once it is there, and comes back by itself."""
-    drive = _refilled_without_room()
+    drive = _reloaded_without_room()
     for _ in range(3):
         waits = waiting(drive.op)
         assert waits is not None
@@ -121,51 +121,51 @@ def test_a_job_whose_storages_found_no_room_stood_until_somebody_resumed_it_by_h
         assert waits.next == "free video memory on gpu0: it comes back by itself when there is room"
         _after_a_while(drive)
         (taken,) = drive.wanted
-        assert (taken.tag, taken.to_plain()["gpu"], taken.to_plain()["size_bytes"]) == ("take-room", "gpu0", 12)
-        drive.fail("no-room")
+        assert (taken.tag, taken.to_plain()["gpu"], taken.to_plain()["size_bytes"]) == ("reserve", "gpu0", 12)
+        drive.fail("out-of-memory")
     _after_a_while(drive)
-    drive.until("undone")
-    assert (drive.op.lacks, drive.op.workers[0].at, drive.op.workers[0].out) == (None, "gpu0", False)
+    drive.until("rolled-back")
+    assert (drive.op.waiting_for, drive.op.workers[0].gpu, drive.op.workers[0].offloaded) == (None, "gpu0", False)
 
 
 def test_storages_that_are_made_in_rounds_are_asked_for_without_room_for_all_of_them() -> None:
     """Some have their bytes already, and the room that they took would be asked for once more, for ever."""
-    drive = _refilled_without_room(overlap_bytes=5)
+    drive = _reloaded_without_room(overlap_bytes=5)
     _after_a_while(drive)
-    assert tags(drive.wanted) == ["refill"]
-    drive.until("undone")
+    assert tags(drive.wanted) == ["reload"]
+    drive.until("rolled-back")
 
 
 def test_a_checkpoint_that_failed_on_the_way_back_leaves_the_job_waiting_for_room_where_it_is() -> None:
     """With 999, on two H200, beside somebody who took all memory: it was held, and had to be resumed by hand."""
-    drive = Drive(operation(worker(token="t", method="driver", carrier="host", size_bytes=8, rest_bytes=2)))
-    drive.on(lambda: "refill" in tags(drive.wanted))
-    drive.fail("no-room")
+    drive = Drive(operation(worker(token="t", method="driver", carrier="host", size_bytes=8, driver_bytes=2)))
+    drive.on(lambda: "reload" in tags(drive.wanted))
+    drive.fail("out-of-memory")
     drive.end(parked=True, out_bytes=8, gpu="gpu1")
     drive.on(lambda: "checkpoint" in tags(drive.wanted))
     drive.fail("broken")
     drive.end(parked=True, out_bytes=8, gpu="gpu1")
-    drive.on(lambda: "refill" in tags(drive.wanted))
-    drive.fail("no-room")
-    assert (drive.op.phase, drive.op.heading) == ("settling", BACK)
+    drive.on(lambda: "reload" in tags(drive.wanted))
+    drive.fail("out-of-memory")
+    assert (drive.op.phase, drive.op.direction) == ("settling", BACK)
     assert drive.op.deadline is not None
     drive.now = drive.op.deadline
     drive.feed(events.DeadlinePassed())
     drive.end(parked=True, out_bytes=8, gpu="gpu1")
-    drive.until("undone")
-    assert drive.op.workers[0].at == "gpu1"
+    drive.until("rolled-back")
+    assert drive.op.workers[0].gpu == "gpu1"
 
 
 def test_a_driver_without_memory_for_itself_on_the_way_back_is_asked_again_and_no_room_is_taken_twice() -> None:
     """It was held after the first attempt, and had to be resumed by hand while its storages were there."""
-    drive = Drive(operation(worker(token="t", method="driver", carrier="host", size_bytes=8, rest_bytes=2)))
-    drive.on(lambda: "refill" in tags(drive.wanted))
-    drive.fail("crowded")
-    assert drive.op.heading == BACK
+    drive = Drive(operation(worker(token="t", method="driver", carrier="host", size_bytes=8, driver_bytes=2)))
+    drive.on(lambda: "reload" in tags(drive.wanted))
+    drive.fail("driver-out-of-memory")
+    assert drive.op.direction == BACK
     drive.end(parked=True, out_bytes=8, gpu="gpu1")
-    drive.on(lambda: "refill" in tags(drive.wanted))
+    drive.on(lambda: "reload" in tags(drive.wanted))
     for _ in range(3):
-        drive.fail("crowded")
+        drive.fail("driver-out-of-memory")
         assert (drive.op.phase, drive.wanted) == ("settling", [])
         waits = waiting(drive.op)
         assert waits is not None
@@ -174,9 +174,9 @@ def test_a_driver_without_memory_for_itself_on_the_way_back_is_asked_again_and_n
         drive.now = drive.op.deadline
         drive.feed(events.DeadlinePassed())
         drive.end(parked=True, out_bytes=8, gpu="gpu0")
-        assert tags(drive.wanted) == ["refill"]
-    drive.until("undone")
-    assert (drive.op.lacks, drive.op.workers[0].at, drive.op.workers[0].out) == (None, "gpu0", False)
+        assert tags(drive.wanted) == ["reload"]
+    drive.until("rolled-back")
+    assert (drive.op.waiting_for, drive.op.workers[0].gpu, drive.op.workers[0].offloaded) == (None, "gpu0", False)
 
 
 def test_a_process_that_the_driver_has_given_up_is_lost_and_frees_what_was_held_for_it() -> None:
@@ -186,16 +186,16 @@ def test_a_process_that_the_driver_has_given_up_is_lost_and_frees_what_was_held_
     drive.end(parked=False, gpu=None, failed="the driver says so")
     drive.until("lost")
     assert drive.op.failure is not None
-    assert drive.op.workers[0].rooms == {}
+    assert drive.op.workers[0].reservations == {}
 
 
 def test_one_that_was_brought_back_by_somebody_else_meanwhile_stays_where_it_is() -> None:
     drive = Drive(operation(bare()))
     drive.on(lambda: "restore" in tags(drive.wanted))
     drive.fail("broken")
-    drive.end(parked=False, gpu="gpu1", rooms={"gpu0": 10, "gpu1": 10})
-    drive.until("undone")
-    assert drive.op.workers[0].at == "gpu1"
+    drive.end(parked=False, gpu="gpu1", reservations={"gpu0": 10, "gpu1": 10})
+    drive.until("rolled-back")
+    assert drive.op.workers[0].gpu == "gpu1"
 
 
 def test_an_inspection_knows_where_a_process_was_taken_off_in_the_middle_of_a_crash() -> None:
@@ -205,16 +205,16 @@ def test_an_inspection_knows_where_a_process_was_taken_off_in_the_middle_of_a_cr
     drive.feed(events.Recovered())
     (inspect,) = drive.wanted
     drive.wanted.clear()
-    drive.feed(ending(inspect, parked=False, gpu=None, rooms={}))
-    assert drive.op.workers[0].left == "gpu0"
+    drive.feed(ending(inspect, parked=False, gpu=None, reservations={}))
+    assert drive.op.workers[0].previous_gpu == "gpu0"
 
 
 def test_what_has_grown_is_written_down_and_has_its_room_before_it_is_taken_off() -> None:
     drive = Drive(operation(bare()))
     drive.on(lambda: "checkpoint" in tags(drive.wanted))
     (checkpoint,) = drive.wanted
-    (wanted,) = drive.feed(events.Outgrown(effect=checkpoint.number, worker="a", rest_bytes=25))
-    assert (drive.op.workers[0].rest_bytes, drive.op.workers[0].at) == (25, "gpu0")
-    assert (wanted.tag, wanted.to_plain()["size_bytes"]) == ("take-room", 25)
+    (wanted,) = drive.feed(events.GrewBeyondPlan(effect=checkpoint.number, worker="a", driver_bytes=25))
+    assert (drive.op.workers[0].driver_bytes, drive.op.workers[0].gpu) == (25, "gpu0")
+    assert (wanted.tag, wanted.to_plain()["size_bytes"]) == ("reserve", 25)
     drive.wanted.remove(checkpoint)
     assert tags(drive.end()) == ["checkpoint"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hegmd.migration.machine.operation import MIGRATE, RESUME, SUSPEND, Limits
-from hegmd.migration.model import CARRIERS, Rates, Request
+from hegmd.migration.model import CARRIERS, PlanRequest, Rates
 from hegmd.migration.plan.carrier_choice import Beside, estimate_s
 from hegmd.migration.plan.planner import planned, planned_resume
 from hegmd.migration.plan.throughput import IN, OUT, Paces
@@ -18,8 +18,8 @@ def test_a_job_that_is_resumed_stands_while_the_helper_is_made_ready_too() -> No
     snapshot = a_snapshot(a_process(an_agent()), gpus=(a_gpu("gpu0", free_bytes=50 * GIB), a_gpu("gpu1")))
     suspension = the_plan(planned(snapshot, SUSPENSION))
     op = Drive(suspension.operation("1", snapshot.candidates, {}, limits=Limits(), utc=0.0)).until("suspended").op
-    op = op.with_worker(op.workers[0].replace(size_bytes=32 * GIB, rest_bytes=GIB))
-    request = Request(kind=RESUME, pids=(4711,))
+    op = op.with_worker(op.workers[0].replace(size_bytes=32 * GIB, driver_bytes=GIB))
+    request = PlanRequest(kind=RESUME, pids=(4711,))
     paces = Paces()
     estimates: list[float] = []
     for _ in range(2):

@@ -9,16 +9,16 @@ import pytest
 from hegmd.errors import Refused
 from hegmd.migration.machine import effects, events
 from hegmd.migration.machine.describe import in_hand
-from hegmd.migration.machine.operation import CHECKPOINT, Handoff, Operation
-from hegmd.migration.run.executor import Performer
+from hegmd.migration.machine.operation import CHECKPOINT, ImageRequest, Operation
+from hegmd.migration.run.executor import EffectExecutor
 from hegmd.workers.workers import Workers
 from tests.unit.migration.operations import Drive, operation, worker
 
 
 def checkpoint(*names: str, leave_running: bool = False, **values: Any) -> Operation:
-    handoff = Handoff(path="/images/one", uid=1000, gid=1000, leave_running=leave_running)
-    workers = [worker(name, to=None, keeps="gpu0", **values) for name in names or ("a",)]
-    return operation(*workers, kind=CHECKPOINT, handoff=handoff, lockstep=len(workers) > 1)
+    handoff = ImageRequest(path="/images/one", uid=1000, gid=1000, leave_running=leave_running)
+    workers = [worker(name, to=None, kept_gpu="gpu0", **values) for name in names or ("a",)]
+    return operation(*workers, kind=CHECKPOINT, image=handoff, is_distributed=len(workers) > 1)
 
 
 def asked(drive: Drive) -> list[str]:
@@ -28,17 +28,17 @@ def asked(drive: Drive) -> list[str]:
 def test_a_checkpoint_ends_the_process_after_its_image_is_whole() -> None:
     drive = Drive(checkpoint()).until("done")
     assert drive.phases == [
-        "arming",
+        "reserving",
         "quiescing",
         "measuring",
-        "evacuating",
+        "offloading",
         "checkpointing",
         "handing",
         "ending",
         "tidying",
         "done",
     ]
-    assert asked(drive)[-4:] == ["dump", "end", "give-room", "give-pool"]
+    assert asked(drive)[-4:] == ["dump", "end", "release-reservation", "release-pool"]
     assert drive.op.failure is None
     assert not drive.op.workers[0].lost
 
@@ -46,20 +46,20 @@ def test_a_checkpoint_ends_the_process_after_its_image_is_whole() -> None:
 def test_a_job_that_is_left_running_goes_home_and_proves_itself() -> None:
     drive = Drive(checkpoint(leave_running=True)).until("done")
     assert "end" not in asked(drive)
-    assert drive.phases[-7:] == ["restoring", "refilling", "releasing", "verifying", "sealing", "tidying", "done"]
-    assert asked(drive)[-2:] == ["seal", "give-pool"]
-    assert drive.op.workers[0].at == "gpu0"
-    assert not drive.op.workers[0].gone
+    assert drive.phases[-7:] == ["restoring", "reloading", "releasing", "verifying", "sealing", "tidying", "done"]
+    assert asked(drive)[-2:] == ["seal", "release-pool"]
+    assert drive.op.workers[0].gpu == "gpu0"
+    assert not drive.op.workers[0].has_exited
 
 
 def test_a_job_that_was_to_go_on_stood_while_its_image_was_written_and_read_back() -> None:
     """That takes what the pool has and nothing of the job, which stood for four times as long as it had to."""
     drive = Drive(checkpoint(leave_running=True)).until("sealing")
     assert asked(drive).index("dump") < asked(drive).index("release") < asked(drive).index("seal")
-    assert drive.op.handoff is not None
-    assert not drive.op.handoff.whole, "nobody has read it yet"
+    assert drive.op.image is not None
+    assert not drive.op.image.whole, "nobody has read it yet"
     drive.until("done")
-    assert drive.op.handoff.whole
+    assert drive.op.image.whole
 
 
 def sealing(*names: str) -> Drive:
@@ -78,7 +78,7 @@ def test_whoever_wants_a_job_whose_image_is_being_written_is_told_how_to_have_it
 def test_the_pool_keeps_what_an_image_is_written_from_until_nobody_writes(how: str) -> None:
     """Whatever has become of the job by then."""
     drive = sealing("a", "b")
-    drive.feed(events.WorkerGone(worker="b", why="it has ended"))
+    drive.feed(events.WorkerExited(worker="b", why="it has ended"))
     seal = drive.wanted.pop(0)
     drive.on(lambda: not drive.wanted)  # all that can be done meanwhile
     assert (seal.tag, drive.op.phase) == ("seal", "sealing")
@@ -86,32 +86,32 @@ def test_the_pool_keeps_what_an_image_is_written_from_until_nobody_writes(how: s
     if how == "it fails":
         drive.fail("refused")
     elif how == "it is cancelled":
-        drive.feed(events.CancelAsked(by="somebody"))
+        drive.feed(events.CancelRequested(by="somebody"))
         drive.wanted.remove(seal)
-    assert "give-pool" not in asked(drive)
-    drive.until("done" if how == "it is whole" else "undone")
-    assert asked(drive)[-2:] == ["give-pool", "give-pool"]
+    assert "release-pool" not in asked(drive)
+    drive.until("done" if how == "it is whole" else "rolled-back")
+    assert asked(drive)[-2:] == ["release-pool", "release-pool"]
 
 
 def test_an_image_that_is_not_good_is_told_of_and_the_job_goes_on() -> None:
     drive = sealing()
     drive.fail("broken")
-    drive.until("undone")
-    assert asked(drive)[-2:] == ["scrap", "give-pool"]
-    assert drive.op.workers[0].at == "gpu0"
+    drive.until("rolled-back")
+    assert asked(drive)[-2:] == ["scrap", "release-pool"]
+    assert drive.op.workers[0].gpu == "gpu0"
     assert drive.op.failure is not None
     assert drive.op.failure.message == "seal failed"
 
 
 def test_an_image_that_is_cancelled_while_it_is_read_back_goes_and_nobody_is_asked_for_it() -> None:
     drive = sealing()
-    drive.feed(events.CancelAsked(by="somebody"))
+    drive.feed(events.CancelRequested(by="somebody"))
     assert [pending.effect for pending in drive.op.pending] == ["scrap"]
     with pytest.raises(Refused, match="is being removed"):
-        drive.feed(events.CancelAsked(by="somebody"))
+        drive.feed(events.CancelRequested(by="somebody"))
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "seal"]
-    drive.until("undone")
-    assert asked(drive)[-3:] == ["seal", "scrap", "give-pool"]
+    drive.until("rolled-back")
+    assert asked(drive)[-3:] == ["seal", "scrap", "release-pool"]
 
 
 def test_an_image_that_is_not_read_back_in_time_goes() -> None:
@@ -122,7 +122,7 @@ def test_an_image_that_is_not_read_back_in_time_goes() -> None:
     assert "was not written and read back within" in drive.op.failure.message
     assert (drive.op.deadline or 0.0) > drive.now, "it would ask at once again, and again"
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "seal"]
-    drive.until("undone")
+    drive.until("rolled-back")
 
 
 @pytest.mark.parametrize("names", [("a",), ("a", "b")])
@@ -131,8 +131,8 @@ def test_a_job_that_ends_by_itself_while_its_image_is_read_back_has_one(names: t
     drive = sealing(*names)
     for name in names:
         drive.feed(events.AgentLost(worker=name))
-        drive.feed(events.WorkerGone(worker=name, why="it has ended"))
-    assert "give-room" in asked(drive), "what was held for it is given back meanwhile"
+        drive.feed(events.WorkerExited(worker=name, why="it has ended"))
+    assert "release-reservation" in asked(drive), "what was held for it is given back meanwhile"
     drive.until("done")
     assert drive.op.failure is None
     assert asked(drive).count("seal") == 1
@@ -150,27 +150,27 @@ def test_an_agent_that_is_late_while_an_image_is_read_back_does_not_have_it_read
 
 def test_an_image_whose_job_cannot_come_back_is_made_whole_all_the_same() -> None:
     drive = Drive(checkpoint(leave_running=True)).until("restoring")
-    drive.feed(events.WorkerGone(worker="a", why="it was killed"))
+    drive.feed(events.WorkerExited(worker="a", why="it was killed"))
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "restore"]
     drive.until("lost")
-    assert asked(drive)[-2:] == ["seal", "give-pool"]
-    assert drive.op.handoff is not None
-    assert drive.op.handoff.whole
+    assert asked(drive)[-2:] == ["seal", "release-pool"]
+    assert drive.op.image is not None
+    assert drive.op.image.whole
 
 
 def test_an_image_that_was_written_just_when_it_was_dropped_was_left_over() -> None:
     """Nobody knew of it any more, and its lock was held until the daemon ended."""
     drive = Drive(checkpoint(leave_running=True)).until("handing")
-    drive.feed(events.CancelAsked(by="somebody"))
+    drive.feed(events.CancelRequested(by="somebody"))
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "dump"]
-    drive.until("undone")
+    drive.until("rolled-back")
     assert asked(drive)[-1] == "scrap"
 
 
 def test_the_room_on_the_old_gpu_is_kept_until_the_image_is_whole() -> None:
     drive = Drive(checkpoint()).until("handing")
-    assert "give-room" not in asked(drive)
-    assert drive.op.workers[0].rooms == {"gpu0": 10}
+    assert "release-reservation" not in asked(drive)
+    assert drive.op.workers[0].reservations == {"gpu0": 10}
 
 
 def test_one_dump_is_for_all_ranks_and_each_is_ended() -> None:
@@ -183,28 +183,28 @@ def test_one_dump_is_for_all_ranks_and_each_is_ended() -> None:
 def test_an_image_that_cannot_be_made_leads_back(leave_running: bool) -> None:
     drive = Drive(checkpoint(leave_running=leave_running)).until("handing")
     drive.fail("refused")
-    drive.until("undone")
+    drive.until("rolled-back")
     assert "end" not in asked(drive)
-    assert drive.op.workers[0].at == "gpu0"
+    assert drive.op.workers[0].gpu == "gpu0"
     assert drive.op.failure is not None
     assert drive.op.failure.message == "dump failed"
 
 
 def test_cancelling_while_the_image_is_made_drops_it_and_leads_back() -> None:
     drive = Drive(checkpoint()).until("handing")
-    drive.feed(events.CancelAsked(by="somebody"))
+    drive.feed(events.CancelRequested(by="somebody"))
     assert [pending.effect for pending in drive.op.pending] == ["restore"]
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "dump"]
-    drive.until("undone")
+    drive.until("rolled-back")
 
 
 def test_cancelling_is_refused_once_the_image_is_whole() -> None:
     drive = Drive(checkpoint()).until("ending")
     with pytest.raises(Refused, match="what it was for has been done"):
-        drive.feed(events.CancelAsked(by="somebody"))
+        drive.feed(events.CancelRequested(by="somebody"))
     home = Drive(checkpoint(leave_running=True)).until("restoring")
     with pytest.raises(Refused, match="past the point"):
-        home.feed(events.CancelAsked(by="somebody"))
+        home.feed(events.CancelRequested(by="somebody"))
 
 
 def test_an_agent_that_steps_aside_for_the_dump_is_not_waited_for() -> None:
@@ -217,14 +217,14 @@ def test_an_agent_that_steps_aside_for_the_dump_is_not_waited_for() -> None:
 
 def test_a_process_that_ends_by_itself_once_its_image_is_whole_is_not_lost() -> None:
     drive = Drive(checkpoint()).until("ending")
-    drive.feed(events.WorkerGone(worker="a", why="it was killed"))
+    drive.feed(events.WorkerExited(worker="a", why="it was killed"))
     drive.until("done")
     assert drive.op.failure is None
 
 
 def test_a_process_that_ends_while_its_image_is_made_is_lost_and_the_dump_is_dropped() -> None:
     drive = Drive(checkpoint()).until("handing")
-    drive.feed(events.WorkerGone(worker="a", why="it was killed"))
+    drive.feed(events.WorkerExited(worker="a", why="it was killed"))
     assert "dump" not in [pending.effect for pending in drive.op.pending]
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "dump"]
     drive.until("lost")
@@ -261,7 +261,7 @@ def test_an_image_that_is_late_leads_back() -> None:
     drive = Drive(checkpoint()).until("handing")
     drive.now = drive.op.deadline or 0.0
     drive.feed(events.DeadlinePassed())
-    assert drive.op.heading == "back"
+    assert drive.op.direction == "back"
     assert drive.op.failure is not None
     assert "not through with handing within" in drive.op.failure.message
 
@@ -279,16 +279,16 @@ class Letting:
 async def test_a_job_stood_whose_dump_was_given_up_by_a_daemon_that_was_killed_then() -> None:
     """Or that was through just then. Its agent, which stands aside, was waited for; nobody called it back."""
     imager: Any = Letting()
-    performer = Performer(Workers(), {}, {}, start_ticks=lambda _pid: None, imager=imager)
+    performer = EffectExecutor(Workers(), {}, {}, start_ticks=lambda _pid: None, imager=imager)
     drive = Drive(checkpoint()).until("handing")
 
     async def look() -> None:
         look_at = effects.Inspect(number=99, worker="a", cause=1)
-        assert (await performer.perform(drive.op, look_at, lambda _: None, None)).tag == "worker-gone"
+        assert (await performer.perform(drive.op, look_at, lambda _: None, None)).tag == "worker-exited"
 
     await look()
     assert imager.abandoned == [], "it is to be written, or looked for"
-    drive.feed(events.CancelAsked(by="somebody"))
+    drive.feed(events.CancelRequested(by="somebody"))
     await look()
     assert imager.abandoned == ["restoring"]
     drive = Drive(checkpoint()).until("ending")
@@ -297,7 +297,7 @@ async def test_a_job_stood_whose_dump_was_given_up_by_a_daemon_that_was_killed_t
     await look()
     assert imager.abandoned == ["restoring"], "nobody has given that up"
     drive = Drive(checkpoint()).until("handing")
-    drive.feed(events.WorkerGone(worker="a", why="it was killed"))
-    give_pool = effects.GivePool(number=99, worker="a", cause=1)
-    await performer.perform(drive.op, give_pool, lambda _: None, None)
+    drive.feed(events.WorkerExited(worker="a", why="it was killed"))
+    release_pool = effects.ReleasePool(number=99, worker="a", cause=1)
+    await performer.perform(drive.op, release_pool, lambda _: None, None)
     assert imager.abandoned == ["restoring", "tidying"], "its children stand"

@@ -8,15 +8,15 @@ import pytest
 
 from hegmd.errors import Refused
 from hegmd.migration.machine import events
-from hegmd.migration.machine.operation import CHECKPOINT, QUIESCE, SUSPEND, Handoff, Operation
+from hegmd.migration.machine.operation import CHECKPOINT, QUIESCE, SUSPEND, ImageRequest, Operation
 from tests.unit.migration.operations import Drive, operation, tags, worker
 
-WISH = Handoff(path="/images/one", uid=1000, gid=1000)
+WISH = ImageRequest(path="/images/one", uid=1000, gid=1000)
 
 
 def quiesce(*names: str, **values: Any) -> Operation:
     workers = [worker(name, to="gpu0", **values) for name in names or ("a",)]
-    return operation(*workers, kind=QUIESCE, lockstep=len(workers) > 1)
+    return operation(*workers, kind=QUIESCE, is_distributed=len(workers) > 1)
 
 
 def held(*names: str) -> Drive:
@@ -48,22 +48,22 @@ def test_ranks_stand_at_one_boundary_and_one_hold_is_for_all() -> None:
 
 def test_it_goes_on_before_its_time_when_it_is_resumed() -> None:
     drive = held()
-    (release,) = drive.feed(events.ResumeAsked(to={}))
+    (release,) = drive.feed(events.ResumeRequested(to={}))
     assert release.tag == "release"
     assert drive.op.pending == tuple([pending for pending in drive.op.pending if pending.effect == "release"])
 
 
 def test_cancelling_a_hold_lets_the_job_go() -> None:
     drive = held()
-    assert tags(drive.feed(events.CancelAsked(by="somebody"))) == ["release"]
+    assert tags(drive.feed(events.CancelRequested(by="somebody"))) == ["release"]
     drive.wanted = [effect for effect in drive.wanted if effect.tag == "release"]
-    drive.until("undone")
+    drive.until("rolled-back")
 
 
 def test_a_hold_that_ends_late_changes_nothing_any_more() -> None:
     drive = held()
     hold = drive.wanted[0]
-    drive.feed(events.ResumeAsked(to={}))
+    drive.feed(events.ResumeRequested(to={}))
     before = drive.op
     drive.feed(events.Held(effect=hold.number, worker="a"))
     assert drive.op is before
@@ -76,7 +76,7 @@ def test_a_job_that_went_on_by_itself_is_not_stopped_again() -> None:
     (inspect,) = drive.feed(events.Recovered())
     assert inspect.tag == "inspect"
     drive.end(parked=False, boundary=9)
-    assert drive.op.phase == "undone"
+    assert drive.op.phase == "rolled-back"
     assert drive.op.failure is not None
     assert "went on by itself" in drive.op.failure.message
     assert "park" not in tags(drive.wanted)
@@ -97,7 +97,7 @@ def test_a_hold_was_broken_because_agents_took_longer_than_5_s_to_come_to_the_ne
     drive.fail("disconnected")
     drive.now = drive.op.deadline or 0.0
     drive.feed(events.DeadlinePassed())
-    assert drive.op.heading == "forward"
+    assert drive.op.direction == "forward"
     drive.fail("disconnected")
     drive.feed(events.AgentBack(worker="a", token="token-a"))
     drive.end()
@@ -109,12 +109,12 @@ def test_a_job_that_has_not_stood_yet_is_not_waited_for_longer_than_it_may_take(
     drive.feed(events.AgentLost(worker="a"))
     drive.now = drive.op.deadline or 0.0
     drive.feed(events.DeadlinePassed())
-    assert drive.op.heading == "back"
+    assert drive.op.direction == "back"
 
 
 def test_a_rank_that_ends_lets_the_others_go() -> None:
     drive = held("a", "b")
-    wanted = drive.feed(events.WorkerGone(worker="a", why="it was killed"))
+    wanted = drive.feed(events.WorkerExited(worker="a", why="it was killed"))
     assert [(effect.tag, effect.worker) for effect in wanted] == [("release", "b")]
 
 
@@ -134,7 +134,7 @@ def test_a_job_that_is_held_is_suspended_without_going_on_in_between() -> None:
 def test_ranks_that_are_held_are_suspended_at_the_boundary_where_they_stand() -> None:
     drive = held("a", "b")
     at = drive.op.at
-    into = operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND, lockstep=True)
+    into = operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND, is_distributed=True)
     drive.feed(events.TakenUp(into=into))
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "hold"]
     drive.until("suspended")
@@ -152,46 +152,46 @@ def test_what_a_hold_became_goes_back_to_training_when_it_fails() -> None:
     drive = held()
     drive.feed(events.TakenUp(into=operation(worker(to=None), kind=SUSPEND)))
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "hold"]
-    drive.until("evacuating")
+    drive.until("offloading")
     drive.fail("refused")
-    drive.until("undone")
+    drive.until("rolled-back")
     assert "release" in asked(drive)
 
 
 def test_a_suspended_job_is_handed_over_and_ends() -> None:
     drive = suspended()
-    assert tags(drive.feed(events.HandAsked(handoff=WISH))) == ["dump"]
+    assert tags(drive.feed(events.ImageRequested(handoff=WISH))) == ["dump"]
     drive.until("done")
     assert drive.op.kind == CHECKPOINT
-    assert asked(drive)[-3:] == ["dump", "end", "give-pool"]
+    assert asked(drive)[-3:] == ["dump", "end", "release-pool"]
     assert not drive.op.workers[0].lost
 
 
 def test_a_suspended_job_that_cannot_be_handed_over_is_suspended_as_before_and_can_be_resumed() -> None:
     drive = suspended()
-    drive.feed(events.HandAsked(handoff=WISH))
+    drive.feed(events.ImageRequested(handoff=WISH))
     drive.fail("refused")
     drive.until("suspended")
     assert not {"restore", "end"} & set(asked(drive))
-    drive.feed(events.ResumeAsked(to={"a": "gpu1"}))
+    drive.feed(events.ResumeRequested(to={"a": "gpu1"}))
     drive.until("done")
-    assert drive.op.workers[0].at == "gpu1"
+    assert drive.op.workers[0].gpu == "gpu1"
 
 
 def test_after_a_restart_an_image_of_a_suspended_job_that_is_not_whole_leaves_it_suspended() -> None:
     drive = suspended()
-    drive.feed(events.HandAsked(handoff=WISH))
+    drive.feed(events.ImageRequested(handoff=WISH))
     drive.wanted.clear()
     (find,) = drive.feed(events.Recovered())
     assert find.tag == "dump"
     drive.fail("refused")
     assert tags(drive.wanted) == ["inspect"]
-    drive.end(gpu=None, out_bytes=10, rooms={}, pool_bytes=10)
+    drive.end(gpu=None, out_bytes=10, reservations={}, pool_bytes=10)
     assert drive.op.phase == "suspended"
 
 
 def test_a_job_of_which_a_part_is_on_its_gpu_is_not_handed_over() -> None:
     drive = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended")
-    drive.op = drive.op.with_worker(drive.op.workers[0].replace(at="gpu0", parked=False))
+    drive.op = drive.op.with_worker(drive.op.workers[0].replace(gpu="gpu0", is_parked=False))
     with pytest.raises(Refused, match="not off its GPU"):
-        drive.feed(events.HandAsked(handoff=WISH))
+        drive.feed(events.ImageRequested(handoff=WISH))

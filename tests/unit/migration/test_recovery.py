@@ -11,15 +11,15 @@ def test_an_operation_that_had_not_begun_does_not_begin_with_the_next_daemon() -
     """Issue 4: what was refused, since its record could not be synced, was carried out by the next daemon."""
     drive = Drive(operation())
     assert drive.feed(events.Recovered()) == ()
-    assert drive.op.phase == "undone"
+    assert drive.op.phase == "rolled-back"
     assert drive.op.failure is not None
     assert "had begun" in drive.op.failure.message
-    assert drive.op.workers[0].touched is False
+    assert drive.op.workers[0].was_offloaded is False
 
 
 def test_after_a_reboot_the_deadline_is_one_of_the_new_clock() -> None:
     """Issue 4: the clock begins anew, and a deadline of the old one was days away."""
-    drive = Drive(operation(), now=1e6).until("evacuating")
+    drive = Drive(operation(), now=1e6).until("offloading")
     drive.feed(events.AgentLost(worker="a"))
     assert drive.op.phase == "settling"
     drive.now = 3.0
@@ -31,25 +31,35 @@ def test_after_a_reboot_the_deadline_is_one_of_the_new_clock() -> None:
 def test_the_room_is_counted_again_when_a_restore_has_failed() -> None:
     """Issue 4: room that somebody else had got was believed held, and the first resume failed on it."""
     drive = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended")
-    drive.feed(events.ResumeAsked(to={"a": "gpu1"}))
+    drive.feed(events.ResumeRequested(to={"a": "gpu1"}))
     drive.on(lambda: drive.op.phase == "restoring")
     drive.fail()
     drive.on(lambda: tags(drive.wanted) == ["inspect"])
-    drive.end(gpu=None, out_bytes=10, rooms={}, pool_bytes=10)
-    assert drive.until("suspended").op.workers[0].rooms == {}
-    wanted = drive.feed(events.ResumeAsked(to={"a": "gpu1"}))
-    assert tags(wanted) == ["take-room"]
+    drive.end(gpu=None, out_bytes=10, reservations={}, pool_bytes=10)
+    assert drive.until("suspended").op.workers[0].reservations == {}
+    wanted = drive.feed(events.ResumeRequested(to={"a": "gpu1"}))
+    assert tags(wanted) == ["reserve"]
 
 
 def test_a_rank_that_has_its_bytes_back_goes_on_standing_while_another_is_suspended() -> None:
     """Issue 4: a resume without room for all let the one rank go that had been brought back before."""
-    home = worker(origin="gpu0", goal="gpu0", parked=True, asked=True, touched=True)
-    away = worker("b", None, origin=None, at=None, out=True, parked=True, asked=True, touched=True, rooms={})
-    held = operation(home, away, kind=SUSPEND, lockstep=True, phase="suspended", heading="hold")
+    home = worker(origin_gpu="gpu0", target_gpu="gpu0", is_parked=True, park_requested=True, was_offloaded=True)
+    away = worker(
+        "b",
+        None,
+        origin_gpu=None,
+        gpu=None,
+        offloaded=True,
+        is_parked=True,
+        park_requested=True,
+        was_offloaded=True,
+        reservations={},
+    )
+    held = operation(home, away, kind=SUSPEND, is_distributed=True, phase="suspended", direction="hold")
     drive = Drive(held)
-    drive.feed(events.ResumeAsked(to={"a": "gpu0", "b": "gpu1"}))
-    assert tags(drive.wanted) == ["take-room"]
+    drive.feed(events.ResumeRequested(to={"a": "gpu0", "b": "gpu1"}))
+    assert tags(drive.wanted) == ["reserve"]
     drive.fail("refused")
     assert drive.op.phase == "suspended"
     assert drive.wanted == []
-    assert drive.op.workers[0].parked
+    assert drive.op.workers[0].is_parked

@@ -20,7 +20,7 @@ def test_the_page_is_fresh() -> None:
 
 def test_every_phase_that_lasts_is_among_the_situations() -> None:
     named = {name.rpartition(", ")[2] for name in SITUATIONS}
-    assert named == set(PHASES) - {"settling", "counting", "done", "undone", "lost"}
+    assert named == set(PHASES) - {"settling", "counting", "done", "rolled-back", "lost"}
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
@@ -32,7 +32,7 @@ def test_a_situation_is_one_that_the_machine_was_driven_to(name: str) -> None:
 @pytest.mark.parametrize(("name", "finding"), POSSIBLE, ids=lambda one: getattr(one, "words", one))
 def test_whatever_is_found_it_comes_to_rest_and_a_living_job_is_not_lost(name: str, finding: Finding) -> None:
     effects, end = outcome(SITUATIONS[name], finding)
-    assert end.partition(":")[0] in {"`done`", "`undone`", "`suspended`"}
+    assert end.partition(":")[0] in {"`done`", "`rolled-back`", "`suspended`"}
     assert end != IN_IMAGE or name.startswith("checkpoint,")
     if "planned" not in name and end != IN_IMAGE and "`suspended`" not in end:
         assert "it trains on the" in end
@@ -46,23 +46,25 @@ def test_bytes_that_were_found_outside_are_kept_until_a_boundary_was_seen(name: 
     """Issue 4: an operation that had not taken them itself gave the memory back as soon as they were in the process."""
     effects, end = outcome(SITUATIONS[name], finding)
     order = effects.split(", ")
-    if "give-pool" in order and end != IN_IMAGE:
-        assert "verify" in order[: order.index("give-pool")]
+    if "release-pool" in order and end != IN_IMAGE:
+        assert "verify" in order[: order.index("release-pool")]
 
 
 def test_a_process_ends_only_when_its_image_was_found_whole_or_has_been_made() -> None:
     image = next(finding for finding in FINDINGS if finding.world and finding.world.image)
     bare = next(finding for finding in FINDINGS if finding.words == "it stands on no GPU, its bytes out")
     handing = SITUATIONS["checkpoint, handing"]
-    assert outcome(handing, image) == ("dump, end, give-room, give-pool", IN_IMAGE)
+    assert outcome(handing, image) == ("dump, end, release-reservation, release-pool", IN_IMAGE)
     effects, end = outcome(handing, bare)
     assert "end" not in effects.split(", ")
-    assert end == "`undone`: it trains on the old GPU"
+    assert end == "`rolled-back`: it trains on the old GPU"
 
 
 def test_the_page_would_say_otherwise_if_the_machine_did() -> None:
     play = SITUATIONS["suspend, suspended"]
-    gone = next(finding for finding in FINDINGS if finding.event == "worker-gone")
-    assert outcome(play, gone) == ("give-pool", "`lost`: it ended while its bytes were out of it")
-    untouched = Play(play.op.with_worker(play.op.workers[0].replace(touched=False, out=False)), play.world, [], [])
-    assert "undone" in outcome(untouched, gone)[1]
+    gone = next(finding for finding in FINDINGS if finding.event == "worker-exited")
+    assert outcome(play, gone) == ("release-pool", "`lost`: it ended while its bytes were out of it")
+    untouched = Play(
+        play.op.with_worker(play.op.workers[0].replace(was_offloaded=False, offloaded=False)), play.world, [], []
+    )
+    assert "rolled-back" in outcome(untouched, gone)[1]

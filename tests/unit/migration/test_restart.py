@@ -18,7 +18,7 @@ from hegmd.migration.machine import events
 from hegmd.migration.machine.describe import description, doing, waiting, way_of
 from hegmd.migration.machine.effects import Inspect, Restore
 from hegmd.migration.machine.operation import BY_STATE, RESTART, Operation, Respawn
-from hegmd.migration.run.executor import Performer
+from hegmd.migration.run.executor import EffectExecutor
 from hegmd.protocol import operations as told
 from hegmd.workers.supervisors import Supervisors
 from hegmd.workers.workers import Workers
@@ -28,7 +28,7 @@ OLD, NEW = (197, 7, "token-a"), (300, 9, "token-new")
 
 
 def restart(to: str = "gpu1") -> Operation:
-    leaving = worker(to=to, method=RESTART, carrier=BY_STATE, run="run-1", leaves=True)
+    leaving = worker(to=to, method=RESTART, carrier=BY_STATE, run="run-1", must_exit=True)
     return operation(leaving, respawn=Respawn(set={"A": "1"}))
 
 
@@ -40,13 +40,13 @@ def reborn(drive: Drive, gpu: str = "gpu1", who: tuple[int, int, str] = NEW, *, 
 
 
 def found(drive: Drive, gpu: str = "gpu1", **seen: Any) -> None:
-    drive.end(**{"parked": False, "boundary": 5, "gpu": gpu, "rooms": {gpu: 10}, "pool_bytes": 10, **seen})
+    drive.end(**{"parked": False, "boundary": 5, "gpu": gpu, "reservations": {gpu: 10}, "pool_bytes": 10, **seen})
 
 
 def left() -> Drive:
     """Its process has ended as it was to, and another is wanted."""
     drive = Drive(restart()).until("checkpointing")
-    drive.feed(events.WorkerGone(worker="a", why="it left"))
+    drive.feed(events.WorkerExited(worker="a", why="it left"))
     drive.wanted = [effect for effect in drive.wanted if isinstance(effect, Restore)]
     return drive
 
@@ -59,13 +59,13 @@ def test_another_process_goes_on_in_its_place_and_proves_itself() -> None:
     found(drive)
     drive.until("done")
     member = drive.op.workers[0]
-    assert (member.pid, member.start_ticks, member.token, member.at) == (*NEW, "gpu1")
+    assert (member.pid, member.start_ticks, member.token, member.gpu) == (*NEW, "gpu1")
     assert drive.phases[:7] == [
-        "arming",
+        "reserving",
         "readying",
         "quiescing",
         "measuring",
-        "evacuating",
+        "offloading",
         "checkpointing",
         "restoring",
     ]
@@ -76,32 +76,32 @@ def test_nothing_of_the_state_is_given_back_before_the_next_boundary() -> None:
     drive = left()
     reborn(drive)
     found(drive)
-    assert "give-pool" not in [tag for *_, wanted in drive.taken for tag in tags(wanted)]
+    assert "release-pool" not in [tag for *_, wanted in drive.taken for tag in tags(wanted)]
     drive.until("tidying")
     assert drive.op.workers[0].verified
 
 
 def test_a_process_may_be_started_anew_where_it_is() -> None:
     """With another environment or Python: it has to leave although it is where it is to be."""
-    drive = Drive(restart("gpu0")).until("evacuating")
-    assert tags(drive.wanted) == ["evacuate"]
+    drive = Drive(restart("gpu0")).until("offloading")
+    assert tags(drive.wanted) == ["offload"]
 
 
-@pytest.mark.parametrize("phase", ["arming", "quiescing", "measuring", "evacuating"])
+@pytest.mark.parametrize("phase", ["reserving", "quiescing", "measuring", "offloading"])
 def test_a_failure_before_it_has_left_lets_it_go_on(phase: str) -> None:
     drive = Drive(restart()).until(phase)
     drive.fail()
     while drive.wanted:
         found(drive, "gpu0", parked=True) if tags(drive.wanted)[0] == "inspect" else drive.end()
-    assert drive.op.phase == "undone"
-    assert (drive.op.workers[0].pid, drive.op.workers[0].at) == (OLD[0], "gpu0")
+    assert drive.op.phase == "rolled-back"
+    assert (drive.op.workers[0].pid, drive.op.workers[0].gpu) == (OLD[0], "gpu0")
 
 
 def test_a_process_that_ends_before_its_state_is_saved_has_ended_and_nothing_is_lost_by_us() -> None:
-    drive = Drive(restart()).until("evacuating")
-    drive.feed(events.WorkerGone(worker="a", why="killed"))
-    drive.until("undone")
-    assert drive.op.workers[0].gone
+    drive = Drive(restart()).until("offloading")
+    drive.feed(events.WorkerExited(worker="a", why="killed"))
+    drive.until("rolled-back")
+    assert drive.op.workers[0].has_exited
     assert not drive.op.workers[0].lost
 
 
@@ -109,7 +109,7 @@ def test_a_process_that_is_killed_once_its_state_is_saved_is_replaced_all_the_sa
     """Killed between the end of saving and its own leaving: what it was is in the pool."""
     drive = Drive(restart()).until("checkpointing")
     drive.feed(events.AgentLost(worker="a"))
-    drive.feed(events.WorkerGone(worker="a", why="killed"))
+    drive.feed(events.WorkerExited(worker="a", why="killed"))
     assert drive.op.phase == "restoring"
     assert drive.op.workers[0].is_absent
 
@@ -117,9 +117,9 @@ def test_a_process_that_is_killed_once_its_state_is_saved_is_replaced_all_the_sa
 def test_the_end_of_a_process_that_is_known_to_have_left_asks_for_nobody_twice() -> None:
     """The driver of the restart said that it left, and its pidfd said so after that: two were started."""
     drive = Drive(restart()).until("checkpointing")
-    drive.end(room_bytes=0)
+    drive.end(reserved_bytes=0)
     assert tags(drive.wanted) == ["restore"]
-    assert drive.feed(events.WorkerGone(worker="a", why="it left")) == ()
+    assert drive.feed(events.WorkerExited(worker="a", why="it left")) == ()
     assert tags(drive.wanted) == ["restore"]
 
 
@@ -127,7 +127,7 @@ def test_a_process_that_is_known_to_have_left_does_not_stand_any_more() -> None:
     """The order's end came before the kernel's word: the next one was taken for the first, gone on by itself."""
     drive = Drive(restart()).until("checkpointing")
     drive.end()
-    drive.feed(events.WorkerGone(worker="a", why="it left"))
+    drive.feed(events.WorkerExited(worker="a", why="it left"))
     reborn(drive)
     found(drive)
     drive.until("done")
@@ -137,16 +137,16 @@ def test_a_process_that_is_known_to_have_left_does_not_stand_any_more() -> None:
 def test_a_start_that_fails_has_it_started_where_it_was() -> None:
     drive = left()
     drive.fail("refused")
-    drive.feed(events.WorkerGone(worker="a", why="it is not there any more"))
+    drive.feed(events.WorkerExited(worker="a", why="it is not there any more"))
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "inspect"]
-    assert drive.op.heading == "back"
+    assert drive.op.direction == "back"
     while drive.op.phase != "restoring":
         drive.end()
     assert drive.wanted[0].to_plain()["gpu"] == "gpu0"
     reborn(drive, "gpu0")
     found(drive, "gpu0")
-    drive.until("undone")
-    assert drive.op.workers[0].at == "gpu0"
+    drive.until("rolled-back")
+    assert drive.op.workers[0].gpu == "gpu0"
 
 
 def test_where_nobody_can_be_started_the_state_is_held_and_resumed() -> None:
@@ -158,7 +158,7 @@ def test_where_nobody_can_be_started_the_state_is_held_and_resumed() -> None:
     member = drive.op.workers[0]
     assert member.is_absent
     assert member.pool_bytes == 10
-    drive.feed(events.ResumeAsked(to={"a": "gpu1"}))
+    drive.feed(events.ResumeRequested(to={"a": "gpu1"}))
     assert drive.op.respawn is None  # who resumes it says what is different now
     while drive.wanted[0].tag != "restore":
         drive.end()
@@ -172,7 +172,7 @@ def _held() -> Drive:
     drive = left()
     for _ in range(2):
         drive.fail("refused")
-        drive.feed(events.WorkerGone(worker="a", why="it is not there any more"))
+        drive.feed(events.WorkerExited(worker="a", why="it is not there any more"))
         drive.wanted = [effect for effect in drive.wanted if effect.tag != "inspect"]
         while drive.wanted and drive.wanted[0].tag != "restore":
             drive.end()
@@ -183,22 +183,22 @@ def test_a_state_that_was_held_could_not_be_given_up() -> None:
     drive = _held()
     assert drive.op.phase == "suspended"
     with pytest.raises(Refused) as refused:
-        drive.feed(events.CancelAsked(by="ada"))
+        drive.feed(events.CancelRequested(by="ada"))
     assert "hegmctl cancel op1 --drop" in refused.value.hint
-    drive.feed(events.DropAsked(by="ada"))
-    drive.until("undone")
+    drive.feed(events.DropRequested(by="ada"))
+    drive.until("rolled-back")
     assert drive.op.failure is not None
     assert drive.op.failure.message == "its state was given up by ada"
     member = drive.op.workers[0]
-    assert (member.pool_bytes, member.rooms, member.lost) == (0, {}, False)
+    assert (member.pool_bytes, member.reservations, member.lost) == (0, {}, False)
 
 
 def test_what_is_held_of_a_process_that_lives_is_not_given_up() -> None:
-    drive = Drive(operation(worker(to=None, origin="gpu0"), kind="suspend")).until("suspended")
+    drive = Drive(operation(worker(to=None, origin_gpu="gpu0"), kind="suspend")).until("suspended")
     with pytest.raises(Refused, match="process 197 of operation op1 is there still"):
-        drive.feed(events.DropAsked(by="ada"))
+        drive.feed(events.DropRequested(by="ada"))
     with pytest.raises(Refused) as refused:
-        drive.feed(events.CancelAsked(by="ada"))
+        drive.feed(events.CancelRequested(by="ada"))
     assert "--drop" not in refused.value.hint
 
 
@@ -207,7 +207,7 @@ def test_a_process_that_falls_before_its_boundary_is_replaced_where_it_was_and_t
     drive = left()
     for gpu in ("gpu1", "gpu0"):
         reborn(drive, gpu)
-        drive.feed(events.WorkerGone(worker="a", why="it ended"))
+        drive.feed(events.WorkerExited(worker="a", why="it ended"))
         drive.wanted = [effect for effect in drive.wanted if effect.tag != "inspect"]
         while drive.wanted and drive.wanted[0].tag != "restore":
             drive.end()
@@ -220,14 +220,14 @@ def test_one_that_was_started_again_where_it_was_wanted_was_told_to_be_as_it_was
     """Its supervisor had started it again by itself, before it was asked to on the way back."""
     drive = left()
     reborn(drive)
-    drive.feed(events.WorkerGone(worker="a", why="it was killed"))
+    drive.feed(events.WorkerExited(worker="a", why="it was killed"))
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "inspect"]
-    assert drive.op.heading == "back"
+    assert drive.op.direction == "back"
     drive.on(lambda: drive.wanted[0].tag == "restore")
     reborn(drive, "gpu1", (301, 11, "token-again"), is_earlier=True)
     found(drive)
     drive.until("done")
-    assert (drive.op.workers[0].pid, drive.op.workers[0].at, drive.op.failure) == (301, "gpu1", None)
+    assert (drive.op.workers[0].pid, drive.op.workers[0].gpu, drive.op.failure) == (301, "gpu1", None)
 
 
 @pytest.mark.parametrize("phase", ["checkpointing", "restoring"])
@@ -237,7 +237,7 @@ def test_a_daemon_that_finds_it_gone_after_a_start_has_another_started(phase: st
     again.feed(events.Recovered())
     assert tags(again.wanted) == ["inspect"]
     again.wanted.clear()
-    again.feed(events.WorkerGone(worker="a", why="it is not there any more"))
+    again.feed(events.WorkerExited(worker="a", why="it is not there any more"))
     assert tags(again.wanted) == ["restore"]
 
 
@@ -261,10 +261,12 @@ def test_a_training_that_ends_before_its_next_boundary_was_seen_is_done(phase: s
         found(drive)
         drive.until("verifying")
     drive.feed(events.TrainingEnded(worker="a"))
-    assert drive.op.workers[0].rooms.keys() >= {"gpu1"}  # also of one that nobody has asked yet what it has there
+    assert drive.op.workers[0].reservations.keys() >= {
+        "gpu1"
+    }  # also of one that nobody has asked yet what it has there
     drive.until("done")
     assert drive.op.failure is None
-    assert (drive.op.workers[0].gone, drive.op.workers[0].lost) == (True, False)
+    assert (drive.op.workers[0].has_exited, drive.op.workers[0].lost) == (True, False)
     assert drive.op.workers[0].pool_bytes == 0
 
 
@@ -273,10 +275,10 @@ def test_an_end_that_was_taken_for_a_fall_before_it_was_known_to_be_one_counts_a
     drive = left()
     reborn(drive)
     found(drive)
-    drive.feed(events.WorkerGone(worker="a", why="it ended"))
-    assert drive.op.heading == "back"
+    drive.feed(events.WorkerExited(worker="a", why="it ended"))
+    assert drive.op.direction == "back"
     drive.feed(events.TrainingEnded(worker="a"))
-    drive.wanted = [effect for effect in drive.wanted if effect.tag == "take-room" or effect.tag.startswith("give")]
+    drive.wanted = [effect for effect in drive.wanted if effect.tag == "reserve" or effect.tag.startswith("release-")]
     drive.until("done")
     assert drive.op.failure is None
 
@@ -292,11 +294,11 @@ def test_a_state_that_is_held_of_a_training_that_had_come_to_its_end_is_given_ba
 @pytest.mark.parametrize(("begins", "other"), [(told.IMPORTING, told.READIED), (told.READIED, told.IMPORTING)])
 def test_it_is_told_what_the_next_process_does_while_there_is_none(begins: str, other: str) -> None:
     """All that could be seen of a restart, most of its time, was `settling`."""
-    drive = Drive(restart()).until("evacuating")
+    drive = Drive(restart()).until("offloading")
     said = [doing(drive.op)]
     drive.until("checkpointing")
     said.append(doing(drive.op))
-    drive.feed(events.WorkerGone(worker="a", why="it left"))
+    drive.feed(events.WorkerExited(worker="a", why="it left"))
     drive.wanted = [effect for effect in drive.wanted if isinstance(effect, Restore)]
     said.append(doing(drive.op))
     for news in (begins, told.LOADING):
@@ -315,7 +317,7 @@ def test_it_is_told_what_the_next_process_does_while_there_is_none(begins: str, 
 
 
 def test_the_end_of_a_training_whose_state_is_not_whole_is_none_of_a_restart() -> None:
-    drive = Drive(restart()).until("evacuating")
+    drive = Drive(restart()).until("offloading")
     before = drive.op
     drive.feed(events.TrainingEnded(worker="a"))
     assert drive.op is before
@@ -326,7 +328,7 @@ def test_it_is_parked_all_the_same_where_the_next_process_does_not_become_ready(
     """Nothing rests on that process: neither a failure nor a limit that passes is one of the restart, nor is it waited
     for a second time."""
     drive = Drive(restart()).until("readying")
-    assert tags(drive.wanted) == ["await-next"]
+    assert tags(drive.wanted) == ["await-successor"]
     if how == "failed":
         drive.fail()
     elif how == "late":
@@ -335,37 +337,37 @@ def test_it_is_parked_all_the_same_where_the_next_process_does_not_become_ready(
     else:
         drive.feed(events.Recovered())
         drive.wanted = [effect for effect in drive.wanted if effect.tag == "inspect"]
-        found(drive, "gpu0", rooms={"gpu0": 10, "gpu1": 10})
-    assert (drive.op.phase, tags(drive.wanted)[-1], drive.op.heading) == ("quiescing", "park", "forward")
+        found(drive, "gpu0", reservations={"gpu0": 10, "gpu1": 10})
+    assert (drive.op.phase, tags(drive.wanted)[-1], drive.op.direction) == ("quiescing", "park", "forward")
 
 
 def test_a_cancel_does_not_wait_for_the_next_process() -> None:
     drive = Drive(restart()).until("readying")
-    drive.feed(events.CancelAsked(by="somebody"))
-    assert not any(pending.effect == "await-next" for pending in drive.op.pending)
-    drive.wanted = [effect for effect in drive.wanted if effect.tag != "await-next"]
-    drive.until("undone")
+    drive.feed(events.CancelRequested(by="somebody"))
+    assert not any(pending.effect == "await-successor" for pending in drive.op.pending)
+    drive.wanted = [effect for effect in drive.wanted if effect.tag != "await-successor"]
+    drive.until("rolled-back")
     assert "park" not in [tag for *_, wanted in drive.taken for tag in tags(wanted)]
 
 
-@pytest.mark.parametrize("phase", ["arming", "readying", "quiescing", "evacuating"])
+@pytest.mark.parametrize("phase", ["reserving", "readying", "quiescing", "offloading"])
 def test_a_training_that_ends_of_itself_before_it_was_moved_is_done(phase: str) -> None:
     """It had trained on until the next process was ready, and its last batch came first: the restart had failed."""
     drive = Drive(restart()).until(phase)
-    drive.feed(events.WorkerGone(worker="a", why="it came to its end", finished=True))
+    drive.feed(events.WorkerExited(worker="a", why="it came to its end", finished=True))
     drive.wanted = [effect for effect in drive.wanted if drive.op.pending_numbered(effect.number)]
     drive.until("done")
     assert drive.op.failure is None
-    assert drive.op.workers[0].rooms == {}
+    assert drive.op.workers[0].reservations == {}
     assert description(drive.op).note == "process 197 came to the end of its training before it was moved"
 
 
 def test_one_that_ends_on_its_way_back_is_as_it_was() -> None:
     drive = Drive(restart()).until("readying")
-    drive.feed(events.CancelAsked(by="somebody"))
-    drive.feed(events.WorkerGone(worker="a", finished=True))
+    drive.feed(events.CancelRequested(by="somebody"))
+    drive.feed(events.WorkerExited(worker="a", finished=True))
     drive.wanted = [effect for effect in drive.wanted if drive.op.pending_numbered(effect.number)]
-    drive.until("undone")
+    drive.until("rolled-back")
 
 
 def test_it_survives_the_journal() -> None:
@@ -377,7 +379,7 @@ def test_it_survives_the_journal() -> None:
 def test_a_state_that_a_reboot_took_along_was_waited_for_for_ever() -> None:
     drive = left()
     drive.fail("refused")
-    drive.feed(events.WorkerGone(worker="a", why="it is not there any more", stateless=True))
+    drive.feed(events.WorkerExited(worker="a", why="it is not there any more", stateless=True))
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "inspect"]
     while drive.wanted:
         drive.end()
@@ -391,21 +393,21 @@ async def test_whoever_looks_for_a_process_that_has_left_sees_whether_its_state_
     pool = Pool(64 << 20)
     supervisors = Supervisors(lambda _pid: None)
     carrier = StateCarrier(pool, supervisors, Readying(supervisors, lambda _subject, _gpu: {}))
-    performer = Performer(Workers(), {}, {BY_STATE: carrier}, start_ticks=lambda _pid: None)
+    performer = EffectExecutor(Workers(), {}, {BY_STATE: carrier}, start_ticks=lambda _pid: None)
     op = left().op
     look = Inspect(number=1, worker="a", cause=1)
     for piece in (0, 4096):
         if piece:
             await pool.take(Key(op.id, "a"), piece)
         told = await performer.perform(op, look, lambda _: None, None)
-        assert isinstance(told, events.WorkerGone)
+        assert isinstance(told, events.WorkerExited)
         assert told.stateless is (piece == 0)
     pool.close()
 
 
 def test_while_a_process_left_it_was_said_that_its_agent_is_not_connected() -> None:
     """As if something were wrong. What is waited for is its end, and then the word of whoever has gone on."""
-    drive = Drive(restart()).until("evacuating")
+    drive = Drive(restart()).until("offloading")
     drive.feed(events.AgentLost(worker="a"))
     waits = waiting(drive.op)
     assert waits is not None

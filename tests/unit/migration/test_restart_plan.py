@@ -8,7 +8,15 @@ import pytest
 
 from hegmd.memory.sizes import NEXT_TO_NOTHING_BYTES, whole_size
 from hegmd.migration.machine.operation import BY_STATE, MIGRATE, RESTART, RESUME, SUSPEND, Limits, Respawn
-from hegmd.migration.model import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Request, Snapshot
+from hegmd.migration.model import (
+    AgentSurvey,
+    Candidate,
+    GpuMemory,
+    MigrationPlan,
+    NodeSnapshotForPlan,
+    PlanRequest,
+    PoolMemory,
+)
 from hegmd.migration.plan.planner import planned, planned_resume
 from hegmd.protocol.operations import Reason
 from tests.unit.migration.operations import operation, worker
@@ -16,7 +24,7 @@ from tests.unit.migration.operations import operation, worker
 GIB = 1 << 30
 
 
-def node(agent: dict[str, Any] | None = None, **candidate: Any) -> Snapshot:
+def node(agent: dict[str, Any] | None = None, **candidate: Any) -> NodeSnapshotForPlan:
     """A job on gpu0 with a supervisor; gpu1 is like it, gpu2 another chip of the vendor, gpu3 another vendor's."""
     told = AgentSurvey(
         **{"token": "t", "size_bytes": 10, "boundary": 5, "state_bytes": 4096, "refusals": (), **(agent or {})}
@@ -24,29 +32,29 @@ def node(agent: dict[str, Any] | None = None, **candidate: Any) -> Snapshot:
     plain = {"pid": 7, "start_ticks": 1, "uid": 0, "job": "run", "gpus": ("gpu0",), "supervisor": 6, "python": True}
     job = Candidate(**{**plain, "agent": told, "vram_bytes": 10, **candidate})
     kinds = (("gpu0", "simulated", "A"), ("gpu1", "simulated", "A"), ("gpu2", "simulated", "B"), ("gpu3", "amd", "C"))
-    gpus = tuple([GpuRoom(id=name, vendor=vendor, chip=chip, free_bytes=GIB) for name, vendor, chip in kinds])
-    return Snapshot(gpus=gpus, candidates=(job,), pool=PoolRoom(budget_bytes=GIB, free_bytes=GIB))
+    gpus = tuple([GpuMemory(id=name, vendor=vendor, chip=chip, free_bytes=GIB) for name, vendor, chip in kinds])
+    return NodeSnapshotForPlan(gpus=gpus, candidates=(job,), pool=PoolMemory(budget_bytes=GIB, free_bytes=GIB))
 
 
-def ask(to: str | None = "gpu1", **more: Any) -> Request:
-    return Request(**{"kind": MIGRATE, "pids": (7,), "to": to, **more})
+def ask(to: str | None = "gpu1", **more: Any) -> PlanRequest:
+    return PlanRequest(**{"kind": MIGRATE, "pids": (7,), "to": to, **more})
 
 
-def plan_of(found: Plan | tuple[Reason, ...]) -> Plan:
-    assert isinstance(found, Plan), found
+def plan_of(found: MigrationPlan | tuple[Reason, ...]) -> MigrationPlan:
+    assert isinstance(found, MigrationPlan), found
     return found
 
 
-def said(found: Plan | tuple[Reason, ...]) -> str:
-    assert not isinstance(found, Plan)
+def said(found: MigrationPlan | tuple[Reason, ...]) -> str:
+    assert not isinstance(found, MigrationPlan)
     return "\n".join(f"{reason.message}; {reason.hint}" for reason in found)
 
 
 @pytest.mark.parametrize(("phase", "next_"), [("suspended", "--resume op1"), ("restoring", "hegmctl op op1")])
 def test_of_a_process_whose_state_is_held_it_was_said_that_it_is_on_no_gpu(phase: str, next_: str) -> None:
-    left = worker(pid=9, method=RESTART, carrier=BY_STATE, saved=True, out=True, at=None)
+    left = worker(pid=9, method=RESTART, carrier=BY_STATE, state_saved=True, offloaded=True, gpu=None)
     held = operation(left, phase=phase)
-    refused = said(planned(node().replace(running=(held,)), Request(kind=SUSPEND, pids=(9,))))
+    refused = said(planned(node().replace(running=(held,)), PlanRequest(kind=SUSPEND, pids=(9,))))
     assert f"process 9 has ended, and operation op1 ({phase}) has its state" in refused
     assert next_ in refused
 
@@ -108,10 +116,10 @@ def test_a_restart_may_stay_where_it_is_and_the_operation_has_all_that_it_is_to_
     plan = plan_of(planned(snapshot, ask(None, via=RESTART, respawn=respawn)))
     assert (plan.workers[0].gpu, plan.workers[0].to) == ("gpu0", "gpu0")
     assert plan.pool_needed_bytes > 4096
-    assert plan.room_needed_bytes == {}
+    assert plan.reservation_bytes == {}
     op = plan.operation("1", snapshot.candidates, {}, limits=Limits(), utc=0.0)
     assert op.respawn == respawn
-    assert (op.workers[0].run, op.workers[0].leaves) == ("run", True)
+    assert (op.workers[0].run, op.workers[0].must_exit) == ("run", True)
 
 
 def test_everything_that_stands_against_it_is_said() -> None:
@@ -160,7 +168,7 @@ def test_a_python_that_never_looks_for_the_agent_had_the_script_begin_anew() -> 
     assert "/opt/python is cpython 3.12.4, which is started with -E or -I, or drops PYTHONPATH" in refused
 
 
-def on_cpu(agent: dict[str, Any] | None = None, **candidate: Any) -> Snapshot:
+def on_cpu(agent: dict[str, Any] | None = None, **candidate: Any) -> NodeSnapshotForPlan:
     return node({"size_bytes": 0, **(agent or {})}, **{"gpus": (), "on_cpu": True, "vram_bytes": None, **candidate})
 
 
@@ -168,12 +176,12 @@ def test_a_job_on_the_cpu_was_nowhere_and_could_not_be_restarted_on_a_gpu() -> N
     plan = plan_of(planned(on_cpu(), ask("gpu3", via=RESTART)))
     member = plan.workers[0]
     assert (member.gpu, member.to, member.method) == ("cpu", "gpu3", RESTART)
-    assert plan.room_needed_bytes == {"gpu3": 4096 + NEXT_TO_NOTHING_BYTES}
+    assert plan.reservation_bytes == {"gpu3": 4096 + NEXT_TO_NOTHING_BYTES}
     assert "is not known before it is there" in plan.hazards[0]
     simulated = plan_of(planned(on_cpu({"size_bytes": 9000}), ask("gpu1", via=RESTART)))
-    assert simulated.room_needed_bytes == {"gpu1": 9000}
+    assert simulated.reservation_bytes == {"gpu1": 9000}
     op = plan.operation("1", on_cpu().candidates, {}, limits=Limits(), utc=0.0)
-    assert (op.workers[0].at, op.workers[0].was_on, op.workers[0].rooms) == ("cpu", "cpu", {})
+    assert (op.workers[0].gpu, op.workers[0].first_gpu, op.workers[0].reservations) == ("cpu", "cpu", {})
 
 
 def test_a_job_on_the_cpu_is_no_job_for_anything_but_a_restart_and_is_told_of_that() -> None:
@@ -181,13 +189,13 @@ def test_a_job_on_the_cpu_is_no_job_for_anything_but_a_restart_and_is_told_of_th
     assert "process 7 trains on the CPU" in refused
     assert "hegmctl migrate 7 --via restart --to GPU --dry-run" in refused
     assert plan_of(planned(on_cpu(), ask("gpu1", allow_restart=True))).workers[0].method == RESTART
-    assert "trains on the CPU" in said(planned(on_cpu(), Request(kind=SUSPEND, pids=(7,))))
+    assert "trains on the CPU" in said(planned(on_cpu(), PlanRequest(kind=SUSPEND, pids=(7,))))
 
 
 def test_nobody_goes_to_the_cpu_but_by_a_restart_and_no_room_is_needed_there() -> None:
     assert "--via restart --to cpu" in said(planned(node(), ask("cpu")))
     plan = plan_of(planned(node(), ask("cpu", via=RESTART)))
-    assert (plan.workers[0].gpu, plan.workers[0].to, plan.room_needed_bytes) == ("gpu0", "cpu", {})
+    assert (plan.workers[0].gpu, plan.workers[0].to, plan.reservation_bytes) == ("gpu0", "cpu", {})
     again = plan_of(planned(on_cpu(), ask(None, via=RESTART)))
     assert (again.workers[0].gpu, again.workers[0].to) == ("cpu", "cpu")
 
@@ -205,19 +213,21 @@ def test_a_state_that_is_held_goes_on_on_the_cpu_and_nothing_else_does() -> None
     op = plan_of(planned(snapshot, ask("gpu1", via=RESTART))).operation(
         "1", snapshot.candidates, {}, limits=Limits(), utc=0.0
     )
-    left = op.workers[0].replace(at=None, left="gpu0", saved=True, out=True)
-    resume = Request(kind=RESUME, pids=(7,), to="cpu")
+    left = op.workers[0].replace(gpu=None, previous_gpu="gpu0", state_saved=True, offloaded=True)
+    resume = PlanRequest(kind=RESUME, pids=(7,), to="cpu")
     plan = plan_of(planned_resume(snapshot, resume, op.replace(phase="suspended", workers=(left,))))
-    assert (plan.workers[0].to, plan.room_needed_bytes) == ("cpu", {})
+    assert (plan.workers[0].to, plan.reservation_bytes) == ("cpu", {})
     # The dry run said that it would go on, and nobody was there to start it.
     assert "if that is there still and waits; else: hegmctl run --allow-restart --resume 1" in plan.hazards[-1]
-    driven = left.replace(method="driver", saved=False)
+    driven = left.replace(method="driver", state_saved=False)
     assert "cannot go on on the CPU" in said(
         planned_resume(snapshot, resume, op.replace(phase="suspended", workers=(driven,)))
     )
 
 
-def ranked(*ranks: int | None, world: int = 2, gpus: tuple[str, ...] = ("gpu0",), **candidate: Any) -> Snapshot:
+def ranked(
+    *ranks: int | None, world: int = 2, gpus: tuple[str, ...] = ("gpu0",), **candidate: Any
+) -> NodeSnapshotForPlan:
     """A job of such ranks, on those GPUs one after the other."""
     one = node(ranks=True, **candidate)
     job = one.candidates[0]
@@ -231,7 +241,7 @@ def ranked(*ranks: int | None, world: int = 2, gpus: tuple[str, ...] = ("gpu0",)
 
 def test_ranks_are_restarted_as_one() -> None:
     plan = plan_of(planned(ranked(0, 1), ask("gpu2", via=RESTART)))
-    assert (plan.lockstep, [worker.to for worker in plan.workers]) == (True, ["gpu2", "gpu2"])
+    assert (plan.is_distributed, [worker.to for worker in plan.workers]) == (True, ["gpu2", "gpu2"])
     op = plan.operation("1", ranked(0, 1).candidates, {}, limits=Limits(), utc=0.0)
     assert op.restarts_together
     assert [worker.rank for worker in op.workers] == [0, 1]
@@ -268,4 +278,4 @@ def test_a_single_rank_of_a_launcher_is_started_with_it() -> None:
     op = one.operation("1", ranked(0, world=1, launched=True).candidates, {}, limits=Limits(), utc=0.0)
     assert op.restarts_together
     alone = plan_of(planned(ranked(0, world=1), ask("gpu2", via=RESTART)))
-    assert not alone.lockstep
+    assert not alone.is_distributed

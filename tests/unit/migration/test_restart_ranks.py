@@ -15,13 +15,13 @@ NEW = {"a": (300, "token-300"), "b": (301, "token-301")}
 
 def ranks(to: str = "gpu1") -> Operation:
     """Two ranks on gpu0, which have passed as many boundaries."""
-    leaving = {"method": RESTART, "carrier": BY_STATE, "run": "run-1", "leaves": True, "boundary": 4}
+    leaving = {"method": RESTART, "carrier": BY_STATE, "run": "run-1", "must_exit": True, "boundary": 4}
     members = [worker(name, to=to, rank=rank, **leaving) for rank, name in enumerate("ab")]
-    return operation(*members, lockstep=True)
+    return operation(*members, is_distributed=True)
 
 
 def gone(drive: Drive, name: str) -> None:
-    drive.feed(events.WorkerGone(worker=name, why="it ended"))
+    drive.feed(events.WorkerExited(worker=name, why="it ended"))
     drive.wanted = [wanted for wanted in drive.wanted if wanted.number in {one.number for one in drive.op.pending}]
 
 
@@ -45,12 +45,12 @@ def found(drive: Drive, gpu: str = "gpu1", **seen: Any) -> None:
     """End every look at who has come."""
     while (index := next((i for i, one in enumerate(drive.wanted) if one.tag == "inspect"), None)) is not None:
         drive.wanted.insert(0, drive.wanted.pop(index))
-        drive.end(**{"parked": False, "boundary": 4, "gpu": gpu, "rooms": {gpu: 10}, "pool_bytes": 10, **seen})
+        drive.end(**{"parked": False, "boundary": 4, "gpu": gpu, "reservations": {gpu: 10}, "pool_bytes": 10, **seen})
 
 
 def saved_twice(drive: Drive) -> bool:
-    evacuated = [event.worker for _, event, *_ in drive.taken if isinstance(event, events.Evacuated)]
-    return len(evacuated) != len(set(evacuated))
+    offloaded = [event.worker for _, event, *_ in drive.taken if isinstance(event, events.Offloaded)]
+    return len(offloaded) != len(set(offloaded))
 
 
 def test_all_leave_once_all_are_saved_and_all_prove_themselves() -> None:
@@ -63,20 +63,20 @@ def test_all_leave_once_all_are_saved_and_all_prove_themselves() -> None:
     drive.until("verifying")
     drive.end()
     assert drive.op.phase == "verifying"
-    assert "give-pool" not in [tag for *_, wanted in drive.taken for tag in tags(wanted)]
+    assert "release-pool" not in [tag for *_, wanted in drive.taken for tag in tags(wanted)]
     drive.until("done")
     assert [member.pid for member in drive.op.workers] == [300, 301]
 
 
 def test_a_rank_that_dies_before_all_are_saved_has_nobody_restarted() -> None:
     """The other had its state saved, and would have been started again alone."""
-    drive = Drive(ranks()).until("evacuating")
+    drive = Drive(ranks()).until("offloading")
     drive.end()
-    assert drive.op.workers[0].saved
+    assert drive.op.workers[0].state_saved
     gone(drive, "b")
     gone(drive, "a")
-    drive.until("undone")
-    assert all(member.gone and not member.lost for member in drive.op.workers)
+    drive.until("rolled-back")
+    assert all(member.has_exited and not member.lost for member in drive.op.workers)
 
 
 def test_a_rank_that_does_not_leave_is_made_to_once_another_has() -> None:
@@ -85,7 +85,7 @@ def test_a_rank_that_does_not_leave_is_made_to_once_another_has() -> None:
     gone(drive, "a")
     drive.fail()
     found(drive, "gpu0", parked=True)
-    assert drive.op.heading == "back"
+    assert drive.op.direction == "back"
     while tags(drive.wanted) != ["checkpoint"]:
         drive.end()
     gone(drive, "b")
@@ -110,7 +110,7 @@ def test_a_rank_that_falls_elsewhere_takes_the_others_back_with_it(proven: bool)
         drive.end()
         assert drive.op.workers[0].verified
     gone(drive, "b")
-    assert drive.op.heading == "back"
+    assert drive.op.direction == "back"
     while "checkpoint" not in tags(drive.wanted):
         drive.end()
     gone(drive, "a")
@@ -120,7 +120,7 @@ def test_a_rank_that_falls_elsewhere_takes_the_others_back_with_it(proven: bool)
     for name in "ab":
         reborn(drive, name, "gpu0")
     found(drive, "gpu0")
-    drive.until("undone")
+    drive.until("rolled-back")
     assert not saved_twice(drive)
 
 
@@ -130,7 +130,7 @@ def test_one_that_came_of_a_start_that_is_over_is_not_taken_for_one_of_the_next(
     late = drive.wanted[1]
     reborn(drive, "a")
     gone(drive, "a")
-    assert drive.op.heading == "back"
+    assert drive.op.direction == "back"
     pid, token = NEW["b"]
     drive.feed(events.Restored(effect=late.number, worker="b", landed="gpu1", pid=pid, start_ticks=9, token=token))
     assert drive.op.workers[1].is_absent
@@ -148,7 +148,7 @@ def test_a_rank_that_cannot_be_started_leaves_the_states_of_all_held_and_all_are
             drive.end()
     assert drive.op.phase == "suspended"
     assert all(member.is_absent and member.pool_bytes == 10 for member in drive.op.workers)
-    drive.feed(events.ResumeAsked(to={"a": "gpu1", "b": "gpu1"}))
+    drive.feed(events.ResumeRequested(to={"a": "gpu1", "b": "gpu1"}))
     while drive.wanted[0].tag != "restore":
         drive.end()
     for name in "ab":
@@ -162,12 +162,12 @@ def test_a_resume_ends_a_rank_that_is_left_of_an_earlier_start() -> None:
     drive = left()
     reborn(drive, "a")
     found(drive)
-    held = drive.op.replace(phase="suspended", heading="hold", pending=())
+    held = drive.op.replace(phase="suspended", direction="hold", pending=())
     again = Drive(held)
-    again.feed(events.ResumeAsked(to={"a": "gpu1", "b": "gpu1"}))
+    again.feed(events.ResumeRequested(to={"a": "gpu1", "b": "gpu1"}))
     while "checkpoint" not in tags(again.wanted):
         again.end()
-    assert not {"park", "evacuate"}.intersection(tag for *_, wanted in again.taken for tag in tags(wanted))
+    assert not {"park", "offload"}.intersection(tag for *_, wanted in again.taken for tag in tags(wanted))
     gone(again, "a")
     while "restore" not in tags(again.wanted):
         again.end()
@@ -185,20 +185,20 @@ def test_a_daemon_that_was_away_while_one_left_has_the_other_leave_without_savin
         "boundary": 5,
         "out_bytes": 0,
         "gpu": "gpu0",
-        "rooms": {"gpu0": 10},
+        "reservations": {"gpu0": 10},
         "pool_bytes": 10,
     }
     look = next(one for one in again.op.pending if one.worker == "b")
     again.feed(events.Inspected(effect=look.number, worker="b", **seen))
     while "checkpoint" not in tags(again.wanted):
         again.end()
-    assert "evacuate" not in [tag for *_, wanted in again.taken for tag in tags(wanted)]
+    assert "offload" not in [tag for *_, wanted in again.taken for tag in tags(wanted)]
 
 
 def test_without_the_state_of_one_rank_nobody_goes_on_from_the_others() -> None:
     drive = left()
     drive.fail("refused")
-    drive.feed(events.WorkerGone(worker="b", why="it is not there any more", stateless=True))
+    drive.feed(events.WorkerExited(worker="b", why="it is not there any more", stateless=True))
     drive.wanted = [wanted for wanted in drive.wanted if wanted.number in {one.number for one in drive.op.pending}]
     while drive.wanted:
         assert drive.wanted[0].tag != "restore"

@@ -15,27 +15,27 @@ def _suspending() -> Drive:
 def test_a_resume_that_takes_too_long_is_suspended_again() -> None:
     """The steps have their limits; who waited for all of them had none."""
     drive = _suspending().until("suspended")
-    drive.feed(events.ResumeAsked(to={"a": "gpu0"}, limit_s=7.0))
+    drive.feed(events.ResumeRequested(to={"a": "gpu0"}, limit_s=7.0))
     assert drive.op.deadline == drive.now + 7.0
     drive.now += 5.0
     drive.on(lambda: drive.op.phase == "restoring")
     assert drive.op.deadline == drive.now + 2.0, "a new step has what is left of it"
     drive.now += 2.0
     drive.feed(events.DeadlinePassed())
-    assert drive.until("suspended").op.workers[0].out
+    assert drive.until("suspended").op.workers[0].offloaded
     assert drive.op.failure is not None
     assert (drive.op.failure.code, drive.op.failure.message) == (
         TIMEOUT.name,
         "operation op1 was not through with restoring within 7 s",
     )
     assert drive.op.deadline is None
-    drive.feed(events.ResumeAsked(to={"a": "gpu0"}))
+    drive.feed(events.ResumeRequested(to={"a": "gpu0"}))
     assert drive.until("done").op.due is None
 
 
 def test_a_resume_that_has_its_bytes_back_is_not_turned_round_by_its_time() -> None:
     drive = _suspending().until("suspended")
-    drive.feed(events.ResumeAsked(to={"a": "gpu0"}, limit_s=7.0))
+    drive.feed(events.ResumeRequested(to={"a": "gpu0"}, limit_s=7.0))
     drive.on(lambda: drive.op.phase == "verifying")
     assert drive.op.deadline == drive.now + drive.op.limits.verify_s
 
@@ -44,7 +44,7 @@ def test_a_resume_keeps_its_time_over_a_restart_of_the_daemon() -> None:
     """The instant is of another clock by then."""
     drive = _suspending().until("suspended")
     drive.now = 1_000_000.0
-    drive.feed(events.ResumeAsked(to={"a": "gpu0"}, limit_s=7.0))
+    drive.feed(events.ResumeRequested(to={"a": "gpu0"}, limit_s=7.0))
     drive.now = 3.0
     drive.feed(events.Recovered())
     assert drive.op.due == 10.0
@@ -53,5 +53,5 @@ def test_a_resume_keeps_its_time_over_a_restart_of_the_daemon() -> None:
 def test_what_a_restore_made_is_called_restore() -> None:
     drive = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended")
     drive.op = drive.op.replace(kind=RESTORE)
-    drive.feed(events.ResumeAsked(to={"a": "gpu0"}))
+    drive.feed(events.ResumeRequested(to={"a": "gpu0"}))
     assert drive.until("done").op.kind == RESTORE

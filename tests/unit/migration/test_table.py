@@ -10,7 +10,7 @@ from hegmd.errors import HegmError, Refused
 from hegmd.migration.machine.effects import Effect
 from hegmd.migration.machine.events import Ending, Event
 from hegmd.migration.machine.machine import EVENTS, IGNORE, MOVE, REFUSE, TABLE, handle
-from hegmd.migration.machine.operation import Handoff, Operation
+from hegmd.migration.machine.operation import ImageRequest, Operation
 from tests.unit.migration.operations import Drive, operation
 
 
@@ -24,9 +24,9 @@ def _some(tag: str) -> Event:
         "parked": True,
         "out_bytes": 0,
         "gpu": "gpu0",
-        "rooms": {"gpu0": 10},
+        "reservations": {"gpu0": 10},
         "pool_bytes": 0,
-        "rest_bytes": 1,
+        "driver_bytes": 1,
         "fault": "broken",
         "message": "it failed",
         "hint": "wait",
@@ -34,7 +34,7 @@ def _some(tag: str) -> Event:
         "token": "token-a",
         "to": {"a": "gpu1"},
         "into": operation(),
-        "handoff": Handoff(path="/images/one", uid=0, gid=0),
+        "handoff": ImageRequest(path="/images/one", uid=0, gid=0),
     }
     made: Event = kind(**{declared.name: known[declared.name] for declared in kind.fields if declared.name in known})
     return made
@@ -81,7 +81,7 @@ def test_an_effect_is_the_same_from_plain_data_and_carries_its_cause() -> None:
 
 
 def test_an_operation_is_the_same_from_plain_data() -> None:
-    op = Drive(operation()).until("refilling").op
+    op = Drive(operation()).until("reloading").op
     assert Operation.from_plain(op.to_plain(), "test") == op
 
 

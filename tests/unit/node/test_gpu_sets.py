@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from hegmd.migration.contracts import Subject
+from hegmd.migration.contracts import MigratedProcess
 from hegmd.node.gpu_sets import exchange, gpus_of, is_several, more_than, place_of, shared_out
 
 
@@ -31,11 +31,13 @@ def test_what_changes_places_stays_a_permutation_of_all() -> None:
 
 
 def test_what_came_since_storages_were_counted_may_be_on_any_gpu_of_several() -> None:
-    plain = partial(Subject, "1", "7", 7, 1, goal=None, left=None, rest_bytes=30)
-    several = plain(gpu="gpu0,gpu1", shares_bytes=(10, 20), storage_room_bytes=107, storage_shares_bytes=(60, 40))
+    plain = partial(MigratedProcess, "1", "7", 7, 1, target_gpu=None, previous_gpu=None, driver_bytes=30)
+    several = plain(
+        gpu="gpu0,gpu1", driver_bytes_by_gpu=(10, 20), storage_reservation_bytes=107, storage_bytes_by_gpu=(60, 40)
+    )
     assert several.storages("gpu2,gpu3") == {"gpu2": 67, "gpu3": 47}
     assert several.wholes("gpu0,gpu1") == {"gpu0": 77, "gpu1": 67}
-    by_driver = plain(gpu="gpu0,gpu1", shares_bytes=(10, 20))
+    by_driver = plain(gpu="gpu0,gpu1", driver_bytes_by_gpu=(10, 20))
     assert by_driver.wholes("gpu0,gpu1") == {"gpu0": 10, "gpu1": 20}
-    single = plain(gpu="gpu0", storage_room_bytes=5)
+    single = plain(gpu="gpu0", storage_reservation_bytes=5)
     assert (single.storages("gpu0"), single.storages(None), single.wholes("gpu1")) == ({"gpu0": 5}, {}, {"gpu1": 35})

@@ -11,18 +11,18 @@ import pytest
 from hegmd.errors import DISCONNECTED, REFUSED, HegmError
 from hegmd.images.criu.needs import Needs
 from hegmd.images.manifests import is_unrevived
-from hegmd.images.restore_checks import Grown
+from hegmd.images.restore_checks import GrownFile
 from hegmd.migration.machine.describe import description
 from hegmd.migration.machine.operation import Failure, Operation
 from hegmd.migration.plan.throughput import Paces
 from hegmd.operations.image_requests import Checkpoints, reading, to_cut_back
-from hegmd.operations.request_context import Asked
+from hegmd.operations.request_context import RequestContext
 from hegmd.protocol.images import ImageWorker, Manifest
 from hegmd.protocol.operations import OperationProgress, Reason
 from hegmd.system.programs import Rights
 from tests.patience import HANG_S
 
-LONGER = Grown("/log", 3, Reason(code="refused", message="/log has 5 bytes and had 3", hint="cut it back"))
+LONGER = GrownFile("/log", 3, Reason(code="refused", message="/log has 5 bytes and had 3", hint="cut it back"))
 TAKEN = Reason(code="refused", message="the job had the number 7, which process 7 has", hint="end that one")
 
 
@@ -82,7 +82,7 @@ class Revived:
         self.done: list[str] = []
         self.runner = SimpleNamespace(reserve_id=lambda: "7", begin=self.begin)
 
-    async def bring_back(self, *_: object) -> object:
+    async def restore(self, *_: object) -> object:
         self.done.append("back")
         return None
 
@@ -103,7 +103,7 @@ async def test_that_a_job_is_back_is_told_before_what_comes_then_can_fail(*, is_
         if is_gone:
             raise HegmError(DISCONNECTED, "gone", "connect again")
 
-    asked = Asked(by="the test", may=lambda _: True, emit=emit)
+    asked = RequestContext(by="the test", may=lambda _: True, emit=emit)
     image: Any = SimpleNamespace(manifest=Manifest(more={"needs": Needs(pids=(7,)).plain()}))
     checkpoints = Checkpoints(double, double, double, double, Paces())
     await checkpoints._bring_back(image, Rights(0, 0, ()), asked, {})
@@ -119,7 +119,7 @@ class Failing(Revived):
         self.runner.remember = self.remember
         self.remembered: list[Operation] = []
 
-    async def bring_back(self, *_: object) -> object:
+    async def restore(self, *_: object) -> object:
         if not self.at_begin:
             raise self.error
         return SimpleNamespace()
@@ -153,14 +153,14 @@ async def test_a_restore_that_failed_left_no_row_in_ops(*, at_begin: bool) -> No
     error = HegmError(REFUSED, "criu cannot restore process 7", "see its log")
     double: Any = Failing(error, at_begin=at_begin)
     checkpoints = Checkpoints(double, double, double, double, Paces())
-    asked = Asked(by="the test", may=lambda _: True, emit=_heard)
+    asked = RequestContext(by="the test", may=lambda _: True, emit=_heard)
     with pytest.raises(HegmError, match="criu cannot restore"):
         await checkpoints._bring_back(_IMAGE, Rights(0, 0, ()), asked, {})
     (op,) = double.remembered
     assert (op.id, op.kind, op.phase, op.failure) == (
         "7",
         "restore",
-        "undone",
+        "rolled-back",
         Failure(code="refused", message="criu cannot restore process 7", hint="see its log"),
     )
     assert double.done == (["undone"] if at_begin else [])
@@ -180,9 +180,9 @@ async def test_a_restore_that_was_stopped_says_so_in_ops() -> None:
         started.set()
         await anyio.sleep_forever()
 
-    double.bring_back = bring_back
+    double.restore = bring_back
     checkpoints = Checkpoints(double, double, double, double, Paces())
-    asked = Asked(by="the test", may=lambda _: True, emit=_heard)
+    asked = RequestContext(by="the test", may=lambda _: True, emit=_heard)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(checkpoints._bring_back, _IMAGE, Rights(0, 0, ()), asked, {})
         await started.wait()
@@ -211,10 +211,10 @@ async def test_a_job_that_was_back_was_ended_because_its_restore_was_cancelled_t
             telling.set()
             await anyio.sleep_forever()
 
-    double.bring_back, double.runner.begin = back, begin
+    double.restore, double.runner.begin = back, begin
     checkpoints = Checkpoints(double, double, double, double, Paces())
     async with anyio.create_task_group() as tasks:
-        asked = Asked(by="the test", may=lambda _: True, emit=emit)
+        asked = RequestContext(by="the test", may=lambda _: True, emit=emit)
         tasks.start_soon(checkpoints._bring_back, _IMAGE, Rights(0, 0, ()), asked, {})
         await telling.wait()
         tasks.cancel_scope.cancel()

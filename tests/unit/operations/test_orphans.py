@@ -10,17 +10,17 @@ import pytest
 
 from hegmd.errors import DENIED, NOT_FOUND, REFUSED, HegmError, Refused
 from hegmd.gpu_helper.link import Link
-from hegmd.memory.pool import Keep, Key, Piece, Pool, Source
+from hegmd.memory.pool import Key, MemoryKeeping, Piece, Pool, Source
 from hegmd.memory.pool_memory import Memory
 from hegmd.memory.pool_names import PieceName
 from hegmd.memory.spill_file import SpillFolder
 from hegmd.memory.video_memory import VideoMemory
 from hegmd.migration.machine.adoption import Driven, adopted
-from hegmd.operations.orphaned_memory import FoundBytes, VideoStrays, found_for
-from hegmd.operations.orphans import StandingStrays
+from hegmd.operations.orphaned_memory import OrphanedMemory, VideoOrphans, found_for
+from hegmd.operations.orphans import ParkedOrphans
 from hegmd.protocol.messages import AgentAttend
 from hegmd.protocol.snapshots import AgentInfo
-from hegmd.workers.workers import Identity, Worker, Workers
+from hegmd.workers.workers import AgentConnection, Identity, Workers
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import MIB, Node, running
 
@@ -47,12 +47,12 @@ async def test_parked_agents_and_bytes_without_a_journal_are_listed_and_brought_
     agent = await suspended(tmp_path, process.pid, spill=True)
     async with running(tmp_path) as node:
         await back(agent, node)
-        by_kind = {stray.kind: stray for stray in node.moving.strays.all()}
+        by_kind = {orphan.kind: orphan for orphan in node.moving.orphans.all()}
         assert set(by_kind) == {"bytes", "process"}
         assert "operation 1 is not in the journal" in by_kind["bytes"].why
         assert by_kind["bytes"].pid == process.pid
         assert by_kind["process"].next == f"hegmctl adopt {process.pid}"
-        assert node.events.counts["pool.stray"] == 2
+        assert node.events.counts["pool.orphan"] == 2
         with pytest.raises(HegmError, match="not known on which GPU"):
             await node.operations.adopt(process.pid, None, node.asked())
         assert agent.data is None
@@ -61,7 +61,7 @@ async def test_parked_agents_and_bytes_without_a_journal_are_listed_and_brought_
         assert (answer.operation.phase, answer.operation.failure) == ("done", None)
         assert (agent.data, agent.parked) == (b"weights", False)
         assert node.rooms(process.pid) == {"gpu1": 7}
-        assert node.moving.strays.all() == ()
+        assert node.moving.orphans.all() == ()
         assert node.moving.pool.spilled_bytes == 0
 
 
@@ -71,7 +71,7 @@ async def test_one_that_has_its_own_descriptor_needs_no_piece(tmp_path: Path, pr
         await back(agent, node)
         await node.operations.adopt(process.pid, "gpu0", node.asked())
         assert agent.data == b"weights"
-        assert node.moving.strays.all() == (), "its bytes in memory are not its own any more"
+        assert node.moving.orphans.all() == (), "its bytes in memory are not its own any more"
 
 
 async def test_a_job_is_adopted_whole(tmp_path: Path, process: Child, other: Child) -> None:
@@ -91,7 +91,7 @@ async def test_an_adoption_that_cannot_be_finished_leaves_a_suspended_operation(
     agent = await suspended(tmp_path, process.pid)
     async with running(tmp_path) as node:
         await back(agent, node)
-        agent.refuses["refill"] = "no memory for it"
+        agent.refuses["reload"] = "no memory for it"
         answer = await node.operations.adopt(process.pid, "gpu0", node.asked())
         assert answer.operation is not None
         assert answer.operation.phase == "suspended"
@@ -101,7 +101,7 @@ async def test_an_adoption_that_cannot_be_finished_leaves_a_suspended_operation(
 
 
 @pytest.mark.parametrize("how", ["nobody", "training", "taken", "stranger", "elsewhere"])
-async def test_what_is_no_stray_is_not_adopted(tmp_path: Path, process: Child, how: str) -> None:
+async def test_what_is_no_orphan_is_not_adopted(tmp_path: Path, process: Child, how: str) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         pid, to, may, code = process.pid, "gpu0", True, REFUSED
@@ -119,7 +119,7 @@ async def test_what_is_no_stray_is_not_adopted(tmp_path: Path, process: Child, h
         assert "1" not in [op.id for op in node.operations.runner.operations()] or how == "taken"
 
 
-def standing(source: Source, held_bytes: int, *, mark: str | None = "", entrusted: bool = True) -> Worker:
+def standing(source: Source, held_bytes: int, *, mark: str | None = "", entrusted: bool = True) -> AgentConnection:
     about = AgentAttend(
         token="a" * 32,
         python_version="3.11",
@@ -129,11 +129,11 @@ def standing(source: Source, held_bytes: int, *, mark: str | None = "", entruste
         mark=mark,
         entrusted=entrusted,
     )
-    return Worker(Identity(4711, source.start_ticks, source.uid), AgentInfo(name="agent", version="1"), about)
+    return AgentConnection(Identity(4711, source.start_ticks, source.uid), AgentInfo(name="agent", version="1"), about)
 
 
 def pool_of(*pieces: Piece) -> Pool:
-    pool = Pool(64 * MIB, keep=Keep())
+    pool = Pool(64 * MIB, keep=MemoryKeeping())
     pool.enter(pieces, lambda _: False)
     return pool
 
@@ -179,7 +179,7 @@ async def test_a_spilled_piece_is_known_by_its_mark(tmp_path: Path) -> None:
         folder.write(str(name), fd, size_bytes, lambda: False, lambda _: None)
         os.close(fd)
     pool = pool_of(*[Piece(name, size_bytes, spilled=True) for name in names])
-    pool.keep = Keep(spill=folder)
+    pool.keep = MemoryKeeping(spill=folder)
     assert await found_for(pool, standing(mine, size_bytes, mark="02" * 16), "4711") == str(names[1])
 
 
@@ -190,7 +190,7 @@ async def test_a_dry_run_adopts_nothing(tmp_path: Path, process: Child) -> None:
         answer = await node.operations.adopt(process.pid, "gpu0", node.asked(dry_run=True))
         assert answer.operation is None
         assert answer.plan is not None
-        assert len(node.moving.strays.all()) == 2
+        assert len(node.moving.orphans.all()) == 2
 
 
 def anybody(_uid: int | None) -> bool:
@@ -202,16 +202,16 @@ async def test_bytes_are_given_up_by_name_only_and_a_process_never(tmp_path: Pat
     agent = await suspended(tmp_path, process.pid)
     async with running(tmp_path) as node:
         await back(agent, node)
-        strays = node.moving.strays
+        orphans = node.moving.orphans
         with pytest.raises(HegmError, match="is a process"):
-            await strays.drop(str(process.pid), anybody)
-        with pytest.raises(HegmError, match="nothing stray is called"):
-            await strays.drop("hegm-pool-1", anybody)
+            await orphans.drop(str(process.pid), anybody)
+        with pytest.raises(HegmError, match="nothing orphan is called"):
+            await orphans.drop("hegm-pool-1", anybody)
         (name,) = node.moving.pool.unclaimed()
         with pytest.raises(HegmError, match=rf"not yours to give up: it is of uid {os.getuid()}") as denied:
-            await strays.drop(name, lambda uid: uid == os.getuid() + 1)
+            await orphans.drop(name, lambda uid: uid == os.getuid() + 1)
         assert denied.value.code is DENIED
-        assert await strays.drop(name, lambda uid: uid == os.getuid()), "its owner may"
+        assert await orphans.drop(name, lambda uid: uid == os.getuid()), "its owner may"
         assert not (tmp_path / "memory").exists()
         assert node.events.counts["pool.dropped"] == 1
         await node.operations.adopt(process.pid, "gpu0", node.asked(dry_run=True))
@@ -225,7 +225,7 @@ async def test_a_process_that_stands_a_second_time_is_told_of_a_second_time(tmp_
             await agent.attend(node.tasks)
             await agent.leave()
             await agent.attend(node.tasks)  # once more is no news
-            assert node.events.counts["pool.stray"] == times
+            assert node.events.counts["pool.orphan"] == times
             await node.operations.adopt(process.pid, "gpu0", node.asked())
             await agent.leave()
             await agent.attend(node.tasks)
@@ -237,10 +237,10 @@ async def test_what_cannot_be_believed_is_told_of_and_not_deleted(tmp_path: Path
     file.write_bytes(b"torn")
     file.chmod(0o600)
     async with running(tmp_path) as node:
-        (stray,) = node.moving.strays.all()
-        assert (stray.kind, "cut short" in stray.why) == ("unknown", True)
+        (orphan,) = node.moving.orphans.all()
+        assert (orphan.kind, "cut short" in orphan.why) == ("unknown", True)
         with pytest.raises(HegmError, match="nothing that hegmd knows"):
-            await node.moving.strays.drop(stray.name, anybody)
+            await node.moving.orphans.drop(orphan.name, anybody)
     assert file.exists()
 
 
@@ -265,10 +265,10 @@ async def test_a_job_on_a_real_gpu_was_not_adopted_for_want_of_a_figure(
     async with running(tmp_path) as node:
         agent.about = {"mark": mark}
         await back(agent, node)
-        standing = StandingStrays(node.workers, lambda _pid: False, by_driver=ByDriver(None, 3 * MIB))
+        standing = ParkedOrphans(node.workers, lambda _pid: False, by_driver=ByDriver(None, 3 * MIB))
         (found,) = await standing.job_of(process.pid)
         (worker,) = adopted("1", [found], utc=0.0).workers
-        assert (worker.method, worker.carrier, worker.anywhere, worker.at) == ("driver", carrier, True, None)
+        assert (worker.method, worker.carrier, worker.gpu_unknown, worker.gpu) == ("driver", carrier, True, None)
         assert worker.room_bytes == 3 * MIB + found.size_bytes
         assert found.size_bytes >= found.held_bytes > 0
         agent.about = {}
@@ -283,9 +283,9 @@ async def test_one_that_stands_on_its_gpu_with_all_its_bytes_needs_no_room(tmp_p
         agent = ModelAgent(node.workers, process.pid)
         agent.parked = True
         await agent.attend(node.tasks)
-        standing = StandingStrays(node.workers, lambda _pid: False, by_driver=ByDriver("gpu1"))
+        standing = ParkedOrphans(node.workers, lambda _pid: False, by_driver=ByDriver("gpu1"))
         (worker,) = adopted("1", await standing.job_of(process.pid), utc=0.0).workers
-        assert (worker.at, worker.was_on, worker.room_bytes, worker.parked) == ("gpu1", "gpu1", 0, True)
+        assert (worker.gpu, worker.first_gpu, worker.room_bytes, worker.is_parked) == ("gpu1", "gpu1", 0, True)
 
 
 async def test_video_memory_that_a_store_kept_for_nobody_was_held_in_silence(tmp_path: Path) -> None:
@@ -293,25 +293,25 @@ async def test_video_memory_that_a_store_kept_for_nobody_was_held_in_silence(tmp
     gpu = "GPU-00000000-0000-0000-0000-000000000001"
     for who in ("7.4711.bytes", "8.4712.bytes"):
         assert memory.adopt(f"hegm-vram-{who}-{gpu}-0-{MIB}", os.memfd_create("video"))
-    found = VideoStrays(
+    found = VideoOrphans(
         memory,
         lambda key: key == Key("8", "4712"),
         lambda op: f"{op} is gone",
         lambda _: "gpu0",
         Workers(lambda _: None),
     )
-    (stray,) = found.strays()
-    assert (stray.name, stray.pid, stray.size_bytes) == (f"hegm-vram-7.4711.bytes-{gpu}", 4711, MIB)
-    assert (stray.where, stray.why, stray.uid) == ("video memory of gpu0", "7 is gone", None)
-    assert await found.drop(stray.name) == MIB
-    assert list(found.strays()) == []
+    (orphan,) = found.orphans()
+    assert (orphan.name, orphan.pid, orphan.size_bytes) == (f"hegm-vram-7.4711.bytes-{gpu}", 4711, MIB)
+    assert (orphan.where, orphan.why, orphan.uid) == ("video memory of gpu0", "7 is gone", None)
+    assert await found.drop(orphan.name) == MIB
+    assert list(found.orphans()) == []
     assert list(memory.by_owner()) == [("8.4712.bytes", gpu)]
     memory.close()
 
 
-def out_of(pid: int, start_ticks: int, held_bytes: int) -> Worker:
+def out_of(pid: int, start_ticks: int, held_bytes: int) -> AgentConnection:
     about = AgentAttend(token="a" * 32, python_version="3", boundary=1, held_bytes=held_bytes, mark="")
-    return Worker(Identity(pid, start_ticks, 1000), AgentInfo(name="x", version="1"), about)
+    return AgentConnection(Identity(pid, start_ticks, 1000), AgentInfo(name="x", version="1"), about)
 
 
 async def test_video_memory_goes_to_the_process_whose_start_it_names_and_to_nobody_where_two_do() -> None:
@@ -320,8 +320,8 @@ async def test_video_memory_goes_to_the_process_whose_start_it_names_and_to_nobo
     gpu = "GPU-00000000-0000-0000-0000-000000000001"
     for who in ("7.4711.bytes@500", "7.4712.bytes", "7.4713.passing@500"):
         assert memory.adopt(f"hegm-vram-{who}-{gpu}-0-{MIB}", os.memfd_create("video"))
-    video = VideoStrays(memory, lambda _: False, str, str, Workers(lambda _: None))
-    found = FoundBytes(pool, memory, video)
+    video = VideoOrphans(memory, lambda _: False, str, str, Workers(lambda _: None))
+    found = OrphanedMemory(pool, memory, video)
     mine = out_of(4711, 500, MIB)
     assert (one := await found.in_video(mine, "4711")) is not None
     assert one.who == "7.4711.bytes@500"

@@ -13,16 +13,16 @@ import anyio
 import pytest
 
 from hegmd.errors import TIMEOUT, HegmError
-from hegmd.migration.carriers.prestart import ALWAYS, BEFOREHAND, LEAST_AVAILABLE_BYTES, Ready, Readying
+from hegmd.migration.carriers.prestart import ALWAYS, BEFOREHAND, MIN_AVAILABLE_BYTES, Ready, Readying
 from hegmd.operations.prestarted import ANSWERS_WITHIN_S, KeptReady, Patience
 from hegmd.protocol.agents import AgentAttend
 from hegmd.protocol.messages import AgentReport, Order, Supervise, SuperviseReport, SupervisorOrder
 from hegmd.protocol.snapshots import AgentInfo
-from hegmd.system.condition import News
+from hegmd.system.condition import Condition
 from hegmd.telemetry.events import EventLog
 from hegmd.workers.agent_orders import LIMITED, AgentAway, answered_within_s
 from hegmd.workers.supervisors import Supervisor, Supervisors
-from hegmd.workers.workers import Worker, Workers
+from hegmd.workers.workers import AgentConnection, Workers
 
 PID = os.getpid()
 
@@ -33,7 +33,7 @@ class Deaf(Readying):
     deaf_times = 0
     why = HegmError(TIMEOUT, "no answer", "ask again")
 
-    async def keep(self, supervisor: Supervisor, worker: Worker) -> bool:
+    async def keep(self, supervisor: Supervisor, worker: AgentConnection) -> bool:
         if self.deaf_times:
             self.deaf_times -= 1
             raise self.why
@@ -74,7 +74,7 @@ class Node:
         )
         self.asked: list[str] = []
         self.told: list[SupervisorOrder] = []
-        self._heard = News()
+        self._heard = Condition()
 
     async def until_told(self, count: int) -> None:
         """Until its supervisor was told so many things."""
@@ -105,7 +105,7 @@ class Node:
 
     async def _hear(self, order: SupervisorOrder, _fds: Sequence[int]) -> None:
         self.told.append(order)
-        self._heard.tell()
+        self._heard.notify_all()
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ async def test_it_is_asked_for_once_as_soon_as_the_job_has_passed_a_boundary() -
         (ALWAYS, {"pid": PID + 1}, None),
         (ALWAYS, {"boundary": 0}, None),
         (ALWAYS, {"operation": "4", "started": True}, None),
-        (ALWAYS, {}, LEAST_AVAILABLE_BYTES - 1),
+        (ALWAYS, {}, MIN_AVAILABLE_BYTES - 1),
     ],
 )
 async def test_nobody_waits_unasked_before_the_first_batch_or_while_an_operation_has_the_job(
@@ -154,7 +154,7 @@ async def test_a_job_may_have_it_by_itself_and_is_waited_for_while_an_operation_
     async with node.running(ready=ALWAYS):
         assert node.told == []
         node.in_hand = False
-        node.supervisors.news.tell()
+        node.supervisors.news.notify_all()
         node.supervisors.report("supervisor", SuperviseReport(result="done"))
         await anyio.wait_all_tasks_blocked()
         assert [order.do for order in node.told] == ["ready"]
@@ -278,10 +278,10 @@ async def test_one_that_falls_again_and_again_is_replaced_later_each_time() -> N
 
 
 async def test_where_there_was_no_memory_for_it_it_is_made_once_there_is() -> None:
-    node = Node(ALWAYS, LEAST_AVAILABLE_BYTES - 1, patience=Patience(first_s=0.001, longest_s=0.002))
+    node = Node(ALWAYS, MIN_AVAILABLE_BYTES - 1, patience=Patience(first_s=0.001, longest_s=0.002))
     async with node.running():
         assert node.told == []
-        node.available_bytes = LEAST_AVAILABLE_BYTES
+        node.available_bytes = MIN_AVAILABLE_BYTES
         await node.until_told(1)
     assert node.told[0].do == "ready"
 
@@ -301,7 +301,7 @@ async def test_one_that_waited_on_a_node_short_of_memory_was_said_to_have_ended(
     node = Node(ALWAYS, patience=Patience(first_s=3600.0, longest_s=0.001))
     async with node.running():
         node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=7))
-        node.available_bytes = LEAST_AVAILABLE_BYTES - 1
+        node.available_bytes = MIN_AVAILABLE_BYTES - 1
         told = len(node.told)
         await node.until_told(told + 2)
         assert not node.events.remembered(kinds=("process.next-fell",))

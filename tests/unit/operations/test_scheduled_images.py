@@ -13,11 +13,11 @@ import anyio
 import pytest
 
 from hegmd.errors import REFUSED, HegmError
-from hegmd.operations.request_context import Answer, Asked
-from hegmd.operations.scheduled_images import Periodic, series_of
+from hegmd.operations.request_context import OperationResult, RequestContext
+from hegmd.operations.scheduled_images import ScheduledImages, series_of
 from hegmd.protocol.operations import PeriodicImages
 from hegmd.system.programs import Rights
-from hegmd.workers.workers import Worker
+from hegmd.workers.workers import AgentConnection
 from tests.patience import HANG_S
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import Node, running
@@ -56,7 +56,7 @@ class Shelf:
         self.missed: list[int] = []
         self.count: Callable[[], int] = lambda: 0
 
-    async def take(self, pid: int, path: str, rights: Rights, asked: Asked) -> Answer:
+    async def take(self, pid: int, path: str, rights: Rights, asked: RequestContext) -> OperationResult:
         self.taken.append((self.clock.utc_s, path))
         self.missed.append(self.count())
         self.clock.utc_s += self.takes_s
@@ -68,7 +68,7 @@ class Shelf:
         worker = self.node.workers.find(pid)
         return "gpu1" if worker is not None and worker.gpu == "gpu0" else "gpu0"
 
-    async def note(self, worker: Worker, message: str, hint: str) -> None:
+    async def note(self, worker: AgentConnection, message: str, hint: str) -> None:
         """Whoever watches the job is told."""
         self.notes.append(f"{message}; {hint}")
 
@@ -79,7 +79,7 @@ class Shelf:
 
 @asynccontextmanager
 async def attended(node: Node, clock: Clock, shelf: Shelf) -> AsyncIterator[None]:
-    periodic = Periodic(
+    periodic = ScheduledImages(
         node.workers,
         node.operations.runner,
         node.events,

@@ -36,7 +36,7 @@ async def test_a_drain_moves_one_after_the_other_and_says_who_stays(
         assert not outcome.left
         by_pid = {operation.processes[0].pid: operation for operation in outcome.operations}
         assert by_pid[other.pid].phase == "done"
-        assert by_pid[process.pid].phase == "undone"
+        assert by_pid[process.pid].phase == "rolled-back"
         assert node.rooms(other.pid) == {"gpu1": 7}
         assert node.rooms(process.pid) == {"gpu0": 7}
 
@@ -79,7 +79,7 @@ async def test_a_drain_that_nobody_waits_for_begins_all_of_its_moves(
         outcome = await node.sequences.drain("gpu0", (), node.asked(wait=False))
         assert [operation.id for operation in outcome.operations] == ["1", "2"]
         assert {operation.processes[0].to for operation in outcome.operations} == {"gpu1"}
-        assert node.operations.runner.describe("1").phase not in {"done", "undone"}
+        assert node.operations.runner.describe("1").phase not in {"done", "rolled-back"}
 
 
 async def test_moves_that_were_begun_at_once_do_not_count_on_the_same_room(
@@ -105,7 +105,7 @@ async def test_a_planned_drain_counts_what_goes_before(tmp_path: Path, process: 
             await node.attend(pid, b"x" * (3 * MIB), token, gpu="gpu0")
         plan = await node.sequences.drain("gpu0", ("gpu1",), node.asked(dry_run=True))
         assert (len(plan.plans), plan.operations, plan.left) == (2, [], [])
-        assert [step.room_free_bytes for step in plan.plans] == [{"gpu1": 8 * MIB}, {"gpu1": 5 * MIB}]
+        assert [step.gpu_free_bytes for step in plan.plans] == [{"gpu1": 8 * MIB}, {"gpu1": 5 * MIB}]
         assert node.operations.runner.operations() == ()
 
 
@@ -196,11 +196,11 @@ async def test_a_swap_that_fails_in_the_middle_brings_the_first_back(
 ) -> None:
     async with running(tmp_path, "2x4MiB") as node:
         one, two = await on_both(node, process, other, 3 * MIB)
-        two.refuses["evacuate"] = "a storage is in use"
+        two.refuses["offload"] = "a storage is in use"
         outcome = await node.sequences.swap(process.pid, other.pid, node.asked())
         assert [(operation.kind, operation.phase) for operation in outcome.operations] == [
             ("resume", "done"),
-            ("suspend", "undone"),
+            ("suspend", "rolled-back"),
         ]
         assert (one.data, one.parked) == (b"1" * (3 * MIB), False)
         assert node.rooms(process.pid) == {"gpu0": 3 * MIB}
@@ -214,7 +214,7 @@ async def test_both_jobs_are_taken_out_at_once_and_not_one_after_the_other(
     async with running(tmp_path, "2x4MiB") as node:
         one, two = await on_both(node, process, other, 3 * MIB)
         for agent in (one, two):
-            agent.slow.add("evacuate")
+            agent.slow.add("offload")
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(node.sequences.swap, process.pid, other.pid, node.asked())
             for agent in (one, two):
@@ -229,7 +229,7 @@ async def test_of_a_swap_that_fails_on_the_way_back_one_runs_and_the_other_says_
 ) -> None:
     async with running(tmp_path, "2x4MiB") as node:
         one, _ = await on_both(node, process, other, 3 * MIB)
-        one.refuses["refill"] = "the test wants it so"
+        one.refuses["reload"] = "the test wants it so"
         outcome = await node.sequences.swap(process.pid, other.pid, node.asked())
         suspended, moved = sorted(outcome.operations, key=lambda op: op.processes[0].pid != process.pid)
         assert (suspended.phase, moved.phase) == ("suspended", "done")

@@ -39,7 +39,7 @@ from hegmd.protocol.snapshots import Event
 EVENT = Event(seq=1, time_utc=1.0, kind="gpu.lost", severity="error", message="gone")
 
 
-def welcome(version: int = 1) -> Welcome:
+def welcome(version: int = 2) -> Welcome:
     return Welcome(
         version=version,
         daemon_version="0",
@@ -58,7 +58,7 @@ def server(*, in_flight: int = 4) -> ServerConnection:
 def joined(*, in_flight: int = 4) -> tuple[ClientConnection, ServerConnection]:
     """Both ends, past hello."""
     client, daemon = ClientConnection(), server(in_flight=in_flight)
-    request_id, data = client.request(Hello(versions=(1,), name="test"))
+    request_id, data = client.request(Hello(versions=(2,), name="test"))
     daemon.feed(data)
     asked = daemon.next_event()
     assert isinstance(asked, Asked)
@@ -125,7 +125,7 @@ def test_an_error_code_from_a_newer_daemon_is_still_an_error() -> None:
 @given(st.integers(min_value=1, max_value=7))
 def test_one_byte_at_a_time_gives_the_same_conversation(step: int) -> None:
     client, daemon = ClientConnection(), server()
-    _, data = client.request(Hello(versions=(1,), name="drip"))
+    _, data = client.request(Hello(versions=(2,), name="drip"))
     seen: list[Asked | Unfit] = []
     for start in range(0, len(data), step):
         daemon.feed(data[start : start + step])
@@ -138,19 +138,19 @@ def test_one_byte_at_a_time_gives_the_same_conversation(step: int) -> None:
 @pytest.mark.parametrize(
     ("envelope", "says"),
     [
-        ({"v": 1, "id": 1, "op": "ping", "args": {}}, "hello"),
+        ({"v": 2, "id": 1, "op": "ping", "args": {}}, "hello"),
         ({"v": 1, "id": 1, "args": {}}, "hello"),
         ({"v": 1, "op": "hello", "args": {}}, "id"),
         ({"v": 1, "id": 0, "op": "hello", "args": {}}, "id"),
         ({"v": 1, "id": 2**53, "op": "hello", "args": {}}, "id"),
         ({"v": 1, "id": True, "op": "hello", "args": {}}, "id"),
         ({"v": 1, "id": "1", "op": "hello", "args": {}}, "id"),
-        ({"v": 2, "id": 1, "op": "hello", "args": {"versions": [1], "name": "x"}}, "version"),
+        ({"v": 2, "id": 1, "op": "hello", "args": {"versions": [2], "name": "x"}}, "version"),
         ({"v": 1, "id": 1, "op": "hello", "args": {"versions": [7], "name": "x"}}, "no protocol version in common"),
-        ({"v": 1, "id": 1, "op": "hello", "args": {"versions": [1]}}, "name"),
+        ({"v": 1, "id": 1, "op": "hello", "args": {"versions": [2]}}, "name"),
         ({"v": 1, "id": 1, "op": "hello", "args": []}, "map"),
-        ({"v": 1, "id": 1, "op": "hello", "fds": 17, "args": {"versions": [1], "name": "x"}}, "fds"),
-        ({"v": 1, "id": 1, "op": "hello", "fds": -1, "args": {"versions": [1], "name": "x"}}, "fds"),
+        ({"v": 1, "id": 1, "op": "hello", "fds": 17, "args": {"versions": [2], "name": "x"}}, "fds"),
+        ({"v": 1, "id": 1, "op": "hello", "fds": -1, "args": {"versions": [2], "name": "x"}}, "fds"),
     ],
 )
 def test_a_first_word_that_is_no_good_hello_breaks_the_connection(envelope: dict[str, object], says: str) -> None:
@@ -160,20 +160,20 @@ def test_a_first_word_that_is_no_good_hello_breaks_the_connection(envelope: dict
 
 def test_versions_are_negotiated_down_to_the_highest_in_common() -> None:
     daemon = server()
-    asked = ask(daemon, v=1, id=1, op="hello", args={"versions": [99, 1, 0], "name": "x"})
+    asked = ask(daemon, v=1, id=1, op="hello", args={"versions": [99, 2, 0], "name": "x"})
     assert isinstance(asked, Asked)
-    assert daemon.version == 1
+    assert daemon.version == 2
 
 
 @pytest.mark.parametrize(
     ("envelope", "code"),
     [
-        ({"v": 1, "id": 5, "op": "no.such", "args": {}}, INCOMPATIBLE),
+        ({"v": 2, "id": 5, "op": "no.such", "args": {}}, INCOMPATIBLE),
         ({"v": 3, "id": 5, "op": "ping", "args": {}}, INCOMPATIBLE),
         ({"id": 5, "op": "ping"}, INCOMPATIBLE),
-        ({"v": 1, "id": 5, "op": ["ping"]}, BAD_REQUEST),
-        ({"v": 1, "id": 5, "op": "processes", "args": {"pids": ["x"]}}, BAD_REQUEST),
-        ({"v": 1, "id": 5, "op": "hello", "args": {"versions": [1], "name": "again"}}, BAD_REQUEST),
+        ({"v": 2, "id": 5, "op": ["ping"]}, BAD_REQUEST),
+        ({"v": 2, "id": 5, "op": "processes", "args": {"pids": ["x"]}}, BAD_REQUEST),
+        ({"v": 2, "id": 5, "op": "hello", "args": {"versions": [2], "name": "again"}}, BAD_REQUEST),
     ],
 )
 def test_an_unfit_request_is_answered_and_breaks_nothing(envelope: dict[str, object], code: object) -> None:
@@ -210,9 +210,9 @@ def test_one_request_over_the_limit_is_busy_and_the_next_after_a_reply_is_not() 
 
 def test_an_id_that_is_still_unanswered_breaks_the_connection() -> None:
     _, daemon = joined()
-    assert isinstance(ask(daemon, v=1, id=9, op="ping"), Asked)
+    assert isinstance(ask(daemon, v=2, id=9, op="ping"), Asked)
     with pytest.raises(ProtocolBroken, match="unanswered") as caught:
-        ask(daemon, v=1, id=9, op="ping")
+        ask(daemon, v=2, id=9, op="ping")
     assert caught.value.request_id is None
     assert daemon.reply(9, Pong()), "the request that has the id rightly was lost"
 
@@ -220,7 +220,7 @@ def test_an_id_that_is_still_unanswered_breaks_the_connection() -> None:
 def test_the_frame_limit_is_small_until_hello_and_large_after_it() -> None:
     daemon = server()
     with pytest.raises(ProtocolBroken, match=str(HELLO_FRAME_BYTES)):
-        ask(daemon, v=1, id=1, op="hello", args={"versions": [1], "name": "x" * HELLO_FRAME_BYTES})
+        ask(daemon, v=1, id=1, op="hello", args={"versions": [2], "name": "x" * HELLO_FRAME_BYTES})
     client, daemon = joined()
     _, data = client.request(Processes(gpus=("x" * (2 * HELLO_FRAME_BYTES),)))
     daemon.feed(data)
@@ -250,7 +250,7 @@ def test_our_own_mistakes_are_bugs_and_change_nothing() -> None:
     client.feed(daemon.reply(request_id, Pong()))
     assert isinstance(client.next_event(), Answer)
     with pytest.raises(Bug):
-        client.request(Hello(versions=(1,), name="twice"))
+        client.request(Hello(versions=(2,), name="twice"))
     with pytest.raises(Bug):
         ClientConnection().request(Ping())
 
@@ -302,7 +302,7 @@ def test_a_daemon_that_talks_nonsense_is_told_apart_from_one_that_refuses(envelo
 
 def test_a_version_that_was_not_offered_is_nonsense() -> None:
     client, daemon = ClientConnection(), server()
-    request_id, data = client.request(Hello(versions=(1,), name="test"))
+    request_id, data = client.request(Hello(versions=(2,), name="test"))
     daemon.feed(data)
     daemon.next_event()
     client.feed(daemon.reply(request_id, welcome(version=9)))

@@ -16,7 +16,7 @@ sys.modules["_private"] = package
 connection = importlib.import_module("_private.protocol.connection")
 messages = importlib.import_module("_private.protocol.messages")
 client = connection.ClientConnection()
-client.request(messages.Hello(versions=(1,), name="worker", role="agent"))
+client.request(messages.Hello(versions=(2,), name="worker", role="agent"))
 assert "hegmd" not in sys.modules, "it reached for an installed hegmd"
 """
 

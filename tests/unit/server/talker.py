@@ -62,4 +62,4 @@ class Talker:
         return await self.next()
 
     async def hello(self, role: str = "client") -> Answer | Failure | Progress | None:
-        return await self.ask(Hello(versions=(1,), name="talker", role=role))
+        return await self.ask(Hello(versions=(2,), name="talker", role=role))

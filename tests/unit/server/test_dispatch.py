@@ -220,7 +220,7 @@ async def test_a_peer_that_hangs_up_on_its_events_is_no_bug_of_the_handler(
     happened = Event(seq=1, time_utc=1.0, kind="gpu.lost", severity="error", message="gone")
 
     async def stream(call: Call, request: Request) -> Record:
-        call.session.protocol.hello = Hello(versions=(1,), name="peer")
+        call.session.protocol.hello = Hello(versions=(2,), name="peer")
         call.session.protocol.feed(frame(codec.encode({"v": 1, "id": 1, "op": "events"})))
         assert call.session.protocol.next_event() is not None
         bench.hang_up()

@@ -12,15 +12,15 @@ from typing import cast
 
 import pytest
 
-from hegmd.migration.model import PoolRoom
+from hegmd.migration.model import PoolMemory
 from hegmd.node.processes.roll import has_ended
 from hegmd.node.processes.table import NOTE_ENDED
 from hegmd.operations.image_requests import Checkpoints
 from hegmd.operations.operations import Operations
-from hegmd.operations.orphans import Strays
+from hegmd.operations.orphans import Orphans
 from hegmd.operations.restart_requests import Restarts
-from hegmd.operations.sequences import Sequences
-from hegmd.operations.survey import Lookout
+from hegmd.operations.sequences import MultiStepOperations
+from hegmd.operations.survey import PlanSurvey
 from hegmd.protocol.messages import ConfigReply, Limits, Processes, ProcessesReply, ReloadReply, Request
 from hegmd.protocol.record import Record
 from hegmd.server.auth import Peer, Policy
@@ -30,7 +30,7 @@ from hegmd.system.descriptors import Descriptors
 from hegmd.system.stream import PeerStream
 from hegmd.telemetry.metrics import Counters
 from hegmd.workers.supervisors import Supervisors
-from hegmd.workers.workers import Worker, Workers
+from hegmd.workers.workers import AgentConnection, Workers
 from tests.unit.doubles import Provider, gpu, use
 from tests.unit.node.inventory.rig import Node, node_of
 
@@ -52,15 +52,15 @@ async def _no_metrics() -> str:
     return ""
 
 
-async def _uncounted(_worker: Worker, _within_s: float) -> None:
+async def _uncounted(_worker: AgentConnection, _within_s: float) -> None:
     raise AssertionError
 
 
-def _lookout_of(node: Node) -> Lookout:
-    return Lookout(
+def _lookout_of(node: Node) -> PlanSurvey:
+    return PlanSurvey(
         node.inventory,
         Workers(),
-        lambda: PoolRoom(budget_bytes=0, free_bytes=0),
+        lambda: PoolMemory(budget_bytes=0, free_bytes=0),
         count=_uncounted,
         running=tuple,
         supervisors=Supervisors(lambda _: None),
@@ -75,9 +75,9 @@ def handlers_of(node: Node) -> Handlers:
         workers=Workers(),
         operations=cast(Operations, None),  # nothing is moved here
         ways=_lookout_of(node).ways,
-        sequences=cast(Sequences, None),
+        sequences=cast(MultiStepOperations, None),
         checkpoints=cast(Checkpoints, None),
-        strays=Strays([], node.events),
+        orphans=Orphans([], node.events),
         restarts=cast(Restarts, None),
         simulator=None,
         limits=Limits(frame_bytes=65_536, requests_in_flight=4),

@@ -35,7 +35,7 @@ async def answer(call: Call) -> Record:
     if not isinstance(call.request, Hello):
         return Pong()
     return Welcome(
-        version=1,
+        version=2,
         daemon_version="0",
         node="n",
         simulated=True,

@@ -78,7 +78,7 @@ class Daemon:
 
     def _welcome(self) -> Welcome:
         return Welcome(
-            version=1,
+            version=2,
             daemon_version="0",
             node="n",
             simulated=True,
@@ -262,7 +262,7 @@ async def test_a_peer_that_never_reads_loses_its_connection() -> None:
     [
         frame(b"\xc1"),
         frame(b"\xc0"),
-        frame(codec.encode({"v": 1, "id": 1, "op": "ping"})),
+        frame(codec.encode({"v": 2, "id": 1, "op": "ping"})),
         bytes(4),
         b"\xff\xff\xff\xff",
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",

@@ -15,7 +15,7 @@ from hegmd.errors import HegmError, Refused
 from hegmd.memory.pool import Pool
 from hegmd.migration.carriers.prestart import Readying
 from hegmd.migration.carriers.state import StateCarrier
-from hegmd.migration.contracts import Subject
+from hegmd.migration.contracts import MigratedProcess
 from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
 from hegmd.workers.supervisors import OrderFailed, Supervisor, SupervisorAway, Supervisors
 
@@ -107,7 +107,7 @@ async def test_how_a_command_has_ended_is_known_once_its_supervisor_says_so(
     line, found = Line(), list[bool]()
 
     async def ask() -> None:
-        found.append(await supervisors.ended_well(0, "run", 1))
+        found.append(await supervisors.exited_cleanly(0, "run", 1))
 
     async with attending(supervisors, line), anyio.create_task_group() as tasks:
         tasks.start_soon(ask)
@@ -119,8 +119,8 @@ async def test_how_a_command_has_ended_is_known_once_its_supervisor_says_so(
 
 async def test_a_command_that_went_on_as_another_process_has_not_come_to_its_end(supervisors: Supervisors) -> None:
     async with attending(supervisors, Line()):
-        assert not await supervisors.ended_well(0, "run", 2)
-    assert not await supervisors.ended_well(0, "nobody's", 2)
+        assert not await supervisors.exited_cleanly(0, "run", 2)
+    assert not await supervisors.exited_cleanly(0, "nobody's", 2)
 
 
 async def test_what_is_ready_for_an_operation_is_known_until_that_is_forgotten(supervisors: Supervisors) -> None:
@@ -200,9 +200,9 @@ async def test_a_supervisor_that_came_back_after_its_agent_was_taken_for_gone(su
     """hegmd was killed before a job was stopped; the next one stopped it, and undid the restart at once."""
     line, pool = Line(), Pool(1 << 20)
     carrier = StateCarrier(pool, supervisors, Readying(supervisors, lambda _subject, _gpu: {}))
-    subject = Subject("4", "a", 1, 1, gpu="gpu0", goal="gpu1", left="gpu0", uid=0, run="run")
+    subject = MigratedProcess("4", "a", 1, 1, gpu="gpu0", target_gpu="gpu1", previous_gpu="gpu0", uid=0, run="run")
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(carrier.take_out, subject, lambda _done: None)
+        tasks.start_soon(carrier.offload, subject, lambda _done: None)
         await anyio.wait_all_tasks_blocked()
         async with attending(supervisors, line):
             expected = await line.next()

@@ -15,7 +15,7 @@ import pytest
 
 from hegmd.errors import TIMEOUT, HegmError, Refused
 from hegmd.protocol.messages import AgentReport, CudaFacts
-from hegmd.workers.workers import ENDED, AgentAway, OrderFailed, Worker, Workers
+from hegmd.workers.workers import ENDED, AgentAway, AgentConnection, OrderFailed, Workers
 from tests.patience import HANG_S
 from tests.unit.model_agent import ModelAgent
 
@@ -60,10 +60,10 @@ async def test_bytes_go_over_by_descriptor_and_come_back(process: subprocess.Pop
         worker = workers.find(process.pid)
         assert worker is not None
         await worker.order("park")
-        await worker.order("evacuate", fds=[memory])
+        await worker.order("offload", fds=[memory])
         assert (agent.data, worker.held_bytes) == (None, 7)
         assert os.pread(memory, 7, 0) == b"weights"
-        await worker.order("refill", fds=[memory])
+        await worker.order("reload", fds=[memory])
         assert (agent.data, worker.held_bytes) == (b"weights", 0)
     os.close(memory)
 
@@ -237,15 +237,15 @@ async def test_an_order_without_an_answer_holds_up_others_for_its_limit_only(
 async def test_bytes_on_their_way_are_waited_for_however_long_it_takes(process: subprocess.Popen[bytes]) -> None:
     memory = os.memfd_create("test")
     async with attended(process.pid) as (workers, agent, _, tasks):
-        agent.slow.add("evacuate")
+        agent.slow.add("offload")
         worker = workers.find(process.pid)
         assert worker is not None
         await worker.order("park")
-        given = await worker.give("evacuate", fds=[memory])
+        given = await worker.give("offload", fds=[memory])
         assert given.deadline == math.inf
         tasks.start_soon(worker.order, "export")
         await anyio.wait_all_tasks_blocked()
-        assert agent.seen == ["park", "evacuate"]
+        assert agent.seen == ["park", "offload"]
         assert worker.busy
         agent.go_on.set()
     os.close(memory)
@@ -257,7 +257,7 @@ async def test_a_worker_that_has_ended_says_how(process: subprocess.Popen[bytes]
     said: list[tuple[str, str | None]] = []
     over = anyio.Event()
 
-    def listen(news: str, worker: Worker) -> None:
+    def listen(news: str, worker: AgentConnection) -> None:
         said.append((news, worker.how_ended))
         if news == ENDED:
             over.set()

@@ -21,10 +21,10 @@ from hegmd.protocol.messages import (
     MetricsReply,
     OperationReply,
     OperationsReply,
+    OrphansReply,
     ProcessesReply,
     ReloadReply,
     StoryReply,
-    StraysReply,
 )
 from hegmd.protocol.operations import OperationProgress
 from hegmd.protocol.record import Field, Record
@@ -64,7 +64,7 @@ PRINTED: tuple[tuple[str, type[Record], str], ...] = (
     ("drain", Drained, _AFTER_PROGRESS),
     ("swap", Drained, _AFTER_PROGRESS),
     ("ops", OperationsReply, _ONE),
-    ("adopt", StraysReply, _ONE),
+    ("adopt", OrphansReply, _ONE),
     ("adopt --drop", Dropped, _ONE),
     ("op", StoryReply, _ONE),
     ("op --follow", StoryReply, _AFTER_PROGRESS),

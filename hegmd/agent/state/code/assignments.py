@@ -27,7 +27,7 @@ ATTRIBUTE = "attribute"
 _DATA = "data"
 _OPTIMIZED = 0x1  # a function's code, and neither a module's nor a class's
 #: Functions of the script that are looked through for what they change.
-MOST_CODES = 600
+MAX_CODES = 600
 _MUTATORS = frozenset(
     "append appendleft extend extendleft insert add update pop popleft popitem remove discard clear setdefault sort "
     "reverse rotate subtract fill put difference_update intersection_update symmetric_difference_update".split()
@@ -256,7 +256,7 @@ class Functions:
             function = left.pop()
             if (function.code, function.owner) in met:
                 continue
-            if len(met) >= MOST_CODES:
+            if len(met) >= MAX_CODES:
                 self.is_whole = False
                 return
             met.add((function.code, function.owner))

@@ -28,7 +28,7 @@ OWN, OTHERS, CELL, FUNCTIONS, DEFAULT, GLOBAL = "own", "others", "cell", "functi
 _SCALARS = frozenset((bool, int, complex, type(None), str, bytes, float))
 _CONTAINERS: Any = (list, dict, set, deque, bytearray)
 _LONGEST = 512
-_LONGEST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 _DEEP = 4
 _THEIR_OWN = ("tqdm",)  # packages whose objects come back by themselves
 
@@ -169,7 +169,7 @@ def _of_other(value: Any, kind: Any) -> Any:
     if torch is not None and is_a(value, torch.Tensor):
         return ("tensor", id(value), None if value.is_inference() else value._version)
     if numpy is not None and type(value) is numpy.ndarray and not value.dtype.hasobject:
-        some = value.reshape(-1)[:: value.nbytes // _LONGEST_BYTES + 1]
+        some = value.reshape(-1)[:: value.nbytes // _MAX_BYTES + 1]
         return ("array", value.shape, value.dtype.str, crc32(some.tobytes()))
     if numpy is not None and is_a(value, numpy.generic):
         return ("scalar", repr(value))

@@ -31,8 +31,8 @@ _FIXED: Any = (
     *(FUNCTION, METHOD, BUILTIN, MODULE, type),
     *(type(None), type(...), type(NotImplemented)),
 )
-_MOST_PARTS = 200_000
-_MOST_DEEP = 40
+_MAX_PARTS = 200_000
+_MAX_DEEP = 40
 SAME = "same"
 NAMED = "named"
 #: Of a variable that was set, in place of True: what it holds others hold as well.
@@ -63,10 +63,10 @@ class Forms:
     def of(self, value: Any, depth: int = 0) -> Any:
         """A scalar as it is, and anything else as a tuple that begins with its kind. Raises NotKept."""
         self._parts += 1
-        if self._parts > _MOST_PARTS:
-            raise TooLarge(f"more than {_MOST_PARTS:,} parts")
-        if depth > _MOST_DEEP:
-            raise TooLarge(f"parts within more than {_MOST_DEEP} others")
+        if self._parts > _MAX_PARTS:
+            raise TooLarge(f"more than {_MAX_PARTS:,} parts")
+        if depth > _MAX_DEEP:
+            raise TooLarge(f"parts within more than {_MAX_DEEP} others")
         kind = class_of(value)
         if kind in _SCALARS:
             return value

@@ -22,7 +22,7 @@ _VERSION: tuple[int, ...] = tuple(sys.version_info[:2])
 _GENERATORS = 0x20 | 0x80 | 0x200  # inspect's CO_GENERATOR, CO_COROUTINE, CO_ASYNC_GENERATOR
 _ENDS = frozenset(("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"))
 _STATEMENTS = ("STORE_", "JUMP_", "POP_", "FOR_ITER", "END_FOR", "RETURN_", "DELETE_", "RESUME", "RERAISE")
-_MOST_TARGETS = 32
+_MAX_TARGETS = 32
 _BEFORE_TARGETS = frozenset(("UNPACK_SEQUENCE", "UNPACK_EX", "EXTENDED_ARG", "NOP", "CACHE"))
 _ALWAYS = frozenset(("JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"))
 
@@ -107,7 +107,7 @@ class Loops:
         found: set[str] = set()
         for index, head in enumerate(self._list):
             if head.opname == "FOR_ITER":
-                for following in self._list[index + 1 : index + 1 + _MOST_TARGETS]:
+                for following in self._list[index + 1 : index + 1 + _MAX_TARGETS]:
                     if following.opname.startswith("STORE_"):
                         found.update(_names_of(following.argval))
                     elif following.opname not in _BEFORE_TARGETS:

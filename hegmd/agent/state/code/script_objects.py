@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any
 
-_MOST_OBJECTS = 20_000
-_MOST_OF_FUNCTIONS = 60_000
-_MOST_DEEP = 8
+_MAX_OBJECTS = 20_000
+_MAX_OF_FUNCTIONS = 60_000
+_MAX_DEEP = 8
 _LONGEST = 1_000
 _NAMES_EACH = 6
 _SCALARS: Any = (type(None), bool, int, float, complex, str, bytes, bytearray, range)
@@ -60,11 +60,11 @@ class Instances:
         self._leaves: Any = (*_SCALARS, *_PASSED, *[found for found in leaves if found is not None])
         left: deque[tuple[str, Any, int]] = deque(_beginnings(frames))
         later: deque[tuple[str, Any, int]] = deque()  # what only functions have: of those there are many
-        most, is_later = _MOST_OBJECTS, False
+        most, is_later = _MAX_OBJECTS, False
         while (left or later) and len(self._seen) < most:
             if not left:
                 left, later, is_later = later, left, True
-                most = len(self._seen) + _MOST_OF_FUNCTIONS
+                most = len(self._seen) + _MAX_OF_FUNCTIONS
             name, thing, depth = left.popleft()
             if not is_later and is_a(thing, FUNCTION, type):
                 later.append((name, thing, depth))
@@ -76,7 +76,7 @@ class Instances:
             if not is_a(thing, *self._leaves) or _is_scripts_own(thing) or (is_optimizer and self.is_own(thing)):
                 self._look(name, thing, depth, left)
         if left:
-            self.unseen.append(f"objects of the script's beyond the first {_MOST_OBJECTS:,}")
+            self.unseen.append(f"objects of the script's beyond the first {_MAX_OBJECTS:,}")
         self._seen = {}
 
     def _look(self, name: str, thing: Any, depth: int, left: deque[tuple[str, Any, int]]) -> None:
@@ -94,7 +94,7 @@ class Instances:
             self.others.append((thing, name))
         if is_a(thing, dict, list, tuple, deque) and len(thing) > _LONGEST:
             self._note_long(name, thing)
-        elif depth < _MOST_DEEP:
+        elif depth < _MAX_DEEP:
             left.extend((way, inner, depth + 1) for way, inner in self._ways_on(name, thing))
         elif self.is_own(thing) and any(self.is_own(inner) for _way, inner in self._ways_on(name, thing)):
             self.unseen.append(f"objects within {name}")

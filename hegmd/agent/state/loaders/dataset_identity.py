@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 _DEEP = 4
-_MOST_PARTS = 256
-_MOST_BYTES = 1 << 20
+_MAX_PARTS = 256
+_MAX_BYTES = 1 << 20
 _PASSED: Any = (FUNCTION, METHOD, type)
 
 
@@ -97,14 +97,14 @@ def _sum(item: Any, so_far: int, depth: int) -> int:
     if hasattr(item, "tobytes") and hasattr(item, "dtype"):
         if item.dtype.hasobject:
             return so_far
-        some = item.reshape(-1)[:: item.nbytes // _MOST_BYTES + 1]
+        some = item.reshape(-1)[:: item.nbytes // _MAX_BYTES + 1]
         return crc32(some.tobytes(), crc32(repr(item.shape).encode(), so_far))
     if is_a(item, str, bytes, int, float, range, type(None)):
         return crc32(repr(item).encode(), so_far)
     if depth < _DEEP and is_a(item, list, tuple, dict):
         values: Any = list(item.items()) if is_a(item, dict) else item
         so_far = crc32(repr(len(values)).encode(), so_far)
-        for found in values[:: len(values) // _MOST_PARTS + 1]:
+        for found in values[:: len(values) // _MAX_PARTS + 1]:
             so_far = _sum(found, so_far, depth + 1)
         return so_far
     return crc32(type(item).__qualname__.encode(), so_far)
@@ -113,7 +113,7 @@ def _sum(item: Any, so_far: int, depth: int) -> int:
 def _sum_of_tensor(item: Any, so_far: int) -> int:
     if item.layout is not _torch().strided or item.device.type == "meta":
         return so_far
-    every = item.numel() * item.element_size() // _MOST_BYTES + 1
+    every = item.numel() * item.element_size() // _MAX_BYTES + 1
     some = item.detach().reshape(-1)[::every].cpu().contiguous()
     bytes_of_it = ctypes.string_at(some.data_ptr(), some.numel() * some.element_size())
     return crc32(bytes_of_it, crc32(repr(tuple(item.shape)).encode(), so_far))

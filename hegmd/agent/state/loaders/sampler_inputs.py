@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _PASSED: Any = (int, float, bool, str, type(None))
 _CONTAINERS: Any = (list, tuple, dict, set)
-_MOST_BYTES = 256 << 20
+_MAX_BYTES = 256 << 20
 _first: dict[Any, dict[str, Any]] = {}
 
 
@@ -68,7 +68,7 @@ def _numbers_of(value: Any) -> Any:
 
 def _is_large(value: Any) -> bool:
     parts: list[Any] = list(value) if is_a(value, list, tuple) else [value]
-    return sum(getattr(found, "nbytes", 0) for found in parts) > _MOST_BYTES
+    return sum(getattr(found, "nbytes", 0) for found in parts) > _MAX_BYTES
 
 
 def _form_of(value: Any) -> Any:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from typing import Any
 
-_MOST_OBJECTS = 20_000
+_MAX_OBJECTS = 20_000
 _LONGEST = 500
 _CLASS: Any = type
 _PLAIN = frozenset((str, bytes, bytearray, int, float, complex, bool, type(None), range, slice))
@@ -36,7 +36,7 @@ def held_within(owners: list[Any], but: Iterable[Any] = (), *, is_brief: bool = 
         thing = left.popleft()
         if class_of(thing) in _PLAIN or id(thing) in seen:
             continue
-        if len(seen) >= _MOST_OBJECTS:
+        if len(seen) >= _MAX_OBJECTS:
             return found, False
         seen[id(thing)] = thing  # held, so that no other object gets its address meanwhile
         if rng.is_generator(thing):

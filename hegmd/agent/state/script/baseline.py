@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 #: Places that are remembered. A script has a loop for training and some for evaluation.
-MOST_PLACES = 128
+MAX_PLACES = 128
 _FIRST_STEP = "first step"
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SIZED = (list, dict, set, bytearray)
@@ -34,7 +34,7 @@ _known: dict[Any, Baseline] = {}
 
 def note_place(path: Any, frames: list[FrameType], *, is_late: bool = False) -> None:
     """The script is there; remember it the first time. `is_late` says that it came there before. Never raises."""
-    if path in _known or len(_known) >= MOST_PLACES:
+    if path in _known or len(_known) >= MAX_PLACES:
         return
     try:
         _known[path] = Baseline(frames, is_late=is_late)

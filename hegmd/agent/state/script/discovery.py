@@ -30,7 +30,7 @@ GENERATOR = "generator"
 STATEFUL = "stateful"
 TENSOR = "tensor"
 
-MOST_OBJECTS = 200_000
+MAX_OBJECTS = 200_000
 _DEEP = 10
 _LONGEST = 20_000
 _NAMES_EACH = 12
@@ -110,7 +110,7 @@ class Holdings:
             return
         if id(thing) in self._seen or _is_others_class(thing):
             return
-        if len(self._seen) > MOST_OBJECTS:
+        if len(self._seen) > MAX_OBJECTS:
             self.is_whole = False
             return
         self._seen[id(thing)] = thing  # held, so that no other object gets its address meanwhile

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
-from ..code.assignments import ATTRIBUTE, GLOBAL, MOST_CODES, Functions, changes_of, nested_in
+from ..code.assignments import ATTRIBUTE, GLOBAL, MAX_CODES, Functions, changes_of, nested_in
 from ..code.drift import OTHERS, OWN
 from ..code.encoding import MUTABLE, SAME, SHARED, Forms, NotKept, TooLarge
 from ..code.reentry import Spot, known_by, set_on_their_way, spots_of
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 KEY = "own"
 #: How a plan says of something that what changes there is not known.
 UNSEEN = "not looked at: "
-_MOST_NOTES = 32
+_MAX_NOTES = 32
 _OF_LOADERS = frozenset(("DataLoader", "DataLoaderShard", "StatefulDataLoader"))
 _OPTIMIZED = 0x1
 _NUMBERS: Any = (int, float, complex, type(None))
@@ -124,7 +124,7 @@ class _Taking:
         functions = Functions(users_modules())
         reached = list(functions.reached_from(mentioned, codes))
         if not functions.is_whole:
-            self._unseen[f"functions beyond the first {MOST_CODES:,} that the loop may call"] = None
+            self._unseen[f"functions beyond the first {MAX_CODES:,} that the loop may call"] = None
         return reached
 
     # ---- variables
@@ -360,8 +360,8 @@ class _Taking:
 def _bounded(notes: dict[str, None]) -> list[str]:
     """So many of them, and how many more there are."""
     said = list(notes)
-    more = len(said) - _MOST_NOTES
-    return said if more <= 0 else [*said[:_MOST_NOTES], f"{more} more"]
+    more = len(said) - _MAX_NOTES
+    return said if more <= 0 else [*said[:_MAX_NOTES], f"{more} more"]
 
 
 def _is_mutable(value: Any) -> bool:

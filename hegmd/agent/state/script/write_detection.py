@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: Tensors are added up to that size; of larger ones so many parts, over their whole length. So many at once, at most.
 _WHOLE_BYTES = 16 << 20
 _PART_BYTES, _PARTS = 1 << 16, 64
-_MOST_SUMS, _MOST_SUMMED_BYTES = 2_000, 256 << 20
+_MAX_SUMS, _MAX_SUMMED_BYTES = 2_000, 256 << 20
 
 
 class Mark:
@@ -36,7 +36,7 @@ class Marking:
 
     def __init__(self) -> None:
         self._known: dict[Any, int | None] = {}
-        self._left_bytes = _MOST_SUMMED_BYTES
+        self._left_bytes = _MAX_SUMMED_BYTES
 
     def mark(self, tensor: Any) -> Mark:
         """How this one is."""
@@ -67,7 +67,7 @@ class Marking:
         size_bytes: int = storage.nbytes()
         is_whole = size_bytes <= _WHOLE_BYTES
         self._left_bytes -= size_bytes if is_whole else _PART_BYTES * _PARTS
-        if self._left_bytes < 0 or len(self._known) >= _MOST_SUMS:
+        if self._left_bytes < 0 or len(self._known) >= _MAX_SUMS:
             return None
         with torch.no_grad():
             raw = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

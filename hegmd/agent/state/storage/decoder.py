@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-_MOST_NUMBER_BYTES = 10
+_MAX_NUMBER_BYTES = 10
 _UNFINISHED = object()
 
 
@@ -67,7 +67,7 @@ class _Reading:
 
     def number(self) -> int:
         number = 0
-        for index in range(_MOST_NUMBER_BYTES):
+        for index in range(_MAX_NUMBER_BYTES):
             byte = self.take(1)[0]
             number |= (byte & 0x7F) << 7 * index
             if byte < 0x80:
@@ -106,7 +106,7 @@ class _Reading:
     def _described(self) -> tuple[Any, ...]:
         slot, start, kind = self.number() - 1, self.number(), self.text()
         dimensions = self.number()
-        if dimensions > storage_tensors.MOST_DIMENSIONS:
+        if dimensions > storage_tensors.MAX_DIMENSIONS:
             raise Damaged(f"its tree tells of a tensor of {dimensions} dimensions")
         shape = tuple(self.number() for _ in range(dimensions))
         strides = tuple(self.number() for _ in range(dimensions))
@@ -124,8 +124,8 @@ class _Reading:
         make = _SHARED.get(tag)
         if make is None:
             raise Damaged(f"its tree has the tag {tag!r}, which means nothing here")
-        if self._depth >= tags.MOST_DEPTH:
-            raise Damaged(f"its tree is deeper than {tags.MOST_DEPTH}")
+        if self._depth >= tags.MAX_DEPTH:
+            raise Damaged(f"its tree is deeper than {tags.MAX_DEPTH}")
         self._depth += 1
         place = len(self._made)
         self._made.append(_UNFINISHED)

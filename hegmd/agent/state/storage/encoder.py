@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .tensors import Raw
 
 # Of bytes: more lies beside the tree, where it is copied and checked by several threads.
-MOST_WITHIN_BYTES = 4096
+MAX_WITHIN_BYTES = 4096
 # From this many on, whole numbers in one list are written without tags.
 FEW_NUMBERS = 16
 _INT64 = 2**63
@@ -94,8 +94,8 @@ class Tree:
             self.out += tags.AGAIN
             _number(self.out, known)
             return
-        if len(self._open) >= tags.MOST_DEPTH:
-            raise NotPlain(self.path(), f"lies in more than {tags.MOST_DEPTH} containers")
+        if len(self._open) >= tags.MAX_DEPTH:
+            raise NotPlain(self.path(), f"lies in more than {tags.MAX_DEPTH} containers")
         self._seen[id(value)] = len(self._seen)
         self._kept.append(value)
         self._open.add(id(value))
@@ -151,7 +151,7 @@ def _add_bytearray(tree: Tree, value: bytearray) -> None:
 
 
 def _add_octets(tree: Tree, value: bytes, within: bytes, beside: bytes) -> None:
-    if len(value) <= MOST_WITHIN_BYTES:
+    if len(value) <= MAX_WITHIN_BYTES:
         tree.out += within
         _data(tree.out, value)
         return

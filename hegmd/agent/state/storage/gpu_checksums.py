@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from .tensors import Raw
 
-LEAST_BYTES = 1 << 20
+MIN_BYTES = 1 << 20
 _WORD_BYTES = 8
 
 
@@ -35,7 +35,7 @@ class VideoSums:
 
     def _is_mine(self, raw: Raw) -> bool:
         tensor, address, size_bytes, _where = raw
-        if size_bytes < LEAST_BYTES or address % _WORD_BYTES or sys.byteorder != "little":
+        if size_bytes < MIN_BYTES or address % _WORD_BYTES or sys.byteorder != "little":
             return False
         return hasattr(self._torch, "sum") and not (address - tensor.untyped_storage().data_ptr()) % _WORD_BYTES
 

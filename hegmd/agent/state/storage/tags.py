@@ -15,4 +15,4 @@ TENSOR, TORCH_SIZE, DTYPE, DEVICE = b"X", b"z", b"p", b"v"
 ARRAY, ARRAY_OF_COLUMNS, NUMPY_SCALAR = b"a", b"A", b"n"
 
 # Containers within containers. Python itself ends at 1000 calls, of which the job's own code has some.
-MOST_DEPTH = 100
+MAX_DEPTH = 100

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 CPU = "cpu"
 # A view that reaches over this many times its own bytes is written by itself, if nobody shares its storage.
-MOST_SPARSE = 2
-MOST_DIMENSIONS = 64
-MOST_ELEMENTS = 2**62
+MAX_SPARSE = 2
+MAX_DIMENSIONS = 64
+MAX_ELEMENTS = 2**62
 _NUMPY_KINDS = frozenset("biufcSUmM")
 _NUMPY_ORDERS = frozenset("<>|")
 _LAST_CHARACTER = 0x10FFFF
@@ -85,7 +85,7 @@ class Tensors:
         first = min(tensor.storage_offset() * tensor.element_size() for tensor in tensors)
         end = max(_end_of(tensor) for tensor in tensors)
         only = tensors[0]
-        if len(tensors) == 1 and end - first > MOST_SPARSE * only.numel() * only.element_size():
+        if len(tensors) == 1 and end - first > MAX_SPARSE * only.numel() * only.element_size():
             _bare, slot, requires_grad = self._tensors[members[0]]
             with module("torch").no_grad():
                 only = only.contiguous().clone()
@@ -137,15 +137,15 @@ def tensors_in(mapping: Any, places: list[tuple[int, int]], described: list[tupl
 def _tensor_in(torch: Any, storages: list[Any], places: list[tuple[int, int]], described: tuple[Any, ...]) -> Any:
     slot, start, kind, shape, strides, where, requires_grad = described
     dtype = dtype_named(kind)
-    if len(shape) != len(strides) or len(shape) > MOST_DIMENSIONS:
+    if len(shape) != len(strides) or len(shape) > MAX_DIMENSIONS:
         raise Damaged(f"a tensor of {len(shape)} dimensions has {len(strides)} strides")
-    if max((*shape, *strides, 0)) >= MOST_ELEMENTS:
+    if max((*shape, *strides, 0)) >= MAX_ELEMENTS:
         raise Damaged(f"a tensor has the shape {shape} and the strides {strides}")
     itemsize = dtype.itemsize if hasattr(dtype, "itemsize") else torch.empty(0, dtype=dtype).element_size()
     elements = 1
     for size in shape:
         elements *= size
-    if elements >= MOST_ELEMENTS:
+    if elements >= MAX_ELEMENTS:
         raise Damaged(f"a tensor would have {elements} elements")
     with torch.no_grad():
         if not elements:
@@ -208,7 +208,7 @@ def array_in(mapping: Any, place: int, size_bytes: int, kind: str, shape: tuple[
     elements = 1
     for size in shape:
         elements *= size
-    if len(shape) > MOST_DIMENSIONS or elements >= MOST_ELEMENTS or elements * dtype.itemsize != size_bytes:
+    if len(shape) > MAX_DIMENSIONS or elements >= MAX_ELEMENTS or elements * dtype.itemsize != size_bytes:
         raise Damaged(f"an array of {kind} and the shape {shape} has {size_bytes} bytes")
     numpy = module("numpy")
     try:

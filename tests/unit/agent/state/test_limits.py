@@ -73,7 +73,7 @@ def test_what_is_within_the_limits_is_not_said(script: types.ModuleType) -> None
 
 
 def test_functions_beyond_the_limit_went_without_a_word(script: types.ModuleType) -> None:
-    calls = [f"def step_{number}():\n    step_{number + 1}()\n" for number in range(assignments.MOST_CODES + 1)]
+    calls = [f"def step_{number}():\n    step_{number + 1}()\n" for number in range(assignments.MAX_CODES + 1)]
     text = "".join(calls) + "def train():\n    for turn in range(1):\n        take()\n        turn and step_0()\n"
     assert told(script, text) == ["not looked at: functions beyond the first 600 that the loop may call"]
 

@@ -12,7 +12,7 @@ import pytest
 from hegmd.errors import HegmError
 from hegmd.images.criu.credentials import Credentials
 from hegmd.images.criu.needs import needs_of
-from hegmd.images.criu.privileges import Guise, closed_to, rights_missing, to_dump, to_restore, worn_by_root
+from hegmd.images.criu.privileges import CriuPrivileges, closed_to, rights_missing, to_dump, to_restore, worn_by_root
 from hegmd.node.processes.process_tree import Descriptor, Member, Tree, read_tree
 
 BOB, HIS = 1000, frozenset({1000, 100})
@@ -39,15 +39,15 @@ def job(*descriptors: Descriptor) -> Tree:
 def test_a_user_needs_no_more_than_two_capabilities_and_a_third_where_yama_keeps_them_from_their_own(
     tmp_path: Path,
 ) -> None:
-    assert to_dump(job(), (100,), proc_root=str(tmp_path)) == Guise(BOB, BOB, (100,), (8, 40))
+    assert to_dump(job(), (100,), proc_root=str(tmp_path)) == CriuPrivileges(BOB, BOB, (100,), (8, 40))
     (tmp_path / "sys/kernel/yama").mkdir(parents=True)
     (tmp_path / "sys/kernel/yama/ptrace_scope").write_text("1\n")
     assert to_dump(job(), (), proc_root=str(tmp_path)).capabilities == (8, 40, 19)
-    assert Guise(BOB, BOB, (4, 100)).word == "1000:1000:4,100:8,40"
+    assert CriuPrivileges(BOB, BOB, (4, 100)).word == "1000:1000:4,100:8,40"
 
 
 def test_criu_gets_the_groups_that_the_job_had() -> None:
-    assert to_restore([thread(100, 4, 27), thread(100, 4, 27)], BOB) == Guise(BOB, 100, (4, 27))
+    assert to_restore([thread(100, 4, 27), thread(100, 4, 27)], BOB) == CriuPrivileges(BOB, 100, (4, 27))
     with pytest.raises(HegmError, match="2 kinds of groups"):
         to_restore([thread(100), thread(BOB)], BOB)
 

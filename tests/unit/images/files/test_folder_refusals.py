@@ -14,7 +14,7 @@ from hegmd.errors import DENIED, INCOMPATIBLE, NOT_FOUND, REFUSED, UNAVAILABLE, 
 from hegmd.images.files import catalogue
 from hegmd.images.files.folder import find, free_bytes_at
 from hegmd.images.files.refusals import told
-from hegmd.images.files.signature import MOST_BYTES, written
+from hegmd.images.files.signature import MAX_BYTES, written
 from tests.unit.images.files.directory import BLOCK_BYTES, MANIFEST, built, ignore
 
 
@@ -41,10 +41,10 @@ def test_bytes_that_a_later_hegmd_wrote_are_not_guessed_at(tmp_path: Path) -> No
 def test_a_manifest_that_is_too_large_is_neither_read_nor_written(tmp_path: Path) -> None:
     path = tmp_path / "image"
     built(path)
-    os.truncate(path / "manifest.json", MOST_BYTES + 1)
-    assert f"manifest.json has over {MOST_BYTES} bytes" in refusal(path, REFUSED)
-    with pytest.raises(HegmError, match=f"and {MOST_BYTES} are the most that is read"):
-        written(MANIFEST.replace(host="x" * MOST_BYTES))
+    os.truncate(path / "manifest.json", MAX_BYTES + 1)
+    assert f"manifest.json has over {MAX_BYTES} bytes" in refusal(path, REFUSED)
+    with pytest.raises(HegmError, match=f"and {MAX_BYTES} are the most that is read"):
+        written(MANIFEST.replace(host="x" * MAX_BYTES))
 
 
 @pytest.mark.parametrize(

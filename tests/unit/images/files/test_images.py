@@ -21,7 +21,7 @@ from hegmd.errors import BUSY, DENIED, HegmError, Refused
 from hegmd.gpu_helper.calls import HelperLost
 from hegmd.images.files.catalogue import look_into, sweep
 from hegmd.images.files.images import Images
-from hegmd.images.files.open_image import Lent
+from hegmd.images.files.open_image import ImageWriter
 from hegmd.images.files.private_directory import Private
 from hegmd.protocol.images import ImageProcess, Manifest
 from hegmd.system.programs import Rights
@@ -76,7 +76,7 @@ def files_in(dir_fd: int) -> dict[str, bytes]:
     return {name: Path(f"/proc/self/fd/{dir_fd}/{name}").read_bytes() for name in os.listdir(dir_fd)}
 
 
-def dump(lent: Lent) -> dict[str, bytes]:
+def dump(lent: ImageWriter) -> dict[str, bytes]:
     """What CRIU does, as far as this goes."""
     files = {"core-4711.img": os.urandom(1000), "pages-1.img": os.urandom(CHUNK_BYTES + 5), "empty.img": b""}
     for name, data in files.items():

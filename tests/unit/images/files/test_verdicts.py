@@ -15,8 +15,8 @@ from hegmd.gpu_helper.wire import Answer, Request
 from hegmd.images.files import catalogue
 from hegmd.images.files.child import Work
 from hegmd.images.files.images import Images
-from hegmd.images.rendezvous import MeetingPlaces
-from hegmd.images.restore_job import Reviving
+from hegmd.images.rendezvous import Rendezvous
+from hegmd.images.restore_job import JobRestorer
 from hegmd.memory.pool import Key, Pool
 from hegmd.protocol.images import ImageWorker
 from hegmd.system.descriptors import Descriptors
@@ -114,8 +114,8 @@ async def _verdicts(folder: Path, path: Path) -> tuple[bool, bool, bool]:
     pool = Pool(1 << 30)
     images = Images(folder, in_unit=False, hands=hands)
     by: dict[str, Any] = {"criu": never, "look": never, "in_unit": False, "simulated": True, "by_owner": True}
-    places = MeetingPlaces(folder / "hegmd.sock")
-    reviving = Reviving(lambda: images, places, Workers(), pool, notes=never, **by)
+    places = Rendezvous(folder / "hegmd.sock")
+    reviving = JobRestorer(lambda: images, places, Workers(), pool, notes=never, **by)
 
     async def verify() -> None:
         catalogue.verify(str(path), ignore)

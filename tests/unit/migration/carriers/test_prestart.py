@@ -11,26 +11,28 @@ from typing import Any
 import anyio
 import pytest
 
-from hegmd.migration.carriers.prestart import BEFOREHAND, IN_TURN, LEAST_AVAILABLE_BYTES, Ready, Readying
-from hegmd.migration.contracts import Rank, Respawn, Subject
+from hegmd.migration.carriers.prestart import BEFOREHAND, IN_TURN, MIN_AVAILABLE_BYTES, Ready, Readying
+from hegmd.migration.contracts import MigratedProcess, Rank, Respawn
 from hegmd.protocol.agents import AgentAttend
 from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
 from hegmd.protocol.snapshots import AgentInfo
 from hegmd.workers.supervisors import Supervisors
-from hegmd.workers.workers import Identity, Worker
+from hegmd.workers.workers import AgentConnection, Identity
 
 UID, TICKS, PID, STATE_BYTES = 1000, 7, 4711, 1 << 20
 
 
-def subject(**different: Any) -> Subject:
+def subject(**different: Any) -> MigratedProcess:
     about = AgentAttend(token="token", python_version="3.11", boundary=5, run="run-1")
-    worker = Worker(Identity(PID, TICKS, UID), AgentInfo(name="agent", version="1"), about)
+    worker = AgentConnection(Identity(PID, TICKS, UID), AgentInfo(name="agent", version="1"), about)
     worker.imports, worker.path = ("torch",), ("/lib",)
-    known = Subject("4", "a", PID, TICKS, gpu="gpu0", goal="gpu1", left=None, uid=UID, run="run-1", agent=worker)
+    known = MigratedProcess(
+        "4", "a", PID, TICKS, gpu="gpu0", target_gpu="gpu1", previous_gpu=None, uid=UID, run="run-1", agent=worker
+    )
     return replace(known, **different)
 
 
-def without_imports() -> Subject:
+def without_imports() -> MigratedProcess:
     known = subject()
     known.worker.imports = ()
     return known
@@ -57,7 +59,7 @@ def ignore(_bytes: int) -> None:
     """Nobody watches."""
 
 
-def surroundings(known: Subject, place: str) -> Mapping[str, Any]:
+def surroundings(known: MigratedProcess, place: str) -> Mapping[str, Any]:
     return {"set": {"HEGM_GPU": place, **known.respawn.set}, "unset": ("ROCR_VISIBLE_DEVICES",), "python": None}
 
 
@@ -65,7 +67,7 @@ async def test_it_is_asked_for_once_with_the_surroundings_of_its_start_and_let_g
     orders: list[SupervisorOrder] = []
     known = subject(respawn=Respawn({"EXTRA": "1"}))
     async with supervised(orders) as supervisors:
-        readying = Readying(supervisors, surroundings, available_bytes=lambda: LEAST_AVAILABLE_BYTES + STATE_BYTES)
+        readying = Readying(supervisors, surroundings, available_bytes=lambda: MIN_AVAILABLE_BYTES + STATE_BYTES)
         for _ in range(2):
             await readying.begin(known, STATE_BYTES)
         for _ in range(2):
@@ -109,7 +111,7 @@ async def test_one_that_does_not_become_ready_is_not_waited_for_for_ever() -> No
     "known",
     [
         without_imports(),
-        subject(goal=None),
+        subject(target_gpu=None),
         subject(agent=None),
         subject(respawn=Respawn(python="/opt/python")),
         subject(respawn=Respawn({"PYTHONPATH": "/elsewhere"})),
@@ -118,7 +120,9 @@ async def test_one_that_does_not_become_ready_is_not_waited_for_for_ever() -> No
         subject(run="another"),
     ],
 )
-async def test_whoever_might_run_another_python_or_see_a_difference_is_started_in_its_turn(known: Subject) -> None:
+async def test_whoever_might_run_another_python_or_see_a_difference_is_started_in_its_turn(
+    known: MigratedProcess,
+) -> None:
     orders: list[SupervisorOrder] = []
     async with supervised(orders) as supervisors:
         await Readying(supervisors, surroundings, available_bytes=lambda: None).begin(known, STATE_BYTES)
@@ -131,7 +135,7 @@ async def test_whoever_might_run_another_python_or_see_a_difference_is_started_i
         ({"pid": PID + 1}, BEFOREHAND, None),
         ({"python": False}, BEFOREHAND, None),
         ({}, IN_TURN, None),
-        ({}, BEFOREHAND, LEAST_AVAILABLE_BYTES + STATE_BYTES - 1),
+        ({}, BEFOREHAND, MIN_AVAILABLE_BYTES + STATE_BYTES - 1),
     ],
 )
 async def test_nothing_is_made_ready_behind_a_launcher_against_the_settings_or_without_the_memory(

@@ -166,7 +166,7 @@ def test_an_operation_does_not_begin_without_room_for_its_records_and_one_that_b
 
 def test_the_reserved_room_is_enough_for_an_operation_on_eight_ranks() -> None:
     ranks = [worker(f"rank{index}", pid=1000 + index) for index in range(8)]
-    drive = Drive(operation(*ranks, lockstep=True)).until("done")
+    drive = Drive(operation(*ranks, is_distributed=True)).until("done")
     records = [
         journal_records.step(before, event, after, wanted, now=1e6, utc=1.7e9)[0]
         for before, event, after, wanted in drive.taken

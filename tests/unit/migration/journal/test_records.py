@@ -49,7 +49,7 @@ def _book() -> Book:
     book.begin(done.taken[0][0])
     book.follow(done)
     turned = Drive(operation(id="op2")).until("checkpointing")
-    turned.feed(events.CancelAsked(by="ada"))
+    turned.feed(events.CancelRequested(by="ada"))
     book.begin(turned.taken[0][0])
     book.follow(turned)
     return book
@@ -82,8 +82,8 @@ def _see_what_is_read_of(book: Book, length: int) -> None:
 def test_a_journal_that_is_cut_off_anywhere_is_read_up_to_the_last_whole_record() -> None:
     """At every byte of a journal of a few records: what a record means does not depend on how many are before it."""
     book = Book()
-    refused = Drive(operation()).until("arming")
-    refused.feed(events.CancelAsked(by="ada"))
+    refused = Drive(operation()).until("reserving")
+    refused.feed(events.CancelRequested(by="ada"))
     book.begin(refused.taken[0][0])
     book.follow(refused)
     for length in range(len(book.data)):
@@ -152,10 +152,20 @@ def test_another_file_is_not_taken_for_a_journal(other: bytes) -> None:
 
 def test_a_newer_journal_says_that_it_is_newer() -> None:
     newer = b"HEGMOPS" + bytes([journal_records.VERSION + 1]) + BOOK.data[len(journal_records.MAGIC) :]
-    with pytest.raises(journal_records.JournalTooNew, match="is of version 2, and this hegmd reads up to 1") as refused:
+    with pytest.raises(journal_records.JournalTooNew, match="is of version 3, and this hegmd reads up to") as refused:
         journal_records.read(newer)
     assert "damaged" not in refused.value.message
     assert "install that one again" in refused.value.hint
+
+
+def test_an_older_journal_is_refused_and_kept() -> None:
+    older = b"HEGMOPS" + bytes([journal_records.VERSION - 1]) + BOOK.data[len(journal_records.MAGIC) :]
+    with pytest.raises(
+        journal_records.JournalTooOld, match="is of version 1, and this hegmd reads version 2"
+    ) as refused:
+        journal_records.read(older)
+    assert "damaged" not in refused.value.message
+    assert "start the earlier hegmd again" in refused.value.hint
 
 
 def _records() -> list[bytes]:
@@ -201,7 +211,7 @@ def test_compaction_keeps_operations_and_their_stories() -> None:
 
 
 def test_events_go_on_after_a_compaction() -> None:
-    drive = Drive(operation()).until("evacuating")
+    drive = Drive(operation()).until("offloading")
     small = journal_records.compacted([journal_records.History(drive.op)])
     before = drive.op
     wanted = drive.end()
@@ -225,8 +235,8 @@ def test_compaction_forgets_the_oldest_that_are_over_and_none_that_are_not() -> 
 
 def test_a_story_has_a_line_for_each_event_and_a_bound() -> None:
     story = journal_records.read(BOOK.data).histories["op2"].story
-    assert [line.event for line in story][:3] == ["", "begin", "room-taken"]
-    assert story[-1].event == "cancel-asked"
+    assert [line.event for line in story][:3] == ["", "begin", "reserved"]
+    assert story[-1].event == "cancel-requested"
     assert "ada" in story[-1].detail
     history = journal_records.History(operation())
     line = journal_records.Line(utc=1.0, event="inspected", phase="settling")

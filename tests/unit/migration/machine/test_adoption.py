@@ -20,7 +20,7 @@ def driven(gpu: str | None) -> Drive:
 def inspected(drive: Drive, gpu: str | None) -> None:
     """It is looked at first, and found so."""
     assert tags(drive.wanted) == ["inspect"]
-    drive.end(gpu=gpu, parked=False, boundary=0, rooms={})
+    drive.end(gpu=gpu, parked=False, boundary=0, reservations={})
 
 
 def test_room_for_one_that_nobody_measured_is_all_that_it_can_need() -> None:
@@ -31,29 +31,29 @@ def test_room_for_one_that_nobody_measured_is_all_that_it_can_need() -> None:
 
 def test_one_that_comes_back_elsewhere_is_where_it_is_to_be() -> None:
     drive = driven(None)
-    drive.feed(events.ResumeAsked(to={"7": "gpu0"}))
+    drive.feed(events.ResumeRequested(to={"7": "gpu0"}))
     inspected(drive, None)
-    assert tags(drive.wanted) == ["take-room"]
+    assert tags(drive.wanted) == ["reserve"]
     drive.end()
     assert tags(drive.wanted) == ["restore"], "it is restored with room held"
     drive.end(landed="gpu1")
-    assert (drive.op.workers[0].at, drive.op.workers[0].goal) == ("gpu1", "gpu1")
+    assert (drive.op.workers[0].gpu, drive.op.workers[0].target_gpu) == ("gpu1", "gpu1")
     drive.until("done")
     assert "checkpoint" not in {pending.effect for _, _, op, _ in drive.taken for pending in op.pending}
 
 
 def test_one_that_came_back_by_somebody_elses_hand_meanwhile_is_not_moved() -> None:
     drive = driven(None)
-    drive.feed(events.ResumeAsked(to={"7": "gpu0"}))
+    drive.feed(events.ResumeRequested(to={"7": "gpu0"}))
     inspected(drive, "gpu1")
     assert tags(drive.wanted) == ["verify"]
     drive.until("done")
-    assert drive.op.workers[0].at == "gpu1"
+    assert drive.op.workers[0].gpu == "gpu1"
 
 
 def test_one_that_is_locked_is_unlocked_by_the_look_and_nothing_else_is_done() -> None:
     drive = driven("gpu1")
-    drive.feed(events.ResumeAsked(to={"7": "gpu1"}))
+    drive.feed(events.ResumeRequested(to={"7": "gpu1"}))
     inspected(drive, "gpu1")
     assert tags(drive.wanted) == ["verify"]
     drive.until("done")

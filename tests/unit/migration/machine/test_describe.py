@@ -7,7 +7,7 @@ from pathlib import Path
 from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.migration.machine import events
 from hegmd.migration.machine.describe import HAPPENINGS, Happening, description, happenings, in_hand, waiting
-from hegmd.migration.machine.operation import CHECKPOINT, RESTART, SUSPEND, Handoff
+from hegmd.migration.machine.operation import CHECKPOINT, RESTART, SUSPEND, ImageRequest
 from tests.unit.migration.operations import Drive, operation, tags, worker
 
 
@@ -26,13 +26,13 @@ def test_a_move_that_goes_well_is_worth_no_more_than_its_beginning_and_end() -> 
 
 
 def test_a_rollback_is_told_once_with_its_reason() -> None:
-    drive = Drive(operation()).until("evacuating")
+    drive = Drive(operation()).until("offloading")
     drive.fail()
     drive.on(lambda: tags(drive.wanted) == ["inspect"])
     drive.end(parked=True)
-    drive.until("undone")
-    assert _kinds(drive) == ["operation.turned-back"]
-    assert "evacuate failed" in _told(drive)[0].message
+    drive.until("rolled-back")
+    assert _kinds(drive) == ["operation.rolling-back"]
+    assert "offload failed" in _told(drive)[0].message
 
 
 def test_a_refusal_before_anything_was_done_is_no_rollback() -> None:
@@ -46,9 +46,9 @@ def test_a_job_that_is_held_is_an_error_with_the_command() -> None:
     drive.fail()
     drive.on(lambda: tags(drive.wanted) == ["inspect"])
     drive.end(parked=True, out_bytes=10)
-    drive.on(lambda: tags(drive.wanted) == ["refill"])
+    drive.on(lambda: tags(drive.wanted) == ["reload"])
     drive.fail()
-    assert _kinds(drive) == ["operation.turned-back", "operation.found", "operation.held"]
+    assert _kinds(drive) == ["operation.rolling-back", "operation.found", "operation.held"]
     assert _told(drive)[-1].severity == "error"
     assert "hegmctl resume" in _told(drive)[-1].message
 
@@ -77,20 +77,20 @@ def test_a_job_that_ended_was_said_to_wait_for_its_agent_to_come_back() -> None:
 
 def test_a_job_that_stood_for_its_image_was_said_to_be_stopped_with_the_command_that_lets_it_go_on() -> None:
     """Whoever followed that had a job that wrote to files beyond what is in its image."""
-    wish = Handoff(path="/images/one", uid=0, gid=0, root_pid=4711)
-    drive = Drive(operation(worker(to=None), kind=CHECKPOINT, handoff=wish)).until("handing")
+    wish = ImageRequest(path="/images/one", uid=0, gid=0, root_pid=4711)
+    drive = Drive(operation(worker(to=None), kind=CHECKPOINT, image=wish)).until("handing")
     assert waiting(drive.op, stopped=(4711,)) is None
     drive.until("ending")
     assert waiting(drive.op, stopped=(4711,)) is None
     left = wish.replace(leave_running=True)
-    drive = Drive(operation(worker(to=None), kind=CHECKPOINT, handoff=left)).until("restoring")
+    drive = Drive(operation(worker(to=None), kind=CHECKPOINT, image=left)).until("restoring")
     assert waiting(drive.op, stopped=(4711,)) is not None, "by then CRIU has let it go"
 
 
 def test_a_job_that_was_killed_while_its_image_was_written_was_lost_and_nobody_told_of_the_image() -> None:
-    wish = Handoff(path="/images/one", uid=0, gid=0, leave_running=True)
-    drive = Drive(operation(worker(to=None, keeps="gpu0"), kind=CHECKPOINT, handoff=wish)).until("restoring")
-    drive.feed(events.WorkerGone(worker="a", why="it is not there any more"))
+    wish = ImageRequest(path="/images/one", uid=0, gid=0, leave_running=True)
+    drive = Drive(operation(worker(to=None, kept_gpu="gpu0"), kind=CHECKPOINT, image=wish)).until("restoring")
+    drive.feed(events.WorkerExited(worker="a", why="it is not there any more"))
     drive.until("lost")
     told = description(drive.op)
     assert told.failure is not None
@@ -99,7 +99,7 @@ def test_a_job_that_was_killed_while_its_image_was_written_was_lost_and_nobody_t
 
 def test_more_bytes_were_moved_than_there_were() -> None:
     """Pieces of the pool have whole pages, and it was said: 6.0 MiB of 112.0 KiB."""
-    op = Drive(operation()).until("evacuating").op
+    op = Drive(operation()).until("offloading").op
     told = description(op, moved_bytes=1 << 50)
     assert told.moved_bytes == told.size_bytes
 
@@ -109,7 +109,7 @@ def test_a_recovery_tells_what_was_and_what_was_found() -> None:
     assert _kinds(drive) == ["operation.suspended"]
     drive.taken.clear()
     drive.feed(events.Recovered())
-    drive.end(parked=True, out_bytes=10, gpu=None, rooms={}, pool_bytes=10)
+    drive.end(parked=True, out_bytes=10, gpu=None, reservations={}, pool_bytes=10)
     assert [happening.message for happening in _told(drive)] == [
         "operation op1 was suspended when hegmd was stopped",
         "operation op1: process 197 stands on no GPU, 10 bytes of it out",
@@ -118,15 +118,15 @@ def test_a_recovery_tells_what_was_and_what_was_found() -> None:
 
 
 def test_a_process_that_is_found_to_have_ended_is_told_too() -> None:
-    drive = Drive(operation()).until("evacuating")
+    drive = Drive(operation()).until("offloading")
     drive.feed(events.Recovered())
     drive.taken.clear()
-    drive.feed(events.WorkerGone(worker="a"))
+    drive.feed(events.WorkerExited(worker="a"))
     assert "has ended" in _told(drive)[0].message
 
 
 def test_what_comes_on_by_itself_or_is_over_waits_for_nothing() -> None:
-    assert waiting(Drive(operation()).until("evacuating").op) is None
+    assert waiting(Drive(operation()).until("offloading").op) is None
     assert (
         waiting(Drive(operation()).until("done").op, HegmError(UNAVAILABLE, "the disk is full", "look at it")) is None
     )
@@ -142,7 +142,7 @@ def test_a_suspended_job_was_to_be_resumed_and_stopped_again_for_an_image() -> N
     op = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended").op
     assert in_hand(op, 197, CHECKPOINT)[1].startswith("have it in an image as it stands: hegmctl handoff 197 DIR")
     assert in_hand(op, 197)[1] == "see: hegmctl resume 197"
-    saved = op.workers[0].replace(method=RESTART, saved=True, at=None)
+    saved = op.workers[0].replace(method=RESTART, state_saved=True, gpu=None)
     for kind in (CHECKPOINT, None):  # «hegmctl resume» of one that has left found nobody to start it
         hint = in_hand(op.replace(workers=(saved,)), 197, kind)[1]
         assert hint == f"see: hegmctl run --allow-restart --resume {op.id} -- COMMAND"
@@ -150,11 +150,11 @@ def test_a_suspended_job_was_to_be_resumed_and_stopped_again_for_an_image() -> N
 
 def test_a_job_that_is_held_says_why() -> None:
     drive = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended")
-    drive.feed(events.ResumeAsked(to={"a": "gpu1"}))
+    drive.feed(events.ResumeRequested(to={"a": "gpu1"}))
     drive.fail("refused")
     waits = waiting(drive.op)
     assert waits is not None
-    assert (waits.why, waits.next) == ("its job stands: take-room failed", "hegmctl resume 197")
+    assert (waits.why, waits.next) == ("its job stands: reserve failed", "hegmctl resume 197")
 
 
 def test_an_agent_that_is_away_and_a_stage_that_does_not_end_are_named() -> None:
@@ -163,7 +163,7 @@ def test_an_agent_that_is_away_and_a_stage_that_does_not_end_are_named() -> None
     waits = waiting(drive.op)
     assert waits is not None
     assert "the agent of process 197 is not connected" in waits.why
-    retried = drive.op.replace(tries=3).with_worker(drive.op.workers[0].replace(waits=None))
+    retried = drive.op.replace(attempts=3).with_worker(drive.op.workers[0].replace(waits=None))
     waits = waiting(retried)
     assert waits is not None
     assert "3 attempts" in waits.why

@@ -12,7 +12,7 @@ from hegmd.migration.machine.machine import TERMINAL, handle
 from hegmd.migration.machine.operation import SUSPEND
 from tests.unit.migration.operations import Drive, ending, operation, tags, worker
 
-FORWARD = "arming quiescing measuring evacuating checkpointing restoring refilling releasing verifying tidying done"
+FORWARD = "reserving quiescing measuring offloading checkpointing restoring reloading releasing verifying tidying done"
 TURNING = FORWARD.split()[:5]
 PAST_RETURN = FORWARD.split()[5:-1]
 
@@ -25,14 +25,14 @@ def test_a_migration_passes_its_stages_in_order() -> None:
     drive = Drive(operation()).until("done")
     assert drive.phases == FORWARD.split()
     moved = drive.op.workers[0]
-    assert (moved.at, moved.rooms, moved.pool_bytes, moved.verified) == ("gpu1", {"gpu1": 10}, 0, True)
+    assert (moved.gpu, moved.reservations, moved.pool_bytes, moved.verified) == ("gpu1", {"gpu1": 10}, 0, True)
     assert not drive.op.pending
     assert drive.op.deadline is None
 
 
 def test_nothing_is_asked_of_a_worker_before_room_and_pool_are_held() -> None:
     drive = Drive(operation())
-    assert tags(drive.feed(events.Begin())) == ["take-room", "take-pool"]
+    assert tags(drive.feed(events.Begin())) == ["reserve", "reserve-pool"]
     assert drive.end() == ()
     assert tags(drive.end()) == ["park"]
 
@@ -40,23 +40,23 @@ def test_nothing_is_asked_of_a_worker_before_room_and_pool_are_held() -> None:
 def test_the_pool_is_given_back_only_after_the_next_boundary() -> None:
     drive = Drive(operation()).until("verifying")
     assert tags(drive.wanted) == ["verify"]
-    assert tags(drive.end()) == ["give-room", "give-pool"]
+    assert tags(drive.end()) == ["release-reservation", "release-pool"]
 
 
-def test_what_has_grown_is_taken_before_it_is_evacuated() -> None:
+def test_what_has_grown_is_taken_before_it_is_offloaded() -> None:
     drive = Drive(operation()).until("measuring")
     wanted: Any = drive.end(size_bytes=25)
-    assert [(effect.tag, effect.size_bytes) for effect in wanted] == [("take-room", 25), ("take-pool", 25)]
-    assert drive.op.phase == "arming"
+    assert [(effect.tag, effect.size_bytes) for effect in wanted] == [("reserve", 25), ("reserve-pool", 25)]
+    assert drive.op.phase == "reserving"
 
 
 def test_what_has_grown_over_the_room_lets_the_job_go_on_unharmed() -> None:
     drive = Drive(operation()).until("measuring")
     drive.end(size_bytes=25)
     drive.fail("refused")
-    assert drive.until("undone").op.workers[0].touched is False
+    assert drive.until("rolled-back").op.workers[0].was_offloaded is False
     assert drive.op.failure is not None
-    assert drive.op.failure.message == "take-room failed"
+    assert drive.op.failure.message == "reserve failed"
 
 
 def test_a_process_that_is_there_already_only_stands_by() -> None:
@@ -69,51 +69,57 @@ def test_a_process_that_is_there_already_only_stands_by() -> None:
 def test_a_suspension_ends_with_no_room_held_and_all_bytes() -> None:
     drive = _suspending().until("suspended")
     held = drive.op.workers[0]
-    assert (held.at, held.out, held.parked, held.rooms, held.pool_bytes) == (None, True, True, {}, 10)
+    assert (held.gpu, held.offloaded, held.is_parked, held.reservations, held.pool_bytes) == (None, True, True, {}, 10)
     assert drive.op.deadline is None
 
 
 def test_a_resume_takes_room_first_and_ends_done() -> None:
     drive = _suspending().until("suspended")
-    assert tags(drive.feed(events.ResumeAsked(to={"a": "gpu1"}))) == ["take-room"]
-    assert drive.until("done").op.workers[0].at == "gpu1"
+    assert tags(drive.feed(events.ResumeRequested(to={"a": "gpu1"}))) == ["reserve"]
+    assert drive.until("done").op.workers[0].gpu == "gpu1"
     assert drive.op.kind == "resume"
 
 
 def test_a_resume_without_room_is_suspended_again_and_says_why() -> None:
     drive = _suspending().until("suspended")
-    drive.feed(events.ResumeAsked(to={"a": "gpu1"}))
+    drive.feed(events.ResumeRequested(to={"a": "gpu1"}))
     drive.fail("refused")
     assert drive.op.phase == "suspended"
     assert drive.op.failure is not None
-    drive.feed(events.ResumeAsked(to={"a": "gpu0"}))
+    drive.feed(events.ResumeRequested(to={"a": "gpu0"}))
     assert drive.until("done").op.failure is None
 
 
 def test_a_resume_names_a_gpu_for_every_process() -> None:
     drive = Drive(operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND)).until("suspended")
     with pytest.raises(Refused, match="no GPU is named for b"):
-        handle(drive.op, events.ResumeAsked(to={"a": "gpu1"}), 0.0)
+        handle(drive.op, events.ResumeRequested(to={"a": "gpu1"}), 0.0)
 
 
 @pytest.mark.parametrize("phase", TURNING)
 def test_cancelling_before_the_job_has_left_brings_everything_back(phase: str) -> None:
     drive = Drive(operation()).until(phase)
-    drive.feed(events.CancelAsked(by="ada"))
+    drive.feed(events.CancelRequested(by="ada"))
     drive.on(lambda: drive.op.phase in TERMINAL)
     back = drive.op.workers[0]
-    assert drive.op.phase == "undone"
-    assert (back.at, back.parked, back.out, back.rooms, back.pool_bytes) == ("gpu0", False, False, {"gpu0": 10}, 0)
+    assert drive.op.phase == "rolled-back"
+    assert (back.gpu, back.is_parked, back.offloaded, back.reservations, back.pool_bytes) == (
+        "gpu0",
+        False,
+        False,
+        {"gpu0": 10},
+        0,
+    )
     assert drive.op.failure is not None
     assert drive.op.failure.code == "cancelled"
-    assert back.verified == back.touched
+    assert back.verified == back.was_offloaded
 
 
 @pytest.mark.parametrize("phase", PAST_RETURN)
 def test_cancelling_after_the_job_has_left_is_refused_and_it_goes_on(phase: str) -> None:
     drive = Drive(operation()).until(phase)
     with pytest.raises(Refused) as refused:
-        drive.feed(events.CancelAsked(by="ada"))
+        drive.feed(events.CancelRequested(by="ada"))
     assert refused.value.hint
     assert drive.until("done").op.failure is None
 
@@ -123,32 +129,32 @@ def test_a_failure_on_the_way_leads_back(phase: str) -> None:
     drive = Drive(operation()).until(phase)
     failed = drive.wanted[0]
     drive.fail()
-    at = "gpu0" if phase != "refilling" else "gpu1"
-    out = 10 if phase in {"checkpointing", "refilling"} else 0
+    at = "gpu0" if phase != "reloading" else "gpu1"
+    out = 10 if phase in {"checkpointing", "reloading"} else 0
     while drive.op.phase not in TERMINAL:
         effect = drive.wanted[0]
         if effect.tag == "inspect":
             drive.end(out_bytes=out, gpu=None if phase == "restoring" else at, parked=True)
         else:
             drive.end()
-    assert drive.op.phase == "undone"
-    assert drive.op.workers[0].at == "gpu0"
+    assert drive.op.phase == "rolled-back"
+    assert drive.op.workers[0].gpu == "gpu0"
     assert drive.op.failure is not None
     assert drive.op.failure.message == f"{failed.tag} failed"
 
 
 def test_a_way_back_that_is_closed_holds_the_job_until_it_is_resumed() -> None:
     drive = Drive(operation()).until("checkpointing")
-    drive.feed(events.CancelAsked())
-    drive.until("refilling")
+    drive.feed(events.CancelRequested())
+    drive.until("reloading")
     drive.fail()
-    drive.end(out_bytes=10, rooms={"gpu0": 10, "gpu1": 10}, pool_bytes=10)
+    drive.end(out_bytes=10, reservations={"gpu0": 10, "gpu1": 10}, pool_bytes=10)
     drive.until("suspended")
     held = drive.op.workers[0]
-    assert drive.op.heading == "hold"
-    assert (held.parked, held.out, held.pool_bytes, dict(held.rooms)) == (True, True, 10, {"gpu0": 10})
-    drive.feed(events.ResumeAsked(to={"a": "gpu0"}))
-    assert drive.until("done").op.workers[0].out is False
+    assert drive.op.direction == "hold"
+    assert (held.is_parked, held.offloaded, held.pool_bytes, dict(held.reservations)) == (True, True, 10, {"gpu0": 10})
+    drive.feed(events.ResumeRequested(to={"a": "gpu0"}))
+    assert drive.until("done").op.workers[0].offloaded is False
 
 
 def test_no_boundary_within_the_limit_withdraws_without_a_trace() -> None:
@@ -156,22 +162,22 @@ def test_no_boundary_within_the_limit_withdraws_without_a_trace() -> None:
     drive.now = 20.0
     assert tags(drive.feed(events.DeadlinePassed())) == ["withdraw"]
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "park"]
-    assert drive.until("undone").op.failure is not None
+    assert drive.until("rolled-back").op.failure is not None
     assert drive.op.failure is not None
     assert drive.op.failure.code == "timeout"
     assert drive.op.failure.message == "no batch boundary within 20 s", "in other words than the agent's"
-    assert not drive.op.workers[0].touched
+    assert not drive.op.workers[0].was_offloaded
 
 
 def test_the_next_step_of_a_refusal_can_be_typed_as_it_stands() -> None:
     """`hegmctl cancel` of a suspended job hinted at «hegmctl resume», a second resume at «hegmctl op», of nothing."""
-    drive = _suspending().until("evacuating")
+    drive = _suspending().until("offloading")
     with pytest.raises(Refused) as busy:
-        handle(drive.op, events.ResumeAsked(to={"a": "gpu0"}), 0.0)
+        handle(drive.op, events.ResumeRequested(to={"a": "gpu0"}), 0.0)
     assert busy.value.hint == f"watch it with: hegmctl op {drive.op.id}"
     drive.until("suspended")
     with pytest.raises(Refused) as resting:
-        handle(drive.op, events.CancelAsked(by="ada"), 0.0)
+        handle(drive.op, events.CancelRequested(by="ada"), 0.0)
     assert resting.value.hint == f"resume it with: hegmctl resume {drive.op.workers[0].pid}"
 
 
@@ -193,14 +199,14 @@ def test_a_boundary_that_is_late_after_the_move_is_looked_for_and_waited_for() -
 
 
 def test_ranks_stop_one_past_the_highest_count() -> None:
-    drive = Drive(operation(worker("a"), worker("b"), lockstep=True)).until("counting")
+    drive = Drive(operation(worker("a"), worker("b"), is_distributed=True)).until("counting")
     drive.end(boundary=7)
     parks: Any = drive.end(boundary=9)
     assert [(effect.tag, effect.at) for effect in parks] == [("park", 10), ("park", 10)]
 
 
 def test_a_rank_that_has_passed_the_boundary_moves_it_for_all() -> None:
-    drive = Drive(operation(worker("a"), worker("b"), lockstep=True)).until("counting")
+    drive = Drive(operation(worker("a"), worker("b"), is_distributed=True)).until("counting")
     drive.end(boundary=7)
     drive.end(boundary=7)
     assert drive.end(boundary=8) == ()
@@ -214,16 +220,16 @@ def test_a_rank_that_has_passed_the_boundary_moves_it_for_all() -> None:
 
 
 def test_ranks_that_never_meet_are_let_go() -> None:
-    drive = Drive(operation(worker("a"), worker("b"), lockstep=True)).until("quiescing")
+    drive = Drive(operation(worker("a"), worker("b"), is_distributed=True)).until("quiescing")
     for _ in range(20):
-        if drive.op.heading == "forward":
+        if drive.op.direction == "forward":
             drive.end(boundary=2)
-    assert drive.op.heading == "back"
+    assert drive.op.direction == "back"
     assert "did not stop at one boundary" in str(drive.op.failure)
 
 
 def test_no_rank_goes_on_before_all_have_their_bytes() -> None:
-    drive = Drive(operation(worker("a"), worker("b"), lockstep=True)).until("refilling")
+    drive = Drive(operation(worker("a"), worker("b"), is_distributed=True)).until("reloading")
     assert drive.end() == ()
     assert tags(drive.end()) == ["release", "release"]
 
@@ -231,31 +237,31 @@ def test_no_rank_goes_on_before_all_have_their_bytes() -> None:
 @pytest.mark.parametrize("phase", FORWARD.split()[:-1])
 def test_a_worker_that_ends_takes_nothing_with_it(phase: str) -> None:
     drive = Drive(operation()).until(phase)
-    drive.feed(events.WorkerGone(worker="a", why="killed by signal 9"))
+    drive.feed(events.WorkerExited(worker="a", why="killed by signal 9"))
     drive.wanted = [effect for effect in drive.wanted if drive.op.pending_numbered(effect.number)]
     drive.on(lambda: drive.op.phase in TERMINAL)
     gone = drive.op.workers[0]
-    assert (dict(gone.rooms), gone.pool_bytes) == ({}, 0)
-    its_state_was_out = phase in {"evacuating", "checkpointing", "restoring", "refilling", "releasing"}
-    assert drive.op.phase == ("lost" if its_state_was_out else "undone" if phase != "tidying" else drive.op.phase)
+    assert (dict(gone.reservations), gone.pool_bytes) == ({}, 0)
+    its_state_was_out = phase in {"offloading", "checkpointing", "restoring", "reloading", "releasing"}
+    assert drive.op.phase == ("lost" if its_state_was_out else "rolled-back" if phase != "tidying" else drive.op.phase)
     assert drive.op.failure is not None
     assert "killed by signal 9" in drive.op.failure.message
     assert drive.op.failure.code == ("refused" if its_state_was_out else "not-found"), "issue 14, row 11: its end"
 
 
 def test_the_others_of_a_job_come_back_when_one_ends() -> None:
-    drive = Drive(operation(worker("a"), worker("b"))).until("evacuating")
-    drive.feed(events.WorkerGone(worker="b"))
+    drive = Drive(operation(worker("a"), worker("b"))).until("offloading")
+    drive.feed(events.WorkerExited(worker="b"))
     drive.wanted = [effect for effect in drive.wanted if effect.worker == "a"]
     drive.on(lambda: drive.op.phase in TERMINAL)
-    assert drive.op.workers[0].at == "gpu0"
+    assert drive.op.workers[0].gpu == "gpu0"
     assert drive.op.workers[0].verified
 
 
 def test_another_agent_under_the_same_pid_is_another_program() -> None:
     drive = Drive(operation()).until("quiescing")
     drive.feed(events.AgentBack(worker="a", token="another"))
-    assert drive.op.workers[0].gone
+    assert drive.op.workers[0].has_exited
 
 
 @pytest.mark.parametrize("phase", FORWARD.split()[:-1])
@@ -265,10 +271,10 @@ def test_a_restart_of_the_daemon_asks_and_goes_on(phase: str) -> None:
     was = drive.op.workers[0]
     assert tags(drive.feed(events.Recovered())) == ["inspect"]
     drive.end(
-        parked=was.parked,
-        out_bytes=10 if was.out else 0,
-        gpu=was.at,
-        rooms=was.rooms,
+        parked=was.is_parked,
+        out_bytes=10 if was.offloaded else 0,
+        gpu=was.gpu,
+        reservations=was.reservations,
         pool_bytes=was.pool_bytes,
         boundary=was.boundary or 4,
     )
@@ -279,22 +285,24 @@ def test_an_agent_that_went_on_by_itself_is_not_given_old_bytes() -> None:
     drive = Drive(operation()).until("checkpointing")
     drive.wanted.clear()
     drive.feed(events.Recovered())
-    drive.end(parked=False, out_bytes=0, gpu="gpu0", rooms={"gpu0": 10}, pool_bytes=10, boundary=9)
+    drive.end(parked=False, out_bytes=0, gpu="gpu0", reservations={"gpu0": 10}, pool_bytes=10, boundary=9)
     drive.on(lambda: drive.op.phase in TERMINAL)
     done = [effect.tag for _, _, _, wanted in drive.taken[-4:] for effect in wanted]
-    assert drive.op.phase == "undone"
-    assert "refill" not in done
+    assert drive.op.phase == "rolled-back"
+    assert "reload" not in done
 
 
 def test_a_rank_whose_bytes_are_out_is_never_asked_to_go_on_to_another_boundary() -> None:
     """One rank went on by itself while the job was suspended; to bring the other back, nobody has to be stopped."""
-    drive = Drive(operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND, lockstep=True)).until("suspended")
+    drive = Drive(operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND, is_distributed=True)).until(
+        "suspended"
+    )
     alone = drive.op.workers[1].replace(
-        parked=False, asked=False, out=False, at="gpu0", goal="gpu0", rooms={"gpu0": 10}
+        is_parked=False, park_requested=False, offloaded=False, gpu="gpu0", target_gpu="gpu0", reservations={"gpu0": 10}
     )
     drive.op = drive.op.with_worker(alone)
-    drive.feed(events.ResumeAsked(to={"a": "gpu0", "b": "gpu1"}))
-    assert drive.until("done").op.workers[1].at == "gpu0", "it could not be stopped to be moved"
+    drive.feed(events.ResumeRequested(to={"a": "gpu0", "b": "gpu1"}))
+    assert drive.until("done").op.workers[1].gpu == "gpu0", "it could not be stopped to be moved"
     resumed = [effect for _, _, _, wanted in drive.taken[-9:] for effect in wanted]
     assert "park" not in tags(resumed)
 
@@ -303,19 +311,21 @@ def test_a_process_that_went_on_without_a_gpu_gets_room_before_it_gets_the_gpu()
     """On a GPU that is only simulated, an agent can bring its bytes back though all room was given away."""
     drive = _suspending().until("suspended")
     drive.feed(events.AgentBack(worker="a", token="token-a"))
-    drive.end(parked=False, out_bytes=0, gpu=None, rooms={}, pool_bytes=10, boundary=9)
-    assert [(effect.tag, getattr(effect, "gpu", None)) for effect in drive.wanted] == [("take-room", "gpu0")]
-    assert drive.until("undone").op.workers[0].at == "gpu0"
+    drive.end(parked=False, out_bytes=0, gpu=None, reservations={}, pool_bytes=10, boundary=9)
+    assert [(effect.tag, getattr(effect, "gpu", None)) for effect in drive.wanted] == [("reserve", "gpu0")]
+    assert drive.until("rolled-back").op.workers[0].gpu == "gpu0"
 
 
 def test_a_rank_that_waits_for_a_suspended_one_does_not_keep_the_operation_from_being_resumed() -> None:
     """It comes to no boundary, so waiting for one never ended."""
-    drive = Drive(operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND, lockstep=True)).until("suspended")
+    drive = Drive(operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND, is_distributed=True)).until(
+        "suspended"
+    )
     alone = drive.op.workers[1].replace(
-        parked=False, asked=False, out=False, at="gpu0", goal="gpu0", rooms={"gpu0": 10}
+        is_parked=False, park_requested=False, offloaded=False, gpu="gpu0", target_gpu="gpu0", reservations={"gpu0": 10}
     )
     drive.op = drive.op.with_worker(alone)
-    drive.feed(events.ResumeAsked(to={"a": "gpu0", "b": "gpu0"}))
+    drive.feed(events.ResumeRequested(to={"a": "gpu0", "b": "gpu0"}))
     drive.fail("refused")
     assert drive.op.phase == "suspended"
 
@@ -326,41 +336,41 @@ def test_room_whose_giving_was_not_heard_of_is_taken_again_before_it_is_used() -
     drive.wanted.clear()
     drive.now = 1000.0
     drive.feed(events.DeadlinePassed())
-    assert drive.op.workers[0].rooms == {"gpu0": 0}
+    assert drive.op.workers[0].reservations == {"gpu0": 0}
     drive.until("suspended")
-    assert drive.op.workers[0].rooms == {}
+    assert drive.op.workers[0].reservations == {}
 
 
 def test_a_process_that_runs_is_not_stopped_for_the_way_back() -> None:
-    """A resume that failed evacuated one that had gone on by itself."""
+    """A resume that failed offloaded one that had gone on by itself."""
     drive = _suspending().until("suspended")
-    drive.feed(events.ResumeAsked(to={"a": "gpu1"}))
+    drive.feed(events.ResumeRequested(to={"a": "gpu1"}))
     drive.end()
     drive.fail()
-    drive.end(parked=False, out_bytes=0, gpu="gpu1", rooms={"gpu1": 10}, pool_bytes=10, boundary=9)
+    drive.end(parked=False, out_bytes=0, gpu="gpu1", reservations={"gpu1": 10}, pool_bytes=10, boundary=9)
     drive.on(lambda: drive.op.phase in TERMINAL)
-    assert (drive.op.workers[0].at, drive.op.workers[0].touched) == ("gpu1", True)
+    assert (drive.op.workers[0].gpu, drive.op.workers[0].was_offloaded) == ("gpu1", True)
 
 
 def test_what_was_given_to_a_worker_that_ends_meanwhile_is_given_back() -> None:
     """A retry that waited for the dead worker waited for ever."""
     drive = Drive(operation()).until("quiescing")
-    drive.feed(events.WorkerGone(worker="a"))
-    drive.wanted = [effect for effect in drive.wanted if effect.tag.startswith("give")]
+    drive.feed(events.WorkerExited(worker="a"))
+    drive.wanted = [effect for effect in drive.wanted if effect.tag.startswith("release-")]
     drive.fail()
     drive.now = 100.0
     drive.wanted.clear()
-    assert set(tags(drive.feed(events.DeadlinePassed()))) == {"give-room", "give-pool"}
-    assert drive.until("undone").op.workers[0].rooms == {}
+    assert set(tags(drive.feed(events.DeadlinePassed()))) == {"release-reservation", "release-pool"}
+    assert drive.until("rolled-back").op.workers[0].reservations == {}
 
 
 def test_the_room_of_one_that_arrives_late_is_not_given_away() -> None:
     """A restore that ended after the way back had turned out to be closed left the process without its room."""
     drive = Drive(operation(worker("a"), worker("b"))).until("restoring")
-    drive.feed(events.WorkerGone(worker="b"))
+    drive.feed(events.WorkerExited(worker="b"))
     restore = drive.wanted[0]
-    held = drive.op.replace(heading="hold")
-    drive.op = held.with_worker(held.workers[0].replace(goal=None, keeps="gpu0"))
+    held = drive.op.replace(direction="hold")
+    drive.op = held.with_worker(held.workers[0].replace(target_gpu=None, kept_gpu="gpu0"))
     drive.feed(ending(restore))
     given = [(effect.worker, getattr(effect, "gpu", None)) for effect in drive.taken[-1][3]]
     assert ("a", "gpu1") not in given
@@ -379,7 +389,7 @@ def test_an_ending_for_another_worker_or_effect_means_nothing() -> None:
     drive.feed(events.Begin())
     number = drive.wanted[0].number
     for event in (
-        events.RoomTaken(effect=number, worker="b"),
-        events.Evacuated(effect=number, worker="a", size_bytes=1),
+        events.Reserved(effect=number, worker="b"),
+        events.Offloaded(effect=number, worker="a", size_bytes=1),
     ):
         assert handle(drive.op, event, 0.0)[0] is drive.op

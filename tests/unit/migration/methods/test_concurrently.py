@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from hegmd.errors import HegmError, Refused
-from hegmd.migration.contracts import Outgrown
+from hegmd.migration.contracts import GrewBeyondPlan
 from hegmd.migration.methods.concurrently import beside
 
 
@@ -61,6 +61,6 @@ async def test_a_step_that_is_only_tried_again_leaves_the_work_to_its_end() -> N
     """Bytes that were on their way to the pool for half a second went there from the first again."""
     work = Work()
     work.go_on.set()
-    with pytest.raises(Outgrown):
-        await do(work, Outgrown(1, 2, 3))
+    with pytest.raises(GrewBeyondPlan):
+        await do(work, GrewBeyondPlan(1, 2, 3))
     assert work.done

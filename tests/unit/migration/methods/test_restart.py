@@ -14,20 +14,20 @@ import anyio.to_thread
 import pytest
 
 from hegmd.errors import Refused
-from hegmd.memory.pool import Keep, Pool
-from hegmd.migration.contracts import Over, Rank, Reborn, Subject, start_key
+from hegmd.memory.pool import MemoryKeeping, Pool
+from hegmd.migration.contracts import MigratedProcess, Rank, ReplacedBy, TrainingFinished, start_key
 from hegmd.migration.methods.rank_startup import Line, Who, line_of, ranks_below
 from hegmd.migration.methods.restart import RestartMethod
 from hegmd.migration.methods.restore_lock import has_come_to_its_end, has_passed, lock_path
 from hegmd.migration.methods.simulated import SimulatedMethod
-from hegmd.migration.methods.simulated_memory import Rooms
+from hegmd.migration.methods.simulated_memory import SimulatedMemory
 from hegmd.node.processes.procfs import start_ticks_of
 from hegmd.protocol.agents import AgentAttend, Order
 from hegmd.protocol.snapshots import AgentInfo, Gpu
 from hegmd.protocol.supervision import BACK, OVER, Supervise, SuperviseReport, SupervisorOrder
 from hegmd.workers.agent_orders import AgentAway
 from hegmd.workers.supervisors import Supervisors
-from hegmd.workers.workers import Identity, Worker, Workers
+from hegmd.workers.workers import AgentConnection, Identity, Workers
 from tests.patience import HANG_S
 
 UID, TICKS = 1000, 7
@@ -48,33 +48,33 @@ class Attending(Workers):
         super().__init__(lambda _pid: TICKS)
         self._attending = [_went_on(pid) for pid in pids]
 
-    def __iter__(self) -> Iterator[Worker]:
+    def __iter__(self) -> Iterator[AgentConnection]:
         return iter(tuple(self._attending))
 
-    def come(self, pid: int) -> Worker:
+    def come(self, pid: int) -> AgentConnection:
         """Rank 0 of the run attends, which has not put anything back."""
         about = AgentAttend(token=f"token-{pid}", python_version="3.11", boundary=0, run="run-1", rank=0, world_size=1)
-        worker = Worker(Identity(pid, TICKS, UID), AgentInfo(name="agent", version="1"), about)
+        worker = AgentConnection(Identity(pid, TICKS, UID), AgentInfo(name="agent", version="1"), about)
         worker.connect(_send, about)
         self._attending.append(worker)
-        self.news.tell()
+        self.news.notify_all()
         return worker
 
     def go_on(self, pid: int, gpu: str | None) -> None:
         """That process attends, and has the state of operation 4 back."""
         self._attending.append(_went_on(pid, gpu))
 
-    def leave(self, worker: Worker) -> None:
+    def leave(self, worker: AgentConnection) -> None:
         """Its process has ended."""
         worker.ended = True
         self._attending.remove(worker)
-        self.news.tell()
+        self.news.notify_all()
 
 
-def _went_on(pid: int, gpu: str | None = "gpu1") -> Worker:
+def _went_on(pid: int, gpu: str | None = "gpu1") -> AgentConnection:
     """One that says that it has the state of operation 4 back."""
     about = AgentAttend(token=f"token-{pid}", python_version="3.11", boundary=5, restarted="4", gpu=gpu, run="run-1")
-    worker = Worker(Identity(pid, TICKS, UID), AgentInfo(name="agent", version="1"), about)
+    worker = AgentConnection(Identity(pid, TICKS, UID), AgentInfo(name="agent", version="1"), about)
     worker.connect(_send, about)
     return worker
 
@@ -96,14 +96,14 @@ def method(
     ranks_below: Callable[[int], tuple[Who | None, Mapping[int, Who]]] = ranks_below,
 ) -> RestartMethod:
     gpus = [Gpu(id=name, index=index, uuid=name, vendor="simulated") for index, name in enumerate(("gpu0", "gpu1"))]
-    by = SimulatedMethod(Rooms(None))
-    pool = Pool(1 << 20, keep=Keep())
+    by = SimulatedMethod(SimulatedMemory(None))
+    pool = Pool(1 << 20, keep=MemoryKeeping())
     parts = workers or Attending(*pids), supervisors or Gone(lambda _: TICKS), pool
     return RestartMethod(*parts, by=by, gpus=lambda: gpus, folder=folder, line_of=line_of, ranks_below=ranks_below)
 
 
-def subject(pid: int = BEFORE) -> Subject:
-    return Subject("4", "a", pid, TICKS, gpu=None, goal="gpu1", left="gpu0", uid=UID, run="run-1")
+def subject(pid: int = BEFORE) -> MigratedProcess:
+    return MigratedProcess("4", "a", pid, TICKS, gpu=None, target_gpu="gpu1", previous_gpu="gpu0", uid=UID, run="run-1")
 
 
 def noted(folder: Path, notes: bytes) -> None:
@@ -112,7 +112,7 @@ def noted(folder: Path, notes: bytes) -> None:
 
 async def test_who_says_that_it_has_the_state_back_is_the_one_that_goes_on(tmp_path: Path) -> None:
     reborn = await method(tmp_path, NEXT).restore(subject(), "gpu1")
-    assert isinstance(reborn, Reborn)
+    assert isinstance(reborn, ReplacedBy)
     assert (reborn.pid, reborn.gpu, reborn.boundary) == (NEXT, "gpu1", 5)
 
 
@@ -128,12 +128,12 @@ async def test_one_that_was_started_again_by_an_earlier_order_is_where_that_had_
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(supervisors.attend, "it", os.getpid(), UID, offer, _send_to_supervisor)
         await supervisors.news.wait()
-        again = await parts.restore(replace(subject(), goal="gpu0", start=back), "gpu0")
+        again = await parts.restore(replace(subject(), target_gpu="gpu0", start=back), "gpu0")
         first = await parts.restore(replace(subject(), start=forth), "gpu1")
         tasks.cancel_scope.cancel()
     supervisors.close()
-    assert isinstance(again, Reborn)
-    assert isinstance(first, Reborn)
+    assert isinstance(again, ReplacedBy)
+    assert isinstance(first, ReplacedBy)
     assert [(one.gpu, one.is_earlier) for one in (again, first)] == [("gpu1", True), ("gpu1", False)]
 
 
@@ -149,7 +149,7 @@ async def test_nobody_is_started_from_the_state_of_a_training_that_came_to_its_e
     tmp_path: Path, attends: tuple[int, ...]
 ) -> None:
     noted(tmp_path, BACK + OVER)
-    assert await method(tmp_path, *attends).restore(subject(NEXT), "gpu1") == Over()
+    assert await method(tmp_path, *attends).restore(subject(NEXT), "gpu1") == TrainingFinished()
 
 
 @pytest.mark.parametrize("notes", [b"", BACK, bytes(len(BACK)) + OVER])
@@ -169,11 +169,11 @@ async def test_who_has_gone_on_is_noted_for_its_supervisor_and_who_has_ended_by_
     ticks = start_ticks_of(os.getpid())
     assert ticks is not None
     here = replace(subject(os.getpid()), start_ticks=ticks)
-    await method(tmp_path).note_gone_on(replace(here, rank=1))
+    await method(tmp_path).note_resumed(replace(here, rank=1))
     assert has_passed(tmp_path, "4", 1)
     assert not has_passed(tmp_path, "4", 0)
     with pytest.raises(AgentAway, match="has ended"):
-        await method(tmp_path).note_gone_on(replace(here, start_ticks=ticks - 1))
+        await method(tmp_path).note_resumed(replace(here, start_ticks=ticks - 1))
     assert not has_passed(tmp_path, "4", 0)
 
 
@@ -221,7 +221,7 @@ class Launched:
         assert self._process.stdout is not None
         return (await anyio.to_thread.run_sync(self._process.stdout.readline)).strip()
 
-    def fall(self, rank: Worker | None = None) -> None:
+    def fall(self, rank: AgentConnection | None = None) -> None:
         """The rank ends, and so does its agent's connection, if it has come so far."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hegmd.errors import Refused
-from hegmd.migration.methods.simulated_memory import Rooms
+from hegmd.migration.methods.simulated_memory import SimulatedMemory
 from hegmd.node.devices.simulated import SimulatedProvider
 from hegmd.node.devices.topology import parse_topology
 
@@ -38,7 +38,7 @@ def test_a_lost_gpu_was_recommended_to_who_wants_memory(provider: SimulatedProvi
 def test_a_job_was_put_elsewhere_than_on_the_lost_gpu_that_it_was_started_for(provider: SimulatedProvider) -> None:
     """Issue 14, row 8: three of three jobs trained on another GPU than their user wanted."""
     named = {f"gpu{gpu.index}": gpu.id for gpu in provider.snapshot().gpus}
-    rooms = Rooms(provider, gpus=lambda: provider.snapshot().gpus)
+    rooms = SimulatedMemory(provider, gpus=lambda: provider.snapshot().gpus)
     assert rooms.place(named["gpu1"]) == named["gpu1"]
     provider.set_fault("gpu1", "lost")
     assert rooms.place(named["gpu1"]) is None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hegmd.migration.model import AgentSurvey, Candidate, GpuRoom, Request, Snapshot, Surroundings
+from hegmd.migration.model import AgentSurvey, Candidate, GpuMemory, NodeSnapshotForPlan, PlanRequest, Surroundings
 from hegmd.migration.plan import driver_rules
 from hegmd.migration.plan.migration_options import ways_of
 from hegmd.migration.plan.planner import planned
@@ -48,16 +48,16 @@ def the_process(candidate: Candidate, agent: AgentInfo | None = None, **values: 
     return GpuProcess(**{**plain, **values})
 
 
-def ways(snapshot: Snapshot, process: GpuProcess | None = None, criu: str | None = CRIU) -> dict[str, Way]:
+def ways(snapshot: NodeSnapshotForPlan, process: GpuProcess | None = None, criu: str | None = CRIU) -> dict[str, Way]:
     process = process or the_process(snapshot.candidates[0])
     return {way.way: way for way in ways_of(snapshot, [process], criu)[process.pid]}
 
 
-def possible(snapshot: Snapshot, process: GpuProcess | None = None) -> list[str]:
+def possible(snapshot: NodeSnapshotForPlan, process: GpuProcess | None = None) -> list[str]:
     return [name for name, way in ways(snapshot, process).items() if way.possible]
 
 
-def with_gpus(candidate: Candidate, *gpus: GpuRoom, **values: Any) -> Snapshot:
+def with_gpus(candidate: Candidate, *gpus: GpuMemory, **values: Any) -> NodeSnapshotForPlan:
     return a_snapshot(candidate, gpus=gpus, **values)
 
 
@@ -87,7 +87,7 @@ def test_an_agent_opens_what_needs_one() -> None:
 
 # ---- one judgement ---------------------------------------------------------------------------------------------------
 
-Made = Callable[[], Snapshot]
+Made = Callable[[], NodeSnapshotForPlan]
 
 # Each refusal of the driver's rules, by what is otherwise on a node on which the job could be suspended.
 REFUSALS: dict[str, Made] = {
@@ -141,7 +141,7 @@ def test_ps_and_suspend_refuse_a_process_in_the_same_words(made: Made) -> None:
         ]
 
 
-def _hints_of(snapshot: Snapshot) -> set[str]:
+def _hints_of(snapshot: NodeSnapshotForPlan) -> set[str]:
     """What the driver's rules advise: each refusal has a hint of its own."""
     candidate = snapshot.candidates[0]
     own = [gpu for gpu in snapshot.gpus if gpu.id in candidate.gpus]
@@ -183,7 +183,7 @@ def test_a_restart_is_refused_by_the_agents_own_word() -> None:
     (reason,) = the_reasons(
         planned(
             a_snapshot(supervised(an_agent(refusals=("its gradients are sparse",)))),
-            Request(kind="migrate", pids=(4711,), to="gpu1", via="restart"),
+            PlanRequest(kind="migrate", pids=(4711,), to="gpu1", via="restart"),
         )
     )
     assert reason.message == found["restart"].reason

@@ -8,7 +8,16 @@ import pytest
 
 from hegmd.memory.sizes import whole_size
 from hegmd.migration.machine.operation import CHECKPOINT, MIGRATE, RESTORE, RESUME, SUSPEND, Limits, Operation
-from hegmd.migration.model import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Request, Snapshot, Unreachable
+from hegmd.migration.model import (
+    AgentSurvey,
+    Candidate,
+    GpuMemory,
+    MigrationPlan,
+    NodeSnapshotForPlan,
+    PlanRequest,
+    PoolMemory,
+    Unreachable,
+)
 from hegmd.migration.plan import throughput as pace
 from hegmd.migration.plan.estimate import from_image, with_image
 from hegmd.migration.plan.planner import planned, planned_resume
@@ -20,9 +29,9 @@ from tests.unit.migration.operations import Drive, operation, worker
 GIB = 2**30
 
 
-def _gpu(name: str, **values: Any) -> GpuRoom:
+def _gpu(name: str, **values: Any) -> GpuMemory:
     plain: dict[str, Any] = {"id": name, "vendor": "simulated", "chip": "sim", "free_bytes": 8 * GIB}
-    return GpuRoom(**{**plain, **values})
+    return GpuMemory(**{**plain, **values})
 
 
 def _agent(**values: Any) -> AgentSurvey:
@@ -41,25 +50,25 @@ def _process(pid: int = 4711, **values: Any) -> Candidate:
     return Candidate(**{**plain, **values})
 
 
-def _snapshot(*candidates: Candidate, **values: Any) -> Snapshot:
+def _snapshot(*candidates: Candidate, **values: Any) -> NodeSnapshotForPlan:
     plain: dict[str, Any] = {
         "gpus": (_gpu("gpu0"), _gpu("gpu1")),
         "candidates": candidates or (_process(),),
-        "pool": PoolRoom(budget_bytes=16 * GIB, free_bytes=12 * GIB),
+        "pool": PoolMemory(budget_bytes=16 * GIB, free_bytes=12 * GIB),
     }
-    return Snapshot(**{**plain, **values})
+    return NodeSnapshotForPlan(**{**plain, **values})
 
 
-def _to(gpu: str | None = "gpu1", *pids: int, **values: Any) -> Request:
-    return Request(**{"kind": MIGRATE, "pids": pids or (4711,), "to": gpu, **values})
+def _to(gpu: str | None = "gpu1", *pids: int, **values: Any) -> PlanRequest:
+    return PlanRequest(**{"kind": MIGRATE, "pids": pids or (4711,), "to": gpu, **values})
 
 
-def _suspend(*pids: int) -> Request:
-    return Request(kind=SUSPEND, pids=pids or (4711,))
+def _suspend(*pids: int) -> PlanRequest:
+    return PlanRequest(kind=SUSPEND, pids=pids or (4711,))
 
 
-def _plan(found: Plan | tuple[Reason, ...]) -> Plan:
-    assert isinstance(found, Plan), found
+def _plan(found: MigrationPlan | tuple[Reason, ...]) -> MigrationPlan:
+    assert isinstance(found, MigrationPlan), found
     return found
 
 
@@ -73,7 +82,7 @@ def test_a_dry_run_said_nothing_of_a_job_that_was_stopped() -> None:
     assert plan.hazards[0].endswith(f"kill -CONT {pid}")
 
 
-def _only_reason(found: Plan | tuple[Reason, ...]) -> Reason:
+def _only_reason(found: MigrationPlan | tuple[Reason, ...]) -> Reason:
     assert isinstance(found, tuple), found
     (reason,) = found
     assert reason.hint
@@ -83,8 +92,8 @@ def _only_reason(found: Plan | tuple[Reason, ...]) -> Reason:
 def test_a_plan_says_what_is_needed_and_what_there_is() -> None:
     plan = _plan(planned(_snapshot(), _to()))
     assert (plan.kind, plan.way, plan.workers[0].carrier) == (MIGRATE, "agent", "worker")
-    assert plan.room_needed_bytes == {"gpu1": 2 * GIB}
-    assert plan.room_free_bytes == {"gpu1": 8 * GIB}
+    assert plan.reservation_bytes == {"gpu1": 2 * GIB}
+    assert plan.gpu_free_bytes == {"gpu1": 8 * GIB}
     assert (plan.size_bytes, plan.pool_needed_bytes, plan.pool_free_bytes) == (2 * GIB, whole_size(2 * GIB), 12 * GIB)
     assert plan.estimate_s == pytest.approx(2 * 2 * GIB / 2e9 + 0.05)
     assert plan.hazards == ()
@@ -93,7 +102,7 @@ def test_a_plan_says_what_is_needed_and_what_there_is() -> None:
 
 def test_a_suspension_needs_no_room_and_half_the_time() -> None:
     plan = _plan(planned(_snapshot(), _suspend()))
-    assert plan.room_needed_bytes == {}
+    assert plan.reservation_bytes == {}
     assert plan.estimate_s == pytest.approx(2 * GIB / 2e9 + 0.05)
     assert plan.workers[0].to is None
 
@@ -104,7 +113,7 @@ def test_a_plan_becomes_the_operation_that_the_machine_takes() -> None:
     chips = {gpu.id: gpu.chip for gpu in snapshot.gpus}
     op = plan.operation("op1", snapshot.candidates, chips, limits=Limits(), utc=5.0)
     moved = Drive(op).until("done").op.workers[0]
-    assert (moved.pid, moved.start_ticks, moved.token, moved.chip, moved.at) == (4711, 7, "t", "sim", "gpu1")
+    assert (moved.pid, moved.start_ticks, moved.token, moved.chip, moved.gpu) == (4711, 7, "t", "sim", "gpu1")
     assert op.owner_uid == 1000
 
 
@@ -140,7 +149,7 @@ def test_single_processes_can_be_placed() -> None:
 def test_ranks_stop_together_and_absent_ones_are_a_hazard() -> None:
     ranks = [_process(pid, job="ddp", agent=_agent(rank=pid, world_size=4)) for pid in (0, 1)]
     plan = _plan(planned(_snapshot(*ranks), _to("gpu1", 0)))
-    assert plan.lockstep
+    assert plan.is_distributed
     assert plan.hazards == ("2 of the job's 4 ranks are here; the others wait for them meanwhile",)
 
 
@@ -153,7 +162,7 @@ def test_what_is_left_alone_is_named() -> None:
     assert "3 storages, 1.0 GiB: shared with another process" in plan.hazards[0]
 
 
-def _op(phase: str = "refilling") -> Operation:
+def _op(phase: str = "reloading") -> Operation:
     return operation(worker(pid=4711), id="op7", phase=phase)
 
 
@@ -166,7 +175,7 @@ def _op(phase: str = "refilling") -> Operation:
         (_snapshot(beginning=(9,)), _to("gpu1", 9), "refused", "process 9 is still beginning", "ask again"),
         (_snapshot(), _to("gpu7"), "not-found", "there is no GPU gpu7", "gpu0 and gpu1"),
         (_snapshot(), _to("gpu0"), "refused", "4711 is on gpu0 already", "--to"),
-        (_snapshot(running=(_op(),)), _to(), "busy", "operation op7 (migrate, refilling)", "hegmctl op op7"),
+        (_snapshot(running=(_op(),)), _to(), "busy", "operation op7 (migrate, reloading)", "hegmctl op op7"),
         (_snapshot(running=(_op("suspended"),)), _to(), "busy", "operation op7", "hegmctl resume"),
         (_snapshot(_process(gpus=("gpu0", "gpu1"))), _to(), "refused", "on gpu0 and gpu1", "NVIDIA"),
         (_snapshot(_process(gpus=())), _to(), "refused", "no GPU that is known", "hegmctl ps"),
@@ -185,13 +194,19 @@ def _op(phase: str = "refilling") -> Operation:
             "simulated",
         ),
         (
-            _snapshot(pool=PoolRoom(budget_bytes=GIB, free_bytes=GIB)),
+            _snapshot(pool=PoolMemory(budget_bytes=GIB, free_bytes=GIB)),
             _suspend(),
             "refused",
             "2.1 GiB of the pool are needed for the 2.0 GiB to be carried, over its budget of 1.0 GiB",
             "pool.budget_bytes",
         ),
-        (_snapshot(pool=PoolRoom(budget_bytes=4 * GIB, free_bytes=GIB)), _suspend(), "busy", "1.0 GiB", "hegmctl ops"),
+        (
+            _snapshot(pool=PoolMemory(budget_bytes=4 * GIB, free_bytes=GIB)),
+            _suspend(),
+            "busy",
+            "1.0 GiB",
+            "hegmctl ops",
+        ),
         (_snapshot(), _to().replace(carrier="host"), "refused", "host cannot carry process 4711", "ask for worker"),
         (
             _snapshot(_process(agent=_agent(size_bytes=GIB // 2, left_alone=(LEFT,)))),
@@ -203,7 +218,7 @@ def _op(phase: str = "refilling") -> Operation:
     ],
 )
 def test_a_reason_says_what_and_the_next_step(
-    snapshot: Snapshot, request_: Request, code: str, says: str, hints: str
+    snapshot: NodeSnapshotForPlan, request_: PlanRequest, code: str, says: str, hints: str
 ) -> None:
     reason = _only_reason(planned(snapshot, request_))
     assert reason.code == code
@@ -215,10 +230,10 @@ def test_a_plan_that_the_pool_would_refuse_for_its_table_is_refused() -> None:
     """The pool's pieces are larger than the bytes that go into them, and a plan that forgot that was turned back."""
     needed_bytes = whole_size(2 * GIB)
     for free_bytes, refused in ((2 * GIB, True), (needed_bytes - 1, True), (needed_bytes, False)):
-        found = planned(_snapshot(pool=PoolRoom(budget_bytes=16 * GIB, free_bytes=free_bytes)), _suspend())
+        found = planned(_snapshot(pool=PoolMemory(budget_bytes=16 * GIB, free_bytes=free_bytes)), _suspend())
         assert isinstance(found, tuple) is refused, found
     job = [_process(pid, job="bert") for pid in (1, 2)]
-    each_rounded = _snapshot(*job, pool=PoolRoom(budget_bytes=2 * needed_bytes, free_bytes=2 * needed_bytes))
+    each_rounded = _snapshot(*job, pool=PoolMemory(budget_bytes=2 * needed_bytes, free_bytes=2 * needed_bytes))
     assert _plan(planned(each_rounded, _suspend(1))).pool_needed_bytes == 2 * needed_bytes
 
 
@@ -262,8 +277,8 @@ def _suspended() -> Operation:
     return Drive(op).until("suspended").op.replace(id="op7")
 
 
-def _resume(gpu: str | None) -> Request:
-    return Request(kind=RESUME, pids=(4711,), to=gpu)
+def _resume(gpu: str | None) -> PlanRequest:
+    return PlanRequest(kind=RESUME, pids=(4711,), to=gpu)
 
 
 def test_a_resume_goes_where_it_was_unless_told_otherwise() -> None:
@@ -271,7 +286,7 @@ def test_a_resume_goes_where_it_was_unless_told_otherwise() -> None:
     for asked, expected in ((None, "gpu0"), ("gpu1", "gpu1")):
         plan = _plan(planned_resume(_snapshot(_process(gpus=())), _resume(asked), op))
         assert plan.destinations == {"4711": expected}
-        assert plan.room_needed_bytes == {expected: op.workers[0].size_bytes}
+        assert plan.reservation_bytes == {expected: op.workers[0].size_bytes}
         assert plan.pool_needed_bytes == 0
 
 
@@ -285,7 +300,7 @@ def test_a_resume_goes_where_it_was_unless_told_otherwise() -> None:
         (_snapshot(_process(gpus=()), gpus=(_gpu("gpu0"),)), "there is no GPU gpu1"),
     ],
 )
-def test_a_resume_that_cannot_be_says_why(snapshot: Snapshot, says: str) -> None:
+def test_a_resume_that_cannot_be_says_why(snapshot: NodeSnapshotForPlan, says: str) -> None:
     assert says in _only_reason(planned_resume(snapshot, _resume("gpu1"), _suspended())).message
 
 
@@ -295,8 +310,8 @@ def test_only_what_is_suspended_can_be_resumed() -> None:
 
 def test_a_held_job_needs_no_room_where_its_room_was_kept() -> None:
     drive = Drive(operation(worker(pid=4711, chip="sim"))).until("checkpointing")
-    held = drive.op.replace(phase="suspended", heading="hold")
-    held = held.with_worker(held.workers[0].replace(goal=None, keeps="gpu0"))
+    held = drive.op.replace(phase="suspended", direction="hold")
+    held = held.with_worker(held.workers[0].replace(target_gpu=None, kept_gpu="gpu0"))
     full = (_gpu("gpu0", free_bytes=0), _gpu("gpu1", free_bytes=0))
     plan = _plan(planned_resume(_snapshot(_process(), gpus=full), _resume(None), held))
     assert plan.destinations == {"4711": "gpu0"}
@@ -305,7 +320,7 @@ def test_a_held_job_needs_no_room_where_its_room_was_kept() -> None:
 def test_the_time_for_an_image_was_not_in_the_estimate() -> None:
     """It said 0.06 s, and the job stood for 3 s."""
     snapshot = _snapshot()
-    plan = _plan(planned(snapshot, Request(kind=CHECKPOINT, pids=(4711,))))
+    plan = _plan(planned(snapshot, PlanRequest(kind=CHECKPOINT, pids=(4711,))))
     made_s = image_s(snapshot.rates, OUT, 3 * GIB)
     ended = with_image(plan, snapshot.rates, size_bytes=3 * GIB, leave_running=False)
     assert (ended.image_s, ended.estimate_s, ended.ends) == (made_s, plan.estimate_s + made_s, True)
@@ -366,7 +381,7 @@ def test_a_process_that_ps_lists_was_said_to_be_on_no_gpu(
     unreachable: Unreachable, code: str, message: str, hint: str
 ) -> None:
     """Issue 14, row 12: "it is on no GPU; see hegmctl ps", which listed it on gpu4."""
-    for request in (_to("gpu1", 9), Request(kind=SUSPEND, pids=(9,))):
+    for request in (_to("gpu1", 9), PlanRequest(kind=SUSPEND, pids=(9,))):
         found = planned(_snapshot().replace(unreachable=(unreachable,)), request)
         assert isinstance(found, tuple)
         assert [(reason.code, reason.message) for reason in found] == [(code, message)]

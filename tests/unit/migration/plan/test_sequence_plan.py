@@ -6,7 +6,7 @@ from typing import Any
 
 from hegmd.memory.sizes import whole_size
 from hegmd.migration.machine.operation import Operation
-from hegmd.migration.model import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Snapshot
+from hegmd.migration.model import AgentSurvey, Candidate, GpuMemory, MigrationPlan, NodeSnapshotForPlan, PoolMemory
 from hegmd.migration.plan.forecast import after, expected
 from hegmd.migration.plan.sequence_plan import at_once, departure, occupants, planned_drain, planned_swap
 from hegmd.protocol.messages import CudaFacts
@@ -16,9 +16,9 @@ from tests.unit.migration.operations import Drive, operation, worker
 GIB = 1 << 30
 
 
-def _gpu(name: str, free_gib: int | None, **values: Any) -> GpuRoom:
+def _gpu(name: str, free_gib: int | None, **values: Any) -> GpuMemory:
     free_bytes = None if free_gib is None else free_gib * GIB
-    return GpuRoom(**{"id": name, "vendor": "simulated", "chip": "sim", "free_bytes": free_bytes, **values})
+    return GpuMemory(**{"id": name, "vendor": "simulated", "chip": "sim", "free_bytes": free_bytes, **values})
 
 
 def _process(pid: int, *gpus: str, size_gib: int = 2, **values: Any) -> Candidate:
@@ -26,14 +26,14 @@ def _process(pid: int, *gpus: str, size_gib: int = 2, **values: Any) -> Candidat
     return Candidate(**{"pid": pid, "start_ticks": 7, "uid": 1000, "gpus": gpus, "agent": agent, **values})
 
 
-def _snapshot(*candidates: Candidate, gpus: tuple[GpuRoom, ...], **values: Any) -> Snapshot:
-    pool = PoolRoom(budget_bytes=16 * GIB, free_bytes=16 * GIB)
-    return Snapshot(**{"gpus": gpus, "candidates": candidates, "pool": pool, **values})
+def _snapshot(*candidates: Candidate, gpus: tuple[GpuMemory, ...], **values: Any) -> NodeSnapshotForPlan:
+    pool = PoolMemory(budget_bytes=16 * GIB, free_bytes=16 * GIB)
+    return NodeSnapshotForPlan(**{"gpus": gpus, "candidates": candidates, "pool": pool, **values})
 
 
 def _steps(found: object) -> list[tuple[str, int, str | None]]:
     assert isinstance(found, tuple)
-    assert all(isinstance(step, Plan) for step in found), found
+    assert all(isinstance(step, MigrationPlan) for step in found), found
     return [(step.kind, step.workers[0].pid, step.workers[0].to) for step in found]
 
 
@@ -63,7 +63,7 @@ def test_without_room_for_both_on_one_gpu_both_go_to_the_pool_at_once_and_come_b
     gpus = (_gpu("gpu0", 0), _gpu("gpu1", 0))
     found = planned_swap(_snapshot(_process(1, "gpu0"), _process(2, "gpu1"), gpus=gpus), 1, 2)
     assert _steps(found) == BY_BOTH
-    parts = at_once([step for step in found if isinstance(step, Plan)])
+    parts = at_once([step for step in found if isinstance(step, MigrationPlan)])
     assert [[(step.kind, step.workers[0].pid) for step in part] for part in parts] == [
         [("suspend", 1), ("suspend", 2)],
         [("resume", 1), ("resume", 2)],
@@ -79,7 +79,7 @@ def test_what_goes_straight_to_the_other_gpu_does_not_wait_in_the_pool() -> None
     for pid in (1, 2):
         agent = AgentSurvey(token=str(pid), size_bytes=6 * GIB, boundary=3, cuda=cuda)
         jobs.append(_process(pid, f"gpu{pid - 1}", agent=agent, kinds=("compute",), vram_bytes=7 * GIB))
-    pool = PoolRoom(budget_bytes=64 * GIB, free_bytes=64 * GIB)
+    pool = PoolMemory(budget_bytes=64 * GIB, free_bytes=64 * GIB)
     snapshot = _snapshot(*jobs, gpus=linked, pool=pool)
     assert _steps(planned_swap(snapshot, 1, 2)) == BY_ONE
     apart = tuple(gpu.replace(nvlinks=()) for gpu in linked)
@@ -89,33 +89,33 @@ def test_what_goes_straight_to_the_other_gpu_does_not_wait_in_the_pool() -> None
 def test_where_the_pool_has_room_for_one_it_alone_waits_there() -> None:
     gpus = (_gpu("gpu0", 0), _gpu("gpu1", 0))
     snapshot = _snapshot(_process(1, "gpu0", size_gib=2), _process(2, "gpu1"), gpus=gpus)
-    small = PoolRoom(budget_bytes=16 * GIB, free_bytes=3 * GIB)
+    small = PoolMemory(budget_bytes=16 * GIB, free_bytes=3 * GIB)
     assert "are needed for the 2.0 GiB" in _messages(planned_swap(snapshot.replace(pool=small), 1, 2))[0]
 
 
 def test_room_is_needed_for_the_storages_the_agent_and_the_driver() -> None:
     """Issue 14, row 20: no test missed a sum of these that was a difference."""
     moves = PlannedProcess(pid=1, name="", gpu="gpu0", to="gpu1", size_bytes=100, carrier="host")
-    moves = moves.replace(overlap_bytes=30, beside_bytes=7, rest_bytes=2)
-    assert moves.room_bytes == 79
-    assert moves.replace(overlap_bytes=101).room_bytes == 9
-    assert moves.replace(carrier="driver").room_bytes == 9
+    moves = moves.replace(overlap_bytes=30, agent_overhead_bytes=7, driver_bytes=2)
+    assert moves.reservation_bytes == 79
+    assert moves.replace(overlap_bytes=101).reservation_bytes == 9
+    assert moves.replace(carrier="driver").reservation_bytes == 9
 
 
 def test_the_drivers_own_share_of_a_gpu_is_free_when_a_process_has_left_it() -> None:
     """It was left out, so a swap on GPUs that are full was refused."""
-    leaves = PlannedProcess(pid=1, name="", gpu="gpu0", to=None, size_bytes=4, rest_bytes=3, carrier="host")
-    plan = Plan(
+    leaves = PlannedProcess(pid=1, name="", gpu="gpu0", to=None, size_bytes=4, driver_bytes=3, carrier="host")
+    plan = MigrationPlan(
         kind="suspend",
         way="agent",
-        workers=(leaves, leaves.replace(pid=2, gpu="gpu1", carrier="driver", size_bytes=5, rest_bytes=6)),
+        workers=(leaves, leaves.replace(pid=2, gpu="gpu1", carrier="driver", size_bytes=5, driver_bytes=6)),
         size_bytes=4,
-        room_needed_bytes={},
-        room_free_bytes={},
+        reservation_bytes={},
+        gpu_free_bytes={},
         pool_needed_bytes=0,
         pool_free_bytes=0,
         estimate_s=0.0,
-        lockstep=False,
+        is_distributed=False,
         steps=(),
     )
     left = after(_snapshot(gpus=(_gpu("gpu0", 0), _gpu("gpu1", 0))), plan)
@@ -133,7 +133,7 @@ def test_two_processes_of_one_job_change_places_in_one_operation() -> None:
     gpus = (_gpu("gpu0", 8), _gpu("gpu1", 8), _gpu("gpu2", 8))
     job = [_process(pid, f"gpu{pid}", job="run") for pid in (0, 1, 2)]
     (plan,) = planned_swap(_snapshot(*job, gpus=gpus), 0, 1)
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, MigrationPlan)
     assert [(found.pid, found.to) for found in plan.workers] == [(0, "gpu1"), (1, "gpu0"), (2, "gpu2")]
 
 
@@ -148,7 +148,7 @@ def test_a_gpu_is_left_for_the_one_with_most_room_and_only_by_who_is_there() -> 
     gpus = (_gpu("gpu0", 8), _gpu("gpu1", 3), _gpu("gpu2", 5), _gpu("gpu3", 9, state="lost"))
     job = [_process(1, "gpu0", job="run"), _process(2, "gpu1", job="run")]
     found = departure(_snapshot(*job, gpus=gpus), 1, "gpu0", ())
-    assert isinstance(found, Plan)
+    assert isinstance(found, MigrationPlan)
     assert [(moved.pid, moved.to, moved.carrier) for moved in found.workers] == [
         (1, "gpu2", "worker"),
         (2, "gpu1", "none"),
@@ -175,13 +175,13 @@ def test_a_job_is_listed_once_and_a_drain_plans_each_after_the_others() -> None:
 
 def _under_way(phase: str) -> Operation:
     size_bytes = 2 * GIB
-    mine = worker(pid=9, size_bytes=size_bytes, rooms={"gpu0": size_bytes})
+    mine = worker(pid=9, size_bytes=size_bytes, reservations={"gpu0": size_bytes})
     return Drive(operation(mine)).until(phase).op
 
 
 def test_what_was_promised_and_not_taken_yet_is_not_there_for_others() -> None:
     gpus = (_gpu("gpu0", 8), _gpu("gpu1", 8))
-    snapshot = _snapshot(gpus=gpus, running=(_under_way("arming"),))
+    snapshot = _snapshot(gpus=gpus, running=(_under_way("reserving"),))
     seen = expected(snapshot)
     assert [gpu.free_bytes for gpu in seen.gpus] == [8 * GIB, 6 * GIB]
     assert seen.pool.free_bytes == 16 * GIB - whole_size(2 * GIB)
@@ -192,12 +192,14 @@ def test_what_was_promised_and_not_taken_yet_is_not_there_for_others() -> None:
 def test_what_goes_by_peer_was_promised_video_memory_and_none_of_the_pool() -> None:
     """A second move was refused for a pool that nobody was to use, and planned for room that was promised."""
     gpus = (_gpu("gpu0", 8), _gpu("gpu1", 8))
-    mine = worker(pid=9, method="driver", carrier="peer", size_bytes=2 * GIB, rest_bytes=GIB, rooms={"gpu0": 3 * GIB})
-    seen = expected(_snapshot(gpus=gpus, running=(Drive(operation(mine)).until("arming").op,)))
+    mine = worker(
+        pid=9, method="driver", carrier="peer", size_bytes=2 * GIB, driver_bytes=GIB, reservations={"gpu0": 3 * GIB}
+    )
+    seen = expected(_snapshot(gpus=gpus, running=(Drive(operation(mine)).until("reserving").op,)))
     assert [gpu.free_bytes for gpu in seen.gpus] == [8 * GIB, 3 * GIB]
     assert seen.pool.free_bytes == 16 * GIB
-    by_driver = mine.replace(carrier="driver", size_bytes=0, rest_bytes=3 * GIB)
-    seen = expected(_snapshot(gpus=gpus, running=(Drive(operation(by_driver)).until("arming").op,)))
+    by_driver = mine.replace(carrier="driver", size_bytes=0, driver_bytes=3 * GIB)
+    seen = expected(_snapshot(gpus=gpus, running=(Drive(operation(by_driver)).until("reserving").op,)))
     assert [gpu.free_bytes for gpu in seen.gpus] == [8 * GIB, 5 * GIB]
     assert seen.pool.free_bytes == 16 * GIB
 
@@ -206,7 +208,7 @@ def test_after_a_suspension_the_room_is_free_and_the_pool_is_not() -> None:
     snapshot = _snapshot(_process(1, "gpu0"), _process(2, "gpu1"), gpus=(_gpu("gpu0", 0), _gpu("gpu1", 0)))
     seen = [snapshot]
     for step in planned_swap(snapshot, 1, 2):
-        assert isinstance(step, Plan)
+        assert isinstance(step, MigrationPlan)
         seen.append(after(seen[-1], step))
     empty, whole = seen[1], seen[-1]
     assert [gpu.free_bytes for gpu in empty.gpus] == [2 * GIB, 0]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hegmd.migration.machine.operation import CHECKPOINT, HOLD, Handoff
-from hegmd.migration.run.participants import Cast
+from hegmd.migration.machine.operation import CHECKPOINT, HOLD, ImageRequest
+from hegmd.migration.run.participants import Participants
 from hegmd.workers.workers import Workers
 from tests.unit.migration.operations import operation, worker
 
@@ -16,9 +16,9 @@ from tests.unit.migration.operations import operation, worker
     ("about", "goes_on"),
     [
         ({}, True),
-        ({"lockstep": True}, False),
-        ({"heading": HOLD}, False),
-        ({"kind": CHECKPOINT, "handoff": Handoff(path="/image", uid=1, gid=1, leave_running=True)}, False),
+        ({"is_distributed": True}, False),
+        ({"direction": HOLD}, False),
+        ({"kind": CHECKPOINT, "image": ImageRequest(path="/image", uid=1, gid=1, leave_running=True)}, False),
     ],
 )
 def test_one_that_waits_for_others_or_for_an_image_is_not_told_of_as_going_on_at_once(
@@ -26,5 +26,5 @@ def test_one_that_waits_for_others_or_for_an_image_is_not_told_of_as_going_on_at
 ) -> None:
     """What is held beside it until it goes on would be held for as long as they take."""
     op = operation(worker(), **about)
-    cast = Cast(Workers(lambda _: None), {}, {}, start_ticks=lambda _: None, imager=None)
+    cast = Participants(Workers(lambda _: None), {}, {}, start_ticks=lambda _: None, imager=None)
     assert cast.subject(op, op.workers[0]).goes_on is goes_on

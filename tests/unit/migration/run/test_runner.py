@@ -56,13 +56,13 @@ async def test_a_migration_moves_room_and_bytes_and_gives_everything_back(tmp_pa
         answer = await node.operations.migrate([process.pid], "gpu1", node.asked())
         assert answer.operation is not None
         assert (answer.operation.phase, answer.operation.failure) == ("done", None)
-        assert answer.operation.blackout_s is not None
+        assert answer.operation.downtime_s is not None
         assert agent.data == b"weights"
         assert not agent.parked
         assert node.rooms(process.pid) == {"gpu1": 7}
         assert node.moving.pool.held_bytes == 0
-        assert {"quiescing", "evacuating", "refilling"} <= set(node.phases)
-        assert agent.seen[1:] == ["survey", "park", "survey", "evacuate", "refill", "release"]
+        assert {"quiescing", "offloading", "reloading"} <= set(node.phases)
+        assert agent.seen[1:] == ["survey", "park", "survey", "offload", "reload", "release"]
 
 
 async def test_a_suspended_job_holds_no_room_and_goes_on_where_it_is_told(tmp_path: Path, process: Child) -> None:
@@ -132,13 +132,13 @@ async def test_an_order_was_given_to_an_agent_that_had_come_back_and_gone_on(tmp
         agent.go_on.set()
 
 
-async def test_a_refused_evacuation_leaves_the_job_running_where_it_was(tmp_path: Path, process: Child) -> None:
+async def test_a_refused_offload_leaves_the_job_running_where_it_was(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
-        agent.refuses["evacuate"] = "a storage is in use"
+        agent.refuses["offload"] = "a storage is in use"
         answer = await node.operations.migrate([process.pid], "gpu1", node.asked())
         assert answer.operation is not None
-        assert answer.operation.phase == "undone"
+        assert answer.operation.phase == "rolled-back"
         assert answer.operation.failure is not None
         assert "a storage is in use" in answer.operation.failure.message
         assert (agent.data, agent.parked) == (b"weights", False)
@@ -170,7 +170,7 @@ async def test_a_cancelled_wait_for_a_boundary_is_withdrawn_without_a_trace(tmp_
         await agent.waiting.wait()
         await node.operations.cancel(begun.operation.id, node.asked())
         ended = await node.at_rest(begun.operation.id)
-        assert ended.phase == "undone"
+        assert ended.phase == "rolled-back"
         assert ended.failure is not None
         assert ended.failure.code == CANCELLED.name
         assert node.rooms(process.pid) == {"gpu0": 7}
@@ -284,7 +284,7 @@ async def test_a_process_that_ended_while_its_operation_did_was_listed_on_its_gp
 async def test_a_daemon_killed_in_the_middle_leaves_the_move_to_the_next_one(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
-        agent.slow.add("evacuate")
+        agent.slow.add("offload")
         await node.operations.migrate([process.pid], "gpu1", node.asked(wait=False))
         await agent.waiting.wait()
     agent.slow.clear()
@@ -293,7 +293,7 @@ async def test_a_daemon_killed_in_the_middle_leaves_the_move_to_the_next_one(tmp
         agent.workers = node.workers
         await agent.attend(node.tasks)
         ended = await node.at_rest("1")
-        assert ended.phase in {"done", "undone"}
+        assert ended.phase in {"done", "rolled-back"}
         assert (agent.data, agent.parked) == (b"weights", False)
         assert list(node.rooms(process.pid)) == [ended.processes[0].gpu]
         assert node.moving.pool.held_bytes == 0
@@ -313,10 +313,10 @@ async def test_how_long_a_job_stood_was_forgotten_with_the_daemon(
         await node.attend(process.pid)
         moved = await node.operations.migrate([process.pid], "gpu1", node.asked())
         assert moved.operation is not None
-        blackout_s = moved.operation.blackout_s
-        assert blackout_s is not None
+        downtime_s = moved.operation.downtime_s
+        assert downtime_s is not None
     async with running(tmp_path) as node:
-        assert node.operations.runner.describe(moved.operation.id).blackout_s == blackout_s
+        assert node.operations.runner.describe(moved.operation.id).downtime_s == downtime_s
 
 
 async def test_a_restore_that_failed_is_remembered_after_the_daemon_was_restarted(tmp_path: Path) -> None:
@@ -330,9 +330,9 @@ async def test_a_restore_that_failed_is_remembered_after_the_daemon_was_restarte
         op_id = runner.reserve_id()
         await runner.remember(unrevived(manifest, op_id, failure, 5.0))
         before = runner.describe(op_id)
-        assert (before.kind, before.phase, before.waits) == ("restore", "undone", None)
+        assert (before.kind, before.phase, before.waits) == ("restore", "rolled-back", None)
         assert runner.under_way() == ()
-        assert runner.ended_counts["restore", "agent", "undone"] == 1
+        assert runner.ended_counts["restore", "agent", "rolled-back"] == 1
         assert runner.next_id() != op_id
     async with running(tmp_path) as node:
         runner = node.operations.runner

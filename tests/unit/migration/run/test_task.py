@@ -14,21 +14,21 @@ from hegmd.migration.journal.records import History
 from hegmd.migration.machine.effects import (
     Dump,
     Effect,
-    Evacuate,
-    GivePool,
-    GiveRoom,
+    Offload,
     Park,
+    ReleasePool,
+    ReleaseReservation,
+    Reserve,
+    ReservePool,
     Restore,
-    TakePool,
-    TakeRoom,
     Withdraw,
 )
 from hegmd.migration.machine.operation import Limits
 from hegmd.migration.methods.simulated import SimulatedMethod
-from hegmd.migration.methods.simulated_memory import Rooms
-from hegmd.migration.run.executor import Performer
+from hegmd.migration.methods.simulated_memory import SimulatedMemory
+from hegmd.migration.run.executor import EffectExecutor
 from hegmd.migration.run.runner import Runner
-from hegmd.migration.run.task import Errand, Running
+from hegmd.migration.run.task import OperationTask, PendingEffect
 from hegmd.node.devices.simulated import SimulatedProvider
 from hegmd.node.devices.topology import parse_topology
 from hegmd.telemetry.events import EventLog
@@ -38,38 +38,38 @@ from tests.unit.migration.operations import operation, worker
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import MIB, start_ticks
 
-TAKE = TakePool(number=1, worker="a", cause=1, size_bytes=5)
-ROOM = TakeRoom(number=1, worker="a", cause=1, gpu="gpu1", size_bytes=5)
+TAKE = ReservePool(number=1, worker="a", cause=1, size_bytes=5)
+ROOM = Reserve(number=1, worker="a", cause=1, gpu="gpu1", size_bytes=5)
 PARK = Park(number=1, worker="a", cause=1, at=None, limit_s=5.0)
-EVACUATE = Evacuate(number=1, worker="a", cause=1)
+OFFLOAD = Offload(number=1, worker="a", cause=1)
 
 
 @pytest.mark.parametrize(
     ("earlier", "later", "waits"),
     [
-        (TAKE, GivePool(number=2, worker="a", cause=1), True),
-        (TAKE, GivePool(number=2, worker="b", cause=1), False),
-        (TAKE, TakeRoom(number=2, worker="a", cause=1, gpu="gpu1", size_bytes=5), False),
-        (ROOM, GiveRoom(number=2, worker="a", cause=1, gpu="gpu1"), True),
-        (ROOM, GiveRoom(number=2, worker="a", cause=1, gpu="gpu0"), False),
-        (TAKE, EVACUATE.replace(number=2), False),
+        (TAKE, ReleasePool(number=2, worker="a", cause=1), True),
+        (TAKE, ReleasePool(number=2, worker="b", cause=1), False),
+        (TAKE, Reserve(number=2, worker="a", cause=1, gpu="gpu1", size_bytes=5), False),
+        (ROOM, ReleaseReservation(number=2, worker="a", cause=1, gpu="gpu1"), True),
+        (ROOM, ReleaseReservation(number=2, worker="a", cause=1, gpu="gpu0"), False),
+        (TAKE, OFFLOAD.replace(number=2), False),
         (PARK, Withdraw(number=2, worker="a", cause=1), False),
         (PARK.replace(number=3), Withdraw(number=2, worker="a", cause=1), False),
     ],
 )
 async def test_who_waits_for_whom(earlier: Effect, later: Effect, waits: bool) -> None:
-    assert Errand(earlier, None).holds_up(later) is waits
+    assert PendingEffect(earlier, None).holds_up(later) is waits
 
 
 async def test_an_order_waits_until_one_that_was_dropped_is_out_of_the_way() -> None:
-    errand = Errand(PARK, None)
+    errand = PendingEffect(PARK, None)
     errand.scope.cancel()
     assert errand.holds_up(Withdraw(number=2, worker="a", cause=1))
 
 
 async def test_whatever_comes_after_a_dropped_dump_waits_until_that_is_undone() -> None:
     """The processes may be held still by it, those of other ranks too."""
-    errand = Errand(Dump(number=1, worker="a", cause=1, find=False), None)
+    errand = PendingEffect(Dump(number=1, worker="a", cause=1, find=False), None)
     assert not errand.holds_up(Restore(number=2, worker="a", cause=1, gpu="gpu0"))
     errand.scope.cancel()
     assert errand.holds_up(Restore(number=2, worker="a", cause=1, gpu="gpu0"))
@@ -77,13 +77,13 @@ async def test_whatever_comes_after_a_dropped_dump_waits_until_that_is_undone() 
 
 
 async def test_old_news_of_a_connection_do_not_take_the_place_of_newer() -> None:
-    running = Running(History(operation()))
+    running = OperationTask(History(operation()))
     for connection in (1, 3, 2, None):
         running.note_connection("a", connection)
-    assert running.start(EVACUATE).heard == 3
+    assert running.start(OFFLOAD).heard == 3
     running.note_connection("a", 4)
     assert running.performing[1].heard == 3, "an order that was decided upon before went over a later connection"
-    assert running.start(EVACUATE.replace(number=2, worker="b")).heard is None
+    assert running.start(OFFLOAD.replace(number=2, worker="b")).heard is None
 
 
 class SlowPool(Pool):
@@ -103,9 +103,9 @@ async def test_memory_that_came_after_it_was_given_up_stayed_in_the_pool(
 ) -> None:
     """The operation turned back for its limit and gave the pool back what was not there yet; then it came."""
     workers, pool = Workers(start_ticks), SlowPool()
-    rooms = Rooms(SimulatedProvider(parse_topology("2x1GiB")))
+    rooms = SimulatedMemory(SimulatedProvider(parse_topology("2x1GiB")))
     methods, carriers = {"simulated": SimulatedMethod(rooms)}, {"worker": WorkerCarrier(pool)}
-    runner = Runner(tmp_path, Performer(workers, methods, carriers, start_ticks=start_ticks), EventLog())
+    runner = Runner(tmp_path, EffectExecutor(workers, methods, carriers, start_ticks=start_ticks), EventLog())
     runner.open()
     async with anyio.create_task_group() as tasks:
         await tasks.start(workers.run)
@@ -117,6 +117,6 @@ async def test_memory_that_came_after_it_was_given_up_stayed_in_the_pool(
             async for progress in runner.follow("1"):
                 if progress.phase == "tidying":
                     pool.go_on.set()
-        assert runner.describe("1").phase == "undone"
+        assert runner.describe("1").phase == "rolled-back"
         assert pool.held_bytes == 0
         tasks.cancel_scope.cancel()

@@ -17,7 +17,7 @@ import pytest
 
 from hegmd.images.criu.privileges import CAP_SYS_RESOURCE
 from hegmd.node.processes.process_set import (
-    Population,
+    ProcessSet,
     dumpers_of,
     end_all,
     holders_of,
@@ -131,9 +131,9 @@ def test_a_strangers_tracer_was_waited_for_before_a_job_went_on() -> None:
 def test_a_number_that_is_somebody_elses_by_now_is_not_touched() -> None:
     with sleeper() as process:
         ticks = population_of([process.pid]).start_ticks[process.pid]
-        end_all(Population({process.pid: ticks - 1}))
+        end_all(ProcessSet({process.pid: ticks - 1}))
         assert process.poll() is None
-        end_all(Population({process.pid: ticks}))
+        end_all(ProcessSet({process.pid: ticks}))
         assert process.wait() == -signal.SIGKILL
 
 

@@ -8,9 +8,9 @@ import torch
 
 from hegmd.agent.copying import PAGE_BYTES, PIECE_BYTES
 from hegmd.agent.state.storage import checksums
-from hegmd.agent.state.storage.gpu_checksums import LEAST_BYTES, VideoSums
+from hegmd.agent.state.storage.gpu_checksums import MIN_BYTES, VideoSums
 
-SIZES = (LEAST_BYTES, LEAST_BYTES + 8, PIECE_BYTES - 5, PIECE_BYTES, 2 * PIECE_BYTES + 3 * PAGE_BYTES + 17)
+SIZES = (MIN_BYTES, MIN_BYTES + 8, PIECE_BYTES - 5, PIECE_BYTES, 2 * PIECE_BYTES + 3 * PAGE_BYTES + 17)
 
 
 def _raw(size_bytes: int, first: int, seed: int) -> tuple[Any, int, int, str]:
@@ -36,12 +36,12 @@ def test_each_part_has_the_checksum_that_reading_expects() -> None:
 
 
 def test_what_is_small_or_on_no_border_of_words_is_left_to_the_processor() -> None:
-    raws = [_raw(LEAST_BYTES - 1, 0, 1), _raw(LEAST_BYTES, 4, 2), _raw(LEAST_BYTES, 0, 3)]
+    raws = [_raw(MIN_BYTES - 1, 0, 1), _raw(MIN_BYTES, 4, 2), _raw(MIN_BYTES, 0, 3)]
     assert VideoSums(raws, [0, 1 << 30, 2 << 30]).places == {2 << 30}
 
 
 def test_where_pytorch_cannot_nothing_is_said_to_be_added_up() -> None:
-    tensor, address, size_bytes, _where = _raw(LEAST_BYTES, 0, 4)
+    tensor, address, size_bytes, _where = _raw(MIN_BYTES, 0, 4)
     adding = VideoSums([(tensor, address, size_bytes, "cuda:99")], [0])
     found: dict[int, int] = {}
     adding.add(found)

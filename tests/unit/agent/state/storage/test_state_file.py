@@ -156,10 +156,10 @@ def test_what_is_shared_a_thousandfold_is_written_once(fd: int) -> None:
 
 def test_depth_has_an_end_for_the_writer(fd: int) -> None:
     value: Any = 0
-    for _ in range(tags.MOST_DEPTH):
+    for _ in range(tags.MAX_DEPTH):
         value = [value]
     assert exact(_through(fd, value)) == exact(value)
-    with pytest.raises(state_file.NotPlain, match=f"lies in more than {tags.MOST_DEPTH} containers"):
+    with pytest.raises(state_file.NotPlain, match=f"lies in more than {tags.MAX_DEPTH} containers"):
         state_file.write(fd, [value])
 
 

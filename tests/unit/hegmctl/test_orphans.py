@@ -7,16 +7,16 @@ import subprocess
 import pytest
 
 from hegmctl.operating_text import operations_text
-from hegmctl.strays_text import dropped_text, strays_text
+from hegmctl.orphans_text import dropped_text, orphans_text
 from hegmctl.tables import Style
 from hegmd.protocol import messages as m
-from hegmd.protocol.operations import Stray
+from hegmd.protocol.operations import Orphan
 from tests.patience import HANG_S
 from tests.unit.hegmctl.running import command, environment
 
 PIPE = Style()
 NAME = "hegm-pool-7-4711-1073741824.00c0ffee"
-BYTES = Stray(
+BYTES = Orphan(
     name=NAME,
     kind="bytes",
     pid=4711,
@@ -28,21 +28,21 @@ BYTES = Stray(
 
 
 def test_the_command_stands_in_a_line_of_its_own_to_be_copied() -> None:
-    lines = strays_text(m.StraysReply(strays=(BYTES,)), PIPE)
+    lines = orphans_text(m.OrphansReply(orphans=(BYTES,)), PIPE)
     assert lines[0] == "Needs a person:"
     assert f"    next: hegmctl adopt --drop {NAME}" in lines
     assert "1.0 GiB" in " ".join(lines)
     assert "operation 7 is not in the journal" in " ".join(" ".join(lines).split())
-    assert strays_text(m.StraysReply(strays=()), PIPE) == ["Nothing was found that no operation has."]
+    assert orphans_text(m.OrphansReply(orphans=()), PIPE) == ["Nothing was found that no operation has."]
 
 
 def test_an_unknown_size_is_not_shown_as_none_at_all() -> None:
-    (line, *_) = strays_text(m.StraysReply(strays=(BYTES.replace(size_bytes=None),)), PIPE)[1:]
+    (line, *_) = orphans_text(m.OrphansReply(orphans=(BYTES.replace(size_bytes=None),)), PIPE)[1:]
     assert ": -, disk" in line
 
 
 def test_operations_end_with_what_needs_a_person() -> None:
-    lines = operations_text(m.OperationsReply(operations=(), strays=(BYTES,)), PIPE)
+    lines = operations_text(m.OperationsReply(operations=(), orphans=(BYTES,)), PIPE)
     assert lines[0] == "There has been no operation here."
     assert "Needs a person:" in lines
     assert "Needs a person:" not in operations_text(m.OperationsReply(operations=()), PIPE)
@@ -53,7 +53,7 @@ def test_what_was_given_up_is_named() -> None:
 
 
 def test_nothing_from_outside_reaches_the_terminal_raw() -> None:
-    lines = strays_text(m.StraysReply(strays=(BYTES.replace(why="\x1b[2J", next="\x1b[1m"),)), PIPE)
+    lines = orphans_text(m.OrphansReply(orphans=(BYTES.replace(why="\x1b[2J", next="\x1b[1m"),)), PIPE)
     assert not any("\x1b" in line for line in lines)
 
 

@@ -12,13 +12,13 @@ import pytest
 
 from hegmd.errors import DENIED, NOT_FOUND, HegmError, Refused
 from hegmd.gpu_helper.link import Link, child_environment
-from hegmd.migration.methods.other_processes import Neighbours
+from hegmd.migration.methods.other_processes import OtherProcesses
 from hegmd.migration.methods.progress_probe import is_stopped
-from hegmd.operations.driver_orphans import DriverStrays
+from hegmd.operations.driver_orphans import DriverOrphans
 from hegmd.operations.operations import Operations
-from hegmd.operations.orphaned_memory import FoundBytes, VideoStrays
-from hegmd.operations.orphans import StandingStrays
-from hegmd.operations.survey import Lookout
+from hegmd.operations.orphaned_memory import OrphanedMemory, VideoOrphans
+from hegmd.operations.orphans import ParkedOrphans
+from hegmd.operations.survey import PlanSurvey
 from tests.contract.helped import Owner, ask, linked
 from tests.patience import HANG_S
 from tests.stubs.cuda.node import CudaNode
@@ -40,14 +40,14 @@ def owner(node: CudaNode) -> Iterator[Owner]:
 
 
 @asynccontextmanager
-async def looking(cuda: CudaNode, node: Node, folder: Path, *taken: int) -> AsyncIterator[DriverStrays]:
-    """Strays of the driver on that stub, beside the parts of a simulated daemon."""
+async def looking(cuda: CudaNode, node: Node, folder: Path, *taken: int) -> AsyncIterator[DriverOrphans]:
+    """Orphans of the driver on that stub, beside the parts of a simulated daemon."""
     link = Link(environment={**child_environment({}), **cuda.environment()})
-    neighbours = Neighbours(link, folder, start_ticks=start_ticks, is_stopped=is_stopped)
-    strays = DriverStrays(link, neighbours, node.inventory.refresh, is_taken=lambda pid: pid in taken)
+    neighbours = OtherProcesses(link, folder, start_ticks=start_ticks, is_stopped=is_stopped)
+    orphans = DriverOrphans(link, neighbours, node.inventory.refresh, is_taken=lambda pid: pid in taken)
     async with anyio.create_task_group() as tasks:
-        await tasks.start(strays.run)
-        yield strays
+        await tasks.start(orphans.run)
+        yield orphans
         tasks.cancel_scope.cancel()
 
 
@@ -64,9 +64,9 @@ async def test_a_checkpointed_process_is_its_owners_alone_to_adopt(
 ) -> None:
     """It is listed nowhere, so its owner has to be asked of the kernel: once anybody could have brought it back."""
     await off(node, owner)
-    async with running(tmp_path / "state") as daemon, looking(node, daemon, tmp_path) as strays:
-        moving, standing = daemon.moving, StandingStrays(daemon.workers, lambda _: False, strays)
-        lookout = Lookout(
+    async with running(tmp_path / "state") as daemon, looking(node, daemon, tmp_path) as orphans:
+        moving, standing = daemon.moving, ParkedOrphans(daemon.workers, lambda _: False, orphans)
+        lookout = PlanSurvey(
             daemon.inventory,
             daemon.workers,
             moving.resting.pool_room,
@@ -74,13 +74,13 @@ async def test_a_checkpointed_process_is_its_owners_alone_to_adopt(
             running=tuple,
             supervisors=moving.supervisors,
         )
-        in_video = VideoStrays(moving.memory, lambda _: False, str, str, daemon.workers)
+        in_video = VideoOrphans(moving.memory, lambda _: False, str, str, daemon.workers)
         operations = Operations(
             daemon.inventory,
             daemon.workers,
             lookout,
             moving.runner,
-            found=FoundBytes(moving.pool, moving.memory, in_video),
+            found=OrphanedMemory(moving.pool, moving.memory, in_video),
             resting=moving.resting,
             standing=standing,
         )
@@ -92,19 +92,19 @@ async def test_a_checkpointed_process_is_its_owners_alone_to_adopt(
 
 
 @pytest.mark.thorough
-async def test_a_process_that_ended_is_no_stray_any_more_and_its_number_is_nobodys(
+async def test_a_process_that_ended_is_no_orphan_any_more_and_its_number_is_nobodys(
     node: CudaNode, owner: Owner, tmp_path: Path
 ) -> None:
     await off(node, owner)
-    async with running(tmp_path / "state") as daemon, looking(node, daemon, tmp_path) as strays:
-        await strays.look(thorough=True, within_s=LONG_S)
-        assert owner.pid in [stray.pid for stray in strays.strays()]
+    async with running(tmp_path / "state") as daemon, looking(node, daemon, tmp_path) as orphans:
+        await orphans.look(thorough=True, within_s=LONG_S)
+        assert owner.pid in [orphan.pid for orphan in orphans.orphans()]
         with pytest.raises(Refused, match="is a process and not bytes"):
-            await strays.drop(str(owner.pid))
+            await orphans.drop(str(owner.pid))
         owner.close()
-        assert owner.pid not in [stray.pid for stray in strays.strays()]
+        assert owner.pid not in [orphan.pid for orphan in orphans.orphans()]
         with pytest.raises(HegmError) as refused:
-            await strays.stands(owner.pid)
+            await orphans.stands(owner.pid)
         assert refused.value.code is NOT_FOUND
 
 
@@ -115,36 +115,36 @@ async def test_one_that_the_driver_has_given_up_is_told_of_and_not_adopted(
     """Adopting it would hold room for it, and wait, for nothing."""
     await off(node, owner)
     node.order(f"fail step:state@{owner.pid}")
-    async with running(tmp_path / "state") as daemon, looking(node, daemon, tmp_path) as strays:
-        await strays.look(thorough=True, within_s=LONG_S)
-        (stray,) = [stray for stray in strays.strays() if stray.pid == owner.pid]
-        assert "failed for good" in stray.why
-        assert stray.where == "nowhere that it can be brought back from"
-        assert stray.next == f"end it, and start it anew: kill {owner.pid}"
-        assert stray.size_bytes is None, "nobody gets it back"
+    async with running(tmp_path / "state") as daemon, looking(node, daemon, tmp_path) as orphans:
+        await orphans.look(thorough=True, within_s=LONG_S)
+        (orphan,) = [orphan for orphan in orphans.orphans() if orphan.pid == owner.pid]
+        assert "failed for good" in orphan.why
+        assert orphan.where == "nowhere that it can be brought back from"
+        assert orphan.next == f"end it, and start it anew: kill {owner.pid}"
+        assert orphan.size_bytes is None, "nobody gets it back"
         with pytest.raises(Refused, match=f"process {owner.pid} has failed for good") as refused:
-            await strays.stands(owner.pid)
+            await orphans.stands(owner.pid)
         assert f"kill {owner.pid}" in refused.value.hint
 
 
 @pytest.mark.thorough
-async def test_whom_an_operation_has_is_no_stray(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
+async def test_whom_an_operation_has_is_no_orphan(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
     await off(node, owner)
-    async with running(tmp_path / "state") as daemon, looking(node, daemon, tmp_path, owner.pid) as strays:
-        await strays.look(thorough=True, within_s=LONG_S)
-        assert owner.pid not in [stray.pid for stray in strays.strays()]
+    async with running(tmp_path / "state") as daemon, looking(node, daemon, tmp_path, owner.pid) as orphans:
+        await orphans.look(thorough=True, within_s=LONG_S)
+        assert owner.pid not in [orphan.pid for orphan in orphans.orphans()]
     assert owner.pid not in {call.subject for call in node.calls("cuCheckpointProcessGetState")}
 
 
 @pytest.mark.thorough
-async def test_who_is_held_still_for_a_moment_is_no_stray(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
+async def test_who_is_held_still_for_a_moment_is_no_orphan(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
     async with running(tmp_path / "state") as daemon, linked(node) as link:
-        neighbours = Neighbours(link, tmp_path, start_ticks=start_ticks, is_stopped=is_stopped)
-        strays = DriverStrays(link, neighbours, daemon.inventory.refresh, is_taken=lambda _: False)
+        neighbours = OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=is_stopped)
+        orphans = DriverOrphans(link, neighbours, daemon.inventory.refresh, is_taken=lambda _: False)
         ticks = start_ticks(owner.pid)
         assert ticks is not None
-        async with anyio.create_task_group() as tasks, neighbours.held_still([(owner.pid, ticks)]):
-            tasks.start_soon(strays.stands, owner.pid)
+        async with anyio.create_task_group() as tasks, neighbours.paused([(owner.pid, ticks)]):
+            tasks.start_soon(orphans.stands, owner.pid)
             await anyio.wait_all_tasks_blocked()
             assert (await ask(link, "state", pid=owner.pid))["state"] == "locked"
             tasks.cancel_scope.cancel()
@@ -154,14 +154,14 @@ async def test_who_is_held_still_for_a_moment_is_no_stray(node: CudaNode, owner:
 async def test_where_nobody_has_cuda_in_it_no_helper_was_started_to_say_so(node: CudaNode, tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     async with running(tmp_path / "state") as daemon, linked(node) as link:
-        neighbours = Neighbours(link, tmp_path, start_ticks=start_ticks, is_stopped=is_stopped)
+        neighbours = OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=is_stopped)
         own = Link(environment={**child_environment({}), **node.environment()})
-        strays = DriverStrays(
+        orphans = DriverOrphans(
             own, neighbours, daemon.inventory.refresh, is_taken=lambda _: False, proc_root=str(tmp_path / "proc")
         )
         async with anyio.create_task_group() as tasks:
-            await tasks.start(strays.run)
-            await strays.look(thorough=True, within_s=LONG_S)
+            await tasks.start(orphans.run)
+            await orphans.look(thorough=True, within_s=LONG_S)
             tasks.cancel_scope.cancel()
-        assert list(strays.strays()) == []
+        assert list(orphans.orphans()) == []
     assert not node.calls("cuInit")

@@ -21,8 +21,8 @@ from hegmd.protocol.messages import (
     Adopt,
     Migrate,
     OperationReply,
-    Strays,
-    StraysReply,
+    Orphans,
+    OrphansReply,
     Suspend,
 )
 from tests.e2e.driven import GIB, DrivenNode, Watched, only_its_own
@@ -49,8 +49,8 @@ def by_somebody(node: DrivenNode, *steps: str, pid: int) -> None:
         )
 
 
-def strays_of(connection: Connection) -> dict[str, told.Stray]:
-    return {stray.name: stray for stray in connection.call(Strays(), StraysReply).strays}
+def orphans_of(connection: Connection) -> dict[str, told.Orphan]:
+    return {orphan.name: orphan for orphan in connection.call(Orphans(), OrphansReply).orphans}
 
 
 def adopt(connection: Connection, pid: int, to: str | None = None) -> told.Operation:
@@ -63,15 +63,15 @@ def test_a_process_that_somebody_left_locked_stood_for_good_and_nobody_was_told(
     with node.program(1) as program, node.connect() as connection:
         watched = Watched(program)
         by_somebody(node, "lock", pid=watched.pid)
-        stray = strays_of(connection)[str(watched.pid)]
-        assert ("locked" in stray.why, stray.where, stray.next) == (True, "on gpu1", f"hegmctl adopt {watched.pid}")
+        orphan = orphans_of(connection)[str(watched.pid)]
+        assert ("locked" in orphan.why, orphan.where, orphan.next) == (True, "on gpu1", f"hegmctl adopt {watched.pid}")
         with pytest.raises(HegmError, match="is on gpu1, and all that it takes"):
             adopt(connection, watched.pid, "gpu0")
         adopted = adopt(connection, watched.pid)
         assert (adopted.phase, adopted.failure, adopted.processes[0].gpu) == ("done", None, "gpu1")
         assert not node.cuda.calls(RESTORE), "it was only locked"
         watched.is_whole()
-        assert str(watched.pid) not in strays_of(connection)
+        assert str(watched.pid) not in orphans_of(connection)
         with pytest.raises(HegmError, match="does not stand"):
             adopt(connection, watched.pid)
 
@@ -86,7 +86,7 @@ def test_a_process_that_somebody_left_checkpointed_comes_back_where_it_was_with_
         node.daemon.start()
         with node.connect() as connection:
             events = connection.events(follow=True)  # of others on this machine too, who stand for reasons of their own
-            assert next(event for event in events if event.kind == "pool.stray" and event.pid == watched.pid)
+            assert next(event for event in events if event.kind == "pool.orphan" and event.pid == watched.pid)
         with node.connect() as connection:
             with pytest.raises(HegmError, match="is not known, and it can only come back there"):
                 adopt(connection, watched.pid, "gpu0")
@@ -94,7 +94,7 @@ def test_a_process_that_somebody_left_checkpointed_comes_back_where_it_was_with_
             assert (adopted.phase, adopted.failure, adopted.processes[0].gpu) == ("done", None, "gpu1")
             neighbour.is_whole()
             watched.is_whole()
-            assert str(watched.pid) not in strays_of(connection)
+            assert str(watched.pid) not in orphans_of(connection)
 
 
 def _come_back_without_a_journal(node: DrivenNode, watched: Watched) -> None:
@@ -102,7 +102,7 @@ def _come_back_without_a_journal(node: DrivenNode, watched: Watched) -> None:
     (node.folder / "state" / "operations.journal").unlink()
     node.daemon.start()
     with node.connect() as connection:
-        told_of = (event for event in connection.events(follow=True) if event.kind == "pool.stray")
+        told_of = (event for event in connection.events(follow=True) if event.kind == "pool.orphan")
         next(event for event in told_of if event.facts["kind"] == "process" and event.pid == watched.pid)
 
 
@@ -129,9 +129,9 @@ def test_nobody_who_is_stopped_is_asked_and_one_who_does_not_answer_hides_no_oth
         os.kill(one, signal.SIGSTOP)
         node.cuda.order(f"hang step:state@{two}")
         before = len([call for call in node.cuda.calls(STATE) if call.subject == one])
-        strays = strays_of(connection)
-        assert strays[str(one)].next.startswith(f"kill -CONT {one}")
-        assert (str(two) in strays, strays[str(three)].next) == (False, f"hegmctl adopt {three}")
+        orphans = orphans_of(connection)
+        assert orphans[str(one)].next.startswith(f"kill -CONT {one}")
+        assert (str(two) in orphans, orphans[str(three)].next) == (False, f"hegmctl adopt {three}")
         with pytest.raises(HegmError, match="stopped by a signal"):
             adopt(connection, one)
         with pytest.raises(HegmError, match="did not say within"):
@@ -153,14 +153,14 @@ def test_a_job_with_its_bytes_in_the_pool_and_its_journal_gone_was_parked_for_go
         node.daemon.stop()
         _come_back_without_a_journal(node, watched)
         with node.connect() as connection:
-            assert {stray.kind for stray in strays_of(connection).values() if stray.pid == watched.pid} == {
+            assert {orphan.kind for orphan in orphans_of(connection).values() if orphan.pid == watched.pid} == {
                 "bytes",
                 "process",
             }
             adopted = adopt(connection, watched.pid)
             assert (adopted.phase, adopted.failure, adopted.processes[0].gpu) == ("done", None, "gpu1")
             watched.is_whole()
-            assert watched.pid not in {stray.pid for stray in strays_of(connection).values()}
+            assert watched.pid not in {orphan.pid for orphan in orphans_of(connection).values()}
         only_its_own(node, watched)
 
 
@@ -181,11 +181,11 @@ def test_bytes_in_video_memory_of_a_job_without_a_journal_were_only_listed(
             node.cuda.mend()
         _come_back_without_a_journal(node, watched)
         with node.connect() as connection:
-            (found,) = [stray for stray in strays_of(connection).values() if stray.kind == "bytes"]
+            (found,) = [orphan for orphan in orphans_of(connection).values() if orphan.kind == "bytes"]
             assert (found.pid, found.where) == (watched.pid, "video memory of gpu1")
             assert found.next == f"hegmctl adopt {watched.pid}, which these bytes are out of"
             adopted = adopt(connection, watched.pid)
             assert (adopted.phase, adopted.failure) == ("done", None)
             watched.is_whole()
-            assert watched.pid not in {stray.pid for stray in strays_of(connection).values()}
+            assert watched.pid not in {orphan.pid for orphan in orphans_of(connection).values()}
         only_its_own(node, watched)

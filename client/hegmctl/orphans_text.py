@@ -8,25 +8,25 @@ from hegmctl.tables import UNKNOWN, printable, wrapped
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from hegmctl.tables import Style
-    from hegmd.protocol.messages import Dropped, StraysReply
-    from hegmd.protocol.operations import Stray
+    from hegmd.protocol.messages import Dropped, OrphansReply
+    from hegmd.protocol.operations import Orphan
 
 
-def strays_text(reply: StraysReply, style: Style) -> list[str]:
+def orphans_text(reply: OrphansReply, style: Style) -> list[str]:
     """All of `hegmctl adopt`."""
-    if not reply.strays:
+    if not reply.orphans:
         return ["Nothing was found that no operation has."]
-    return strays_lines(reply.strays, style)
+    return orphans_lines(reply.orphans, style)
 
 
-def strays_lines(strays: tuple[Stray, ...], style: Style) -> list[str]:
+def orphans_lines(orphans: tuple[Orphan, ...], style: Style) -> list[str]:
     """A paragraph for each, the command in a line of its own, to be copied."""
     lines = [style.paint("Needs a person:", "yellow")]
-    for stray in strays:
-        size = UNKNOWN if stray.size_bytes is None else binary_size(stray.size_bytes)
-        text = printable(f"{stray.kind} {stray.name}: {size}, {stray.where}; {stray.why}")
+    for orphan in orphans:
+        size = UNKNOWN if orphan.size_bytes is None else binary_size(orphan.size_bytes)
+        text = printable(f"{orphan.kind} {orphan.name}: {size}, {orphan.where}; {orphan.why}")
         lines += [f"  {line}" for line in wrapped(text, style.paragraph_columns)]
-        lines.append(f"    next: {printable(stray.next)}")
+        lines.append(f"    next: {printable(orphan.next)}")
     return lines
 
 

@@ -1,6 +1,6 @@
 """How long the training of `make demo` stands when it is moved from one simulated GPU to the other and back.
 
-The blackout is the daemon's own figure, as `hegmctl ops` shows it, and the bytes are what left the process meanwhile.
+The downtime is the daemon's own figure, as `hegmctl ops` shows it, and the bytes are what left the process meanwhile.
 How long an undisturbed batch takes stands beside it, from the script's own record. Without PyTorch there is no
 demonstration.
 """
@@ -45,12 +45,12 @@ def run() -> list[Row]:
             moves = [operation(daemon, "migrate", str(pid), "--to", f"gpu{1 - at % 2}") for at in range(MOVES)]
         times = [float(line.split()[2]) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
     batch_ms = 1e3 * statistics.median(later - earlier for earlier, later in pairwise(times))
-    blackouts_ms = [1e3 * move["blackout_s"] for move in moves]
+    downtimes_ms = [1e3 * move["downtime_s"] for move in moves]
     return [
         Row("the demonstration's training: bytes moved", moves[-1]["size_bytes"] / MIB, "MiB"),
         Row("one batch of it", batch_ms, "ms"),
-        Row("migrate: blackout, p50", statistics.median(blackouts_ms), "ms", BUDGET_MS),
-        Row("migrate: blackout, most", max(blackouts_ms), "ms"),
+        Row("migrate: downtime, p50", statistics.median(downtimes_ms), "ms", BUDGET_MS),
+        Row("migrate: downtime, most", max(downtimes_ms), "ms"),
     ]
 
 
