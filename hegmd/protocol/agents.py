@@ -31,11 +31,12 @@ class Order(Record):
     order: int = field("number of the order, counted by the daemon on this connection")
     do: str = field(
         "survey, park, withdraw, offload, reload, export, free, make, copy, filled, part, rest, entrust, aside, "
-        "release, weigh, beforehand, save, leave or dismiss"
+        "release, weigh, beforehand, save, disconnect, reconnect, leave or dismiss"
     )
     at: int | None = field("park: at this boundary by count, or the next one after it; nil for the next", default=None)
     limit_s: float | None = field(
-        "park and release: how long it may take, nil for as long as it takes; aside: when to come back by itself",
+        "park and release: how long it may take, nil for as long as it takes; disconnect and reconnect: "
+        "the same, nil for 60 s; aside: when to come back by itself",
         default=None,
     )
     exact: bool = field(
@@ -71,6 +72,10 @@ class Order(Record):
     restored: bool = field(
         "release: the driver has brought its storages back, which cannot be shown to others from then on", default=False
     )
+    generation: int | None = field(
+        "reconnect: a number that is the same for all ranks, and larger than in any earlier reconnect of this job",
+        default=None,
+    )
 
 
 class AgentDismissed(Record):
@@ -94,6 +99,11 @@ class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order)
     bytes. With the last of them filled, nothing is out any more. Each may come a second time and changes nothing then.
     What the daemon cannot open of these, the process copies itself: `copy` comes with a descriptor of host memory.
     One on several GPUs has to `part` them before it is taken off: none reaches into another's memory until it goes on.
+
+    The ranks of a job hold communicators, which the driver cannot checkpoint. When all of them are parked, each is told
+    to `disconnect` its groups; after the restore each is told to `reconnect` them. Both orders wait for the other
+    ranks. Both change nothing when the groups are in the wanted state already. `reconnect` also undoes a `disconnect`
+    that succeeded on some of the ranks only.
 
     For a restart it is told to `weigh` what its state comes to, or to say `beforehand` only what the next process may
     import before its turn; parked, to `save` that into the descriptor that comes
@@ -162,6 +172,25 @@ class CudaFacts(Record):
         "graphs: CUDA graphs were captured, so addresses must stay; nccl-p2p: live communicators that may use "
         "peer-to-peer; ipc-shared: shared with another process; peer-mapped: mapped for other GPUs; managed memory",
         default=(),
+    )
+
+
+class Communicators(Record):
+    """The communicator groups of a process, and how the agent disconnects them before a driver checkpoint."""
+
+    mechanism: str = field(
+        "suspend: NCCL keeps the communicators and releases their GPU memory; replace: the agent aborts each backend "
+        "and puts a new one in its place; none: no group has other ranks"
+    )
+    groups: int = field("groups that have other ranks", default=0)
+    backends: tuple[str, ...] = field("their backends, such as nccl and gloo", default=())
+    library: str | None = field(
+        "version of the NCCL library that the process has loaded; nil without one", default=None
+    )
+    nvls: bool = field("whether NCCL may use NVLink multicast (NVLS) in this process", default=False)
+    pending: int = field("groups with collectives that have not finished", default=0)
+    uncovered: tuple[str, ...] = field(
+        "what the agent cannot disconnect: a sentence each, with the group and the reason", default=()
     )
 
 
@@ -237,6 +266,9 @@ class AgentReport(Request, op="agent.report", reply=Noted):
     )
     path: tuple[str, ...] = field("with these, the folders in which its Python looks for modules", default=())
     cuda: CudaFacts | None = field("survey: its use of CUDA; nil if it uses none", default=None)
+    communicators: Communicators | None = field(
+        "survey, disconnect, reconnect: its communicator groups; nil if the process has none", default=None
+    )
     handles: tuple[bytes, ...] = field("export, make: handles of CUDA IPC, 64 bytes each", default=())
     places: tuple[Place, ...] = field(
         "export, make: where the storages lie, in the order that stays as long as they are out; empty where they are "

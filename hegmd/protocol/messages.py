@@ -13,7 +13,18 @@ in `moves`, `agents` or `supervision`, whose messages are gathered here, so that
 
 from __future__ import annotations
 
-from .agents import AgentAttend, AgentDismissed, AgentReport, CudaDevice, CudaFacts, LeftAlone, Noted, Order, Place
+from .agents import (
+    AgentAttend,
+    AgentDismissed,
+    AgentReport,
+    Communicators,
+    CudaDevice,
+    CudaFacts,
+    LeftAlone,
+    Noted,
+    Order,
+    Place,
+)
 from .moves import (
     Adopt,
     CancelOperation,
@@ -55,6 +66,7 @@ __all__ = [
     "AgentReport",
     "CancelOperation",
     "Checkpoint",
+    "Communicators",
     "CudaDevice",
     "CudaFacts",
     "Drain",
