@@ -34,7 +34,7 @@ from hegmd.settings import (
     LimitSettings,
     LogSettings,
     MetricsSettings,
-    NeighbourSettings,
+    OtherProcessesSettings,
     PoolSettings,
     QuiesceSettings,
     RestartSettings,
@@ -74,7 +74,7 @@ class Config:
     pool: PoolSettings
     images: ImagesSettings
     quiesce: QuiesceSettings
-    neighbours: NeighbourSettings
+    other_processes: OtherProcessesSettings
     restart: RestartSettings
     path: Path | None
     sources: Mapping[str, str]

@@ -292,24 +292,24 @@ class ImagesSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuiesceSettings:
-    """Jobs that are stopped at a batch boundary."""
+    """Jobs that are quiesced at a batch boundary."""
 
-    stand_s: float = setting(
+    max_park_s: float = setting(
         Amount(0.05, 60, whole=False),
         0.5,
-        "Seconds that a training stands at most while another of its threads is busy; it is stopped again later.",
+        "Seconds that a training thread stays parked while another of its threads is busy; hegmd tries again later.",
         reloads=False,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NeighbourSettings:
-    """What others on a GPU have to put up with while room there goes over to a job of ours."""
+class OtherProcessesSettings:
+    """Other processes on a GPU, which are paused while GPU memory passes to a job."""
 
-    still_s: float = setting(
+    max_pause_s: float = setting(
         Amount(0, 60, whole=False),
         2.0,
-        "Seconds that their CUDA calls may wait while storages are made; a restore is waited for. 0: they never wait.",
+        "Seconds that their CUDA calls may wait while storages are allocated; a restore may take longer. 0: no pause.",
         reloads=False,
     )
 
@@ -350,7 +350,7 @@ SECTIONS: dict[str, type[Any]] = {
     "pool": PoolSettings,
     "images": ImagesSettings,
     "quiesce": QuiesceSettings,
-    "neighbours": NeighbourSettings,
+    "other_processes": OtherProcessesSettings,
     "restart": RestartSettings,
 }
 

@@ -162,8 +162,8 @@ def moving_for(
         events=events,
         start_ticks=start_ticks_of,
         spill=config.pool.spill,
-        still_s=config.neighbours.still_s,
-        stand_s=config.quiesce.stand_s,
+        max_pause_s=config.other_processes.max_pause_s,
+        max_park_s=config.quiesce.max_park_s,
         restart_always=config.restart.allowed == "always",
         ready=Ready(config.restart.ready, config.restart.ready_within_s),
         images_by=ImageMeans(

@@ -59,8 +59,8 @@ def take(path: Path, available_bytes: int | None = None) -> HeldState:
     with private_files.opened(path) as fd:
         found = os.fstat(fd)
         identity = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-        room_bytes = _available_bytes() if available_bytes is None else available_bytes
-        if found.st_size == 0 or (room_bytes is not None and found.st_size + _MARGIN_BYTES > room_bytes):
+        free_bytes = _available_bytes() if available_bytes is None else available_bytes
+        if found.st_size == 0 or (free_bytes is not None and found.st_size + _MARGIN_BYTES > free_bytes):
             return HeldState(path, None, identity)
         memory = mmap.mmap(-1, found.st_size)
         try:

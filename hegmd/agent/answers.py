@@ -30,9 +30,9 @@ class Answers:
     def done(self, order: int, **values: Any) -> None:
         self._tell(order=order, result="done", **{"boundary": self._gate.count, **values})
 
-    def failed(self, order: int, error: HegmError, stood_s: float | None = None) -> None:
+    def failed(self, order: int, error: HegmError, parked_s: float | None = None) -> None:
         said = {"message": error.message, "hint": error.hint, "lacks_bytes": error.facts.get("lacks_bytes")}
-        self._tell(order=order, result="failed", boundary=self._gate.count, stood_s=stood_s, **said)
+        self._tell(order=order, result="failed", boundary=self._gate.count, parked_s=parked_s, **said)
 
     def progress_of(self, order: int) -> Callable[[int], None]:
         return lambda so_far_bytes: self._tell(order=order, result="progress", size_bytes=so_far_bytes)

@@ -75,7 +75,7 @@ class Cache:
         except Exception as error:  # noqa: BLE001 - of any release of PyTorch, or a failure of CUDA's from before
             note(f"in which pieces memory was cached is not known: {error!r}")
 
-    def take(self, rest_bytes: dict[int, int] | None = None) -> None:
+    def take(self, storage_bytes: dict[int, int] | None = None) -> None:
         """Have it again, and hold it. `rest_bytes` is for storages that have still to be made, by device.
 
         Never raises, and never takes more than there was: what is not to be had is counted. Fine when it is taken.
@@ -85,7 +85,7 @@ class Cache:
         self._is_taken = True
         self.short_bytes = 0
         for device, before_bytes in self._before.items():
-            goal_bytes = before_bytes - (rest_bytes or {}).get(device, 0)
+            goal_bytes = before_bytes - (storage_bytes or {}).get(device, 0)
             try:
                 self._take_on(device, goal_bytes)
             except Exception as error:  # noqa: BLE001 - of any release of PyTorch; the storages are there all the same
@@ -111,17 +111,17 @@ class Cache:
         most_bytes = self._reserved(device) + int(self._cuda.mem_get_info(device)[0])
         runs = [run for run in self._runs if run.device == device]
         for run in runs:
-            room_bytes = min(goal_bytes, most_bytes) - self._reserved(device)
-            if room_bytes < _UNIT_BYTES:
+            free_bytes = min(goal_bytes, most_bytes) - self._reserved(device)
+            if free_bytes < _UNIT_BYTES:
                 break
             if run.is_small:
                 self._hold(run, run.size_bytes)
-            elif _whole(room_bytes) >= _LARGE_BYTES:
-                self._hold(run, min(run.size_bytes, _whole(room_bytes)))
+            elif _whole(free_bytes) >= _LARGE_BYTES:
+                self._hold(run, min(run.size_bytes, _whole(free_bytes)))
         # What lay between the storages in pieces that are too small for segments of their own, or had no room so far.
-        lacking_bytes, room_bytes = (end_bytes - self._reserved(device) for end_bytes in (goal_bytes, most_bytes))
-        size_bytes = min(_whole(lacking_bytes), _whole(room_bytes))
-        if size_bytes >= _LARGE_BYTES or (size_bytes >= _UNIT_BYTES and room_bytes >= _SHARED_BYTES):
+        lacking_bytes, free_bytes = (end_bytes - self._reserved(device) for end_bytes in (goal_bytes, most_bytes))
+        size_bytes = min(_whole(lacking_bytes), _whole(free_bytes))
+        if size_bytes >= _LARGE_BYTES or (size_bytes >= _UNIT_BYTES and free_bytes >= _SHARED_BYTES):
             self._hold(runs[0] if runs else Run(device, 0, 0, is_small=False), size_bytes)
 
     def _hold(self, run: Run, size_bytes: int) -> None:

@@ -76,9 +76,9 @@ def round_up(size_bytes: int, border_bytes: int = PAGE_BYTES) -> int:
     return (size_bytes + border_bytes - 1) // border_bytes * border_bytes
 
 
-def copy_out(fd: int, room_bytes: int, spans: Iterable[Span], progress: Progress) -> None:
+def copy_out(fd: int, capacity_bytes: int, spans: Iterable[Span], progress: Progress) -> None:
     """Copy the spans into the descriptor, which has at least so much room. Raises OSError."""
-    with Writing(fd, room_bytes) as write:
+    with Writing(fd, capacity_bytes) as write:
         in_threads(write, spans, progress)
 
 
@@ -90,10 +90,10 @@ def copy_in(fd: int, spans: Iterable[Span], progress: Progress) -> None:
 class Writing:
     """The quickest way to copy from memory into a descriptor with so much room, for as long as the context lasts."""
 
-    def __init__(self, fd: int, room_bytes: int) -> None:
+    def __init__(self, fd: int, capacity_bytes: int) -> None:
         self._fd = fd
         self._page_bytes = os.fstatvfs(fd).f_bsize
-        self._mapping = _Mapping(fd, room_bytes, self._page_bytes)
+        self._mapping = _Mapping(fd, capacity_bytes, self._page_bytes)
 
     def __enter__(self) -> Copy:
         base = self._mapping.base

@@ -118,7 +118,7 @@ class Shown:
         return sum(self._sizes)
 
     @property
-    def room_bytes(self) -> int:
+    def required_bytes(self) -> int:
         """Bytes of the space in which they lie one after the other."""
         return flat_bytes(self._sizes)
 

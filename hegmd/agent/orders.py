@@ -156,7 +156,7 @@ class Orders:
     def _survey(self, order: Order, _fd: int | None) -> None:
         out = self._carrying.out
         if out is not None:
-            sizes = {"held_bytes": out.size_bytes, "size_bytes": out.room_bytes}
+            sizes = {"held_bytes": out.size_bytes, "size_bytes": out.required_bytes}
             self._answers.done(order.order, parked=True, storages=len(out), **sizes)
         elif self._gate.parked:
             self._standing.found = self._carrying.find()
@@ -180,7 +180,7 @@ class Orders:
             self._standing.pending = None
             another = refusal("another boundary to park at was named", "nothing needs to be done")
             self._answers.failed(before.order, another)
-        attempts = Attempts(self._gate, Asked(PARK, at=at, fits=fits), order.stand_s)
+        attempts = Attempts(self._gate, Asked(PARK, at=at, fits=fits), order.max_park_s)
         self._wait_for(order, order.limit_s, attempts)
         self._standing.found = None
         if self._gate.parked and self._gate.count >= at and not goes_on:
@@ -196,11 +196,11 @@ class Orders:
     def _withdraw(self, order: Order, _fd: int | None) -> None:
         self._standing.require_all_here("reload it first, then release it")
         pending = self._standing.take_pending()
-        stood_s = self._stood_s(pending)
+        parked_s = self._parked_s(pending)
         self._standing.let_go()
         if pending is not None:
             self._answers.failed(pending.order, refusal(f"{pending.do} was withdrawn", "nothing needs to be done"))
-        self._answers.done(order.order, stood_s=stood_s)
+        self._answers.done(order.order, parked_s=parked_s)
 
     def _rest(self, order: Order, _fd: int | None) -> None:
         """The operation is at rest: this process stays as it is, also while there is no daemon."""
@@ -312,20 +312,20 @@ class Orders:
         declined = self._gate.declined
         if declined is None and attempts.look():
             self._standing.pending = None
-            self._answers.done(pending.order, stood_s=attempts.stood_s)
+            self._answers.done(pending.order, parked_s=attempts.parked_s)
         elif is_late or declined is not None or (pending.exact and attempts.is_stopped_too_long):
-            stood_s = attempts.stood_s
+            parked_s = attempts.parked_s
             self._standing.pending = None
             self._gate.withdraw()
-            self._answers.failed(pending.order, not_parked(pending.limit_s, attempts.busy, declined), stood_s=stood_s)
+            self._answers.failed(pending.order, not_parked(pending.limit_s, attempts.busy, declined), parked_s=parked_s)
         elif attempts.is_stopped_too_long:
             note(f"{attempts.busy}; the training goes on until the next attempt")
             attempts.pause()
 
-    def _stood_s(self, pending: Pending | None) -> float:
+    def _parked_s(self, pending: Pending | None) -> float:
         """How long the training thread stood until now for what is being withdrawn."""
         if pending is not None and pending.attempts is not None:
-            return pending.attempts.stood_s
+            return pending.attempts.parked_s
         since = self._gate.stands_since
         return 0.0 if since is None else monotonic() - since
 
@@ -369,7 +369,7 @@ class Orders:
             self._weighed = refusal(f"its state cannot be looked at: {error!r}", DEBUG_HINT)
 
     def _tell_found(self, order: int, found: Found) -> None:
-        self.known_bytes = self._carrying.room_bytes(found)
+        self.known_bytes = self._carrying.required_bytes(found)
         self._answers.found(order, found, self.known_bytes)
 
     def _wait_for(self, order: Order, limit_s: float | None, attempts: Attempts | None = None) -> None:

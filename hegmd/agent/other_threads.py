@@ -45,7 +45,7 @@ _WAITS = frozenset(
     "waitid waitpid".split()
 )
 # How long the training thread stands for an attempt, unless the daemon says otherwise.
-STAND_S = 0.5
+MAX_PARK_S = 0.5
 # Before a look, since a poll takes whole milliseconds and the job stands.
 _SOON_S = (0.0001, 0.0002, 0.0004)
 # For how much longer than that the training runs on after the first attempt, and after a later one at most.
@@ -62,30 +62,30 @@ class Attempts:
         self,
         gate: Gate,
         asked: Asked,
-        stand_s: float | None = None,
+        max_park_s: float | None = None,
         busy: Callable[[Gate], str | None] | None = None,
     ) -> None:
         self._gate = gate
         self._asked = asked
         self._busy = busy or busy_soon
-        self._stand_s = STAND_S if stand_s is None else stand_s
-        self._pause_s = self._stand_s * _FIRST_PAUSE
+        self._max_park_s = MAX_PARK_S if max_park_s is None else max_park_s
+        self._pause_s = self._max_park_s * _FIRST_PAUSE
         self._again_at: float | None = None
-        self._stood_s = 0.0
+        self._parked_s = 0.0
         #: A thread that was not at rest in the last attempt, in words.
         self.busy: str | None = None
 
     @property
-    def stood_s(self) -> float:
+    def parked_s(self) -> float:
         """How long the training thread stood for it in all, until now."""
         since = self._gate.stands_since
-        return self._stood_s + (0.0 if since is None else monotonic() - since)
+        return self._parked_s + (0.0 if since is None else monotonic() - since)
 
     @property
     def is_stopped_too_long(self) -> bool:
         """Whether the training thread has stood for this attempt for as long as it may."""
         since = self._gate.stands_since
-        return since is not None and monotonic() - since >= self._stand_s
+        return since is not None and monotonic() - since >= self._max_park_s
 
     def next_deadline(self, look_again_s: float) -> float | None:
         """When to look again."""
@@ -107,10 +107,10 @@ class Attempts:
 
     def pause(self) -> None:
         """Let the training run on, until it is time for the next attempt."""
-        self._stood_s = self.stood_s
+        self._parked_s = self.parked_s
         self._gate.withdraw()
         self._again_at = monotonic() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, self._stand_s * _MAX_PAUSE)
+        self._pause_s = min(2 * self._pause_s, self._max_park_s * _MAX_PAUSE)
 
 
 def busy_soon(gate: Gate) -> str | None:

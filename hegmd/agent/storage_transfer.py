@@ -100,9 +100,9 @@ class Carrying:
             self._peers.rejoin()
             self._peers = None
 
-    def room_bytes(self, found: Found) -> int:
+    def required_bytes(self, found: Found) -> int:
         """What has to be held for these storages, by the way that needs more."""
-        wholes: tuple[int, int] = _transfer().room_bytes(found.sizes), _showing().flat_bytes(found.sizes)
+        wholes: tuple[int, int] = _transfer().required_bytes(found.sizes), _showing().flat_bytes(found.sizes)
         return max(wholes)
 
     # ---- copied by this process --------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class Carrying:
             raise refusal("no descriptor came with the order", "send the memory to copy to with it")
         self.forget()
         transfer = _transfer()
-        found.keep_what_fits(os.fstat(fd).st_size, transfer.room_bytes)
+        found.keep_what_fits(os.fstat(fd).st_size, transfer.required_bytes)
         if not found.storages:  # nothing is out then, so nothing has to come back before the process may go on
             return 0
         offloaded: Offloaded = transfer.offload(fd, found.storages, found.sizes, progress)

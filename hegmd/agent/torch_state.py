@@ -84,15 +84,15 @@ class Found:
         counted[0] += 1
         counted[1] += size_bytes
 
-    def keep_what_fits(self, given_bytes: int, room_bytes: Callable[[list[int]], int]) -> None:
+    def keep_what_fits(self, given_bytes: int, required_bytes: Callable[[list[int]], int]) -> None:
         """Leave the smallest alone, as many as it takes: a process may hold more now than when it was surveyed."""
-        if room_bytes(self.sizes) <= given_bytes:
+        if required_bytes(self.sizes) <= given_bytes:
             return
         order = sorted(range(len(self.sizes)), key=self.sizes.__getitem__, reverse=True)
         self.storages = [self.storages[index] for index in order]
         self.sizes = [self.sizes[index] for index in order]
-        while self.sizes and room_bytes(self.sizes) > given_bytes:
-            over_bytes = room_bytes(self.sizes) - given_bytes
+        while self.sizes and required_bytes(self.sizes) > given_bytes:
+            over_bytes = required_bytes(self.sizes) - given_bytes
             while self.sizes and over_bytes > 0:
                 self.storages.pop()
                 size_bytes = self.sizes.pop()

@@ -34,7 +34,7 @@ _PLACE = struct.Struct("<QQ")
 _NONCE_BYTES = 16
 
 
-def room_bytes(sizes: list[int]) -> int:
+def required_bytes(sizes: list[int]) -> int:
     """How large a descriptor has to be for storages of those sizes."""
     places = _places_of(sizes)
     return round_up(places[-1] + sizes[-1]) if sizes else PAGE_BYTES
@@ -49,7 +49,7 @@ class Offloaded:
         self.fd = fd
         self._medium = medium
         self.size_bytes = sum(sizes)
-        self.room_bytes = room_bytes(sizes)
+        self.required_bytes = required_bytes(sizes)
         self._storages = storages
         self._sizes = sizes
         self.nonce = nonce
@@ -99,7 +99,7 @@ def offload(fd: int, storages: list[Any], sizes: list[int], progress: Callable[[
 
     Raises HegmError, with nothing changed and the descriptor still the caller's.
     """
-    needed_bytes = room_bytes(sizes)
+    needed_bytes = required_bytes(sizes)
     given_bytes = os.fstat(fd).st_size
     if given_bytes < needed_bytes:
         raise HegmError(
@@ -170,9 +170,9 @@ class HostMemory:
     short_bytes = 0
     left: list[tuple[int, int]] = []  # noqa: RUF012 - never changed
 
-    def copy_out(self, fd: int, room_bytes: int, spans: list[Span], progress: Callable[[int], None]) -> None:
+    def copy_out(self, fd: int, required_bytes: int, spans: list[Span], progress: Callable[[int], None]) -> None:
         """Copy the spans into the descriptor. Raises OSError."""
-        copying.copy_out(fd, room_bytes, spans, progress)
+        copying.copy_out(fd, required_bytes, spans, progress)
 
     def copy_in(self, fd: int, spans: list[Span], progress: Callable[[int], None]) -> None:
         """Copy them back, into memory that has just been made. Raises OSError."""
@@ -219,7 +219,7 @@ def _header(nonce: bytes, sizes: list[int]) -> bytes:
 
 def _check_header(fd: int, nonce: bytes, sizes: list[int]) -> None:
     expected = _header(nonce, sizes)
-    if _read_whole(fd, len(expected)) != expected or os.fstat(fd).st_size < room_bytes(sizes):
+    if _read_whole(fd, len(expected)) != expected or os.fstat(fd).st_size < required_bytes(sizes):
         raise HegmError(
             REFUSED,
             f"the descriptor does not hold the {sum(sizes)} bytes that process {os.getpid()} put out",

@@ -42,9 +42,9 @@ class VideoMemory:
         """What the allocator has kept while the storages are out: where each segment begins, and its bytes."""
         return [] if self._cache is None else self._cache.left
 
-    def copy_out(self, fd: int, room_bytes: int, spans: list[Span], progress: Callable[[int], None]) -> None:
+    def copy_out(self, fd: int, capacity_bytes: int, spans: list[Span], progress: Callable[[int], None]) -> None:
         """Copy the spans into the descriptor. Raises OSError."""
-        with copying.Writing(fd, room_bytes) as write:
+        with copying.Writing(fd, capacity_bytes) as write:
 
             def copy(address: int, place: int, size_bytes: int) -> None:
                 with self._buffer() as host:

@@ -142,7 +142,7 @@ class Requests:
         unit_bytes = cuda.granularity(ordinal)
         sizes: list[int] = [-(-size_bytes // unit_bytes) * unit_bytes for size_bytes in request.args["sizes"]]
         if sum(sizes) > self.gpus[request.args["gpu"]].total_bytes:  # the driver calls a piece of that size senseless
-            raise _no_room(request.args["gpu"], sizes, 0)
+            raise _out_of_memory(request.args["gpu"], sizes, 0)
         made = Descriptors([])
         try:
             for size_bytes in sizes:
@@ -152,7 +152,7 @@ class Requests:
             made.close()
             if error.code != cuda.OUT_OF_MEMORY:
                 raise
-            raise _no_room(request.args["gpu"], sizes, got_bytes) from error
+            raise _out_of_memory(request.args["gpu"], sizes, got_bytes) from error
         except BaseException:
             made.close()
             raise
@@ -256,7 +256,7 @@ def _exported(ordinal: int, size_bytes: int) -> int:
         cuda.release_handle(handle)  # the descriptor holds the memory
 
 
-def _no_room(gpu: str, sizes: Sequence[int], got_bytes: int) -> Refused:
+def _out_of_memory(gpu: str, sizes: Sequence[int], got_bytes: int) -> Refused:
     return Refused(
         f"{gpu} has no room for {sum(sizes) // MIB} MiB: there were {got_bytes // MIB} MiB to be had",
         "free video memory there, choose another GPU, or suspend a job that is on it",

@@ -147,7 +147,7 @@ class JobDumper:
         criu_bytes = 0
         try:
             criu_bytes = await run_detached(lambda _: sum(map(anonymous_bytes_of, tree.pids)), name="hegmd-memory")
-            await self._images().require_room(
+            await self._images().require_space(
                 path, rights, criu_bytes=criu_bytes, bytes_of_gpus=size_bytes, apart=guise is not None
             )
         except HegmError as error:

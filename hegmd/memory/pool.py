@@ -58,7 +58,7 @@ class Pool:
         huge_free_bytes: Callable[[], int] = read_huge_free_bytes,
     ) -> None:
         self.keep = keep or MemoryKeeping()
-        self.make_room: Callable[[int], Awaitable[object]] | None = None
+        self.free_memory: Callable[[int], Awaitable[object]] | None = None
         self._given_budget_bytes = budget_bytes
         self._available_bytes = available_bytes
         self._huge_free_bytes = huge_free_bytes
@@ -323,7 +323,7 @@ class Pool:
     ) -> Memory:
         """Memory within the budget, held beyond the daemon's end. Raises HegmError."""
         key = name.key
-        await self._ask_for_room(key, whole_bytes)
+        await self._request_memory(key, whole_bytes)
         async with self._taking:
             self._refuse_over_budget(key, asked_bytes, whole_bytes)
             self._coming[key] = whole_bytes
@@ -453,10 +453,10 @@ class Pool:
     def _file_of(self, piece: Piece) -> str:
         return str(self._folder().path(str(piece.name)))
 
-    async def _ask_for_room(self, key: Key, whole_bytes: int) -> None:
+    async def _request_memory(self, key: Key, whole_bytes: int) -> None:
         missing_bytes = self._others_bytes(key) + whole_bytes - self.budget_bytes()
-        if missing_bytes > 0 and self.make_room is not None:
-            await self.make_room(missing_bytes)
+        if missing_bytes > 0 and self.free_memory is not None:
+            await self.free_memory(missing_bytes)
 
     def _others_bytes(self, key: Key) -> int:
         known = self._held.get(key)

@@ -64,13 +64,13 @@ def piece_bytes(size_bytes: int) -> int:
     return found_bytes
 
 
-def round_bytes(storage_room_bytes: int, size_bytes: int) -> int:
+def round_bytes(storage_reservation_bytes: int, size_bytes: int) -> int:
     """How much of `size_bytes` is made at a time in such a room: as much as is there at first.
 
     So much is free again after each round, but for a piece that the next one's bytes are in, too. What the allocator
     rounds up has room of its own.
     """
-    return max(ROUND_BYTES, storage_room_bytes - piece_bytes(size_bytes))
+    return max(ROUND_BYTES, storage_reservation_bytes - piece_bytes(size_bytes))
 
 
 def rounds_of(size_bytes: int, overlap_bytes: int) -> int:
@@ -78,7 +78,7 @@ def rounds_of(size_bytes: int, overlap_bytes: int) -> int:
     return 1 if overlap_bytes <= 0 else -(-size_bytes // round_bytes(size_bytes - overlap_bytes, size_bytes))
 
 
-def passing_room_bytes(size_bytes: int, *, at_rest: bool) -> int:
+def staging_out_needed_bytes(size_bytes: int, *, at_rest: bool) -> int:
     """What has to be free on a GPU for video memory beside it that bytes on their way to the pool go through.
 
     As long as the job still trains, as much again is left to it; then the moment is short.
@@ -87,7 +87,7 @@ def passing_room_bytes(size_bytes: int, *, at_rest: bool) -> int:
     return own_bytes + CALM_BYTES + (0 if at_rest else size_bytes)
 
 
-def ahead_room_bytes(size_bytes: int) -> int:
+def staging_in_needed_bytes(size_bytes: int) -> int:
     """What has to be free on a GPU, beside all that is held there for a process, for a copy that goes ahead of it.
 
     A restore asks for some calm by itself, which is not to be taken from it.

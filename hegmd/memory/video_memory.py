@@ -87,8 +87,8 @@ def piece_sizes(size_bytes: int) -> list[int]:
     """In which pieces so much is taken: gigabytes, larger ones where these would be too many, and a smaller last."""
     each_bytes = piece_bytes(size_bytes)
     sizes = [each_bytes] * (size_bytes // each_bytes)
-    if rest_bytes := size_bytes % each_bytes:
-        sizes.append(-(-rest_bytes // UNIT_BYTES) * UNIT_BYTES)
+    if tail_bytes := size_bytes % each_bytes:
+        sizes.append(-(-tail_bytes // UNIT_BYTES) * UNIT_BYTES)
     return sizes
 
 
@@ -99,7 +99,7 @@ class VideoMemory:
         self.store = store
         #: Asked to have given back what can be done without on that GPU, before somebody is refused; tells whether
         #: anything was, and raises nothing.
-        self.make_room: Callable[[str], Awaitable[bool]] | None = None
+        self.free_memory: Callable[[str], Awaitable[bool]] | None = None
         self._helper = helper
         self._held: dict[Key, _Holding] = {}
         self._taking = anyio.Lock()
@@ -146,7 +146,7 @@ class VideoMemory:
             try:
                 answer = await self._made(args, deadline_s)
             except Refused:
-                if spare or self.make_room is None or not await self.make_room(gpu):
+                if spare or self.free_memory is None or not await self.free_memory(gpu):
                     raise
                 answer = await self._made(args, deadline_s)
             holding = self._held.get((who, gpu), _Holding())  # some may have been given back meanwhile

@@ -60,14 +60,16 @@ class DriverOutOfMemory(OutOfMemory):
 class GrewBeyondPlan(Refused):
     """The process has more on its GPU than was planned for. It was left as it was: this has to be on disk first."""
 
-    def __init__(self, pid: int, planned_bytes: int, rest_bytes: int, shares_bytes: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, pid: int, planned_bytes: int, driver_bytes: int, driver_bytes_by_gpu: tuple[int, ...] = ()
+    ) -> None:
         super().__init__(
-            f"process {pid} has come to need {rest_bytes} bytes on its GPU, and {planned_bytes} were planned for",
+            f"process {pid} has come to need {driver_bytes} bytes on its GPU, and {planned_bytes} were planned for",
             "it is tried again with as much room",
-            {"pid": pid, "planned_bytes": planned_bytes, "rest_bytes": rest_bytes},
+            {"pid": pid, "planned_bytes": planned_bytes, "driver_bytes": driver_bytes},
         )
-        self.rest_bytes = rest_bytes
-        self.shares_bytes = shares_bytes
+        self.driver_bytes = driver_bytes
+        self.driver_bytes_by_gpu = driver_bytes_by_gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,7 @@ class MigratedProcess:
     def wholes(self, place: str | None) -> dict[str, int]:
         """All that it needs on each GPU of that place."""
         storages = self.storages(place)
-        return {gpu: rest_bytes + storages[gpu] for gpu, rest_bytes in self.needs(place).items()}
+        return {gpu: driver_bytes + storages[gpu] for gpu, driver_bytes in self.needs(place).items()}
 
     @property
     def worker(self) -> AgentConnection:

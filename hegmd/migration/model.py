@@ -91,7 +91,7 @@ class Surroundings(Record):
     stopped: bool = field("whether a signal or a debugger has stopped it", default=False)
     nccl_shared: bool | None = field("whether it maps memory that NCCL shares between ranks", default=None)
     nccl_p2p_disabled: bool = field("whether it was started with NCCL_P2P_DISABLE=1", default=False)
-    memory_room_bytes: int | None = field("how much its control groups let it grow; nil for no limit", default=None)
+    cgroup_free_bytes: int | None = field("how much its control groups let it grow; nil for no limit", default=None)
     same_ipc: bool | None = field("whether it is in the IPC namespace of hegmd", default=None)
 
 

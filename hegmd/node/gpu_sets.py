@@ -30,11 +30,11 @@ def is_several(place: str | None) -> bool:
     return place is not None and _BETWEEN in place
 
 
-def shared_out(place: str | None, shares_bytes: Sequence[int], whole_bytes: int) -> dict[str, int]:
+def shared_out(place: str | None, bytes_by_gpu: Sequence[int], whole_bytes: int) -> dict[str, int]:
     """What is needed on each GPU of a place: a share for each device, or, where none are known, all of it anywhere."""
     gpus = gpus_of(place)
-    if len(shares_bytes) == len(gpus):
-        return dict(zip(gpus, shares_bytes, strict=True))
+    if len(bytes_by_gpu) == len(gpus):
+        return dict(zip(gpus, bytes_by_gpu, strict=True))
     return dict.fromkeys(gpus, whole_bytes)
 
 

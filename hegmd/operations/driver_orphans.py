@@ -23,7 +23,7 @@ import anyio.abc
 
 from hegmd.errors import NOT_FOUND, TIMEOUT, HegmError, Refused
 from hegmd.gpu_helper.link import DriverFailed, HelperLost, Link
-from hegmd.migration.machine.adoption import Driven, room_bound
+from hegmd.migration.machine.adoption import Driven, driver_bytes_bound
 from hegmd.migration.methods.driver_calls import CHECKPOINTED, FAILED, LOCKED
 from hegmd.migration.methods.other_processes import OtherProcesses
 from hegmd.migration.methods.progress_probe import is_stopped
@@ -77,7 +77,7 @@ class DriverOrphans:
     def __init__(
         self,
         link: Link,
-        neighbours: OtherProcesses,
+        other_processes: OtherProcesses,
         node: Callable[[], Awaitable[Node]],
         *,
         is_taken: Callable[[int], bool],
@@ -86,7 +86,7 @@ class DriverOrphans:
     ) -> None:
         self._proc_root = proc_root
         self._link = link
-        self._neighbours = neighbours
+        self._other_processes = other_processes
         self._node = node
         self._is_taken = is_taken
         self._own_pids = own_pids
@@ -102,7 +102,7 @@ class DriverOrphans:
 
     def orphans(self) -> Iterable[Orphan]:
         for found in self._found.values():
-            if self._neighbours.may_be_there(found.user.who) and not self._is_taken(found.user.pid):
+            if self._other_processes.may_be_there(found.user.who) and not self._is_taken(found.user.pid):
                 yield _told(found)
 
     async def drop(self, name: str) -> int | None:
@@ -192,7 +192,7 @@ class DriverOrphans:
         return state if state in {LOCKED, CHECKPOINTED, FAILED} else None
 
     async def _ask(self, user: CudaUser) -> str:
-        async with self._neighbours.excluded(user.who):  # a lock of our own is no news
+        async with self._other_processes.excluded(user.who):  # a lock of our own is no news
             answer = await self._link.call("state", {"pid": user.pid}, deadline_s=ANSWER_S)
         return str(answer.values["state"])
 
@@ -252,7 +252,7 @@ class DriverOrphans:
             name=user.name,
             state=state,
             gpu=None if off else place_of(gpus),
-            rest_bytes=room_bound(user.own_bytes, [_whole_bytes(gpu) for gpu in node.gpus]) if off else 0,
+            driver_bytes=driver_bytes_bound(user.own_bytes, [_whole_bytes(gpu) for gpu in node.gpus]) if off else 0,
         )
 
 

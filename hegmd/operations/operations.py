@@ -72,9 +72,9 @@ class Operations:
         utc: Callable[[], float] = time.time,
         restart_allowed: Callable[[], bool] = lambda: False,
         jobs: JobNames | None = None,
-        stand_s: float | None = None,
+        max_park_s: float | None = None,
     ) -> None:
-        self._stand_s = Limits().stand_s if stand_s is None else stand_s
+        self._max_park_s = Limits().max_park_s if max_park_s is None else max_park_s
         self._restart_allowed = restart_allowed
         self._jobs = jobs
         self._inventory = inventory
@@ -327,7 +327,7 @@ class Operations:
             self._check_owner(asked, owners.get(worker.pid), f"process {worker.pid}")
         if asked.dry_run:
             return OperationResult(None, plan_record(plan))
-        limits = (limits or limits_of(asked.limit_s)).replace(stand_s=self._stand_s)
+        limits = (limits or limits_of(asked.limit_s)).replace(max_park_s=self._max_park_s)
         chips = {gpu.id: gpu.chip for gpu in snapshot.gpus}
         holder = None if plan.kind == QUIESCE else self._holder(plan.workers[0].pid)
         for worker in plan.workers:  # somebody else may have been quicker since the snapshot; nothing is awaited below

@@ -45,7 +45,7 @@ from hegmd.migration.machine.next_effects import TERMINAL
 from hegmd.migration.methods.driver import DriverMethod
 from hegmd.migration.methods.driver_calls import Steps
 from hegmd.migration.methods.gpus import Gpus
-from hegmd.migration.methods.other_processes import STILL_S, OtherProcesses
+from hegmd.migration.methods.other_processes import MAX_PAUSE_S, OtherProcesses
 from hegmd.migration.methods.progress_probe import is_stopped
 from hegmd.migration.methods.restart import RestartMethod
 from hegmd.migration.methods.restore_lock import forget_claims, has_come_to_its_end, lock_path
@@ -54,7 +54,7 @@ from hegmd.migration.methods.simulated_memory import SimulatedMemory
 from hegmd.migration.plan.throughput import Paces
 from hegmd.migration.run.executor import EffectExecutor
 from hegmd.migration.run.runner import Runner
-from hegmd.migration.run.task import rooms_to_restore
+from hegmd.migration.run.task import reservations_to_restore
 from hegmd.node.criu_program import Criu, find, rights_missing
 from hegmd.node.devices.simulated import SimulatedProvider
 from hegmd.node.inventory import Inventory, NodeSnapshot
@@ -108,8 +108,8 @@ class Moving:
         events: EventLog,
         start_ticks: Callable[[int], int | None],
         spill: str = ASKED,
-        still_s: float = STILL_S,
-        stand_s: float | None = None,
+        max_pause_s: float = MAX_PAUSE_S,
+        max_park_s: float | None = None,
         restart_always: bool = False,
         ready: Ready | None = None,
         images_by: ImageMeans | None = None,
@@ -118,11 +118,11 @@ class Moving:
         self._state_dir, self._images_by = state_dir, images_by or ImageMeans(state_dir / "hegmd.sock")
         self._workers, self._inventory, self._events = workers, inventory, events
         self._start_ticks, self._ready, self.pool = start_ticks, ready or Ready(), pool
-        self.rooms = SimulatedMemory(simulator, gpus=self._gpus, changed=inventory.expire)
+        self.simulated_memory = SimulatedMemory(simulator, gpus=self._gpus, changed=inventory.expire)
         self.helper = Link()
         self.memory = VideoMemory(self.helper, pool.keep.store)
-        self._neighbours = OtherProcesses(
-            self.helper, state_dir, start_ticks=start_ticks, is_stopped=is_stopped, still_s=still_s
+        self._other_processes = OtherProcesses(
+            self.helper, state_dir, start_ticks=start_ticks, is_stopped=is_stopped, max_pause_s=max_pause_s
         )
         simulated = simulator is not None
         self.supervisors = Supervisors(start_ticks)
@@ -131,7 +131,7 @@ class Moving:
         self.runner = Runner(state_dir, performer, events, disk=disk, ended_well=ended_well)
         self.attendance = SimulatedPlacement(
             workers,
-            self.rooms,
+            self.simulated_memory,
             in_hand=self._is_in_hand,
             last_place=self.runner.last_place,
             out_bytes=self.runner.held_bytes,
@@ -144,7 +144,7 @@ class Moving:
         lookout = PlanSurvey(
             inventory,
             workers,
-            self.resting.pool_room,
+            self.resting.pool_memory,
             count=self.attendance.count,
             running=self.runner.as_held,
             standing=self._standing.standing,
@@ -153,13 +153,13 @@ class Moving:
             supervisors=self.supervisors,
             criu=self._images_by.criu,
         )
-        self._make_desks(lookout, handoff, restart_always=restart_always, stand_s=stand_s)
+        self._make_desks(lookout, handoff, restart_always=restart_always, max_park_s=max_park_s)
         self.periodic = self._make_periodic(events)
         for part in (self.attendance, self.runner, self.resting, self.orphans, self.periodic):
             workers.listen(part.hear)
 
     def _make_desks(
-        self, lookout: PlanSurvey, handoff: JobDumper, *, restart_always: bool, stand_s: float | None
+        self, lookout: PlanSurvey, handoff: JobDumper, *, restart_always: bool, max_park_s: float | None
     ) -> None:
         """Where operations are asked for."""
         self.runner.over = self.attendance.drop_ended
@@ -173,7 +173,7 @@ class Moving:
             standing=self._standing,
             restart_allowed=lambda: restart_always,
             jobs=JobNames(self._workers, self.supervisors),
-            stand_s=stand_s,
+            max_park_s=max_park_s,
         )
         self.restarts = Restarts(
             self.supervisors,
@@ -190,16 +190,16 @@ class Moving:
         """What processes and bytes are moved by here, by name."""
         by_worker = WorkerCarrier(self.pool)
         if simulated:
-            books = SimulatedMethod(self.rooms)
+            books = SimulatedMethod(self.simulated_memory)
             restarting, by_state = self._restarting(books)
             carried: dict[str, Carrier] = {by_worker.name: by_worker, by_state.name: by_state}
             return {books.name: books, restarting.name: restarting}, carried
         gpus = Gpus(self._look, self._inventory.expire)
-        steps = Steps(self.helper, gpus, self._neighbours)
-        method = DriverMethod(steps, self.memory, gpus, self._neighbours)
+        steps = Steps(self.helper, gpus, self._other_processes)
+        method = DriverMethod(steps, self.memory, gpus, self._other_processes)
         restarting, by_state = self._restarting(method)
         host = HostCarrier(self.helper, gpus, self.pool, self.memory)
-        self.memory.make_room = host.make_room
+        self.memory.free_memory = host.free_memory
         peer = PeerCarrier(self.helper, gpus, self.memory, self.pool)
         carriers: tuple[Carrier, ...] = (by_worker, by_state, DriverCarrier(), host, peer)
         return {method.name: method, restarting.name: restarting}, {carrier.name: carrier for carrier in carriers}
@@ -251,7 +251,7 @@ class Moving:
             return self.runner.of_process(pid) is not None or (worker is not None and self._standing.is_orphan(worker))
 
         return DriverOrphans(
-            asking, self._neighbours, self._look, is_taken=is_taken, own_pids=lambda: (self.helper.pid, asking.pid)
+            asking, self._other_processes, self._look, is_taken=is_taken, own_pids=lambda: (self.helper.pid, asking.pid)
         )
 
     def _make_performer(self, handoff: JobDumper, *, simulated: bool) -> EffectExecutor:
@@ -343,9 +343,9 @@ class Moving:
         await self._half_revived.clear({op.id for op in begun if not is_unrevived(op)}, taken, self.pool)
         self._distrusted.found = findings.distrusted
         self.orphans.tell()
-        for member, gpu, size_bytes in rooms_to_restore(self.runner.operations()):
+        for member, gpu, size_bytes in reservations_to_restore(self.runner.operations()):
             if self._start_ticks(member.pid) == member.start_ticks:
-                self.rooms.hold_what_fits((member.pid, member.start_ticks), gpu, size_bytes)
+                self.simulated_memory.hold_what_fits((member.pid, member.start_ticks), gpu, size_bytes)
 
     def _owned(self, key: Key) -> bool:
         """Whether an operation that is not over has that piece."""
@@ -370,7 +370,7 @@ class Moving:
                 tasks.start_soon(self.pool.keep.store.run)
             try:
                 async with anyio.create_task_group() as inner:
-                    inner.start_soon(self._neighbours.run)
+                    inner.start_soon(self._other_processes.run)
                     await inner.start(self._workers.run)
                     await inner.start(self._opened_images().run)
                     await inner.start(self.runner.run)

@@ -42,7 +42,7 @@ class SimulatedPlacement:
     def __init__(
         self,
         workers: Workers,
-        rooms: SimulatedMemory,
+        memory: SimulatedMemory,
         *,
         in_hand: Callable[[int], bool],
         last_place: Callable[[int, int], Placed | None],
@@ -51,7 +51,7 @@ class SimulatedPlacement:
         supervised: Callable[[AgentConnection], object] = lambda _worker: None,
     ) -> None:
         self._workers = workers
-        self._rooms = rooms
+        self._memory = memory
         self._in_hand = in_hand
         self._last_place = last_place
         self._out_bytes = out_bytes
@@ -64,7 +64,7 @@ class SimulatedPlacement:
     def hear(self, news: str, worker: AgentConnection) -> None:
         """Listens to the workers."""
         who = (worker.pid, worker.identity.start_ticks)
-        if news == CAME and self._rooms.simulated:  # of others the driver says where they are, however they came there
+        if news == CAME and self._memory.simulated:  # of others the driver says where they are, however they came there
             place = self._last_place(*who)
             if place is not None:
                 worker.gpu = None if place.gpu == CPU else place.gpu
@@ -81,7 +81,7 @@ class SimulatedPlacement:
         it any more. Called whenever one has."""
         for who in [who for who in self._ended if not self._in_hand(who[0])]:
             self._ended.discard(who)
-            self._rooms.drop(who)
+            self._memory.drop(who)
 
     def held_bytes(self) -> Mapping[int, int]:
         """For each worker that trains, the bytes that are held for it outside of its process; by pid.
@@ -97,7 +97,7 @@ class SimulatedPlacement:
     def _is_asked(self, worker: AgentConnection) -> bool:
         """Of real GPUs the driver says who is on them; who trains on none is told from being started by itself."""
         return worker.connected and (
-            self._rooms.simulated or (worker.on_cpu is None and bool(self._supervised(worker)))
+            self._memory.simulated or (worker.on_cpu is None and bool(self._supervised(worker)))
         )
 
     async def run(self) -> None:
@@ -137,9 +137,9 @@ class SimulatedPlacement:
 
     def _place(self, worker: AgentConnection) -> None:
         if worker.boundary:  # its tensors are where it trains
-            worker.on_cpu = worker.about.gpu == CPU if self._rooms.simulated else worker.cuda is None
+            worker.on_cpu = worker.about.gpu == CPU if self._memory.simulated else worker.cuda is None
         if worker.gpu is None and worker.about.gpu != CPU:
-            worker.gpu = self._rooms.place(worker.about.gpu)
+            worker.gpu = self._memory.place(worker.about.gpu)
         if worker.gpu is not None:
-            self._rooms.hold_what_fits((worker.pid, worker.identity.start_ticks), worker.gpu, worker.size_bytes or 0)
+            self._memory.hold_what_fits((worker.pid, worker.identity.start_ticks), worker.gpu, worker.size_bytes or 0)
         self._changed()

@@ -146,7 +146,7 @@ class PlanSurvey:
         candidates = await _seen_from_outside(_without_idle(tuple(self._candidates(node, pythons))), node, look)
         candidates = _with_stopped(candidates, pids)
         return NodeSnapshotForPlan(
-            gpus=tuple(_room(gpu, node.gpus) for gpu in node.gpus),
+            gpus=tuple(_gpu_memory(gpu, node.gpus) for gpu in node.gpus),
             candidates=candidates,
             unreachable=tuple(_unreachable(node)),
             beginning=tuple(pid for pid in pids if self._begins(pid)),
@@ -435,7 +435,7 @@ def _unreachable(node: NodeSnapshot) -> Iterator[Unreachable]:
             )
 
 
-def _room(gpu: Gpu, gpus: Sequence[Gpu]) -> GpuMemory:
+def _gpu_memory(gpu: Gpu, gpus: Sequence[Gpu]) -> GpuMemory:
     known = gpu.memory_total_bytes is not None and gpu.memory_used_bytes is not None
     left_bytes = (gpu.memory_total_bytes or 0) - (gpu.memory_used_bytes or 0) if known else None
     reached = {link.to_uuid for link in gpu.links if link.kind == "nvlink"}

@@ -66,7 +66,7 @@ class SuspendedOperations:
         self._wanted: set[str] = set()
         self._tasks: anyio.abc.TaskGroup | None = None
         if when != ASKED:
-            pool.make_room = self.make_room
+            pool.free_memory = self.free_memory
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Look after what is suspended, until cancelled."""
@@ -126,7 +126,7 @@ class SuspendedOperations:
             async for _ in self.follow(op_id):
                 pass
 
-    def pool_room(self) -> PoolMemory:
+    def pool_memory(self) -> PoolMemory:
         """The pool's room, with what would be given back rather than refuse somebody."""
         free_bytes = self._pool.free_bytes() + self.reclaimable_bytes()
         return PoolMemory(budget_bytes=self._pool.budget_bytes(), free_bytes=free_bytes)
@@ -139,7 +139,7 @@ class SuspendedOperations:
         pieces = [piece for key, piece in self._pool.by_owner().items() if key.operation in resting]
         return sum(piece.size_bytes for piece in pieces if piece.memory is not None)
 
-    async def make_room(self, missing_bytes: int) -> None:
+    async def free_memory(self, missing_bytes: int) -> None:
         """Have bytes at rest spilled, oldest first, until so many are given back, or there are no more of them."""
         goal_bytes = self._pool.held_bytes - missing_bytes
         for op in self._runner.under_way():

@@ -47,7 +47,7 @@ class Order(Record):
         "that trains",
         default=False,
     )
-    stand_s: float | None = field(
+    max_park_s: float | None = field(
         "park: how long the training thread may stand for an attempt that other threads of its process keep from "
         "succeeding; it then runs on, and is stopped again at a later boundary. nil for half a second",
         default=None,
@@ -245,7 +245,7 @@ class AgentReport(Request, op="agent.report", reply=Noted):
     message: str = field("failed: what and why", default="")
     hint: str = field("failed: the next step", default="")
     boundary: int | None = field("batch boundaries that it has passed", default=None)
-    stood_s: float | None = field(
+    parked_s: float | None = field(
         "park, withdraw: how long the training thread stood for the order until now, in all attempts", default=None
     )
     parked: bool | None = field("survey: whether the training thread is parked now", default=None)

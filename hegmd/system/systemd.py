@@ -332,7 +332,7 @@ class ServiceManager:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise OSError(errno.EAGAIN, "its queue is full")
-            _wait_for_room(self._address, left_s)
+            _wait_writable(self._address, left_s)
 
     def _sent_at_once(self, lines: Sequence[str], descriptors: Sequence[int], to: socket.socket) -> bool:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
@@ -343,7 +343,7 @@ class ServiceManager:
         return True
 
 
-def _wait_for_room(address: str, limit_s: float) -> None:
+def _wait_writable(address: str, limit_s: float) -> None:
     # Only a connected datagram socket polls for room at its receiver; ours stays unconnected, so that a manager that
     # re-executes and binds anew is reached again. Hence a second one, for the rare wait.
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as waiter:

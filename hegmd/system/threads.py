@@ -47,7 +47,7 @@ async def run_detached(work: Callable[[socket.socket], T], *, name: str, linger_
     try:
         ours, theirs = socket.socketpair()
     except OSError as error:
-        raise _no_room(error) from error
+        raise _no_resources(error) from error
     outcome: _Outcome[T] = _Outcome()
     context = contextvars.copy_context()
 
@@ -64,7 +64,7 @@ async def run_detached(work: Callable[[socket.socket], T], *, name: str, linger_
     except RuntimeError as error:  # the word of `threading` for EAGAIN
         theirs.close()
         ours.close()
-        raise _no_room(error) from error
+        raise _no_resources(error) from error
     with ours:
         try:
             await anyio.wait_readable(ours)
@@ -119,7 +119,7 @@ class Looks:
         return ", ".join(sorted(set(dict(self._under_way).values()))[:3])
 
 
-def _no_room(error: Exception) -> HegmError:
+def _no_resources(error: Exception) -> HegmError:
     return HegmError(
         UNAVAILABLE,
         f"hegmd cannot start a thread: {error}",

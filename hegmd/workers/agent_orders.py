@@ -58,7 +58,7 @@ class OrderFailed(HegmError):
         #: For how many bytes its GPU has no room; None if it failed for another reason.
         self.lacks_bytes = report.lacks_bytes
         #: How long its training thread stood for the order.
-        self.stood_s = report.stood_s or 0.0
+        self.parked_s = report.parked_s or 0.0
 
 
 def answered_within_s(do: str, limit_s: float | None) -> float:

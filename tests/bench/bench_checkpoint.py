@@ -49,7 +49,7 @@ def run() -> list[Row]:
 
 def _rows(daemon: RunningDaemon, name: str, place: Path) -> list[Row]:
     folder = Path(tempfile.mkdtemp(dir=place, prefix="hegm-bench-"))
-    stood_s: list[float] = []
+    parked_s: list[float] = []
     left_s: list[float] = []
     ended_s: list[float] = []
     back_s: list[float] = []
@@ -60,7 +60,7 @@ def _rows(daemon: RunningDaemon, name: str, place: Path) -> list[Row]:
                 image = str(folder / f"left-{at}")
                 took_s, left = timed(daemon, "checkpoint", "--leave-running", str(job.pid), image)
                 left_s.append(took_s)
-                stood_s.append(left["downtime_s"])
+                parked_s.append(left["downtime_s"])
                 size_bytes = left["size_bytes"]
                 shutil.rmtree(image)
                 image = str(folder / f"ended-{at}")
@@ -74,7 +74,7 @@ def _rows(daemon: RunningDaemon, name: str, place: Path) -> list[Row]:
         Row(f"{name}: bytes on the GPU", size_bytes / GB, "GB"),
         Row(f"{name}: checkpoint, the job ended, p50", statistics.median(ended_s), "s"),
         Row(f"{name}: checkpoint --leave-running, p50", statistics.median(left_s), "s"),
-        Row(f"{name}: of that, the job stands, p50", statistics.median(stood_s), "s"),
+        Row(f"{name}: of that, the job stands, p50", statistics.median(parked_s), "s"),
         Row(f"{name}: restore, p50", statistics.median(back_s), "s"),
     ]
 

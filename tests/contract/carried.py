@@ -190,12 +190,12 @@ class Moved:
         """What goes ahead of it has come to its end."""
         await self.rig.link.call("shifted", {"lane": lane_of(self.subject)}, deadline_s=20)
 
-    async def put_back(self, *, is_roomy: bool = False) -> None:
+    async def put_back(self, *, has_spare_memory: bool = False) -> None:
         """Into the storages, and everything is given back: with plenty of room when it goes on, else before."""
-        back_bytes = await self.carrier.reload(self.subject, ignored, lambda: nullcontext(lambda: is_roomy))
+        back_bytes = await self.carrier.reload(self.subject, ignored, lambda: nullcontext(lambda: has_spare_memory))
         assert back_bytes == SIZE_BYTES
         assert self.rig.owner.ask("digest") == self.rig.owner.digest
-        assert bool(self.held()) is is_roomy
+        assert bool(self.held()) is has_spare_memory
         await self.carrier.resumed(self.subject)
         assert not self.held(), "its GPU has room for it as soon as it has its bytes"
         await self.carrier.release(self.subject)

@@ -44,7 +44,7 @@ class Driven:
     link: Link
     gpus: Gpus
     memory: VideoMemory
-    neighbours: OtherProcesses
+    other_processes: OtherProcesses
     method: DriverMethod
     inventory: Inventory
     #: What was seen of the node so far.
@@ -72,7 +72,7 @@ async def driven(node: CudaNode, scenario: NvmlScenario, patience: Patience | No
     )
     async with linked(node) as link, inventory:
         memory = VideoMemory(link)
-        neighbours = OtherProcesses(link, folder, start_ticks=start_ticks, is_stopped=is_stopped)
+        other_processes = OtherProcesses(link, folder, start_ticks=start_ticks, is_stopped=is_stopped)
         looks: list[NodeSnapshot] = []
 
         async def look() -> NodeSnapshot:
@@ -80,8 +80,8 @@ async def driven(node: CudaNode, scenario: NvmlScenario, patience: Patience | No
             return looks[-1]
 
         gpus = Gpus(look, inventory.expire)
-        method = DriverMethod(Steps(link, gpus, neighbours, patience), memory, gpus, neighbours)
-        yield Driven(node, link, gpus, memory, neighbours, method, inventory, looks)
+        method = DriverMethod(Steps(link, gpus, other_processes, patience), memory, gpus, other_processes)
+        yield Driven(node, link, gpus, memory, other_processes, method, inventory, looks)
         memory.close()
     nvml.close()
 
@@ -93,7 +93,7 @@ class Rig:
     node: CudaNode
     link: Link
     method: DriverMethod
-    neighbours: OtherProcesses
+    other_processes: OtherProcesses
     memory: VideoMemory
     moved: Owner
     other: Owner
@@ -141,7 +141,15 @@ class Parts:
 async def rigged(parts: Parts, patience: Patience | None = None) -> AsyncIterator[Rig]:
     async with driven(parts.node, parts.scenario, patience) as by:
         yield Rig(
-            parts.node, by.link, by.method, by.neighbours, by.memory, parts.moved, parts.other, by.inventory, by.looks
+            parts.node,
+            by.link,
+            by.method,
+            by.other_processes,
+            by.memory,
+            parts.moved,
+            parts.other,
+            by.inventory,
+            by.looks,
         )
 
 

@@ -141,7 +141,7 @@ async def test_a_job_stood_until_what_had_gone_ahead_of_it_was_given_back_where_
         await job.carrier.prepare(job.off)
         async with job.carrier.overlap_restore(job.off):
             pass
-        await job.put_back(is_roomy=True)
+        await job.put_back(has_spare_memory=True)
 
 
 @pytest.mark.thorough
@@ -380,9 +380,9 @@ class Books(SimulatedMethod):
 
 
 def _performer(job: Moved, books: type[Books] = Books) -> EffectExecutor:
-    rooms = SimulatedMemory(SimulatedProvider(parse_topology("1x1GiB")))
+    simulated = SimulatedMemory(SimulatedProvider(parse_topology("1x1GiB")))
     carriers = {job.carrier.name: job.carrier}
-    return EffectExecutor(job.rig.workers, {"driver": books(rooms)}, carriers, start_ticks=start_ticks)
+    return EffectExecutor(job.rig.workers, {"driver": books(simulated)}, carriers, start_ticks=start_ticks)
 
 
 class Unseen(Books):

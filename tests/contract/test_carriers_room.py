@@ -54,9 +54,9 @@ async def test_whoever_was_told_that_there_is_no_room_could_have_had_what_was_he
 ) -> None:
     async with moving() as job:
         memory, (here, there) = job.rig.memory, job.node.uuids
-        memory.make_room = job.carrier.make_room
+        memory.free_memory = job.carrier.free_memory
         await job.carrier.reserve(job.subject, SIZE_BYTES)
-        assert not await job.carrier.make_room(there)
+        assert not await job.carrier.free_memory(there)
         most_bytes = job.rig.owner.free_bytes() + SOME_BYTES
         await memory.reserve(OTHERS, here, most_bytes)
         assert job.held() == {OTHERS}
@@ -90,12 +90,12 @@ async def test_nobody_gives_anything_back_for_what_can_be_done_without(moving: M
     async with moving() as job:
         asked: list[str] = []
 
-        async def make_room(gpu: str) -> bool:
+        async def free_memory(gpu: str) -> bool:
             asked.append(gpu)
             return False
 
         memory, here = job.rig.memory, job.node.uuids[0]
-        memory.make_room = make_room
+        memory.free_memory = free_memory
         with pytest.raises(Refused, match="has no room"):
             await memory.reserve(OTHERS, here, 64 * 1024 * MIB, spare=True)
         assert not asked

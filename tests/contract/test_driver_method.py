@@ -107,8 +107,8 @@ async def test_room_that_was_let_go_of_and_did_not_show_at_once_was_taken_for_no
             return node
 
         gpus = Gpus(look)
-        steps = Steps(rig.link, gpus, rig.neighbours)
-        await DriverMethod(steps, rig.memory, gpus, rig.neighbours).restore(off, "gpu1")
+        steps = Steps(rig.link, gpus, rig.other_processes)
+        await DriverMethod(steps, rig.memory, gpus, rig.other_processes).restore(off, "gpu1")
         assert max(seen[:2]) < REST_BYTES <= seen[2]
         assert rig.moved.ask("digest") == rig.moved.digest
 
@@ -214,7 +214,7 @@ async def test_a_look_at_a_process_does_not_free_it_for_whom_another_operation_h
         async def look() -> None:
             await getattr(rig.method, question)(rig.subject)
 
-        async with anyio.create_task_group() as tasks, rig.neighbours.paused([rig.subject.owner_key]):
+        async with anyio.create_task_group() as tasks, rig.other_processes.paused([rig.subject.owner_key]):
             tasks.start_soon(look)
             await rig.stands(rig.moved)
         assert await rig.state(rig.moved) == "running"
@@ -231,7 +231,7 @@ async def test_neighbours_stand_while_storages_are_made_and_not_for_as_long_as_a
         async with rig.method.storage_allocation(mine):
             assert rig.memory.by_owner() == {}
             await rig.stands(rig.other)
-            await rig.neighbours.wait_until_unpaused(rig.other_who)
+            await rig.other_processes.wait_until_unpaused(rig.other_who)
             assert await rig.state(rig.other) == "running"
         rig.looks.clear()
         async with rig.method.storage_allocation(mine):
@@ -260,7 +260,7 @@ async def test_storages_are_made_beside_their_room_where_as_much_is_free_and_it_
             assert rig.memory.by_owner() != {}, "the room is let go of before the storages are made"
             await rig.stands(rig.other)
             made()
-            await rig.neighbours.wait_until_unpaused(rig.other_who)
+            await rig.other_processes.wait_until_unpaused(rig.other_who)
             assert await rig.state(rig.other) == "running", "it stands while the storages are filled"
             assert rig.memory.by_owner() != {}, "the room is let go of before the storages are filled"
         assert rig.memory.by_owner() == {}
@@ -292,7 +292,7 @@ async def test_the_room_of_a_job_that_trained_on_was_held_until_nvml_showed_it(p
             return await rig.inventory.refresh()
 
         gpus = Gpus(look)
-        method = DriverMethod(Steps(rig.link, gpus, rig.neighbours), rig.memory, gpus, rig.neighbours)
+        method = DriverMethod(Steps(rig.link, gpus, rig.other_processes), rig.memory, gpus, rig.other_processes)
         with anyio.CancelScope() as scope:
             await method.verify(mine)  # it is on the other GPU
         assert held == [True, False, False]
@@ -358,7 +358,7 @@ async def test_a_neighbour_that_takes_all_it_can_meanwhile_costs_an_attempt_and_
             attempts += 1
             with contextlib.suppress(OutOfMemory):
                 async with rig.method.storage_allocation(mine):
-                    await rig.neighbours.wait_until_unpaused(rig.other_who)
+                    await rig.other_processes.wait_until_unpaused(rig.other_who)
                     if attempts == 1:
                         assert rig.other.ask("hoard") == "hoarding"
                         assert rig.memory.of(storage_owner(mine)), "and that is for us alone"
@@ -375,16 +375,20 @@ async def test_a_process_that_has_grown_is_left_alone_until_that_is_written_down
         await rig.method.reserve(rig.subject, "gpu1", REST_BYTES)
         with pytest.raises(GrewBeyondPlan) as grown:
             await rig.method.checkpoint(rig.subject)
-        assert grown.value.rest_bytes > REST_BYTES
+        assert grown.value.driver_bytes > REST_BYTES
         assert await rig.state(rig.moved) == "running"
-        written = replace(rig.subject, driver_bytes=grown.value.rest_bytes)
-        assert (await rig.method.checkpoint(written)).driver_bytes == grown.value.rest_bytes
+        written = replace(rig.subject, driver_bytes=grown.value.driver_bytes)
+        assert (await rig.method.checkpoint(written)).driver_bytes == grown.value.driver_bytes
 
 
 @pytest.mark.thorough
 async def test_a_checkpoint_that_waits_for_its_turn_is_told_to_whoever_looks(parts: Parts) -> None:
     """Once it was found to run, so that its operation ended, and then it was taken off with nobody to bring it back."""
-    async with rigged(parts) as rig, anyio.create_task_group() as tasks, rig.neighbours.excluded(rig.subject.owner_key):
+    async with (
+        rigged(parts) as rig,
+        anyio.create_task_group() as tasks,
+        rig.other_processes.excluded(rig.subject.owner_key),
+    ):
         tasks.start_soon(rig.method.checkpoint, rig.subject)
         await anyio.wait_all_tasks_blocked()
         assert (await rig.method.inspect(rig.subject)).busy
@@ -408,13 +412,13 @@ async def test_who_could_not_be_unlocked_is_tried_again_until_it_runs(parts: Par
         rig.node.order(f"error cuCheckpointProcessUnlock@{rig.moved.pid} 999")
         who = rig.subject.owner_key
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(rig.neighbours.run)
-            async with rig.neighbours.paused([who]):
+            tasks.start_soon(rig.other_processes.run)
+            async with rig.other_processes.paused([who]):
                 pass
             assert await rig.state(rig.moved) == "locked"
             rig.node.mend()
             with anyio.fail_after(HANG_S):
-                await rig.neighbours.wait_until_unpaused(who)
+                await rig.other_processes.wait_until_unpaused(who)
             tasks.cancel_scope.cancel()
         assert await rig.state(rig.moved) == "running"
 
@@ -437,7 +441,7 @@ async def test_neighbours_were_let_go_by_the_next_daemon_into_a_restore_that_wen
             tasks.start_soon(restore)
             async with standing_in(rig, "step:restore", gate):
                 rig.link.kill("the daemon is killed")
-                tasks.start_soon(rig.neighbours.resume_all)
+                tasks.start_soon(rig.other_processes.resume_all)
                 await rig.stands(rig.other)
         assert await rig.state(rig.other) == "running"
         assert not (folder / FILE_NAME).exists()

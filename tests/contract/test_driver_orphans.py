@@ -43,8 +43,8 @@ def owner(node: CudaNode) -> Iterator[Owner]:
 async def looking(cuda: CudaNode, node: Node, folder: Path, *taken: int) -> AsyncIterator[DriverOrphans]:
     """Orphans of the driver on that stub, beside the parts of a simulated daemon."""
     link = Link(environment={**child_environment({}), **cuda.environment()})
-    neighbours = OtherProcesses(link, folder, start_ticks=start_ticks, is_stopped=is_stopped)
-    orphans = DriverOrphans(link, neighbours, node.inventory.refresh, is_taken=lambda pid: pid in taken)
+    other_processes = OtherProcesses(link, folder, start_ticks=start_ticks, is_stopped=is_stopped)
+    orphans = DriverOrphans(link, other_processes, node.inventory.refresh, is_taken=lambda pid: pid in taken)
     async with anyio.create_task_group() as tasks:
         await tasks.start(orphans.run)
         yield orphans
@@ -69,7 +69,7 @@ async def test_a_checkpointed_process_is_its_owners_alone_to_adopt(
         lookout = PlanSurvey(
             daemon.inventory,
             daemon.workers,
-            moving.resting.pool_room,
+            moving.resting.pool_memory,
             count=moving.attendance.count,
             running=tuple,
             supervisors=moving.supervisors,
@@ -139,11 +139,11 @@ async def test_whom_an_operation_has_is_no_orphan(node: CudaNode, owner: Owner, 
 @pytest.mark.thorough
 async def test_who_is_held_still_for_a_moment_is_no_orphan(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
     async with running(tmp_path / "state") as daemon, linked(node) as link:
-        neighbours = OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=is_stopped)
-        orphans = DriverOrphans(link, neighbours, daemon.inventory.refresh, is_taken=lambda _: False)
+        other_processes = OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=is_stopped)
+        orphans = DriverOrphans(link, other_processes, daemon.inventory.refresh, is_taken=lambda _: False)
         ticks = start_ticks(owner.pid)
         assert ticks is not None
-        async with anyio.create_task_group() as tasks, neighbours.paused([(owner.pid, ticks)]):
+        async with anyio.create_task_group() as tasks, other_processes.paused([(owner.pid, ticks)]):
             tasks.start_soon(orphans.stands, owner.pid)
             await anyio.wait_all_tasks_blocked()
             assert (await ask(link, "state", pid=owner.pid))["state"] == "locked"
@@ -154,10 +154,10 @@ async def test_who_is_held_still_for_a_moment_is_no_orphan(node: CudaNode, owner
 async def test_where_nobody_has_cuda_in_it_no_helper_was_started_to_say_so(node: CudaNode, tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     async with running(tmp_path / "state") as daemon, linked(node) as link:
-        neighbours = OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=is_stopped)
+        other_processes = OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=is_stopped)
         own = Link(environment={**child_environment({}), **node.environment()})
         orphans = DriverOrphans(
-            own, neighbours, daemon.inventory.refresh, is_taken=lambda _: False, proc_root=str(tmp_path / "proc")
+            own, other_processes, daemon.inventory.refresh, is_taken=lambda _: False, proc_root=str(tmp_path / "proc")
         )
         async with anyio.create_task_group() as tasks:
             await tasks.start(orphans.run)

@@ -33,16 +33,16 @@ def subject(pid: int, **values: Any) -> MigratedProcess:
 
 async def test_books_for_simulated_gpus_keep_the_contract() -> None:
     workers = Workers(start_ticks)
-    rooms = SimulatedMemory(SimulatedProvider(parse_topology("2x1GiB")))
+    simulated = SimulatedMemory(SimulatedProvider(parse_topology("2x1GiB")))
     async with anyio.create_task_group() as tasks:
         await tasks.start(workers.run)
         await ModelAgent(workers, os.getpid()).attend(tasks)
         worker = workers.find(os.getpid())
         assert worker is not None
         worker.gpu = "gpu0"
-        rooms.reserve((worker.pid, worker.identity.start_ticks), "gpu0", 700 * MIB)
+        simulated.reserve((worker.pid, worker.identity.start_ticks), "gpu0", 700 * MIB)
         moved = subject(worker.pid, agent=worker)
-        await check_method(SimulatedMethod(rooms), moved, "gpu1", total_bytes=2 * GIB, needs_room=False)
+        await check_method(SimulatedMethod(simulated), moved, "gpu1", total_bytes=2 * GIB, needs_reservation=False)
         tasks.cancel_scope.cancel()
 
 

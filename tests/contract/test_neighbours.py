@@ -57,8 +57,8 @@ async def test_they_stand_for_the_moment_and_it_is_noted_on_disk_before(
     node: CudaNode, owner: Owner, other: Owner, tmp_path: Path
 ) -> None:
     async with linked(node) as link:
-        neighbours = OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=lambda _: False)
-        async with neighbours.paused([who(owner), who(other)]):
+        other_processes = OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=lambda _: False)
+        async with other_processes.paused([who(owner), who(other)]):
             assert [await _state(link, one) for one in (owner, other)] == ["locked", "locked"]
             noted = json.loads((tmp_path / FILE_NAME).read_text())
             assert sorted(noted) == sorted([list(who(owner)), list(who(other))])
@@ -76,8 +76,8 @@ async def test_one_that_somebody_else_has_locked_stays_locked(node: CudaNode, ow
     """Unlocking it would let a process go on that another operation is about to take off its GPU."""
     async with linked(node) as link:
         await ask(link, "lock", pid=owner.pid, timeout_s=1)
-        neighbours = OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=lambda _: False)
-        async with neighbours.paused([who(owner)]):
+        other_processes = OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=lambda _: False)
+        async with other_processes.paused([who(owner)]):
             pass
         assert await _state(link, owner) == "locked"
         await ask(link, "unlock", pid=owner.pid)
@@ -89,11 +89,13 @@ async def test_who_cannot_be_locked_quickly_is_stopped_or_is_ours_is_left_alone(
 ) -> None:
     node.order(f"error cuCheckpointProcessLock@{owner.pid} 600")
     async with linked(node) as link:
-        neighbours = OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=lambda pid: pid == other.pid)
-        async with neighbours.paused([who(owner), who(other), (owner.pid, 1)]):
+        other_processes = OtherProcesses(
+            link, tmp_path, start_ticks=start_ticks, is_stopped=lambda pid: pid == other.pid
+        )
+        async with other_processes.paused([who(owner), who(other), (owner.pid, 1)]):
             assert [await _state(link, one) for one in (owner, other)] == ["running", "running"]
         node.mend()
-        async with neighbours.paused([who(owner)], but_for={who(owner)}):
+        async with other_processes.paused([who(owner)], but_for={who(owner)}):
             assert await _state(link, owner) == "running"
     assert [call.subject for call in node.calls("cuCheckpointProcessLock")] == [owner.pid]
 
@@ -105,11 +107,11 @@ async def test_those_whom_a_killed_daemon_held_still_are_let_go_by_the_next(
     async with linked(node) as link:
         await ask(link, "lock", pid=owner.pid, timeout_s=1)
         (tmp_path / FILE_NAME).write_text(json.dumps([who(owner), (owner.pid, 1), (2**22 + 1, 5)]))
-        neighbours = OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=lambda _: False)
-        await neighbours.resume_all()
+        other_processes = OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=lambda _: False)
+        await other_processes.resume_all()
         assert await _state(link, owner) == "running"
         assert not (tmp_path / FILE_NAME).exists()
-        await neighbours.resume_all()
+        await other_processes.resume_all()
 
 
 @pytest.mark.thorough
@@ -117,8 +119,8 @@ async def test_a_helper_that_is_lost_while_they_stand_leaves_nobody_standing(
     node: CudaNode, owner: Owner, tmp_path: Path
 ) -> None:
     async with linked(node) as link:
-        neighbours = OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=lambda _: False)
-        async with neighbours.paused([who(owner)]):
+        other_processes = OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=lambda _: False)
+        async with other_processes.paused([who(owner)]):
             link.kill("the test says so")
         assert await _state(link, owner) == "running"
 
@@ -131,8 +133,10 @@ async def test_a_note_that_means_nothing_stops_nothing(node: CudaNode, tmp_path:
 
 async def test_where_that_is_not_wanted_nobody_is_held_still(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
     async with linked(node) as link:
-        neighbours = OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=lambda _: False, still_s=0)
-        async with neighbours.paused([who(owner)]):
+        other_processes = OtherProcesses(
+            link, tmp_path, start_ticks=start_ticks, is_stopped=lambda _: False, max_pause_s=0
+        )
+        async with other_processes.paused([who(owner)]):
             assert owner.ask("alloc 1") == "allocated"
     assert not node.calls("cuCheckpointProcessLock")
 
@@ -143,9 +147,9 @@ async def test_one_that_was_stopped_while_it_was_held_still_cost_everybody_the_h
 ) -> None:
     """How it stood was asked once a second, and each question ended the helper after ten."""
     async with linked(node) as link, anyio.create_task_group() as tasks:
-        neighbours = OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=is_stopped)
-        tasks.start_soon(neighbours.run)
-        async with neighbours.paused([who(owner)]):
+        other_processes = OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=is_stopped)
+        tasks.start_soon(other_processes.run)
+        async with other_processes.paused([who(owner)]):
             helper = link.pid
             owner.pause()
         assert (tmp_path / FILE_NAME).exists(), "that it may stand is on disk until it is let go"
@@ -155,7 +159,7 @@ async def test_one_that_was_stopped_while_it_was_held_still_cost_everybody_the_h
         assert len(node.calls("cuCheckpointProcessGetState")) == asked + 3, "it was asked about all the same"
         owner.go_on()
         with anyio.fail_after(HANG_S):
-            await neighbours.wait_until_unpaused(who(owner))
+            await other_processes.wait_until_unpaused(who(owner))
         assert await _state(link, owner) == "running"
         assert link.pid == helper
         tasks.cancel_scope.cancel()
@@ -168,8 +172,8 @@ async def test_one_that_is_stopped_in_the_moment_in_which_it_is_locked_counts_as
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     async with linked(node) as link, anyio.create_task_group() as tasks:
-        neighbours = OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=is_stopped)
-        tasks.start_soon(neighbours.run)
+        other_processes = OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=is_stopped)
+        tasks.start_soon(other_processes.run)
         helper = (await link.start())["pid"]
         node.order(f"hold cuCheckpointProcessLock@{owner.pid} {gate}")
 
@@ -179,13 +183,13 @@ async def test_one_that_is_stopped_in_the_moment_in_which_it_is_locked_counts_as
             file.close()
 
         tasks.start_soon(stop)
-        async with neighbours.paused([who(owner), who(other)]) as loose:
+        async with other_processes.paused([who(owner), who(other)]) as loose:
             assert loose == [who(owner)]
             assert await _state(link, other) == "locked"
         assert link.pid == helper
         node.mend()
         owner.go_on()
         with anyio.fail_after(HANG_S):
-            await neighbours.wait_until_unpaused(who(owner))
+            await other_processes.wait_until_unpaused(who(owner))
         assert await _state(link, owner) == "running"
         tasks.cancel_scope.cancel()

@@ -82,7 +82,7 @@ def shows_each_where_it_lies(_state: Path) -> None:
     view = job.shown.show()
     assert (len(view.handles), view.first, view.at_bytes, view.left) == (3, 0, 0, 0)
     assert view.spots == [(number, 0, size_bytes) for number, size_bytes in enumerate(SIZES)]
-    assert job.shown.room_bytes == 8 * MIB + 1024
+    assert job.shown.required_bytes == 8 * MIB + 1024
     assert job.torch.cuda.snapshots == snapshots, "the allocator was asked again for what had just been told"
 
 
@@ -314,7 +314,7 @@ def carries_them_by_itself_and_has_what_was_cached(state: Path) -> None:
     takes = job.cache(64 * MIB, 32 * MIB)
     before_bytes = job.torch.cuda.memory_reserved(0)
     with (state.parent / "pool").open("w+b") as pool:
-        os.truncate(pool.fileno(), transfer.room_bytes(list(SIZES)))
+        os.truncate(pool.fileno(), transfer.required_bytes(list(SIZES)))
         out = transfer.offload(os.dup(pool.fileno()), job.storages, list(SIZES), lambda _: None)
         assert job.torch.cuda.memory_reserved(0) == 0
         out.bring_back(out.fd, lambda _: None)
@@ -330,7 +330,7 @@ def knows_what_is_out_where_giving_back_what_was_cached_fails(state: Path) -> No
     job = Job()
     job.cache(64 * MIB)
     with (state.parent / "pool").open("w+b") as pool:
-        os.truncate(pool.fileno(), transfer.room_bytes(list(SIZES)))
+        os.truncate(pool.fileno(), transfer.required_bytes(list(SIZES)))
         fails = job.torch.cuda.fails
         fails.add("empty_cache")
         out = transfer.offload(os.dup(pool.fileno()), job.storages, list(SIZES), lambda _: None)

@@ -83,7 +83,7 @@ def test_two_ranks_are_started_again_twice_and_neither_differs(
         first = next(iter(job.places(2)))
         job.read_steps(13)
         plan = job.answer("migrate", str(first), "--via", "restart", "--to", "gpu1", "--dry-run")["plan"]
-        assert plan["lockstep"]
+        assert plan["is_distributed"]
         assert {worker["method"] for worker in plan["workers"]} == {"restart"}
         words = ("--via", "restart", "--to", "gpu1", "--env", "EXTRA=1")
         moved = job.operation("migrate", str(first), *words)

@@ -101,7 +101,7 @@ class Figures:
             took_s = [one["took_s"] for one in many]
             parts = [f"{statistics.median(one['parts'][name] for one in many):.2f}" for name in PARTS]
             middle = statistics.median(took_s)
-            stands = f"{statistics.median(stood_s(one['parts']) for one in many):.2f} s"
+            stands = f"{statistics.median(parked_s(one['parts']) for one in many):.2f} s"
             whole = f"{middle:.2f} s ({min(took_s):.2f} to {max(took_s):.2f}, {len(many)} times)"
             kept = f"{'within' if middle <= BUDGET_S else 'over'} {BUDGET_S:g} s"
             lines.append("| " + " | ".join([task, whole, stands, *parts, kept]) + " |")
@@ -195,7 +195,7 @@ class Bench:
                 rates = ", ".join(f"{what} at {rate / 1e9:.1f} GB/s" for what, rate in found.rates.items())
                 size = f"{found.state_bytes / 1e9:.2f} GB"
                 print(
-                    f"  {task}: {found.took_s:.2f} s, stands {stood_s(found.parts):.2f} s ({parts}); {size}, {rates}",
+                    f"  {task}: {found.took_s:.2f} s, stands {parked_s(found.parts):.2f} s ({parts}); {size}, {rates}",
                     flush=True,
                 )
 
@@ -256,7 +256,7 @@ def split_of(asked_utc: float, story: Sequence[StoryLine], marks: dict[str, floa
     return {name: ends[place] - begins[place] for place, name in enumerate(PARTS)}, ends[-1]
 
 
-def stood_s(parts: dict[str, float]) -> float:
+def parked_s(parts: dict[str, float]) -> float:
     """How long the training stood."""
     return sum(seconds for name, seconds in parts.items() if name not in ("plan", "arm", "ready", "park"))
 

@@ -55,7 +55,7 @@ class Figure:
     parts: Mapping[str, float]
     written_bytes_per_s: float | None = None
     dd_bytes_per_s: float | None = None
-    stood_s: float | None = None
+    parked_s: float | None = None
 
     @property
     def key(self) -> tuple[str, int, str, str]:
@@ -113,7 +113,7 @@ class Record:
     def measure(self, figure: Figure) -> None:
         self._keep({"figure": asdict(figure)})
         parts = ", ".join(f"{name} {took_s:.3f}" for name, took_s in figure.parts.items())
-        stood = "" if figure.stood_s is None else f", the job stood {figure.stood_s:.3f} s"
+        stood = "" if figure.parked_s is None else f", the job stood {figure.parked_s:.3f} s"
         what = f"{figure.size_gib} GiB {figure.action} {figure.carrier} {figure.place}"
         print(f"  {what}: {figure.took_s:.3f} s ({parts}){stood}{_share_told(figure)}", flush=True)
 
@@ -156,7 +156,7 @@ def table(figures: Sequence[Figure]) -> str:
         shares = [share for one in several if (share := one.share_of_dd) is not None]
         cells = [str(size_gib), action, place, carrier, str(len(several)), f"{statistics.median(took):.3f}"]
         cells += [f"{min(took):.3f} to {max(took):.3f}"]
-        cells += [_median([one.stood_s for one in several if one.stood_s is not None])]
+        cells += [_median([one.parked_s for one in several if one.parked_s is not None])]
         cells += [_median([rate / 1e9 for rate in written], ".2f"), _median(shares, ".2f")]
         cells += [_median([one.parts[part] for one in several if part in one.parts]) for part in PARTS]
         lines.append("| " + " | ".join(cells) + " |")
@@ -177,7 +177,7 @@ def beside(figures: Sequence[Figure]) -> str:
                 for alone in (False, True)
             }
             cells += [_median(took[False]), _median(took[True]) + _times(took[True], took[False])]
-        cells += [_median([one.stood_s for one in here if one.stood_s is not None])]
+        cells += [_median([one.parked_s for one in here if one.parked_s is not None])]
         shares = [share for one in here if (share := one.share_of_dd) is not None]
         cells += [_median(shares, ".2f") + ("" if not shares or _is_enough(shares, place) else ", **under**")]
         lines.append("| " + " | ".join(cells) + " |")

@@ -112,10 +112,10 @@ class Rounds:
         parts = self._parts(action, answer, asked_utc)
         size_bytes = _stored_bytes(image / "bytes")
         rate = size_bytes / parts["write"] if size_bytes and "write" in parts else None
-        stood_s = job.pause_since(asked_utc)[1] if leave_running else None
+        parked_s = job.pause_since(asked_utc)[1] if leave_running else None
         # A disk that others use, or that has less left to give, is not taken for slow writing nor for fast.
         dd = None if before is None else max(before, self.measure_dd(place))
-        self.record.measure(Figure(action, job.kind.size_gib, place.name, carrier, took_s, parts, rate, dd, stood_s))
+        self.record.measure(Figure(action, job.kind.size_gib, place.name, carrier, took_s, parts, rate, dd, parked_s))
 
     def restore(self, job: Job, place: Place, image: Path, carrier: str, to: int, *words: str) -> None:
         """The end is the training's first step, as it says itself."""

@@ -15,7 +15,7 @@ from tests.kit.contracts import ContractBroken
 
 
 async def check_method(
-    method: Method, subject: MigratedProcess, other_gpu: str, *, total_bytes: int, needs_room: bool = True
+    method: Method, subject: MigratedProcess, other_gpu: str, *, total_bytes: int, needs_reservation: bool = True
 ) -> None:
     """Take a process off its GPU and back, to the other one and home again, and look at every promise on the way.
 
@@ -23,30 +23,30 @@ async def check_method(
     process can be lost for want of room, as it can with any real driver. Raises ContractBroken.
     """
     here = subject.gpu or ""
-    await _check_rooms(method, subject, other_gpu, total_bytes)
+    await _check_reservations(method, subject, other_gpu, total_bytes)
     for source, target in ((here, other_gpu), (other_gpu, here)):
         there = replace(subject, gpu=source, target_gpu=target, previous_gpu=None)
         off = await _taken_off(method, there)
-        if needs_room:
-            await _check_no_room(method, off, target)
+        if needs_reservation:
+            await _check_out_of_memory(method, off, target)
         await _brought_back(method, off, target)
         await method.release(replace(subject, gpu=target), source)
-        rooms = method.reservations(replace(subject, gpu=target))
-        _must(set(rooms) == {target}, f"nothing is held on {source} any more, and {dict(rooms)} is")
+        held = method.reservations(replace(subject, gpu=target))
+        _must(set(held) == {target}, f"nothing is held on {source} any more, and {dict(held)} is")
 
 
-async def _check_rooms(method: Method, subject: MigratedProcess, gpu: str, total_bytes: int) -> None:
+async def _check_reservations(method: Method, subject: MigratedProcess, gpu: str, total_bytes: int) -> None:
     size_bytes = subject.driver_bytes + subject.storage_reservation_bytes
     for _ in range(2):
         await method.reserve(subject, gpu, size_bytes)
         held_bytes = method.reservations(subject).get(gpu, 0)
-        _must(held_bytes >= size_bytes, f"{size_bytes} bytes of room were asked for and {held_bytes} are held")
+        _must(held_bytes >= size_bytes, f"{size_bytes} bytes were asked for and {held_bytes} are held")
     larger = replace(subject, driver_bytes=total_bytes)
-    await _must_refuse(lambda: method.reserve(larger, gpu, total_bytes), "more room than a GPU has")
-    _must(method.reservations(subject).get(gpu, 0) >= size_bytes, "a refusal leaves the room that was held")
+    await _must_refuse(lambda: method.reserve(larger, gpu, total_bytes), "more memory than a GPU has")
+    _must(method.reservations(subject).get(gpu, 0) >= size_bytes, "a refusal leaves the reservation")
     for _ in range(2):
         await method.release(subject, gpu)
-        _must(gpu not in method.reservations(subject), "room that is given back is not held")
+        _must(gpu not in method.reservations(subject), "a released reservation is not held")
 
 
 async def _taken_off(method: Method, subject: MigratedProcess) -> MigratedProcess:
@@ -71,7 +71,7 @@ async def _taken_off(method: Method, subject: MigratedProcess) -> MigratedProces
     return off
 
 
-async def _check_no_room(method: Method, off: MigratedProcess, gpu: str) -> None:
+async def _check_out_of_memory(method: Method, off: MigratedProcess, gpu: str) -> None:
     await method.release(off, gpu)
     try:
         await method.restore(off, gpu)

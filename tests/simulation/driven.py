@@ -71,7 +71,7 @@ class Means:
 
     method: type[DriverMethod] = DriverMethod
     steps: type[Steps] = Steps
-    neighbours: type[ModelNeighbours] = ModelNeighbours
+    other_processes: type[ModelNeighbours] = ModelNeighbours
     gpus: type[Gpus] = Gpus
     memory: type[ModelMemory] = ModelMemory
     performer: type[EffectExecutor] = EffectExecutor
@@ -95,14 +95,14 @@ class DrivenHands(Hands):
         self._endings: list[tuple[Running, Event | None]] = []
         self._scopes: dict[int, anyio.CancelScope] = {}
         self.helper = ModelHelper(daemon, self.random)
-        neighbours = self.means.neighbours(self.helper, daemon.node)
+        other_processes = self.means.other_processes(self.helper, daemon.node)
         memory, gpus = self.means.memory(self.helper, daemon), self.means.gpus(self._look)
-        steps = self.means.steps(self.helper, gpus, neighbours)
-        method = self.means.method(steps, memory, gpus, neighbours)
+        steps = self.means.steps(self.helper, gpus, other_processes)
+        method = self.means.method(steps, memory, gpus, other_processes)
         methods: Mapping[str, Method] = {method.name: method}
         carriers: Mapping[str, Carrier] = {DriverCarrier.name: DriverCarrier()}
         self._performer = self.means.performer(Workers(), methods, carriers, start_ticks=self._start_ticks)
-        self._loop.begin(neighbours.run())
+        self._loop.begin(other_processes.run())
         self._loop.settle()
 
     def fall(self) -> None:

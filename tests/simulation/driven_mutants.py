@@ -25,11 +25,11 @@ EVERYTHING_BYTES = 1 << 60
 
 
 class RestoresWithoutHolding(DriverMethod):
-    async def _restore_in_room(
-        self, subject: MigratedProcess, rooms: Mapping[str, str], needs: Mapping[str, int], pairs: list[list[str]]
+    async def _restore_reserved(
+        self, subject: MigratedProcess, uuid_by_gpu: Mapping[str, str], needs: Mapping[str, int], pairs: list[list[str]]
     ) -> str:
         await self._restore_shielded(subject, pairs)
-        for uuid in rooms.values():
+        for uuid in uuid_by_gpu.values():
             await self._memory.release(driver_owner(subject), uuid)
         return await self._steps.state(subject)
 
@@ -37,13 +37,13 @@ class RestoresWithoutHolding(DriverMethod):
 class DoesNotLookOnceMore(DriverMethod):
     """What was held is believed to be free when it has been let go of."""
 
-    async def _restore_in_room(
-        self, subject: MigratedProcess, rooms: Mapping[str, str], needs: Mapping[str, int], pairs: list[list[str]]
+    async def _restore_reserved(
+        self, subject: MigratedProcess, uuid_by_gpu: Mapping[str, str], needs: Mapping[str, int], pairs: list[list[str]]
     ) -> str:
-        for uuid in rooms.values():
+        for uuid in uuid_by_gpu.values():
             await self._memory.release(driver_owner(subject), uuid)
-        others = others_on(await self._gpus.seen(), subject, rooms, self._steps.helper_pid)
-        async with self._neighbours.paused(others):
+        others = others_on(await self._gpus.seen(), subject, uuid_by_gpu, self._steps.helper_pid)
+        async with self._other_processes.paused(others):
             await self._restore_shielded(subject, pairs)
         return await self._steps.state(subject)
 
@@ -151,9 +151,9 @@ MEANS: dict[str, tuple[Means, dict[str, float]]] = {
     "counts_on_the_ruined": (Means(method=CountsOnTheRuined), {"ruin": 0.5}),
     "leaves_the_locked": (Means(steps=LeavesTheLocked), {"helper": 0.1}),
     "has_no_turns": (Means(gpus=HasNoTurns), {"begin": 0.2, **_GROWING}),
-    "lets_neighbours_go_on": (Means(neighbours=LetsNeighboursGoOn), _GROWING),
-    "counts_on_who_is_loose": (Means(neighbours=CountsOnWhoIsLoose), {"busy": 0.5, **_GROWING}),
-    "notes_nobody": (Means(neighbours=NotesNobody), {"crash": 0.05}),
-    "believes_an_unlock": (Means(neighbours=BelievesAnUnlock), {"lie": 0.2}),
-    "gives_up_on_who_stands": (Means(neighbours=GivesUpOnWhoStands), {"helper": 0.1}),
+    "lets_neighbours_go_on": (Means(other_processes=LetsNeighboursGoOn), _GROWING),
+    "counts_on_who_is_loose": (Means(other_processes=CountsOnWhoIsLoose), {"busy": 0.5, **_GROWING}),
+    "notes_nobody": (Means(other_processes=NotesNobody), {"crash": 0.05}),
+    "believes_an_unlock": (Means(other_processes=BelievesAnUnlock), {"lie": 0.2}),
+    "gives_up_on_who_stands": (Means(other_processes=GivesUpOnWhoStands), {"helper": 0.1}),
 }

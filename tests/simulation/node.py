@@ -75,7 +75,7 @@ class Node:
 
     capacity: dict[str, int]
     processes: dict[str, Process]
-    lockstep: dict[int, bool]
+    is_distributed: dict[int, bool]
     pool_free: int
     driven: bool
     keeper: bool
@@ -216,7 +216,7 @@ class Node:
         process.proven = False
 
     def _must_stand_together(self, name: str) -> None:
-        if self.lockstep[self.processes[name].job]:
+        if self.is_distributed[self.processes[name].job]:
             counts = {p.boundary for p in self.ranks(name) if p.parked and p.has_bytes}
             if len(counts) > 1:
                 raise Violation(f"{name} was offloaded while the ranks stand at {sorted(counts)}")
@@ -290,7 +290,7 @@ class Node:
         process.asked_at = None
         if process.parked and not (process.has_bytes and process.gpu and process.driver == RUNNING):
             raise Violation(f"{name} was let go without its bytes")
-        together = self.lockstep[process.job] and process.parked
+        together = self.is_distributed[process.job] and process.parked
         if together and any(not p.has_bytes for p in self.ranks(name)):
             raise Violation(f"{name} was let go while another rank has no bytes")
         process.parked = False
@@ -300,7 +300,7 @@ class Node:
         process = self.processes[name]
         if not process.runs:
             return False
-        if self.lockstep[process.job] and any(p.boundary < process.boundary for p in self.ranks(name)):
+        if self.is_distributed[process.job] and any(p.boundary < process.boundary for p in self.ranks(name)):
             return False
         process.boundary += 1
         process.step += 1

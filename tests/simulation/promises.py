@@ -89,9 +89,9 @@ def _judge_living(daemon: Daemon, process: Process, op_id: str | None) -> None:
         return  # it went on alone when the journal was lost; on a GPU that is imagined, it is counted in later
     if process.gpu is None:
         raise Violation(f"{name} is on no GPU at the end")
-    rooms = {gpu for gpu, held in node.holds.items() if name in held}
-    if rooms != {process.gpu}:
-        raise Violation(f"room of {name}, which is on {process.gpu}, is held on {sorted(rooms)}")
+    reserved = {gpu for gpu, held in node.holds.items() if name in held}
+    if reserved != {process.gpu}:
+        raise Violation(f"memory of {name}, which is on {process.gpu}, is held on {sorted(reserved)}")
     worker = None if op_id is None else daemon.ops[op_id].worker(name)
     if worker is None:
         return

@@ -66,7 +66,7 @@ def _go_on_from(daemon: Daemon, random: Random, op: Operation) -> None:
         daemon.take(op.id, events.ResumeRequested(to={}))
         return
     workers = [_worker(daemon.node.processes[worker.name], None) for worker in op.workers]
-    into = _operation(daemon, SUSPEND, workers, lockstep=op.is_distributed)
+    into = _operation(daemon, SUSPEND, workers, is_distributed=op.is_distributed)
     daemon.take(op.id, events.TakenUp(into=into))
 
 
@@ -93,8 +93,8 @@ def begin(daemon: Daemon, random: Random, members: list[Process]) -> None:
             process.gpu if kind == QUIESCE else None if kind != MIGRATE else _any_gpu(daemon, random) if apart else same
         )
         workers.append(_worker(process, goal))
-    lockstep = daemon.node.lockstep[members[0].job]
-    op = _operation(daemon, kind, workers, lockstep=lockstep)
+    is_distributed = daemon.node.is_distributed[members[0].job]
+    op = _operation(daemon, kind, workers, is_distributed=is_distributed)
     daemon.begin(_with_image(op, leave_running=random.random() < 0.5) if kind == CHECKPOINT else op)
 
 
@@ -116,7 +116,7 @@ def _standing(daemon: Daemon, process: Process) -> Standing:
         start_ticks=7,
         uid=1000,
         token=process.token,
-        world_size=2 if daemon.node.lockstep[process.job] else 1,
+        world_size=2 if daemon.node.is_distributed[process.job] else 1,
         gpu=process.gpu,
         boundary=process.boundary,
         size_bytes=process.size_bytes,
@@ -198,11 +198,11 @@ def _next_id(daemon: Daemon) -> str:
     return str(1 + max((int(op_id) for op_id in daemon.ops), default=0))
 
 
-def _operation(daemon: Daemon, kind: str, workers: list[JobProcess], *, lockstep: bool) -> Operation:
+def _operation(daemon: Daemon, kind: str, workers: list[JobProcess], *, is_distributed: bool) -> Operation:
     return Operation(
         id=_next_id(daemon),
         kind=kind,
-        is_distributed=lockstep,
+        is_distributed=is_distributed,
         workers=tuple(workers),
         limits=LIMITS,
         created_utc=float(len(daemon.story)),

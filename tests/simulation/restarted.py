@@ -33,9 +33,9 @@ def drawn_node(random: Random) -> Node:
         gpu = random.choice(("gpu0", "gpu1"))
         processes[name] = Process(name, 100 + job, f"agent of {100 + job}", job, gpu, size, restarts=True)
         holds[gpu][name] = size
-    lockstep = dict.fromkeys(range(len(processes)), False)
+    is_distributed = dict.fromkeys(range(len(processes)), False)
     pool_free = random.choice((30, 120))
-    return Node(dict.fromkeys(holds, 90), processes, lockstep, pool_free, driven=False, keeper=True, holds=holds)
+    return Node(dict.fromkeys(holds, 90), processes, is_distributed, pool_free, driven=False, keeper=True, holds=holds)
 
 
 def draw_odds(random: Random) -> dict[str, float]:

@@ -79,10 +79,10 @@ def live(
 def _born(random: Random, parts: Parts) -> Daemon:
     processes: dict[str, Process] = {}
     holds: dict[str, dict[str, int]] = {"gpu0": {}, "gpu1": {}, "gpu2": {}}
-    lockstep: dict[int, bool] = {}
+    is_distributed: dict[int, bool] = {}
     for job in range(random.choice((1, 1, 2))):
         ranks = random.choice((1, 1, 2, 3))
-        lockstep[job] = ranks > 1 and random.random() < 0.7
+        is_distributed[job] = ranks > 1 and random.random() < 0.7
         for _ in range(ranks):
             pid, size = 100 + len(processes), random.randrange(1, 16)
             name = str(pid)
@@ -94,7 +94,7 @@ def _born(random: Random, parts: Parts) -> Daemon:
     node = Node(
         dict.fromkeys(holds, 90),
         processes,
-        lockstep,
+        is_distributed,
         pool_free=random.choice((30, 120, 120)),
         driven=kind != SIMULATED,
         keeper=kind != SIMULATED or random.random() < 0.5,
@@ -122,7 +122,7 @@ def _leave_alone(node: Node, random: Random) -> None:
         node.holds[str(process.gpu)][process.name] = process.size_bytes
     for gpu, held in node.holds.items():  # three large ones on one GPU are more than the smaller kind has
         node.capacity[gpu] = max(node.capacity[gpu], sum(held.values()))
-    node.lockstep = dict.fromkeys(node.lockstep, False)
+    node.is_distributed = dict.fromkeys(node.is_distributed, False)
     for index in range(random.choice((0, 1, 2, 3))):
         gpu = random.choice(list(node.capacity))
         node.strangers[f"other{index}"] = Process(f"other{index}", 900 + index, "", -1, gpu, 0)

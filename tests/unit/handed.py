@@ -69,7 +69,7 @@ class Shelf:
         self.swept.append(path)
         return []
 
-    async def require_room(self, _path: str, _rights: Rights, **_how: object) -> None:
+    async def require_space(self, _path: str, _rights: Rights, **_how: object) -> None:
         if self.why is not None:
             raise self.why
 

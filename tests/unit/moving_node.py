@@ -121,10 +121,10 @@ class Node:
             await self.operations.follow(op_id, self.emit)
         return self.operations.runner.describe(op_id)
 
-    def rooms(self, pid: int) -> dict[str, int]:
+    def reservations(self, pid: int) -> dict[str, int]:
         ticks = start_ticks(pid)
         assert ticks is not None
-        return dict(self.moving.rooms.of((pid, ticks)))
+        return dict(self.moving.simulated_memory.of((pid, ticks)))
 
 
 @asynccontextmanager

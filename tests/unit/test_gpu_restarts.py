@@ -104,7 +104,7 @@ def test_the_parts_of_a_restart_add_up_to_it() -> None:
         "start": 0.5, "import": 2.0, "build": 2.0, "load": 1.0, "step": 1.0,
     }  # fmt: skip
     assert sum(parts.values()) == ended_utc - 10.0 == 10.0
-    assert bench_restart.stood_s(parts) == 9.0
+    assert bench_restart.parked_s(parts) == 9.0
     with pytest.raises(WentWrongError, match="'restored'"):
         bench_restart.split_of(10.0, told[:-1], {**marks, "stepped": 20.0})
 

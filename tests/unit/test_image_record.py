@@ -20,7 +20,7 @@ def test_ours_stands_beside_the_driver_and_criu_alone_of_the_same_size_and_place
         figure("checkpoint", DRIVER, 25.0),
         figure("restore", HOST, 4.0),
         figure("restore", DRIVER, 8.0),
-        figure("leave-running", HOST, 12.0, stood_s=2.5, written_bytes_per_s=1.2 * GB, dd_bytes_per_s=1.5 * GB),
+        figure("leave-running", HOST, 12.0, parked_s=2.5, written_bytes_per_s=1.2 * GB, dd_bytes_per_s=1.5 * GB),
         figure("checkpoint", HOST, 9.0, "tmpfs", written_bytes_per_s=1.0 * GB, dd_bytes_per_s=2.0 * GB),
     ]
     rows = beside(figures).splitlines()[2:]

@@ -59,7 +59,7 @@ class Images:
         for earlier in self._earlier:
             await run_detached(partial(_remove, earlier), name="private images")
 
-    async def require_room(
+    async def require_space(
         self, path: str, rights: Rights, *, criu_bytes: int, bytes_of_gpus: int, apart: bool = False
     ) -> None:
         """Raise HegmError unless an image of about that size could be made there now: before anybody is stopped for it.

@@ -114,8 +114,8 @@ class CopyingCarrier(AtOnce):
     async def passed(self, subject: MigratedProcess, route: CopyClient, at_bytes: int) -> None:
         """Everything before that place in the space is in the process again."""
 
-    async def returned(self, subject: MigratedProcess, *, is_roomy: bool) -> None:
-        """All bytes are in the process again; `is_roomy` as it was said when its storages were made. Raises nothing."""
+    async def returned(self, subject: MigratedProcess, *, has_spare_memory: bool) -> None:
+        """Called once all bytes are in the process. `has_spare_memory` is what `reload` found. Raises nothing."""
 
     # -- the contract --------------------------------------------------------------------------------------------------
 
@@ -156,17 +156,17 @@ class CopyingCarrier(AtOnce):
 
     async def reload(self, subject: MigratedProcess, on_progress: Progress, making: Making) -> int:
         """Raises HegmError; what is not filled by then is still held, and the next call goes on from there."""
-        room_bytes = subject.storage_reservation_bytes - subject.agent_overhead_bytes
-        most_bytes = round_bytes(room_bytes, subject.size_bytes) if subject.in_rounds else None
+        reservation_bytes = subject.storage_reservation_bytes - subject.agent_overhead_bytes
+        most_bytes = round_bytes(reservation_bytes, subject.size_bytes) if subject.in_rounds else None
         done_bytes = 0
         while True:
             async with making() as made:
                 report = await subject.worker.order("make", size_bytes=most_bytes, packed=True, partly=True)
-                is_roomy = made()
+                has_spare_memory = made()
                 note_short(subject, report)
                 done_bytes += await self._fill(subject, report, partial(_add, on_progress, done_bytes))
             if not report.left:
-                await self.returned(subject, is_roomy=is_roomy)
+                await self.returned(subject, has_spare_memory=has_spare_memory)
                 return done_bytes
 
     async def _fill(self, subject: MigratedProcess, report: AgentReport, on_progress: Progress) -> int:

@@ -74,7 +74,7 @@ class Near:
         where = self.where(owner)
         return () if where is None else self._memory.pieces(owner, where)
 
-    async def take(self, owner: str, gpu: str, size_bytes: int, room_bytes: int, *, keep: bool) -> bool:
+    async def take(self, owner: str, gpu: str, size_bytes: int, needed_bytes: int, *, keep: bool) -> bool:
         """Whether so much is held on that GPU for that owner, and is to outlive the daemon where it is to be kept.
 
         It is taken where `room_bytes` are free, its own included. In the GPU's turn. Raises nothing; what is held
@@ -84,7 +84,7 @@ class Near:
             uuid = await self._gpus.uuid_of(gpu)
             if self.where(owner) not in (None, uuid):  # of an attempt to go elsewhere
                 await self.release(owner)
-            if not await self.fits(owner, gpu, room_bytes):
+            if not await self.fits(owner, gpu, needed_bytes):
                 return False
             if self._memory.of(owner).get(uuid, 0) >= size_bytes:
                 return True
@@ -103,11 +103,11 @@ class Near:
             return False
         return True
 
-    async def fits(self, owner: str, gpu: str, room_bytes: int) -> bool:
+    async def fits(self, owner: str, gpu: str, needed_bytes: int) -> bool:
         """Whether so much is free on that GPU now, what is held for that owner there included. Raises HegmError."""
         held_bytes = self._memory.of(owner).get(await self._gpus.uuid_of(gpu), 0)
         free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
-        return free_bytes is not None and free_bytes >= room_bytes - held_bytes
+        return free_bytes is not None and free_bytes >= needed_bytes - held_bytes
 
     async def release(self, owner: str) -> None:
         """Nothing is held for it any more. Fine when nothing is."""

@@ -32,7 +32,7 @@ from hegmd.gpu_helper.copy_client import HOST, VIDEO, CopyClient
 from hegmd.gpu_helper.link import DriverFailed, HelperLost, Link
 from hegmd.gpu_helper.mark import MARK_BYTES, Mark
 from hegmd.memory.pool import Pool
-from hegmd.memory.sizes import FLAT_BYTES, ahead_room_bytes, passing_room_bytes
+from hegmd.memory.sizes import FLAT_BYTES, staging_in_needed_bytes, staging_out_needed_bytes
 from hegmd.migration.carriers.copying import IN, CopyingCarrier, Span, lane_of
 from hegmd.migration.carriers.gpu_staging import Ahead, Beside, Near
 from hegmd.migration.carriers.location_record import Marks
@@ -72,7 +72,9 @@ class HostCarrier(CopyingCarrier):
             await self.abandon(subject)  # a larger piece takes the place of the one that is attached
         await self._pool.take(key_of(subject), size_bytes, source_of(subject))
         async with self._using(subject):
-            await self._take_passing(subject, size_bytes + FLAT_BYTES, passing_room_bytes(size_bytes, at_rest=False))
+            await self._take_passing(
+                subject, size_bytes + FLAT_BYTES, staging_out_needed_bytes(size_bytes, at_rest=False)
+            )
         await self.arm_or_give(subject)
 
     async def release(self, subject: MigratedProcess) -> None:
@@ -140,7 +142,7 @@ class HostCarrier(CopyingCarrier):
             await self._have_near(route, subject, owner)
             await route.mark(owner, end_bytes)
 
-        if await self._take_passing(subject, end_bytes, passing_room_bytes(end_bytes, at_rest=True)):
+        if await self._take_passing(subject, end_bytes, staging_out_needed_bytes(end_bytes, at_rest=True)):
             try:
                 await self.with_route(subject, begin)
                 return
@@ -150,19 +152,19 @@ class HostCarrier(CopyingCarrier):
             await self.with_route(subject, lambda route: route.mark(None))
         await self._give_near(subject)
 
-    async def _take_passing(self, subject: MigratedProcess, size_bytes: int, room_bytes: int) -> bool:
+    async def _take_passing(self, subject: MigratedProcess, size_bytes: int, needed_bytes: int) -> bool:
         """Whether so much is held for what passes. Never while some of it has the bytes."""
         owner, gpu = staging_out_owner(subject), subject.gpu
         if gpu is None or not self._marks.is_unmarked(subject):
             return False
         if self._near.where(owner) == await self.gpus.uuid_of(gpu) and self._near.held_bytes(owner) >= size_bytes:
-            if await self._near.fits(owner, gpu, room_bytes):  # others may have taken what was free when it was taken
+            if await self._near.fits(owner, gpu, needed_bytes):  # others may have taken what was free when it was taken
                 return True
             await self._give_near(subject)
             return False
         await self._give_near(subject)
         async with self.gpus.turn(gpu):
-            return await self._near.take(owner, gpu, size_bytes, room_bytes, keep=True)
+            return await self._near.take(owner, gpu, size_bytes, needed_bytes, keep=True)
 
     def is_staged(self, subject: MigratedProcess) -> bool:
         return self._marks.of(subject) is not None
@@ -214,7 +216,7 @@ class HostCarrier(CopyingCarrier):
         size_bytes = self._reach_bytes(subject)
         async with self.gpus.turn(gpu):
             is_held = await self._near.take(
-                staging_in_owner(subject), gpu, size_bytes, ahead_room_bytes(size_bytes), keep=False
+                staging_in_owner(subject), gpu, size_bytes, staging_in_needed_bytes(size_bytes), keep=False
             )
         if not is_held and self._near.held_bytes(
             staging_in_owner(subject)
@@ -301,9 +303,9 @@ class HostCarrier(CopyingCarrier):
                 await self._give_near(subject)
                 return await super().reload(subject, on_progress, making)
 
-    async def returned(self, subject: MigratedProcess, *, is_roomy: bool) -> None:
+    async def returned(self, subject: MigratedProcess, *, has_spare_memory: bool) -> None:
         """A mark does not wait: as long as there is one, what it names has the bytes by the word of whoever looks."""
-        if not is_roomy or not self._marks.is_unmarked(subject):
+        if not has_spare_memory or not self._marks.is_unmarked(subject):
             await self._put_away(subject)
 
     async def resumed(self, subject: MigratedProcess) -> None:
@@ -329,7 +331,7 @@ class HostCarrier(CopyingCarrier):
         async with known.in_use:
             yield
 
-    async def make_room(self, gpu: str) -> bool:
+    async def free_memory(self, gpu: str) -> bool:
         """Give back what is held beside processes on that GPU, by UUID, and has no bytes that are nowhere else.
 
         For whoever finds no room there, and would be told that there is none. Not what is in use this moment. Whether

@@ -125,7 +125,7 @@ def take_up(op: Operation, event: events.TakenUp, now: float) -> Operation:
         at=op.at,
         rounds=op.rounds,
         deadline=op.deadline,
-        stood_since=op.stood_since,
+        parked_since=op.parked_since,
     )
 
 
@@ -167,8 +167,10 @@ def training_ended(op: Operation, event: events.TrainingEnded, now: float) -> Op
     op = worker_exit.without_orders(op.replace(direction=FORWARD, failure=None, waiting_for=None), worker.name)
     # Of one that was not asked yet how it stands it is not known what is held for it.
     places = filter(None, (worker.gpu, worker.previous_gpu, worker.target_gpu, worker.origin_gpu))
-    rooms = {**dict.fromkeys(places, 0), **worker.reservations}
-    return op.with_worker(worker_exit.departed(worker, lost=False).replace(gpu=None, finished=True, reservations=rooms))
+    reservations = {**dict.fromkeys(places, 0), **worker.reservations}
+    return op.with_worker(
+        worker_exit.departed(worker, lost=False).replace(gpu=None, finished=True, reservations=reservations)
+    )
 
 
 def agent_lost(op: Operation, event: events.AgentLost, now: float) -> Operation:

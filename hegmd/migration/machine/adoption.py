@@ -35,7 +35,7 @@ class Standing(Record):
     method: str = field("how it left its GPU and comes back", default=SIMULATED)
     carrier: str = field("by which way its bytes went out", default=WORKER)
     at: str | None = field("the GPU that it is on; nil for none, or a simulated one", default=None)
-    rest_bytes: int = field("what it may need on a GPU besides its storages", default=0)
+    driver_bytes: int = field("what it may need on a GPU besides its storages", default=0)
     anywhere: bool = field("whether nobody knows on which GPU the driver had it", default=False)
 
 
@@ -48,10 +48,10 @@ class Driven(Record):
     name: str = field("short name of the program")
     state: str = field("running, locked or checkpointed")
     gpu: str | None = field("the GPU that it is on; nil when it is checkpointed", default=None)
-    rest_bytes: int = field("what it may need on a GPU to be restored; 0 for one that is on its GPU", default=0)
+    driver_bytes: int = field("what it may need on a GPU to be restored; 0 for one that is on its GPU", default=0)
 
 
-def room_bound(own_bytes: int, whole_bytes: Iterable[int | None]) -> int:
+def driver_bytes_bound(own_bytes: int, whole_bytes: Iterable[int | None]) -> int:
     """How much room one that is checkpointed may need at most, of whom no journal says what it had.
 
     Its video memory is in its own memory, so it had no more than that and what the driver makes anew; nor can it have
@@ -82,7 +82,7 @@ def on_real_gpu(standing: Standing, driven: Driven, mark: str | None, *, in_vide
         gpu=driven.gpu,
         at=driven.gpu,
         size_bytes=standing.size_bytes if standing.held_bytes else 0,
-        rest_bytes=driven.rest_bytes,
+        driver_bytes=driven.driver_bytes,
         anywhere=driven.gpu is None,
     )
 
@@ -115,7 +115,7 @@ def adopted_of_driver(op_id: str, driven: Driven, *, utc: float) -> Operation:
         target_gpu=None,
         gpu=driven.gpu,
         size_bytes=0,
-        driver_bytes=driven.rest_bytes,
+        driver_bytes=driven.driver_bytes,
         gpu_unknown=driven.gpu is None,
         reservations={},
         was_offloaded=True,
@@ -139,7 +139,7 @@ def _worker(one: Standing) -> JobProcess:
         target_gpu=None,
         gpu=one.at,
         size_bytes=one.size_bytes,
-        driver_bytes=one.rest_bytes,
+        driver_bytes=one.driver_bytes,
         gpu_unknown=one.anywhere,
         reservations={},
         boundary=one.boundary,

@@ -16,33 +16,33 @@ _ATTEMPTED = events.Overran | events.Withdrawn | events.Failed
 
 def timed(event: Event, after: Operation, now: float) -> Operation:
     """The operation with what the event says of that. `now` is monotonic: an instant from before a reboot is none."""
-    if after.stood_since is not None and after.stood_since > now:
-        after = after.replace(stood_since=None)
+    if after.parked_since is not None and after.parked_since > now:
+        after = after.replace(parked_since=None)
     alone = not any(member.has_agent for member in after.workers)
     resumed = isinstance(event, events.ResumeRequested) and after.kind != QUIESCE  # one that was held has stood before
     if resumed:
-        return after.replace(stood_since=now, downtime_s=None)
-    if after.stood_since is None and _stops(event, after, alone=alone):
+        return after.replace(parked_since=now, downtime_s=None)
+    if after.parked_since is None and _stops(event, after, alone=alone):
         # As if it had stood in one piece: what it stood in earlier attempts comes before.
-        before_s = (event.stood_s if isinstance(event, events.Parked) else 0.0) + (after.downtime_s or 0.0)
-        return after.replace(stood_since=now - before_s, downtime_s=None)
+        before_s = (event.parked_s if isinstance(event, events.Parked) else 0.0) + (after.downtime_s or 0.0)
+        return after.replace(parked_since=now - before_s, downtime_s=None)
     if isinstance(event, _ATTEMPTED):
         after = _attempted(event, after, now)
     started = isinstance(event, events.Restored) and event.pid is not None  # a process that never stood
     goes_on = isinstance(event, events.Restored if alone else (events.Released, events.Withdrawn))
-    if after.stood_since is not None and (started or goes_on):
+    if after.parked_since is not None and (started or goes_on):
         is_whole = all(member.gpu is not None if alone else not member.is_parked for member in after.live)
-        stood_s = now - after.stood_since
-        return after.replace(downtime_s=stood_s, stood_since=None if is_whole else after.stood_since)
+        parked_s = now - after.parked_since
+        return after.replace(downtime_s=parked_s, parked_since=None if is_whole else after.parked_since)
     return after
 
 
 def _attempted(event: events.Overran | events.Withdrawn | events.Failed, after: Operation, now: float) -> Operation:
     """An attempt is over in which it stood; ranks that stopped with it go on to another boundary."""
-    if isinstance(event, events.Overran) and after.stood_since is not None:
-        return after.replace(downtime_s=now - after.stood_since, stood_since=None)
-    if event.stood_s and after.stood_since is None:
-        return after.replace(downtime_s=(after.downtime_s or 0.0) + event.stood_s)
+    if isinstance(event, events.Overran) and after.parked_since is not None:
+        return after.replace(downtime_s=now - after.parked_since, parked_since=None)
+    if event.parked_s and after.parked_since is None:
+        return after.replace(downtime_s=(after.downtime_s or 0.0) + event.parked_s)
     return after
 
 

@@ -136,7 +136,7 @@ class Failed(Ending, tag="failed"):
     code: str = field("code of the error, as in hegmd/errors.py", default="refused")
     message: str = field("what failed, with numbers")
     hint: str = field("the next step")
-    stood_s: float = field("how long its training thread stood for it", default=0.0)
+    parked_s: float = field("how long its training thread stood for it", default=0.0)
 
 
 class Reserved(Ending, tag="reserved"):
@@ -172,7 +172,7 @@ class Parked(Ending, tag="parked"):
     """The training thread stands at a boundary."""
 
     boundary: int = field("which one")
-    stood_s: float = field("how long it stood until now, in all attempts", default=0.0)
+    parked_s: float = field("how long it stood until now, in all attempts", default=0.0)
 
 
 class Overran(Ending, tag="overran"):
@@ -182,14 +182,14 @@ class Overran(Ending, tag="overran"):
     """
 
     boundary: int = field("batch boundaries that it has passed")
-    stood_s: float = field("how long its training thread stood there", default=0.0)
+    parked_s: float = field("how long its training thread stood there", default=0.0)
     why: str = field("what kept it from coming to rest; empty where the order came too late", default="")
 
 
 class Withdrawn(Ending, tag="withdrawn"):
     """Nothing is asked of the worker any more, and its training thread runs."""
 
-    stood_s: float = field("how long it stood for what was asked", default=0.0)
+    parked_s: float = field("how long it stood for what was asked", default=0.0)
 
 
 class Offloaded(Ending, tag="offloaded"):

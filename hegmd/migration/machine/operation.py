@@ -36,7 +36,7 @@ class Limits(Record):
 
     arm_s: float = field("taking room and pool; of a restart, once more until the next process is ready", default=60.0)
     park_s: float = field("stopping at a boundary", default=60.0)
-    stand_s: float = field(
+    max_park_s: float = field(
         "standing at a boundary while other threads are not at rest, before it runs on to another one", default=0.5
     )
     hold_s: float = field("of a quiesce: standing at the boundary, before the job goes on by itself", default=60.0)
@@ -193,12 +193,12 @@ class JobProcess(Record):
         return self.size_bytes if self.is_carried else max(0, self.driver_bytes - RESTORE_MARGIN_BYTES)
 
     @property
-    def device_shares_bytes(self) -> tuple[int, ...]:
+    def reservation_bytes_by_gpu(self) -> tuple[int, ...]:
         """Of one on several GPUs: all that each of its devices needs, in their order."""
         return added(self.driver_bytes_by_gpu, self.storage_bytes_by_gpu)
 
     @property
-    def room_bytes(self) -> int:
+    def reservation_bytes(self) -> int:
         """What has to be held on a GPU before it may go there."""
         return self.driver_bytes + self.agent_overhead_bytes + max(0, self.size_bytes - self.overlap_bytes)
 
@@ -225,7 +225,7 @@ class Operation(Record):
     attempts: int = field("how often the deadline passed in this part", default=0)
     failure: Failure | None = field("why it does not get to what was asked", default=None)
     waiting_for: Failure | None = field("what it waits for now, such as room on a GPU", default=None)
-    stood_since: float | None = field("the monotonic instant from which its job stands", default=None)
+    parked_since: float | None = field("the monotonic instant from which its job stands", default=None)
     downtime_s: float | None = field("how long its job stood, once that is over", default=None)
     spill: bool = field("whether its bytes are to go to disk while it is suspended", default=False)
     image: ImageRequest | None = field("of a checkpoint: the image", default=None)

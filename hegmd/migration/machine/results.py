@@ -27,15 +27,15 @@ MAX_ROUNDS = 10
 
 
 def reserved(op: Operation, worker: JobProcess, pending: Pending, event: events.Reserved) -> Operation:
-    rooms = {**worker.reservations, str(pending.gpu): pending.size_bytes or 0}
-    return op.replace(waiting_for=None).with_worker(worker.replace(reservations=rooms))
+    reservations = {**worker.reservations, str(pending.gpu): pending.size_bytes or 0}
+    return op.replace(waiting_for=None).with_worker(worker.replace(reservations=reservations))
 
 
 def reservation_released(
     op: Operation, worker: JobProcess, pending: Pending, event: events.ReservationReleased
 ) -> Operation:
-    rooms = {gpu: size for gpu, size in worker.reservations.items() if gpu != pending.gpu}
-    return op.with_worker(worker.replace(reservations=rooms))
+    reservations = {gpu: size for gpu, size in worker.reservations.items() if gpu != pending.gpu}
+    return op.with_worker(worker.replace(reservations=reservations))
 
 
 def pool_reserved(op: Operation, worker: JobProcess, pending: Pending, event: events.PoolReserved) -> Operation:
@@ -57,10 +57,10 @@ def surveyed(op: Operation, worker: JobProcess, pending: Pending, event: events.
         return op.with_worker(worker.replace(boundary=event.boundary))
     if not worker.is_carried:  # the driver carries them all, and measures for itself
         return op.with_worker(worker.replace(measured=True))
-    rooms = dict(worker.reservations)
+    reservations = dict(worker.reservations)
     if worker.gpu is not None:
-        rooms[worker.gpu] = max(event.size_bytes, rooms.get(worker.gpu, 0))
-    return op.with_worker(worker.replace(measured=True, size_bytes=event.size_bytes, reservations=rooms))
+        reservations[worker.gpu] = max(event.size_bytes, reservations.get(worker.gpu, 0))
+    return op.with_worker(worker.replace(measured=True, size_bytes=event.size_bytes, reservations=reservations))
 
 
 def parked(op: Operation, worker: JobProcess, pending: Pending, event: events.Parked) -> Operation:
@@ -101,13 +101,17 @@ def checkpointed(op: Operation, worker: JobProcess, pending: Pending, event: eve
     """What was measured counts from now on; the way back rests on the room that is really held."""
     if worker.restarts:
         return worker_exit.absent(op, worker, "it left")
-    rooms = dict(worker.reservations)
+    reservations = dict(worker.reservations)
     if event.reserved_bytes is not None and worker.gpu is not None:
-        rooms[worker.gpu] = event.reserved_bytes
-    rest_bytes = worker.driver_bytes if event.driver_bytes is None else event.driver_bytes
-    shares_bytes = event.driver_bytes_by_gpu or worker.driver_bytes_by_gpu
+        reservations[worker.gpu] = event.reserved_bytes
+    driver_bytes = worker.driver_bytes if event.driver_bytes is None else event.driver_bytes
+    driver_bytes_by_gpu = event.driver_bytes_by_gpu or worker.driver_bytes_by_gpu
     off = worker.replace(
-        gpu=None, previous_gpu=worker.gpu, reservations=rooms, driver_bytes=rest_bytes, driver_bytes_by_gpu=shares_bytes
+        gpu=None,
+        previous_gpu=worker.gpu,
+        reservations=reservations,
+        driver_bytes=driver_bytes,
+        driver_bytes_by_gpu=driver_bytes_by_gpu,
     )
     return op.replace(waiting_for=None).with_worker(off)
 
@@ -244,7 +248,7 @@ def failed(op: Operation, worker: JobProcess, pending: Pending, event: events.Fa
         and op.direction == BACK
         and (worker.gpu is None or worker.offloaded)
     ):
-        return _waiting_for_room(op, worker, pending, event)
+        return _waiting_for_memory(op, worker, pending, event)
     if pending.effect == effects.Dump.tag:
         return _astray(reversal.without_image(op), event)
     if pending.effect == effects.Seal.tag:
@@ -285,16 +289,16 @@ def _split(op: Operation, name: str, event: events.Failed) -> Operation:
     )
 
 
-def _waiting_for_room(op: Operation, worker: JobProcess, pending: Pending, event: events.Failed) -> Operation:
+def _waiting_for_memory(op: Operation, worker: JobProcess, pending: Pending, event: events.Failed) -> Operation:
     """It stands with all its bytes until there is room. None that was believed in is counted upon, unless the driver
     only lacked some for itself: nobody is restored without any held, nor are storages asked for, but for those that are
     made in rounds, some of which may be there."""
     is_lost = event.fault == events.OUT_OF_MEMORY and (pending.effect != effects.Reload.tag or not worker.overlap_bytes)
-    rooms = {**worker.reservations, str(pending.gpu or worker.gpu): 0} if is_lost else worker.reservations
+    reservations = {**worker.reservations, str(pending.gpu or worker.gpu): 0} if is_lost else worker.reservations
     by_itself = f"free video memory on {worker.gpu}: it comes back by itself when there is room"
     lacks = Failure(code=event.code, message=event.message, hint=by_itself if worker.gpu else event.hint)
     return op.replace(waiting_for=lacks).with_worker(
-        worker.replace(reservations=rooms, needs_inspection=True, waits=FOR_RETRY)
+        worker.replace(reservations=reservations, needs_inspection=True, waits=FOR_RETRY)
     )
 
 

@@ -53,8 +53,8 @@ def _settling(op: Operation, worker: JobProcess) -> Iterator[Want]:
 def _arming(op: Operation, worker: JobProcess) -> Iterator[Want]:
     if worker.has_exited or is_arrived(worker):
         return
-    if worker.target_gpu is not None and worker.reservations.get(worker.target_gpu, -1) < worker.room_bytes:
-        yield effects.Reserve, {"gpu": worker.target_gpu, "size_bytes": worker.room_bytes}
+    if worker.target_gpu is not None and worker.reservations.get(worker.target_gpu, -1) < worker.reservation_bytes:
+        yield effects.Reserve, {"gpu": worker.target_gpu, "size_bytes": worker.reservation_bytes}
     # Never for one whose bytes are out: theirs is the pool that it was offloaded to, or none.
     short = worker.is_carried and worker.pool_bytes < worker.size_bytes
     if _is_to_leave(op, worker) and short and not worker.offloaded:

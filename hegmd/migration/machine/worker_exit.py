@@ -68,11 +68,11 @@ def absent(op: Operation, worker: JobProcess, why: str) -> Operation:
     if worker.gpu is None and worker.offloaded and not worker.needs_inspection:
         return op  # that is known
     fell = worker.start_count > 0 and worker.gpu is not None and not worker.must_exit
-    rooms = {gpu: size_bytes for gpu, size_bytes in worker.reservations.items() if gpu != worker.gpu}
+    reservations = {gpu: size_bytes for gpu, size_bytes in worker.reservations.items() if gpu != worker.gpu}
     left = worker.replace(
         gpu=None,
         previous_gpu=worker.gpu or worker.previous_gpu,
-        reservations=rooms,
+        reservations=reservations,
         offloaded=True,
         must_exit=False,
         is_parked=False,

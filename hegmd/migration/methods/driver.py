@@ -43,7 +43,7 @@ from hegmd.migration.methods.driver_calls import (
     Steps,
     longest_s,
 )
-from hegmd.migration.methods.gpu_reservation import GpuReservation, no_room, unsafe
+from hegmd.migration.methods.gpu_reservation import GpuReservation, out_of_memory, unsafe
 from hegmd.migration.methods.gpus import Gpus, VideoMemory, driver_owner, pairs_from
 from hegmd.migration.methods.other_processes import OtherProcesses
 from hegmd.migration.methods.storage_handover import StorageHandover, free_bytes_of, others_on
@@ -63,26 +63,26 @@ class DriverMethod:
 
     name = NAME
 
-    def __init__(self, steps: Steps, memory: VideoMemory, gpus: Gpus, neighbours: OtherProcesses) -> None:
+    def __init__(self, steps: Steps, memory: VideoMemory, gpus: Gpus, other_processes: OtherProcesses) -> None:
         self._steps = steps
         self._memory = memory
-        self._room = GpuReservation(memory, gpus)
+        self._reservations = GpuReservation(memory, gpus)
         self._gpus = gpus
-        self._neighbours = neighbours
+        self._other_processes = other_processes
         self._in_hand: set[tuple[int, int]] = set()
         self._standing: set[tuple[int, int]] = set()
-        self._making = StorageHandover(steps, self._room, gpus, neighbours, self._in_hand)
+        self._making = StorageHandover(steps, self._reservations, gpus, other_processes, self._in_hand)
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
     async def reserve(self, subject: MigratedProcess, gpu: str, size_bytes: int) -> None:
-        await self._room.reserve(subject, gpu, size_bytes)
+        await self._reservations.reserve(subject, gpu, size_bytes)
 
     async def release(self, subject: MigratedProcess, gpu: str) -> None:
-        await self._room.release(subject, gpu)
+        await self._reservations.release(subject, gpu)
 
     def reservations(self, subject: MigratedProcess) -> Mapping[str, int]:
-        return self._room.of(subject)
+        return self._reservations.of(subject)
 
     def note_size(self, subject: MigratedProcess, size_bytes: int) -> None:
         """What a process has on a real GPU needs no books."""
@@ -92,7 +92,7 @@ class DriverMethod:
     async def checkpoint(self, subject: MigratedProcess) -> CheckpointResult:
         """Lock, measure, make sure of the room, take it off; then the room that it left is kept for the way back."""
         with self._marked_in_progress(subject):  # first, so that whoever looks at it hears that something is to come
-            await self._neighbours.wait_until_unpaused(subject.owner_key)
+            await self._other_processes.wait_until_unpaused(subject.owner_key)
             state = await self._steps.state(subject)
             if state == CHECKPOINTED:
                 off = dataclasses.replace(subject, gpu=None)
@@ -110,9 +110,9 @@ class DriverMethod:
                         subject, subject.target_gpu, subject.driver_bytes + subject.storage_reservation_bytes
                     )
                 await self._steps.checkpoint(subject)
-                room_bytes = await self._confirm_checkpointed(subject)
+                reserved_bytes = await self._confirm_checkpointed(subject)
             return CheckpointResult(
-                reserved_bytes=room_bytes,
+                reserved_bytes=reserved_bytes,
                 driver_bytes=subject.driver_bytes,
                 driver_bytes_by_gpu=subject.driver_bytes_by_gpu,
             )
@@ -120,11 +120,11 @@ class DriverMethod:
     async def _measured(self, subject: MigratedProcess) -> MigratedProcess:
         """The locked process with what it really needs. Raises GrewBeyondPlan when that is more than is on disk."""
         needs = await self._needed(subject)
-        need_bytes, shares_bytes = sum(needs), tuple(needs) if is_several(subject.gpu) else ()
+        need_bytes, driver_bytes_by_gpu = sum(needs), tuple(needs) if is_several(subject.gpu) else ()
         planned = subject.needs(subject.gpu).values()
         if any(need > size_bytes for need, size_bytes in zip(needs, planned, strict=True)):
-            raise GrewBeyondPlan(subject.pid, subject.driver_bytes, need_bytes, shares_bytes)
-        return dataclasses.replace(subject, driver_bytes=need_bytes, driver_bytes_by_gpu=shares_bytes)
+            raise GrewBeyondPlan(subject.pid, subject.driver_bytes, need_bytes, driver_bytes_by_gpu)
+        return dataclasses.replace(subject, driver_bytes=need_bytes, driver_bytes_by_gpu=driver_bytes_by_gpu)
 
     @asynccontextmanager
     async def _unlocked_unless_done(self, subject: MigratedProcess) -> AsyncGenerator[None]:
@@ -165,17 +165,17 @@ class DriverMethod:
         """
         await self._steps.expect(subject, "checkpoint", CHECKPOINTED)
         if subject.target_gpu is not None and set(gpus_of(subject.target_gpu)).isdisjoint(gpus_of(subject.gpu)):
-            room_bytes = await self._room.reserve_for_rollback(subject)
-            if room_bytes:
-                return room_bytes
+            reserved_bytes = await self._reservations.reserve_for_rollback(subject)
+            if reserved_bytes:
+                return reserved_bytes
         kept: list[int] = []
 
         async def keep() -> None:
-            kept.append(await self._room.reserve_for_rollback(subject))
+            kept.append(await self._reservations.reserve_for_rollback(subject))
 
         async with beside(keep):
             await self._see_it_listed_no_more(subject)
-        return kept[0] or await self._room.reserve_for_rollback(
+        return kept[0] or await self._reservations.reserve_for_rollback(
             subject
         )  # what was not shown as free yet may not have been
 
@@ -195,17 +195,17 @@ class DriverMethod:
     async def restore(self, subject: MigratedProcess, gpu: str) -> str | None:
         """Never without the room having been held until the moment of the call, and seen to be free at that moment."""
         with self._marked_in_progress(subject):
-            await self._neighbours.wait_until_unpaused(subject.owner_key)
-            rooms = {name: await self._gpus.uuid_of(name) for name in gpus_of(gpu)}
+            await self._other_processes.wait_until_unpaused(subject.owner_key)
+            uuid_by_gpu = {name: await self._gpus.uuid_of(name) for name in gpus_of(gpu)}
             state = await self._steps.state(subject)
             if state != CHECKPOINTED:
                 await self._steps.unlock(subject, state)
                 return await self._place(subject) if subject.gpu_unknown else None
             if subject.gpu_unknown:
                 return await self._restore_where_it_was(subject, gpu)
-            pairs = await self._pairs(subject, list(rooms.values()))
-            async with self._gpus.turns(rooms):
-                state = await self._restore_in_room(subject, rooms, subject.needs(gpu), pairs)
+            pairs = await self._pairs(subject, list(uuid_by_gpu.values()))
+            async with self._gpus.turns(uuid_by_gpu):
+                state = await self._restore_reserved(subject, uuid_by_gpu, subject.needs(gpu), pairs)
                 await self._steps.unlock(subject, state)  # before others count on what they see of it
             return None
 
@@ -213,15 +213,15 @@ class DriverMethod:
         """Without a map, and with its room held on every GPU that it can come back on; which it was, it gives."""
         uuids = await self._steps.uuids()
         await self._gpus.seen()
-        rooms = {self._gpus.name_of(uuid): uuid for uuid in uuids}
-        needs = dict.fromkeys(rooms, subject.driver_bytes)
+        uuid_by_gpu = {self._gpus.name_of(uuid): uuid for uuid in uuids}
+        needs = dict.fromkeys(uuid_by_gpu, subject.driver_bytes)
         try:
-            await self._room.reserve_by_gpu(subject, needs, {})
-            async with self._gpus.turns(rooms):
-                await self._steps.unlock(subject, await self._restore_in_room(subject, rooms, needs, []))
+            await self._reservations.reserve_by_gpu(subject, needs, {})
+            async with self._gpus.turns(uuid_by_gpu):
+                await self._steps.unlock(subject, await self._restore_reserved(subject, uuid_by_gpu, needs, []))
         finally:
             with anyio.CancelScope(shield=True):
-                for name, uuid in rooms.items():
+                for name, uuid in uuid_by_gpu.items():
                     if name not in gpus_of(gpu):  # that of its goal is the operation's
                         await self._memory.release(driver_owner(subject), uuid)
         return await self._place(subject)
@@ -235,36 +235,36 @@ class DriverMethod:
         self._gpus.changed()
         return place_of(places)
 
-    async def _restore_in_room(
-        self, subject: MigratedProcess, rooms: Mapping[str, str], needs: Mapping[str, int], pairs: list[list[str]]
+    async def _restore_reserved(
+        self, subject: MigratedProcess, uuid_by_gpu: Mapping[str, str], needs: Mapping[str, int], pairs: list[list[str]]
     ) -> str:
         """`rooms` are the GPUs by name, with their UUIDs, on which there has to be room for it: as `needs` says.
 
         Gives its state after that.
         """
-        self._room.require(subject, rooms, needs)
+        self._reservations.require(subject, uuid_by_gpu, needs)
         node = await self._gpus.seen()
-        others = others_on(node, subject, rooms, self._steps.helper_pid)
-        async with self._neighbours.paused(others, but_for=self._in_hand, restored=subject.owner_key) as going:
+        others = others_on(node, subject, uuid_by_gpu, self._steps.helper_pid)
+        async with self._other_processes.paused(others, but_for=self._in_hand, restored=subject.owner_key) as going:
             # One of ours that is not locked yet goes on as well.
             loose = [*going, *(who for who in others if who in self._in_hand - self._standing)]
             spare_bytes = CALM_BYTES if loose else 0
             free = free_bytes_of(await self._gpus.seen() if loose else node)
-            for gpu in rooms:  # still held: nothing is risked by looking
+            for gpu in uuid_by_gpu:  # still held: nothing is risked by looking
                 free_bytes = free.get(gpu)
                 if free_bytes is None or free_bytes < spare_bytes:
                     raise unsafe(subject, gpu, free_bytes, loose)
-            await self._room.release_for_restore(subject, rooms.values())
-            for gpu in rooms:
-                free_bytes = await self._room.wait_until_free(gpu, needs[gpu] + spare_bytes)
+            await self._reservations.release_for_restore(subject, uuid_by_gpu.values())
+            for gpu in uuid_by_gpu:
+                free_bytes = await self._reservations.wait_until_free(gpu, needs[gpu] + spare_bytes)
                 if free_bytes is None or free_bytes < needs[gpu] + spare_bytes:
-                    await self._room.reserve_again(subject, rooms, needs)
-                    raise no_room(subject, gpu, needs[gpu] + spare_bytes, free_bytes, "free")
+                    await self._reservations.reserve_again(subject, uuid_by_gpu, needs)
+                    raise out_of_memory(subject, gpu, needs[gpu] + spare_bytes, free_bytes, "free")
             await self._restore_shielded(subject, pairs)
             try:
                 return await self._steps.expect(subject, "restore", LOCKED, RUNNING)
             except StateMismatch:
-                await self._room.reserve_again(subject, rooms, needs)
+                await self._reservations.reserve_again(subject, uuid_by_gpu, needs)
                 raise
 
     async def _restore_shielded(self, subject: MigratedProcess, pairs: list[list[str]]) -> None:
@@ -305,7 +305,7 @@ class DriverMethod:
         show a process late or never.
         """
         try:
-            async with self._neighbours.excluded(subject.owner_key):
+            async with self._other_processes.excluded(subject.owner_key):
                 await self._steps.unlock(subject)
         finally:
             if subject.gpu is not None:
@@ -318,7 +318,7 @@ class DriverMethod:
     async def inspect(self, subject: MigratedProcess) -> ProcessState:
         if subject.owner_key in self._in_hand:
             return ProcessState(gpu=subject.gpu, busy=True)
-        async with self._neighbours.excluded(subject.owner_key):
+        async with self._other_processes.excluded(subject.owner_key):
             state = await self._steps.state(subject)
             if state == LOCKED:
                 await self._steps.unlock(subject)

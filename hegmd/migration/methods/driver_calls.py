@@ -52,10 +52,12 @@ class StateMismatch(HegmError):
 class Steps:
     """Asks the helper. `patience` says how long a call is waited for of which nothing is to be seen."""
 
-    def __init__(self, helper: Link, gpus: Gpus, neighbours: OtherProcesses, patience: Patience | None = None) -> None:
+    def __init__(
+        self, helper: Link, gpus: Gpus, other_processes: OtherProcesses, patience: Patience | None = None
+    ) -> None:
         self._helper = helper
         self._gpus = gpus
-        self._neighbours = neighbours
+        self._other_processes = other_processes
         self._patience = patience or Patience()
         # What the driver showed, and to which helper: it shows one the same for as long as that lives.
         self._devices: tuple[int | None, list[str]] = None, []
@@ -138,9 +140,9 @@ class Steps:
 
         One that a signal has stopped is waited for: its step goes on with it.
         """
-        while self._neighbours.may_be_there(subject.owner_key):
+        while self._other_processes.may_be_there(subject.owner_key):
             try:
-                if not self._neighbours.is_stopped(subject.pid):
+                if not self._other_processes.is_stopped(subject.pid):
                     state = await self.state(subject)
                     logger.info("a step of process %d was cut off, and it is %s", subject.pid, state)
                     return
@@ -154,13 +156,13 @@ class Steps:
     async def _call(
         self, op: str, subject: MigratedProcess, args: Mapping[str, object] | None = None, *, expected_s: float
     ) -> Mapping[str, Any]:
-        if not self._neighbours.is_there(subject.owner_key):
+        if not self._other_processes.is_there(subject.owner_key):
             raise Refused(
                 f"process {subject.pid} has ended, and another may have its number",
                 "there is nothing left to move; see hegmctl ps",
                 {"pid": subject.pid, "asked": op},
             )
-        if self._neighbours.is_stopped(subject.pid):
+        if self._other_processes.is_stopped(subject.pid):
             raise Refused(
                 f"process {subject.pid} is stopped by a signal, and the driver would wait for it without end",
                 f"let it go on first: kill -CONT {subject.pid}",

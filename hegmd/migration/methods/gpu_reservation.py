@@ -19,7 +19,7 @@ from hegmd.migration.contracts import MigratedProcess, OutOfMemory
 from hegmd.migration.methods.gpus import Gpus, VideoMemory, driver_owner, storage_owner
 from hegmd.node.gpu_sets import gpus_of, is_several, more_than
 
-__all__ = ["GpuReservation", "no_room", "unsafe"]
+__all__ = ["GpuReservation", "out_of_memory", "unsafe"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +44,8 @@ class GpuReservation:
             held = self._memory.of(driver_owner(subject))
             fresh = [uuid for uuid in uuids.values() if not held.get(uuid)]
             try:
-                for gpu, rest_bytes in rests.items():
-                    await self._memory.reserve(driver_owner(subject), uuids[gpu], rest_bytes)
+                for gpu, driver_bytes in rests.items():
+                    await self._memory.reserve(driver_owner(subject), uuids[gpu], driver_bytes)
                     await self._memory.reserve(storage_owner(subject), uuids[gpu], storages.get(gpu, 0))
             except BaseException as error:
                 with anyio.CancelScope(shield=True):  # one half is no room, and nobody would know of it
@@ -60,12 +60,12 @@ class GpuReservation:
     async def reserve(self, subject: MigratedProcess, gpu: str, size_bytes: int) -> None:
         """So much in all for it to be there; what it has there already counts."""
         missing = more_than(subject.needs(gpu), subject.needs(subject.gpu))
-        rests = {name: min(rest_bytes, size_bytes) for name, rest_bytes in missing.items()}
+        rests = {name: min(driver_bytes, size_bytes) for name, driver_bytes in missing.items()}
         # One on several GPUs has room for its storages where it is, as long as it is there.
         own = subject.storages(subject.gpu) if is_several(subject.gpu) else {}
         storages = more_than(subject.storages(gpu), own)
         await self.reserve_by_gpu(
-            subject, rests, {name: min(room_bytes, size_bytes) for name, room_bytes in storages.items()}
+            subject, rests, {name: min(storage_bytes, size_bytes) for name, storage_bytes in storages.items()}
         )
 
     async def reserve_for_rollback(self, subject: MigratedProcess) -> int:
@@ -85,12 +85,12 @@ class GpuReservation:
             return 0
         return subject.driver_bytes + subject.storage_reservation_bytes
 
-    def require(self, subject: MigratedProcess, rooms: Mapping[str, str], needs: Mapping[str, int]) -> None:
+    def require(self, subject: MigratedProcess, uuid_by_gpu: Mapping[str, str], needs: Mapping[str, int]) -> None:
         """Raises NoRoom unless as much is held for the driver on these GPUs, by name with their UUIDs."""
-        for gpu, uuid in rooms.items():
+        for gpu, uuid in uuid_by_gpu.items():
             held_bytes = self._memory.of(driver_owner(subject)).get(uuid, 0)
             if held_bytes < needs[gpu]:
-                raise no_room(subject, gpu, needs[gpu], held_bytes, "held")
+                raise out_of_memory(subject, gpu, needs[gpu], held_bytes, "held")
 
     async def release_for_restore(self, subject: MigratedProcess, uuids: Iterable[str]) -> None:
         """What the driver needs is its own from now on, or whoever's is quicker."""
@@ -134,9 +134,11 @@ class GpuReservation:
         for gpu in gpus_of(place):
             await self._memory.release(storage_owner(subject), await self._gpus.uuid_of(gpu))
 
-    async def reserve_again(self, subject: MigratedProcess, rooms: Mapping[str, str], needs: Mapping[str, int]) -> None:
+    async def reserve_again(
+        self, subject: MigratedProcess, uuid_by_gpu: Mapping[str, str], needs: Mapping[str, int]
+    ) -> None:
         """What was let go of for nothing, as far as it can be had."""
-        for gpu, uuid in rooms.items():
+        for gpu, uuid in uuid_by_gpu.items():
             try:
                 await self._memory.reserve(driver_owner(subject), uuid, needs[gpu])
             except HegmError as error:
@@ -160,24 +162,26 @@ class GpuReservation:
                 held[name] = held.get(name, 0) + size_bytes
         if subject.driver_bytes_by_gpu:
             return _by_place(subject, held)
-        for gpu, rest_bytes in subject.needs(subject.gpu).items():
-            held[gpu] = max(held.get(gpu, 0), rest_bytes + subject.storage_reservation_bytes)
+        for gpu, driver_bytes in subject.needs(subject.gpu).items():
+            held[gpu] = max(held.get(gpu, 0), driver_bytes + subject.storage_reservation_bytes)
         return held
 
 
 def _by_place(subject: MigratedProcess, held: Mapping[str, int]) -> Mapping[str, int]:
     """What is held for one on several GPUs, by the places that it is to do with; 0 where some of it is missing."""
     own = subject.wholes(subject.gpu)
-    rooms: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for place in (subject.gpu, subject.target_gpu, subject.previous_gpu):
         missing = more_than(more_than(subject.wholes(place), own), held)
         if place is not None and (place == subject.gpu or any(gpu in held for gpu in missing)):
-            rooms[place] = 0 if any(missing.values()) else subject.driver_bytes + subject.storage_reservation_bytes
-    named = {gpu for place in rooms for gpu in gpus_of(place)}
-    return {**rooms, **{gpu: size_bytes for gpu, size_bytes in held.items() if gpu not in named}}
+            sizes[place] = 0 if any(missing.values()) else subject.driver_bytes + subject.storage_reservation_bytes
+    named = {gpu for place in sizes for gpu in gpus_of(place)}
+    return {**sizes, **{gpu: size_bytes for gpu, size_bytes in held.items() if gpu not in named}}
 
 
-def no_room(subject: MigratedProcess, gpu: str, needed_bytes: int, there_bytes: int | None, what: str) -> OutOfMemory:
+def out_of_memory(
+    subject: MigratedProcess, gpu: str, needed_bytes: int, there_bytes: int | None, what: str
+) -> OutOfMemory:
     """That so little is there; `what` says how: held, or free."""
     there = "it is not known how much is" if there_bytes is None else f"{there_bytes // MIB} MiB are"
     return OutOfMemory(

@@ -36,7 +36,7 @@ Who = tuple[int, int]
 FILE_NAME = "held-still.json"
 LOCK_S = 0.1
 # Storages of 32 GiB are made in some milliseconds.
-STILL_S = 2.0
+MAX_PAUSE_S = 2.0
 _DEADLINE_S = 10.0
 # None of these calls moves any bytes, and each is over within milliseconds of its limit.
 _PATIENCE = Patience(look_s=0.5, stopped_s=0.5, floor_s=5.0, times=0.0, quiet_s=5.0)
@@ -61,13 +61,13 @@ class OtherProcesses:
         *,
         start_ticks: Callable[[int], int | None],
         is_stopped: Callable[[int], bool],
-        still_s: float = STILL_S,
+        max_pause_s: float = MAX_PAUSE_S,
     ) -> None:
         self._helper = helper
         self._path = folder / FILE_NAME
         self._start_ticks = start_ticks
         self.is_stopped = is_stopped
-        self.still_s = still_s
+        self.max_pause_s = max_pause_s
         self._noted: dict[Who, Who | None] = {}  # for whose restore it is
         self._held: dict[Who, anyio.Event] = {}
         self._left: set[Who] = set()
@@ -84,12 +84,12 @@ class OtherProcesses:
         OSError, and HegmError when it cannot be seen whether they are there; then nothing was done.
         """
         there = [who for who in processes if who not in but_for and self.is_there(who)]
-        fit = [who for who in there if self.still_s and not self.is_stopped(who[0])]
+        fit = [who for who in there if self.max_pause_s and not self.is_stopped(who[0])]
         await self._until_free(fit)
         chosen = [who for who in fit if who not in but_for]  # no step between here and the next line
         self._held.update({who: anyio.Event() for who in chosen})
         locked: list[Who] = []
-        loose: list[Who] = [] if self.still_s else there
+        loose: list[Who] = [] if self.max_pause_s else there
         try:
             if chosen:
                 await self._note({**self._noted, **dict.fromkeys(chosen, restored)})

@@ -114,14 +114,14 @@ class RestartMethod:
     # -- room ----------------------------------------------------------------------------------------------------------
 
     async def reserve(self, subject: MigratedProcess, gpu: str, size_bytes: int) -> None:
-        if self._has_room_held(gpu):
+        if self._has_reservation(gpu):
             await self._by.reserve(subject, gpu, size_bytes)
 
     async def release(self, subject: MigratedProcess, gpu: str) -> None:
-        if self._has_room_held(gpu):
+        if self._has_reservation(gpu):
             await self._by.release(subject, gpu)
 
-    def _has_room_held(self, place: str) -> bool:
+    def _has_reservation(self, place: str) -> bool:
         return place != CPU and self._gpu(place).vendor in _HELD
 
     def reservations(self, subject: MigratedProcess) -> Mapping[str, int]:

@@ -19,21 +19,21 @@ class SimulatedMethod:
 
     name = NAME
 
-    def __init__(self, rooms: SimulatedMemory) -> None:
-        self._rooms = rooms
+    def __init__(self, memory: SimulatedMemory) -> None:
+        self._memory = memory
 
     async def reserve(self, subject: MigratedProcess, gpu: str, size_bytes: int) -> None:
-        self._rooms.reserve(subject.owner_key, gpu, size_bytes)
+        self._memory.reserve(subject.owner_key, gpu, size_bytes)
 
     async def release(self, subject: MigratedProcess, gpu: str) -> None:
-        self._rooms.release(subject.owner_key, gpu)
+        self._memory.release(subject.owner_key, gpu)
 
     def reservations(self, subject: MigratedProcess) -> Mapping[str, int]:
-        return self._rooms.of(subject.owner_key)
+        return self._memory.of(subject.owner_key)
 
     def note_size(self, subject: MigratedProcess, size_bytes: int) -> None:
         if subject.worker.gpu is not None:
-            self._rooms.hold_what_fits(subject.owner_key, subject.worker.gpu, size_bytes)
+            self._memory.hold_what_fits(subject.owner_key, subject.worker.gpu, size_bytes)
 
     async def checkpoint(self, subject: MigratedProcess) -> CheckpointResult:
         """The room there stays held, so nothing has to be taken for the way back."""

@@ -36,7 +36,7 @@ class SimulatedMemory:
         self._simulator = simulator
         self._gpus = gpus
         self._changed = changed
-        self._rooms: dict[Who, dict[str, int]] = {}
+        self._reserved: dict[Who, dict[str, int]] = {}
 
     @property
     def simulated(self) -> bool:
@@ -44,7 +44,7 @@ class SimulatedMemory:
 
     def of(self, who: Who) -> Mapping[str, int]:
         """The room that is held for a process, by GPU."""
-        return dict(self._rooms.get(who, {}))
+        return dict(self._reserved.get(who, {}))
 
     def reserve(self, who: Who, gpu: str, size_bytes: int) -> None:
         """Hold so much on that GPU for the process from now on, in all. Raises HegmError; nothing has changed then."""
@@ -54,33 +54,33 @@ class SimulatedMemory:
                 "use the driver's own checkpoint (cuda-checkpoint) meanwhile",
             )
         self._simulator.hold(who, who[0], gpu, size_bytes)
-        self._rooms.setdefault(who, {})[gpu] = size_bytes
+        self._reserved.setdefault(who, {})[gpu] = size_bytes
         self._changed()
 
     def hold_what_fits(self, who: Who, gpu: str, size_bytes: int) -> None:
         """Let the books follow what a process has already: if the GPU cannot hold it, what it holds there stays."""
-        if self._simulator is None or self._rooms.get(who, {}).get(gpu) == size_bytes:
+        if self._simulator is None or self._reserved.get(who, {}).get(gpu) == size_bytes:
             return
         try:
             self.reserve(who, gpu, size_bytes)
         except HegmError as error:
             limited(logger, f"room-{who[0]}", logging.WARNING, "process %d: %s", who[0], error.message)
-            self._rooms.setdefault(who, {}).setdefault(gpu, 0)
+            self._reserved.setdefault(who, {}).setdefault(gpu, 0)
 
     def release(self, who: Who, gpu: str) -> None:
         """Hold nothing on that GPU for the process any more. Fine when nothing is held."""
-        held = self._rooms.get(who, {})
+        held = self._reserved.get(who, {})
         if held.pop(gpu, None) is None:
             return
         if not held:
-            del self._rooms[who]
+            del self._reserved[who]
         if self._simulator is not None:
             self._simulator.hold(who, who[0], gpu, 0)
         self._changed()
 
     def drop(self, who: Who) -> None:
         """The process has ended, and its driver would have freed everything."""
-        if self._rooms.pop(who, None) is not None and self._simulator is not None:
+        if self._reserved.pop(who, None) is not None and self._simulator is not None:
             self._simulator.release(who)
             self._changed()
 
@@ -107,5 +107,5 @@ class SimulatedMemory:
 
     def _free_bytes(self, gpu: Gpu) -> int:
         """What is free there by the newer of two words: what was seen last, and these books."""
-        booked_bytes = sum(held.get(gpu.id, 0) for held in self._rooms.values())
+        booked_bytes = sum(held.get(gpu.id, 0) for held in self._reserved.values())
         return (gpu.memory_total_bytes or 0) - max(gpu.memory_used_bytes or 0, booked_bytes)

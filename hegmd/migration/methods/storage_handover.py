@@ -30,15 +30,15 @@ class StorageHandover:
     def __init__(
         self,
         steps: Steps,
-        room: GpuReservation,
+        reservations: GpuReservation,
         gpus: Gpus,
-        neighbours: OtherProcesses,
+        other_processes: OtherProcesses,
         in_hand: Container[tuple[int, int]],
     ) -> None:
         self._steps = steps
-        self._room = room
+        self._reservations = reservations
         self._gpus = gpus
-        self._neighbours = neighbours
+        self._other_processes = other_processes
         self._in_hand = in_hand
         # Whose storages found no room beside the one that is held for them.
         self._crowded: set[tuple[int, int]] = set()
@@ -57,11 +57,11 @@ class StorageHandover:
         attempt, and none is lost.
         """
         made = anyio.Event()
-        is_roomy = False
+        has_spare_memory = False
 
         def note_made() -> bool:
             made.set()
-            return is_roomy
+            return has_spare_memory
 
         if subject.gpu is None:
             yield note_made
@@ -69,10 +69,10 @@ class StorageHandover:
         failure: HegmError | None = None
         async with anyio.create_task_group() as tasks:
             try:
-                is_roomy = await tasks.start(self._make_way, subject, subject.gpu, made)
+                has_spare_memory = await tasks.start(self._make_way, subject, subject.gpu, made)
                 yield note_made
-                if not is_roomy:
-                    await self._room.let_go_for_storages(subject, subject.gpu)
+                if not has_spare_memory:
+                    await self._reservations.let_go_for_storages(subject, subject.gpu)
                 self._crowded.discard(subject.owner_key)
             except HegmError as error:  # past the group, which would put it into another
                 self._crowded.add(subject.owner_key)
@@ -92,25 +92,25 @@ class StorageHandover:
     ) -> None:
         """Starts with whether there is so much room that nothing need be let go of before it goes on."""
         async with self._gpus.turns(gpus_of(gpu)):
-            held = await self._room.with_storages(subject, gpu)
+            held = await self._reservations.with_storages(subject, gpu)
             if not held:  # as in all rounds but the first: nothing changes hands
                 task_status.started(False)
-                with anyio.move_on_after(self._neighbours.still_s):
+                with anyio.move_on_after(self._other_processes.max_pause_s):
                     await made.wait()
                 return
             node = await self._gpus.seen()
             others = others_on(node, subject, held, self._steps.helper_pid)
-            async with self._neighbours.paused(others, but_for=self._in_hand):
+            async with self._other_processes.paused(others, but_for=self._in_hand):
                 if others:  # they may have taken some since
                     node = await self._gpus.seen()
                 free = free_bytes_of(node)
-                fits = await self._room.fits_beside(subject, gpu, CALM_BYTES, free)
+                fits = await self._reservations.fits_beside(subject, gpu, CALM_BYTES, free)
                 if subject.owner_key in self._crowded or not fits:
-                    await self._room.let_go_for_storages(subject, gpu)
+                    await self._reservations.let_go_for_storages(subject, gpu)
                 # Not where it was let go of: nothing is held then that could fit twice.
-                is_roomy = await self._room.fits_beside(subject, gpu, CALM_BYTES, free, times=2)
-                task_status.started(is_roomy and subject.goes_on)
-                with anyio.move_on_after(self._neighbours.still_s):
+                has_spare_memory = await self._reservations.fits_beside(subject, gpu, CALM_BYTES, free, times=2)
+                task_status.started(has_spare_memory and subject.goes_on)
+                with anyio.move_on_after(self._other_processes.max_pause_s):
                     await made.wait()
 
 

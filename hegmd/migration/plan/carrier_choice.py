@@ -14,9 +14,9 @@ from hegmd.memory.sizes import (
     CONTEXT_BYTES,
     NEXT_TO_NOTHING_BYTES,
     ROUND_BYTES,
-    ahead_room_bytes,
-    passing_room_bytes,
     rounds_of,
+    staging_in_needed_bytes,
+    staging_out_needed_bytes,
     whole_size,
 )
 from hegmd.migration.machine.operation import CHECKPOINT, MIGRATE, RESUME, SUSPEND
@@ -123,8 +123,8 @@ def _overlap(candidate: Candidate, source: GpuMemory, to: GpuMemory) -> int:
     if agent is None or agent.cuda is None or to.free_bytes is None:
         return 0
     size_bytes = agent.size_bytes or 0
-    room_bytes = rest_of(candidate) + beside_of(candidate, source)
-    lacking_bytes = 2 * size_bytes + CONTEXT_BYTES + room_bytes - to.free_bytes
+    reserved_bytes = rest_of(candidate) + beside_of(candidate, source)
+    lacking_bytes = 2 * size_bytes + CONTEXT_BYTES + reserved_bytes - to.free_bytes
     at_once_bytes = max(ROUND_BYTES, 2 * agent.cuda.largest_bytes)
     if lacking_bytes <= 0:
         return 0
@@ -209,8 +209,8 @@ def _against_peer(
         return
     if to.id not in source.nvlinks:
         yield f"no NVLink goes from {source.id} to {to.id}"
-    room_bytes = rest_of(candidate) + beside_of(candidate, source)
-    needed_bytes = room_bytes + 2 * size_bytes + CONTEXT_BYTES - _overlap(candidate, source, to)
+    reserved_bytes = rest_of(candidate) + beside_of(candidate, source)
+    needed_bytes = reserved_bytes + 2 * size_bytes + CONTEXT_BYTES - _overlap(candidate, source, to)
     if to.free_bytes is not None and to.free_bytes < needed_bytes:
         free = gigabytes(to.free_bytes)
         yield f"{to.id} has {free} free, and {gigabytes(needed_bytes)} are needed there for a moment"
@@ -231,10 +231,10 @@ def copies_beside(
     if carrier != HOST:
         return Beside()
     free = {gpu.id: gpu.free_bytes or 0 for gpu in snapshot.gpus}
-    room_bytes = size_bytes if at != to else 0
+    reserved_bytes = size_bytes if at != to else 0
     return Beside(
-        out=at is not None and free.get(at, 0) >= passing_room_bytes(size_bytes, at_rest=True),
-        back=to is not None and free.get(to, 0) - room_bytes >= ahead_room_bytes(size_bytes),
+        out=at is not None and free.get(at, 0) >= staging_out_needed_bytes(size_bytes, at_rest=True),
+        back=to is not None and free.get(to, 0) - reserved_bytes >= staging_in_needed_bytes(size_bytes),
     )
 
 
@@ -242,14 +242,14 @@ def estimate_s(
     kind: str,
     carrier: CarrierRow,
     size_bytes: int,
-    rest_bytes: int,
+    driver_bytes: int,
     rates: Rates,
     overlap_bytes: int = 0,
     copies: Beside = Beside(),
     own_bytes: int = 0,
 ) -> float:
     """How long one process stands, its wait for a boundary left out; one that is resumed stands while it is armed."""
-    by_driver_bytes = max(0, rest_bytes - NEXT_TO_NOTHING_BYTES)
+    by_driver_bytes = max(0, driver_bytes - NEXT_TO_NOTHING_BYTES)
     out_s = rates.driver_out_s + by_driver_bytes / rates.driver_out_bytes_per_s
     in_s = rates.driver_in_s + by_driver_bytes / rates.driver_in_bytes_per_s
     if carrier.rates is not None:

@@ -9,7 +9,7 @@ from hegmd.errors import Code
 from hegmd.migration.machine.operation import RESTART
 from hegmd.migration.model import Candidate, GpuMemory, NodeSnapshotForPlan, PlanRequest
 from hegmd.migration.plan.carrier_choice import Choice
-from hegmd.migration.plan.forecast import rooms_of
+from hegmd.migration.plan.forecast import reservations_for
 from hegmd.node.gpu_sets import CPU, added
 from hegmd.protocol.operations import PlannedProcess, Reason
 
@@ -46,7 +46,7 @@ def candidate_of(snapshot: NodeSnapshotForPlan, pid: int) -> Candidate | None:
     return next((candidate for candidate in snapshot.candidates if candidate.pid == pid), None)
 
 
-def room_needed(draft: Draft, held: Mapping[int, int]) -> dict[str, int]:
+def memory_needed(draft: Draft, held: Mapping[int, int]) -> dict[str, int]:
     """What those that move will take on each GPU, beyond what is held for them by pid."""
     needed: dict[str, int] = {}
     for worker in draft.moving:
@@ -55,8 +55,8 @@ def room_needed(draft: Draft, held: Mapping[int, int]) -> dict[str, int]:
             more_bytes = worker.reservation_bytes + own_bytes - held.get(worker.pid, 0)
             places = dict.fromkeys(draft.anywhere.get(worker.pid, (worker.to,)), more_bytes)
             if worker.driver_bytes_by_gpu and more_bytes > 0:
-                shares_bytes = added(worker.driver_bytes_by_gpu, worker.storage_bytes_by_gpu)
-                places = rooms_of(shares_bytes, worker.gpu, worker.to)
+                bytes_by_gpu = added(worker.driver_bytes_by_gpu, worker.storage_bytes_by_gpu)
+                places = reservations_for(bytes_by_gpu, worker.gpu, worker.to)
             for gpu, size_bytes in places.items():
                 needed[gpu] = needed.get(gpu, 0) + size_bytes
     return needed
@@ -67,4 +67,4 @@ def left_by_others(draft: Draft, to: str | None) -> GpuMemory | None:
     gpu = draft.gpu(to)
     if gpu is None or gpu.free_bytes is None:
         return gpu
-    return gpu.replace(free_bytes=max(0, gpu.free_bytes - room_needed(draft, {}).get(gpu.id, 0)))
+    return gpu.replace(free_bytes=max(0, gpu.free_bytes - memory_needed(draft, {}).get(gpu.id, 0)))

@@ -100,18 +100,18 @@ def against_moving(gpu: GpuMemory) -> Iterator[Against]:
         yield REFUSED, f"the chip of {gpu.id} is not known, and only an equal one can take over", "see hegmctl doctor"
 
 
-def against_memory(snapshot: NodeSnapshotForPlan, candidate: Candidate, rest_bytes: int) -> Iterator[Against]:
+def against_memory(snapshot: NodeSnapshotForPlan, candidate: Candidate, driver_bytes: int) -> Iterator[Against]:
     """Why the bytes that the driver puts into the process's own memory would be the end of it, or of others."""
-    room_bytes = candidate.around.memory_room_bytes
-    if room_bytes is not None and room_bytes < rest_bytes:
+    growth_bytes = candidate.around.cgroup_free_bytes
+    if growth_bytes is not None and growth_bytes < driver_bytes:
         message = (
-            f"the driver would put {gigabytes(rest_bytes)} into process {candidate.pid}, whose control group lets it "
-            f"grow by {gigabytes(room_bytes)}: the kernel would kill it"
+            f"the driver would put {gigabytes(driver_bytes)} into process {candidate.pid}, whose control group lets it "
+            f"grow by {gigabytes(growth_bytes)}: the kernel would kill it"
         )
         yield REFUSED, message, "raise the memory limit of its pod, job or unit (memory.max)"
-    if snapshot.available_bytes is not None and snapshot.available_bytes < rest_bytes:
+    if snapshot.available_bytes is not None and snapshot.available_bytes < driver_bytes:
         message = (
-            f"the driver would put {gigabytes(rest_bytes)} into process {candidate.pid} and the node has "
+            f"the driver would put {gigabytes(driver_bytes)} into process {candidate.pid} and the node has "
             f"{gigabytes(snapshot.available_bytes)} of memory available"
         )
         yield REFUSED, message, "free memory on the node first"
@@ -155,15 +155,17 @@ def beside_of(candidate: Candidate, own: GpuMemory) -> int:
     return max(cuda.padding_bytes, min(cached_bytes, _most_beside(own, rest_of(candidate) + size_bytes)))
 
 
-def storage_rooms(candidate: Candidate, devices: Sequence[CudaDevice], own: Sequence[GpuMemory]) -> tuple[int, ...]:
+def storage_bytes_with_cache(
+    candidate: Candidate, devices: Sequence[CudaDevice], own: Sequence[GpuMemory]
+) -> tuple[int, ...]:
     """The same for one on several GPUs, its storages included, on each of them."""
     rests_bytes = shares_of(candidate, devices)
-    rooms: list[int] = []
-    for device, gpu, rest_bytes in zip(devices, own, rests_bytes, strict=True):
+    sizes: list[int] = []
+    for device, gpu, driver_bytes in zip(devices, own, rests_bytes, strict=True):
         cached_bytes = _cached(candidate, device.reserved_bytes, device.size_bytes)
-        most_bytes = _most_beside(gpu, rest_bytes + device.size_bytes)
-        rooms.append(device.size_bytes + max(device.padding_bytes, min(cached_bytes, most_bytes)))
-    return tuple(rooms)
+        most_bytes = _most_beside(gpu, driver_bytes + device.size_bytes)
+        sizes.append(device.size_bytes + max(device.padding_bytes, min(cached_bytes, most_bytes)))
+    return tuple(sizes)
 
 
 def _cached(candidate: Candidate, reserved_bytes: int, size_bytes: int) -> int:
@@ -200,7 +202,7 @@ def shares_of(candidate: Candidate, devices: Sequence[CudaDevice] = ()) -> tuple
     gone = [max(device.size_bytes, device.reserved_bytes - stays_bytes) for device in devices]
     held = [candidate.driver_bytes_by_gpu.get(gpu, 0) for gpu in candidate.gpus]
     rests = [max(0, one - other) for one, other in zip(held, gone, strict=True)] if gone else held
-    return tuple([rest_bytes + RESTORE_MARGIN_BYTES for rest_bytes in rests])
+    return tuple([driver_bytes + RESTORE_MARGIN_BYTES for driver_bytes in rests])
 
 
 def major_of(version: str | None) -> int | None:

@@ -17,33 +17,33 @@ from hegmd.protocol.operations import BY_DRIVER, PEER, PlannedProcess
 
 def expected(snapshot: NodeSnapshotForPlan) -> NodeSnapshotForPlan:
     """The node without the room and the pool that operations under way were promised and have not taken yet."""
-    rooms: dict[str, int] = {}
+    deltas: dict[str, int] = {}
     pool_bytes = 0
     for op in snapshot.running:
         for worker in op.live:
-            for gpu, size_bytes in _rooms_to_take(worker).items():
-                rooms[gpu] = rooms.get(gpu, 0) - size_bytes
+            for gpu, size_bytes in _missing_reservations(worker).items():
+                deltas[gpu] = deltas.get(gpu, 0) - size_bytes
             if not _has_memory_to_take(op, worker):
                 continue
             if worker.carrier == PEER and worker.target_gpu is not None:
-                rooms[worker.target_gpu] = rooms.get(worker.target_gpu, 0) - (worker.size_bytes - worker.pool_bytes)
+                deltas[worker.target_gpu] = deltas.get(worker.target_gpu, 0) - (worker.size_bytes - worker.pool_bytes)
             else:
                 pool_bytes -= whole_size(worker.size_bytes) - (
                     whole_size(worker.pool_bytes) if worker.pool_bytes else 0
                 )
-    return _changed(snapshot, rooms, pool_bytes)
+    return _changed(snapshot, deltas, pool_bytes)
 
 
 def after(snapshot: NodeSnapshotForPlan, plan: MigrationPlan) -> NodeSnapshotForPlan:
     """The node once that plan was carried out."""
-    rooms: dict[str, int] = {}
+    deltas: dict[str, int] = {}
     carried = [worker for worker in plan.workers if worker.to != worker.gpu]
     for worker in carried:
         taken_bytes = _taken_bytes(worker)
         for place, sign in ((worker.to, -1), (worker.gpu, 1)):
-            shares_bytes = added(worker.driver_bytes_by_gpu, worker.storage_bytes_by_gpu)
-            for gpu, size_bytes in shared_out(place, shares_bytes, taken_bytes).items():
-                rooms[gpu] = rooms.get(gpu, 0) + sign * size_bytes
+            bytes_by_gpu = added(worker.driver_bytes_by_gpu, worker.storage_bytes_by_gpu)
+            for gpu, size_bytes in shared_out(place, bytes_by_gpu, taken_bytes).items():
+                deltas[gpu] = deltas.get(gpu, 0) + sign * size_bytes
     pool_bytes = 0
     for worker in carried:
         if not worker.size_bytes or worker.carrier == BY_DRIVER:
@@ -54,7 +54,7 @@ def after(snapshot: NodeSnapshotForPlan, plan: MigrationPlan) -> NodeSnapshotFor
             pool_bytes -= whole_size(worker.size_bytes)
     to = {worker.pid: worker.to for worker in carried}
     candidates = tuple([_moved(candidate, to) for candidate in snapshot.candidates])
-    return _changed(snapshot, rooms, pool_bytes).replace(candidates=candidates)
+    return _changed(snapshot, deltas, pool_bytes).replace(candidates=candidates)
 
 
 def _taken_bytes(worker: PlannedProcess) -> int:
@@ -62,17 +62,17 @@ def _taken_bytes(worker: PlannedProcess) -> int:
     return worker.driver_bytes + (worker.size_bytes if worker.carrier != BY_DRIVER else 0)
 
 
-def rooms_of(shares_bytes: Sequence[int], here: str | None, there: str) -> dict[str, int]:
+def reservations_for(bytes_by_gpu: Sequence[int], here: str | None, there: str) -> dict[str, int]:
     """The room that one on several GPUs needs beyond its own to go from here to there, by GPU."""
-    return more_than(shared_out(there, shares_bytes, 0), shared_out(here, shares_bytes, 0))
+    return more_than(shared_out(there, bytes_by_gpu, 0), shared_out(here, bytes_by_gpu, 0))
 
 
-def _rooms_to_take(worker: JobProcess) -> dict[str, int]:
+def _missing_reservations(worker: JobProcess) -> dict[str, int]:
     if worker.target_gpu is None or worker.gpu == worker.target_gpu:
         return {}
-    missing_bytes = max(0, worker.room_bytes - worker.reservations.get(worker.target_gpu, 0))
+    missing_bytes = max(0, worker.reservation_bytes - worker.reservations.get(worker.target_gpu, 0))
     if worker.driver_bytes_by_gpu and missing_bytes:
-        return rooms_of(worker.device_shares_bytes, worker.gpu, worker.target_gpu)
+        return reservations_for(worker.reservation_bytes_by_gpu, worker.gpu, worker.target_gpu)
     return dict.fromkeys(gpus_of(worker.target_gpu), missing_bytes)
 
 
@@ -90,10 +90,12 @@ def _moved(candidate: Candidate, to: dict[int, str | None]) -> Candidate:
     return candidate.replace(gpus=gpus_of(to[candidate.pid]))
 
 
-def _changed(snapshot: NodeSnapshotForPlan, rooms: dict[str, int], pool_bytes: int) -> NodeSnapshotForPlan:
+def _changed(snapshot: NodeSnapshotForPlan, deltas: dict[str, int], pool_bytes: int) -> NodeSnapshotForPlan:
     pool: PoolMemory = snapshot.pool.replace(free_bytes=max(0, snapshot.pool.free_bytes + pool_bytes))
-    return snapshot.replace(gpus=tuple([_with_room(gpu, rooms.get(gpu.id, 0)) for gpu in snapshot.gpus]), pool=pool)
+    return snapshot.replace(
+        gpus=tuple([_with_free_bytes(gpu, deltas.get(gpu.id, 0)) for gpu in snapshot.gpus]), pool=pool
+    )
 
 
-def _with_room(gpu: GpuMemory, size_bytes: int) -> GpuMemory:
+def _with_free_bytes(gpu: GpuMemory, size_bytes: int) -> GpuMemory:
     return gpu if gpu.free_bytes is None else gpu.replace(free_bytes=max(0, gpu.free_bytes + size_bytes))

@@ -87,10 +87,10 @@ class _Judge:
         self._process = process
         self._criu_path = criu_path
         self._candidate = families.by_pid.get(process.pid)
-        rooms = {gpu.id: gpu for gpu in families.snapshot.gpus}
+        memory_by_gpu = {gpu.id: gpu for gpu in families.snapshot.gpus}
         names = dict.fromkeys(use.gpu for use in process.gpus)
         unknown = GpuMemory(id="", vendor="unknown", state="unknown", free_bytes=None)
-        self._own = tuple([rooms.get(name, unknown.replace(id=name)) for name in names])
+        self._own = tuple([memory_by_gpu.get(name, unknown.replace(id=name)) for name in names])
         agent = process.agent
         self._agent = None if agent is None else f"{agent.name} {agent.version}".rstrip()
 

@@ -18,7 +18,7 @@ from hegmd.migration.machine.wording import gigabytes, listed, named, resuming
 from hegmd.migration.model import Candidate, GpuMemory, MigrationPlan, NodeSnapshotForPlan, PlanRequest
 from hegmd.migration.plan import carrier_choice, driver_rules, estimate, restart_rules, targets
 from hegmd.migration.plan.carrier_choice import Choice, Refusal
-from hegmd.migration.plan.draft import Draft, candidate_of, left_by_others, room_needed
+from hegmd.migration.plan.draft import Draft, candidate_of, left_by_others, memory_needed
 from hegmd.migration.plan.estimate import DRIVER, SIMULATED
 from hegmd.migration.plan.forecast import expected
 from hegmd.migration.plan.members import NVIDIA, can_be_stopped, members_named
@@ -93,7 +93,7 @@ def planned_resume(
     if draft.workers and not draft.reasons:
         held = {worker.pid: worker.reservations for worker in op.live}
         kept = {planned.pid: held[planned.pid].get(planned.to or "", 0) for planned in draft.workers}
-        _judge_room(draft, room_needed(draft, kept))
+        _judge_memory(draft, memory_needed(draft, kept))
     if draft.reasons:
         return tuple(draft.reasons)
     plan = _plan(draft, RESUME, tuple(members))
@@ -112,7 +112,7 @@ def planned_return(
     pids = tuple([worker.pid for worker in suspended.workers])
     draft = Draft(expected(snapshot), PlanRequest(kind=RESUME, pids=pids, to=to))
     draft.workers += [worker.replace(gpu=None, to=to) for worker in suspended.workers]
-    _judge_room(draft, room_needed(draft, {}))
+    _judge_memory(draft, memory_needed(draft, {}))
     members = tuple([candidate for candidate in snapshot.candidates if candidate.pid in pids])
     return tuple(draft.reasons) or _plan(draft, RESUME, members)
 
@@ -213,16 +213,16 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuMemory, .
         return
     vouched_bytes = 0 if candidate.agent is None else candidate.agent.size_bytes or 0
     by_driver = choice.carrier == BY_DRIVER
-    rest_bytes = driver_rules.rest_of(candidate) + (vouched_bytes if by_driver and candidate.agent is not None else 0)
+    driver_bytes = driver_rules.rest_of(candidate) + (vouched_bytes if by_driver and candidate.agent is not None else 0)
     stacks_bytes = driver_rules.stacks_of(candidate) if carrier_choice.is_helped(choice.carrier) else 0
     devices = () if by_driver or len(candidate.gpus) < 2 else driver_rules.devices_of(draft.snapshot, candidate)
-    shares_bytes = driver_rules.shares_of(candidate, devices)
-    rest_bytes = sum(shares_bytes) if shares_bytes else rest_bytes
-    rooms_bytes = driver_rules.storage_rooms(candidate, devices, own) if devices else ()
+    driver_bytes_by_gpu = driver_rules.shares_of(candidate, devices)
+    driver_bytes = sum(driver_bytes_by_gpu) if driver_bytes_by_gpu else driver_bytes
+    storage_bytes_by_gpu = driver_rules.storage_bytes_with_cache(candidate, devices, own) if devices else ()
     agent_overhead_bytes = 0 if by_driver else driver_rules.beside_of(candidate, own[0])
-    if rooms_bytes:
-        agent_overhead_bytes = sum(rooms_bytes) - sum(device.size_bytes for device in devices)
-    for reason in () if stays else driver_rules.against_memory(draft.snapshot, candidate, rest_bytes):
+    if storage_bytes_by_gpu:
+        agent_overhead_bytes = sum(storage_bytes_by_gpu) - sum(device.size_bytes for device in devices)
+    for reason in () if stays else driver_rules.against_memory(draft.snapshot, candidate, driver_bytes):
         draft.against(*reason, pid=candidate.pid)
     draft.choices[candidate.pid] = choice
     draft.workers.append(
@@ -234,10 +234,10 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuMemory, .
             size_bytes=candidate.vram_bytes or 0 if by_driver else vouched_bytes,
             carrier="none" if stays else choice.carrier,
             method=DRIVER,
-            driver_bytes=max(0, rest_bytes - stacks_bytes),
+            driver_bytes=max(0, driver_bytes - stacks_bytes),
             agent_overhead_bytes=stacks_bytes + agent_overhead_bytes,
-            driver_bytes_by_gpu=shares_bytes,
-            storage_bytes_by_gpu=rooms_bytes,
+            driver_bytes_by_gpu=driver_bytes_by_gpu,
+            storage_bytes_by_gpu=storage_bytes_by_gpu,
             overlap_bytes=choice.overlap_bytes,
             own_bytes=0 if stays else carrier_choice.own_bytes(candidate, choice.carrier),
         )
@@ -306,7 +306,7 @@ def _judge_whole(draft: Draft, members: tuple[Candidate, ...]) -> None:
         who = f"process {pids} is" if len(draft.workers) == 1 else f"processes {pids} are"
         draft.against(REFUSED, f"{who} on {where} already", "name another GPU with --to; see hegmctl gpus")
         return
-    _judge_room(draft, room_needed(draft, {}))
+    _judge_memory(draft, memory_needed(draft, {}))
     pooled_bytes = sum(draft.choices[worker.pid].pool_bytes for worker in moving)
     _judge_pool(draft, pooled_bytes, _pool_needed(draft))
     for worker in moving:
@@ -320,7 +320,7 @@ def _judge_whole(draft: Draft, members: tuple[Candidate, ...]) -> None:
             draft.against(REFUSED, message, f"they are left alone because: {why}", pid=worker.pid)
 
 
-def _judge_room(draft: Draft, needed: Mapping[str, int]) -> None:
+def _judge_memory(draft: Draft, needed: Mapping[str, int]) -> None:
     for name, size_bytes in needed.items():
         gpu = draft.gpu(name)
         if gpu is None:
@@ -368,7 +368,7 @@ def _way(draft: Draft, members: tuple[Candidate, ...]) -> str:
 
 def _plan(draft: Draft, kind: str, members: tuple[Candidate, ...]) -> MigrationPlan:
     moving = draft.moving
-    needed = room_needed(draft, {})
+    needed = memory_needed(draft, {})
     world = max((c.agent.world_size or 1 for c in members if c.agent), default=1)
     free = {gpu.id: gpu.free_bytes for gpu in draft.snapshot.gpus if gpu.id in needed and gpu.free_bytes is not None}
     return MigrationPlan(

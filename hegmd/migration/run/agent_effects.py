@@ -52,14 +52,14 @@ class AgentEffects:
         if exact:
             worker.parked = False  # one that stands at an earlier boundary goes on to this one
         try:
-            stand_s, leaving = op.limits.stand_s, member.restarts
+            max_park_s, leaving = op.limits.max_park_s, member.restarts
             report = await worker.order(
-                "park", at=effect.at, limit_s=limit_s, exact=exact, leaving=leaving, stand_s=stand_s
+                "park", at=effect.at, limit_s=limit_s, exact=exact, leaving=leaving, max_park_s=max_park_s
             )
         except OrderFailed as error:
             if effect.at is not None and worker.boundary >= effect.at:
-                why = error.message if error.stood_s else ""
-                return events.Overran(**effect.ending(), boundary=worker.boundary, stood_s=error.stood_s, why=why)
+                why = error.message if error.parked_s else ""
+                return events.Overran(**effect.ending(), boundary=worker.boundary, parked_s=error.parked_s, why=why)
             is_late = anyio.current_time() - began >= limit_s
             return events.Failed(
                 **effect.ending(),
@@ -67,13 +67,13 @@ class AgentEffects:
                 code=TIMEOUT.name if is_late else error.code.name,
                 message=error.message,
                 hint=error.hint,
-                stood_s=error.stood_s,
+                parked_s=error.parked_s,
             )
-        return events.Parked(**effect.ending(), boundary=worker.boundary, stood_s=report.stood_s or 0.0)
+        return events.Parked(**effect.ending(), boundary=worker.boundary, parked_s=report.parked_s or 0.0)
 
     async def withdraw(self, op: Operation, member: Member, effect: effects.Withdraw, _: Progress) -> Event:
         report = await self._cast.worker(member).order("withdraw")
-        return events.Withdrawn(**effect.ending(), stood_s=report.stood_s or 0.0)
+        return events.Withdrawn(**effect.ending(), parked_s=report.parked_s or 0.0)
 
     async def release(self, op: Operation, member: Member, effect: effects.Release, _: Progress) -> Event:
         worker = self._cast.worker(member)

@@ -250,7 +250,7 @@ class EffectExecutor:
                 took_s = anyio.current_time() - began
         except GrewBeyondPlan as more:
             return events.GrewBeyondPlan(
-                **effect.ending(), driver_bytes=more.rest_bytes, driver_bytes_by_gpu=more.shares_bytes
+                **effect.ending(), driver_bytes=more.driver_bytes, driver_bytes_by_gpu=more.driver_bytes_by_gpu
             )
         self._note_step(member, OUT, left.driver_bytes or 0, took_s, passed)
         return events.Checkpointed(
@@ -308,7 +308,7 @@ class EffectExecutor:
         self, member: Member, subject: MigratedProcess, gpu: str
     ) -> str | ReplacedBy | TrainingFinished | None:
         """What was held beside it was given back; then as when it was armed: the room, and what the carrier needs."""
-        await self._cast.method(member).reserve(subject, gpu, member.room_bytes)
+        await self._cast.method(member).reserve(subject, gpu, member.reservation_bytes)
         await self._cast.carrier(member).prepare(subject)
         return await self._cast.method(member).restore(subject, gpu)
 
@@ -389,7 +389,7 @@ class EffectExecutor:
             logger.warning("the bytes of process %d stay where they are for now: %s", member.pid, error.message)
 
     def _note_step(
-        self, member: Member, direction: str, rest_bytes: int, took_s: float, copied: OverlappedCopy
+        self, member: Member, direction: str, driver_bytes: int, took_s: float, copied: OverlappedCopy
     ) -> None:
         """A step of the driver, and the copy beside it. A step that had one says nothing of those without."""
         if member.method in (SIMULATED, RESTART):
@@ -397,7 +397,7 @@ class EffectExecutor:
         if copied.size_bytes:
             self.paces.note_beside(member.carrier, direction, copied.size_bytes, copied.took_s)
         else:
-            self.paces.note(BY_DRIVER, direction, rest_bytes, took_s)
+            self.paces.note(BY_DRIVER, direction, driver_bytes, took_s)
 
     def _note_pace(
         self, member: Member, carrier: str, direction: str, size_bytes: int, began: float, rounds: int = 1

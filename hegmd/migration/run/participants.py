@@ -79,7 +79,7 @@ class Participants:
             target_gpu=member.target_gpu,
             previous_gpu=member.previous_gpu,
             size_bytes=member.size_bytes,
-            storage_reservation_bytes=member.room_bytes - member.driver_bytes,
+            storage_reservation_bytes=member.reservation_bytes - member.driver_bytes,
             driver_bytes=member.driver_bytes,
             agent_overhead_bytes=member.agent_overhead_bytes,
             driver_bytes_by_gpu=member.driver_bytes_by_gpu,

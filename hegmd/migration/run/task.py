@@ -154,7 +154,7 @@ class OperationTask:
                 errand.scope.cancel()
 
 
-def rooms_to_restore(ops: Iterable[Operation]) -> Iterable[tuple[Member, str, int]]:
+def reservations_to_restore(ops: Iterable[Operation]) -> Iterable[tuple[Member, str, int]]:
     """What has to be held again after a restart for the operations that are not over."""
     for op in ops:
         if op.phase not in TERMINAL:

@@ -94,8 +94,8 @@ class Nvml:
         self._events: Any = None
         self._process_lists: dict[str, Callable[..., int] | None] = {}
         self._entry_bytes: dict[str, int] = {}
-        self._room = 256
-        self._buffer = ctypes.create_string_buffer(self._room * _MAX_ENTRY_BYTES)
+        self._capacity = 256
+        self._buffer = ctypes.create_string_buffer(self._capacity * _MAX_ENTRY_BYTES)
         self.binding: Any = None
         try:
             self._initialise()
@@ -230,12 +230,12 @@ class Nvml:
         function = self._process_list(kind)
         if function is None:
             return None
-        count = ctypes.c_uint(self._room)
+        count = ctypes.c_uint(self._capacity)
         code = function(handle, ctypes.byref(count), self._buffer)
-        while code == _INSUFFICIENT_SIZE and self._room < count.value * 2 <= _MAX_ENTRIES:
-            self._room = count.value * 2  # more may start in between
-            self._buffer = ctypes.create_string_buffer(self._room * _MAX_ENTRY_BYTES)
-            count = ctypes.c_uint(self._room)
+        while code == _INSUFFICIENT_SIZE and self._capacity < count.value * 2 <= _MAX_ENTRIES:
+            self._capacity = count.value * 2  # more may start in between
+            self._buffer = ctypes.create_string_buffer(self._capacity * _MAX_ENTRY_BYTES)
+            count = ctypes.c_uint(self._capacity)
             code = function(handle, ctypes.byref(count), self._buffer)
         if code:
             self._sorted(code, f"{_PROCESS_FUNCTIONS[kind]}: {self._words(code)}")
@@ -246,7 +246,7 @@ class Nvml:
                 return ProcessEntries(b"", _USUAL_ENTRY_BYTES)
             self._entry_bytes[kind] = self._measured(function, handle)
             return self.process_entries(handle, kind)  # measuring has used the buffer
-        listed = min(count.value, self._room)
+        listed = min(count.value, self._capacity)
         return ProcessEntries(ctypes.string_at(self._buffer, listed * entry_bytes), entry_bytes)
 
     def _process_list(self, kind: str) -> Callable[..., int] | None:
@@ -263,7 +263,7 @@ class Nvml:
         others are reported with 16; reading them as 24 gives pids that are memory sizes.
         """
         ctypes.memset(self._buffer, _BLANK, len(self._buffer))
-        count = ctypes.c_uint(self._room)
+        count = ctypes.c_uint(self._capacity)
         if function(handle, ctypes.byref(count), self._buffer) or not count.value:
             return _USUAL_ENTRY_BYTES
         written = len(self._buffer.raw.rstrip(bytes([_BLANK])))

@@ -144,9 +144,9 @@ class SimulatedProvider:
             for other, spec in enumerate(self._topology.gpus)
             if other != index and faults.get(gpu_id(other)) not in _SHUTS_OUT
         }
-        roomy = max(free_elsewhere, key=lambda other: free_elsewhere[other], default=index)
-        if free_elsewhere.get(roomy, 0) >= asked_bytes:
-            hint = f"use {gpu_id(roomy)}, where {write_size(free_elsewhere[roomy])} are free, or " + hint
+        freest = max(free_elsewhere, key=lambda other: free_elsewhere[other], default=index)
+        if free_elsewhere.get(freest, 0) >= asked_bytes:
+            hint = f"use {gpu_id(freest)}, where {write_size(free_elsewhere[freest])} are free, or " + hint
         raise Refused(
             f"{gpu_id(index)} has {write_size(free_bytes)} of {write_size(total_bytes)} free, "
             f"and {write_size(asked_bytes - held_bytes)} more were asked for",

@@ -95,7 +95,7 @@ def unwritable(facts: NodeFacts, directory: Path, error: OSError) -> Finding:
     """What an attempt to write there failed with, and what helps against that."""
     fix = f"ls -ld {directory}" if facts.user_mode else f"sudo ls -ld {directory}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        fix = _make_room(directory)
+        fix = _free_space_hint(directory)
     elif facts.under_systemd:
         fix = f"sudo systemctl edit hegmd, with the lines [Service] and ReadWritePaths={directory}"
     return fail(f"{clipped(str(directory), 50)} cannot be written to: {error.strerror}", fix)
@@ -110,15 +110,15 @@ def _judge_state(facts: NodeFacts, directory: Path) -> Finding:
     if kind in _REMOTE:
         fix = "set daemon.state_dir to a local disk"
         return warn(f"{shown} is on {kind}: when its server hangs, so does the journal", fix)
-    return judge_room(directory, kind, STATE_BYTES)
+    return judge_space(directory, kind, STATE_BYTES)
 
 
-def judge_room(directory: Path, kind: str, wanted_bytes: int) -> Finding:
+def judge_space(directory: Path, kind: str, wanted_bytes: int) -> Finding:
     """Whether that much is free there."""
     free_bytes, shown = free_on(directory), f"{clipped(str(directory), 40)} ({kind})"
     if free_bytes < wanted_bytes:
         wanted = size_text(wanted_bytes)
-        return warn(f"{shown} has {size_text(free_bytes)} free; {wanted} are wanted", _make_room(directory))
+        return warn(f"{shown} has {size_text(free_bytes)} free; {wanted} are wanted", _free_space_hint(directory))
     return ok(f"{shown} can be written to, {size_text(free_bytes)} free")
 
 
@@ -130,7 +130,9 @@ def _judge_images(facts: NodeFacts, directory: Path) -> Finding:
         return warn(f"{shown} is in memory: images take what jobs need", "set doctor.image_dir to a disk")
     if gpu is not None and gpu.memory_total_bytes is not None and free_bytes < gpu.memory_total_bytes:
         wanted = size_text(gpu.memory_total_bytes)
-        return warn(f"{shown} has {size_text(free_bytes)} free; a full {gpu.id} takes {wanted}", _make_room(directory))
+        return warn(
+            f"{shown} has {size_text(free_bytes)} free; a full {gpu.id} takes {wanted}", _free_space_hint(directory)
+        )
     return ok(f"{shown} can be written to, {size_text(free_bytes)} free")
 
 
@@ -140,5 +142,5 @@ def free_on(directory: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def _make_room(directory: Path) -> str:
+def _free_space_hint(directory: Path) -> str:
     return f"make room: du -xh --max-depth=1 {directory} shows what is there"

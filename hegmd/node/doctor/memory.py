@@ -71,18 +71,18 @@ def host(facts: NodeFacts) -> Finding:
     if available_bytes is None:
         return skip("the kernel does not say how much memory is available")
     # Free huge pages are set apart: the kernel does not count them as available.
-    room_bytes = available_bytes + memory.get("HugePages_Free", 0) * memory.get("Hugepagesize", 0)
-    fitting, left_bytes = 0, room_bytes
+    usable_bytes = available_bytes + memory.get("HugePages_Free", 0) * memory.get("Hugepagesize", 0)
+    fitting, left_bytes = 0, usable_bytes
     for size_bytes in sizes:
         if size_bytes > left_bytes:
             break
         fitting, left_bytes = fitting + 1, left_bytes - size_bytes
     if fitting == 0:
         return warn(
-            f"{size_text(room_bytes)} of host memory to park in, and the smallest GPU has {size_text(sizes[0])}",
-            f"only jobs that hold less than {size_text(room_bytes)} of video memory can be suspended; free host memory",
+            f"{size_text(usable_bytes)} of host memory to park in, and the smallest GPU has {size_text(sizes[0])}",
+            f"only jobs that hold less than {size_text(usable_bytes)} of GPU memory can be suspended; free host memory",
         )
-    return ok(f"{size_text(room_bytes)} of host memory: room to park {fitting} of {len(sizes)} full GPUs")
+    return ok(f"{size_text(usable_bytes)} of host memory: room to park {fitting} of {len(sizes)} full GPUs")
 
 
 def meminfo(facts: NodeFacts) -> dict[str, int]:

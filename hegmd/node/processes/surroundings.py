@@ -23,12 +23,12 @@ _MAPS_MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """What was seen. None is unknown; of `memory_room_bytes` it is also that there is no limit."""
+    """What was seen. None is unknown; of `cgroup_free_bytes` it is also that there is no limit."""
 
     stopped: bool = False
     nccl_shared: bool | None = None
     nccl_p2p_disabled: bool = False
-    memory_room_bytes: int | None = None
+    cgroup_free_bytes: int | None = None
     same_ipc: bool | None = None
 
 
@@ -40,7 +40,7 @@ def read_outside(pid: int, proc_root: str = "/proc", cgroups: Path = _CGROUPS) -
         stopped=_stat(process)[_STATE : _STATE + 1] in ([b"T"], [b"t"]),
         nccl_shared=_maps_nccl(process),
         nccl_p2p_disabled=b"NCCL_P2P_DISABLE=1" in environment,
-        memory_room_bytes=_memory_room(process, cgroups),
+        cgroup_free_bytes=_cgroup_free_bytes(process, cgroups),
         same_ipc=_is_in_our_ipc(process, Path(proc_root)),
     )
 
@@ -94,10 +94,12 @@ def _is_in_our_ipc(process: Path, proc: Path) -> bool | None:
         return None
 
 
-def _memory_room(process: Path, cgroups: Path) -> int | None:
+def _cgroup_free_bytes(process: Path, cgroups: Path) -> int | None:
     """The least that any of its control groups lets it grow by; what is only cache counts as room."""
-    rooms = [room for folder in _memory_groups(process, cgroups) if (room := _room_in(folder)) is not None]
-    return min(rooms, default=None)
+    found = [
+        free_bytes for folder in _memory_groups(process, cgroups) if (free_bytes := _free_bytes_in(folder)) is not None
+    ]
+    return min(found, default=None)
 
 
 def _memory_groups(process: Path, cgroups: Path) -> Iterator[Path]:
@@ -113,7 +115,7 @@ def _memory_groups(process: Path, cgroups: Path) -> Iterator[Path]:
             folder = folder.parent
 
 
-def _room_in(folder: Path) -> int | None:
+def _free_bytes_in(folder: Path) -> int | None:
     for limit_name, used_name in (
         ("memory.max", "memory.current"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes"),

@@ -91,7 +91,7 @@ class ProcessTable:
         self._proc_root = proc_root
         self._open_pidfd = open_pidfd
         self._pidfd_limit = pidfd_limit
-        self._pidfd_room = 0
+        self._max_pidfds = 0
         self._entries: dict[int, _Entry] = {}
         self._pid_of: dict[int, int] = {}
         self._poll: select.epoll | None = None
@@ -111,7 +111,7 @@ class ProcessTable:
         believed only of processes that hold a GPU's device open.
         """
         wanted = set(pids)
-        self._pidfd_room = _half_of_the_descriptors() if self._pidfd_limit is None else self._pidfd_limit
+        self._max_pidfds = _half_of_the_descriptors() if self._pidfd_limit is None else self._pidfd_limit
         self._bury_the_dead()
         leavers = self._entries.keys() - wanted
         self.departed = frozenset(pid for pid in leavers if self._entries[pid].facts.presence is not Presence.ENDED)
@@ -175,7 +175,7 @@ class ProcessTable:
         """A pidfd; or None with the reason why none can be had; or None twice if there is no such process here."""
         if not self._root_is_ours:
             return None, "this /proc is another namespace's"
-        if len(self._pid_of) >= self._pidfd_room:
+        if len(self._pid_of) >= self._max_pidfds:
             return None, "hegmd's limit of open files is reached, raise LimitNOFILE="
         try:
             return self._open_pidfd(pid), None

@@ -17,7 +17,7 @@ from hegmd.agent.quiesce import Gate
 from hegmd.protocol.messages import AgentReport, Order
 from tests.patience import HANG_S
 
-STAND_S = 0.02
+MAX_PARK_S = 0.02
 SCRIPT = """
 def main({call}, fd, told):
     while {call}(fd, 1) != b'.':
@@ -65,7 +65,7 @@ class Script:
 
     def park(self, limit_s: float = HANG_S, *, at: int | None = None) -> None:
         exact = at is not None
-        order = Order(order=1, do="park", limit_s=limit_s, stand_s=STAND_S, at=at, exact=exact)
+        order = Order(order=1, do="park", limit_s=limit_s, max_park_s=MAX_PARK_S, at=at, exact=exact)
         self.orders.obey(order, None)
 
     def tick_until(self, holds: Callable[[], bool]) -> None:
@@ -106,20 +106,20 @@ def test_a_training_stood_for_the_whole_time_limit_of_an_order_that_was_then_ref
     script.tick_until(lambda: bool(script.reports))
     (parked,) = script.reports
     assert parked.result == "done"
-    assert parked.stood_s is not None
-    assert parked.stood_s >= STAND_S
+    assert parked.parked_s is not None
+    assert parked.parked_s >= MAX_PARK_S
 
 
 def test_what_a_refused_order_cost_the_training_was_not_told(script: Script) -> None:
     """Issue 14, row 4: `ops` showed no downtime."""
     script.start_beside(COMPUTING)
-    script.park(limit_s=10 * STAND_S)
+    script.park(limit_s=10 * MAX_PARK_S)
     script.tick_until(lambda: bool(script.reports))
     (refused,) = script.reports
     assert refused.result == "failed"
     assert "train.py" in refused.message
-    assert refused.stood_s is not None
-    assert refused.stood_s > 0
+    assert refused.parked_s is not None
+    assert refused.parked_s > 0
 
 
 def test_a_withdrawn_order_tells_how_long_the_training_stood_for_it(script: Script) -> None:
@@ -129,7 +129,7 @@ def test_a_withdrawn_order_tells_how_long_the_training_stood_for_it(script: Scri
     script.tick_until(lambda: not script.gate.parked)
     script.orders.obey(Order(order=2, do="withdraw"), None)
     assert [report.result for report in script.reports] == ["failed", "done"]
-    assert (script.reports[-1].stood_s or 0.0) >= STAND_S
+    assert (script.reports[-1].parked_s or 0.0) >= MAX_PARK_S
 
 
 def test_a_rank_says_at_once_that_it_did_not_come_to_rest_at_its_boundary(script: Script) -> None:

@@ -42,14 +42,14 @@ def test_no_round_is_larger_than_it_may_be_unless_it_is_of_one(sizes: list[int],
 @pytest.mark.parametrize("size_bytes", [100 * GIB, 128 * GIB, 129 * GIB, 250 * GIB])
 def test_what_is_free_after_each_round_is_enough_for_the_next(size_bytes: int) -> None:
     """Room for a part of them; pieces that are wholly filled are free again, and these alone."""
-    room_bytes = 36 * GIB + 5 * MIB
-    most_bytes, each_bytes = round_bytes(room_bytes, size_bytes), piece_bytes(size_bytes)
+    free_bytes = 36 * GIB + 5 * MIB
+    most_bytes, each_bytes = round_bytes(free_bytes, size_bytes), piece_bytes(size_bytes)
     made_bytes = 0
     while made_bytes < size_bytes:
         given_bytes = made_bytes // each_bytes * each_bytes
         made_bytes += min(most_bytes, size_bytes - made_bytes)
-        assert made_bytes <= room_bytes + given_bytes
-    assert rounds_of(size_bytes, size_bytes - room_bytes) == -(-size_bytes // most_bytes)
+        assert made_bytes <= free_bytes + given_bytes
+    assert rounds_of(size_bytes, size_bytes - free_bytes) == -(-size_bytes // most_bytes)
 
 
 def test_the_least_that_is_made_at_a_time_is_a_piece() -> None:

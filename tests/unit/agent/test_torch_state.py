@@ -57,7 +57,7 @@ def test_parameters_gradients_state_and_views_come_back_as_they_were(memory: int
     before = [(t.detach().clone(), t._version, t.stride(), t.requires_grad, id(t.untyped_storage())) for t in tensors]
     found = torch_state.find()
     assert {t.untyped_storage().data_ptr() for t in tensors} <= _addresses(found)
-    os.truncate(memory, transfer.room_bytes(found.sizes))
+    os.truncate(memory, transfer.required_bytes(found.sizes))
     offloaded = transfer.offload(os.dup(memory), found.storages, found.sizes, _progress)
     assert {t.untyped_storage().nbytes() for t in tensors} == {0}
     offloaded.bring_back(memory, _progress)
@@ -129,7 +129,7 @@ def test_the_smallest_stay_when_there_is_less_room_than_was_surveyed() -> None:
     found = torch_state.Found()
     for size_bytes in (100, 50_000, 7_000):
         found.take(object(), size_bytes)
-    found.keep_what_fits(60_000, transfer.room_bytes)
+    found.keep_what_fits(60_000, transfer.required_bytes)
     assert found.sizes == [50_000]
     assert found.left_alone == {torch_state.OUT_OF_MEMORY: [2, 7_100]}
 
@@ -143,10 +143,10 @@ def test_too_little_room_changes_nothing(memory: int) -> None:
 
 def test_bytes_of_another_offload_are_refused_and_nothing_is_lost(memory: int) -> None:
     tensor = torch.arange(10_000)
-    os.truncate(memory, transfer.room_bytes([80_000]))
+    os.truncate(memory, transfer.required_bytes([80_000]))
     first = transfer.offload(os.dup(memory), [tensor.untyped_storage()], [80_000], _progress)
     other = os.memfd_create("other", os.MFD_CLOEXEC)
-    os.truncate(other, transfer.room_bytes([80_000]))
+    os.truncate(other, transfer.required_bytes([80_000]))
     with pytest.raises(HegmError, match="does not hold"):
         first.bring_back(other, _progress)
     os.close(other)

@@ -99,11 +99,11 @@ async def test_room_is_made_before_somebody_is_refused(keep: MemoryKeeping) -> N
     await pool.take(KEY, 40 * MIB)
     asked: list[int] = []
 
-    async def make_room(missing_bytes: int) -> None:
+    async def free_memory(missing_bytes: int) -> None:
         asked.append(missing_bytes)
         await pool.release(KEY)
 
-    pool.make_room = make_room
+    pool.free_memory = free_memory
     await pool.take(OTHER, 40 * MIB)
     assert asked == [2 * whole_size(40 * MIB) - 64 * MIB]
     pool.close()

@@ -23,8 +23,8 @@ WHO = "7.4711-123.storages"
 class Gpus:
     """A helper whose video memory is memfds: what is held by somebody is what is left of the GPU."""
 
-    def __init__(self, room_bytes: int = 64 * GIB) -> None:
-        self.room_bytes = room_bytes
+    def __init__(self, capacity_bytes: int = 64 * GIB) -> None:
+        self.capacity_bytes = capacity_bytes
         self.asked: list[Mapping[str, object]] = []
         self.wait = anyio.Event()
         self.wait.set()
@@ -42,7 +42,7 @@ class Gpus:
             raise HelperLost("was killed", [op], 1, "")
         sizes = args["sizes"]
         assert isinstance(sizes, list)
-        if sum(sizes) > self.room_bytes:
+        if sum(sizes) > self.capacity_bytes:
             raise Refused("no room", "free some", {"asked_bytes": sum(sizes)})
         return Answer({"sizes": sizes}, Descriptors([os.memfd_create("video") for _ in sizes]))
 
@@ -129,7 +129,7 @@ async def test_what_the_store_takes_to_let_go_of_memory_was_nobodys_in_the_log(
 
 
 async def test_no_room_changes_nothing(store: DescriptorStore) -> None:
-    memory = VideoMemory(Gpus(room_bytes=2 * GIB), store)
+    memory = VideoMemory(Gpus(capacity_bytes=2 * GIB), store)
     await memory.reserve(WHO, GPU, GIB)
     with pytest.raises(Refused, match="no room"):
         await memory.reserve(WHO, GPU, 4 * GIB)
@@ -138,16 +138,16 @@ async def test_no_room_changes_nothing(store: DescriptorStore) -> None:
 
 
 async def test_whoever_finds_no_room_is_refused_only_when_nobody_could_make_some() -> None:
-    gpus = Gpus(room_bytes=2 * GIB)
+    gpus = Gpus(capacity_bytes=2 * GIB)
     memory = VideoMemory(gpus)
     asked: list[str] = []
 
-    async def make_room(gpu: str) -> bool:
+    async def free_memory(gpu: str) -> bool:
         asked.append(gpu)
-        gpus.room_bytes *= 2
+        gpus.capacity_bytes *= 2
         return len(asked) < 3
 
-    memory.make_room = make_room
+    memory.free_memory = free_memory
     await memory.reserve(WHO, GPU, 4 * GIB)
     assert (asked, memory.of(WHO)) == ([GPU], {GPU: 4 * GIB})
     with pytest.raises(Refused, match="no room"):

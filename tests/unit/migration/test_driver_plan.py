@@ -172,7 +172,7 @@ def test_the_carrier_that_is_asked_for_is_taken_or_refused() -> None:
         (a_process(an_agent(cuda_facts(hazards=("nccl-p2p",)))), {}, "NCCL", "NCCL_P2P_DISABLE=1"),
         (a_process(an_agent(cuda_facts(hazards=("ipc-shared",)))), {}, "CUDA IPC", "close"),
         (a_process(an_agent(cuda_facts(hazards=("managed",)))), {}, "managed memory", "cudaMallocManaged"),
-        (a_process(around=Surroundings(memory_room_bytes=8 * GIB)), {}, "the kernel would kill it", "memory.max"),
+        (a_process(around=Surroundings(cgroup_free_bytes=8 * GIB)), {}, "the kernel would kill it", "memory.max"),
         (a_process(), {"available_bytes": 16 * GIB}, "memory available", "free memory"),
         (a_process(gpus=("gpu0", "gpu1")), {}, "on gpu0 and gpu1, and without an agent", "hegmctl run"),
     ],
@@ -213,7 +213,7 @@ def _on_two(*devices: CudaDevice, **values: Any) -> Candidate:
     """One process on both GPUs, with 20 GiB there and 14 here, of which it vouches for 30 in all."""
     agent = an_agent(cuda_facts(gpus=("GPU-gpu0", "GPU-gpu1"), devices=devices), size_bytes=30 * GIB + MIB)
     shares = {"gpu0": 21 * GIB, "gpu1": 14 * GIB}
-    plain = {"gpus": ("gpu0", "gpu1"), "vram_bytes": 35 * GIB, "shares_bytes": shares}
+    plain = {"gpus": ("gpu0", "gpu1"), "vram_bytes": 35 * GIB, "driver_bytes_by_gpu": shares}
     return a_process(agent, kinds=("compute", "compute"), **{**plain, **values})
 
 

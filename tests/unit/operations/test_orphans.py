@@ -60,7 +60,7 @@ async def test_parked_agents_and_bytes_without_a_journal_are_listed_and_brought_
         assert answer.operation is not None
         assert (answer.operation.phase, answer.operation.failure) == ("done", None)
         assert (agent.data, agent.parked) == (b"weights", False)
-        assert node.rooms(process.pid) == {"gpu1": 7}
+        assert node.reservations(process.pid) == {"gpu1": 7}
         assert node.moving.orphans.all() == ()
         assert node.moving.pool.spilled_bytes == 0
 
@@ -247,13 +247,15 @@ async def test_what_cannot_be_believed_is_told_of_and_not_deleted(tmp_path: Path
 class ByDriver:
     """The driver of real GPUs, which has that process so."""
 
-    def __init__(self, gpu: str | None, rest_bytes: int = 0) -> None:
+    def __init__(self, gpu: str | None, driver_bytes: int = 0) -> None:
         self.gpu = gpu
-        self.rest_bytes = rest_bytes
+        self.driver_bytes = driver_bytes
 
     async def stands(self, pid: int) -> Driven:
         state = "checkpointed" if self.gpu is None else "running"
-        return Driven(pid=pid, start_ticks=1, uid=0, name="x", state=state, gpu=self.gpu, rest_bytes=self.rest_bytes)
+        return Driven(
+            pid=pid, start_ticks=1, uid=0, name="x", state=state, gpu=self.gpu, driver_bytes=self.driver_bytes
+        )
 
 
 @pytest.mark.parametrize(("mark", "carrier"), [("", "host"), ("0f" * 16, "worker")])
@@ -269,7 +271,7 @@ async def test_a_job_on_a_real_gpu_was_not_adopted_for_want_of_a_figure(
         (found,) = await standing.job_of(process.pid)
         (worker,) = adopted("1", [found], utc=0.0).workers
         assert (worker.method, worker.carrier, worker.gpu_unknown, worker.gpu) == ("driver", carrier, True, None)
-        assert worker.room_bytes == 3 * MIB + found.size_bytes
+        assert worker.reservation_bytes == 3 * MIB + found.size_bytes
         assert found.size_bytes >= found.held_bytes > 0
         agent.about = {}
         await agent.leave()
@@ -285,7 +287,7 @@ async def test_one_that_stands_on_its_gpu_with_all_its_bytes_needs_no_room(tmp_p
         await agent.attend(node.tasks)
         standing = ParkedOrphans(node.workers, lambda _pid: False, by_driver=ByDriver("gpu1"))
         (worker,) = adopted("1", await standing.job_of(process.pid), utc=0.0).workers
-        assert (worker.gpu, worker.first_gpu, worker.room_bytes, worker.is_parked) == ("gpu1", "gpu1", 0, True)
+        assert (worker.gpu, worker.first_gpu, worker.reservation_bytes, worker.is_parked) == ("gpu1", "gpu1", 0, True)
 
 
 async def test_video_memory_that_a_store_kept_for_nobody_was_held_in_silence(tmp_path: Path) -> None:

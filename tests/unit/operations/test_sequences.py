@@ -37,8 +37,8 @@ async def test_a_drain_moves_one_after_the_other_and_says_who_stays(
         by_pid = {operation.processes[0].pid: operation for operation in outcome.operations}
         assert by_pid[other.pid].phase == "done"
         assert by_pid[process.pid].phase == "rolled-back"
-        assert node.rooms(other.pid) == {"gpu1": 7}
-        assert node.rooms(process.pid) == {"gpu0": 7}
+        assert node.reservations(other.pid) == {"gpu1": 7}
+        assert node.reservations(process.pid) == {"gpu0": 7}
 
 
 async def test_two_jobs_that_fill_their_gpus_change_places_by_way_of_the_pool(
@@ -47,11 +47,11 @@ async def test_two_jobs_that_fill_their_gpus_change_places_by_way_of_the_pool(
     async with running(tmp_path, "2x4MiB") as node:
         one = await node.attend(process.pid, b"1" * (3 * MIB))
         two = await node.attend(other.pid, b"2" * (3 * MIB), token="b" * 32)
-        here, there = (next(iter(node.rooms(pid))) for pid in (process.pid, other.pid))
+        here, there = (next(iter(node.reservations(pid))) for pid in (process.pid, other.pid))
         assert here != there
         outcome = await node.sequences.swap(process.pid, other.pid, node.asked())
         assert [operation.phase for operation in outcome.operations] == ["done", "done"]
-        assert (list(node.rooms(process.pid)), list(node.rooms(other.pid))) == ([there], [here])
+        assert (list(node.reservations(process.pid)), list(node.reservations(other.pid))) == ([there], [here])
         assert (one.data, two.data) == (b"1" * (3 * MIB), b"2" * (3 * MIB))
 
 
@@ -62,11 +62,11 @@ async def test_two_processes_of_one_job_both_ended_on_one_gpu_after_a_swap(
     async with running(tmp_path) as node:
         await node.attend(process.pid, run="run-1")
         await node.attend(other.pid, token="b" * 32, run="run-1")
-        here, there = (next(iter(node.rooms(pid))) for pid in (process.pid, other.pid))
+        here, there = (next(iter(node.reservations(pid))) for pid in (process.pid, other.pid))
         assert here != there
         (operation,) = (await node.sequences.swap(process.pid, other.pid, node.asked())).operations
         assert operation.phase == "done"
-        assert (list(node.rooms(process.pid)), list(node.rooms(other.pid))) == ([there], [here])
+        assert (list(node.reservations(process.pid)), list(node.reservations(other.pid))) == ([there], [here])
 
 
 async def test_a_drain_that_nobody_waits_for_begins_all_of_its_moves(
@@ -117,8 +117,8 @@ async def test_a_drain_takes_only_the_ranks_that_are_there(tmp_path: Path, proce
         outcome = await node.sequences.drain("gpu0", ("gpu2",), node.asked())
         (operation,) = outcome.operations
         assert operation.phase == "done"
-        assert node.rooms(process.pid) == {"gpu2": 7}
-        assert node.rooms(other.pid) == {"gpu1": 7}
+        assert node.reservations(process.pid) == {"gpu2": 7}
+        assert node.reservations(other.pid) == {"gpu1": 7}
 
 
 @pytest.mark.parametrize(
@@ -150,8 +150,8 @@ async def test_two_jobs_change_places_one_after_the_other_where_there_is_room(
         await on_both(node, process, other)
         outcome = await node.sequences.swap(process.pid, other.pid, node.asked())
         assert [(operation.kind, operation.phase) for operation in outcome.operations] == [("migrate", "done")] * 2
-        assert node.rooms(process.pid) == {"gpu1": 7}
-        assert node.rooms(other.pid) == {"gpu0": 7}
+        assert node.reservations(process.pid) == {"gpu1": 7}
+        assert node.reservations(other.pid) == {"gpu0": 7}
 
 
 async def test_a_planned_swap_names_its_steps_and_does_nothing(tmp_path: Path, process: Child, other: Child) -> None:
@@ -184,11 +184,11 @@ async def test_a_swap_whose_caller_left_suspended_a_job_for_good(tmp_path: Path,
                 await anyio.lowlevel.checkpoint()
         two.go_on.set()
         with anyio.fail_after(HANG_S):
-            while node.rooms(process.pid) != {"gpu1": 3 * MIB} or one.parked:
+            while node.reservations(process.pid) != {"gpu1": 3 * MIB} or one.parked:
                 await anyio.wait_all_tasks_blocked()
                 await anyio.lowlevel.checkpoint()
         assert one.data == b"1" * (3 * MIB)
-        assert node.rooms(other.pid) == {"gpu0": 3 * MIB}
+        assert node.reservations(other.pid) == {"gpu0": 3 * MIB}
 
 
 async def test_a_swap_that_fails_in_the_middle_brings_the_first_back(
@@ -203,8 +203,8 @@ async def test_a_swap_that_fails_in_the_middle_brings_the_first_back(
             ("suspend", "rolled-back"),
         ]
         assert (one.data, one.parked) == (b"1" * (3 * MIB), False)
-        assert node.rooms(process.pid) == {"gpu0": 3 * MIB}
-        assert node.rooms(other.pid) == {"gpu1": 3 * MIB}
+        assert node.reservations(process.pid) == {"gpu0": 3 * MIB}
+        assert node.reservations(other.pid) == {"gpu1": 3 * MIB}
 
 
 async def test_both_jobs_are_taken_out_at_once_and_not_one_after_the_other(
@@ -221,7 +221,7 @@ async def test_both_jobs_are_taken_out_at_once_and_not_one_after_the_other(
                 await agent.waiting.wait()
             for agent in (one, two):
                 agent.go_on.set()
-        assert (node.rooms(process.pid), node.rooms(other.pid)) == ({"gpu1": 3 * MIB}, {"gpu0": 3 * MIB})
+        assert (node.reservations(process.pid), node.reservations(other.pid)) == ({"gpu1": 3 * MIB}, {"gpu0": 3 * MIB})
 
 
 async def test_of_a_swap_that_fails_on_the_way_back_one_runs_and_the_other_says_how_it_is_resumed(
@@ -246,7 +246,7 @@ async def test_a_swap_that_nobody_waits_for_goes_on_by_itself(tmp_path: Path, pr
         begun = await node.sequences.swap(process.pid, other.pid, node.asked(wait=False))
         assert [operation.id for operation in begun.operations] == ["1"]
         with anyio.fail_after(HANG_S):
-            while node.rooms(process.pid) != {"gpu1": 7} or node.rooms(other.pid) != {"gpu0": 7}:
+            while node.reservations(process.pid) != {"gpu1": 7} or node.reservations(other.pid) != {"gpu0": 7}:
                 await anyio.wait_all_tasks_blocked()
                 await anyio.lowlevel.checkpoint()
 

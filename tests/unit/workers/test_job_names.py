@@ -87,4 +87,4 @@ async def test_a_process_of_another_job_names_none(tmp_path: Path, process: Chil
             with pytest.raises(HegmError) as refused:
                 await node.operations.migrate([pid], "gpu1", node.asked())
             assert refused.value.code is NOT_FOUND
-        assert node.rooms(process.pid) == {"gpu0": 7}
+        assert node.reservations(process.pid) == {"gpu0": 7}

@@ -55,10 +55,10 @@ class VideoSums:
             step = PIECE_BYTES // PAGE_BYTES * _WORD_BYTES
             for part, start in enumerate(range(0, words, step)):
                 found[place + part * PIECE_BYTES] = crc32(sums[at + start : at + min(start + step, words)])
-            rest_bytes = size_bytes % PAGE_BYTES
-            if rest_bytes:
+            tail_bytes = size_bytes % PAGE_BYTES
+            if tail_bytes:
                 last = place + size_bytes // PIECE_BYTES * PIECE_BYTES
-                rest = rests[index * PAGE_BYTES : index * PAGE_BYTES + rest_bytes]
+                rest = rests[index * PAGE_BYTES : index * PAGE_BYTES + tail_bytes]
                 found[last] = crc32(rest, found.get(last, 0))
             at += words
 
@@ -74,17 +74,17 @@ class VideoSums:
             for index, ((tensor, address, size_bytes, _where), _place) in enumerate(self._mine):
                 storage = tensor.untyped_storage()
                 first = address - storage.data_ptr()
-                pages, rest_bytes = divmod(size_bytes, PAGE_BYTES)
+                pages, tail_bytes = divmod(size_bytes, PAGE_BYTES)
                 words = torch.empty(0, dtype=torch.int64, device=where)
                 words.set_(
                     storage, first // _WORD_BYTES, (pages, PAGE_BYTES // _WORD_BYTES), (PAGE_BYTES // _WORD_BYTES, 1)
                 )
                 torch.sum(words, dim=1, out=sums[at : at + pages])
                 at += pages
-                if rest_bytes:
+                if tail_bytes:
                     rest = torch.empty(0, dtype=torch.uint8, device=where)
-                    rest.set_(storage, first + pages * PAGE_BYTES, (rest_bytes,), (1,))
-                    rests[index * PAGE_BYTES : index * PAGE_BYTES + rest_bytes].copy_(rest)
+                    rest.set_(storage, first + pages * PAGE_BYTES, (tail_bytes,), (1,))
+                    rests[index * PAGE_BYTES : index * PAGE_BYTES + tail_bytes].copy_(rest)
             return _in_memory(sums), _in_memory(rests)
 
 

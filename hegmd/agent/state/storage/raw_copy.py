@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def copy_pieces_out(
-    fd: int, room_bytes: int, raws: list[Raw], places: list[int], found: dict[int, int], progress: Progress
+    fd: int, capacity_bytes: int, raws: list[Raw], places: list[int], found: dict[int, int], progress: Progress
 ) -> None:
     """Copy them to their places, and put the checksum of each part under its place. Raises OSError, HegmError."""
     spans: dict[str, list[Span]] = {}
@@ -50,7 +50,7 @@ def copy_pieces_out(
             fetched.append(copy)
         spans.setdefault(CPU, []).append((address, place, size_bytes))
     done = _Done(progress)
-    with copying.Writing(fd, room_bytes) as write:
+    with copying.Writing(fd, capacity_bytes) as write:
         for mine in spans.values():
             copying.in_threads(checksums.summing(write, found), mine, done.tell)
             done.add(mine)

@@ -228,21 +228,21 @@ async def test_what_has_no_room_is_refused_before_anybody_is_stopped_for_it(tmp_
     much_bytes = 2 * status.f_blocks * status.f_frsize
     (tmp_path / "taken").write_bytes(b"")
     async with room(tmp_path / "state") as images:
-        await images.require_room(str(tmp_path / "image"), SELF, criu_bytes=1, bytes_of_gpus=1)
+        await images.require_space(str(tmp_path / "image"), SELF, criu_bytes=1, bytes_of_gpus=1)
         for name, size_bytes, why in (("image", much_bytes, "MiB free, and"), ("taken", 1, "is there already")):
             with pytest.raises(HegmError, match=why):
-                await images.require_room(str(tmp_path / name), SELF, criu_bytes=1, bytes_of_gpus=size_bytes)
+                await images.require_space(str(tmp_path / name), SELF, criu_bytes=1, bytes_of_gpus=size_bytes)
     assert entries(tmp_path) == ["state", "state/image.key", "state/images", "taken"]
 
 
 @needs_root
 async def test_room_is_looked_for_with_the_callers_rights(tmp_path: Path, others: Path) -> None:
     async with room(tmp_path / "state") as images:
-        await images.require_room(str(others / "image"), NOBODY, criu_bytes=1, bytes_of_gpus=1)
+        await images.require_space(str(others / "image"), NOBODY, criu_bytes=1, bytes_of_gpus=1)
         os.chmod(others, 0o500)
         for path in (others / "image", tmp_path / "image", others / "nowhere" / "image"):
             with pytest.raises(HegmError):
-                await images.require_room(str(path), NOBODY, criu_bytes=1, bytes_of_gpus=1)
+                await images.require_space(str(path), NOBODY, criu_bytes=1, bytes_of_gpus=1)
 
 
 @pytest.mark.thorough

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hegmd.memory.sizes import LAST_BYTES, UNSEEN_BYTES
 from hegmd.migration.machine import events
-from hegmd.migration.machine.adoption import Driven, adopted_of_driver, room_bound
+from hegmd.migration.machine.adoption import Driven, adopted_of_driver, driver_bytes_bound
 from tests.unit.migration.operations import Drive, tags
 
 GIB = 1 << 30
@@ -12,8 +12,8 @@ GIB = 1 << 30
 
 def driven(gpu: str | None) -> Drive:
     state = "checkpointed" if gpu is None else "locked"
-    rest_bytes = 3 * GIB if gpu is None else 0
-    found = Driven(pid=7, start_ticks=1, uid=0, name="x", state=state, gpu=gpu, rest_bytes=rest_bytes)
+    driver_bytes = 3 * GIB if gpu is None else 0
+    found = Driven(pid=7, start_ticks=1, uid=0, name="x", state=state, gpu=gpu, driver_bytes=driver_bytes)
     return Drive(adopted_of_driver("1", found, utc=0.0), phases=["suspended"])
 
 
@@ -24,9 +24,9 @@ def inspected(drive: Drive, gpu: str | None) -> None:
 
 
 def test_room_for_one_that_nobody_measured_is_all_that_it_can_need() -> None:
-    assert room_bound(10 * GIB, [80 * GIB, 80 * GIB]) == 10 * GIB + UNSEEN_BYTES
-    assert room_bound(400 * GIB, [40 * GIB, 80 * GIB]) == 80 * GIB - LAST_BYTES, "no GPU could ever hold it"
-    assert room_bound(10 * GIB, [None]) == 10 * GIB + UNSEEN_BYTES
+    assert driver_bytes_bound(10 * GIB, [80 * GIB, 80 * GIB]) == 10 * GIB + UNSEEN_BYTES
+    assert driver_bytes_bound(400 * GIB, [40 * GIB, 80 * GIB]) == 80 * GIB - LAST_BYTES, "no GPU could ever hold it"
+    assert driver_bytes_bound(10 * GIB, [None]) == 10 * GIB + UNSEEN_BYTES
 
 
 def test_one_that_comes_back_elsewhere_is_where_it_is_to_be() -> None:

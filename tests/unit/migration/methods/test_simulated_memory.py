@@ -38,10 +38,10 @@ def test_a_lost_gpu_was_recommended_to_who_wants_memory(provider: SimulatedProvi
 def test_a_job_was_put_elsewhere_than_on_the_lost_gpu_that_it_was_started_for(provider: SimulatedProvider) -> None:
     """Issue 14, row 8: three of three jobs trained on another GPU than their user wanted."""
     named = {f"gpu{gpu.index}": gpu.id for gpu in provider.snapshot().gpus}
-    rooms = SimulatedMemory(provider, gpus=lambda: provider.snapshot().gpus)
-    assert rooms.place(named["gpu1"]) == named["gpu1"]
+    simulated = SimulatedMemory(provider, gpus=lambda: provider.snapshot().gpus)
+    assert simulated.place(named["gpu1"]) == named["gpu1"]
     provider.set_fault("gpu1", "lost")
-    assert rooms.place(named["gpu1"]) is None
-    assert rooms.place("gpu7") is None
-    assert rooms.place(f"{named['gpu1']},{named['gpu0']}") == named["gpu0"]
-    assert rooms.place(None) == named["gpu0"]
+    assert simulated.place(named["gpu1"]) is None
+    assert simulated.place("gpu7") is None
+    assert simulated.place(f"{named['gpu1']},{named['gpu0']}") == named["gpu0"]
+    assert simulated.place(None) == named["gpu0"]

@@ -31,7 +31,7 @@ AGENT = AgentInfo(name="hegm-agent", version="0.2", supervised=True)
 BOTH: dict[str, Any] = {
     "gpus": ("gpu0", "gpu1"),
     "kinds": ("compute", "compute"),
-    "shares_bytes": {"gpu0": GIB, "gpu1": GIB},
+    "driver_bytes_by_gpu": {"gpu0": GIB, "gpu1": GIB},
 }
 
 
@@ -101,7 +101,7 @@ REFUSALS: dict[str, Made] = {
     ),
     "stopped": lambda: a_snapshot(a_process(around=Surroundings(stopped=True))),
     "memory unknown": lambda: a_snapshot(a_process(vram_bytes=None)),
-    "a share unknown": lambda: a_snapshot(a_process(an_agent(), **{**BOTH, "shares_bytes": {"gpu0": GIB}})),
+    "a share unknown": lambda: a_snapshot(a_process(an_agent(), **{**BOTH, "driver_bytes_by_gpu": {"gpu0": GIB}})),
     "another user's": lambda: a_snapshot(a_process(), uid=1001),
     "version unknown": lambda: with_gpus(a_process(), a_gpu("gpu0", driver_version=None), a_gpu("gpu1")),
     "version no number": lambda: with_gpus(a_process(), a_gpu("gpu0", driver_version="x.y"), a_gpu("gpu1")),
@@ -111,7 +111,7 @@ REFUSALS: dict[str, Made] = {
     "client of MPS": lambda: a_snapshot(a_process(kinds=("mps",))),
     "graphics": lambda: a_snapshot(a_process(kinds=("graphics",))),
     "no memory for it": lambda: a_snapshot(a_process(), available_bytes=GIB),
-    "a group's limit": lambda: a_snapshot(a_process(around=Surroundings(memory_room_bytes=GIB))),
+    "a group's limit": lambda: a_snapshot(a_process(around=Surroundings(cgroup_free_bytes=GIB))),
     # What the planner has against it besides the driver's rules.
     "GPU lost": lambda: with_gpus(a_process(), a_gpu("gpu0", state="lost"), a_gpu("gpu1")),
     "several GPUs, no agent": lambda: a_snapshot(a_process(**BOTH)),

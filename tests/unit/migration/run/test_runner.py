@@ -52,14 +52,14 @@ class HeldDisk(Disk):
 async def test_a_migration_moves_room_and_bytes_and_gives_everything_back(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
-        assert node.rooms(process.pid) == {"gpu0": 7}
+        assert node.reservations(process.pid) == {"gpu0": 7}
         answer = await node.operations.migrate([process.pid], "gpu1", node.asked())
         assert answer.operation is not None
         assert (answer.operation.phase, answer.operation.failure) == ("done", None)
         assert answer.operation.downtime_s is not None
         assert agent.data == b"weights"
         assert not agent.parked
-        assert node.rooms(process.pid) == {"gpu1": 7}
+        assert node.reservations(process.pid) == {"gpu1": 7}
         assert node.moving.pool.held_bytes == 0
         assert {"quiescing", "offloading", "reloading"} <= set(node.phases)
         assert agent.seen[1:] == ["survey", "park", "survey", "offload", "reload", "release"]
@@ -72,14 +72,14 @@ async def test_a_suspended_job_holds_no_room_and_goes_on_where_it_is_told(tmp_pa
         assert suspended.operation is not None
         assert suspended.operation.phase == "suspended"
         assert agent.data is None
-        assert node.rooms(process.pid) == {}
+        assert node.reservations(process.pid) == {}
         (shown,) = (await node.inventory.fresh(0)).processes
         assert (shown.pid, shown.gpus, shown.held_bytes) == (process.pid, (), 7)
         resumed = await node.operations.resume(process.pid, "gpu1", node.asked())
         assert resumed.operation is not None
         assert resumed.operation.phase == "done"
         assert agent.data == b"weights"
-        assert node.rooms(process.pid) == {"gpu1": 7}
+        assert node.reservations(process.pid) == {"gpu1": 7}
         assert node.moving.pool.held_bytes == 0
 
 
@@ -142,7 +142,7 @@ async def test_a_refused_offload_leaves_the_job_running_where_it_was(tmp_path: P
         assert answer.operation.failure is not None
         assert "a storage is in use" in answer.operation.failure.message
         assert (agent.data, agent.parked) == (b"weights", False)
-        assert node.rooms(process.pid) == {"gpu0": 7}
+        assert node.reservations(process.pid) == {"gpu0": 7}
         assert node.moving.pool.held_bytes == 0
 
 
@@ -173,7 +173,7 @@ async def test_a_cancelled_wait_for_a_boundary_is_withdrawn_without_a_trace(tmp_
         assert ended.phase == "rolled-back"
         assert ended.failure is not None
         assert ended.failure.code == CANCELLED.name
-        assert node.rooms(process.pid) == {"gpu0": 7}
+        assert node.reservations(process.pid) == {"gpu0": 7}
         assert node.moving.pool.held_bytes == 0
         with pytest.raises(Refused, match="it is over"):
             await node.operations.cancel(begun.operation.id, node.asked())
@@ -232,7 +232,7 @@ async def test_what_a_killed_daemon_had_suspended_the_next_one_resumes(tmp_path:
         assert agent.data is None
         await node.operations.resume(process.pid, None, node.asked())
         assert agent.data == b"weights"
-        assert node.rooms(process.pid) == {"gpu0": 7}
+        assert node.reservations(process.pid) == {"gpu0": 7}
         assert not (tmp_path / "memory").exists(), "its bytes were not given back"
 
 
@@ -270,7 +270,7 @@ async def test_a_process_that_ended_while_its_operation_did_was_listed_on_its_gp
         try:
             await node.operations.migrate([process.pid], "gpu1", node.asked(wait=False))
             await anyio.to_thread.run_sync(disk.wait_for_a_record)
-            assert node.moving.rooms.of(who) == {"gpu1": 7}
+            assert node.moving.simulated_memory.of(who) == {"gpu1": 7}
             process.kill()
             with anyio.fail_after(HANG_S):
                 while not worker.ended:
@@ -278,7 +278,7 @@ async def test_a_process_that_ended_while_its_operation_did_was_listed_on_its_gp
         finally:
             disk.go_on()
         assert (await node.at_rest("1")).phase == "done"
-        assert not node.moving.rooms.of(who)
+        assert not node.moving.simulated_memory.of(who)
 
 
 async def test_a_daemon_killed_in_the_middle_leaves_the_move_to_the_next_one(tmp_path: Path, process: Child) -> None:
@@ -289,13 +289,13 @@ async def test_a_daemon_killed_in_the_middle_leaves_the_move_to_the_next_one(tmp
         await agent.waiting.wait()
     agent.slow.clear()
     async with running(tmp_path) as node:
-        assert node.rooms(process.pid) == {"gpu0": 7, "gpu1": 7}, "the room for it was not held again"
+        assert node.reservations(process.pid) == {"gpu0": 7, "gpu1": 7}, "the room for it was not held again"
         agent.workers = node.workers
         await agent.attend(node.tasks)
         ended = await node.at_rest("1")
         assert ended.phase in {"done", "rolled-back"}
         assert (agent.data, agent.parked) == (b"weights", False)
-        assert list(node.rooms(process.pid)) == [ended.processes[0].gpu]
+        assert list(node.reservations(process.pid)) == [ended.processes[0].gpu]
         assert node.moving.pool.held_bytes == 0
 
 

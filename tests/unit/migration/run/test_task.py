@@ -103,8 +103,8 @@ async def test_memory_that_came_after_it_was_given_up_stayed_in_the_pool(
 ) -> None:
     """The operation turned back for its limit and gave the pool back what was not there yet; then it came."""
     workers, pool = Workers(start_ticks), SlowPool()
-    rooms = SimulatedMemory(SimulatedProvider(parse_topology("2x1GiB")))
-    methods, carriers = {"simulated": SimulatedMethod(rooms)}, {"worker": WorkerCarrier(pool)}
+    simulated = SimulatedMemory(SimulatedProvider(parse_topology("2x1GiB")))
+    methods, carriers = {"simulated": SimulatedMethod(simulated)}, {"worker": WorkerCarrier(pool)}
     runner = Runner(tmp_path, EffectExecutor(workers, methods, carriers, start_ticks=start_ticks), EventLog())
     runner.open()
     async with anyio.create_task_group() as tasks:

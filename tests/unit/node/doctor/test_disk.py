@@ -96,8 +96,8 @@ def test_a_directory_that_is_closed_to_an_ordinary_user_is_no_fault(node: FileNo
 def test_too_little_room_for_state(node: FileNode) -> None:
     mounted(node, ("/", "ext4"))
     free = disk.free_on(node.state_dir)
-    assert disk.judge_room(node.state_dir, "ext4", free + GIB).status == "warn"
-    assert disk.judge_room(node.state_dir, "ext4", 1).status == "ok"
+    assert disk.judge_space(node.state_dir, "ext4", free + GIB).status == "warn"
+    assert disk.judge_space(node.state_dir, "ext4", 1).status == "ok"
 
 
 def test_images_have_a_directory_only_if_one_is_configured(node: FileNode) -> None:

@@ -115,11 +115,11 @@ def test_the_tightest_control_group_counts_and_cache_is_room(tmp_path: Path, pro
     _group(tmp_path / "cgroup/pods", memory_max=1000 * MIB, memory_current=900 * MIB, memory_stat="inactive_file 0")
     stat = f"anon 5\ninactive_file {50 * MIB}"
     _group(tmp_path / "cgroup/pods/one", memory_max=400 * MIB, memory_current=350 * MIB, memory_stat=stat)
-    assert read_outside(7, str(proc), tmp_path / "cgroup").memory_room_bytes == 100 * MIB
+    assert read_outside(7, str(proc), tmp_path / "cgroup").cgroup_free_bytes == 100 * MIB
     _group(tmp_path / "cgroup/pods/one", memory_max="max")
-    assert read_outside(7, str(proc), tmp_path / "cgroup").memory_room_bytes == 100 * MIB, "its parent's"
+    assert read_outside(7, str(proc), tmp_path / "cgroup").cgroup_free_bytes == 100 * MIB, "its parent's"
     _group(tmp_path / "cgroup/pods", memory_max="max")
-    assert read_outside(7, str(proc), tmp_path / "cgroup").memory_room_bytes is None
+    assert read_outside(7, str(proc), tmp_path / "cgroup").cgroup_free_bytes is None
 
 
 def test_control_groups_of_the_first_version(tmp_path: Path, proc: Path) -> None:
@@ -128,6 +128,6 @@ def test_control_groups_of_the_first_version(tmp_path: Path, proc: Path) -> None
     job.mkdir(parents=True)
     (job / "memory.limit_in_bytes").write_text(str(300 * MIB))
     (job / "memory.usage_in_bytes").write_text(str(100 * MIB))
-    assert read_outside(7, str(proc), tmp_path / "cgroup").memory_room_bytes == 200 * MIB
+    assert read_outside(7, str(proc), tmp_path / "cgroup").cgroup_free_bytes == 200 * MIB
     (job / "memory.limit_in_bytes").write_text("9223372036854771712")
-    assert read_outside(7, str(proc), tmp_path / "cgroup").memory_room_bytes is None
+    assert read_outside(7, str(proc), tmp_path / "cgroup").cgroup_free_bytes is None
