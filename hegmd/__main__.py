@@ -5,11 +5,6 @@ The command line is a table, ARGUMENTS: the parser and the manual page are both 
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before anything large is imported, which would be imported twice
-    from hegmd.system.own_memory import start_again_if_useful
-
-    start_again_if_useful()
-
 import argparse
 import faulthandler
 import json

@@ -8,13 +8,13 @@ is there) and on the way down (peers are told before their connections close).
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import platform
 import resource
 import signal
 import socket
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
@@ -39,7 +39,6 @@ from hegmd.server.listener import Admission, Listener, bind, take_away
 from hegmd.server.scrape import ScrapePort, bind_loopback
 from hegmd.server.session import Session, SessionLimits
 from hegmd.server.textfile import Textfile
-from hegmd.system.own_memory import MemoryReturn
 from hegmd.system.state_dir import StateDir
 from hegmd.system.stream import PeerStream
 from hegmd.system.systemd import Offer, PassedDescriptors
@@ -63,6 +62,8 @@ from hegmd.workers.workers import Workers
 logger = logging.getLogger(__name__)
 
 SOCKET_NAME = "hegmd"  # FileDescriptorName= in hegmd.socket
+# A burst of connections is at least so many, and it is over when fewer are left.
+BURST_CONNECTIONS = 100
 GOODBYE_S = 3.0
 # How often it is seen whether the socket's file is there.
 SOCKET_LOOK_S = 2.0
@@ -97,7 +98,7 @@ class App:
         self._events = EventLog(config.events.remembered)
         self._workers = Workers(start_ticks_of, how_ended)
         self._counters = Counters()
-        self._memory = MemoryReturn(return_free_memory, time.monotonic())
+        self._ended_at_trim = 0
         self._audit = Audit(config.audit.file)
         self._textfile = Textfile(config.metrics.textfile, config.metrics.textfile_interval_s, self._metrics)
         self._providers = providers_for(config, topology)
@@ -356,7 +357,18 @@ class App:
         for vendor in snapshot.vendors:
             if vendor.state in {"failed", "stale"}:
                 self._counters.vendor_failed(vendor.vendor)
-        self._memory.look(self._counters.connections_total - self._counters.connections, time.monotonic())
+        self._trim_memory()
+
+    def _trim_memory(self) -> None:
+        """Return free memory to the kernel after a burst of connections; it takes some 20 ms.
+
+        Python's own arenas stay where an old object lies in them, so a part of the largest burst's memory stays.
+        """
+        ended = self._counters.connections_total - self._counters.connections
+        if ended - self._ended_at_trim >= BURST_CONNECTIONS > self._counters.connections:
+            gc.collect()  # drops Python's lists of spare tuples, each of which keeps a page
+            return_free_memory()
+            self._ended_at_trim = ended
 
     async def _metrics(self) -> str:
         """The metrics as text, for the socket, the loopback port and the textfile alike."""
