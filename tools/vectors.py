@@ -100,7 +100,8 @@ def message_vectors() -> Iterator[dict[str, Any]]:
         m.AgentReport(order=1, result="done", boundary=262, parked=True),
     ]
     for number, request in enumerate(requests, start=1):
-        yield _message(request.op, "caller", {"v": 2, "id": number, "op": request.op, "args": request.to_plain()})
+        version = m.HELLO_VERSION if isinstance(request, m.Hello) else m.PROTOCOL_VERSION
+        yield _message(request.op, "caller", {"v": version, "id": number, "op": request.op, "args": request.to_plain()})
     answers: list[tuple[str, str, Record]] = [
         ("gpus reply", "ok", m.GpusReply(taken_utc=1_790_000_000.25, gpus=(GPU,), vendors=(VENDOR,))),
         ("processes reply", "ok", m.ProcessesReply(taken_utc=1_790_000_000.0, processes=(PROCESS,), vendors=())),
@@ -172,14 +173,14 @@ def refused_vectors() -> list[dict[str, Any]]:
         ),
         _refused("nested too deeply", after({"v": 2, "id": 2, "op": "ping", "args": {"x": deep}}), "bad-request", True),
         _refused("an unknown operation", after({"v": 2, "id": 2, "op": "no.such"}), "incompatible", closes=False),
-        _refused("another version", after({"v": 2, "id": 2, "op": "ping"}), "incompatible", closes=False),
+        _refused("another version", after({"v": 99, "id": 2, "op": "ping"}), "incompatible", closes=False),
         _refused(
             "arguments that do not fit",
             after({"v": 2, "id": 2, "op": "processes", "args": {"pids": ["one"]}}),
             "bad-request",
             closes=False,
         ),
-        _refused("a second hello", after({**HELLO, "id": 2}), "bad-request", closes=False),
+        _refused("a second hello", after({**HELLO, "v": 2, "id": 2}), "bad-request", closes=False),
         _refused(
             "a GPU that is not there",
             after({"v": 2, "id": 2, "op": "processes", "args": {"gpus": ["gpu99"]}}),
@@ -212,7 +213,7 @@ def _answered() -> list[dict[str, Any]]:
         {
             "name": "unknown keys are ignored",
             "steps": [
-                {"send": {**HELLO, "novel": 1, "args": {"versions": [1, 7], "name": "x", "novel": [1]}}},
+                {"send": {**HELLO, "novel": 1, "args": {"versions": [2, 7], "name": "x", "novel": [1]}}},
                 {"expect": {"id": 1, "ok": {"version": 2}}},
             ],
         },
