@@ -6,6 +6,8 @@ Whatever is wrong is one usage error with a hint; nothing is guessed and nothing
 
 from __future__ import annotations
 
+import os
+
 from hegmctl.grammar import (
     COUNT,
     FLAG,
@@ -21,12 +23,15 @@ from hegmctl.grammar import (
     Option,
     Verb,
 )
-from hegmd.errors import USAGE, HegmError
+from hegmd.errors import USAGE, Bug, HegmError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
+
+    from hegmd.protocol.messages import Request
+    from hegmd.protocol.record import Field
 
 MAX_WAIT_S = 1_000_000.0
 MAX_NUMBER = 2**53
@@ -47,6 +52,41 @@ class Arguments:
         self.tail = tail
         self.group = group
         self._values = values
+
+    @property
+    def command(self) -> Verb:
+        """The row of the command that is being served."""
+        if self.verb is None:
+            raise Bug("a command line without a command was served")
+        return self.verb
+
+    def values(self, key: str) -> list[Any]:
+        """All values given, each as its kind has it."""
+        return self._values.get(key, [])
+
+    def request(self, op: str = "", **given: object) -> Request:
+        """The request of the command with what was typed, and the fields in `given`. Raises USAGE."""
+        from hegmctl.grammar.fields import TIMEOUT
+        from hegmd.protocol.messages import REQUESTS
+        from hegmd.protocol.record import REQUIRED
+
+        everything: tuple[Option | Argument, ...] = (*self.command.arguments, *self.command.options)
+        places = {each.field: each for each in everything if each.field}
+        kind = REQUESTS[op or self.command.request]
+        values: dict[str, object] = dict(given)
+        for field in kind.fields:
+            place = places.get(field.name)
+            if field.name in values:
+                continue
+            if field.name == TIMEOUT:
+                values[TIMEOUT] = self.seconds("timeout")
+            elif place is not None:
+                typed = self.values(place.key)
+                if typed:
+                    values[field.name] = _value(field, place, typed)
+                elif field.default is REQUIRED:
+                    raise _missing(self.command, place.key)
+        return kind(**values)
 
     def flag(self, key: str) -> bool:
         """Whether a switch was given."""
@@ -78,6 +118,25 @@ class Arguments:
     def required(self, key: str) -> str:
         """The value of an argument that the parser has seen to."""
         return str(self._values[key][-1])
+
+
+def _value(field: Field, place: Option | Argument, typed: list[Any]) -> object:
+    if field.name == "wait":
+        return False  # it is --no-wait that was typed
+    if field.name == "path":
+        return os.path.abspath(typed[-1])  # the daemon has another working directory
+    if not field.type_text.startswith("tuple["):
+        return typed[-1]
+    if isinstance(place, Option) and place.splits:
+        return tuple(part for text in typed for part in text.split(",") if part)
+    return tuple(typed)
+
+
+def _missing(verb: Verb, name: str) -> HegmError:
+    hint = (
+        "hegmctl ps lists the processes on the GPUs" if name == "PID" else f"`hegmctl {verb.name} --help` explains it"
+    )
+    return usage_error(f"{verb.name} needs a {name}", hint)
 
 
 def parse(words: Sequence[str]) -> Arguments:

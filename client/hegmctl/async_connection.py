@@ -8,9 +8,7 @@
             print(event.message)
 
 Deadlines are the caller's own cancel scopes. A cancelled request is cancelled in the daemon as well, and the connection
-stays usable. Every failure is a HegmError. The work is done in `exchange`.
-
-To add a request: add a method that builds it and names its reply; those about operations are in `async_moves`.
+stays usable. Every failure is a HegmError. The calls are in `library`; the work is done in `exchange`.
 """
 
 from __future__ import annotations
@@ -22,16 +20,17 @@ from typing import TypeVar
 
 import anyio
 
-from hegmctl.async_moves import AsyncMoves
 from hegmctl.connection import of_kind
 from hegmctl.endpoint import Endpoint, find_endpoint, unreachable
 from hegmctl.exchange import Exchange
 from hegmctl.failures import silent
+from hegmctl.library import AsyncCalls
 from hegmctl.wire import Descriptors
 from hegmd import __version__
 from hegmd.errors import Bug
 from hegmd.protocol import messages as m
 from hegmd.protocol.connection import Progress
+from hegmd.protocol.operations import OperationProgress
 from hegmd.protocol.record import Record
 from hegmd.protocol.snapshots import Check, Event
 
@@ -91,31 +90,14 @@ async def _open(endpoint: Endpoint, timeout_s: float | None) -> sockets.socket:
         raise
 
 
-class AsyncConnection(AsyncMoves):
+class AsyncConnection(AsyncCalls):
     """A greeted connection to the daemon; made by `connect_async`. Any number of tasks may use it at once."""
 
     def __init__(self, exchange: Exchange, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self._exchange = exchange
 
-    # What can be asked.
-
-    async def ping(self) -> m.Pong:
-        """Nothing, to see that the daemon answers."""
-        return await self.call(m.Ping(), m.Pong)
-
-    async def gpus(self) -> m.GpusReply:
-        """The node's GPUs."""
-        return await self.call(m.Gpus(), m.GpusReply)
-
-    async def processes(
-        self, pids: Iterable[int] = (), gpus: Iterable[str] = (), *, ways: bool = False
-    ) -> m.ProcessesReply:
-        """The processes on the node's GPUs; all, or only those with these pids and on these GPUs.
-
-        With `ways` the agents of the caller's processes are asked first what they hold, for the ways of moving each.
-        """
-        return await self.call(m.Processes(pids=tuple(pids), gpus=tuple(gpus), ways=ways), m.ProcessesReply)
+    # What can be asked, besides the calls in `library`.
 
     def events(
         self, since: int = 0, *, follow: bool = False, kinds: Iterable[str] = (), run: str | None = None
@@ -130,25 +112,9 @@ class AsyncConnection(AsyncMoves):
         """Check the node; each check is also handed to `on_check` as soon as it is made."""
         return await self.converse(m.Doctor(), Check, m.DoctorReply, on_check)
 
-    async def config(self) -> m.ConfigReply:
-        """The configuration in force."""
-        return await self.call(m.ShowConfig(), m.ConfigReply)
-
-    async def reload(self) -> m.ReloadReply:
-        """Have the configuration read again."""
-        return await self.call(m.Reload(), m.ReloadReply)
-
-    async def metrics(self) -> m.MetricsReply:
-        """Metrics in Prometheus' text format."""
-        return await self.call(m.Metrics(), m.MetricsReply)
-
-    async def simulate_hold(self, gpu: str, vram_bytes: int) -> m.HoldReply:
-        """Hold simulated video memory for this process until the connection ends."""
-        return await self.call(m.SimulateHold(gpu=gpu, vram_bytes=vram_bytes), m.HoldReply)
-
-    async def simulate_fault(self, target: str, fault: str) -> m.FaultReply:
-        """Make a simulated GPU, or `vendor` as a whole, fail; `none` mends it."""
-        return await self.call(m.SimulateFault(target=target, fault=fault), m.FaultReply)
+    def follow(self, op_id: str) -> AsyncGenerator[OperationProgress, None]:
+        """How an operation comes on, until it has ended; `story` tells how it ended."""
+        return self.stream(m.Story(id=op_id, follow=True), OperationProgress)
 
     # How it is asked.
 

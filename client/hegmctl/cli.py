@@ -76,10 +76,11 @@ def _serve(arguments: Arguments, sink: Sink) -> int:
         from hegmctl.suggestions import no_command
 
         raise no_command(arguments.group)
-    from hegmctl.commands import COMMANDS
+    from hegmctl.grammar.rows import load
     from hegmctl.session import Session
 
-    return COMMANDS[verb.name](Session(arguments, sink))
+    status: int = load(verb.handler)(Session(arguments, sink))
+    return status
 
 
 def _explain(arguments: Arguments) -> int:

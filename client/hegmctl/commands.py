@@ -1,19 +1,18 @@
-"""One function for each command: ask, hand the answer to the sink, return the exit status.
+"""Handlers of commands: ask, hand the answer to the sink, return the exit status.
 
-What a command needs beyond the connection it imports itself, so that no command pays for another. Errors are not
-handled here: they go up to `cli`, which tells the user and knows the exit status of each.
-
-Longer than 400 lines because it is one list of commands, most of them a call of what does the work.
+`ask` serves every command whose row says all there is to it. What a command needs beyond the connection it imports
+itself, so that no command pays for another. Errors are not handled here: they go up to `cli`, which tells the user and
+knows the exit status of each.
 """
 
 from __future__ import annotations
 
+from hegmctl.grammar.rows import load
 from hegmd.errors import ATTENTION, INCOMPATIBLE, NOT_FOUND, HegmError
+from hegmd.protocol.operations import OperationProgress
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from hegmctl.answers import DaemonVersion
     from hegmctl.connection import Connection
     from hegmctl.session import Session
@@ -21,10 +20,24 @@ if TYPE_CHECKING:
     from hegmd.protocol.messages import ProcessesReply, Welcome
     from hegmd.protocol.snapshots import Check
 
-    Command = Callable[[Session], int]
-
 DOCTOR_TIMEOUT_S = 120.0
 COMPLETION_TIMEOUT_S = 1.0
+
+
+def ask(session: Session) -> int:
+    """Serve a command by its row: make the request, have it answered, write the answer."""
+    arguments = session.arguments
+    verb = arguments.command
+    form = [form for form in verb.forms if not form.words or arguments.flag(form.words.lstrip("-"))][-1]
+    request = arguments.request(form.request)
+    if request.event is OperationProgress:
+        from hegmctl.move_commands import carry_out
+
+        return carry_out(session, request)
+    with session.connect() as connection:
+        reply = connection.call(request, request.reply)
+    session.sink.answer(reply, load(form.render))
+    return 0
 
 
 def gpus(session: Session) -> int:
@@ -39,18 +52,20 @@ def gpus(session: Session) -> int:
 
 def ps(session: Session) -> int:
     """`hegmctl ps`, once or again and again."""
+    from hegmctl.connection import of_kind
     from hegmctl.inventory_text import processes_text, ways_text
+    from hegmd.protocol.messages import Processes, ProcessesReply
 
     arguments = session.arguments
-    pids = arguments.wholes("PID")
-    on_gpus = tuple(gpu for text in arguments.texts("gpu") for gpu in text.split(",") if gpu)
+    request = of_kind(arguments.request(), Processes)
+    pids = request.pids
 
     def look(connection: Connection) -> ProcessesReply:
-        return connection.processes(pids, on_gpus, ways=arguments.flag("ways"))
+        return connection.call(request, ProcessesReply)
 
     def view(reply: ProcessesReply, style: Style) -> list[str]:
-        text = ways_text if arguments.flag("ways") else processes_text
-        return text(reply, style, on_gpus)
+        text = ways_text if request.ways else processes_text
+        return text(reply, style, request.gpus)
 
     interval_s = arguments.seconds("watch")
     try:
@@ -171,27 +186,6 @@ def _daemon_version(welcome: Welcome) -> DaemonVersion:
     )
 
 
-def config(session: Session) -> int:
-    """`hegmctl config`, shown or read again."""
-    from hegmctl.answers_text import config_text, reload_text
-
-    with session.connect() as connection:
-        if session.arguments.flag("reload"):
-            session.sink.answer(connection.reload(), reload_text)
-        else:
-            session.sink.answer(connection.config(), config_text)
-    return 0
-
-
-def metrics(session: Session) -> int:
-    """`hegmctl metrics`."""
-    from hegmctl.answers_text import metrics_text
-
-    with session.connect() as connection:
-        session.sink.answer(connection.metrics(), metrics_text)
-    return 0
-
-
 def ping(session: Session) -> int:
     """`hegmctl ping`, once or more often on one connection."""
     from time import perf_counter
@@ -231,130 +225,6 @@ def simulate_hold(session: Session) -> int:
         connection.wait_for_its_end()
 
 
-def simulate_fault(session: Session) -> int:
-    """`hegmctl simulate fault`."""
-    from hegmctl.answers_text import faults_text
-
-    arguments = session.arguments
-    with session.connect() as connection:
-        reply = connection.simulate_fault(arguments.required("TARGET"), arguments.required("FAULT"))
-    session.sink.answer(reply, faults_text)
-    return 0
-
-
-def migrate(session: Session) -> int:
-    """`hegmctl migrate`."""
-    from hegmctl import move_commands
-
-    return move_commands.migrate(session)
-
-
-def suspend(session: Session) -> int:
-    """`hegmctl suspend`."""
-    from hegmctl import move_commands
-
-    return move_commands.suspend(session)
-
-
-def quiesce(session: Session) -> int:
-    """`hegmctl quiesce`."""
-    from hegmctl import move_commands
-
-    return move_commands.quiesce(session)
-
-
-def handoff(session: Session) -> int:
-    """`hegmctl handoff`."""
-    from hegmctl import imaging
-
-    return imaging.handoff(session)
-
-
-def resume(session: Session) -> int:
-    """`hegmctl resume`."""
-    from hegmctl import move_commands
-
-    return move_commands.resume(session)
-
-
-def checkpoint(session: Session) -> int:
-    """`hegmctl checkpoint`."""
-    from hegmctl import imaging
-
-    return imaging.checkpoint(session)
-
-
-def restore(session: Session) -> int:
-    """`hegmctl restore`."""
-    from hegmctl import imaging
-
-    return imaging.restore(session)
-
-
-def drain(session: Session) -> int:
-    """`hegmctl drain`."""
-    from hegmctl import move_commands
-
-    return move_commands.drain(session)
-
-
-def swap(session: Session) -> int:
-    """`hegmctl swap`."""
-    from hegmctl import move_commands
-
-    return move_commands.swap(session)
-
-
-def cancel(session: Session) -> int:
-    """`hegmctl cancel`."""
-    from hegmctl import move_commands
-
-    return move_commands.cancel(session)
-
-
-def adopt(session: Session) -> int:
-    """`hegmctl adopt`."""
-    from hegmctl import move_commands
-
-    return move_commands.adopt(session)
-
-
-def ops(session: Session) -> int:
-    """`hegmctl ops`."""
-    from hegmctl.operating_text import operations_text
-    from hegmd.protocol.messages import Operations, OperationsReply
-
-    with session.connect() as connection:
-        reply = connection.call(Operations(), OperationsReply)
-    session.sink.answer(reply, operations_text)
-    return 0
-
-
-def op(session: Session) -> int:
-    """`hegmctl op`, as it stands, or once it has come to rest."""
-    from hegmctl.move_commands import follow
-    from hegmctl.operating_text import story_text
-    from hegmctl.story_text import whole_story_text
-    from hegmd.protocol.messages import Story, StoryReply
-
-    arguments = session.arguments
-    op_id = arguments.required("ID")
-    with session.connect() as connection:
-        if arguments.flag("follow"):
-            reply = follow(session, connection, op_id)
-        else:
-            reply = connection.call(Story(id=op_id), StoryReply)
-    session.sink.answer(reply, whole_story_text if arguments.flag("story") else story_text)
-    return 0
-
-
-def run(session: Session) -> int:
-    """`hegmctl run`: become the command, with the agent in every Python that it starts, or stay with it."""
-    from hegmctl.running import run as run_job
-
-    return run_job(session)
-
-
 def complete(session: Session) -> int:
     """What a shell's completion asks for. It is silent about everything that goes wrong: a person is typing."""
     from hegmctl.output import write_lines
@@ -369,89 +239,3 @@ def complete(session: Session) -> int:
     except HegmError:
         return 0
     return 0
-
-
-def hegm_enable(session: Session) -> int:
-    """`hegmctl hegm enable`."""
-    from hegmctl.enabling import enable
-
-    return enable(session)
-
-
-def hegm_disable(session: Session) -> int:
-    """`hegmctl hegm disable`."""
-    from hegmctl.enabling import disable
-
-    return disable(session)
-
-
-def hegm_status(session: Session) -> int:
-    """`hegmctl hegm status`."""
-    from hegmctl.enabling import status
-
-    return status(session)
-
-
-def images_ls(session: Session) -> int:
-    """`hegmctl images ls`."""
-    from hegmctl.images import ls
-
-    return ls(session)
-
-
-def images_show(session: Session) -> int:
-    """`hegmctl images show`."""
-    from hegmctl.images import show
-
-    return show(session)
-
-
-def images_verify(session: Session) -> int:
-    """`hegmctl images verify`."""
-    from hegmctl.images import verify
-
-    return verify(session)
-
-
-def images_rm(session: Session) -> int:
-    """`hegmctl images rm`."""
-    from hegmctl.images import rm
-
-    return rm(session)
-
-
-COMMANDS: dict[str, Command] = {
-    "gpus": gpus,
-    "ps": ps,
-    "events": events,
-    "doctor": doctor,
-    "version": version,
-    "config": config,
-    "metrics": metrics,
-    "ping": ping,
-    "simulate hold": simulate_hold,
-    "simulate fault": simulate_fault,
-    "run": run,
-    "migrate": migrate,
-    "suspend": suspend,
-    "quiesce": quiesce,
-    "offload": suspend,
-    "handoff": handoff,
-    "resume": resume,
-    "checkpoint": checkpoint,
-    "restore": restore,
-    "drain": drain,
-    "swap": swap,
-    "ops": ops,
-    "op": op,
-    "cancel": cancel,
-    "adopt": adopt,
-    "hegm enable": hegm_enable,
-    "hegm disable": hegm_disable,
-    "hegm status": hegm_status,
-    "images ls": images_ls,
-    "images show": images_show,
-    "images verify": images_verify,
-    "images rm": images_rm,
-    "__complete": complete,
-}

@@ -9,10 +9,7 @@
 One request at a time is under way, but streams stay open beside others: `events` can be read on after a call in
 between. Every failure is a HegmError with code, message and hint. A Connection belongs to one thread.
 
-To add a request: add a method that builds it and names its reply; those about operations are in `moves`. The bytes are
-in `wire`, the rules of the conversation in `hegmd.protocol.connection`.
-
-Longer than 400 lines because it is one face: each of its conversations with the daemon shares the state of one socket.
+The calls are in `library`, the bytes in `wire`, the rules of the conversation in `hegmd.protocol.connection`.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from time import monotonic
 
 from hegmctl.endpoint import Endpoint, find_endpoint, unreachable
 from hegmctl.failures import Stopping, broken, gone, not_offered, refused_hello, silent, with_versions
-from hegmctl.moves import Moves
+from hegmctl.library import SyncCalls
 from hegmctl.wire import Descriptors, Wire
 from hegmd import __version__
 from hegmd.errors import BAD_REQUEST, DISCONNECTED, UNAVAILABLE, Bug, HegmError, PeerError
@@ -29,30 +26,17 @@ from hegmd.protocol.connection import Answer, ClientConnection, Failure, Progres
 from hegmd.protocol.messages import (
     SUPPORTED_VERSIONS,
     Cancel,
-    ConfigReply,
     Doctor,
     DoctorReply,
     Events,
     EventsReply,
-    FaultReply,
-    Gpus,
-    GpusReply,
     Hello,
-    HoldReply,
-    Metrics,
-    MetricsReply,
-    Ping,
-    Pong,
-    Processes,
-    ProcessesReply,
-    Reload,
-    ReloadReply,
     Request,
-    ShowConfig,
-    SimulateFault,
-    SimulateHold,
+    Story,
+    StoryReply,
     Welcome,
 )
+from hegmd.protocol.operations import OperationProgress
 from hegmd.protocol.record import Record
 from hegmd.protocol.snapshots import Check, Event
 
@@ -100,7 +84,7 @@ def _open(endpoint: Endpoint, timeout_s: float | None, deadline: float | None) -
         raise unreachable(endpoint, error) from error
 
 
-class Connection(Moves):
+class Connection(SyncCalls):
     """A greeted connection to the daemon; made by `connect`. A context manager; closing twice is fine.
 
     Nobody who only looks is refused because the daemon is started anew: the next one is asked then.
@@ -117,22 +101,7 @@ class Connection(Moves):
         # What was said to a request while another one was being waited for; a request not in here is not waited for.
         self._waiting: dict[int, list[Said]] = {}
 
-    # What can be asked.
-
-    def ping(self) -> Pong:
-        """Nothing, to see that the daemon answers."""
-        return self.call(Ping(), Pong)
-
-    def gpus(self) -> GpusReply:
-        """The node's GPUs."""
-        return self.call(Gpus(), GpusReply)
-
-    def processes(self, pids: Iterable[int] = (), gpus: Iterable[str] = (), *, ways: bool = False) -> ProcessesReply:
-        """The processes on the node's GPUs; all, or only those with these pids and on these GPUs.
-
-        With `ways` the agents of the caller's processes are asked first what they hold, for the ways of moving each.
-        """
-        return self.call(Processes(pids=tuple(pids), gpus=tuple(gpus), ways=ways), ProcessesReply)
+    # What can be asked, besides the calls in `library`.
 
     def events(
         self, since: int = 0, *, follow: bool = False, kinds: Iterable[str] = (), run: str | None = None
@@ -147,35 +116,11 @@ class Connection(Moves):
 
     def doctor(self, on_check: Callable[[Check], object] | None = None) -> DoctorReply:
         """Check the node; each check is also handed to `on_check` as soon as it is made."""
-        checks = self.stream(Doctor(), Check, DoctorReply)
-        while True:
-            try:
-                check = next(checks)
-            except StopIteration as end:
-                reply: DoctorReply = end.value
-                return reply
-            if on_check is not None:
-                on_check(check)
+        return self.converse(Doctor(), Check, DoctorReply, on_check)
 
-    def config(self) -> ConfigReply:
-        """The configuration in force."""
-        return self.call(ShowConfig(), ConfigReply)
-
-    def reload(self) -> ReloadReply:
-        """Have the configuration read again."""
-        return self.call(Reload(), ReloadReply)
-
-    def metrics(self) -> MetricsReply:
-        """Metrics in Prometheus' text format."""
-        return self.call(Metrics(), MetricsReply)
-
-    def simulate_hold(self, gpu: str, vram_bytes: int) -> HoldReply:
-        """Hold simulated video memory for this process until the connection ends."""
-        return self.call(SimulateHold(gpu=gpu, vram_bytes=vram_bytes), HoldReply)
-
-    def simulate_fault(self, target: str, fault: str) -> FaultReply:
-        """Make a simulated GPU, or `vendor` as a whole, fail; `none` mends it."""
-        return self.call(SimulateFault(target=target, fault=fault), FaultReply)
+    def follow(self, op_id: str) -> Generator[OperationProgress, None, StoryReply]:
+        """How an operation comes on, until it has ended; its story is what the generator returns."""
+        return self.stream(Story(id=op_id, follow=True), OperationProgress, StoryReply, patient=True)
 
     # How it is asked.
 
@@ -240,6 +185,27 @@ class Connection(Moves):
                 yield of_kind(said.event, event)
         finally:
             self._forget(request_id, leave)
+
+    def converse(
+        self,
+        request: Request,
+        event: type[E],
+        reply: type[R],
+        on_event: Callable[[E], object] | None,
+        *,
+        fds: Sequence[int] = (),
+        patient: bool = False,
+    ) -> R:
+        """The answer to a request, with its events handed to `on_event` as they come; the rest as for `stream`."""
+        heard = self.stream(request, event, reply, fds=fds, patient=patient)
+        while True:
+            try:
+                told = next(heard)
+            except StopIteration as end:
+                answer: R = end.value
+                return answer
+            if on_event is not None:
+                on_event(told)
 
     def wait_for_its_end(self) -> NoReturn:
         """Wait until the daemon ends the connection, for ever if it does not. Raises the HegmError that tells why."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hegmd import __version__
 from hegmd.errors import DISCONNECTED, INCOMPATIBLE, NO_DAEMON, TIMEOUT, HegmError, Refused
+from hegmd.protocol.requests import REQUESTS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -12,9 +13,6 @@ if TYPE_CHECKING:
 _NEEDED_START = {
     "simulate": "start a daemon with simulated GPUs, `hegmd --simulate 2x8GiB --socket PATH`, and name it with --socket"
 }
-
-# What these begin is in the daemon's journal.
-_BEGINS = frozenset(("migrate", "suspend", "resume", "drain", "swap", "adopt", "checkpoint"))
 
 
 class Stopping(HegmError):
@@ -36,7 +34,9 @@ def gone(path: str, what: str = "") -> HegmError:
     """The connection ended, with the answer to `what` outstanding if that is given."""
     before = f" before it answered {what}" if what else ""
     # To ask again would be refused, or move back what has been moved: a daemon that starts goes on from its journal.
-    next_step = "what was begun goes on, see `hegmctl ops`" if what in _BEGINS else "try again"
+    request = REQUESTS.get(what)
+    begins = request is not None and request.event is not None and request.changes_state
+    next_step = "what was begun goes on, see `hegmctl ops`" if begins else "try again"
     return HegmError(
         DISCONNECTED,
         f"{path}: the daemon ended the connection{before}",

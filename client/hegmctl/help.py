@@ -76,7 +76,7 @@ def verb_help(verb: Verb, columns: int) -> str:
 def sentence(verb: Verb) -> str:
     """What the command does: its summary as a sentence, then the rest."""
     summary = verb.summary[0].upper() + verb.summary[1:] + "."
-    return f"{summary} {verb.doc}".rstrip()
+    return " ".join(part for part in (summary, verb.doc, verb.exits) if part)
 
 
 def option_forms(option: Option) -> str:

@@ -1,6 +1,5 @@
-"""The commands that write a running job into an image and bring one back.
+"""The command that brings a job back from an image.
 
-The directory is named from the root on, because the daemon is elsewhere; it is opened with the caller's rights.
 Outputs that have grown are cut back here, by the caller, so that nobody else's rights are in play: the daemon names
 them when it refuses, and is asked again.
 """
@@ -10,11 +9,12 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager, suppress
 
+from hegmctl.connection import of_kind
 from hegmctl.interruption import Interrupted
-from hegmctl.move_commands import Watched, run_one
+from hegmctl.move_commands import Watched, carry_out
 from hegmctl.outputs import cut_back
 from hegmd.errors import DISCONNECTED, REFUSED, HegmError
-from hegmd.protocol.messages import Checkpoint, Handoff, Restore
+from hegmd.protocol.messages import Restore
 from hegmd.protocol.record import as_list
 
 TYPE_CHECKING = False
@@ -27,62 +27,24 @@ if TYPE_CHECKING:
 STREAMS = {"stdout": 1, "stderr": 2}
 
 
-def checkpoint(session: Session) -> int:
-    """`hegmctl checkpoint`."""
-    arguments = session.arguments
-    request = Checkpoint(
-        pid=arguments.wholes("PID")[0],
-        path=os.path.abspath(arguments.required("DIR")),
-        leave_running=arguments.flag("leave-running"),
-        limit_s=arguments.seconds("timeout"),
-        wait=not arguments.flag("no-wait"),
-        dry_run=arguments.flag("dry-run"),
-        carrier=arguments.text("carrier"),
-    )
-    return run_one(session, request)
-
-
-def handoff(session: Session) -> int:
-    """`hegmctl handoff`."""
-    arguments = session.arguments
-    request = Handoff(
-        pid=arguments.wholes("PID")[0],
-        path=os.path.abspath(arguments.required("DIR")),
-        limit_s=arguments.seconds("timeout"),
-        wait=not arguments.flag("no-wait"),
-        dry_run=arguments.flag("dry-run"),
-    )
-    return run_one(session, request)
-
-
 def restore(session: Session) -> int:
     """`hegmctl restore`."""
-    arguments = session.arguments
-    named = {name: path for name in STREAMS if (path := arguments.text(name)) is not None}
-    cuts = arguments.flag("truncate-outputs")
-    request = Restore(
-        path=os.path.abspath(arguments.required("DIR")),
-        to=arguments.text("to"),
-        as_then=cuts,
-        outlets=tuple(named),
-        limit_s=arguments.seconds("timeout"),
-        wait=not arguments.flag("no-wait"),
-        dry_run=arguments.flag("dry-run"),
-    )
+    named = {name: path for name in STREAMS if (path := session.arguments.text(name)) is not None}
+    request = of_kind(session.arguments.request(outlets=tuple(named)), Restore)
     watched = Watched()
     with outlets(named, watched, keep=not request.dry_run) as fds:
-        return _restore(session, request, fds, watched, cuts=cuts)
+        return _restore(session, request, fds, watched)
 
 
-def _restore(session: Session, request: Restore, fds: Sequence[int], watched: Watched, *, cuts: bool) -> int:
+def _restore(session: Session, request: Restore, fds: Sequence[int], watched: Watched) -> int:
     try:
-        return run_one(session, request, fds, watched)
+        return carry_out(session, request, fds, watched)
     except HegmError as refused:
         grown = as_list(refused.facts.get("grown"))
-        if not cuts or request.dry_run or refused.code is not REFUSED or not grown:
+        if not request.as_then or request.dry_run or refused.code is not REFUSED or not grown:
             raise
         with _as_then(session, grown, watched):
-            return run_one(session, request, fds, watched)
+            return carry_out(session, request, fds, watched)
 
 
 @contextmanager

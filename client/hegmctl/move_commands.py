@@ -11,43 +11,34 @@ import os
 from contextlib import suppress
 
 from hegmctl.connection import of_kind
+from hegmctl.grammar.rows import load
 from hegmctl.operating_text import (
     AT_REST,
     cancelled_text,
-    drained_text,
     given_up_text,
     operation_text,
     plan_text,
     progress_text,
-    swapped_text,
+    story_text,
 )
-from hegmctl.orphans_text import dropped_text, orphans_text
 from hegmd.errors import CANCELLED, USAGE, HegmError, code_named
 from hegmd.protocol.connection import Failure, Progress
 from hegmd.protocol.messages import (
-    Adopt,
     CancelOperation,
     Drain,
     Drained,
     DropOrphan,
-    Dropped,
-    Migrate,
     OperationReply,
     Orphans,
-    OrphansReply,
-    Quiesce,
-    Resume,
     Story,
     StoryReply,
-    Suspend,
-    Swap,
 )
 from hegmd.protocol.operations import OperationProgress
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import NoReturn, TypeVar
+    from typing import NoReturn
 
     from hegmctl.connection import Connection
     from hegmctl.session import Session
@@ -56,8 +47,6 @@ if TYPE_CHECKING:
     from hegmd.protocol.messages import Request
     from hegmd.protocol.operations import Operation
     from hegmd.protocol.record import Record
-
-    R = TypeVar("R", bound=Record)
 
 
 def migrate(session: Session) -> int:
@@ -70,20 +59,59 @@ def migrate(session: Session) -> int:
     changed, without = _environment(arguments.texts("env"))
     if via is None and (python is not None or changed or without):
         raise HegmError(USAGE, "--env and --python are for a restart", "say --via restart as well")
-    request = Migrate(
-        pids=_pids(session),
-        to=to,
-        via=via,
-        allow_restart=arguments.flag("allow-restart"),
-        set=changed,
-        unset=without,
-        python=None if python is None else os.path.abspath(python) if os.sep in python else python,
-        limit_s=arguments.seconds("timeout"),
-        wait=not arguments.flag("no-wait"),
-        dry_run=arguments.flag("dry-run"),
-        carrier=arguments.text("carrier"),
-    )
-    return run_one(session, request)
+    if python is not None and os.sep in python:
+        python = os.path.abspath(python)
+    return carry_out(session, arguments.request(set=changed, unset=without, python=python))
+
+
+def drain(session: Session) -> int:
+    """`hegmctl drain`."""
+    request = session.arguments.request()
+    if session.arguments.texts("to") and not of_kind(request, Drain).to:
+        raise HegmError(USAGE, "--to names no GPU", "hegmctl gpus lists them: hegmctl drain gpu0 --to gpu1,gpu2")
+    return carry_out(session, request)
+
+
+def adopt(session: Session) -> int:
+    """`hegmctl adopt`: the list, one job, or the end of some bytes."""
+    arguments = session.arguments
+    pids, name = arguments.wholes("PID"), arguments.text("drop")
+    if len(pids) > 1 or (pids and name is not None):
+        raise HegmError(USAGE, "adopt takes one PID, or --drop and one name", "hegmctl adopt lists what there is")
+    if pids:
+        return carry_out(session, arguments.request())
+    request: Request = Orphans()
+    if name is not None:
+        lost = f"Give up {name}? Whatever job these bytes are of can never go on"
+        _require_yes(session, lost, name, "hegmctl adopt lists what there is")
+        request = DropOrphan(name=name)
+    with session.connect() as connection:
+        reply = connection.call(request, request.reply)
+    session.sink.answer(reply, _view(session, request))
+    return 0
+
+
+def cancel(session: Session) -> int:
+    """`hegmctl cancel`."""
+    op_id, drops = session.arguments.required("ID"), session.arguments.flag("drop")
+    if drops:
+        lost = f"Give up the state of operation {op_id}? Its training can never go on from there"
+        _require_yes(session, lost, f"the state of operation {op_id}", "hegmctl ops lists what is held")
+    with session.connect() as connection:
+        reply = connection.call(CancelOperation(id=op_id, drop=drops), OperationReply)
+    session.sink.answer(reply, given_up_text if drops else cancelled_text)
+    return 0
+
+
+def op(session: Session) -> int:
+    """`hegmctl op`, as it is now, or once it has ended."""
+    from hegmctl.story_text import whole_story_text
+
+    request = of_kind(session.arguments.request(), Story)
+    with session.connect() as connection:
+        reply = _follow(session, connection, request.id) if request.follow else connection.call(request, StoryReply)
+    session.sink.answer(reply, whole_story_text if session.arguments.flag("story") else story_text)
+    return 0
 
 
 def _environment(words: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -103,77 +131,6 @@ def _environment(words: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]
     return changed, tuple(without)
 
 
-def quiesce(session: Session) -> int:
-    """`hegmctl quiesce`."""
-    arguments = session.arguments
-    request = Quiesce(
-        pids=_pids(session),
-        hold_s=arguments.seconds("hold"),
-        limit_s=arguments.seconds("timeout"),
-        wait=not arguments.flag("no-wait"),
-        dry_run=arguments.flag("dry-run"),
-    )
-    return run_one(session, request)
-
-
-def suspend(session: Session) -> int:
-    """`hegmctl suspend`, and `hegmctl offload`."""
-    arguments = session.arguments
-    request = Suspend(
-        pids=_pids(session),
-        limit_s=arguments.seconds("timeout"),
-        wait=not arguments.flag("no-wait"),
-        dry_run=arguments.flag("dry-run"),
-        carrier=arguments.text("carrier"),
-        spill=arguments.flag("spill"),
-    )
-    return run_one(session, request)
-
-
-def resume(session: Session) -> int:
-    """`hegmctl resume`."""
-    arguments = session.arguments
-    request = Resume(
-        pid=arguments.wholes("PID")[0],
-        to=arguments.text("to"),
-        limit_s=arguments.seconds("timeout"),
-        wait=not arguments.flag("no-wait"),
-        dry_run=arguments.flag("dry-run"),
-    )
-    return run_one(session, request)
-
-
-def adopt(session: Session) -> int:
-    """`hegmctl adopt`: the list, one job, or the end of some bytes."""
-    arguments = session.arguments
-    pids, name = arguments.wholes("PID"), arguments.text("drop")
-    if len(pids) > 1 or (pids and name is not None):
-        raise HegmError(USAGE, "adopt takes one PID, or --drop and one name", "hegmctl adopt lists what there is")
-    if name is not None:
-        return _drop(session, name)
-    if pids:
-        request = Adopt(
-            pid=pids[0],
-            to=arguments.text("to"),
-            wait=not arguments.flag("no-wait"),
-            dry_run=arguments.flag("dry-run"),
-        )
-        return run_one(session, request)
-    with session.connect() as connection:
-        reply = connection.call(Orphans(), OrphansReply)
-    session.sink.answer(reply, orphans_text)
-    return 0
-
-
-def _drop(session: Session, name: str) -> int:
-    lost = f"Give up {name}? Whatever job these bytes are of can never go on"
-    _require_yes(session, lost, name, "hegmctl adopt lists what there is")
-    with session.connect() as connection:
-        reply = connection.call(DropOrphan(name=name), Dropped)
-    session.sink.answer(reply, dropped_text)
-    return 0
-
-
 def _require_yes(session: Session, question: str, what: str, hint: str) -> None:
     """Raises USAGE where nobody can be asked, and CANCELLED where they do not say so."""
     from hegmctl.output import ask
@@ -185,61 +142,6 @@ def _require_yes(session: Session, question: str, what: str, hint: str) -> None:
         raise HegmError(USAGE, f"{what} would be gone for good, and nobody can be asked", "say --yes if that is wanted")
     if answer.strip().lower() not in ("y", "yes"):
         raise HegmError(CANCELLED, f"{what} stays", hint)
-
-
-def drain(session: Session) -> int:
-    """`hegmctl drain`."""
-    arguments = session.arguments
-    to = tuple(gpu for text in arguments.texts("to") for gpu in text.split(",") if gpu)
-    if arguments.texts("to") and not to:
-        raise HegmError(USAGE, "--to names no GPU", "hegmctl gpus lists them: hegmctl drain gpu0 --to gpu1,gpu2")
-    request = Drain(
-        gpu=arguments.required("GPU"),
-        to=to,
-        limit_s=arguments.seconds("timeout"),
-        wait=not arguments.flag("no-wait"),
-        dry_run=arguments.flag("dry-run"),
-    )
-    return _run_several(session, request, drained_text)
-
-
-def swap(session: Session) -> int:
-    """`hegmctl swap`."""
-    arguments = session.arguments
-    request = Swap(
-        first=arguments.wholes("PID")[0],
-        second=arguments.wholes("OTHER")[0],
-        limit_s=arguments.seconds("timeout"),
-        wait=not arguments.flag("no-wait"),
-        dry_run=arguments.flag("dry-run"),
-    )
-    return _run_several(session, request, swapped_text)
-
-
-def cancel(session: Session) -> int:
-    """`hegmctl cancel`."""
-    op_id, drops = session.arguments.required("ID"), session.arguments.flag("drop")
-    if drops:
-        lost = f"Give up the state of operation {op_id}? Its training can never go on from there"
-        _require_yes(session, lost, f"the state of operation {op_id}", "hegmctl ops lists what is held")
-    with session.connect() as connection:
-        reply = connection.call(CancelOperation(id=op_id, drop=drops), OperationReply)
-    session.sink.answer(reply, given_up_text if drops else cancelled_text)
-    return 0
-
-
-def follow(session: Session, connection: Connection, op_id: str) -> StoryReply:
-    """Show how an operation comes on until it is at rest; its story."""
-    return _show(session, connection, Story(id=op_id, follow=True), StoryReply, Watched())
-
-
-def _pids(session: Session) -> tuple[int, ...]:
-    pids = session.arguments.wholes("PID")
-    if not pids:
-        verb = session.arguments.verb
-        name = verb.name if verb is not None else "it"
-        raise HegmError(USAGE, f"{name} needs a PID", "hegmctl ps lists the processes on the GPUs")
-    return pids
 
 
 class Watched:
@@ -269,26 +171,39 @@ class Watched:
             self.refusal = said.error if isinstance(said, Failure) else None
 
 
-def run_one(session: Session, request: Request, fds: Sequence[int] = (), watched: Watched | None = None) -> int:
-    """Have one operation, show how it comes on and how it ended; the exit status. `fds` go along and stay ours."""
+def carry_out(session: Session, request: Request, fds: Sequence[int] = (), watched: Watched | None = None) -> int:
+    """Have one operation or several, show how they come on and how they ended; the exit status.
+
+    `fds` go along and stay the caller's.
+    """
     watched = Watched() if watched is None else watched
     with session.connect() as connection:
-        reply = _watch(session, connection, request, OperationReply, watched, fds)
-    if reply.operation is None:
+        reply = _watch(session, connection, request, watched, fds)
+    if isinstance(reply, OperationReply) and reply.operation is None:
         session.sink.answer(reply, plan_text)
         return 0
-    session.sink.element(reply, operation_text)
-    return _status_of(reply.operation)
-
-
-def _run_several(session: Session, request: Request, view: Callable[[Drained, Style], list[str]]) -> int:
-    with session.connect() as connection:
-        reply = _watch(session, connection, request, Drained, Watched())
-    session.sink.element(reply, view)
+    session.sink.element(reply, _view(session, request))
+    if isinstance(reply, OperationReply) and reply.operation is not None:
+        return _status_of(reply.operation)
+    if not isinstance(reply, Drained):
+        return 0
     statuses = [_status_of(operation) for operation in reply.operations]
     if reply.left:
         statuses.append(code_named(reply.left[0].code).exit_status)
     return next((status for status in statuses if status), 0)
+
+
+def _view(session: Session, request: Request) -> Callable[[Record, Style], list[str]]:
+    """The renderer that the row names for the reply to that request."""
+    view: Callable[[Record, Style], list[str]] = next(
+        load(form.render) for form in session.arguments.command.forms if form.request == request.op
+    )
+    return view
+
+
+def _follow(session: Session, connection: Connection, op_id: str) -> StoryReply:
+    """Show how an operation comes on until it is at rest; its story."""
+    return of_kind(_show(session, connection, Story(id=op_id, follow=True), Watched()), StoryReply)
 
 
 def _status_of(operation: Operation) -> int:
@@ -300,13 +215,12 @@ def _watch(
     session: Session,
     connection: Connection,
     request: Request,
-    reply: type[R],
     watched: Watched,
     fds: Sequence[int] = (),
-) -> R:
+) -> Record:
     """The reply to the request; meanwhile how it comes on is shown."""
     try:
-        return _show(session, connection, request, reply, watched, fds)
+        return _show(session, connection, request, watched, fds)
     except KeyboardInterrupt:
         seen = watched.seen
         if seen and not watched.has_begun:
@@ -316,19 +230,18 @@ def _watch(
             if not getattr(request, "dry_run", False) and watched.refusal is None:
                 session.sink.note("if anything has begun it goes on: see `hegmctl ops`")
             raise
-        _interrupted(session, connection, seen[-1].id, request)
+        _interrupted(session, connection, seen[-1].id)
 
 
 def _show(
     session: Session,
     connection: Connection,
     request: Request,
-    reply: type[R],
     watched: Watched,
     fds: Sequence[int] = (),
-) -> R:
+) -> Record:
     told: set[str | None] = {None}
-    stream = connection.stream(request, OperationProgress, reply, fds=fds, patient=True, leave=watched.leave)
+    stream = connection.stream(request, OperationProgress, request.reply, fds=fds, patient=True, leave=watched.leave)
     try:
         while True:
             progress = next(stream)
@@ -340,18 +253,18 @@ def _show(
             session.sink.progress(progress, progress_text, at_once=why not in told and progress.doing is None)
             told.add(why)
     except StopIteration as end:
-        answer: R = end.value
+        answer: Record = end.value
         return answer
     finally:
         session.sink.end_progress()
         stream.close()
 
 
-def _interrupted(session: Session, connection: Connection, op_id: str, request: Request) -> NoReturn:
+def _interrupted(session: Session, connection: Connection, op_id: str) -> NoReturn:
     """Ctrl-C: ask once what to do with the operation. Raises KeyboardInterrupt if it is left going."""
     from hegmctl.output import ask
 
-    rest = _REST.get(type(request), "")
+    rest = session.arguments.command.interrupted
     answer = ask(f"Cancel operation {op_id}? It goes on otherwise [y/N] ")
     if answer is None or answer.strip().lower() not in ("y", "yes"):
         session.sink.note(
@@ -362,15 +275,8 @@ def _interrupted(session: Session, connection: Connection, op_id: str, request: 
         connection.call(CancelOperation(id=op_id), OperationReply)
     except HegmError as refusal:  # it was over, or too far; how it ends is what counts then
         session.sink.note(f"{refusal.message}; {refusal.hint}")
-    ended = follow(session, connection, op_id).operation
+    ended = _follow(session, connection, op_id).operation
     session.sink.element(OperationReply(operation=ended), operation_text)
     if ended.failure is None:
         raise HegmError(CANCELLED, f"operation {op_id} could not be cancelled any more", "undo it with another one")
     raise HegmError(CANCELLED, f"operation {op_id} was cancelled{rest}", "ask for it again when it is wanted")
-
-
-# What becomes of the steps after the one that is under way.
-_REST: dict[type, str] = {
-    Drain: "; the jobs after it stay",
-    Swap: "; the swap is carried out by the daemon: see `hegmctl ops`",
-}

@@ -24,7 +24,7 @@ from tests.patience import HANG_S
 from tests.unit.hegmctl.running import as_nobody, command, environment, hegmctl
 from tests.unit.hegmctl.terminal import Terminal
 from tests.unit.hegmctl.test_cli import Running
-from tools.docs.hegmctl.json_reference import PRINTED
+from tools.docs.hegmctl.json_reference import printed
 
 pytestmark = pytest.mark.e2e
 
@@ -81,7 +81,7 @@ def _fields(value: object, record: type[Record]) -> None:
     assert set(value) == {field.name for field in record.fields}, record.__name__
 
 
-ONE_DOCUMENT = PRINTED[0][2]
+ONE_DOCUMENT = printed()[0][2]
 NEEDS_MORE = (
     "simulate hold",
     "simulate fault",
@@ -99,7 +99,7 @@ NEEDS_MORE = (
 
 @pytest.mark.parametrize(
     ("line", "record"),
-    [(line, record) for line, record, how in PRINTED if how == ONE_DOCUMENT and line not in NEEDS_MORE],
+    [(line, record) for line, record, how in printed() if how == ONE_DOCUMENT and line not in NEEDS_MORE],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_documents_have_the_fields_that_are_documented(daemon: RunningDaemon, line: str, record: type[Record]) -> None:

@@ -5,13 +5,18 @@ A copy is handed in. Where a second list were kept by hand, the dummy would be m
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hegmctl.grammar.shared import CARRIER
+from hegmctl.grammar import VERBS
 from hegmd.config import example_of, load
 from hegmd.migration.carriers.driver import DriverCarrier
 from hegmd.migration.model import CARRIERS, CarrierRow
@@ -22,6 +27,7 @@ from hegmd.protocol.operations import CARRIER_NAMES
 from hegmd.setting_types import OneOf
 from hegmd.settings import SECTIONS, InventorySettings, LogSettings, rows_of, setting
 from hegmd.wiring import providers_for, vendors_off
+from tests.house.source import ROOT
 from tests.unit.migration.nvidia_nodes import GIB, a_gpu, a_process, a_snapshot, an_agent, to
 
 
@@ -94,4 +100,112 @@ def test_each_carrier_of_the_table_is_a_module_with_a_class_of_that_name(name: s
 
 
 def test_the_names_of_the_carriers_are_the_same_for_the_planner_the_protocol_and_the_client() -> None:
-    assert tuple(CARRIERS) == CARRIER_NAMES == CARRIER.choices
+    (carrier,) = (option for option in VERBS["migrate"].options if option.key == "carrier")
+    assert tuple(CARRIERS) == CARRIER_NAMES == carrier.choices
+
+
+# ---- a command -------------------------------------------------------------------------------------------------------
+
+REQUEST = '''
+
+class Shaken(Record):
+    """What was shaken."""
+
+    pid: int = field("the process")
+
+
+class Shake(Request, op="shake", reply=Shaken, changes_state=True):
+    """Shake a process."""
+
+    pid: int = field("the process to be shaken")
+    strength_s: float | None = field("shake it for so long", default=None)
+    dry_run: bool = field("whether only the plan is wanted", default=False)
+'''
+ROW = """
+LOOKING = (*LOOKING, Verb("shake", "shake a process", request="shake", render="answers_text:shaken_text"))
+"""
+RENDERER = """
+
+def shaken_text(reply: Record, style: Style) -> list[str]:
+    return [f"shaken: {reply.pid}"]
+"""
+# Each line is a part of the client that knows of the command, and what it makes of it.
+ASKED = """
+from hegmctl.arguments import parse
+from hegmctl.commands import ask
+from hegmctl.grammar import VERBS
+from hegmctl.help import program_help, verb_help
+from hegmctl.library import AsyncCalls, SyncCalls
+from hegmctl.output import sink_for
+from hegmctl.session import Session
+from hegmd.protocol.messages import Shake, Shaken
+from tools.docs.hegmctl.completions import completions
+from tools.docs.hegmctl.json_reference import reference
+from tools.docs.hegmctl.library_stub import stub
+from tools.docs.hegmctl.manual import client_page
+
+
+class Node(SyncCalls):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def call(self, request, reply, *, fds=()):
+        assert request == Shake(pid=4711, strength_s=2.0, dry_run=True), request
+        return Shaken(pid=request.pid)
+
+
+class Handed(Session):
+    def connect(self, *_, **__):
+        return Node()
+
+
+class AsyncNode(AsyncCalls):
+    async def call(self, request, reply, *, fds=()):
+        return Node().call(request, reply)
+
+
+def last(coroutine):
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+
+
+words = ("shake", "4711", "--strength", "2", "--dry-run")
+assert ask(Handed(parse(words), sink_for(json=False, quiet=False, colour=None))) == 0
+assert Node().shake(4711, strength_s=2.0, dry_run=True) == Shaken(pid=4711)
+assert last(AsyncNode().shake(4711, strength_s=2.0, dry_run=True)) == Shaken(pid=4711)
+assert "  shake " in program_help(80)
+assert "--strength SECONDS" in verb_help(VERBS["shake"], 80)
+assert "shake it for so long" in verb_help(VERBS["shake"], 80)
+assert all("shake" in text and "strength" in text for text in completions().values())
+assert ".SS hegmctl shake [OPTION]... PID" in client_page("2026-11-21")
+assert "| `hegmctl shake --json` | [Shaken](#shaken) | one document |" in reference()
+signature = "def shake(self, pid: int, *, strength_s: float | None = ..., dry_run: bool = ...) -> m.Shaken: ..."
+assert stub().count(signature) == 2
+"""
+
+
+def test_a_command_is_one_row_a_request_and_a_renderer(tmp_path: Path) -> None:
+    """The three are written into a copy of the program; everything else follows."""
+    for top in ("client", "hegmd", "tools"):
+        shutil.copytree(ROOT / top, tmp_path / top, ignore=shutil.ignore_patterns("__pycache__"))
+    for place, text in (
+        ("hegmd/protocol/messages.py", REQUEST),
+        ("client/hegmctl/grammar/looking.py", ROW),
+        ("client/hegmctl/answers_text.py", RENDERER),
+    ):
+        with open(tmp_path / place, "a", encoding="utf-8") as file:
+            file.write(text)
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}/client:{tmp_path}", "PYTHONDONTWRITEBYTECODE": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("shaken: 4711\n", "")

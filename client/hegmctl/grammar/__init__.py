@@ -1,7 +1,8 @@
 """The command line of hegmctl as tables: commands, their options and arguments, and what each means.
 
 Everything that speaks of the command line is made from here: the parser (`arguments`), `--help` (`help`), the manual
-page and the completions of three shells (`pages`). To add a command: add it to a table and its function to `commands`.
+page, the completions of three shells, the reference of the JSON output, and the calls of both library faces. To add a
+command: add a row, a function if `commands.ask` does not serve it, and a renderer if its reply is new.
 
 It is not argparse because argparse costs 9 ms to import, as much as a whole Python start, and every call would pay it;
 and because argparse can be asked neither for its grammar nor for a good word to somebody who mistyped. Holds data only.
@@ -12,6 +13,7 @@ from __future__ import annotations
 from hegmctl.grammar.imaging import IMAGING
 from hegmctl.grammar.looking import LOOKING
 from hegmctl.grammar.moving import MOVING
+from hegmctl.grammar.rows import Verb
 from hegmctl.grammar.words import (
     COMMANDS,
     COUNT,
@@ -28,7 +30,6 @@ from hegmctl.grammar.words import (
     TEXT,
     Argument,
     Option,
-    Verb,
 )
 
 __all__ = [
@@ -96,6 +97,7 @@ _ASIDE = (
         "__complete",
         "what shell completions ask for: one candidate a line, and silence when there is no daemon",
         arguments=(Argument("WHAT", choices=(GPUS, PLACES, PIDS), doc="what to list"),),
+        handler="commands:complete",
         hidden=True,
     ),
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from hegmctl.grammar.shared import CARRIER, DRY_RUN, IN_HAND, WAIT
-from hegmctl.grammar.words import FILES, GPUS, PATH, PID, PIDS, PLACES, POSITIVE, SECONDS, TEXT, Argument, Option, Verb
+from hegmctl.grammar.rows import AFTER_PROGRESS, ONE, Form, Verb
+from hegmctl.grammar.words import FILES, PATH, PID, PIDS, PLACES, POSITIVE, SECONDS, TEXT, Argument, Of, Option
 
-_JOBS = Argument("PID", many=True, kind=PID, complete=PIDS, doc="the processes; the others of their jobs come along")
+_OPERATION = "operating_text:operation_text"
+_SPILL = Of("spill", doc="have the bytes on disk, with checksums, until `resume`")
+_HEGM = (Form(record="hegmctl.answers:HegmAnswer"),)
 # When the next Python of a restart imports PyTorch.
 READY_WHEN = ("in-turn", "beforehand", "always")
 
@@ -18,11 +20,20 @@ MOVING = (
         "boundary to HEGM_CHECKPOINT_PATH, else /checkpoint/latest.pt, and ends the training with HEGM_EXIT_CODE, else "
         "99; the same command in the same folder goes on from there. Two files are added to the environment. A Python "
         "that imports no PyTorch is left alone.",
+        handler="enabling:enable",
+        forms=_HEGM,
         options=(_VENV,),
         examples=(("hegmctl hegm enable --venv .venv", "then: .venv/bin/python train.py & kill -USR1 $!"),),
     ),
-    Verb("hegm disable", "take that away again", "Removes the two files, and nothing else.", options=(_VENV,)),
-    Verb("hegm status", "show whether an environment has it", options=(_VENV,)),
+    Verb(
+        "hegm disable",
+        "take that away again",
+        "Removes the two files, and nothing else.",
+        handler="enabling:disable",
+        forms=_HEGM,
+        options=(_VENV,),
+    ),
+    Verb("hegm status", "show whether an environment has it", handler="enabling:status", forms=_HEGM, options=(_VENV,)),
     Verb(
         "run",
         "run a command so that it can be moved",
@@ -31,6 +42,7 @@ MOVING = (
         "not found ends with 127, and one that cannot be run with 126, as in a shell. Without a daemon one is started "
         "for this user's own processes, which ends when its last job has. With --allow-restart it stays as the "
         "command's parent: signals and exit status are passed on, and killed, it leaves the command running.",
+        handler="running:run",
         options=(
             Option(
                 "--gpu",
@@ -93,26 +105,16 @@ MOVING = (
         "Stops the job between two batches, moves it, and lets it go on; done means that its next batch was seen. "
         "Whatever fails, the job ends up running where it was. Ctrl-C asks whether to turn back or to leave it going. "
         "Of a process on several GPUs, --to names one for each, as `hegmctl ps` has them, or which takes whose place.",
+        request="migrate",
+        render=_OPERATION,
+        handler="move_commands:migrate",
         options=(
-            Option(
-                "--to", kind=TEXT, metavar="GPU", complete=PLACES, doc="the GPU to go to, or cpu; GPU,GPU or OLD=NEW"
-            ),
-            Option(
-                "--via",
-                kind=TEXT,
-                metavar="WAY",
-                choices=("restart",),
-                doc="leave, and be started again from its state",
-            ),
-            Option("--allow-restart", doc="let it be a restart where there is no better way"),
-            Option(
-                "--env", kind=TEXT, metavar="NAME=VALUE", repeats=True, doc="restart with it so; NAME alone: without it"
-            ),
-            Option("--python", kind=PATH, metavar="PATH", complete=FILES, doc="restart with this Python"),
-            CARRIER,
-            *IN_HAND,
+            Of("to", complete=PLACES, doc="the GPU to go to, or cpu; GPU,GPU or OLD=NEW"),
+            Of("via", metavar="WAY", choices=("restart",), doc="leave, and be started again from its state"),
+            Of("allow_restart", doc="let it be a restart where there is no better way"),
+            Of("unset", names=("--env",), metavar="NAME=VALUE", doc="restart with it so; NAME alone: without it"),
+            Of("python", kind=PATH, metavar="PATH", complete=FILES, doc="restart with this Python"),
         ),
-        arguments=(_JOBS,),
         examples=(
             ("hegmctl migrate 4711 --to gpu1", "move process 4711, and the others of its job"),
             ("hegmctl migrate 4711 --to gpu1 --dry-run", "what that would take"),
@@ -132,12 +134,9 @@ MOVING = (
         "Stops the job between two batches and holds its bytes in the pool until `resume`; meanwhile its memory is "
         "free for others. With --spill the bytes go on to disk and take no memory either; that can be asked of a job "
         "that is suspended already. Where the disk has no room, they stay in memory, and the command fails.",
-        options=(
-            Option("--spill", doc="have the bytes on disk, with checksums, until `resume`"),
-            CARRIER,
-            *IN_HAND,
-        ),
-        arguments=(_JOBS,),
+        request="suspend",
+        render=_OPERATION,
+        options=(_SPILL,),
         examples=(
             ("hegmctl suspend 4711", "take 4711 off its GPU"),
             ("hegmctl suspend --spill 4711", "and have its bytes on disk"),
@@ -149,18 +148,12 @@ MOVING = (
         "Stops the job at its next boundary and leaves all that it has where it is; it is done when the job stands. "
         "After --hold seconds the job goes on by itself, and before that with `resume`. What else is asked of it "
         "meanwhile, such as `offload`, `checkpoint` or `migrate`, begins from where it stands.",
+        request="quiesce",
+        render=_OPERATION,
         options=(
-            Option(
-                "--hold",
-                kind=SECONDS,
-                metavar="SECONDS",
-                doc="let it go on by itself after so long; 60 if not given",
-            ),
-            DRY_RUN,
-            WAIT,
-            Option("--no-wait", doc="do not wait until it stands; `hegmctl op` shows it"),
+            Of("hold_s", doc="let it go on by itself after so long; 60 if not given"),
+            Of("wait", doc="do not wait until it stands; `hegmctl op` shows it"),
         ),
-        arguments=(_JOBS,),
         examples=(
             ("hegmctl quiesce 4711 --timeout 30 --hold 300", "at a boundary within 30 s, for 5 minutes at most"),
         ),
@@ -170,22 +163,20 @@ MOVING = (
         "take running jobs off their GPUs: `suspend`, as one step of several",
         "The step between `quiesce` and `handoff`, or a `suspend` by itself: they are the same. --timeout is how long "
         "the wait for a boundary may take, of a job that does not stand at one already.",
-        options=(
-            Option("--spill", doc="have the bytes on disk, with checksums, until `resume`"),
-            CARRIER,
-            *IN_HAND,
-        ),
-        arguments=(_JOBS,),
+        request="suspend",
+        render=_OPERATION,
+        options=(_SPILL,),
     ),
     Verb(
         "handoff",
         "write a suspended job into an image on disk",
         "The second half of `checkpoint`: of a job that is off its GPU already. Its processes end when the image was "
         "read back; if that cannot be, or takes longer than --timeout, the job stays suspended and no image is left.",
-        options=IN_HAND,
+        request="handoff",
+        render=_OPERATION,
         arguments=(
-            Argument("PID", kind=PID, complete=PIDS, doc="a process of the job"),
-            Argument("DIR", complete=FILES, doc="the directory that the image is to have; it must not be there yet"),
+            Of("pid"),
+            Of("path", doc="the directory that the image is to have; it must not be there yet"),
         ),
         examples=(("hegmctl handoff 4711 /images/train --timeout 600", "within ten minutes, or not at all"),),
     ),
@@ -193,25 +184,26 @@ MOVING = (
         "resume",
         "let a suspended job go on, or one that only stands",
         "Done means that its next batch was seen. If its bytes are not back after --timeout, it is suspended again.",
-        options=(
-            Option("--to", kind=TEXT, metavar="GPU", complete=PLACES, doc="the GPU to go on at; else where it was"),
-            *IN_HAND,
-        ),
-        arguments=(Argument("PID", kind=PID, doc="a process of the job"),),
+        request="resume",
+        render=_OPERATION,
+        options=(Of("to", complete=PLACES, doc="the GPU to go on at; else where it was"),),
+        arguments=(Of("pid", complete=""),),
         examples=(("hegmctl resume 4711 --to gpu1", "let it go on, on gpu1"),),
     ),
     Verb(
         "drain",
         "move everything off a GPU",
         "One job after the other, each to a GPU that takes it, with a summary at the end. Only processes on that GPU "
-        "move; the others of their jobs stand by. The exit status is that of the first job that was not moved.",
+        "move; the others of their jobs stand by.",
+        exits="The exit status is that of the first job that was not moved.",
+        request="drain",
+        render="operating_text:drained_text",
+        handler="move_commands:drain",
         options=(
-            Option("--to", kind=TEXT, metavar="GPU", repeats=True, complete=GPUS, doc="only to this GPU; else to any"),
-            DRY_RUN,
-            WAIT,
-            Option("--no-wait", doc="begin all moves at once and wait for no end; `hegmctl ops` shows them"),
+            Of("to", splits=True, doc="only to this GPU; else to any"),
+            Of("wait", doc="begin all moves at once and wait for no end; `hegmctl ops` shows them"),
         ),
-        arguments=(Argument("GPU", complete=GPUS, doc="the GPU to be emptied"),),
+        interrupted="; the jobs after it stay",
         examples=(("hegmctl drain gpu0 --to gpu1,gpu2", "empty gpu0 before its maintenance"),),
     ),
     Verb(
@@ -219,15 +211,14 @@ MOVING = (
         "let two jobs change places",
         "Where there is not room for one beside the other, the first waits in the pool while the second moves. Once "
         "begun it is carried out to its end, also when hegmctl is interrupted.",
-        options=(
-            DRY_RUN,
-            WAIT,
-            Option("--no-wait", doc="do not wait for the end; the steps after the first follow by themselves"),
-        ),
+        request="swap",
+        render="operating_text:swapped_text",
+        options=(Of("wait", doc="do not wait for the end; the steps after the first follow by themselves"),),
         arguments=(
-            Argument("PID", kind=PID, complete=PIDS, doc="a process of the one job"),
-            Argument("OTHER", kind=PID, complete=PIDS, doc="a process of the other"),
+            Of("first", name="PID", kind=PID, complete=PIDS),
+            Of("second", name="OTHER", kind=PID, complete=PIDS),
         ),
+        interrupted="; the swap is carried out by the daemon: see `hegmctl ops`",
         examples=(("hegmctl swap 4711 4712", "each goes where the other is"),),
     ),
     Verb(
@@ -235,26 +226,35 @@ MOVING = (
         "show the operations, and what needs a person",
         "Those under way, the suspended, and the last ones that are over; below them what was found on the node and "
         "belongs to none, each with the command that does something about it.",
+        request="operations",
+        render="operating_text:operations_text",
     ),
     Verb(
         "op",
         "show one operation and its story",
+        request="operation",
+        handler="move_commands:op",
+        forms=(
+            Form(request="operation", prints=ONE, call="story"),
+            Form("--follow", request="operation", prints=AFTER_PROGRESS, call=""),
+        ),
         options=(
-            Option("-f", "--follow", doc="wait until it has come to rest, and show how it comes on"),
+            Of("follow", names=("-f", "--follow"), doc="wait until it has come to rest, and show how it comes on"),
             Option("--story", doc="tell the story in full: when, how long it took, who, and what they did"),
         ),
-        arguments=(Argument("ID", doc="the operation"),),
     ),
     Verb(
         "cancel",
         "have an operation turned back",
         "The job is brought back to how it was. Refused where going on is shorter than going back. With --drop the "
         "state of a restart is given up that nobody has gone on from, and its memory given back: there is no way back.",
+        request="operation.cancel",
+        handler="move_commands:cancel",
+        forms=(Form(request="operation.cancel", call="cancel"),),
         options=(
-            Option("--drop", doc="give up for good the state that it holds, whose process is gone"),
+            Of("drop", doc="give up for good the state that it holds, whose process is gone"),
             Option("-y", "--yes", doc="do not ask before that"),
         ),
-        arguments=(Argument("ID", doc="the operation"),),
         examples=(("hegmctl cancel 4 --drop", "let go of the state that operation 4 holds"),),
     ),
     Verb(
@@ -264,13 +264,19 @@ MOVING = (
         "the CUDA driver has locked or checkpointed, and bytes in memory or on disk. With a PID, makes an operation "
         "of that process and the others of its job and lets them go on. Nothing of it is ever deleted unless --drop "
         "says so.",
+        request="adopt",
+        handler="move_commands:adopt",
+        forms=(
+            Form(request="orphans", render="orphans_text:orphans_text"),
+            Form("PID", request="adopt", render=_OPERATION),
+            Form("--drop", request="orphans.drop", render="orphans_text:dropped_text", call="drop_orphan"),
+        ),
         options=(
-            Option("--to", kind=TEXT, metavar="GPU", complete=GPUS, doc="the GPU to go on at; else the job's own"),
+            Of("to", doc="the GPU to go on at; else the job's own"),
             Option("--drop", kind=TEXT, metavar="NAME", doc="give up these bytes for good"),
             Option("-y", "--yes", doc="do not ask before that"),
-            *IN_HAND,
         ),
-        arguments=(Argument("PID", many=True, kind=PID, doc="a process of the job"),),
+        arguments=(Argument("PID", many=True, kind=PID, doc="a process of the job", field="pid"),),
         examples=(
             ("hegmctl adopt", "what there is"),
             ("hegmctl adopt 4711 --to gpu0", "let process 4711 go on, on gpu0"),

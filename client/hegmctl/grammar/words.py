@@ -1,6 +1,10 @@
-"""The parts of a command line: commands, their options and arguments, and what a value can be. Holds data only."""
+"""The parts of a command line: options, arguments, and what a value can be. Holds data only."""
 
 from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 # What a value is, and so how it is checked.
 FLAG = "flag"
@@ -20,21 +24,49 @@ PIDS = "pids"
 COMMANDS = "commands"
 
 
+class Of:
+    """A field of the request as an option or argument. `said` is what the row says in place of the field."""
+
+    __slots__ = ("field", "said")
+
+    def __init__(self, field: str, **said: Any) -> None:
+        self.field = field
+        self.said = said
+
+
 class Option:
-    """One option. `implied` is the value of one that may be given without any; such a value needs the `=`."""
+    """One option, and the `field` of the request that it fills.
 
-    __slots__ = ("choices", "complete", "doc", "implied", "key", "kind", "metavar", "names", "repeats")
+    `implied` is the value of one that may be given without any; such a value needs the `=`. `splits` takes several
+    values with commas between them.
+    """
 
-    def __init__(
+    __slots__ = (
+        "choices",
+        "complete",
+        "doc",
+        "field",
+        "implied",
+        "key",
+        "kind",
+        "metavar",
+        "names",
+        "repeats",
+        "splits",
+    )
+
+    def __init__(  # noqa: PLR0913 - what can be said of an option, each named
         self,
         *names: str,
         doc: str,
         kind: str = FLAG,
         metavar: str = "",
         repeats: bool = False,
+        splits: bool = False,
         implied: str | None = None,
         complete: str = "",
         choices: tuple[str, ...] = (),
+        field: str = "",
     ) -> None:
         self.names = names
         self.key = names[-1].lstrip("-")
@@ -42,18 +74,20 @@ class Option:
         self.kind = kind
         self.metavar = metavar
         self.repeats = repeats
+        self.splits = splits
         self.implied = implied
         self.complete = complete
         self.choices = choices
+        self.field = field
 
 
 class Argument:
-    """One argument in its place, or with `many` any number of them at the end.
+    """One argument in its place, or with `many` any number of them at the end; `field` as for an option.
 
     `choices` are all that it can be; beside `complete`, they are what it can be besides.
     """
 
-    __slots__ = ("choices", "complete", "doc", "kind", "many", "name")
+    __slots__ = ("choices", "complete", "doc", "field", "key", "kind", "many", "name")
 
     def __init__(
         self,
@@ -64,37 +98,12 @@ class Argument:
         many: bool = False,
         complete: str = "",
         choices: tuple[str, ...] = (),
+        field: str = "",
     ) -> None:
-        self.name = name
+        self.name = self.key = name
         self.doc = doc
         self.kind = kind
         self.many = many
         self.complete = complete
         self.choices = choices
-
-
-class Verb:
-    """One command. `tail` names what may follow a `--` and is handed on as it is."""
-
-    __slots__ = ("arguments", "doc", "examples", "hidden", "name", "options", "summary", "tail")
-
-    def __init__(
-        self,
-        name: str,
-        summary: str,
-        doc: str = "",
-        *,
-        options: tuple[Option, ...] = (),
-        arguments: tuple[Argument, ...] = (),
-        tail: str = "",
-        examples: tuple[tuple[str, str], ...] = (),
-        hidden: bool = False,
-    ) -> None:
-        self.name = name
-        self.summary = summary
-        self.doc = doc
-        self.options = options
-        self.arguments = arguments
-        self.tail = tail
-        self.examples = examples
-        self.hidden = hidden
+        self.field = field

@@ -17,7 +17,8 @@ from hegmd.__main__ import ARGUMENTS
 from hegmd.errors import CODES
 from hegmd.settings import ROWS
 from tests.unit.hegmctl.running import ROOT, environment
-from tools.docs.hegmctl.json_reference import BEGIN, PRINTED, _reachable, reference, refreshed
+from tools.docs.hegmctl.json_reference import BEGIN, _reachable, printed, reference, refreshed
+from tools.docs.hegmctl.library_stub import stub
 from tools.docs.hegmctl.manual import manual_pages
 from tools.docs.hegmctl.roff import literal, prose
 
@@ -121,10 +122,15 @@ def test_the_reference_of_the_json_output_is_fresh() -> None:
     assert refreshed(f"mine\n{BEGIN}\nold") == f"mine\n{BEGIN}\n\n{reference()}"
 
 
+def test_what_type_checkers_read_of_the_library_is_fresh() -> None:
+    text = (ROOT / "client" / "hegmctl" / "library.pyi").read_text()
+    assert text == stub(), "write it anew: python3 -m tools.docs.hegmctl stub client/hegmctl/library.pyi"
+
+
 def test_the_reference_covers_every_command_that_answers() -> None:
-    printed = {command.split(" --")[0] for command, _record, _how in PRINTED}
+    answering = {command.split(" --")[0].removesuffix(" PID") for command, _record, _how in printed()}
     silent = {"help", "run"}  # the one explains, the other is another program by then
-    assert printed == {verb.name for verb in VERBS.values() if not verb.hidden} - silent
+    assert answering == {verb.name for verb in VERBS.values() if not verb.hidden} - silent
 
 
 def test_no_record_has_a_field_of_the_name_that_the_output_adds() -> None:

@@ -7,74 +7,33 @@ anything else than what the program prints; a test keeps the file fresh.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
-from hegmctl.answers import DoctorAnswer, HegmAnswer, PingAnswer, VersionAnswer
-from hegmd.protocol.images import ImageRemoved, ImagesSeen, ImageVerified, Manifest
-from hegmd.protocol.messages import (
-    ConfigReply,
-    Drained,
-    Dropped,
-    ErrorInfo,
-    FaultReply,
-    GpusReply,
-    HoldReply,
-    MetricsReply,
-    OperationReply,
-    OperationsReply,
-    OrphansReply,
-    ProcessesReply,
-    ReloadReply,
-    StoryReply,
-)
+from hegmctl.grammar import VERBS
+from hegmctl.grammar.rows import AFTER_PROGRESS, ONE, Form, Verb, load
+from hegmctl.library import is_operation
+from hegmd.protocol.messages import REQUESTS, ErrorInfo
 from hegmd.protocol.operations import OperationProgress
 from hegmd.protocol.record import Field, Record
-from hegmd.protocol.snapshots import Event
 
 BEGIN = "<!-- Below this line: written by `python3 -m tools.docs.hegmctl json docs/json.md`. -->"
 
-_ONE = "one document"
-_LINES = "one document a line"
-_AFTER_PROGRESS = "lines of [OperationProgress](#operationprogress), then one document"
-
-# What each command prints, and how. `run` is not among them: it becomes its command, and prints nothing itself.
-PRINTED: tuple[tuple[str, type[Record], str], ...] = (
-    ("gpus", GpusReply, _ONE),
-    ("ps", ProcessesReply, _ONE),
-    ("ps --watch", ProcessesReply, _LINES),
-    ("events", Event, _LINES),
-    ("doctor", DoctorAnswer, _ONE),
-    ("version", VersionAnswer, _ONE),
-    ("config", ConfigReply, _ONE),
-    ("config --reload", ReloadReply, _ONE),
-    ("metrics", MetricsReply, _ONE),
-    ("ping", PingAnswer, _ONE),
-    ("hegm enable", HegmAnswer, _ONE),
-    ("hegm disable", HegmAnswer, _ONE),
-    ("hegm status", HegmAnswer, _ONE),
-    ("simulate hold", HoldReply, _ONE),
-    ("simulate fault", FaultReply, _ONE),
-    ("migrate", OperationReply, _AFTER_PROGRESS),
-    ("quiesce", OperationReply, _AFTER_PROGRESS),
-    ("suspend", OperationReply, _AFTER_PROGRESS),
-    ("offload", OperationReply, _AFTER_PROGRESS),
-    ("checkpoint", OperationReply, _AFTER_PROGRESS),
-    ("handoff", OperationReply, _AFTER_PROGRESS),
-    ("restore", OperationReply, _AFTER_PROGRESS),
-    ("resume", OperationReply, _AFTER_PROGRESS),
-    ("drain", Drained, _AFTER_PROGRESS),
-    ("swap", Drained, _AFTER_PROGRESS),
-    ("ops", OperationsReply, _ONE),
-    ("adopt", OrphansReply, _ONE),
-    ("adopt --drop", Dropped, _ONE),
-    ("op", StoryReply, _ONE),
-    ("op --follow", StoryReply, _AFTER_PROGRESS),
-    ("cancel", OperationReply, _ONE),
-    ("images ls", ImagesSeen, _ONE),
-    ("images show", Manifest, _ONE),
-    ("images verify", ImageVerified, _ONE),
-    ("images rm", ImageRemoved, _ONE),
-)
 _JSON_TYPES = {"int": "integer", "float": "number", "bool": "true or false", "str": "string", "object": "any"}
+
+
+def printed(rows: Iterable[Verb] = VERBS.values()) -> list[tuple[str, type[Record], str]]:
+    """What each command prints, and how. `run` is not among them: it becomes its command, and prints nothing itself."""
+    return [(f"{row.name} {form.words}".rstrip(), *_printed(form)) for row in rows for form in row.forms]
+
+
+def _printed(form: Form) -> tuple[type[Record], str]:
+    request = REQUESTS.get(form.request)
+    how = form.prints or (AFTER_PROGRESS if request is not None and is_operation(request) else ONE)
+    if form.record or request is None:
+        module, _, name = form.record.rpartition(":")
+        package, _, last = module.rpartition(".")
+        return load(f"{last}:{name}", package), how
+    return request.reply, how
 
 
 def refreshed(text: str) -> str:
@@ -88,7 +47,7 @@ def refreshed(text: str) -> str:
 def reference() -> str:
     """The generated half."""
     lines = ["## What each command prints", "", "| command | prints | how |", "| --- | --- | --- |"]
-    for command, record, how in PRINTED:
+    for command, record, how in printed():
         lines.append(f"| `hegmctl {command} --json` | {_linked(record)} | {how} |")
     lines += ["", "## Records", ""]
     for record in _reachable():
@@ -123,7 +82,7 @@ def _named(text: str, owner: type[Record]) -> type[Record]:
 def _reachable() -> list[type[Record]]:
     """Every record that can be printed, in the order in which a reader meets them."""
     found: list[type[Record]] = []
-    waiting = [record for _command, record, _how in PRINTED] + [OperationProgress, ErrorInfo]
+    waiting = [record for _command, record, _how in printed()] + [OperationProgress, ErrorInfo]
     while waiting:
         record = waiting.pop(0)
         if record in found:

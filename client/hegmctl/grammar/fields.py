@@ -1,0 +1,115 @@
+"""Options and arguments of a command from the fields of its request.
+
+A field without a default is an argument, any other field an option: by its name, its type and its text, unless `_WORDS`
+or the row says otherwise. Common options come last.
+Loads the protocol, which every command that has a request needs anyway.
+"""
+
+from __future__ import annotations
+
+from hegmctl.grammar.words import COUNT, FILES, FLAG, GPUS, PID, PIDS, SECONDS, TEXT, Argument, Of, Option
+from hegmd.protocol.messages import REQUESTS
+from hegmd.protocol.operations import CARRIER_NAMES
+from hegmd.protocol.record import REQUIRED
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    from hegmd.protocol.record import Field
+
+# How a field is written wherever it occurs. What the text of the field says for programs is said here for people.
+_WORDS: dict[str, dict[str, Any]] = {
+    "pid": {"name": "PID", "kind": PID, "complete": PIDS, "doc": "a process of the job"},
+    "pids": {"name": "PID", "kind": PID, "complete": PIDS},
+    "path": {"name": "DIR", "complete": FILES},
+    "id": {"name": "ID", "doc": "the operation"},
+    "gpu": {"name": "GPU", "complete": GPUS},
+    "to": {"metavar": "GPU", "complete": GPUS},
+    "dry_run": {
+        "names": ("-n", "--dry-run"),
+        "doc": "only show what would be done, or every reason why it cannot be",
+    },
+    "carrier": {
+        "choices": CARRIER_NAMES,
+        "doc": "how the bytes go: peer (GPU to GPU), host (the pool, by hegmd), worker (the pool, by the job) or "
+        "driver; else the fastest that can. One that cannot is refused, with the reason",
+    },
+    "wait": {"names": ("--no-wait",), "doc": "do not wait for the end; `hegmctl op` shows it"},
+}
+_WAIT = Option("--wait", doc="wait for the end, which is what is done anyway")
+# Options of many commands, after those of one.
+_COMMON = ("carrier", "dry_run", "wait")
+# The limit is the option --timeout of every command.
+TIMEOUT = "limit_s"
+_KINDS = {"bool": FLAG, "int": COUNT, "float": SECONDS, "str": TEXT}
+
+
+def words_of(
+    arguments: Sequence[Argument | Of], options: Sequence[Option | Of], op: str
+) -> tuple[tuple[Argument, ...], tuple[Option, ...]]:
+    """The arguments and the options of a row whose request has that tag."""
+    fields = {field.name: field for field in REQUESTS[op].fields} if op else {}
+    said = {each.field: each for each in (*arguments, *options) if each.field}
+    required = [Of(name) for name, field in fields.items() if field.default is REQUIRED and name not in said]
+    taken = tuple(_argument(each, fields) for each in (*arguments, *required))
+    rest = [name for name in fields if name not in said and _is_option(fields[name])]
+    own = [each for each in options if each.field not in _COMMON]
+    common = [said.get(name, Of(name)) for name in _COMMON if name in fields]
+    listed: list[Option] = []
+    for each in (*own, *(Of(name) for name in rest if name not in _COMMON), *common):
+        if isinstance(each, Option):
+            listed.append(each)
+        elif isinstance(each, Of):
+            listed += [_WAIT] if each.field == "wait" else []
+            listed.append(_option(each, fields))
+    return taken, tuple(listed)
+
+
+def _is_option(field: Field) -> bool:
+    return field.default is not REQUIRED and field.name != TIMEOUT and not field.type_text.startswith("Mapping")
+
+
+def _argument(each: Argument | Of, fields: dict[str, Field]) -> Argument:
+    if isinstance(each, Argument):
+        return each
+    field = fields[each.field]
+    many, kind = _kind_of(field)
+    said: dict[str, Any] = {
+        "name": field.name.upper(),
+        "doc": field.doc,
+        "kind": kind,
+        "many": many,
+        "field": field.name,
+    }
+    said.update(_WORDS.get(field.name, {}))
+    said.update(each.said)
+    said.pop("metavar", None)
+    return Argument(said.pop("name"), **said)
+
+
+def _option(each: Of, fields: dict[str, Field]) -> Option:
+    field = fields[each.field]
+    repeats, kind = _kind_of(field)
+    name = field.name.removesuffix("_s").replace("_", "-")
+    said: dict[str, Any] = {
+        "names": (f"--{name}",),
+        "doc": field.doc,
+        "kind": kind,
+        "repeats": repeats,
+        "field": field.name,
+    }
+    said.update(_WORDS.get(field.name, {}))
+    said.update(each.said)
+    said.pop("name", None)
+    if said["kind"] != FLAG:
+        said.setdefault("metavar", "SECONDS" if said["kind"] == SECONDS else name.upper())
+    return Option(*said.pop("names"), **said)
+
+
+def _kind_of(field: Field) -> tuple[bool, str]:
+    """Whether it has several values, and what each is."""
+    text = field.type_text.removesuffix(" | None")
+    many = text.startswith("tuple[")
+    return many, _KINDS.get(text.removeprefix("tuple[").removesuffix(", ...]"), TEXT)

@@ -1,0 +1,118 @@
+"""The rows of the table of commands. A row names its handler, its renderers and its request as text.
+
+So a command line is read without loading what only one command needs.
+"""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from hegmctl.grammar.words import Argument, Of, Option
+
+# How a form of a command prints its JSON.
+ONE = "one document"
+LINES = "one document a line"
+AFTER_PROGRESS = "lines of [OperationProgress](#operationprogress), then one document"
+
+
+class Form:
+    """One form of a command: what it asks, and what it prints.
+
+    `words` are what makes it this form, such as `--reload`. `request` is the tag of what it asks of the daemon; without
+    one, `record` names the record that it prints. `render` names the function that writes that as text. `prints` is
+    one of ONE, LINES and AFTER_PROGRESS. `call` is the name of its call in the library: the tag if not given.
+    """
+
+    __slots__ = ("call", "prints", "record", "render", "request", "words")
+
+    def __init__(
+        self,
+        words: str = "",
+        *,
+        request: str = "",
+        record: str = "",
+        render: str = "",
+        prints: str = "",
+        call: str | None = None,
+    ) -> None:
+        self.words = words
+        self.request = request
+        self.record = record
+        self.render = render
+        self.prints = prints
+        self.call = request.replace(".", "_") if call is None else call
+
+
+class Verb:
+    """One command, a row of the table.
+
+    Arguments and options that the row leaves out are those of its request: see `fields`. `handler` is the function
+    that serves the command, as `module:function`. `tail` names what may follow a `--` and is handed on unread.
+    `exits` says what its exit statuses mean. `interrupted` tells what becomes of the steps after an interruption.
+    """
+
+    __slots__ = (
+        *("_all", "_arguments", "_options", "doc", "examples", "exits", "forms", "handler", "hidden"),
+        *("interrupted", "name", "request", "summary", "tail"),
+    )
+
+    def __init__(  # noqa: PLR0913 - a row of the table, each column named
+        self,
+        name: str,
+        summary: str,
+        doc: str = "",
+        *,
+        exits: str = "",
+        handler: str = "commands:ask",
+        request: str = "",
+        render: str = "",
+        forms: tuple[Form, ...] = (),
+        options: tuple[Option | Of, ...] = (),
+        arguments: tuple[Argument | Of, ...] = (),
+        tail: str = "",
+        examples: tuple[tuple[str, str], ...] = (),
+        interrupted: str = "",
+        hidden: bool = False,
+    ) -> None:
+        self.name = name
+        self.summary = summary
+        self.doc = doc
+        self.exits = exits
+        self.handler = handler
+        self.request = request
+        self.forms = forms or ((Form(request=request, render=render),) if request else ())
+        self._options = options
+        self._arguments = arguments
+        self._all: tuple[tuple[Argument, ...], tuple[Option, ...]] | None = None
+        self.tail = tail
+        self.examples = examples
+        self.interrupted = interrupted
+        self.hidden = hidden
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """Its arguments, with those of its request."""
+        return self._read()[0]
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """Its options, with those of its request."""
+        return self._read()[1]
+
+    def _read(self) -> tuple[tuple[Argument, ...], tuple[Option, ...]]:
+        if self._all is None:
+            from hegmctl.grammar.fields import words_of
+
+            self._all = words_of(self._arguments, self._options, self.request)
+        return self._all
+
+
+def load(where: str, package: str = "hegmctl") -> Any:
+    """What `module:name` is."""
+    module, _, name = where.partition(":")
+    __import__(f"{package}.{module}")
+    return getattr(sys.modules[f"{package}.{module}"], name)

@@ -1,0 +1,274 @@
+# Written from the table of commands by `python3 -m tools.docs.hegmctl stub client/hegmctl/library.pyi`.
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+
+from hegmctl.grammar.rows import Verb
+from hegmd.protocol import messages as m
+from hegmd.protocol.operations import OperationProgress
+
+def calls_of(rows: Iterable[Verb]) -> dict[str, type[m.Request]]: ...
+def parameters(kind: type[m.Request]) -> tuple[list[str], list[str]]: ...
+def is_operation(kind: type[m.Request]) -> bool: ...
+def add_calls(sync: type, asynchronous: type, rows: Iterable[Verb]) -> None: ...
+
+class SyncCalls:
+    def gpus(self) -> m.GpusReply: ...
+    def processes(
+        self,
+        pids: int | Iterable[int] = ...,
+        gpus: Iterable[str] = ...,
+        *,
+        ways: bool = ...,
+    ) -> m.ProcessesReply: ...
+    def config(self) -> m.ConfigReply: ...
+    def reload(self) -> m.ReloadReply: ...
+    def metrics(self) -> m.MetricsReply: ...
+    def ping(self) -> m.Pong: ...
+    def simulate_hold(self, gpu: str, vram_bytes: int) -> m.HoldReply: ...
+    def simulate_fault(self, target: str, fault: str) -> m.FaultReply: ...
+    def migrate(
+        self,
+        pids: int | Iterable[int],
+        to: str | None = ...,
+        *,
+        limit_s: float | None = ...,
+        wait: bool = ...,
+        dry_run: bool = ...,
+        carrier: str | None = ...,
+        via: str | None = ...,
+        allow_restart: bool = ...,
+        set: Mapping[str, str] = ...,
+        unset: Iterable[str] = ...,
+        python: str | None = ...,
+        on_progress: Callable[[OperationProgress], object] | None = None,
+    ) -> m.OperationReply: ...
+    def suspend(
+        self,
+        pids: int | Iterable[int],
+        *,
+        limit_s: float | None = ...,
+        wait: bool = ...,
+        dry_run: bool = ...,
+        carrier: str | None = ...,
+        spill: bool = ...,
+        on_progress: Callable[[OperationProgress], object] | None = None,
+    ) -> m.OperationReply: ...
+    def quiesce(
+        self,
+        pids: int | Iterable[int],
+        *,
+        hold_s: float | None = ...,
+        limit_s: float | None = ...,
+        wait: bool = ...,
+        dry_run: bool = ...,
+        on_progress: Callable[[OperationProgress], object] | None = None,
+    ) -> m.OperationReply: ...
+    def handoff(
+        self,
+        pid: int,
+        path: str,
+        *,
+        limit_s: float | None = ...,
+        wait: bool = ...,
+        dry_run: bool = ...,
+        on_progress: Callable[[OperationProgress], object] | None = None,
+    ) -> m.OperationReply: ...
+    def resume(
+        self,
+        pid: int,
+        to: str | None = ...,
+        *,
+        limit_s: float | None = ...,
+        wait: bool = ...,
+        dry_run: bool = ...,
+        on_progress: Callable[[OperationProgress], object] | None = None,
+    ) -> m.OperationReply: ...
+    def drain(
+        self,
+        gpu: str,
+        to: Iterable[str] = ...,
+        *,
+        limit_s: float | None = ...,
+        wait: bool = ...,
+        dry_run: bool = ...,
+        on_progress: Callable[[OperationProgress], object] | None = None,
+    ) -> m.Drained: ...
+    def swap(
+        self,
+        first: int,
+        second: int,
+        *,
+        limit_s: float | None = ...,
+        wait: bool = ...,
+        dry_run: bool = ...,
+        on_progress: Callable[[OperationProgress], object] | None = None,
+    ) -> m.Drained: ...
+    def operations(self) -> m.OperationsReply: ...
+    def story(self, id: str) -> m.StoryReply: ...
+    def cancel(self, id: str, *, drop: bool = ...) -> m.OperationReply: ...
+    def orphans(self) -> m.OrphansReply: ...
+    def adopt(
+        self,
+        pid: int,
+        to: str | None = ...,
+        *,
+        wait: bool = ...,
+        dry_run: bool = ...,
+        on_progress: Callable[[OperationProgress], object] | None = None,
+    ) -> m.OperationReply: ...
+    def drop_orphan(self, name: str) -> m.Dropped: ...
+    def checkpoint(
+        self,
+        pid: int,
+        path: str,
+        *,
+        leave_running: bool = ...,
+        limit_s: float | None = ...,
+        wait: bool = ...,
+        dry_run: bool = ...,
+        carrier: str | None = ...,
+        on_progress: Callable[[OperationProgress], object] | None = None,
+    ) -> m.OperationReply: ...
+    def restore(
+        self,
+        path: str,
+        to: str | None = ...,
+        *,
+        as_then: bool = ...,
+        outlets: Mapping[str, int] | None = ...,
+        limit_s: float | None = ...,
+        wait: bool = ...,
+        dry_run: bool = ...,
+        on_progress: Callable[[OperationProgress], object] | None = None,
+    ) -> m.OperationReply: ...
+
+class AsyncCalls:
+    async def gpus(self) -> m.GpusReply: ...
+    async def processes(
+        self,
+        pids: int | Iterable[int] = ...,
+        gpus: Iterable[str] = ...,
+        *,
+        ways: bool = ...,
+    ) -> m.ProcessesReply: ...
+    async def config(self) -> m.ConfigReply: ...
+    async def reload(self) -> m.ReloadReply: ...
+    async def metrics(self) -> m.MetricsReply: ...
+    async def ping(self) -> m.Pong: ...
+    async def simulate_hold(self, gpu: str, vram_bytes: int) -> m.HoldReply: ...
+    async def simulate_fault(self, target: str, fault: str) -> m.FaultReply: ...
+    async def migrate(
+        self,
+        pids: int | Iterable[int],
+        to: str | None = ...,
+        *,
+        limit_s: float | None = ...,
+        wait: bool = ...,
+        dry_run: bool = ...,
+        carrier: str | None = ...,
+        via: str | None = ...,
+        allow_restart: bool = ...,
+        set: Mapping[str, str] = ...,
+        unset: Iterable[str] = ...,
+        python: str | None = ...,
+        on_progress: Callable[[OperationProgress], Awaitable[object]] | None = None,
+    ) -> m.OperationReply: ...
+    async def suspend(
+        self,
+        pids: int | Iterable[int],
+        *,
+        limit_s: float | None = ...,
+        wait: bool = ...,
+        dry_run: bool = ...,
+        carrier: str | None = ...,
+        spill: bool = ...,
+        on_progress: Callable[[OperationProgress], Awaitable[object]] | None = None,
+    ) -> m.OperationReply: ...
+    async def quiesce(
+        self,
+        pids: int | Iterable[int],
+        *,
+        hold_s: float | None = ...,
+        limit_s: float | None = ...,
+        wait: bool = ...,
+        dry_run: bool = ...,
+        on_progress: Callable[[OperationProgress], Awaitable[object]] | None = None,
+    ) -> m.OperationReply: ...
+    async def handoff(
+        self,
+        pid: int,
+        path: str,
+        *,
+        limit_s: float | None = ...,
+        wait: bool = ...,
+        dry_run: bool = ...,
+        on_progress: Callable[[OperationProgress], Awaitable[object]] | None = None,
+    ) -> m.OperationReply: ...
+    async def resume(
+        self,
+        pid: int,
+        to: str | None = ...,
+        *,
+        limit_s: float | None = ...,
+        wait: bool = ...,
+        dry_run: bool = ...,
+        on_progress: Callable[[OperationProgress], Awaitable[object]] | None = None,
+    ) -> m.OperationReply: ...
+    async def drain(
+        self,
+        gpu: str,
+        to: Iterable[str] = ...,
+        *,
+        limit_s: float | None = ...,
+        wait: bool = ...,
+        dry_run: bool = ...,
+        on_progress: Callable[[OperationProgress], Awaitable[object]] | None = None,
+    ) -> m.Drained: ...
+    async def swap(
+        self,
+        first: int,
+        second: int,
+        *,
+        limit_s: float | None = ...,
+        wait: bool = ...,
+        dry_run: bool = ...,
+        on_progress: Callable[[OperationProgress], Awaitable[object]] | None = None,
+    ) -> m.Drained: ...
+    async def operations(self) -> m.OperationsReply: ...
+    async def story(self, id: str) -> m.StoryReply: ...
+    async def cancel(self, id: str, *, drop: bool = ...) -> m.OperationReply: ...
+    async def orphans(self) -> m.OrphansReply: ...
+    async def adopt(
+        self,
+        pid: int,
+        to: str | None = ...,
+        *,
+        wait: bool = ...,
+        dry_run: bool = ...,
+        on_progress: Callable[[OperationProgress], Awaitable[object]] | None = None,
+    ) -> m.OperationReply: ...
+    async def drop_orphan(self, name: str) -> m.Dropped: ...
+    async def checkpoint(
+        self,
+        pid: int,
+        path: str,
+        *,
+        leave_running: bool = ...,
+        limit_s: float | None = ...,
+        wait: bool = ...,
+        dry_run: bool = ...,
+        carrier: str | None = ...,
+        on_progress: Callable[[OperationProgress], Awaitable[object]] | None = None,
+    ) -> m.OperationReply: ...
+    async def restore(
+        self,
+        path: str,
+        to: str | None = ...,
+        *,
+        as_then: bool = ...,
+        outlets: Mapping[str, int] | None = ...,
+        limit_s: float | None = ...,
+        wait: bool = ...,
+        dry_run: bool = ...,
+        on_progress: Callable[[OperationProgress], Awaitable[object]] | None = None,
+    ) -> m.OperationReply: ...
