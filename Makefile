@@ -2,7 +2,8 @@
 
 VENV   := .venv
 PYTHON := $(VENV)/bin/python
-PYTEST := $(PYTHON) -m pytest
+# pytest keeps the tests' rewritten assertions: without that each worker writes them anew, eight seconds of processor.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
@@ -29,19 +30,17 @@ demo: ## start a simulated node with a few processes and look at it
 # WORKERS= runs one test after the other.
 WORKERS := -n logical --maxprocesses 4 --dist loadgroup
 
+# The others have no quick test, and need not be collected for it.
+QUICK := tests/house tests/contract tests/simulation tests/unit
+
 check: ## the quick part of the tests: house rules, unit, contract, simulation; what takes longer is in `make test`
 	@tools/setup.sh dev
 	@$(COMPILE)
-	$(PYTEST) -m "not e2e and not gpu and not bench and not wide and not thorough" -q $(WORKERS)
+	$(PYTEST) $(QUICK) -m "not e2e and not gpu and not bench and not wide and not thorough" -q $(WORKERS)
 
 # A thousand processes of ours are started by these tests, in environments that write no bytecode: each would compile all
 # that it imports, 0.3 s of a daemon's 0.6 s.
 COMPILE := $(PYTHON) -m compileall -q hegm hegmd client
-
-# Each of the workers would also rewrite the assertions of all tests, eight seconds of processor: done before they begin,
-# in two halves. What goes wrong there is told when it is collected.
-COLLECT := PYTHONDONTWRITEBYTECODE= $(PYTEST) -m "not gpu and not bench and not wide" --collect-only
-REWRITE := { $(COLLECT) tests/e2e tests/contract tests/house & $(COLLECT) tests/unit tests/simulation; wait; } >/dev/null 2>&1
 
 # What is fetched from Debian keeps no processor busy, and comes while packages are installed.
 test: ## all tests but those that need a GPU; end to end ones and a real systemd included
@@ -49,7 +48,6 @@ test: ## all tests but those that need a GPU; end to end ones and a real systemd
 		$(MAKE) --no-print-directory criu || echo "make: going on with the CRIU of this machine, if there is one"; } & \
 		tools/setup.sh full; status=$$?; wait; exit $$status
 	@$(COMPILE)
-	@$(REWRITE)
 	$(PYTEST) -m "not gpu and not bench and not wide" -ra $(WORKERS)
 
 test-wide: ## what `make test` leaves out: cells that go the same ways by the same code once more

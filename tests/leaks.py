@@ -24,7 +24,7 @@ import psutil
 GRACE_S = 3.0
 
 # Set by pytest and its plugins themselves, around each phase.
-_NOT_OURS = ("PYTEST_", "HYPOTHESIS_", "COV_")
+_NOT_OURS = (b"PYTEST_", b"HYPOTHESIS_", b"COV_")
 
 # In the environment of every process of a run.
 RUN_MARK = "PYTEST_MARK_OF_RUN"
@@ -102,8 +102,9 @@ def _child_processes() -> list[psutil.Process]:
     return found
 
 
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith(_NOT_OURS)}
+def _environment() -> dict[bytes, bytes]:
+    """As the interpreter has it: to decode all of it took half of the time of a stock."""
+    return os.environb._data.copy()  # type: ignore[attr-defined]  # what is public decodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class Stock:
     descriptors: dict[int, str]
     threads: frozenset[threading.Thread]
     children: dict[int, str]
-    environment: dict[str, str]
+    environment: dict[bytes, bytes]
     handlers: tuple[object, ...]
     folder: Path
 
@@ -173,6 +174,16 @@ def _is_kept_by_a_library(target: str) -> bool:
     return target in {"/dev/urandom", "/dev/random"} or "/.hypothesis/" in target
 
 
-def _environment_changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-    return [f"environment: {name} was {before.get(name)!r}, is {after.get(name)!r}" for name in names]
+def _environment_changes(before: dict[bytes, bytes], after: dict[bytes, bytes]) -> list[str]:
+    if before == after:
+        return []
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    return [
+        f"environment: {os.fsdecode(name)} was {_shown(before.get(name))}, is {_shown(after.get(name))}"
+        for name in changed
+        if not name.startswith(_NOT_OURS)
+    ]
+
+
+def _shown(value: bytes | None) -> str:
+    return repr(None if value is None else os.fsdecode(value))

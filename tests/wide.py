@@ -22,10 +22,14 @@ def telling(cells: Iterable[tuple[Any, ...]], which: Collection[tuple[Any, ...]]
 
 
 def quick_first(values: Iterable[Any], count: int) -> list[Any]:
-    """All of the values for `parametrize`, of which those after the first few are not in the quick part."""
+    """All of the values for `parametrize`, of which those after the first few are not in the quick part.
+
+    A tuple has the values of several arguments.
+    """
     table = list(values)
     assert 0 < count <= len(table), "the quick part has some, and not more than there are"
-    return [pytest.param(value, marks=() if at < count else pytest.mark.thorough) for at, value in enumerate(table)]
+    cells = [value if isinstance(value, tuple) else (value,) for value in table]
+    return [pytest.param(*cell, marks=() if at < count else pytest.mark.thorough) for at, cell in enumerate(cells)]
 
 
 def _name_of(value: object) -> str:

@@ -30,6 +30,7 @@ def test_what_is_not_supported_or_not_permitted_is_nobodys_fault(look: Look, sce
     assert gpu.temperature_celsius == 41
 
 
+@pytest.mark.thorough
 def test_a_fact_that_fails_is_noted_and_the_others_are_told(look: Look, scenario: Scenario) -> None:
     scenario.order(f"error amdsmi_get_power_info@0 {IO}")
     first, second = look().gpus
@@ -78,6 +79,7 @@ def test_no_failure_of_one_call_fails_the_snapshot_or_the_other_gpu(
     assert first.health.notes, "the failure is told"
 
 
+@pytest.mark.thorough
 def test_a_gpu_keeps_its_identity_when_the_library_does_not_tell_it(
     make_amd: Make, scenario: Scenario, look: Look
 ) -> None:

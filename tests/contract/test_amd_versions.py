@@ -123,6 +123,7 @@ def test_a_library_of_another_layout_is_not_asked_for_anything(
     assert set(scenario.log.read_text().split()) == {"amdsmi_init", "amdsmi_get_lib_version", "amdsmi_shut_down"}
 
 
+@pytest.mark.thorough
 def test_the_binding_that_rocm_ships_goes_before_an_installed_one(
     own_rocm: Path, scenario: Scenario, kernel: FakeSys
 ) -> None:

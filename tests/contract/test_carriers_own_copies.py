@@ -133,6 +133,7 @@ async def test_a_storage_that_shares_memory_with_what_stays_goes_by_its_process_
             await job.carrier.release(job.subject)
 
 
+@pytest.mark.thorough
 @either
 async def test_a_job_whose_memory_nobody_may_open_at_all_is_carried_by_its_own_copies_both_ways(
     tmp_path: Path,
@@ -150,6 +151,7 @@ async def test_a_job_whose_memory_nobody_may_open_at_all_is_carried_by_its_own_c
         assert {way for way, _ in job.agent.copied} == {"out", "in"}
 
 
+@pytest.mark.thorough
 async def test_a_helper_that_fails_at_every_copy_left_a_suspended_job_where_it_was(
     tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +169,7 @@ async def test_a_helper_that_fails_at_every_copy_left_a_suspended_job_where_it_w
         assert [way for way, _ in job.agent.copied] == ["in"] * len(SIZES_MIB)
 
 
+@pytest.mark.thorough
 async def test_bytes_that_are_in_video_memory_on_their_way_to_the_pool_come_to_it_for_the_process(
     tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +184,7 @@ async def test_bytes_that_are_in_video_memory_on_their_way_to_the_pool_come_to_i
         assert not job.carrier.is_staged(job.subject)
 
 
+@pytest.mark.thorough
 async def test_what_goes_through_a_window_does_so_in_parts_where_the_pool_has_no_room(
     tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
 ) -> None:

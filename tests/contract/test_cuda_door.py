@@ -186,6 +186,7 @@ def test_a_target_that_sees_one_gpu_is_moved_by_the_map_of_all(node: CudaNode) -
     )
 
 
+@pytest.mark.thorough
 def test_rotating_four_gpus_by_one_twice_moves_a_process_by_two(tmp_path: Path) -> None:
     """The map speaks of the GPUs as they are now, not of those that the process began on."""
     node = CudaNode.make(tmp_path, gpus=4)
@@ -206,6 +207,7 @@ def test_rotating_four_gpus_by_one_twice_moves_a_process_by_two(tmp_path: Path) 
     )
 
 
+@pytest.mark.thorough
 def test_another_chip_is_no_place_for_a_process(node: CudaNode) -> None:
     node.chips = ["GH100", "AD102"]
     node.write()

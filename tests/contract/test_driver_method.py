@@ -31,6 +31,7 @@ from tests.patience import HANG_S
 from tests.unit.moving_node import start_ticks
 
 
+@pytest.mark.thorough
 async def test_with_plenty_free_a_neighbour_stands_too_while_room_changes_hands(parts: Parts, gate: Path) -> None:
     """Once nobody was held still with 2 GiB free, and a neighbour took 6 GiB between the look and the call."""
     async with rigged(parts) as rig:
@@ -447,6 +448,7 @@ async def test_neighbours_were_let_go_by_the_next_daemon_into_a_restore_that_wen
         assert not (folder / FILE_NAME).exists()
 
 
+@pytest.mark.thorough
 async def test_a_restore_that_the_driver_refused_was_taken_for_one_that_was_done(parts: Parts) -> None:
     """Issue 14, row 20: without its error the next look says only that the process is in another state."""
     async with rigged(parts) as rig:

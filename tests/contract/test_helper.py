@@ -30,6 +30,7 @@ async def test_the_gpus_are_those_of_the_driver_whatever_is_visible_to_the_daemo
         assert [gpu["total_bytes"] for gpu in told["devices"]] == [node.gpu_bytes] * 2
 
 
+@pytest.mark.thorough
 async def test_a_helper_without_a_driver_says_so(tmp_path: Path) -> None:
     node = CudaNode.make(tmp_path)
     node.order("error cuInit 100")
@@ -168,6 +169,7 @@ async def test_bytes_go_to_held_video_memory_and_come_back_after_the_helper_was_
             assert owner.ask("digest") == owner.digest
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", ["memfd", "hugetlb-sized"])
 async def test_bytes_go_to_host_memory_and_come_back(node: CudaNode, owner: Owner, way: str) -> None:
     gpu = node.uuids[0]

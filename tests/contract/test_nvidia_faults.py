@@ -167,6 +167,7 @@ def check_lost(gpu: Gpu, healthy: Gpu) -> None:
     assert (gpu.links, gpu.health.state) == ((), "failed")
 
 
+@pytest.mark.thorough
 def test_a_gpu_lost_at_any_moment_of_a_snapshot_and_back(node: NvidiaNode, provider: NvidiaProvider) -> None:
     node.scenario.link_all()
     node.scenario.write()

@@ -9,12 +9,13 @@ import pytest
 
 from tests.e2e.agented import SCRIPTS, Training, undisturbed
 from tests.e2e.scripted_daemon import Gone, ScriptedDaemon
+from tests.needs import need_torch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
 
 
 def test_it_is_taken_over_by_a_daemon_at_another_socket_and_trains_on_as_if_nothing_had_been(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
+    need_torch()
     here, there, place = tmp_path / "here.sock", tmp_path / "there.sock", tmp_path / "place"
     place.touch()
     script = [str(SCRIPTS / "plain.py")]

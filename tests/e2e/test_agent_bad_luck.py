@@ -17,10 +17,11 @@ from tests.e2e.agented import BRISK, INJECT, SCRIPTS, Training, environment, und
 from tests.e2e.moved_job import BARE
 from tests.e2e.scripted_daemon import Attended, Gone, ScriptedDaemon
 from tests.looks import pause
+from tests.needs import need_torch
 from tests.patience import HANG_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
-pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
+need_torch()
 
 SLEEPER = str(SCRIPTS / "sleeper.py")
 BY_HAND = str(SCRIPTS / "by_hand.py")

@@ -12,13 +12,14 @@ import pytest
 
 from tests.e2e.agented import Training, environment, undisturbed
 from tests.e2e.scripted_daemon import ScriptedDaemon
+from tests.needs import need_torch
 from tests.patience import HANG_S
 
 pytestmark = [pytest.mark.e2e]
 
 
 def test_a_forked_child_has_no_agent_and_trains_on(socket_path: Path) -> None:
-    pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
+    need_torch()
     code = (
         "import os, torch\n"
         "from torch.utils.data import DataLoader\n"

@@ -13,6 +13,7 @@ import pytest
 from tests.e2e.agented import SCRIPTS, Training, undisturbed
 from tests.e2e.references import ONE_COMPILER
 from tests.e2e.scripted_daemon import Gone, ScriptedDaemon
+from tests.needs import need_torch
 from tests.wide import telling
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
@@ -45,7 +46,7 @@ def _moved(script: str, socket_path: Path, *, seed: int, **more: str) -> tuple[s
 
 @pytest.mark.parametrize("script", WITH_TORCH)
 def test_every_loss_is_that_of_an_undisturbed_run(script: str, socket_path: Path) -> None:
-    pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
+    need_torch()
     output, storages = _moved(script, socket_path, seed=11)
     assert min(storages) >= 2
     assert output == undisturbed([str(SCRIPTS / f"{script}.py")])
@@ -54,7 +55,7 @@ def test_every_loss_is_that_of_an_undisturbed_run(script: str, socket_path: Path
 @pytest.mark.parametrize("by", telling([("aot_eager",), ("inductor",)], [("aot_eager",)]))
 def test_a_compiled_model_is_moved_too(socket_path: Path, by: str) -> None:
     """The second compiles C++ too, which is nearly all of what it takes; what is compiled is called as the first's."""
-    pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
+    need_torch()
     if by == "inductor" and shutil.which("g++") is None:
         pytest.skip("no g++, which torch.compile needs")
     how = {**ONE_COMPILER, "COMPILED_BY": by}

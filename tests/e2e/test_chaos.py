@@ -42,10 +42,11 @@ from tests.chaos.restart_cells import VICTIMS as OF_RESTARTS
 from tests.chaos.restart_cells import every_restart_cell, few_restart_cells
 from tests.chaos.restarted_job import RestartedJob
 from tests.e2e.real_criu import criu_or_skip
+from tests.needs import need_torch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
 SEED = 16
-pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
+need_torch()
 
 
 @pytest.mark.xdist_group("memory of the node")

@@ -22,11 +22,12 @@ from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, daemon_with_criu, los
 from tests.e2e.mounting import why_no_mounts
 from tests.e2e.references import TWO_RANKS
 from tests.looks import COMMAND_MS, pause
+from tests.needs import need_torch
 from tests.stubs.build import build_stub
 from tests.wide import telling
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
-pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
+need_torch()
 
 
 @pytest.fixture

@@ -18,9 +18,10 @@ from hegmd.images.criu.privileges import rights_missing
 from hegmd.node.processes.process_set import population_of
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, as_user, daemon_with_criu, losses_alone
+from tests.needs import need_torch
 
 pytestmark = [pytest.mark.e2e]
-pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
+need_torch()
 
 BOB = 54712
 

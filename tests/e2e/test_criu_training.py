@@ -14,6 +14,7 @@ from hegmd.images.criu.needs import Needs
 from hegmd.node.processes.process_set import end_all, population_of, wait_until_free
 from tests.e2e.agented import SCRIPTS, environment, undisturbed
 from tests.e2e.real_criu import Job, criu_or_skip, directory, ended_after, ends, job, pipe
+from tests.needs import need_torch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
 ROOT = Path(__file__).parents[2]
@@ -35,7 +36,7 @@ async def _dumped(training: Job, lines: int, images: int) -> tuple[list[str], Ne
 
 async def test_every_loss_of_a_job_with_loader_workers_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
     """They are two processes, with shared memory and semaphores whose names are gone, and with pipes to the first."""
-    pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
+    need_torch()
     criu = criu_or_skip()
     argv = [sys.executable, str(SCRIPTS / "workers.py")]
     with job(argv, env=environment(None)) as training, directory(tmp_path / "image") as images:
@@ -50,7 +51,7 @@ async def test_every_loss_of_a_job_with_loader_workers_is_that_of_an_undisturbed
 
 
 async def test_a_training_goes_on_in_a_pid_namespace_of_its_own_while_its_number_is_taken_here(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
+    need_torch()
     criu = criu_or_skip()
     argv = [sys.executable, str(SCRIPTS / "plain.py")]
     with job(argv, env=environment(None)) as training, directory(tmp_path / "image") as images:

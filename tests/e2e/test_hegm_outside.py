@@ -18,8 +18,9 @@ import pytest
 
 from tests.e2e.hegm_steps import BATCHES, EPOCHS, TRAINING, Steps, steps
 from tests.e2e.moved_job import BARE, BRISK
+from tests.needs import need_torch
 
-pytest.importorskip("torch", reason="the steps train a little; `make test` installs it")
+need_torch()
 pytestmark = [pytest.mark.e2e]
 
 RECORDED = Path(__file__).with_name("hegm_0_3_3.json")

@@ -16,9 +16,10 @@ from hegmd.memory.pool import read_available_bytes
 from hegmd.protocol.operations import Operation
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import BARE, PACE_MS, SCRIPTS, MovedJob, Script
+from tests.needs import need_torch
 
 pytestmark = [pytest.mark.e2e]
-pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
+need_torch()
 
 ENOUGH_BYTES = 3 << 30
 

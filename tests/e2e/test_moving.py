@@ -23,10 +23,11 @@ from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import BARE, BRISK
 from tests.e2e.references import TWO_RANKS
 from tests.looks import pause, still_there
+from tests.needs import need_torch
 from tests.patience import HANG_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
-pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
+need_torch()
 
 ROOT = Path(__file__).parents[2]
 LONG = str(SCRIPTS / "long.py")

@@ -18,9 +18,10 @@ from hegmctl.connection import connect
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import ROOT, SCRIPTS, BareJob, MovedJob, undisturbed_steps
 from tests.looks import pause
+from tests.needs import need_torch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
-pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
+need_torch()
 
 MIB = 1 << 20
 TRAINING = [sys.executable, str(SCRIPTS / "in_a_thread.py")]

@@ -14,13 +14,14 @@ from hegmd.memory.pool_memory import read_huge_free_bytes
 from hegmd.memory.sizes import HUGE_PAGE_BYTES
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import SCRIPTS, BareJob, undisturbed_steps
+from tests.needs import need_torch
 
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.xdist_group("memory of the node"),
     pytest.mark.usefixtures("preloaded"),
 ]
-pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
+need_torch()
 
 PAGES = 64
 WANTED = Path("/proc/sys/vm/nr_hugepages")

@@ -15,10 +15,11 @@ import pytest
 
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, daemon_with_criu, losses_alone
+from tests.needs import need_torch
 from tests.patience import HANG_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
-pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
+need_torch()
 
 # Nobody knows how fast they are; a job of so many has not ended when a few images of it are there.
 LONG = 2000

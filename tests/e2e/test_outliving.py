@@ -15,6 +15,7 @@ import pytest
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.test_moving import LARGE, LONG, Job, is_as_undisturbed
 from tests.looks import COMMAND_MS, pause, still_there
+from tests.needs import need_torch
 from tests.patience import HANG_S
 from tests.room import MIB, SHARED_MEMORY, skip_without
 
@@ -23,7 +24,7 @@ pytestmark = [
     pytest.mark.xdist_group("memory of the node"),
     pytest.mark.usefixtures("preloaded"),
 ]
-pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
+need_torch()
 
 ENDLESS = [LONG, "0"]
 

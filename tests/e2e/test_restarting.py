@@ -23,10 +23,11 @@ import pytest
 from hegmctl.connection import connect
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import BARE, SCRIPTS, SLOWLY_MS, MovedJob, Script, steps_alone
+from tests.needs import need_torch
 from tests.patience import HANG_S
 
 pytestmark = [pytest.mark.e2e]
-pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
+need_torch()
 
 LEAVING = str(SCRIPTS / "leaving.py")
 TWO_VENDORS = Path(__file__).parents[2] / "contrib" / "simulation" / "two-vendors.toml"

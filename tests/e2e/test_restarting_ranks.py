@@ -14,9 +14,10 @@ from hegmctl.connection import connect
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import BARE, SCRIPTS, SLOWLY_MS, MovedJob, Script, steps_alone
 from tests.e2e.references import TWO_RANKS
+from tests.needs import need_torch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("ranks")]
-pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
+need_torch()
 
 RANKED = str(SCRIPTS / "ranked.py")
 

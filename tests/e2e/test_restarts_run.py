@@ -14,10 +14,11 @@ from hegmd.protocol.messages import Migrate, OperationReply
 from tests.e2e.moved_job import BARE, BRISK
 from tests.gpu.moves_jobs import TRAINING
 from tests.gpu.restart_node import RestartedJob, RestartNode
+from tests.needs import need_torch
 from tests.stubs.cuda.node import GIB, CudaNode
 
 pytestmark = [pytest.mark.e2e]
-pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
+need_torch()
 
 ROOT = Path(__file__).parents[2]
 # Threads that wait for one another by looking all the while take the processors from everybody else's.

@@ -21,9 +21,10 @@ from tests.chaos.jobs import Job as Endless
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.test_moving import Job
 from tests.looks import pause
+from tests.needs import need_torch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
-pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
+need_torch()
 
 MIB = 1 << 20
 V2, V1 = Path("/sys/fs/cgroup/cgroup.controllers"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")

@@ -14,9 +14,10 @@ from hegmd.errors import REFUSED, HegmError
 from hegmd.protocol.operations import OperationProgress
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.test_moving import LONG, Job, is_as_undisturbed
+from tests.needs import need_torch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
-pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
+need_torch()
 
 
 @pytest.fixture

@@ -21,9 +21,10 @@ from tests.e2e.daemon import RunningDaemon
 from tests.e2e.mounting import NAMESPACE, why_no_mounts
 from tests.e2e.test_moving import Job
 from tests.looks import pause
+from tests.needs import need_torch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
-pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
+need_torch()
 
 # Trains until it is told to stop, or for so many epochs, and prints a number of each epoch in full.
 SCRIPT = """

@@ -49,7 +49,9 @@ def test_the_words_are_spelled_right() -> None:
     _run("codespell")
 
 
+@pytest.mark.thorough
 def test_mypy_finds_nothing() -> None:
+    """Half a minute of the processor in a fresh clone: `make test` and `make lint` run it."""
     _run("mypy")
 
 

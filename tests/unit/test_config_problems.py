@@ -208,6 +208,7 @@ PIECES = st.sampled_from(
 )
 
 
+@pytest.mark.thorough
 @given(st.one_of(st.binary(max_size=60), st.lists(PIECES, max_size=25).map(lambda parts: "".join(parts).encode())))
 def test_no_file_whatever_is_in_it_does_more_than_be_refused(data: bytes) -> None:
     with tempfile.NamedTemporaryFile() as file:

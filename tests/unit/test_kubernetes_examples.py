@@ -172,6 +172,7 @@ def in_one_container(tmp_path: Path) -> dict[str, str]:
     return {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "at": str(tmp_path)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ends", ["0", "1"])
 def test_several_launchers_run_in_one_container(in_one_container: dict[str, str], ends: str) -> None:
     """Issue 14, row 7: HeGM's examples have two launchers in one container, and its code from a ConfigMap."""
@@ -183,6 +184,7 @@ def test_several_launchers_run_in_one_container(in_one_container: dict[str, str]
         assert (at / f"started-{gpu}").read_text() == words
 
 
+@pytest.mark.thorough
 def test_what_is_copied_from_the_image_runs_by_itself(in_one_container: dict[str, str]) -> None:
     """Issue 14, row 7: the packages that the container gets are all that a launcher needs."""
     copied = Path(in_one_container["at"]) / "opt"

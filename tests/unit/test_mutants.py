@@ -44,12 +44,14 @@ def test_each_kind_of_change_is_made_and_all_else_is_left() -> None:
     assert {mutant.what for mutant in mutants} == CHANGED.keys()
 
 
+@pytest.mark.thorough
 def test_the_same_seed_makes_the_same_mutants_of_every_area() -> None:
     first, again, other = (sample(ROOT, ["pool", "server"], 8, seed) for seed in (1, 1, 2))
     assert first == again != other
     assert [area for area, _ in first] == ["pool"] * 4 + ["server"] * 4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("area", AREAS)
 def test_an_area_has_code_and_tests_of_its_own(area: str) -> None:
     """A package or a folder of tests that got another name would be left out unnoticed."""

@@ -24,6 +24,7 @@ from tests.unit.images.files.directory import MANIFEST, built, ignore
 from tests.unit.migration.operations import worker
 from tests.unit.moving_node import running
 from tests.unit.pools import keep_in, opened
+from tests.wide import quick_first
 
 # Before the boundary and at it. The first pair is the one of the image that could never be restored.
 SIZES = [(8_388_608, 6_410_240), (6_410_240, 8_388_608), (1, 9 * MIB), (9 * MIB, 1), (3 * MIB, 3 * MIB)]
@@ -59,7 +60,7 @@ def _image(path: Path, size_bytes: int, memory: Memory, written_bytes: int, carr
 
 @pytest.mark.parametrize("carrier", [WORKER, HOST])
 @pytest.mark.parametrize("as_earlier_builds", [False, True])
-@pytest.mark.parametrize(("before_bytes", "size_bytes"), SIZES)
+@pytest.mark.parametrize(("before_bytes", "size_bytes"), quick_first(SIZES, 2))
 async def test_an_image_of_a_job_that_had_another_size_before_its_boundary_was_refused_for_ever(
     tmp_path: Path, before_bytes: int, size_bytes: int, carrier: str, *, as_earlier_builds: bool
 ) -> None:
@@ -120,7 +121,7 @@ def test_an_image_without_a_file_that_it_names_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spill", ["asked", "always"])
-@pytest.mark.parametrize(("before_bytes", "size_bytes"), SIZES)
+@pytest.mark.parametrize(("before_bytes", "size_bytes"), quick_first(SIZES, 2))
 async def test_a_job_of_another_size_at_its_boundary_comes_back_whole(
     tmp_path: Path, before_bytes: int, size_bytes: int, spill: str
 ) -> None:

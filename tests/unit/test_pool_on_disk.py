@@ -22,6 +22,7 @@ def keep(tmp_path: Path) -> MemoryKeeping:
     return keep_in(tmp_path)
 
 
+@pytest.mark.thorough
 async def test_spilled_bytes_take_no_memory_and_come_back_checked(keep: MemoryKeeping, tmp_path: Path) -> None:
     pool = opened(keep)
     size_bytes = whole_size(10 * MIB)
@@ -150,6 +151,7 @@ async def test_a_damaged_file_is_told_of_and_stays(keep: MemoryKeeping, tmp_path
     await pool.release(KEY)
 
 
+@pytest.mark.thorough
 async def test_no_room_in_memory_leaves_spilled_bytes_on_disk(keep: MemoryKeeping) -> None:
     pool = opened(keep)
     await pool.take(KEY, 30 * MIB)

@@ -7,6 +7,8 @@ import weakref
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 from hegmd.agent.boundary import watch_loaders
 from hegmd.agent.quiesce import Gate
 
@@ -27,6 +29,7 @@ class _Ending:
         return self.left
 
 
+@pytest.mark.thorough
 def test_an_iterator_that_was_read_to_its_end_stayed_until_a_collection() -> None:
     """The hook kept the traceback of its end in a variable: with the iterator, a loader's workers lived on."""
 

@@ -143,6 +143,7 @@ def _is_in_huge_pages(fd: int) -> bool:
     return counted is not None and counted[1] != "0"
 
 
+@pytest.mark.thorough
 def test_a_file_in_memory_was_written_to_page_by_page() -> None:
     """The way through a mapping was for sealed memory alone, when the pool's pieces had become files: a third of the
     speed. A limit on what may be written shows the way: it holds for `pwrite` only.

@@ -49,6 +49,7 @@ def test_it_comes_back_by_itself_after_its_limit(tmp_path: Path) -> None:
     assert Aside(str(place), LOOK_EVERY_S).wait() is None
 
 
+@pytest.mark.thorough
 def test_no_descriptor_of_the_place_is_open_while_it_stays(tmp_path: Path) -> None:
     """An open file would be in the image, and have to be there wherever that is restored."""
     place = tmp_path / "place"

@@ -15,8 +15,9 @@ import pytest
 
 from hegmd.agent import addresses, cuda_state, torch_state, transfer
 from hegmd.errors import HegmError
+from tests.needs import need_torch
 
-torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
+torch: Any = need_torch()
 
 pytestmark = pytest.mark.leaks_allowed("PyTorch sets variables of its own when its compiler is first imported")
 
@@ -187,6 +188,7 @@ def test_to_look_for_addresses_keeps_nothing_of_a_function_s_alive() -> None:
     assert watched() is None
 
 
+@pytest.mark.thorough
 def test_what_the_agent_itself_remembers_of_a_storage_is_not_the_script_s() -> None:
     """Its own records of the last survey kept every storage with the driver from then on, on two H200."""
     tensor = torch.zeros(1000)

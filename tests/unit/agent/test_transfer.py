@@ -16,8 +16,9 @@ from hegmd.agent import torch_state, transfer
 from hegmd.agent.storage_transfer import Carrying
 from hegmd.errors import HegmError
 from hegmd.memory import page_allocation
+from tests.needs import need_torch
 
-torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
+torch: Any = need_torch()
 
 pytestmark = pytest.mark.leaks_allowed("PyTorch sets variables of its own when its compiler is first imported")
 
@@ -111,6 +112,7 @@ def test_what_comes_back_lies_in_huge_pages_where_the_node_has_them(room: int) -
     assert _own_kib()["AnonHugePages"] - before_kib >= 60 << 10
 
 
+@pytest.mark.thorough
 def test_a_storage_that_cannot_be_freed_leaves_all_as_it_was(room: int) -> None:
     """The storages before it had lost their bytes for good, since nobody knew any more that they were out."""
     sizes = (5000, 6 * MIB, 7 * MIB, 100)
@@ -125,6 +127,7 @@ def test_a_storage_that_cannot_be_freed_leaves_all_as_it_was(room: int) -> None:
     assert [tensor.untyped_storage()._cdata for tensor in tensors] == before
 
 
+@pytest.mark.thorough
 def test_without_memory_to_come_back_all_stays_out_and_the_next_time_it_comes(room: int) -> None:
     sizes = (5000, 6 * MIB, 7 * MIB)
     tensors, storages, expected = _random(sizes)
@@ -179,6 +182,7 @@ def test_memory_of_mapped_files_and_numpy_stays_while_others_go(room: int, tmp_p
         del others, tensor
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("with_one", [False, True], ids=["from its own descriptor", "from one that came"])
 def test_a_process_that_had_its_bytes_again_kept_the_descriptor_of_them(room: int, with_one: bool) -> None:
     """Issue 14, row 20: no test noticed it. The memory would be the node's again only when the job ends."""

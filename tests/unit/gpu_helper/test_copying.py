@@ -56,6 +56,7 @@ def test_small_places_share_a_slot_and_large_ones_are_cut() -> None:
     assert shares == [[(0, 0, 30), (1, 30, 50)], [(2, 0, 100)], [(2, 0, 100)], [(2, 0, 50), (3, 50, 10)]]
 
 
+@pytest.mark.thorough
 @settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 5 * UNIT), max_size=30),

@@ -67,6 +67,7 @@ async def test_as_many_descriptors_as_the_kernel_lets_through_come_with_one_answ
         assert names == [f"/memfd:made {i} (deleted)" for i in range(MAX_FDS)]
 
 
+@pytest.mark.thorough
 async def test_a_large_request_and_a_large_answer_come_whole() -> None:
     places = [[i, i * 512, 511, i << 30] for i in range(60_000)]
     async with linked("well") as link:

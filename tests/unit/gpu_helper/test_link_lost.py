@@ -237,6 +237,7 @@ async def test_a_helper_that_is_not_there() -> None:
         tasks.cancel_scope.cancel()
 
 
+@pytest.mark.thorough
 async def test_want_of_descriptors_at_the_start_of_a_helper_is_told_and_ends_nothing_else() -> None:
     """Once it ended the link, and with it the daemon."""
     async with linked() as link:

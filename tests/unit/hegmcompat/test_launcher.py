@@ -156,6 +156,7 @@ def test_a_worker_starts_with_the_request_held_back_and_all_else_as_it_was(tmp_p
     assert blocked == before | 1 << (signal.SIGUSR1 - 1)
 
 
+@pytest.mark.thorough
 def test_who_ends_a_waiting_launcher_leaves_the_state_behind(tmp_path: Path) -> None:
     with launched(tmp_path, LEAVES_ONCE, "--debug") as launcher:
         launcher.lines_until("Waiting for controller")
@@ -164,6 +165,7 @@ def test_who_ends_a_waiting_launcher_leaves_the_state_behind(tmp_path: Path) -> 
         assert sorted(os.listdir(launcher.folder)) == ["command", "latest.pt"]
 
 
+@pytest.mark.thorough
 def test_one_path_for_all_is_gone_on_from_by_the_next_launcher_of_the_same_command(tmp_path: Path) -> None:
     path = tmp_path / "mine" / "state.pt"
     with launched(tmp_path, LEAVES_ONCE, "--debug", HEGM_CHECKPOINT_PATH=str(path)) as launcher:
@@ -177,6 +179,7 @@ def test_one_path_for_all_is_gone_on_from_by_the_next_launcher_of_the_same_comma
     assert os.listdir(path.parent) == []
 
 
+@pytest.mark.thorough
 def test_a_state_of_another_command_is_kept_and_not_gone_on_from(tmp_path: Path) -> None:
     """HeGM's loads whatever lies under its pid, which may be weeks old and of another training."""
     path = tmp_path / "mine" / "state.pt"
@@ -229,6 +232,7 @@ def test_a_worker_that_ended_well_without_its_state_took_the_file_with_it(tmp_pa
     assert path.read_text() == "the state\n"
 
 
+@pytest.mark.thorough
 def test_a_worker_that_began_anew_without_the_agent_is_ended_and_its_state_stays(tmp_path: Path) -> None:
     torch, trains = tmp_path / "libtorch_cpu.so", tmp_path / "trains.py"
     torch.write_bytes(bytes(4096))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from hegmd.agent import hegm_launcher
 from hegmd.agent.hegm_signal import ENABLED, STATE_PATH
+from tests.needs import need_torch
 
 ROOT = Path(__file__).parents[3]
 TRAINING = """
@@ -62,6 +64,7 @@ def made(environment: Path) -> Iterator[Path]:
     _hegmctl("hegm", "disable", "--venv", str(environment))
 
 
+@pytest.mark.thorough
 def test_enable_and_disable_leave_an_environment_as_it_was(environment: Path) -> None:
     """Issue 14, row 7."""
     before = sorted(_packages(environment).rglob("*"))
@@ -139,9 +142,12 @@ class _Run:
 @pytest.mark.timeout(120)
 def test_plain_python_saves_at_the_signal_and_goes_on_from_there(made: Path, tmp_path: Path) -> None:
     """Issue 14, row 7: HeGM's users start `python train.py`, and hegmd had no such form."""
-    torch = pytest.importorskip("torch", reason="it trains a little; `make test` installs it")
+    need_torch()
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
     link = _packages(made) / "torch-of-the-tests.pth"
-    link.write_text(str(Path(torch.__file__).parents[1]) + "\n")
+    link.write_text(str(Path(spec.origin).parents[1]) + "\n")
     (tmp_path / "train.py").write_text(TRAINING)
     try:
         undisturbed = _Run(made, tmp_path).end()

@@ -55,6 +55,7 @@ def test_an_image_is_listed_shown_verified_and_removed(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.thorough
 def test_what_is_broken_or_left_over_is_told_with_an_exit_status(tmp_path: Path) -> None:
     built(tmp_path / "broken")
     (tmp_path / "broken" / "criu" / "pages-1.img").unlink()
@@ -126,6 +127,7 @@ def test_what_is_unknown_is_not_shown_as_zero() -> None:
     assert seen_text(ImagesSeen(images=()), PIPE) == ["There is no image here."]
 
 
+@pytest.mark.thorough
 def test_nobody_is_asked_to_confirm_the_end_of_what_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     assert error(hegmctl("rm", str(tmp_path / "nope"))) == (

@@ -108,6 +108,7 @@ def test_completions_are_written_under_the_names_that_shells_expect(tmp_path: Pa
     assert {path.name for path in (tmp_path / "deep" / "er").iterdir()} == {"hegmctl.bash", "_hegmctl", "hegmctl.fish"}
 
 
+@pytest.mark.thorough
 def test_a_wrong_call_is_told_how(tmp_path: Path) -> None:
     ran = _run("pages", str(tmp_path))
     assert ran.returncode == 2

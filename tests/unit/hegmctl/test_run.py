@@ -86,6 +86,7 @@ def _seen_both_ways(daemon: FakeDaemon, before: tuple[str, ...] = (), **how: Any
     return under
 
 
+@pytest.mark.thorough
 def test_how_often_images_are_wanted_is_told_to_the_agent_and_to_no_job_within(
     daemon: FakeDaemon, tmp_path: Path
 ) -> None:
@@ -236,6 +237,7 @@ def test_a_script_without_a_first_line_is_run_as_a_shell_would(daemon: FakeDaemo
     assert hegmctl("run", "--", "bare", "x", socket=daemon.path, environ={"PATH": path}).returncode == 3
 
 
+@pytest.mark.thorough
 def test_a_command_that_is_not_there_or_cannot_be_run_ends_as_in_a_shell(daemon: FakeDaemon, tmp_path: Path) -> None:
     plain = _file(tmp_path / "plain", "echo no\n", 0o644)
     lost = _file(tmp_path / "lost", "#!/no/such/interpreter\n", 0o755)

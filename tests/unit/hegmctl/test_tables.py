@@ -25,6 +25,7 @@ def test_nothing_that_a_terminal_obeys_gets_through(text: str, shown: str) -> No
     assert printable(text) == shown
 
 
+@pytest.mark.thorough
 @given(st.text())
 def test_what_is_printable_can_be_written_anywhere(text: str) -> None:
     shown = printable(text)
@@ -37,6 +38,7 @@ def test_width_is_counted_in_columns_of_the_terminal(text: str, columns: int) ->
     assert width(text) == columns
 
 
+@pytest.mark.thorough
 @given(st.text(alphabet="ab漢字\u0301 ", max_size=30), st.integers(1, 40))
 def test_shortened_text_fits(text: str, columns: int) -> None:
     short = shortened(text, columns, "…")

@@ -99,6 +99,7 @@ def test_an_image_is_made_where_no_note_can_be(tmp_path: Path, caplog: pytest.Lo
     assert DumpRecords(tmp_path).people("1") is None
 
 
+@pytest.mark.thorough
 async def test_a_job_stood_for_ever_whose_daemon_had_no_descriptor_left_to_let_it_go(
     tmp_path: Path, stopped: int
 ) -> None:

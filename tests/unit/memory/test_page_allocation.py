@@ -15,6 +15,7 @@ import pytest
 from hegmd.memory import page_allocation
 from hegmd.memory.pool_places import SHARED_MEMORY
 from hegmd.memory.sizes import HUGE_PAGE_BYTES
+from tests.wide import quick_first
 
 MIB = 1 << 20
 
@@ -32,7 +33,7 @@ def _named(size_bytes: int) -> int:
     return fd
 
 
-@pytest.mark.parametrize("size_bytes", [4096, HUGE_PAGE_BYTES, 65 * MIB, 130 * MIB + 4096])
+@pytest.mark.parametrize("size_bytes", quick_first([4096, HUGE_PAGE_BYTES, 65 * MIB, 130 * MIB + 4096], 2))
 def test_every_page_is_there_and_empty(size_bytes: int) -> None:
     fd = _memfd(size_bytes)
     page_allocation.populate(fd, size_bytes)

@@ -49,6 +49,7 @@ async def refusal(pool: Pool) -> HegmError:
     return refused.value
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("place", "chunk"), [(PLACE, 0), (CHUNK_BYTES, 1), (SIZE_BYTES - 1, 1)])
 async def test_a_flipped_bit_was_used_silently(tmp_path: Path, place: int, chunk: int) -> None:
     """Issue 14, row 3."""
@@ -101,6 +102,7 @@ async def test_a_flipped_bit_is_not_written_to_disk_as_if_it_were_right(tmp_path
     pool.close()
 
 
+@pytest.mark.thorough
 async def test_bytes_that_are_written_anew_are_not_compared_with_what_was_there_before(tmp_path: Path) -> None:
     keep = keep_in(tmp_path)
     pool = await rested(keep)
@@ -117,6 +119,7 @@ async def test_bytes_that_are_written_anew_are_not_compared_with_what_was_there_
     again.close()
 
 
+@pytest.mark.thorough
 async def test_a_piece_is_compared_again_after_each_rest_and_once_for_one(tmp_path: Path) -> None:
     """A resume asks for the bytes three times, and a job stands meanwhile."""
     pool = await rested(keep_in(tmp_path))

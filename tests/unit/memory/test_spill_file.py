@@ -51,6 +51,7 @@ def read_all(folder: SpillFolder, name: str = NAME, size_bytes: int = SIZE_BYTES
     return bytes(data)
 
 
+@pytest.mark.thorough
 def test_bytes_come_back_as_they_went(folder: SpillFolder, memory: tuple[int, bytes]) -> None:
     seen: list[int] = []
     folder.write(NAME, memory[0], SIZE_BYTES, never, seen.append)

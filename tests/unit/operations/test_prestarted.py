@@ -286,6 +286,7 @@ async def test_where_there_was_no_memory_for_it_it_is_made_once_there_is() -> No
     assert node.told[0].do == "ready"
 
 
+@pytest.mark.thorough
 async def test_one_that_was_made_ready_long_ago_had_files_of_long_ago() -> None:
     """It is told once more what to import, whereupon it looks at its files; of an earlier daemon's too."""
     for kept in (False, True):

@@ -23,6 +23,7 @@ async def on_both(node: Node, process: Child, other: Child, size_bytes: int = 7)
     return one, two
 
 
+@pytest.mark.thorough
 async def test_a_drain_moves_one_after_the_other_and_says_who_stays(
     tmp_path: Path, process: Child, other: Child
 ) -> None:
@@ -168,6 +169,7 @@ async def test_a_planned_swap_names_its_steps_and_does_nothing(tmp_path: Path, p
         assert node.operations.runner.operations() == ()
 
 
+@pytest.mark.thorough
 async def test_a_swap_whose_caller_left_suspended_a_job_for_good(tmp_path: Path, process: Child, other: Child) -> None:
     """By way of the pool the first waits in it; the other steps and the way out were never asked for."""
     async with running(tmp_path, "2x4MiB") as node:
@@ -207,6 +209,7 @@ async def test_a_swap_that_fails_in_the_middle_brings_the_first_back(
         assert node.reservations(other.pid) == {"gpu1": 3 * MIB}
 
 
+@pytest.mark.thorough
 async def test_both_jobs_are_taken_out_at_once_and_not_one_after_the_other(
     tmp_path: Path, process: Child, other: Child
 ) -> None:
@@ -224,6 +227,7 @@ async def test_both_jobs_are_taken_out_at_once_and_not_one_after_the_other(
         assert (node.reservations(process.pid), node.reservations(other.pid)) == ({"gpu1": 3 * MIB}, {"gpu0": 3 * MIB})
 
 
+@pytest.mark.thorough
 async def test_of_a_swap_that_fails_on_the_way_back_one_runs_and_the_other_says_how_it_is_resumed(
     tmp_path: Path, process: Child, other: Child
 ) -> None:

@@ -171,6 +171,7 @@ async def test_a_damaged_file_leaves_it_suspended_and_says_so(tmp_path: Path, pr
         assert agent.data == b"weights"
 
 
+@pytest.mark.thorough
 async def test_a_resume_while_it_is_spilled_waits_for_nothing_and_leaves_no_file(
     tmp_path: Path, process: Child
 ) -> None:

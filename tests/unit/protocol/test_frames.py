@@ -18,6 +18,7 @@ def drain(reader: FrameReader) -> list[bytes]:
     return out
 
 
+@pytest.mark.thorough
 @given(payloads, st.lists(st.integers(min_value=1, max_value=30), min_size=1))
 def test_any_cut_of_the_stream_gives_the_same_payloads(sent: list[bytes], cuts: list[int]) -> None:
     stream = b"".join(frame(payload) for payload in sent)

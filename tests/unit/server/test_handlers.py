@@ -105,6 +105,7 @@ def call_of(stream: PeerStream, request: Request) -> Call:
     return Call(Session(stream, ROOT, never, LIMITS, Counters()), 1, request, Descriptors([]))
 
 
+@pytest.mark.thorough
 async def test_a_request_that_names_very_many_pids_does_not_hold_up_the_loop(stream: PeerStream) -> None:
     """Each of the 65,000 pids that fit into a frame was compared with each process of the node."""
     pids = range(1, 4001)

@@ -85,6 +85,7 @@ async def test_clients_come_and_go_and_are_counted(socket_path: Path) -> None:
                 await anyio.lowlevel.checkpoint()
 
 
+@pytest.mark.thorough
 async def test_nothing_of_a_connection_stays_when_it_has_ended(socket_path: Path) -> None:
     """Issue 14, row 17: the daemon's memory grew with 2,000 connections and stayed there."""
     kinds = (Session, Call, PeerStream, ServerConnection)

@@ -135,6 +135,7 @@ async def test_beyond_the_limit_connections_are_closed_when_all_others_are_being
         assert (await rest_of(first)).startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.thorough
 async def test_those_who_do_not_read_are_left_after_the_limit() -> None:
     asked = anyio.Event()
 

@@ -88,6 +88,7 @@ PIECES = st.sampled_from(
 )
 
 
+@pytest.mark.thorough
 @given(st.one_of(st.binary(), st.lists(PIECES, max_size=12).map(b"".join)))
 def test_whatever_comes_is_taken_or_refused(head: bytes) -> None:
     try:

@@ -91,6 +91,7 @@ def test_half_of_a_surrogate_pair_is_written_out(journal: Journal, way: JournalS
     assert journal.record() == [("HEGM_NAME", "\\udcff")]
 
 
+@pytest.mark.thorough
 def test_a_record_too_large_for_a_datagram_arrives_as_a_sealed_file(journal: Journal, way: JournalSocket) -> None:
     given = [("MESSAGE", "x" * (32 << 20)), ("PRIORITY", "6")]
     assert way.write(encode(given))

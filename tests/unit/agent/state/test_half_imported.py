@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hegmd.agent.state.storage import state_file
 
 INJECT = Path(__file__).parents[4] / "hegmd" / "agent" / "inject"
@@ -37,6 +39,7 @@ def test_bars_that_pytorch_imports_had_the_state_read_beside_half_of_it(tmp_path
     assert "the state cannot be read" in done.stderr
 
 
+@pytest.mark.thorough
 def test_a_python_that_came_before_the_training_claimed_its_state_and_ended_the_job(tmp_path: Path) -> None:
     """`python -c "import torch"` in front of the training, and no restart came past that."""
     (tmp_path / "torch" / "utils" / "data").mkdir(parents=True)
@@ -61,6 +64,7 @@ def test_a_python_that_came_before_the_training_claimed_its_state_and_ended_the_
         assert status == 98, said
 
 
+@pytest.mark.thorough
 def test_a_loader_that_could_not_be_followed_let_a_restarted_script_begin_anew(tmp_path: Path) -> None:
     """The agent's error was noted and the import went on: no state was waited for, and no step forbidden."""
     (tmp_path / "torch" / "utils" / "data").mkdir(parents=True)

@@ -229,6 +229,7 @@ def test_generators_and_tensors_of_inner_modules_began_anew(halves: dict[str, An
     assert_exact(halves["inner"])
 
 
+@pytest.mark.thorough
 def test_generators_of_classes_defaults_and_partial_functions_began_anew(halves: dict[str, Any]) -> None:
     assert_exact(halves["drawing"])
 

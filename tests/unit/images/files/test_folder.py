@@ -64,6 +64,7 @@ def test_huge_pages_which_know_no_write_are_read_into(tmp_path: Path) -> None:
         assert os.pread(memory, size_bytes, 0) == data
 
 
+@pytest.mark.thorough
 def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
     path = tmp_path / "image"
     built(path)
@@ -90,6 +91,7 @@ def test_a_file_that_was_cut_is_told_of(tmp_path: Path, name: str, kept_bytes: i
     assert "damaged" in refusal(path, UNAVAILABLE)
 
 
+@pytest.mark.thorough
 def test_what_is_missing_or_too_much_is_told_by_name(tmp_path: Path) -> None:
     built(tmp_path / "short")
     (tmp_path / "short" / "criu" / "pages-1.img").unlink()
@@ -115,6 +117,7 @@ def test_no_link_is_followed_in_an_image_nor_to_one(tmp_path: Path, name: str) -
         catalogue.verify(str(path), ignore)
 
 
+@pytest.mark.thorough
 def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(tmp_path: Path) -> None:
     for name in ("criu/core-4711.img", "manifest.json", "bytes/4711.0"):
         path = tmp_path / name.replace("/", "-")
@@ -125,6 +128,7 @@ def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(tmp_path: Path) -> N
             catalogue.verify(str(path), ignore)
 
 
+@pytest.mark.thorough
 def test_the_bytes_of_another_image_are_not_taken_for_this_ones(tmp_path: Path) -> None:
     manifest = built(tmp_path / "one")
     built(tmp_path / "other", manifest=manifest.replace(id="b" * 32))
@@ -268,6 +272,7 @@ def test_whoever_listed_images_turned_a_restore_away(tmp_path: Path) -> None:
         os.close(restorer)
 
 
+@pytest.mark.thorough
 def test_of_a_series_the_newest_whole_ones_stay_and_nothing_else_is_touched(tmp_path: Path) -> None:
     stamps = [f"2026010{day}T000000Z" for day in range(1, 5)]
     for name in (*(f"job-a.{stamp}" for stamp in stamps), f"job-b.{stamps[0]}", "job-a.mine", "other"):

@@ -151,6 +151,7 @@ async def test_another_users_image_is_theirs_and_criu_never_meets_their_director
         assert list(private.iterdir()) == []
 
 
+@pytest.mark.thorough
 async def test_a_discarded_image_leaves_nothing(tmp_path: Path, memory: tuple[int, bytes]) -> None:
     async with room(tmp_path / "state") as images:
         lent = await images.lend(str(tmp_path / "here" / ".." / "image"), SELF)
@@ -223,6 +224,7 @@ async def test_a_caller_gets_nowhere_that_they_could_not_get_by_themselves(
         )
 
 
+@pytest.mark.thorough
 async def test_what_has_no_room_is_refused_before_anybody_is_stopped_for_it(tmp_path: Path) -> None:
     status = os.statvfs(tmp_path)
     much_bytes = 2 * status.f_blocks * status.f_frsize
@@ -235,6 +237,7 @@ async def test_what_has_no_room_is_refused_before_anybody_is_stopped_for_it(tmp_
     assert entries(tmp_path) == ["state", "state/image.key", "state/images", "taken"]
 
 
+@pytest.mark.thorough
 @needs_root
 async def test_room_is_looked_for_with_the_callers_rights(tmp_path: Path, others: Path) -> None:
     async with room(tmp_path / "state") as images:
@@ -257,6 +260,7 @@ async def test_an_image_is_restored_by_one_at_a_time_and_free_again_after(
         await opened_and_read(images, tmp_path / "image")
 
 
+@pytest.mark.thorough
 async def test_a_hand_that_is_killed_leaves_what_is_known_as_left_over(
     tmp_path: Path, memory: tuple[int, bytes]
 ) -> None:
@@ -280,6 +284,7 @@ async def test_a_hand_that_is_killed_leaves_what_is_known_as_left_over(
     assert entries(tmp_path) == ["state", "state/image.key", "state/images"]
 
 
+@pytest.mark.thorough
 async def test_an_image_that_is_cancelled_while_it_is_written_leaves_nothing(
     tmp_path: Path, memory: tuple[int, bytes]
 ) -> None:
@@ -297,6 +302,7 @@ async def test_an_image_that_is_cancelled_while_it_is_written_leaves_nothing(
     assert entries(tmp_path) == ["state", "state/image.key", "state/images"]
 
 
+@pytest.mark.thorough
 async def test_criu_is_given_nothing_that_is_damaged(tmp_path: Path, memory: tuple[int, bytes]) -> None:
     async with room(tmp_path / "state") as images:
         await made(images, tmp_path / "image", memory[0])
@@ -321,6 +327,7 @@ def test_a_daemon_that_is_killed_takes_the_hand_with_it_and_leaves_no_image(tmp_
     assert not (tmp_path / "image").exists()
 
 
+@pytest.mark.thorough
 async def test_memory_that_somebody_cut_harms_the_hand_alone(tmp_path: Path, memory: tuple[int, bytes]) -> None:
     async with room(tmp_path / "state") as images:
         lent = await images.lend(str(tmp_path / "image"), SELF)
@@ -355,6 +362,7 @@ def test_what_is_private_is_for_the_daemon_alone(tmp_path: Path) -> None:
     assert (tmp_path / "state" / "images").stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.thorough
 async def test_bytes_that_an_image_does_not_have_are_not_read(tmp_path: Path, memory: tuple[int, bytes]) -> None:
     async with room(tmp_path / "state") as images:
         await made(images, tmp_path / "image", memory[0])

@@ -90,6 +90,7 @@ async def test_what_it_is_given_outlives_the_daemon_and_is_given_out_again(folde
     assert not (folder / SOCKET_NAME).exists()
 
 
+@pytest.mark.thorough
 async def test_it_survives_the_daemon_that_started_it_being_killed_with_its_group(folder: Path) -> None:
     program = (
         "import anyio, os, pathlib, signal, sys\n"

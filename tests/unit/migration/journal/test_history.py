@@ -139,6 +139,7 @@ async def test_only_the_newest_that_are_over_are_known() -> None:
     ledger.close()
 
 
+@pytest.mark.thorough
 async def test_the_journal_is_made_small_before_an_operation_and_never_grew_beyond_a_bound() -> None:
     """Issue 14, row 17: it grew from 12.5 kB to 1.2 MB in ten minutes, and on up to more than 4 MiB."""
     ledger, disk, _ = _opened()

@@ -79,6 +79,7 @@ def _see_what_is_read_of(book: Book, length: int) -> None:
     assert _operations(reading) == operations
 
 
+@pytest.mark.thorough
 def test_a_journal_that_is_cut_off_anywhere_is_read_up_to_the_last_whole_record() -> None:
     """At every byte of a journal of a few records: what a record means does not depend on how many are before it."""
     book = Book()
@@ -98,6 +99,7 @@ def test_a_long_journal_that_is_cut_off_is_read_up_to_the_last_whole_record() ->
         _see_what_is_read_of(BOOK, length)
 
 
+@pytest.mark.thorough
 def test_a_record_that_zeros_continue_was_not_written_to_its_end() -> None:
     random = Random(1)
     for length in random.sample(range(len(BOOK.data)), 300):
@@ -132,6 +134,7 @@ def test_a_flipped_bit_in_a_length_does_not_drop_what_follows() -> None:
         journal_records.read(bytes(flipped))
 
 
+@pytest.mark.thorough
 @given(st.binary(max_size=200))
 def test_anything_behind_a_sound_journal_is_an_unfinished_end_or_refused(rest: bytes) -> None:
     try:

@@ -265,6 +265,7 @@ async def test_an_unforeseen_error_in_a_provider_is_a_failure_of_that_vendor(cap
         assert "unforeseen" in caplog.text
 
 
+@pytest.mark.thorough
 async def test_a_failure_that_turns_into_a_hang_and_back_is_told_in_full() -> None:
     provider = Provider(gpu(0))
     working = provider.answer

@@ -211,6 +211,7 @@ LET_GO = "import sys\nfrom hegmd.node.processes.process_set import let_go, popul
 LET_GO += "let_go(population_of([int(sys.argv[1])]))"
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="to be another user takes root")
 def test_a_users_dump_was_waited_for_to_its_end_because_the_service_could_not_tell_it(tmp_path: Path) -> None:
     """What the unit left root was not enough to set a limit of another user's process."""

@@ -45,6 +45,7 @@ def test_true_and_false_are_numbers() -> None:
     assert out.text().endswith("\nhegmd_x 1\n")
 
 
+@pytest.mark.thorough
 @given(st.lists(st.floats(0, 100)))
 def test_a_histogram_counts_each_duration_in_every_bin_that_it_fits(durations: list[float]) -> None:
     histogram = Histogram()

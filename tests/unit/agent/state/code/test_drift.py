@@ -55,6 +55,7 @@ def test_no_number_is_the_same_as_itself() -> None:
     assert print_of(float("nan")) == print_of(float("nan"))
 
 
+@pytest.mark.thorough
 def test_prints_keep_nothing_alive() -> None:
     class Thing: ...
 

@@ -6,6 +6,8 @@ import functools
 import random
 from typing import Any
 
+import pytest
+
 from hegmd.agent.state.loaders.sampler_rng import held_within
 
 RNG = random.Random(1)
@@ -51,6 +53,7 @@ def test_generators_within_a_dataset_were_not_found_below_its_own_attributes() -
     assert {one.random() for one in found} == {random.Random(seed).random() for seed in range(1, 8)}
 
 
+@pytest.mark.thorough
 def test_long_lists_of_plain_rows_need_no_look_and_others_do() -> None:
     assert held_within([Rows([("a.png", 1)] * 100_000)]) == ([], True)
     assert held_within([Rows([Slotted() for _ in range(20_000)])])[1] is False

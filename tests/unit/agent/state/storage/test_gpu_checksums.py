@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from hegmd.agent.copying import PAGE_BYTES, PIECE_BYTES
@@ -20,6 +21,7 @@ def _raw(size_bytes: int, first: int, seed: int) -> tuple[Any, int, int, str]:
     return whole, whole.data_ptr() + first, size_bytes, "cpu"
 
 
+@pytest.mark.thorough
 def test_each_part_has_the_checksum_that_reading_expects() -> None:
     raws = [_raw(size, 8 * number, number) for number, size in enumerate(SIZES)]
     places = [number << 30 for number in range(len(raws))]

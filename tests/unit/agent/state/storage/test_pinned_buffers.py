@@ -42,6 +42,7 @@ def test_what_is_prepared_has_its_pages_before_it_is_taken() -> None:
     taken.close()
 
 
+@pytest.mark.thorough
 def test_another_is_taken_where_none_is_prepared_any_more() -> None:
     pinned_buffers.prepare()
     taken = [pinned_buffers.take(), pinned_buffers.take()]
@@ -86,6 +87,7 @@ ground.take().close()
 """
 
 
+@pytest.mark.thorough
 def test_a_forked_child_kept_what_its_parent_had_prepared_or_waited_for_it() -> None:
     """As a loader's worker, which is there before the state is put back and has no use for any of it."""
     words = [sys.executable, "-c", FORKS]

@@ -40,6 +40,7 @@ def test_a_value_of_any_kind_comes_back_to_the_bit(fd: int, seed: int) -> None:
     assert exact(_through(fd, value)) == exact(value)
 
 
+@pytest.mark.thorough
 def test_huge_pages_which_know_no_write_take_a_state() -> None:
     """Every restart failed at its saving where the pool was in such pages: `write` answers with error 22."""
     value = {"weights": torch.arange(1_000_000), "step": 7}
@@ -54,6 +55,7 @@ def test_a_descriptor_is_used_again_for_less_and_for_more(fd: int) -> None:
         assert torch.equal(_through(fd, value), value)
 
 
+@pytest.mark.thorough
 def test_pieces_larger_than_one_part_and_on_no_border(fd: int) -> None:
     value = [
         torch.arange(size, dtype=torch.uint8) for size in (1, 4095, 4097, (8 << 20) - 1, (8 << 20) + 4097, 17 << 20)
@@ -325,6 +327,7 @@ def test_a_tensor_that_reaches_beyond_its_bytes_is_refused() -> None:
             _read(head + struct.pack("<I", crc32(head)) + wrong + whole[64 + tree_bytes :])
 
 
+@pytest.mark.thorough
 def test_random_trees_with_right_checksums_are_refused_or_read() -> None:
     """Nothing but Damaged leaves the reader, whatever the tree says."""
     whole = [_file_of(Drawn(seed).value(depth=4)) for seed in range(8)]
@@ -350,6 +353,7 @@ def test_an_ordered_dict_stays_one(fd: int) -> None:
 # ---- filling --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_tensors_are_filled_in_place_whatever_their_make(fd: int) -> None:
     saved = [
         *(torch.randn(300, 400), torch.randn(2, 3, 5, 7).to(memory_format=torch.channels_last), torch.tensor(3.5)),
