@@ -93,8 +93,8 @@ class Plan(Record):
 # first, before there is a plan. hegmctl's bar shows by them how far an operation is.
 PHASES_IN_ORDER = (
     *("reading", "planned", "settling", "reserving", "readying", "counting", "quiescing", "holding", "measuring"),
-    *("offloading", "checkpointing", "leaving", "handing", "ending", "spilling", "restoring", "reloading"),
-    *("releasing", "verifying", "tidying"),
+    *("disconnecting", "offloading", "locking", "checkpointing", "leaving", "handing", "ending", "spilling"),
+    *("restoring", "unlocking", "reloading", "reconnecting", "releasing", "verifying", "tidying"),
 )
 
 # What is done now by a restart, in its order: of the process that is to leave, of nobody, and of the one that comes.

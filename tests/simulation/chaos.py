@@ -1,7 +1,8 @@
 """`make bench-chaos`: lives of many seeds on all cores, at what rate, and every seed that broke a promise.
 
 `python -m tests.simulation.chaos [SEEDS [FIRST]]`. A promise that was broken is told with the seed's story, once for
-each kind; `python -m tests.simulation.seeds SEED` tells it again, of those of restarts with `restart` before it.
+each kind; `python -m tests.simulation.seeds SEED` tells it again, of those of restarts with `restart` before it, of
+those of ranks with `ranks`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
-from tests.simulation.seeds import live, live_restarts
+from tests.simulation.seeds import live, live_ranks, live_restarts
 
 SEEDS = 100_000
 CHUNK = 200
@@ -27,7 +28,7 @@ def live_many(first: int) -> tuple[int, int, int, list[tuple[int, str, str]]]:
     broken: list[tuple[int, str, str]] = []
     logging.disable()  # what the real parts say of it; a seed's story is told by itself
     for seed in range(first, first + CHUNK):
-        life = live_restarts(seed) if is_of_restarts(seed) else live(seed)
+        life = live_restarts(seed) if is_of_restarts(seed) else live_ranks(seed) if is_of_ranks(seed) else live(seed)
         operations += len(life.daemon.ops)
         crashes += life.daemon.crashes
         lines += len(life.daemon.story)
@@ -39,6 +40,11 @@ def live_many(first: int) -> tuple[int, int, int, list[tuple[int, str, str]]]:
 def is_of_restarts(seed: int) -> bool:
     """Whether that life is one of jobs that are moved by restart: one in ten is."""
     return seed % 10 == 0
+
+
+def is_of_ranks(seed: int) -> bool:
+    """Whether that life is one of jobs whose ranks have communicators: one in ten is."""
+    return seed % 10 == 1
 
 
 def _kind(violation: str) -> str:

@@ -54,6 +54,12 @@ class Process:
     owed: bool = False
     supervised: bool = True
     finished: bool = False
+    # Of a rank: how its communicators with the others of its job are taken down, whether they are up and since which
+    # generation, and what it waits for the others with. See ranks.py.
+    communicators: str = ""
+    linked: bool = True
+    generation: int = 0
+    joining: tuple[str, int] | None = None
 
     @property
     def has_agent(self) -> bool:

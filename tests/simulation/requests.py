@@ -28,7 +28,7 @@ from tests.simulation.daemon import Daemon
 from tests.simulation.node import Process
 
 IMAGE = ImageRequest(path="/images/one", uid=1000, gid=1000)
-LIMITS = Limits(arm_s=20.0, park_s=20.0, move_s=30.0, hand_s=30.0, verify_s=20.0, retry_s=5.0)
+LIMITS = Limits(arm_s=20.0, park_s=20.0, connect_s=20.0, move_s=30.0, hand_s=30.0, verify_s=20.0, retry_s=5.0)
 
 
 def jobs(daemon: Daemon) -> list[list[Process]]:
@@ -78,6 +78,8 @@ def begin(daemon: Daemon, random: Random, members: list[Process]) -> None:
         return
     if any(process.asked_at is not None for process in members):
         return
+    if members[0].communicators and len(members) < _world_size(daemon, members[0]):
+        return  # a plan refuses a job of which a rank is missing
     kind = random.choice((MIGRATE, MIGRATE, MIGRATE, SUSPEND, SUSPEND, CHECKPOINT))
     if kind == SUSPEND and random.random() < 0.2 and not daemon.node.alone:
         kind = QUIESCE
@@ -94,7 +96,11 @@ def begin(daemon: Daemon, random: Random, members: list[Process]) -> None:
         )
         workers.append(_worker(process, goal))
     is_distributed = daemon.node.is_distributed[members[0].job]
+    if kind == MIGRATE and members[0].communicators and random.random() < 0.5:  # each where another one is
+        goals = [worker.gpu for worker in workers]
+        workers = [worker.replace(target_gpu=goal) for worker, goal in zip(workers, goals[1:] + goals[:1], strict=True)]
     op = _operation(daemon, kind, workers, is_distributed=is_distributed)
+    op = op.replace(reserves_late=bool(members[0].communicators) and random.random() < 0.7)
     daemon.begin(_with_image(op, leave_running=random.random() < 0.5) if kind == CHECKPOINT else op)
 
 
@@ -116,12 +122,19 @@ def _standing(daemon: Daemon, process: Process) -> Standing:
         start_ticks=7,
         uid=1000,
         token=process.token,
-        world_size=2 if daemon.node.is_distributed[process.job] else 1,
+        world_size=_world_size(daemon, process),
         gpu=process.gpu,
         boundary=process.boundary,
         size_bytes=process.size_bytes,
         held_bytes=0 if process.has_bytes else process.size_bytes,
+        communicators=process.communicators,
     )
+
+
+def _world_size(daemon: Daemon, process: Process) -> int:
+    if process.communicators:
+        return sum(1 for other in daemon.node.processes.values() if other.job == process.job)
+    return 2 if daemon.node.is_distributed[process.job] else 1
 
 
 def place(daemon: Daemon, members: Iterable[Process]) -> dict[str, str]:
@@ -183,6 +196,7 @@ def _worker(process: Process, goal: str | None) -> JobProcess:
         size_bytes=0 if alone else process.size_bytes,
         driver_bytes=process.size_bytes + RESTORE_MARGIN_BYTES if alone else 0,
         reservations={} if gpu is None else {gpu: process.size_bytes},
+        communicators=process.communicators,
     )
     return worker.replace(**by_restart)
 

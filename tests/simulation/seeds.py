@@ -3,7 +3,7 @@
 A life has a stormy part, in which anything may happen, and a calm one, in which only what is under way goes on; by the
 end of that every worker that lives has to train, every suspended job has to have been resumed, and nothing may be held
 for anybody. `python -m tests.simulation.seeds SEED` lives one again and tells its story; with `restart` before the
-seed, one of jobs that are moved by restart.
+seed, one of jobs that are moved by restart, and with `ranks`, one of jobs whose ranks have communicators.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from random import Random
 
 from hegmd.migration.machine import events
-from tests.simulation import requests, restarted, weather
+from tests.simulation import ranks, requests, restarted, weather
 from tests.simulation.daemon import Daemon, Parts
 from tests.simulation.node import Node, Process, Violation
 from tests.simulation.promises import check, judge
+from tests.simulation.ranks import RankHands
 from tests.simulation.restarted import RestartedHands
 from tests.simulation.weather import UNIT_BYTES
 
@@ -50,6 +51,17 @@ def live_restarts(
 ) -> Life:
     """The same of jobs that are moved by restart; these lives are others than those of the same seeds."""
     return live(seed, parts or Parts(hands=RestartedHands), odds=odds, points=points, born=_born_to_restart)
+
+
+def live_ranks(
+    seed: int,
+    parts: Parts | None = None,
+    *,
+    odds: Mapping[str, float] | None = None,
+    points: Callable[[Daemon, str], bool] | None = None,
+) -> Life:
+    """The same of jobs whose ranks have communicators."""
+    return live(seed, parts or Parts(hands=RankHands), odds=odds, points=points, born=_born_with_ranks)
 
 
 def live(
@@ -109,6 +121,10 @@ def _born_to_restart(random: Random, parts: Parts) -> Daemon:
     daemon = Daemon(restarted.drawn_node(random), random, weather.draw_odds(random), parts)
     daemon.odds.update(restarted.draw_odds(random))
     return daemon
+
+
+def _born_with_ranks(random: Random, parts: Parts) -> Daemon:
+    return Daemon(ranks.drawn_node(random), random, weather.draw_odds(random), parts)
 
 
 def _leave_alone(node: Node, random: Random) -> None:
@@ -223,8 +239,8 @@ def _all_go_on(daemon: Daemon) -> None:
 
 def main(arguments: list[str]) -> int:
     """Tell the stories of those seeds; 1 if a promise was broken in any."""
-    is_of_restarts = arguments[:1] == ["restart"]
-    lives = [live_restarts(int(seed)) if is_of_restarts else live(int(seed)) for seed in arguments[is_of_restarts:]]
+    way = {"restart": live_restarts, "ranks": live_ranks}.get("".join(arguments[:1]))
+    lives = [(way or live)(int(seed)) for seed in arguments[way is not None :]]
     sys.stdout.write("\n\n".join(str(life) for life in lives) + "\n")
     return int(any(life.violation is not None for life in lives))
 

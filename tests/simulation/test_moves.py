@@ -28,6 +28,10 @@ SEEDS = 1500
 QUICK_LIVES = 60
 # Restarts have lives of their own, as many as these lack of 2,000: test_restarts.py.
 OF_RESTARTS = {"came-on", "drop-requested", "successor-awaited", "training-ended"}
+# So have ranks with communicators: test_ranks.py.
+OF_RANKS = {"disconnected", "locked", "unlocked", "reconnected"}
+RANK_PHASES = {"disconnecting", "locking", "unlocking", "reconnecting"}
+RANK_EFFECTS = {"disconnect", "lock", "unlock", "reconnect"}
 CHUNK = 250
 LIVES = [range(QUICK_LIVES), *(range(max(first, QUICK_LIVES), first + CHUNK) for first in range(0, SEEDS, CHUNK))]
 # Of lives that differ by their seeds alone, the quick part has the first few.
@@ -78,7 +82,7 @@ def test_the_seeds_see_every_phase_and_every_event_that_is_not_ignored() -> None
             taken.add(event.tag)
         return after, wanted
 
-    wanted = set(machine.PHASES) - {machine.READYING}, set(machine.EVENTS) - OF_RESTARTS
+    wanted = set(machine.PHASES) - {machine.READYING} - RANK_PHASES, set(machine.EVENTS) - OF_RESTARTS - OF_RANKS
     for seed in (*RARE_EVENTS, *range(500)):
         live(seed, Parts(handle=noting))
         if wanted == (phases, taken):
@@ -157,13 +161,14 @@ def test_the_quiet_lives_have_every_phase_and_come_to_every_point_at_which_a_dae
     lives = [_quiet(seed) for seed in QUIET_SEEDS]
     # An inspection follows a crash, which the next tests have; a withdrawal and the end of an image a cancel, which the
     # last one has. No quiet life is one of a job that is only made to stand; those of the seeds are.
-    tags = Effect.register.keys() - {"await-successor", "inspect", "withdraw", "hold", "scrap"}
+    tags = Effect.register.keys() - {"await-successor", "inspect", "withdraw", "hold", "scrap"} - RANK_EFFECTS
     points = {f"{when} {tag}" for tag in tags for when in ("before", "after")} | {"begun", "unwritten", "written"}
     assert {point for life in lives for point in life.seen} >= points
     assert {phase for life in lives for phase in life.phases} >= set(machine.PHASES) - {
         "readying",
         "settling",
         "holding",
+        *RANK_PHASES,
         *machine.TERMINAL,
     }
 

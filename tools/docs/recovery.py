@@ -36,6 +36,8 @@ PAGE = Path(__file__).parents[2] / "hegmd" / "migration" / "RECOVERY.md"
 OLD, NEW = "gpu0", "gpu1"
 # A migration by restart: its process leaves by ending, and another one comes back in its place.
 BY_RESTART = "restart"
+# A migration of a job whose ranks have communicators: what holds for one of its ranks.
+OF_RANKS = "migrate ranks"
 PLACES = {OLD: "the old GPU", NEW: "the new GPU", None: "no GPU"}
 NAME, AGENT = "the job", "its agent"
 LEFT = "checkpoint --leave-running"
@@ -49,6 +51,7 @@ class World:
     parked: bool = False
     out: bool = False
     gpu: str | None = OLD
+    locked: bool = False
     boundary: int = 4
     alive: bool = True
     image: bool = False
@@ -107,7 +110,9 @@ class Play:
             "release": {"parked": False},
             "offload": {"out": not self._restarts},
             "reload": {"out": False},
-            "checkpoint": {"gpu": None},
+            "lock": {"locked": True},
+            "unlock": {"locked": False},
+            "checkpoint": {"gpu": None, "locked": False},
             "dump": {"written": True} if self.op.image and self.op.image.leave_running else {"image": True},
             "seal": {"image": True},
             "scrap": {"image": False, "written": False},
@@ -145,6 +150,7 @@ class Play:
             "gpu": world.gpu,
             "reservations": {**worker.reservations, **({world.gpu: SIZE_BYTES} if world.gpu else {})},
             "pool_bytes": worker.pool_bytes,
+            "locked": world.locked,
         }
 
     def until(self, phase: str | None) -> bool:
@@ -192,7 +198,7 @@ def situations() -> Iterator[tuple[str, Play]]:
     """Every kind of operation in every phase and heading that it can be in, by its name."""
     for kind, phase in (
         (kind, phase)
-        for kind in (MIGRATE, SUSPEND, "resume", CHECKPOINT, LEFT, QUIESCE, BY_RESTART)
+        for kind in (MIGRATE, SUSPEND, "resume", CHECKPOINT, LEFT, QUIESCE, BY_RESTART, OF_RANKS)
         for phase in PHASES
     ):
         forward = _driven(kind, phase)
@@ -206,7 +212,7 @@ def situations() -> Iterator[tuple[str, Play]]:
 
 def _driven(kind: str, phase: str) -> Play | None:
     """An operation of that kind in that phase; None when it never is."""
-    goal = {MIGRATE: NEW, QUIESCE: OLD, BY_RESTART: NEW}.get(kind)
+    goal = {MIGRATE: NEW, QUIESCE: OLD, BY_RESTART: NEW, OF_RANKS: NEW}.get(kind)
     worker = JobProcess(
         name=NAME,
         pid=1,
@@ -221,7 +227,9 @@ def _driven(kind: str, phase: str) -> Play | None:
     )
     if kind == BY_RESTART:
         worker = worker.replace(method=RESTART, carrier=BY_STATE, must_exit=True)
-    kinds = {"resume": SUSPEND, LEFT: CHECKPOINT, BY_RESTART: MIGRATE}
+    if kind == OF_RANKS:
+        worker = worker.replace(communicators="suspend")
+    kinds = {"resume": SUSPEND, LEFT: CHECKPOINT, BY_RESTART: MIGRATE, OF_RANKS: MIGRATE}
     op = Operation(id="1", kind=kinds.get(kind, kind), workers=(worker,))
     if op.kind == CHECKPOINT:
         handoff = ImageRequest(path="/images/one", uid=0, gid=0, leave_running=kind == LEFT)

@@ -8,7 +8,7 @@ several events come to in reversal.py and worker_exit.py.
 from __future__ import annotations
 
 from hegmd.errors import CANCELLED, TIMEOUT, Refused
-from hegmd.migration.machine import effects, events, next_effects, reversal, worker_exit
+from hegmd.migration.machine import communicators, effects, events, next_effects, reversal, worker_exit
 from hegmd.migration.machine.effects import Effect
 from hegmd.migration.machine.operation import (
     CHECKPOINT,
@@ -26,7 +26,10 @@ from hegmd.migration.machine.stages import is_past_return, limit_s
 
 # Phases in which a deadline turns an operation that heads forward, when nobody's bytes are out.
 _TURN_WHEN_LATE = frozenset(
-    "settling reserving counting quiescing measuring offloading checkpointing handing restoring reloading".split()
+    (
+        "settling reserving counting quiescing measuring disconnecting offloading locking checkpointing handing "
+        "restoring reloading"
+    ).split()
 )
 
 
@@ -82,6 +85,9 @@ def resume(op: Operation, event: events.ResumeRequested, now: float) -> Operatio
     kind = RESTORE if op.kind == RESTORE else RESUME
     # What a restart was to change belongs to where it was headed then; who resumes it says what is to be now.
     op = op.replace(kind=kind, direction=FORWARD, workers=workers, failure=None, attempts=0, respawn=None)
+    op = op.replace(
+        reconnects=op.reconnects + 1, failed_reconnects=0, reserves_late=any(one.communicators for one in workers)
+    )
     due = None if event.limit_s is None else now + event.limit_s
     op = op.replace(limits=op.limits.replace(resume_s=event.limit_s), due=due)
     if op.restarts_together and any(worker.is_absent for worker in op.live):
@@ -209,11 +215,16 @@ def deadline_passed(op: Operation, event: events.DeadlinePassed, now: float) -> 
         return reversal.back(
             op, TIMEOUT.name, message, "ask again with a longer --timeout, or look at what the job does"
         )
+    is_reconnecting = any(pending.effect == effects.Reconnect.tag for pending in op.pending)
     for pending in op.pending:
         if pending.effect != effects.Seal.tag:  # it has a limit of its own, and comes to an end by itself
             op = _forgotten(op, pending)
     workers = [worker.replace(waits=None) for worker in op.workers]
-    return next_effects.later(op.replace(workers=tuple(workers)), now)
+    op = op.replace(workers=tuple(workers))
+    if is_reconnecting:
+        late = f"operation {op.id} was not through with {op.phase} within {limit_s(op.limits, op.phase):g} s"
+        op = communicators.another_round(op, TIMEOUT.name, late)
+    return next_effects.later(op, now)
 
 
 def _waits_for_moved(op: Operation) -> bool:

@@ -37,6 +37,7 @@ class Standing(Record):
     at: str | None = field("the GPU that it is on; nil for none, or a simulated one", default=None)
     driver_bytes: int = field("what it may need on a GPU besides its storages", default=0)
     anywhere: bool = field("whether nobody knows on which GPU the driver had it", default=False)
+    communicators: str = field("how its agent takes its communicators down; empty for one that has none", default="")
 
 
 class Driven(Record):
@@ -90,12 +91,14 @@ def on_real_gpu(standing: Standing, driven: Driven, mark: str | None, *, in_vide
 def adopted(op_id: str, standing: Iterable[Standing], *, utc: float) -> Operation:
     """A suspended operation on these processes, which are those of one job."""
     found = tuple(standing)
+    # A group that has lost a rank is never connected again.
+    is_whole = all(len(found) >= (one.world_size or 1) for one in found)
     return Operation(
         id=op_id,
         kind=SUSPEND,
         phase=RESTING,
         is_distributed=max((one.world_size or 1 for one in found), default=1) > 1,
-        workers=tuple([_worker(one) for one in found]),
+        workers=tuple([_worker(one if is_whole else one.replace(communicators="")) for one in found]),
         owner_uid=found[0].uid,
         created_utc=utc,
     )
@@ -143,6 +146,8 @@ def _worker(one: Standing) -> JobProcess:
         gpu_unknown=one.anywhere,
         reservations={},
         boundary=one.boundary,
+        communicators=one.communicators,
+        is_connected=None if one.communicators else True,
         park_requested=True,
         is_parked=True,
         offloaded=one.held_bytes > 0,

@@ -100,6 +100,26 @@ class Offload(Effect, tag="offload", ends=("offloaded",), on_cancel=FINISH):
     """Copy the storages' bytes to the worker's bytes of the pool, then free them in the process."""
 
 
+class Disconnect(Effect, tag="disconnect", ends=("disconnected",), on_cancel=FINISH):
+    """Take the communicators with other ranks down. Each rank waits for the others, which get the same order.
+
+    Undone by `reconnect`, whatever of it was done.
+    """
+
+    limit_s: float = field("how long it may take; over it this has failed")
+
+
+class LockRank(Effect, tag="lock", ends=("locked", "grew"), on_cancel=FINISH):
+    """Let the driver lock the process, so that it makes no CUDA call, and measure what it has on its GPU.
+
+    Asked of every rank before the first of them is checkpointed. Undone by `unlock`.
+    """
+
+
+class UnlockRank(Effect, tag="unlock", ends=("unlocked",), on_cancel=FINISH):
+    """Let the driver unlock the process, which has stayed on its GPU."""
+
+
 class Checkpoint(Effect, tag="checkpoint", ends=("checkpointed", "grew"), on_cancel=FINISH):
     """Let the driver take what is left of the process off its GPU; nothing to do for a simulated one."""
 
@@ -142,6 +162,13 @@ class Restore(Effect, tag="restore", ends=("restored",), on_cancel=FINISH):
 
 class Reload(Effect, tag="reload", ends=("reloaded",), on_cancel=FINISH):
     """Make the storages again from the worker's bytes of the pool, which stay."""
+
+
+class Reconnect(Effect, tag="reconnect", ends=("reconnected",), on_cancel=FINISH):
+    """Connect the communicators with other ranks again. Each rank waits for the others, which get the same order."""
+
+    generation: int = field("the same for all ranks, and larger than in every earlier one of this job")
+    limit_s: float = field("how long it may take; over it this has failed")
 
 
 class Release(Effect, tag="release", ends=("released",), on_cancel=FINISH):

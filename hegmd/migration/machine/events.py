@@ -198,6 +198,18 @@ class Offloaded(Ending, tag="offloaded"):
     size_bytes: int = field("how many")
 
 
+class Disconnected(Ending, tag="disconnected"):
+    """The communicators of the rank are down, and so are those of all others."""
+
+
+class Locked(Ending, tag="locked"):
+    """The driver holds the process locked, and what it has on its GPU is not more than was planned for."""
+
+
+class Unlocked(Ending, tag="unlocked"):
+    """The process can make CUDA calls again."""
+
+
 class Checkpointed(Ending, tag="checkpointed"):
     """The process has nothing on any GPU any more."""
 
@@ -262,6 +274,10 @@ class Reloaded(Ending, tag="reloaded"):
     """The bytes are in the process again, and still in the pool."""
 
 
+class Reconnected(Ending, tag="reconnected"):
+    """The communicators of the rank are up again."""
+
+
 class Released(Ending, tag="released"):
     """The training thread was let go."""
 
@@ -283,3 +299,4 @@ class Inspected(Ending, tag="inspected"):
     pool_bytes: int = field("bytes of the pool that are held for it now")
     busy: bool = field("whether an order is still under way in it", default=False)
     failed: str = field("why it can never be brought back; empty as long as it can", default="")
+    locked: bool = field("of a rank with communicators: whether the driver holds it locked", default=False)

@@ -30,6 +30,9 @@ What a runner has to keep to:
 | park | at, limit_s | parked(boundary), overran(boundary) | order park; instead of an earlier one; failed: withdrawn |
 | withdraw | | withdrawn | order withdraw, or release if it stands already |
 | offload | | offloaded(size_bytes) | order offload with the memory |
+| disconnect | limit_s | disconnected | order disconnect; for ranks with communicators, as the next two |
+| lock | | locked, grew(driver_bytes) | nothing to do |
+| unlock | | unlocked | nothing to do |
 | checkpoint | | checkpointed, grew(driver_bytes) | nothing to do; the room there stays held |
 | hold | | held | nothing but time passes |
 | dump | find | dumped | the image is written, read back and named; of a job that goes on its processes, no more |
@@ -38,6 +41,7 @@ What a runner has to keep to:
 | end | | ended | the process is ended |
 | restore | gpu | restored | the room there becomes the worker's own; of a restart also: training-ended |
 | reload | | reloaded | order reload with the memory |
+| reconnect | generation, limit_s | reconnected | order reconnect |
 | release | | released | order release was sent |
 | verify | beyond | verified(boundary) | that order's report, or a survey that counts more than `beyond` |
 | inspect | | inspected(...), or worker-exited | attended? survey; and what room and pool are really held |
@@ -58,7 +62,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from hegmd.errors import Refused
-from hegmd.migration.machine import actions, results
+from hegmd.migration.machine import actions, communicators, results
 from hegmd.migration.machine.effects import Effect, Seal
 from hegmd.migration.machine.events import Ending, Event
 from hegmd.migration.machine.next_effects import PLANNED, SUSPENDED, TERMINAL, advance
@@ -229,6 +233,9 @@ _WRITES: dict[str, Callable[..., Operation]] = {
     "overran": results.overran,
     "withdrawn": results.withdrawn,
     "offloaded": results.offloaded,
+    "disconnected": communicators.disconnected,
+    "locked": communicators.locked,
+    "unlocked": communicators.unlocked,
     "checkpointed": results.checkpointed,
     "held": results.held,
     "dumped": results.dumped,
@@ -238,6 +245,7 @@ _WRITES: dict[str, Callable[..., Operation]] = {
     "grew": results.outgrown,
     "restored": results.restored,
     "reloaded": results.reloaded,
+    "reconnected": communicators.reconnected,
     "released": results.released,
     "verified": results.verified,
     "inspected": results.inspected,

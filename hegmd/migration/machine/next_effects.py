@@ -19,7 +19,7 @@ PLANNED = "planned"
 SUSPENDED, DONE, ROLLED_BACK, LOST = "suspended", "done", "rolled-back", "lost"
 TERMINAL = (DONE, ROLLED_BACK, LOST)
 # The phases of a resume that are over once it has its bytes again: what is left then is only to go on.
-_UNTIL_DUE = frozenset(("settling", "reserving", "restoring", "reloading"))
+_UNTIL_DUE = frozenset(("settling", "reserving", "restoring", "unlocking", "reloading"))
 # Waiting for what does not come is done less and less often, up to this.
 MAX_RETRY_S = 300.0
 
@@ -67,6 +67,7 @@ def _matches(pending: Pending, worker: JobProcess, want: Want) -> bool:
         and pending.worker == worker.name
         and pending.gpu == arguments.get("gpu")
         and pending.at == arguments.get("at")
+        and pending.generation == arguments.get("generation")
     )
 
 
@@ -107,6 +108,7 @@ def _emit(op: Operation, name: str, want: Want) -> tuple[Operation, Effect]:
         gpu=arguments.get("gpu"),
         size_bytes=arguments.get("size_bytes"),
         at=arguments.get("at"),
+        generation=arguments.get("generation"),
     )
     worker = op.worker(name)
     if worker is not None and kind in _MEANS:
@@ -119,6 +121,8 @@ def _emit(op: Operation, name: str, want: Want) -> tuple[Operation, Effect]:
 # From the moment that it is asked for, whatever it may do is taken for done where that is the careful side.
 _MEANS: dict[type[Effect], dict[str, Any]] = {
     effects.Park: {"park_requested": True, "is_parked": False},
+    effects.Disconnect: {"is_connected": None},
+    effects.Reconnect: {"is_connected": None},
     effects.Offload: {"was_offloaded": True, "verified": False},
     effects.Checkpoint: {"was_offloaded": True, "verified": False},
 }

@@ -40,6 +40,7 @@ class Limits(Record):
         "standing at a boundary while other threads are not at rest, before it runs on to another one", default=0.5
     )
     hold_s: float = field("of a quiesce: standing at the boundary, before the job goes on by itself", default=60.0)
+    connect_s: float = field("taking the communicators of all ranks down, or connecting them again", default=60.0)
     move_s: float = field("taking the bytes out, or putting them back", default=600.0)
     hand_s: float = field("writing an image, from the dump to its verification", default=3600.0)
     resume_s: float | None = field(
@@ -68,6 +69,7 @@ class Pending(Record):
     gpu: str | None = field("the GPU that it names", default=None)
     size_bytes: int | None = field("the size that it names", default=None)
     at: int | None = field("the boundary that it names", default=None)
+    generation: int | None = field("the generation of communicators that it names", default=None)
 
 
 class ImageRequest(Record):
@@ -149,6 +151,14 @@ class JobProcess(Record):
     recount_memory: bool = field("whether room and pool have to be counted anew, as after a restart", default=False)
     waits: str | None = field("what it waits for before anything is tried again: agent or retry", default=None)
     kept_gpu: str | None = field("a GPU whose room is kept while it is suspended", default=None)
+    communicators: str = field(
+        "how its agent takes down its communicators with other ranks: suspend or replace; empty for one that has none",
+        default="",
+    )
+    is_connected: bool | None = field(
+        "whether its communicators are up; nil while an effect may have changed that", default=True
+    )
+    is_locked: bool = field("whether the driver holds it locked, so that it makes no CUDA call", default=False)
     run: str | None = field("of a restart: the `hegmctl run` whose supervisor starts it", default=None)
     must_exit: bool = field("of a restart: whether it has still to leave, wherever its goal is", default=False)
     successor_ready: bool = field(
@@ -171,6 +181,11 @@ class JobProcess(Record):
     def has_agent(self) -> bool:
         """Whether it can be stopped between two batches. Without, the driver alone has a hold on it."""
         return bool(self.token)
+
+    @property
+    def is_unlinked(self) -> bool:
+        """Whether it has communicators that are not known to be up."""
+        return bool(self.communicators) and self.is_connected is not True
 
     @property
     def restarts(self) -> bool:
@@ -223,6 +238,12 @@ class Operation(Record):
     deadline: float | None = field("the monotonic instant at which `deadline-passed` is due", default=None)
     due: float | None = field("of a resume: the monotonic instant at which it turns back", default=None)
     attempts: int = field("how often the deadline passed in this part", default=0)
+    reserves_late: bool = field(
+        "whether room on a target is taken only when all workers have left their GPUs: one has it from another",
+        default=False,
+    )
+    reconnects: int = field("how often its ranks were to connect their communicators anew", default=0)
+    failed_reconnects: int = field("how many of these failed one after the other", default=0)
     failure: Failure | None = field("why it does not get to what was asked", default=None)
     waiting_for: Failure | None = field("what it waits for now, such as room on a GPU", default=None)
     parked_since: float | None = field("the monotonic instant from which its job stands", default=None)
@@ -236,6 +257,11 @@ class Operation(Record):
     def live(self) -> Iterator[JobProcess]:
         """The workers whose processes have not ended."""
         return (worker for worker in self.workers if not worker.has_exited)
+
+    @property
+    def generation(self) -> int:
+        """What tells one connection of the communicators from every earlier one of this job, for all ranks."""
+        return int(self.created_utc * 1000) + self.reconnects
 
     @property
     def restarts_together(self) -> bool:

@@ -7,7 +7,7 @@ and never asks for an effect: that follows from the facts, in next_effects.py.
 from __future__ import annotations
 
 from hegmd.errors import REFUSED
-from hegmd.migration.machine import effects, events, next_effects, reversal, worker_exit
+from hegmd.migration.machine import communicators, effects, events, next_effects, reversal, worker_exit
 from hegmd.migration.machine.effects import Effect
 from hegmd.migration.machine.operation import (
     BACK,
@@ -112,6 +112,7 @@ def checkpointed(op: Operation, worker: JobProcess, pending: Pending, event: eve
         reservations=reservations,
         driver_bytes=driver_bytes,
         driver_bytes_by_gpu=driver_bytes_by_gpu,
+        is_locked=False,
     )
     return op.replace(waiting_for=None).with_worker(off)
 
@@ -148,7 +149,7 @@ def ended(op: Operation, worker: JobProcess, pending: Pending, event: events.End
 def outgrown(op: Operation, worker: JobProcess, pending: Pending, event: events.GrewBeyondPlan) -> Operation:
     """It is tried again once this is on disk and room for it is held."""
     return op.with_worker(
-        worker.replace(driver_bytes=event.driver_bytes, driver_bytes_by_gpu=event.driver_bytes_by_gpu)
+        worker.replace(driver_bytes=event.driver_bytes, driver_bytes_by_gpu=event.driver_bytes_by_gpu, is_locked=False)
     )
 
 
@@ -208,6 +209,9 @@ def inspected(op: Operation, worker: JobProcess, pending: Pending, event: events
         recount_memory=False,
         waits=None,
         is_parked=event.parked,
+        is_locked=event.locked,
+        # A thread runs when its agent has connected it again.
+        is_connected=worker.is_connected if event.parked else True,
         boundary=event.boundary if event.parked or not worker.was_offloaded else worker.boundary,
         offloaded=event.out_bytes > 0 or is_following,
         # Whoever took them, bytes that are out have to be seen in use again before what holds them is given back.
@@ -256,6 +260,8 @@ def failed(op: Operation, worker: JobProcess, pending: Pending, event: events.Fa
     if pending.effect in _HARMLESS:
         changed = {"park_requested": False} if pending.effect == effects.Park.tag else {}
         return _astray(op.with_worker(worker.replace(**changed)), event)
+    if pending.effect == effects.Reconnect.tag:
+        return communicators.not_reconnected(op, worker, pending, event)
     if pending.effect in _UNCERTAIN:
         # A driver that could not restore may have lost the room for it; one that was cut off before has kept none.
         recount = worker.recount_memory or pending.effect in (effects.Checkpoint.tag, effects.Restore.tag)
@@ -267,7 +273,7 @@ def failed(op: Operation, worker: JobProcess, pending: Pending, event: events.Fa
 
 
 _HARMLESS = frozenset((effects.Reserve.tag, effects.ReservePool.tag, effects.Survey.tag, effects.Park.tag))
-_OUTWARD = frozenset((effects.Offload.tag, effects.Checkpoint.tag))
+_OUTWARD = frozenset((effects.Disconnect.tag, effects.Offload.tag, effects.LockRank.tag, effects.Checkpoint.tag))
 _UNCERTAIN = frozenset((*_OUTWARD, effects.Restore.tag, effects.Reload.tag))
 
 

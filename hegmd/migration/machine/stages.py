@@ -18,6 +18,9 @@ from hegmd.migration.machine import effects
 from hegmd.migration.machine.effects import Effect
 from hegmd.migration.machine.operation import CHECKPOINT, FORWARD, HOLD, QUIESCE, JobProcess, Limits, Operation
 
+# So that an agent is the first to find that its limit has passed, and says what it has waited for.
+AGENT_SHARE = 0.9
+
 Want = tuple[type[Effect], dict[str, Any]]
 Wants = Callable[[Operation, JobProcess], Iterator[Want]]
 
@@ -53,12 +56,39 @@ def _settling(op: Operation, worker: JobProcess) -> Iterator[Want]:
 def _arming(op: Operation, worker: JobProcess) -> Iterator[Want]:
     if worker.has_exited or is_arrived(worker):
         return
-    if worker.target_gpu is not None and worker.reservations.get(worker.target_gpu, -1) < worker.reservation_bytes:
+    if worker.target_gpu is not None and _is_short(worker) and not _is_too_early(op, worker):
         yield effects.Reserve, {"gpu": worker.target_gpu, "size_bytes": worker.reservation_bytes}
+    for gpu in worker.reservations:
+        if _is_for_another(op, worker, gpu):
+            yield effects.ReleaseReservation, {"gpu": gpu}
     # Never for one whose bytes are out: theirs is the pool that it was offloaded to, or none.
     short = worker.is_carried and worker.pool_bytes < worker.size_bytes
     if _is_to_leave(op, worker) and short and not worker.offloaded:
         yield effects.ReservePool, {"size_bytes": worker.size_bytes}
+
+
+def _is_short(worker: JobProcess) -> bool:
+    """Whether less is held for it on its target than it needs there."""
+    return worker.target_gpu is not None and worker.reservations.get(worker.target_gpu, -1) < worker.reservation_bytes
+
+
+def _is_too_early(op: Operation, worker: JobProcess) -> bool:
+    """Whether its room on the target is one that another worker of the job has still to give."""
+    return op.reserves_late and (
+        any(_is_to_leave(op, other) for other in op.live)
+        or any(_is_for_another(op, other, str(worker.target_gpu)) for other in op.live)
+    )
+
+
+def _is_for_another(op: Operation, worker: JobProcess, gpu: str) -> bool:
+    """Whether room is held for it on that GPU which another worker needs now, all having left.
+
+    From then on the bytes are held where they are, and whoever finds no room waits for some.
+    """
+    if not op.reserves_late or worker.gpu is not None or gpu not in worker.reservations or gpu == worker.target_gpu:
+        return False
+    is_wanted = any(other is not worker and other.target_gpu == gpu and _is_short(other) for other in op.live)
+    return is_wanted and not any(_is_to_leave(op, other) for other in op.live)
 
 
 def _readying(op: Operation, worker: JobProcess) -> Iterator[Want]:
@@ -99,6 +129,33 @@ def _holding(op: Operation, worker: JobProcess) -> Iterator[Want]:
 def _measuring(op: Operation, worker: JobProcess) -> Iterator[Want]:
     if _is_to_leave(op, worker) and worker.has_agent and not worker.offloaded and not worker.measured:
         yield effects.Survey, {}
+
+
+def _disconnecting(op: Operation, worker: JobProcess) -> Iterator[Want]:
+    # All ranks, whichever of them have a way to go: a communicator is taken down on all its ranks or on none.
+    is_up = worker.communicators and worker.is_connected is not False
+    if is_up and worker.is_parked and any(_is_to_leave(op, other) for other in op.live):
+        yield effects.Disconnect, {"limit_s": op.limits.connect_s * AGENT_SHARE}
+
+
+def _locking(op: Operation, worker: JobProcess) -> Iterator[Want]:
+    if not worker.communicators or worker.has_exited or worker.is_locked or worker.gpu is None:
+        return
+    if any(_is_to_leave(op, other) for other in op.live):
+        yield effects.LockRank, {}
+
+
+def _unlocking(op: Operation, worker: JobProcess) -> Iterator[Want]:
+    if worker.is_locked and worker.gpu is not None and not worker.has_exited:
+        yield effects.UnlockRank, {}
+
+
+def _reconnecting(op: Operation, worker: JobProcess) -> Iterator[Want]:
+    # A group that has lost a rank is not connected again: the others go on, and fail as they would have without hegmd.
+    if op.direction == HOLD or not worker.is_unlinked or any(other.has_exited for other in op.workers):
+        return
+    if all(is_arrived(other) for other in op.live):
+        yield effects.Reconnect, {"generation": op.generation, "limit_s": op.limits.connect_s * AGENT_SHARE}
 
 
 def _offloading(op: Operation, worker: JobProcess) -> Iterator[Want]:
@@ -201,7 +258,11 @@ def _tidying(op: Operation, worker: JobProcess) -> Iterator[Want]:
 STAGES: tuple[Stage, ...] = (
     Stage("settling", _settling, ("inspect",), "retry_s", "what is under way ends, and what is not known is found out"),
     Stage(
-        "reserving", _arming, ("reserve", "reserve-pool"), "arm_s", "room on the target and pages of the pool are taken"
+        "reserving",
+        _arming,
+        ("reserve", "reserve-pool", "release-reservation"),
+        "arm_s",
+        "room on the target and pages of the pool are taken",
     ),
     Stage(
         "readying",
@@ -218,7 +279,21 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "measuring", _measuring, ("survey",), "park_s", "what stands is counted; if it has grown, more is taken first"
     ),
+    Stage(
+        "disconnecting",
+        _disconnecting,
+        ("disconnect",),
+        "connect_s",
+        "the ranks of a job take their communicators down, all of them",
+    ),
     Stage("offloading", _offloading, ("offload",), "move_s", "the bytes go to the pool and leave the process"),
+    Stage(
+        "locking",
+        _locking,
+        ("lock",),
+        "move_s",
+        "the driver locks every rank of a job with communicators before it takes the first off its GPU",
+    ),
     Stage(
         "checkpointing",
         _checkpointing,
@@ -236,7 +311,15 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage("ending", _ending, ("end",), "retry_s", "the processes that are in an image that is whole end"),
     Stage("restoring", _restoring, ("restore",), "move_s", "the driver brings the process back, where it is to be"),
+    Stage("unlocking", _unlocking, ("unlock",), "retry_s", "ranks that the driver locked and left where they were run"),
     Stage("reloading", _reloading, ("reload",), "move_s", "the bytes go back into the process, and stay in the pool"),
+    Stage(
+        "reconnecting",
+        _reconnecting,
+        ("reconnect",),
+        "connect_s",
+        "the ranks of a job connect their communicators again, all of them",
+    ),
     Stage("releasing", _releasing, ("release", "withdraw"), "retry_s", "the training threads go on, all of them"),
     Stage("verifying", _verifying, ("verify",), "verify_s", "the next boundary is waited for"),
     Stage(
