@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from ..protocol.agents import Order
+    from ..protocol.agents import Communicators, Order
     from . import departing, torch_state
     from .ipc_storages import Shown, View
     from .quiesce import Gate
@@ -56,8 +56,10 @@ class Answers:
             spent_ms=shown.laps.spent_ms,
         )
 
-    def found(self, order: int, found: torch_state.Found, size_bytes: int) -> None:
-        """The storages that are vouched for, which come to so many bytes, and those that are left alone."""
+    def found(
+        self, order: int, found: torch_state.Found, size_bytes: int, communicators: Communicators | None = None
+    ) -> None:
+        """The storages that are vouched for, which come to so many bytes, those that are left alone, and its groups."""
         self.done(
             order,
             parked=self._gate.parked,
@@ -66,6 +68,7 @@ class Answers:
             size_bytes=size_bytes,
             left_alone=counted(found),
             cuda=found.cuda,
+            communicators=communicators,
             spent_ms=found.laps.spent_ms,
         )
 

@@ -1,4 +1,4 @@
-"""Orders about the bytes of this process: out of it, back into it, or shown to the daemon, which carries them itself.
+"""Orders about what a parked process holds: its bytes, out of it and back into it, and its communicator groups.
 
 Each is done at once, with the training thread parked and nothing else pending, which `standing` sees to. Owns what an
 order of that kind has to be told with and what is said of it; how bytes go is `carrying`'s business.
@@ -41,6 +41,8 @@ class ByteOrders:
             "filled": self._filled,
             "part": self._part,
             "save": self._save,
+            "disconnect": self._disconnect,
+            "reconnect": self._reconnect,
         }
 
     def _offload(self, order: Order, fd: int | None) -> None:
@@ -106,3 +108,14 @@ class ByteOrders:
         self._standing.gate.let_others_go()  # one of them may have a lock that the script's own code needs here
         size_bytes = departing.save(fd, self._answers.progress_of(order.order))
         self._answers.done(order.order, size_bytes=size_bytes)
+
+    def _disconnect(self, order: Order, _fd: int | None) -> None:
+        """Take its communicator groups down, together with the other ranks."""
+        self._standing.require_parked("disconnect")
+        self._answers.done(order.order, communicators=self._standing.groups.disconnect(order.limit_s))
+
+    def _reconnect(self, order: Order, _fd: int | None) -> None:
+        """Bring them up again, together with the other ranks; also after a disconnect that failed."""
+        self._standing.require_parked("reconnect")
+        told = self._standing.groups.reconnect(order.generation, order.limit_s)
+        self._answers.done(order.order, communicators=told)

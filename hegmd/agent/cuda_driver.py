@@ -43,6 +43,7 @@ class Driver:
         self._in = _bound(library.cuMemcpyHtoD_v2, pointer, ctypes.c_void_p, size)
         self._device = _bound(library.cuDeviceGet, ctypes.POINTER(ctypes.c_int), ctypes.c_int)
         self._uuid = _bound(library.cuDeviceGetUuid_v2, ctypes.c_void_p, ctypes.c_int)
+        self._attribute = _bound(library.cuDeviceGetAttribute, ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int)
         self._current = _bound(library.cuCtxGetCurrent, ctypes.POINTER(ctypes.c_void_p))
         self._use = _bound(library.cuCtxSetCurrent, ctypes.c_void_p)
         self._limit = _bound(library.cuCtxGetLimit, ctypes.POINTER(size), ctypes.c_int)
@@ -67,6 +68,13 @@ class Driver:
         _check("cuDeviceGetUuid", self._uuid(raw, device.value))
         digits = raw.raw.hex()
         return "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+
+    def attribute(self, number: int, ordinal: int) -> int:
+        """An attribute of this device of the process, by its number in CUdevice_attribute."""
+        device, value = ctypes.c_int(), ctypes.c_int()
+        _check("cuDeviceGet", self._device(ctypes.byref(device), ordinal))
+        _check("cuDeviceGetAttribute", self._attribute(ctypes.byref(value), number, device.value))
+        return value.value
 
     def context(self) -> int | None:
         """The context that is current in this thread."""

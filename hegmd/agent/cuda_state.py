@@ -208,7 +208,7 @@ def facts(torch: Any, segments: Segments, sizes: dict[int, list[int]], own_bytes
     ]
     if len(used) > 1 and (segments.expandable or segments.allocator != "native"):
         hazards.append(HAZARD_MAPPED)
-    if len(used) > 1 and HAZARD_NCCL not in hazards and _is_data_parallel(torch):
+    if len(used) > 1 and HAZARD_NCCL not in hazards and is_data_parallel(torch):
         hazards.append(HAZARD_NCCL)
     return CudaFacts(
         gpus=tuple(_uuid(torch, device) for device in used),
@@ -331,7 +331,7 @@ def _shared() -> tuple[frozenset[int], bool]:
     return frozenset(alive), received
 
 
-def _is_data_parallel(torch: Any) -> bool:
+def is_data_parallel(torch: Any) -> bool:
     """Whether a module is spread over several GPUs here: that has communicators of NCCL that nobody lists."""
     if os.environ.get("NCCL_P2P_DISABLE") == "1":
         return False

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from time import monotonic
 
+from .communicators import ProcessGroups
+from .cuda_state import HAZARD_NCCL
 from .other_threads import Attempts, busy_thread
 from .refusals import BUSY_HINT, refusal
 from .storage_transfer import Carrying
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from ..protocol.messages import Order
+    from ..protocol.messages import Communicators, Order
     from . import torch_state
     from .quiesce import Gate
 
@@ -40,11 +42,23 @@ class Standing:
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
         self.carrying = Carrying()
+        self.groups = ProcessGroups()
         self.pending: Pending | None = None
         #: The storages as they were found last, while that still holds.
         self.found: torch_state.Found | None = None
+        #: Its communicator groups as they were found with these.
+        self.communicators: Communicators | None = None
         #: Whether it is to stay parked however long there is no daemon.
         self.resting = False
+
+    def look(self) -> torch_state.Found:
+        """Find its storages and its communicator groups, as they are now."""
+        found = self.carrying.find()
+        self.communicators = self.groups.inventory()
+        if self.groups.is_down and found.cuda is not None:
+            hazards = tuple(hazard for hazard in found.cuda.hazards if hazard != HAZARD_NCCL)
+            found.cuda = found.cuda.replace(hazards=hazards)
+        return found
 
     def take_pending(self) -> Pending | None:
         """What was waited for, and is not any more."""
@@ -60,6 +74,8 @@ class Standing:
         """Raises HegmError while bytes of it are out."""
         if self.carrying.out is not None:
             raise refusal("the bytes of this process are out of it", hint)
+        if self.groups.is_down:
+            raise refusal("the communicator groups of this process are disconnected", "reconnect them first")
 
     def found_at_rest(self, what: str) -> torch_state.Found:
         """The storages that are to leave, with nobody using them. Raises HegmError."""

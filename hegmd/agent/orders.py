@@ -36,6 +36,8 @@ SURVEY_LIMIT_S = 5.0
 PARK_LIMIT_S = 300.0
 _POLL_INTERVAL_S = 0.002
 _TRY_AGAIN_S = 5.0
+# How long to wait for the other ranks, which bring their groups back by themselves too. Longer than the pause above.
+_ALONE_LIMIT_S = 20.0
 # Orders that change nothing: of one that is not answered yet nothing is left once another has come.
 _QUESTIONS = frozenset(("survey", "weigh"))
 # Those that stand for somebody who wants something of the script now; timers and children are no reason to come back.
@@ -157,9 +159,10 @@ class Orders:
         out = self._carrying.out
         if out is not None:
             sizes = {"held_bytes": out.size_bytes, "size_bytes": out.required_bytes}
-            self._answers.done(order.order, parked=True, storages=len(out), **sizes)
+            told = {**sizes, "communicators": self._standing.groups.inventory()}
+            self._answers.done(order.order, parked=True, storages=len(out), **told)
         elif self._gate.parked:
-            self._standing.found = self._carrying.find()
+            self._standing.found = self._standing.look()
             self._tell_found(order.order, self._standing.found)
         else:
             self._wait_for(order, order.limit_s or SURVEY_LIMIT_S)
@@ -344,6 +347,12 @@ class Orders:
             except HegmError as error:
                 note(f"{error.message}; trying again")
                 return
+        try:
+            self._standing.groups.reconnect(None, _ALONE_LIMIT_S)
+        except HegmError as error:
+            note(f"{error.message}; trying again")
+            self._alone_deadline = monotonic() + _TRY_AGAIN_S
+            return
         self._standing.let_go()
         self._alone_deadline = None
         self.changed_by_itself = True
@@ -355,7 +364,7 @@ class Orders:
     def _look_in_passing(self) -> None:
         """In the training thread, at a boundary."""
         try:
-            self._standing.found = self._carrying.find()
+            self._standing.found = self._standing.look()
         except Exception as error:  # noqa: BLE001 - the edge to the script
             note(f"no survey: {error!r}")
 
@@ -370,7 +379,7 @@ class Orders:
 
     def _tell_found(self, order: int, found: Found) -> None:
         self.known_bytes = self._carrying.required_bytes(found)
-        self._answers.found(order, found, self.known_bytes)
+        self._answers.found(order, found, self.known_bytes, self._standing.communicators)
 
     def _wait_for(self, order: Order, limit_s: float | None, attempts: Attempts | None = None) -> None:
         """A question gives way: of a process that was stopped meanwhile, nobody waits for its answer any more."""

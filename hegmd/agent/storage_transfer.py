@@ -166,7 +166,7 @@ def load() -> None:
     What is missing for it is told when it is needed.
     """
     try:
-        for name in ("cache", "cuda_driver", "ipc_storages", "peers", "transfer", "video_memory"):
+        for name in ("cache", "cuda_driver", "ipc_storages", "nccl_library", "peers", "transfer", "video_memory"):
             __import__(f"{__package__}.{name}")
     except ImportError as error:
         note(f"nothing can be carried: {error!r}")

@@ -1,0 +1,393 @@
+"""The communicator groups of this process: disconnected before the driver's checkpoint, connected again after it.
+
+The driver loses a process that has live communicators with other processes. With the training thread parked, and all
+ranks at the same boundary, every rank takes its groups down and later brings them up, in the same order. Where CUDA is
+in use the groups on GPUs are meant. Elsewhere gloo's groups play NCCL's, on simulated GPUs.
+
+Both steps begin and end with an agreement of all ranks. A rank that cannot take part says so before any rank has
+changed anything. After a failure in between, each rank states how its groups are, and groups that are not in the same
+state on all ranks get new backends. Every step ends at its limit: library calls that wait for other ranks run in a
+thread, which is abandoned if it does not return; no other step begins before it does.
+
+Owns the groups' state. What the agent is told to do, and when, is `orders`' business.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from _thread import allocate_lock, start_new_thread
+from time import monotonic, sleep
+
+from ..errors import HegmError
+from ..protocol.agents import Communicators
+from . import cuda_state, uncovered_groups
+from .group_backend import (
+    NCCL,
+    NONE,
+    REPLACE,
+    SUSPEND,
+    SUSPENDED,
+    UP,
+    GroupBackend,
+    backends_of,
+    torch_distributed,
+)
+from .notes import note
+from .rank_agreement import Agreement, DisagreementError, Ranks
+from .refusals import refusal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, TypeVar
+
+    from .nccl_library import Library
+
+    Result = TypeVar("Result")
+
+LIMIT_S = 60.0
+# For the last agreement of a step and the report, after the last library call that a limit allows.
+_MARGIN_S = 2.0
+# For how long a rank whose groups are up waits for others to ask how they are.
+_UP_LIMIT_S = 5.0
+# NCCL's watchdog looks at finished work every 100 ms, and may not make a CUDA call while the driver has the process.
+_WATCHDOG_S = 0.2
+_MULTICAST_SUPPORTED = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
+_HINT_UNCOVERED = "nothing was changed; use a restart instead: hegmctl run --allow-restart"
+_HINT_AGAIN = "nothing was changed; ask again at a later boundary"
+
+
+class ProcessGroups:
+    """Every communicator group of this process that has other ranks."""
+
+    def __init__(self) -> None:
+        self._known: list[GroupBackend] = []
+        self._is_down = False
+        # Another rank may believe that this one is down, after an agreement that did not end in time.
+        self._is_unsure = False
+        # A disconnect failed, and the other ranks may be told to undo it.
+        self._has_failed = False
+        self._busy: _Bounded | None = None
+        self._told: Communicators | None = None
+
+    @property
+    def is_down(self) -> bool:
+        """True while a group of this process is disconnected, or may be."""
+        return self._is_down or self._is_unsure
+
+    # ---- what there is ----------------------------------------------------------------------------------------------
+
+    def inventory(self) -> Communicators | None:
+        """What the plan has to know of them; None without any. Cheap enough for a training thread in passing."""
+        if self.is_down:
+            return self._told
+        world = torch_distributed()
+        if world is None:
+            return None
+        try:
+            library = _library()
+            return self._tell(self._groups(_torch(), world), library)
+        except Exception as error:  # noqa: BLE001 - another release may have other names; then nothing is disconnected
+            note(f"the groups cannot be looked at: {error!r}")
+            return Communicators(mechanism=NONE, uncovered=(f"the groups cannot be looked at: {error!r}",))
+
+    def _tell(self, groups: list[GroupBackend], library: Library | None) -> Communicators:
+        torch = _torch()
+        nvls = _may_use_multicast(torch, groups)
+        mechanism = SUSPEND if all(group.can_suspend(library) for group in groups) else REPLACE
+        self._told = Communicators(
+            mechanism=mechanism if groups else NONE,
+            groups=len(groups),
+            backends=tuple(sorted({group.kind for group in groups})),
+            library=None if library is None else library.text,
+            nvls=nvls,
+            pending=0,
+            uncovered=tuple(uncovered_groups.reasons(torch, groups, library, nvls=nvls)),
+        )
+        return self._told
+
+    def _groups(self, torch: Any, world: Any) -> list[GroupBackend]:
+        """Those that have other ranks and matter, in an order that is the same on all ranks."""
+        on_gpus = cuda_state.in_use() is not None
+        found: list[GroupBackend] = []
+        for group, (_, store) in list(world._world.pg_map.items()):
+            if int(group.size()) < 2:
+                continue
+            for backend, devices in backends_of(group):
+                matters = _is_on_gpu(backend, devices) if on_gpus else type(backend).__name__ == "ProcessGroupGloo"
+                if matters:
+                    known = next((one for one in self._known if one.is_of(group, backend)), None)
+                    found.append(known or GroupBackend(torch, group, store, backend, devices))
+        found.sort(key=lambda group: (group.name, group.kind))
+        self._known = found
+        return found
+
+    # ---- down -------------------------------------------------------------------------------------------------------
+
+    def disconnect(self, limit_s: float | None) -> Communicators | None:
+        """Take all groups down, together with the other ranks. Done at once where they are down. Raises HegmError.
+
+        After a failure `reconnect` has to follow on all ranks, unless the message says that nothing was changed.
+        """
+        if self._is_down:
+            return self._told
+        self._require_idle()
+        world = torch_distributed()
+        if world is None:
+            return None
+        step = self._bounded(limit_s)
+        self._has_failed = True  # until it has not
+        told = step.run(lambda: self._disconnect(world, step))
+        self._has_failed = False
+        return told
+
+    def _disconnect(self, world: Any, step: _Bounded) -> Communicators:
+        torch, library = _torch(), _library()
+        groups = self._groups(torch, world)
+        told = self._tell(groups, library)
+        mine = {
+            "groups": {group.name: [group.mechanism(library), group.sequence] for group in groups},
+            "refusal": next(iter(told.uncovered), ""),
+        }
+        agreed = self._agree(world, "disconnect", mine, step)
+        self._has_failed = self._is_unsure = False  # all ranks have read the same, and refuse it for the same reason
+        _require_agreement(agreed, groups)
+        self._has_failed = True
+        _finish_work(torch, groups)
+        # A peer may still read what this rank has sent: all have to be through before the first one ends anything.
+        _require_all(self._agree(world, "finished", {"refusal": ""}, step))
+        self._is_down = True
+        failure: HegmError | None = None
+        suspends = False
+        for group in groups:
+            mechanism = _mechanism_of(group.name, agreed)
+            step.require_time()
+            try:
+                if mechanism == SUSPEND and library is not None:
+                    suspends = True
+                    group.suspend(library)
+                elif mechanism == REPLACE:
+                    group.abort()
+            except HegmError as error:
+                failure = error
+                break
+        if suspends:
+            sleep(_WATCHDOG_S)
+        self._conclude(world, "disconnected", failure, step)
+        note(f"{len(groups)} groups are disconnected")
+        return told
+
+    # ---- up ---------------------------------------------------------------------------------------------------------
+
+    def reconnect(self, generation: int | None, limit_s: float | None) -> Communicators | None:
+        """Bring all groups up, together with the other ranks. Done at once where they are up. Raises HegmError.
+
+        May be repeated after a failure: groups that are not in the same state on all ranks then get new backends.
+        The generation is in the names under which new backends meet; what makes these unique is the agreement.
+        """
+        if not self.is_down and not self._has_failed:
+            return self._told
+        self._require_idle()
+        world = torch_distributed()
+        if world is None:
+            raise refusal("its process group is gone, which cannot be connected again", "restart the job")
+        step = self._bounded(limit_s)
+        if self.is_down:
+            return step.run(lambda: self._reconnect(world, generation or 0, step))
+        # No rank can be down, since this one never agreed to it. Others may have to hear that from it.
+        step.deadline = min(step.deadline, monotonic() + _UP_LIMIT_S)
+        try:
+            return step.run(lambda: self._reconnect(world, generation or 0, step))
+        except HegmError as error:
+            note(f"its groups are up, and the other ranks did not ask: {error.message}")
+            self._has_failed = False
+            return self._told
+
+    def _reconnect(self, world: Any, generation: int, step: _Bounded) -> Communicators | None:
+        library = _library()
+        groups = list(self._known)
+        states = {group.name: [group.state, 0] for group in groups}
+        mine = {"groups": states, "refusal": "", "generation": generation}
+        agreed = self._agree(world, "reconnect", mine, step)
+        label = f"{max(stated['generation'] for stated in agreed.statements)}/{agreed.label}"
+        failure: HegmError | None = None
+        for group in groups:
+            found = _stated(group.name, agreed)
+            step.require_time()
+            try:
+                if found == {SUSPENDED} and library is not None:
+                    group.resume(library)
+                elif found != {UP}:
+                    group.replace(f"{label}/{group.name}")
+            except HegmError as error:
+                failure = error
+                break
+        self._conclude(world, "reconnected", failure, step)
+        self._is_down = self._has_failed = False
+        note(f"{len(groups)} groups are connected")
+        return self._told
+
+    # ---- parts ------------------------------------------------------------------------------------------------------
+
+    def _agree(self, world: Any, name: str, statement: dict[str, Any], step: _Bounded) -> Agreement:
+        """Agree with all ranks of the job. Raises HegmError."""
+        group = world._get_default_group()
+        store = _torch().distributed.PrefixStore("hegm/ranks/", world._world.pg_map[group][1])
+        ranks = Ranks(store, int(group.rank()), int(group.size()))
+        try:
+            agreed = ranks.agree(name, statement, step.deadline, lambda: step.is_abandoned)
+        except DisagreementError as error:
+            # After the first agreement of a disconnect nothing is taken down before the second one.
+            if not error.is_known and name != "disconnect":
+                self._is_unsure = True
+            raise error.error from error
+        return agreed
+
+    def _conclude(self, world: Any, name: str, failure: HegmError | None, step: _Bounded) -> None:
+        """Tell the other ranks how this one came through, and hear it of them. Raises HegmError."""
+        message = "" if failure is None else failure.message
+        agreed = self._agree(world, name, {"refusal": message}, step)
+        if failure is not None:
+            raise failure
+        _require_all(agreed)
+        self._is_unsure = False
+
+    def _require_idle(self) -> None:
+        if self._busy is not None and not self._busy.has_ended:
+            raise refusal(
+                "an earlier step of its communicators still waits in a library call",
+                "end the job, or wait until the library gives up",
+            )
+        self._busy = None
+
+    def _bounded(self, limit_s: float | None) -> _Bounded:
+        self._busy = _Bounded(LIMIT_S if limit_s is None else limit_s)
+        return self._busy
+
+
+class _Bounded:
+    """Runs a call in a thread and waits for it no longer than its limit."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._ended = allocate_lock()
+        self._ended.acquire()
+        self._result: Any = None
+        self._failure: BaseException | None = None
+        self.deadline = monotonic() + limit_s
+        self.is_abandoned = False
+
+    @property
+    def has_ended(self) -> bool:
+        """True once the call has returned."""
+        return not self._ended.locked()
+
+    def run(self, call: Callable[[], Result]) -> Result:
+        """Its result. Raises what it raises, or HegmError at the limit."""
+
+        def live() -> None:
+            try:
+                self._result = call()
+            except BaseException as error:  # noqa: BLE001 - carried over to the thread that waits for this one
+                self._failure = error
+            self._ended.release()
+
+        start_new_thread(live, ())
+        if not self._ended.acquire(timeout=self._limit_s + _MARGIN_S):
+            self.is_abandoned = True
+            raise refusal(
+                f"its communicators still wait in a library call after {self._limit_s:g} s",
+                "check that every rank is running: hegmctl ps",
+            )
+        self._ended.release()
+        if isinstance(self._failure, HegmError):
+            raise self._failure
+        if self._failure is not None:
+            raise refusal(f"its communicators could not be handled: {self._failure!r}", _HINT_AGAIN)
+        result: Result = self._result
+        return result
+
+    def require_time(self) -> None:
+        """Raises HegmError once the order was answered: what follows would surprise the daemon."""
+        if self.is_abandoned:
+            raise refusal("the limit passed before its communicators were handled", _HINT_AGAIN)
+
+
+def _torch() -> Any:
+    return sys.modules["torch"]
+
+
+def _library() -> Library | None:
+    """The NCCL that this process has loaded; None if there is none, or none that can be called."""
+    for path in uncovered_groups.loaded():
+        try:
+            from .nccl_library import Library
+
+            return Library(path)
+        except (HegmError, ImportError) as error:
+            note(f"NCCL cannot be called: {error}")
+    return None
+
+
+def _is_on_gpu(backend: Any, devices: list[Any]) -> bool:
+    """gloo has no memory of peers, also where it serves GPUs: it copies through the host."""
+    return any(device.type == "cuda" for device in devices) and type(backend).__name__ != "ProcessGroupGloo"
+
+
+def _finish_work(torch: Any, groups: list[GroupBackend]) -> None:
+    """Wait until all that the training thread has started on its GPUs is done."""
+    if cuda_state.in_use() is None:
+        return
+    for gpu in sorted({group.gpu for group in groups if group.gpu is not None}):
+        torch.cuda.synchronize(gpu)
+
+
+def _require_agreement(agreed: Agreement, groups: list[GroupBackend]) -> None:
+    """No rank refuses, and all have come to the same point in each group. Raises HegmError."""
+    _require_all(agreed)
+    for group in groups:
+        counts = {
+            str(rank): stated["groups"][group.name][1]
+            for rank, stated in enumerate(agreed.statements)
+            if group.name in stated["groups"]
+        }
+        if len(counts) != group.size:
+            raise refusal(f"group {group.name} has {group.size} ranks, and {len(counts)} know it", _HINT_UNCOVERED)
+        if len(set(counts.values())) > 1:
+            told = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(counts.items()))
+            raise refusal(f"collectives of group {group.name} are not finished ({told})", _HINT_AGAIN)
+
+
+def _require_all(agreed: Agreement) -> None:
+    """Raises HegmError for the first rank that has a reason against it."""
+    for rank, stated in enumerate(agreed.statements):
+        if stated["refusal"]:
+            raise refusal(f"rank {rank}: {stated['refusal']}", _HINT_UNCOVERED)
+
+
+def _stated(name: str, agreed: Agreement) -> set[str]:
+    """What the ranks of a group stated for it."""
+    return {stated["groups"][name][0] for stated in agreed.statements if name in stated["groups"]}
+
+
+def _mechanism_of(name: str, agreed: Agreement) -> str:
+    """What all ranks of a group do: what is left if one of them can do less."""
+    wanted = _stated(name, agreed)
+    if wanted == {NONE}:
+        return NONE
+    return SUSPEND if wanted == {SUSPEND} else REPLACE
+
+
+def _may_use_multicast(torch: Any, groups: list[GroupBackend]) -> bool:
+    """Whether NCCL may have NVLink multicast memory: it uses it by default where the GPUs can."""
+    if os.environ.get("NCCL_NVLS_ENABLE") == "0" or not any(group.kind == NCCL for group in groups):
+        return False
+    try:
+        from .cuda_driver import Driver
+
+        driver = Driver()
+        return any(driver.attribute(_MULTICAST_SUPPORTED, gpu) for gpu in range(int(torch.cuda.device_count())))
+    except (HegmError, ImportError) as error:
+        note(f"whether its GPUs can do multicast is not known: {error}")
+        return True

@@ -1,0 +1,304 @@
+"""One communicator group of this process: how its backend is taken down, and how it comes up again.
+
+Two mechanisms. `suspend`: NCCL releases the communicator's GPU memory and keeps the communicator. `replace`: the
+backend is aborted, and a new one is registered in the same `ProcessGroup`. The `ProcessGroup` itself stays: DDP, FSDP,
+device meshes and compiled code hold it, and ask it for its backend each time that they communicate.
+
+A new backend is registered under a backend type of its own: `ProcessGroup` keeps the old backend of a type that it
+knows already, and silently so (torch 2.4 to 2.15). Types are numbers of 8 bits, so that there are 192 replacements.
+Owns the state of one group; in which order groups are handled, and that all ranks do the same, is `communicators`'.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from ..errors import HegmError
+from .notes import note
+from .refusals import DEBUG_HINT, refusal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from .nccl_library import Library
+
+NCCL, GLOO = "nccl", "gloo"
+SUSPEND, REPLACE, NONE = "suspend", "replace", "none"
+#: States of a group: in use, suspended, aborted, or unknown after a failed call.
+UP, SUSPENDED, ABORTED, UNKNOWN = "up", "suspended", "aborted", "unknown"
+#: How often the backend of one group can be replaced: types 64 to 255 are no backend's of PyTorch's own.
+MAX_REPLACEMENTS = 192
+_FIRST_TYPE = 64
+# What ends a backend's communicators at once, by release: the first that it has. torch 2.4 has the last one only.
+_ABORTS = ("abort", "_abort", "_shutdown")
+_CLASSES = {"ProcessGroupNCCL": NCCL, "ProcessGroupGloo": GLOO}
+
+
+def backends_of(group: Any) -> list[tuple[Any, list[Any]]]:
+    """The backends of a ProcessGroup, each once, with the devices that it serves."""
+    found: list[tuple[Any, list[Any]]] = []
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        known = next((devices for other, devices in found if other is backend), None)
+        if known is None:
+            found.append((backend, [device]))
+        else:
+            known.append(device)
+    return found
+
+
+def kind_of(backend: Any) -> str:
+    """`nccl`, `gloo`, or the name of its class."""
+    name = type(backend).__name__
+    return _CLASSES.get(name, name)
+
+
+class GroupBackend:
+    """The backend of one group that has other ranks, and its state."""
+
+    def __init__(self, torch: Any, group: Any, store: Any, backend: Any, devices: list[Any]) -> None:
+        self._torch = torch
+        self._group = group
+        self._store = store
+        self._backend = backend
+        self._devices = devices
+        self._replaced = 0
+        prefix = torch.distributed.PrefixStore
+        #: Where this backend may have met its ranks: the store itself, or below the name that PyTorch gives its device.
+        self._met_in = [store, *(prefix(f"{device.type}/", store) for device in devices)]
+        self.state = UP
+        self.name = str(group.group_name)
+        self.kind = kind_of(backend)
+        #: The GPU of its communicator, by number in this process; None if it has no communicator yet.
+        self.gpu: int | None = None
+
+    @property
+    def size(self) -> int:
+        """How many ranks it has."""
+        return int(self._group.size())
+
+    @property
+    def sequence(self) -> int:
+        """How many collectives this rank has started in it. Equal on all ranks at one boundary."""
+        try:
+            return int(self._backend._get_sequence_number_for_group())
+        except RuntimeError:
+            return 0  # this version counts none for that backend
+
+    @property
+    def config(self) -> Any:
+        """NCCL's settings of its communicator; None without any."""
+        return getattr(getattr(self._backend, "options", None), "config", None)
+
+    @property
+    def can_be_replaced(self) -> bool:
+        """Whether there is a backend type left for another backend."""
+        return self._replaced < MAX_REPLACEMENTS
+
+    def is_of(self, group: Any, backend: Any) -> bool:
+        """Whether this is that group with that backend."""
+        return self._group is group and self._backend is backend
+
+    def gpus(self) -> list[int]:
+        """GPUs that it has a communicator of all its ranks on, by number in this process.
+
+        `_comm_ptr` answers for the current device, and 0 where there is none. It creates none.
+        """
+        pointer: Any = getattr(self._backend, "_comm_ptr", None)
+        found: list[int] = []
+        for gpu in _gpus_in_use(self._torch) if pointer is not None else ():
+            with self._torch.cuda.device(gpu):
+                if int(pointer() or 0):
+                    found.append(gpu)
+        return found
+
+    def has_pairs(self) -> bool:
+        """Whether `send` or `recv` made communicators of two ranks: `_comm_ptr` does not show these.
+
+        Their first rank leaves the id under the numbers of both in the group's store.
+        """
+        rank = int(self._group.rank())
+        for store in self._met_in:
+            for other in range(self.size):
+                if other != rank and store.check([f"{min(rank, other)}:{max(rank, other)}"]):
+                    return True
+        return False
+
+    def can_suspend(self, library: Library | None) -> bool:
+        """Whether NCCL here can suspend it. Pairs that `send` made are not looked for."""
+        return self.kind == NCCL and library is not None and library.can_suspend and hasattr(self._backend, "_comm_ptr")
+
+    def mechanism(self, library: Library | None) -> str:
+        """What this rank can do with it at best, now. All ranks have to do the same."""
+        self._note_gpu()
+        if self.kind != NCCL or not hasattr(self._backend, "_comm_ptr") or self.has_pairs():
+            return REPLACE
+        if not self.gpus():
+            return NONE  # NCCL connects a group at its first collective
+        return SUSPEND if self.can_suspend(library) else REPLACE
+
+    # ---- down and up ------------------------------------------------------------------------------------------------
+
+    def suspend(self, library: Library) -> None:
+        """Release the GPU memory of its communicator. Waits for its ranks. Raises HegmError."""
+        self._note_gpu()
+        with self._on_gpu():
+            self.state = UNKNOWN
+            library.suspend(int(self._backend._comm_ptr()))
+            self.state = SUSPENDED
+
+    def resume(self, library: Library) -> None:
+        """Allocate it again. Waits for its ranks. Raises HegmError."""
+        with self._on_gpu():
+            self.state = UNKNOWN
+            library.resume(int(self._backend._comm_ptr()))
+            self.state = UP
+
+    def abort(self) -> None:
+        """End its communicators, which waits for no other rank. Raises HegmError."""
+        self._note_gpu()
+        self.state = UNKNOWN
+        abort = next((getattr(self._backend, name) for name in _ABORTS if hasattr(self._backend, name)), None)
+        if abort is None and self.kind == NCCL:
+            raise refusal(f"group {self.name} cannot be aborted by this PyTorch", "use PyTorch 2.4 or newer")
+        try:
+            if abort is not None:  # gloo has none before torch 2.6, and its connections are no obstacle to the driver
+                abort()
+        except Exception as error:
+            raise refusal(f"group {self.name} cannot be aborted: {error}", DEBUG_HINT) from error
+        self.state = ABORTED
+
+    def replace(self, label: str) -> None:
+        """Connect a new backend under that label, which all ranks have to name. Raises HegmError.
+
+        It connects here, and its first collective runs here, so that an error appears here and not in a training step.
+        """
+        if self.state != ABORTED:
+            self.abort()
+        if not self.can_be_replaced:
+            raise refusal(f"group {self.name} was replaced {MAX_REPLACEMENTS} times already", "restart the job")
+        self.state = UNKNOWN
+        try:
+            with self._on_gpu():
+                store = self._torch.distributed.PrefixStore(f"hegm/{label}/", self._store)
+                made = self._make(store)
+                self._connect(made)
+                self._register(made)
+                self._met_in = [store]
+        except HegmError:
+            raise
+        except Exception as error:
+            raise refusal(f"group {self.name} cannot connect again: {error}", DEBUG_HINT) from error
+        self.state = UP
+
+    def _make(self, store: Any) -> Any:
+        """A new backend with the options of the old one."""
+        place = (store, int(self._group.rank()), self.size)
+        old = getattr(self._backend, "options", None)
+        if self.kind == GLOO:
+            timeout = getattr(old, "_timeout", None) or self._torch.distributed.distributed_c10d.default_pg_timeout
+            made = type(self._backend)(*place, timeout=timeout)
+            _copy(old, getattr(made, "options", None), ("global_ranks_in_group", "group_name"))
+        else:
+            kind: Any = type(old)
+            options = kind()
+            names = ("is_high_priority_stream", "_timeout", "global_ranks_in_group", "group_name", "config")
+            _copy(old, options, names)
+            made = type(self._backend)(*place, options)
+        try:
+            made._get_sequence_number_for_group()
+        except RuntimeError:  # torch before 2.15 has gloo count from a number that its ranks agree on
+            made._set_sequence_number_for_group()
+        return made
+
+    def _connect(self, made: Any) -> None:
+        """Have it connect its ranks now: the sum of ones over all ranks is their number."""
+        torch = self._torch
+        device = torch.device("cpu") if self.kind == GLOO else torch.device("cuda", self.gpu or 0)
+        bound = getattr(self._group, "bound_device_id", None)
+        # A backend that was connected like this sends to a peer by the communicator of all. One that was not has pairs.
+        if self.kind == NCCL and bound is not None:
+            made.eager_connect_single_device(device)
+        ones = torch.ones(1, device=device)
+        made.allreduce([ones]).wait()
+        if int(ones.item()) != self.size:
+            raise refusal(f"group {self.name} counts {int(ones.item())} ranks of {self.size}", DEBUG_HINT)
+
+    def _register(self, made: Any) -> None:
+        """Put it in the place of the old one. A ProcessGroup answers for its name by its first backend."""
+        torch, group = self._torch, self._group
+        description = _description(group)
+        while not all(group._get_backend(device) is made for device in self._devices):
+            if not self.can_be_replaced:
+                raise refusal(f"group {self.name} kept its aborted backend", DEBUG_HINT)
+            kind = torch.distributed.ProcessGroup.BackendType(_FIRST_TYPE + self._replaced)
+            self._replaced += 1
+            for device in self._devices:
+                group._register_backend(device, kind, made)
+        self._backend = made
+        for name, value in (("_set_group_name", self.name), ("_set_group_desc", description)):
+            if value is not None and hasattr(group, name):
+                getattr(group, name)(value)
+
+    # ---- parts ------------------------------------------------------------------------------------------------------
+
+    def _note_gpu(self) -> None:
+        """Remember the GPU while there is a communicator that tells it."""
+        if self.kind != NCCL or self.state != UP:
+            return
+        found = self.gpus()
+        bound = getattr(self._group, "bound_device_id", None)
+        if found:
+            self.gpu = found[0]
+        elif bound is not None:
+            self.gpu = bound.index
+        elif self.gpu is None:
+            self.gpu = next(iter(_gpus_in_use(self._torch)), None)
+
+    def _on_gpu(self) -> Any:
+        """The agent's thread has device 0 current, whichever the training thread has."""
+        return _Here() if self.gpu is None else self._torch.cuda.device(self.gpu)
+
+
+class _Here:
+    """The current device stays as it is."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _gpus_in_use(torch: Any) -> list[int]:
+    """GPUs that this process has memory on; if it has none anywhere, those with a context."""
+    gpus = range(int(torch.cuda.device_count()))
+    used = [gpu for gpu in gpus if torch.cuda.memory_reserved(gpu)]
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    if used or has_context is None:
+        return used
+    return [gpu for gpu in gpus if has_context(gpu)]
+
+
+def _copy(old: Any, new: Any, names: tuple[str, ...]) -> None:
+    """Give the new options what the old ones have; a version may lack some."""
+    for name in names:
+        if not hasattr(old, name) or not hasattr(new, name):
+            continue
+        try:
+            setattr(new, name, getattr(old, name))
+        except (AttributeError, TypeError) as error:
+            note(f"option {name} of a group is not copied: {error}")
+
+
+def _description(group: Any) -> str | None:
+    try:
+        return str(group.group_desc)
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def torch_distributed() -> Any:
+    """The module of PyTorch that has the groups, if the process has initialised it; else None."""
+    module: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    is_initialized = getattr(module, "is_initialized", None)
+    return module if is_initialized is not None and is_initialized() else None

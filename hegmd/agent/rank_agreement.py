@@ -1,0 +1,115 @@
+"""How the ranks of a job agree on a step before they take it: each states something, and all read what all have stated.
+
+Uses the store that the job's ranks met in (`torch.distributed`), under keys of its own. Its keys never grow in number,
+and a key that an earlier agreement left behind cannot end a later one: every statement carries a number drawn for it,
+and each rank confirms the exact set of statements that it has read. The agreement holds once all have confirmed the
+same set. Every wait ends at a deadline. Knows nothing of what is stated.
+"""
+
+from __future__ import annotations
+
+import os
+from time import monotonic, sleep
+
+from ..errors import HegmError
+from ..protocol.codec import decode, encode
+from .refusals import refusal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    #: What one rank states.
+    Statement = dict[str, Any]
+
+_HINT = "nothing was changed; check that every rank is running and has an agent: hegmctl ps"
+# Digits of the number that each statement begins with.
+_DRAWN = 16
+_FIRST_POLL_S, _MAX_POLL_S = 0.001, 0.01
+
+
+class DisagreementError(Exception):
+    """The ranks did not agree in time. `is_known` is False when another rank may believe that they did."""
+
+    def __init__(self, error: HegmError, *, is_known: bool) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.is_known = is_known
+
+
+class Agreement:
+    """What all ranks have stated, by rank, and a label that no other agreement of this job has."""
+
+    __slots__ = ("label", "statements")
+
+    def __init__(self, statements: list[Statement], label: str) -> None:
+        self.statements = statements
+        self.label = label
+
+
+class Ranks:
+    """The ranks of a job, as one of them sees the others through their store."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+
+    def agree(self, step: str, statement: Statement, deadline: float, is_over: Callable[[], bool]) -> Agreement:
+        """State this, and wait until all ranks have read what all have stated for that step.
+
+        Raises DisagreementError at the deadline, once `is_over`, and when the store cannot be reached.
+        """
+        seen = ""
+        try:
+            self._store.set(f"{step}/stated/{self._rank}", os.urandom(_DRAWN // 2).hex() + encode(statement).hex())
+            poll_s = _FIRST_POLL_S
+            while True:
+                statements = self._read(f"{step}/stated")
+                if statements is not None:
+                    confirmed = ":".join(one[:_DRAWN] for one in statements)
+                    if confirmed != seen:
+                        self._store.set(f"{step}/confirmed/{self._rank}", confirmed)
+                        seen = confirmed
+                    if self._confirmed(step) == [confirmed] * self._size:
+                        return Agreement(
+                            [decode(bytes.fromhex(one[_DRAWN:])) for one in statements], _label(statements)
+                        )
+                if monotonic() >= deadline or is_over():
+                    raise DisagreementError(self._late(step, seen), is_known=not seen)
+                sleep(poll_s)
+                poll_s = min(2 * poll_s, _MAX_POLL_S)
+        except DisagreementError:
+            raise
+        except Exception as error:
+            message = f"rank {self._rank} cannot reach the store of its job: {error}"
+            raise DisagreementError(refusal(message, _HINT), is_known=not seen) from error
+
+    def _confirmed(self, step: str) -> list[str] | None:
+        return self._read(f"{step}/confirmed")
+
+    def _read(self, name: str) -> list[str] | None:
+        """What is there under that name, by rank; None while a rank's is missing. Blocks for no other rank."""
+        keys = [f"{name}/{rank}" for rank in range(self._size)]
+        if not self._store.check(keys):
+            return None
+        return [bytes(value).decode() for value in self._store.multi_get(keys)]
+
+    def _late(self, step: str, seen: str) -> HegmError:
+        """Names the ranks that did not come."""
+        missing: list[str] = []
+        for rank in range(self._size):
+            key = f"{step}/confirmed/{rank}" if seen else f"{step}/stated/{rank}"
+            if not self._store.check([key]) or (seen and bytes(self._store.get(key)).decode() != seen):
+                missing.append(str(rank))
+        who = f"rank {missing[0]}" if len(missing) == 1 else f"{len(missing)} ranks ({', '.join(missing[:8])})"
+        return refusal(f"{who} of {self._size} did not take part in time ({step})", _HINT)
+
+
+def _label(statements: list[str]) -> str:
+    """What the drawn numbers of all come to together: new each time, since each rank draws."""
+    label = 0
+    for one in statements:
+        label ^= int(one[:_DRAWN], 16)
+    return f"{label:0{_DRAWN}x}"

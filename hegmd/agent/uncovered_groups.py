@@ -1,0 +1,137 @@
+"""What the agent cannot disconnect, each with the group and the reason. The driver would lose a job that has any of it.
+
+Reads what the process has loaded and what is alive in it. Imports nothing and changes nothing. A reason is a sentence.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+
+from . import cuda_state
+from .group_backend import MAX_REPLACEMENTS, NCCL, GroupBackend
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+    from .nccl_library import Library
+
+_MAPS = "/proc/self/maps"
+_WRAPPER = "_ProcessGroupWrapper"
+# Libraries that connect GPUs by themselves, and what each belongs to. PyTorch maps libnvshmem_host without using it.
+_FOREIGN_FILES = {"deep_ep": "DeepEP", "libmscclpp": "MSCCL++", "libuct_cuda": "UCX"}
+# Classes that hold communicators of their own, by the module that has them.
+_FOREIGN_CLASSES = {
+    "vllm.distributed.device_communicators.pynccl": ("PyNcclCommunicator",),
+    "sglang.srt.distributed.device_communicators.pynccl": ("PyNcclCommunicator",),
+    "cupy_backends.cuda.libs.nccl": ("NcclCommunicator",),
+    "nvshmem.core": (),
+}
+# Py_TPFLAGS_HAVE_GC: the collector knows the objects of such a class.
+_TRACKED = 1 << 14
+_SYMMETRIC = "torch.distributed._symmetric_memory"
+_REGISTERING = ("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK")
+
+
+def loaded() -> list[str]:
+    """Paths of all copies of NCCL that are mapped into this process, each once."""
+    return _mapped("libnccl.so")
+
+
+def reasons(torch: Any, groups: list[GroupBackend], library: Library | None, *, nvls: bool) -> list[str]:
+    """Every reason against disconnecting these groups of this process."""
+    found = [reason for group in groups for reason in _of_group(group, library)]
+    if any(group.kind == NCCL for group in groups):
+        found.extend(_of_process(torch, groups, library, nvls=nvls))
+    return found
+
+
+def _of_group(group: GroupBackend, library: Library | None) -> Iterator[str]:
+    if group.kind == _WRAPPER:
+        yield f"group {group.name} is wrapped by TORCH_DISTRIBUTED_DEBUG=DETAIL, whose own groups cannot be replaced"
+        return
+    if group.kind not in (NCCL, "gloo"):
+        yield f"group {group.name} uses {group.kind}, which the agent cannot disconnect"
+        return
+    if not group.can_suspend(library) and not group.can_be_replaced:
+        yield f"group {group.name} was replaced {MAX_REPLACEMENTS} times, and PyTorch has no more backend types"
+    if getattr(group.config, "split_share", None) == 1:
+        yield f"group {group.name} shares resources with the group that it was split from (split_share)"
+    gpus = group.gpus() if group.kind == NCCL else []
+    if len(gpus) > 1:
+        yield f"group {group.name} has communicators on {len(gpus)} GPUs of one process"
+
+
+def _of_process(torch: Any, groups: list[GroupBackend], library: Library | None, *, nvls: bool) -> Iterator[str]:
+    if nvls:
+        yield (
+            f"NCCL may use NVLink multicast (NVLS) in group {groups[0].name}: "
+            "the driver's checkpoint hangs with live multicast memory"
+        )
+    if os.environ.get("NCCL_COMM_SPLIT_SHARE_RESOURCES") == "1":
+        yield "NCCL_COMM_SPLIT_SHARE_RESOURCES=1 lets groups share resources, which cannot be ended one by one"
+    if any(os.environ.get(name, "0") == "1" for name in _REGISTERING):
+        yield f"{_REGISTERING[0]}=1 registers the allocator's memory with the communicators"
+    alive = frozenset(map(type, gc.get_objects()))
+    yield from _registered(torch, alive)
+    yield from _foreign(torch, alive)
+    graphs = not all(group.can_suspend(library) for group in groups) and cuda_state.Segments(torch).graphs
+    if graphs:
+        version = "this NCCL" if library is None else f"NCCL {library.text}"
+        yield f"a CUDA graph was captured and may contain collectives, and {version} cannot suspend communicators"
+
+
+def _registered(torch: Any, alive: frozenset[type[object]]) -> Iterator[str]:
+    """Memory that peers have mapped besides the communicators' own."""
+    symmetric = sys.modules.get(_SYMMETRIC)
+    if symmetric is not None and any(
+        getattr(symmetric, name, None) for name in ("_group_name_to_store", "_group_name_to_workspace_tensor")
+    ):
+        yield "symmetric memory is in use, which peers have mapped"
+    pool = getattr(torch.cuda, "MemPool", None)
+    if pool in alive and any(
+        getattr(one, "allocator", None) is not None for one in gc.get_objects() if type(one) is pool
+    ):
+        yield "a torch.cuda.MemPool with an allocator of its own is alive, which may be registered with a communicator"
+
+
+def _foreign(torch: Any, alive: frozenset[type[object]]) -> Iterator[str]:
+    """Communicators that torch.distributed does not list."""
+    copies = loaded()
+    if len(copies) > 1:
+        yield f"{len(copies)} copies of NCCL are loaded ({', '.join(copies)}), so another library has communicators"
+    for path in _mapped(*_FOREIGN_FILES):
+        name = path.rpartition("/")[2]
+        owner = next(owner for start, owner in _FOREIGN_FILES.items() if name.startswith(start))
+        yield f"{owner} is loaded ({path}), which connects GPUs by itself"
+    for module, names in _FOREIGN_CLASSES.items():
+        if module in sys.modules and (not names or _is_alive(module, names, alive)):
+            yield f"{module} is in use, which has communicators of its own"
+    spread = torch.nn.DataParallel
+    if any(issubclass(kind, spread) for kind in alive) and cuda_state.is_data_parallel(torch):
+        yield "torch.nn.DataParallel is in use, whose communicators PyTorch does not list"
+
+
+def _is_alive(module: str, names: tuple[str, ...], alive: frozenset[type[object]]) -> bool:
+    """Whether an object of one of these classes exists; yes where that cannot be seen."""
+    known = [getattr(sys.modules[module], name, None) for name in names]
+    kinds = [kind for kind in known if isinstance(kind, type) and kind.__flags__ & _TRACKED]
+    return len(kinds) < len(names) or any(kind in alive for kind in kinds)
+
+
+def _mapped(*names: str) -> list[str]:
+    """Paths of mapped files whose names begin with one of these."""
+    found: dict[str, None] = {}
+    starts = tuple(name.encode() for name in names)
+    try:
+        with open(_MAPS, "rb") as maps:
+            for line in maps:
+                path = line.rstrip().partition(b"/")[2]
+                if path.rpartition(b"/")[2].startswith(starts):
+                    found["/" + path.decode(errors="surrogateescape")] = None
+    except OSError:
+        return []
+    return list(found)
