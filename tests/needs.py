@@ -5,8 +5,10 @@ PyTorch takes 1.5 s of the processor to import. Collecting the tests must not im
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -20,8 +22,14 @@ class ImportedWhenUsed:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        module: ModuleType = importlib.import_module(self._name)
+        module = sys.modules.get(self._name) or self._imported()
         return getattr(module, attribute)
+
+    def _imported(self) -> ModuleType:
+        module = importlib.import_module(self._name)
+        # A million objects that stay: each later test that left anything would have the collector look through them.
+        gc.freeze()
+        return module
 
 
 def need_torch() -> Any:

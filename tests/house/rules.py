@@ -49,7 +49,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Spelled in parts, so that this file does not match itself.
 _OPEN_ENDS = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK")) + r")\b")
 
-_IGNORE = re.compile(r"#\s*(?P<tool>noqa|type:\s*ignore|pyright:\s*ignore)(?P<rest>.*)$")
+_IGNORE = re.compile(r"#\s*(?P<tool>noqa|type:\s*ignore|pyright:\s*ignore)(?P<rest>.*)$", re.MULTILINE)
 _IGNORED_RULE = re.compile(r"^(?::\s*[A-Z]+\d+(?:,\s*[A-Z]+\d+)*|\s*\[[\w\-, ]+\])(?P<reason>.*)$")
 
 
@@ -199,6 +199,8 @@ def open_ends(module: Module) -> Iterator[str]:
 
 def ignores(module: Module) -> Iterator[str]:
     """An ignore names its rule, and a reason stands beside it or in a comment just above."""
+    if not _IGNORE.search(module.text):
+        return  # most have none, and to read all tokens takes long
     lines = module.text.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
         if token.type != tokenize.COMMENT or not (found := _IGNORE.search(token.string)):

@@ -75,7 +75,9 @@ class Module:
         for_types = {
             inner
             for node in self.nodes
-            if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+            if isinstance(node, ast.If)
+            and isinstance(node.test, ast.Name | ast.Attribute)
+            and ast.unparse(node.test).endswith("TYPE_CHECKING")
             for statement in node.body
             for inner in ast.walk(statement)
         }

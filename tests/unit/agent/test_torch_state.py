@@ -19,7 +19,10 @@ from tests.needs import need_torch
 
 torch: Any = need_torch()
 
-pytestmark = pytest.mark.leaks_allowed("PyTorch sets variables of its own when its compiler is first imported")
+pytestmark = [
+    pytest.mark.leaks_allowed("PyTorch sets variables of its own when its compiler is first imported"),
+    pytest.mark.xdist_group("torch"),
+]
 
 
 @pytest.fixture

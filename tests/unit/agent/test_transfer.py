@@ -20,7 +20,10 @@ from tests.needs import need_torch
 
 torch: Any = need_torch()
 
-pytestmark = pytest.mark.leaks_allowed("PyTorch sets variables of its own when its compiler is first imported")
+pytestmark = [
+    pytest.mark.leaks_allowed("PyTorch sets variables of its own when its compiler is first imported"),
+    pytest.mark.xdist_group("torch"),
+]
 
 MIB = 1 << 20
 # The heap's, some of them in one page; those of a mapping of their own; those with huge pages; none a round number.

@@ -13,6 +13,7 @@ from hegmd.errors import EXTERNAL, HegmError
 from hegmd.node.doctor.facts import SUMMARY_CHARACTERS, Finding, NodeFacts, ok, warn
 from hegmd.node.doctor.run import CHECKS, Ask, Look, Row, run_checks
 from hegmd.protocol.snapshots import Check, Gpu, Vendor
+from tests.patience import longer_and_longer
 from tests.unit.node.doctor.node import FileNode, gpu, vendor
 
 
@@ -97,11 +98,15 @@ async def test_a_check_that_hangs_is_a_line_and_left_behind(node: FileNode) -> N
         return ok("never")
 
     try:
-        made = await run_rows(node, Look("a", hang), Ask("b", wait), Look("c", lambda _: ok("fine")), deadline_s=0.1)
+        rows = Look("a", hang), Ask("b", wait), Look("c", lambda _: ok("fine"))
+        for deadline_s in longer_and_longer(0.1):
+            made = await run_rows(node, *rows, deadline_s=deadline_s)
+            if made["c"].status == "ok":
+                break
     finally:
         release.set()
     assert [made[key].status for key in "abc"] == ["fail", "fail", "ok"]
-    assert made["a"].summary == "no answer within 0.1 s: a disk or a driver hangs"
+    assert made["a"].summary == f"no answer within {deadline_s:g} s: a disk or a driver hangs"
 
 
 async def test_more_hanging_checks_than_places_do_not_stop_the_rest(node: FileNode) -> None:
@@ -113,10 +118,14 @@ async def test_more_hanging_checks_than_places_do_not_stop_the_rest(node: FileNo
 
     try:
         hanging = [Look(f"h{number}", hang) for number in range(12)]
-        made = await run_rows(node, *hanging, Look("last", lambda _: ok("fine")), deadline_s=0.05)
+        for deadline_s in longer_and_longer(0.05):
+            made = await run_rows(node, *hanging, Look("last", lambda _: ok("fine")), deadline_s=deadline_s)
+            if made["last"].status == "ok":
+                break
+        else:
+            pytest.fail("the last check had no place")
     finally:
         release.set()
-    assert made["last"].status == "ok"
 
 
 async def test_what_does_not_apply_is_skipped_with_the_reason(node: FileNode) -> None:
