@@ -21,15 +21,18 @@ def telling(cells: Iterable[tuple[Any, ...]], which: Collection[tuple[Any, ...]]
     ]
 
 
-def quick_first(values: Iterable[Any], count: int) -> list[Any]:
+def quick_first(values: Iterable[Any], count: int, *, most: int | None = None) -> list[Any]:
     """All of the values for `parametrize`, of which those after the first few are not in the quick part.
 
-    A tuple has the values of several arguments.
+    Those after `most` are wide ones. A tuple has the values of several arguments.
     """
     table = list(values)
     assert 0 < count <= len(table), "the quick part has some, and not more than there are"
     cells = [value if isinstance(value, tuple) else (value,) for value in table]
-    return [pytest.param(*cell, marks=() if at < count else pytest.mark.thorough) for at, cell in enumerate(cells)]
+    marks: list[tuple[Any, ...]] = [()] * count + [(pytest.mark.thorough,)] * (len(cells) - count)
+    if most is not None:
+        marks[most:] = [(pytest.mark.thorough, pytest.mark.wide)] * (len(cells) - most)
+    return [pytest.param(*cell, marks=mark) for cell, mark in zip(cells, marks, strict=True)]
 
 
 def _name_of(value: object) -> str:

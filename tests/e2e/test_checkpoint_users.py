@@ -93,7 +93,7 @@ def test_nobody_but_root_takes_or_restores_what_is_not_theirs(daemon: RunningDae
         assert job.losses
 
 
-@pytest.mark.parametrize("asker", [BOB, 0], ids=["by its user", "by root"])
+@pytest.mark.parametrize("asker", [BOB, pytest.param(0, marks=pytest.mark.wide)], ids=["by its user", "by root"])
 def test_a_users_job_goes_into_an_image_and_back_with_its_own_rights_and_every_loss_the_same(
     daemon: RunningDaemon, folder: Path, asker: int, expected: list[str]
 ) -> None:

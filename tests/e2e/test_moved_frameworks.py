@@ -33,6 +33,8 @@ NEEDS = {
     "in_a_thread": ("torch",),
     "numpy_boundaries": ("numpy",),
 }
+# What these do, others here and test_moving.py do too.
+AS_OTHERS = {"schedules", "two_models", "progress", "in_a_thread"}
 # Those of frameworks, which ask it for more, and one of plain PyTorch, come with PyTorch's compiler.
 WITH_COMPILER = {"hf_trainer", "lightning_fit", "accelerated", "two_models"}
 # What each leaves behind, beside what it prints.
@@ -61,7 +63,7 @@ def _require(modules: tuple[str, ...]) -> None:
         pytest.skip(f"{', '.join(missing)} not installed; `pip install -e '.[frameworks]'` does that")
 
 
-@pytest.mark.parametrize("name", telling(zip(NEEDS, strict=True), [(name,) for name in NEEDS if name != "schedules"]))
+@pytest.mark.parametrize("name", telling(zip(NEEDS, strict=True), [(name,) for name in NEEDS if name not in AS_OTHERS]))
 def test_a_training_prints_and_writes_the_same_when_it_is_moved(
     name: str, daemon: RunningDaemon, folders: tuple[Path, Path]
 ) -> None:

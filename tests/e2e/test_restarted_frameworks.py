@@ -49,8 +49,8 @@ def _left_and_ended(ends: list[Ended], times: int) -> None:
     "at",
     [
         pytest.param((40, 3), id="within-an-epoch-and-soon-after"),
-        pytest.param((1,), id="before-the-first-step"),
-        pytest.param((62, 31), id="at-the-first-batches-of-epochs"),
+        pytest.param((1,), id="before-the-first-step", marks=pytest.mark.wide),
+        pytest.param((62, 31), id="at-the-first-batches-of-epochs", marks=pytest.mark.wide),
     ],
 )
 def test_the_trainer_of_hugging_face_goes_on_with_its_own_counts(restarts: Restarts, at: tuple[int, ...]) -> None:
@@ -69,6 +69,7 @@ def test_a_loop_of_ones_own_with_accelerate_goes_on_in_the_middle_of_an_accumula
     assert _lines(output) == _lines(restarts.undisturbed(str(ACCELERATED)))
 
 
+@pytest.mark.wide
 def test_a_list_of_the_scripts_own_is_whole_with_hegm_keep(restarts: Restarts, tmp_path: Path) -> None:
     script = tmp_path / "kept.py"
     script.write_text(ACCELERATED.read_text().replace("for epoch in range(3):\n", KEPT))
@@ -84,7 +85,10 @@ def test_a_list_of_the_scripts_own_is_whole_with_hegm_keep(restarts: Restarts, t
             LIGHTNING, [(50, "within"), (50, "last batch")], id="schedule-by-step-and-two-evaluations-an-epoch"
         ),
         pytest.param(
-            WATCHED, [(1, "first batch"), (8, "accumulating")], id="before-the-first-step-and-in-accumulation"
+            WATCHED,
+            [(1, "first batch"), (8, "accumulating")],
+            id="before-the-first-step-and-in-accumulation",
+            marks=pytest.mark.wide,
         ),
         pytest.param(
             WATCHED, [(6, "within"), (4, "first batch"), (10, "last batch")], id="after-an-evaluation-and-at-the-ends"

@@ -58,20 +58,26 @@ def _compared(output: str) -> list[str]:
     ("script", "seed"),
     [
         (SCRIPTS / "epochs.py", SEED),
-        (SCRIPTS / "plain.py", SEED),
         (SCRIPTS / "workers.py", SEED),
         (SCRIPTS / "gan.py", SEED),
-        (SCRIPTS / "threaded.py", SEED),
         (SCRIPTS / "no_loader.py", SEED),
-        (SCRIPTS / "evaluated.py", SEED),
         (SCRIPTS / "tensors.py", SEED),
         (SCRIPTS / "streams.py", SEED),
-        (SCRIPTS / "own_variables.py", SEED),
         (SCRIPTS / "while_loops.py", SEED),
         (MOVED / "in_a_thread.py", SEED),
-        (MOVED / "progress.py", SEED),
         (MOVED / "mixed_precision.py", SEED),
-        pytest.param(MOVED / "two_models.py", SEED, marks=pytest.mark.wide),  # as gan.py
+        # As epochs.py, in_a_thread.py, gan.py and test_restarts.py go through their code.
+        *(
+            pytest.param(path, SEED, marks=pytest.mark.wide)
+            for path in (
+                SCRIPTS / "plain.py",
+                SCRIPTS / "threaded.py",
+                SCRIPTS / "evaluated.py",
+                SCRIPTS / "own_variables.py",
+                MOVED / "progress.py",
+                MOVED / "two_models.py",
+            )
+        ),
         *(
             pytest.param(SCRIPTS / name, SEED + 1, marks=pytest.mark.wide)
             for name in ("epochs.py", "evaluated.py", "own_variables.py")
