@@ -187,9 +187,10 @@ def carry_out(session: Session, request: Request, fds: Sequence[int] = (), watch
         return _status_of(reply.operation)
     if not isinstance(reply, Drained):
         return 0
-    statuses = [_status_of(operation) for operation in reply.operations]
-    if reply.left:
-        statuses.append(code_named(reply.left[0].code).exit_status)
+    steps = [_status_of(operation) for operation in reply.operations]
+    left = [code_named(reason.code).exit_status for reason in reply.left[:1]]
+    # A swap has one reason, for which its steps were cancelled. The jobs of a drain have one each.
+    statuses = steps + left if isinstance(request, Drain) else left + steps
     return next((status for status in statuses if status), 0)
 
 

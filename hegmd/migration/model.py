@@ -180,6 +180,7 @@ class NodeSnapshotForPlan(Record):
     candidates: tuple[Candidate, ...] = field("the processes on them, and the ranks of their jobs that are on none yet")
     unreachable: tuple[Unreachable, ...] = field("the processes on them that are no candidates", default=())
     beginning: tuple[int, ...] = field("of those that were named, who has not come to a first batch yet", default=())
+    ended: tuple[int, ...] = field("the named pids that no process has", default=())
     pool: PoolMemory = field("the pool")
     running: tuple[Operation, ...] = field("operations that are not over", default=())
     rates: Rates = field("how fast bytes go", default=Rates())

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import anyio
 
-from hegmd.errors import BAD_REQUEST, CANCELLED, DENIED, INTERNAL, NOT_FOUND, REFUSED, TIMEOUT, HegmError
+from hegmd.errors import BAD_REQUEST, CANCELLED, DENIED, INTERNAL, REFUSED, TIMEOUT, HegmError
 from hegmd.images.dump_job import JobDumper, Looked
 from hegmd.images.files.catalogue import size_of
 from hegmd.images.files.open_image import Image
@@ -31,7 +31,7 @@ from hegmd.migration.model import MigrationPlan, NodeSnapshotForPlan, PlanReques
 from hegmd.migration.plan.estimate import from_image, with_image
 from hegmd.migration.plan.planner import planned, planned_resume
 from hegmd.migration.plan.throughput import IN, Paces
-from hegmd.operations.operations import Operations
+from hegmd.operations.operations import Operations, not_suspended
 from hegmd.operations.request_context import (
     Emit,
     OperationResult,
@@ -105,13 +105,8 @@ class Checkpoints:
         self._operations.check(asked, [pid])
         op = self._operations.runner.of_process(pid)
         if op is None or op.phase != SUSPENDED:
-            state = "no operation has it" if op is None else f"operation {op.id} has it, which is {op.phase}"
-            raise HegmError(
-                NOT_FOUND if op is None else REFUSED,
-                f"process {pid} is not suspended: {state}",
-                f"take it off its GPU first: hegmctl offload {pid}; or do both: hegmctl checkpoint {pid} DIR",
-                {"pid": pid},
-            )
+            hint = f"take it off its GPU first: hegmctl offload {pid}; or do both: hegmctl checkpoint {pid} DIR"
+            raise not_suspended(pid, op, hint)
         pids = [member.pid for member in op.live]
         plan = planned_handoff(op)
         looked = await self._handoff.against(pids, path, plan.size_bytes, rights)

@@ -34,6 +34,7 @@ from hegmd.migration.model import Candidate, MigrationPlan, NodeSnapshotForPlan,
 from hegmd.migration.plan.planner import planned, planned_resume
 from hegmd.migration.run.runner import Runner
 from hegmd.node.inventory import Inventory, NodeSnapshot
+from hegmd.node.processes.procfs import start_ticks_of
 from hegmd.node.processes.roll import has_ended
 from hegmd.operations.orphaned_memory import OrphanedMemory
 from hegmd.operations.orphans import ByDriver, ParkedOrphans
@@ -169,13 +170,7 @@ class Operations:
         if op is not None and op.phase == HOLDING:
             return await self._release_held(op, pid, to, asked)
         if op is None or op.phase != SUSPENDED:
-            state = "no operation has it" if op is None else f"operation {op.id} has it, which is {op.phase}"
-            raise HegmError(
-                NOT_FOUND if op is None else REFUSED,
-                f"process {pid} is not suspended: {state}",
-                "hegmctl ops lists what is suspended",
-                {"pid": pid},
-            )
+            raise not_suspended(pid, op, "hegmctl ops lists what is suspended")
         plan = await self._plan_resume(op, to)
         if asked.dry_run:
             return OperationResult(None, plan_record(plan))
@@ -435,6 +430,17 @@ class Operations:
             raise HegmError(
                 DENIED, f"{what} belongs to {owner}", "ask its owner, or an administrator of hegmd", {"uid": uid}
             )
+
+
+def not_suspended(pid: int, op: Operation | None, hint: str) -> HegmError:
+    """Why a process cannot be resumed: it has ended, is in no operation, or in one of another phase."""
+    if op is not None:
+        state, code = f"is not suspended: operation {op.id} has it, which is {op.phase}", REFUSED
+    elif start_ticks_of(pid) is None:
+        state, code = "has ended", NOT_FOUND
+    else:
+        state, code = "is not suspended: no operation has it", NOT_FOUND
+    return HegmError(code, f"process {pid} {state}", hint, {"pid": pid})
 
 
 def _refuse_elsewhere(pid: int, gpu: str | None, to: str | None) -> None:

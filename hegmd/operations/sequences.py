@@ -10,13 +10,16 @@ Which steps there are is `itinerary`'s to say, and each step is an operation lik
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import anyio
 
 from hegmd.errors import NOT_FOUND, REFUSED, Bug, HegmError
+from hegmd.migration.machine import events
 from hegmd.migration.machine.next_effects import DONE, SUSPENDED
 from hegmd.migration.machine.operation import MIGRATE, RESUME, SUSPEND
 from hegmd.migration.model import MigrationPlan, NodeSnapshotForPlan
@@ -143,13 +146,39 @@ class MultiStepOperations(BackgroundTasks):
         self, exchange: _Exchange, steps: Sequence[MigrationPlan], snapshot: NodeSnapshotForPlan, asked: RequestContext
     ) -> None:
         try:
-            await self._exchange(exchange, steps, snapshot, asked)
-        except HegmError as error:
-            exchange.failure = error
-            logger.warning("a swap is not complete: %s", error.message, extra=fields(hint=error.hint))
+            async with anyio.create_task_group() as watching:
+                for step in steps:
+                    watching.start_soon(self._cancel_when_it_ends, exchange, _pid(step))
+                try:
+                    await self._exchange(exchange, steps, snapshot, asked)
+                except HegmError as error:
+                    exchange.failure = exchange.failure or error
+                watching.cancel_scope.cancel()
+            if exchange.failure is not None:
+                failure = exchange.failure
+                logger.warning("a swap is not complete: %s", failure.message, extra=fields(hint=failure.hint))
         finally:
             exchange.over = True
             exchange.news.notify_all()
+
+    async def _cancel_when_it_ends(self, exchange: _Exchange, pid: int) -> None:
+        """Wait for the end of that process. Then cancel the step that takes the other job off its GPU."""
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            return  # it has ended, and its own step is refused
+        try:
+            await anyio.wait_readable(pidfd)
+        finally:
+            anyio.notify_closing(pidfd)
+            os.close(pidfd)
+        message = f"process {pid} has ended, so the jobs cannot change places"
+        exchange.failure = HegmError(NOT_FOUND, message, "see its log; hegmctl ops shows the other job")
+        for op_id in dict.fromkeys(exchange.begun):
+            operation = self._operations.runner.history(op_id).operation
+            if operation.kind != RESUME and all(worker.pid != pid for worker in operation.workers):
+                with contextlib.suppress(HegmError):  # it is over, or too far to turn back
+                    await self._operations.runner.ask(op_id, events.CancelRequested(cause="request", by="the swap"))
 
     async def _exchange(
         self, exchange: _Exchange, steps: Sequence[MigrationPlan], snapshot: NodeSnapshotForPlan, asked: RequestContext

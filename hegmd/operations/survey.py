@@ -32,6 +32,7 @@ from hegmd.migration.model import (
 from hegmd.migration.plan.migration_options import ways_of
 from hegmd.node.criu_program import usable_path
 from hegmd.node.inventory import Inventory, NodeSnapshot
+from hegmd.node.processes.procfs import start_ticks_of
 from hegmd.node.processes.roll import has_ended
 from hegmd.node.processes.surroundings import nearest_ancestor, parent_of, read_outside
 from hegmd.protocol.snapshots import Gpu, GpuProcess, Way
@@ -150,6 +151,7 @@ class PlanSurvey:
             candidates=candidates,
             unreachable=tuple(_unreachable(node)),
             beginning=tuple(pid for pid in pids if self._begins(pid)),
+            ended=tuple(pid for pid in pids if start_ticks_of(pid) is None),
             pool=pool,
             running=running,
             rates=self._rates(),

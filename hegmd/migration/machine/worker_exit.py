@@ -29,8 +29,7 @@ def gone(op: Operation, name: str, why: str, *, finished: bool = False) -> Opera
     lost = lost and not worker.restarts  # nothing was taken out of it: it ended as it would have by itself
     op = without_orders(op, name).with_worker(departed(worker, lost=lost))
     state = " while its state was out of it" if lost else ""
-    code = REFUSED if lost else NOT_FOUND
-    op = reversal.because(op, code.name, f"process {worker.pid} is gone{state}: {why}", "see the log of the job")
+    op = reversal.because(op, NOT_FOUND.name, f"process {worker.pid} is gone{state}: {why}", "see the log of the job")
     return next_effects.turned_back(op) if op.direction == FORWARD and away else op
 
 
@@ -44,7 +43,7 @@ def without_state(op: Operation, name: str) -> Operation:
         op = without_orders(op, one.name).with_worker(departed(one, lost=True).replace(gpu=None, offloaded=False))
     message = f"process {worker.pid} has ended, and its state is nowhere any more"
     hint = "a reboot takes it along: start the training anew, or from a file of its own"
-    op = op.replace(failure=Failure(code=REFUSED.name, message=message, hint=hint))  # whatever was said of it before
+    op = op.replace(failure=Failure(code=NOT_FOUND.name, message=message, hint=hint))  # whatever was said of it before
     return next_effects.turned_back(op) if op.direction == FORWARD else op
 
 

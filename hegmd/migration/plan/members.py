@@ -55,6 +55,9 @@ def members_named(draft: Draft) -> Iterator[Candidate]:
         if candidate is None and unreachable is not None:
             draft.against(*_against_unreachable(unreachable), pid=pid)
             continue
+        if candidate is None and pid in draft.snapshot.ended:
+            draft.against(NOT_FOUND, f"process {pid} has ended", "see its log; hegmctl ps lists the others", pid=pid)
+            continue
         if candidate is None:
             draft.against(NOT_FOUND, f"process {pid} is on no GPU", "see who is with: hegmctl ps", pid=pid)
             continue

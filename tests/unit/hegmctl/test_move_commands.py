@@ -184,6 +184,12 @@ def test_a_refusal_has_every_reason_and_nothing_on_standard_output(daemon: FakeD
     assert ran.stderr == "hegmctl: process 1 has no agent\nprocess 2 has no agent; hegmctl run\n"
 
 
+def test_a_swap_whose_one_job_ended_exits_as_for_its_end_and_not_as_for_the_other_job(daemon: FakeDaemon) -> None:
+    """Issue 14, row 11: the step of the other job is rolled back, which has a status of its own."""
+    daemon.answers[m.Swap] = saying(m.Drained(operations=(ROLLED_BACK,), left=(LATE.replace(code="not-found"),)))
+    assert hegmctl("swap", "1", "2", socket=daemon.path).returncode == 5
+
+
 def test_a_plan_is_shown_and_that_nothing_was_done(daemon: FakeDaemon) -> None:
     daemon.answers[m.Migrate] = saying(m.OperationReply(plan=PLAN))
     daemon.answers[m.Drain] = saying(m.Drained(operations=(), plans=(PLAN, PLAN)))

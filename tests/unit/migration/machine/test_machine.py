@@ -246,7 +246,7 @@ def test_a_worker_that_ends_takes_nothing_with_it(phase: str) -> None:
     assert drive.op.phase == ("lost" if its_state_was_out else "rolled-back" if phase != "tidying" else drive.op.phase)
     assert drive.op.failure is not None
     assert "killed by signal 9" in drive.op.failure.message
-    assert drive.op.failure.code == ("refused" if its_state_was_out else "not-found"), "issue 14, row 11: its end"
+    assert drive.op.failure.code == "not-found", "issue 14, row 11: it ended; refused means that nothing changed"
 
 
 def test_the_others_of_a_job_come_back_when_one_ends() -> None:

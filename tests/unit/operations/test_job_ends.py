@@ -1,0 +1,98 @@
+"""Kill a job while a command waits for it: the command says at once that the job ended, and not that it refused."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import anyio
+import pytest
+
+from hegmd.errors import NOT_FOUND, HegmError
+from hegmd.operations.request_context import OperationResult
+from hegmd.protocol.operations import Operation
+from tests.patience import HANG_S
+from tests.unit.moving_node import Node, running
+
+Child = subprocess.Popen[bytes]
+Command = Callable[[Node, int], Awaitable[OperationResult]]
+
+COMMANDS: dict[str, Command] = {
+    "migrate": lambda node, pid: node.operations.migrate([pid], "gpu1", node.asked()),
+    "suspend": lambda node, pid: node.operations.suspend([pid], node.asked()),
+    "quiesce": lambda node, pid: node.operations.quiesce([pid], None, node.asked()),
+    "resume": lambda node, pid: node.operations.resume(pid, None, node.asked()),
+    "adopt": lambda node, pid: node.operations.adopt(pid, None, node.asked()),
+}
+ORDERS = {"migrate": ("park", "offload", "reload"), "suspend": ("park", "offload"), "quiesce": ("park",)}
+KILLED = [(command, order) for command, orders in ORDERS.items() for order in orders]
+
+
+async def ended_at(node: Node, process: Child, order: str, command: str) -> Operation:
+    """How the operation of that command ends when the process is killed while its agent carries out that order."""
+    agent = await node.attend(process.pid)
+    if command == "resume":
+        await COMMANDS["suspend"](node, process.pid)
+    agent.slow.add(order)
+    results: list[OperationResult] = []
+
+    async def run() -> None:
+        results.append(await COMMANDS[command](node, process.pid))
+
+    with anyio.fail_after(HANG_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            await agent.waiting.wait()
+            process.kill()
+    (result,) = results
+    assert result.operation is not None
+    return result.operation
+
+
+@pytest.mark.parametrize(("command", "order"), [*KILLED, ("resume", "reload")])
+async def test_a_job_that_was_killed_in_the_middle_was_told_as_a_refusal(
+    tmp_path: Path, process: Child, command: str, order: str
+) -> None:
+    """Issue 14, row 11: `refused` means that nothing has changed, and its exit status is 6."""
+    async with running(tmp_path) as node:
+        operation = await ended_at(node, process, order, command)
+        assert operation.failure is not None
+        assert operation.failure.code == NOT_FOUND.name
+        assert f"process {process.pid} is gone" in operation.failure.message
+
+
+@pytest.mark.parametrize("killed", ["first", "second"])
+async def test_a_swap_waited_for_one_job_though_the_other_had_ended(
+    tmp_path: Path, process: Child, other: Child, killed: str
+) -> None:
+    async with running(tmp_path) as node:
+        agents = [await node.attend(child.pid, token=letter * 32) for child, letter in ((process, "a"), (other, "b"))]
+        for agent in agents:
+            agent.slow.add("park")
+        victim = process if killed == "first" else other
+        async with anyio.create_task_group() as tasks:
+
+            async def swap() -> None:
+                outcome = await node.sequences.swap(process.pid, other.pid, node.asked())
+                assert [reason.code for reason in outcome.left] == [NOT_FOUND.name]
+                assert f"process {victim.pid} has ended" in outcome.left[0].message
+
+            tasks.start_soon(swap)
+            await agents[0].waiting.wait()
+            victim.kill()
+            with anyio.fail_after(HANG_S):
+                while "withdraw" not in agents[0].seen and killed == "second":
+                    await anyio.wait_all_tasks_blocked()
+                    await anyio.lowlevel.checkpoint()
+            agents[0].go_on.set()
+
+
+@pytest.mark.parametrize("command", [*COMMANDS])
+async def test_a_job_that_had_ended_was_said_to_be_on_no_gpu(tmp_path: Path, process: Child, command: str) -> None:
+    async with running(tmp_path) as node:
+        process.kill()
+        process.wait()
+        with pytest.raises(HegmError, match=f"process {process.pid} has ended") as caught:
+            await COMMANDS[command](node, process.pid)
+        assert caught.value.code == NOT_FOUND
