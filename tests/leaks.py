@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 # Threads end shortly after they were told to; this is how long that may take on a busy machine.
-GRACE_S = 3.0
+GRACE_S = 30.0
 
 # Set by pytest and its plugins themselves, around each phase.
 _NOT_OURS = (b"PYTEST_", b"HYPOTHESIS_", b"COV_")

@@ -15,6 +15,7 @@ from tests.bench.gauges import MIB, Memory, cpu_s, let_run, wakeups
 from tests.bench.nvml_daemon import NvmlDaemon, has_driver, stubbed
 from tests.bench.report import Row
 from tests.e2e.daemon import RunningDaemon
+from tests.patience import HANG_S
 
 SETTLE_S = 2.0
 WATCHED_S = 40.0
@@ -62,7 +63,7 @@ def _measure(what: str, daemon: RunningDaemon, *, budgets: bool) -> list[Row]:
 
 def _ask_everything(daemon: RunningDaemon) -> None:
     """One of each question, so that whatever the daemon loads for its answer is loaded."""
-    with connect(str(daemon.socket_path), timeout_s=60) as hegmd:
+    with connect(str(daemon.socket_path), timeout_s=HANG_S) as hegmd:
         hegmd.ping()
         hegmd.gpus()
         hegmd.processes()

@@ -25,6 +25,7 @@ from tests.bench.gauges import MIB, Memory, cpu_s, let_run
 from tests.bench.nvml_daemon import stubbed
 from tests.bench.report import Row
 from tests.e2e.daemon import RunningDaemon
+from tests.patience import HANG_S
 
 WARM_UP = 5
 ROUNDS = 40
@@ -57,7 +58,7 @@ def _topology(folder: Path, pids: list[int]) -> Path:
 
 
 def _measure(what: str, daemon: RunningDaemon) -> list[Row]:
-    with daemon, connect(str(daemon.socket_path), timeout_s=60) as hegmd:
+    with daemon, connect(str(daemon.socket_path), timeout_s=HANG_S) as hegmd:
         _check(hegmd)
         for _ in range(WARM_UP):
             _round_ms(daemon, hegmd)

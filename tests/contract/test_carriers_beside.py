@@ -39,6 +39,7 @@ from hegmd.node.devices.simulated import SimulatedProvider
 from hegmd.node.devices.topology import parse_topology
 from tests.contract.carried import Moved, Moving, ignored
 from tests.contract.helped import MIB, SIZE_BYTES
+from tests.patience import HANG_S
 from tests.unit.descriptor_store import DescriptorStore
 from tests.unit.migration.operations import operation, worker
 from tests.unit.moving_node import start_ticks
@@ -196,7 +197,7 @@ async def test_memory_is_given_back_before_the_copy_that_goes_ahead_into_it_has_
         job.node.mend()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(job.carrier.abandon, job.off)
-            with anyio.move_on_after(10):
+            with anyio.move_on_after(HANG_S):
                 while job.held():
                     await anyio.lowlevel.checkpoint()
             left = job.held()

@@ -287,7 +287,7 @@ def asked_to_hang(provider: SimulatedProvider, pool: ThreadPoolExecutor) -> Futu
         return provider.snapshot()
 
     future = pool.submit(look)
-    assert inside.wait(10)
+    assert inside.wait(120)
     return future
 
 

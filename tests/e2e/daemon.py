@@ -99,10 +99,10 @@ class RunningDaemon:
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
-            return self.process.wait(15)
+            return self.process.wait(HANG_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            return self.process.wait(15)
+            return self.process.wait(HANG_S)
         finally:
             self._notify.close()
 

@@ -115,7 +115,7 @@ class DrivenNode:
 
     def connect(self) -> Connection:
         """Patient: the machine may have other things to do than these tests."""
-        return connect(str(self.daemon.socket_path), timeout_s=50)
+        return connect(str(self.daemon.socket_path), timeout_s=HANG_S)
 
     def vram(self, pid: int) -> dict[str, int]:
         """What NVML shows of a process, by GPU."""

@@ -179,7 +179,7 @@ debugged = threads[-1].ident in held
 print("held", len(held) - debugged, debugged == (sys.version_info >= (3, 12)))
 os.write(wakes, b"x"), far.send(b"x"), semaphore.release()
 done = pool.submit(ran.append, "pool")
-print("caught", every.wait(20), ran)
+print("caught", every.wait(120), ran)
 before = turns[0]
 the_trap.lift()
 print("spun", turns[0] - before)

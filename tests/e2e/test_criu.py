@@ -152,7 +152,7 @@ os.kill(child, signal.SIGUSR1)
 asked.set()
 gone.seek(0); other.seek(0)
 found = [
-    os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3, memory[:6] == b"worked", answered.wait(20),
+    os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3, memory[:6] == b"worked", answered.wait(120),
     len(gone.read()) == 3_000_000, other.read() == "kept", server.recv(9) == b"in flight", right.recv(7) == b"waiting",
     [fd for fd, _ in polled.poll(0)] == [reader], os.read(reader, 11) == b"in the pipe",
 ]

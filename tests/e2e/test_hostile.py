@@ -13,6 +13,7 @@ import pytest
 from hegmctl.connection import connect
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.hostile import Hostile
+from tests.patience import HANG_S
 
 pytestmark = pytest.mark.e2e
 
@@ -31,7 +32,7 @@ def attack(path: Path, seed: int, frames: int) -> None:
         for _ in range(frames // FRAMES_A_BATCH):
             data, fds = hostile.batch(FRAMES_A_BATCH)
             with socket.socket(socket.AF_UNIX) as peer:
-                peer.settimeout(20)
+                peer.settimeout(HANG_S)
                 peer.connect(str(path))
                 _pour(peer, data, [null.fileno()] * fds)
 
@@ -74,7 +75,7 @@ def test_hostile_frames_cost_nobody_else_anything(socket_dir: Path) -> None:
         def be_served() -> None:
             nonlocal served
             try:
-                with connect(str(daemon.socket_path), timeout_s=20) as client:
+                with connect(str(daemon.socket_path), timeout_s=HANG_S) as client:
                     while not done.is_set():
                         assert [gpu.id for gpu in client.gpus().gpus] == ["gpu0", "gpu1"]
                         served += 1

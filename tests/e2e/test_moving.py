@@ -81,7 +81,7 @@ class Job:
         """All that it printed, once it has ended well; those of our scripts that go on until they are told are told."""
         self.stdin.close()
         rest = self.stdout.read()
-        assert self.process.wait(60) == 0
+        assert self.process.wait(HANG_S) == 0
         return "".join(self.lines) + rest
 
     def command(self, *words: str, status: int = 0) -> list[dict[str, Any]]:
@@ -286,7 +286,7 @@ def test_run_starts_a_daemon_of_its_own_that_ends_with_the_job(tmp_path: Path) -
             assert len(hegmd.gpus().gpus) == 2
             assert job.stdin is not None
             job.stdin.close()
-            assert job.wait(10) == 0
+            assert job.wait(HANG_S) == 0
         daemons = [
             process for process in psutil.process_iter(["cmdline"]) if str(own) in (process.info["cmdline"] or ())
         ]

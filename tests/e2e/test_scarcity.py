@@ -22,6 +22,7 @@ from tests.e2e.daemon import RunningDaemon
 from tests.e2e.test_moving import Job
 from tests.looks import pause
 from tests.needs import need_torch
+from tests.patience import HANG_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
 need_torch()
@@ -206,7 +207,7 @@ def test_a_job_that_the_kernel_ends_as_it_comes_back_is_lost_and_nothing_is_held
         job.operation("suspend", pid)
         group.limit(group.used_bytes + 64 * MIB)
         ended = job.operation("resume", pid, status=6)
-        assert job.process.wait(30) == -signal.SIGKILL
+        assert job.process.wait(HANG_S) == -signal.SIGKILL
         assert ended["phase"] == "lost"
         assert "while its state was out of it" in ended["failure"]["message"]
         with job.connect() as hegmd:
@@ -221,7 +222,7 @@ def test_a_worker_that_is_stopped_past_the_limit_is_left_alone_and_goes_on(daemo
     with Endless(WITH_TORCH, 9, "gpu0", daemon.socket_path) as job:
         on_a_gpu(daemon, job.pid)
         os.kill(job.pid, signal.SIGSTOP)
-        with connect(str(daemon.socket_path), timeout_s=60) as hegmd:
+        with connect(str(daemon.socket_path), timeout_s=HANG_S) as hegmd:
             begun = hegmd.call(Migrate(pids=(job.pid,), to="gpu1", limit_s=1.0, wait=False), OperationReply)
             assert begun.operation is not None
             while not (told := hegmd.call(Story(id=begun.operation.id), StoryReply).operation).failure:

@@ -334,7 +334,7 @@ def daemon(folder: Path, environ: dict[str, str]) -> Iterator[int]:
         finally:
             process.terminate()
             try:
-                process.wait(10)
+                process.wait(HANG_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hegmd.memory.keeper import wire
+from tests.patience import HANG_S
 
 FIRST_PASSED = 3
 MAX_DESCRIPTORS = 253
@@ -81,7 +82,7 @@ class Keeper:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join(5)
+        self._thread.join(HANG_S)
         self._socket.close()
         for descriptors in self._stored.values():
             for descriptor in descriptors:

@@ -150,7 +150,7 @@ class Lines:
             if came and fact():
                 return
         if not self.alive:
-            self._reader.join(5)
+            self._reader.join(HANG_S)
             if fact():
                 return
             raise WentWrongError(f"process {self.pid} ended with {self.process.returncode}: {self.error_text()}")
@@ -165,7 +165,7 @@ class Lines:
         if self.alive:
             self.process.kill()
         self.process.wait()
-        self._reader.join(5)
+        self._reader.join(HANG_S)
 
     def close(self) -> None:
         self.end()

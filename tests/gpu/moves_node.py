@@ -31,6 +31,7 @@ from hegmd.protocol import operations as told
 from hegmd.protocol.messages import OperationReply, Request, Story, StoryReply
 from hegmd.protocol.operations import OperationProgress
 from tests.gpu.keeper import Keeper, Keeping, OwnKeeper
+from tests.patience import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -186,7 +187,7 @@ class Node:
         """End the daemon kindly, and if need be otherwise."""
         self.daemon.terminate()
         try:
-            self.daemon.wait(15)
+            self.daemon.wait(HANG_S)
         except subprocess.TimeoutExpired:
             self.kill()
 

@@ -21,6 +21,7 @@ from hegmd.protocol.messages import Migrate, OperationReply, StoryReply
 from tests.gpu.keeper import OwnKeeper
 from tests.gpu.moves_jobs import Lines
 from tests.gpu.moves_node import COMMAND_S, OF_A_JOB, ROOT, WentWrongError, until
+from tests.patience import HANG_S
 
 CPU = "cpu"
 POOL_BYTES = 48 << 30
@@ -59,7 +60,7 @@ class RestartNode:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._daemon.terminate()
         try:
-            self._daemon.wait(15)
+            self._daemon.wait(HANG_S)
         finally:
             self._daemon.kill()
             self._daemon.wait()

@@ -138,6 +138,10 @@ def impatience(module: Module) -> Iterator[str]:
         given = [word.value for word in node.keywords if word.arg == "timeout"]
         if _called(node).rpartition(".")[2] in {"fail_after", "timeout"}:
             given += node.args[:1]
+        if isinstance(node.func, ast.Attribute) and node.func.attr in {"wait", "join", "settimeout"}:
+            given += node.args[:1]
+        if _called(node) in {"connect", "connect_async"}:
+            given += [word.value for word in node.keywords if word.arg == "timeout_s"]
         for limit in given:
             if isinstance(limit, ast.Constant) and isinstance(limit.value, int | float) and 1 <= limit.value < MIN_S:
                 yield f"{node.lineno}: {limit.value} s in {_called(node)}() depends on the machine: HANG_S"

@@ -32,6 +32,8 @@ BAD: list[tuple[Rule, str, str]] = [
     (rules.purity, "x.py", "import time"),
     (rules.purity, "x.py", "def f():\n    from anyio.abc import TaskGroup"),
     (rules.impatience, "x.py", "process.wait(timeout=10)"),
+    (rules.impatience, "x.py", "assert entered.wait(10)"),
+    (rules.impatience, "x.py", "with connect(path, timeout_s=5) as hegmd:\n    hegmd.ping()"),
     (rules.impatience, "x.py", "with anyio.fail_after(5):\n    await told.wait()"),
     (rules.impatience, "x.py", "pytestmark = pytest.mark.timeout(60)"),
     (rules.sleep, "x.py", "import time\ntime.sleep(1)"),

@@ -18,11 +18,12 @@ from typing import NamedTuple, Protocol
 
 from hegmd.gpu_helper import cuda
 from tests.kit.contracts import ContractBroken
+from tests.patience import HANG_S
 
 MIB = 1 << 20
 # What the figures of a real GPU may differ by when nothing has changed.
 NOISE_BYTES = 16 * MIB
-SETTLES_WITHIN_S = 20.0
+SETTLES_WITHIN_S = HANG_S
 # How long something is watched that is to wait for ever. Too short can only hide a fault, not make one up.
 WATCHED_S = 0.3
 NOBODY = 65534

@@ -11,6 +11,7 @@ from typing import Any
 
 from hegmd.node.devices.base import ProcessUse, VendorSnapshot
 from hegmd.protocol.snapshots import Gpu, GpuUse, Health
+from tests.patience import HANG_S
 
 GIB = 1 << 30
 
@@ -94,7 +95,7 @@ class Provider:
         self.calls.append("snapshot")
         self.entered.set()
         answer = self.answer
-        if not self.gate.wait(15):
+        if not self.gate.wait(HANG_S):
             raise AssertionError("the test did not let the provider go")
         if isinstance(answer, Exception):
             raise answer

@@ -56,7 +56,7 @@ async def test_a_reload_from_a_disk_that_hangs_can_be_cancelled(
     """It could not, nor could the daemon be stopped while SIGHUP waited for it."""
 
     def load_again() -> Config:
-        hung.wait(15)
+        hung.wait(HANG_S)
         raise AssertionError
 
     app = app_of(topology, tmp_path, load_again)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hegmctl.connection import Connection, connect
+from tests.patience import HANG_S
 from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import FakeDaemon
 
@@ -20,5 +21,5 @@ def daemon(socket_path: Path) -> Iterator[FakeDaemon]:
 
 @pytest.fixture
 def hegmd(daemon: FakeDaemon) -> Iterator[Connection]:
-    with connect(str(daemon.path), timeout_s=5) as connection:
+    with connect(str(daemon.path), timeout_s=HANG_S) as connection:
         yield connection

@@ -250,7 +250,7 @@ class Running:
         """Its exit status and what else it said, after a signal if one is given."""
         if number is not None:
             self.process.send_signal(number)
-        status = self.process.wait(10)
+        status = self.process.wait(120)
         return status, self.out.read().decode(), self.err.read().decode()
 
 
@@ -300,7 +300,7 @@ def test_a_reader_that_has_had_enough_is_no_error(daemon: FakeDaemon) -> None:
         listing.line()
         listing.out.close()
         assert listing.err.read() == b""
-        assert listing.process.wait(10) == -signal.SIGPIPE  # which a shell shows as 141
+        assert listing.process.wait(120) == -signal.SIGPIPE  # which a shell shows as 141
 
 
 def test_a_reader_of_a_short_answer_that_left_before_is_no_error_either(daemon: FakeDaemon) -> None:
@@ -369,7 +369,7 @@ def test_a_hold_lasts_as_long_as_the_command_that_it_became(daemon: FakeDaemon) 
         assert int.from_bytes(peer, sys.byteorder) == holder.pid
         assert holder.stdin is not None
         holder.stdin.close()
-        holder.wait(10)
+        holder.wait(120)
     daemon.wait_until(lambda: not daemon.callers)
 
 

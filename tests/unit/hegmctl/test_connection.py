@@ -28,6 +28,7 @@ from hegmd.protocol.codec import encode
 from hegmd.protocol.connection import Asked, ServerConnection
 from hegmd.protocol.frames import frame
 from hegmd.protocol.snapshots import Check
+from tests.patience import HANG_S
 from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import Answerer, Caller, FakeDaemon, failing, remembering, saying, unanswered
 
@@ -229,7 +230,7 @@ def test_whatever_answers_the_greeting_the_caller_learns_what_it_is(
         FakeDaemon(socket_path, {}, first_words=words),
         pytest.raises(HegmError, match=message) as raised,
     ):
-        connect(str(socket_path), timeout_s=5)
+        connect(str(socket_path), timeout_s=HANG_S)
     assert raised.value.code is code
 
 
@@ -248,7 +249,7 @@ def test_a_daemon_with_no_version_in_common_is_told_with_both(socket_path: Path)
         FakeDaemon(socket_path, {m.Hello: failing(refusal)}),
         pytest.raises(HegmError, match=rf"daemon \[7\]; this is hegmctl {__version__}") as raised,
     ):
-        connect(str(socket_path), timeout_s=5)
+        connect(str(socket_path), timeout_s=HANG_S)
     assert raised.value.code is INCOMPATIBLE
 
 
@@ -265,7 +266,7 @@ def test_an_operation_that_the_daemon_lacks_names_both_versions_and_the_older(
     )
     with (
         FakeDaemon(socket_path, answers),
-        connect(str(socket_path), timeout_s=5) as hegmd,
+        connect(str(socket_path), timeout_s=HANG_S) as hegmd,
         pytest.raises(HegmError, match=rf"\(hegmctl {__version__}, hegmd {version}\)") as raised,
     ):
         hegmd.metrics()
@@ -339,7 +340,7 @@ def test_a_hello_reply_of_other_kind_is_not_swallowed(socket_path: Path) -> None
         FakeDaemon(socket_path, {m.Hello: saying(node.WELCOME.replace(version=99))}),
         pytest.raises(HegmError, match="chose version 99"),
     ):
-        connect(str(socket_path), timeout_s=5)
+        connect(str(socket_path), timeout_s=HANG_S)
 
 
 @pytest.mark.parametrize(("asked", "hint"), [("migrate", "hegmctl ops"), ("gpus", "try again")])

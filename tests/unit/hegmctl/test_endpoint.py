@@ -15,6 +15,7 @@ from hegmctl.connection import connect
 from hegmctl.endpoint import SYSTEM_SOCKET, Endpoint, find_endpoint, is_private, unreachable
 from hegmd.config import load
 from hegmd.errors import BUSY, DENIED, NO_DAEMON, UNAVAILABLE, USAGE, HegmError
+from tests.patience import HANG_S
 from tests.unit.hegmctl.running import as_nobody, command, environment
 
 
@@ -109,7 +110,7 @@ def test_a_path_that_no_socket_can_have_is_a_mistake_of_usage(path: str) -> None
 
 def _failure_of(path: Path) -> HegmError:
     with pytest.raises(HegmError) as raised:
-        connect(str(path), timeout_s=5)
+        connect(str(path), timeout_s=HANG_S)
     return raised.value
 
 

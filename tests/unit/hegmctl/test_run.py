@@ -194,7 +194,7 @@ def test_every_signal_reaches_the_command(daemon: FakeDaemon) -> None:
         listener.send_signal(signal.SIGCONT)
         assert listener.stdout.readline() == b"SIGCONT\n"
         listener.kill()
-        assert listener.wait(10) == -signal.SIGKILL
+        assert listener.wait(HANG_S) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE])
@@ -213,7 +213,7 @@ def test_ctrl_c_at_a_terminal_ends_the_command_and_nobody_else_answers(daemon: F
         assert job.stdout is not None
         assert job.stdout.readline() == b"ready\n"
         os.write(master, b"\x03")
-        assert job.wait(10) == -signal.SIGINT
+        assert job.wait(HANG_S) == -signal.SIGINT
     os.close(master)
 
 

@@ -12,6 +12,7 @@ from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.protocol import messages as m
 from hegmd.protocol.connection import Asked
 from hegmd.protocol.record import Record
+from tests.patience import HANG_S
 from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import Answerer, Caller, FakeDaemon
 
@@ -58,7 +59,7 @@ def test_a_daemon_that_stops_while_it_is_greeted_is_not_the_one_that_was_meant(
 
     daemon.answers[m.Hello] = greet
     assert hegmd.gpus() == node.GPUS
-    with connect(str(daemon.path), timeout_s=5) as another:
+    with connect(str(daemon.path), timeout_s=HANG_S) as another:
         assert another.gpus() == node.GPUS
     assert refused == 1
 

@@ -20,6 +20,7 @@ from hegmd.images.restore_records import FOLDER_NAME, RestoreRecords
 from hegmd.memory.pool import Pool
 from hegmd.node.processes.process_set import population_of
 from hegmd.protocol.images import ImageProcess, Manifest
+from tests.patience import HANG_S
 
 ATTENDANT = Path(attendants.__file__)
 SLEEPER = "import time; print('ready', flush=True); time.sleep(600)"
@@ -56,7 +57,7 @@ async def test_what_came_back_of_a_job_without_hegmctl_run_stayed_without_its_by
     """It was known by the environment of `hegmctl run` alone: its bytes were given back, and it stood for good."""
     with sleeper() as process:
         await noted(tmp_path, process.pid, command_of(process.pid)).clear((), (), Pool(1 << 20))
-        assert process.wait(10) == -9
+        assert process.wait(HANG_S) == -9
     assert list((tmp_path / FOLDER_NAME).iterdir()) == []
 
 
@@ -126,7 +127,7 @@ async def test_who_has_the_number_by_now_and_is_somebody_else_is_let_be(tmp_path
 async def test_a_job_is_known_by_its_run_whatever_it_calls_itself(tmp_path: Path) -> None:
     with sleeper(HEGM_RUN="one") as process:
         await noted(tmp_path, process.pid, "python train.py", runs=["one"]).clear((), (), Pool(1 << 20))
-        assert process.wait(10) == -9
+        assert process.wait(HANG_S) == -9
 
 
 async def test_who_was_made_by_criu_and_has_nothing_of_its_own_yet_is_known_for_that(tmp_path: Path) -> None:
@@ -134,5 +135,5 @@ async def test_who_was_made_by_criu_and_has_nothing_of_its_own_yet_is_known_for_
     with sleeper("restore", "--images-dir", "/proc/self/fd/8") as half, sleeper() as stranger:
         for process in (stranger, half):
             await noted(tmp_path, process.pid, "python train.py").end_left(OP)
-        assert half.wait(10) == -9
+        assert half.wait(HANG_S) == -9
         assert stranger.poll() is None

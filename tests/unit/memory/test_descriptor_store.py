@@ -12,6 +12,7 @@ import pytest
 
 from hegmd.memory.descriptor_store import ManagerStore
 from hegmd.system.systemd import PassedDescriptors, ServiceManager
+from tests.patience import HANG_S
 
 
 def take_report(manager: socket.socket) -> tuple[list[str], list[int]]:
@@ -25,7 +26,7 @@ def take_report(manager: socket.socket) -> tuple[list[str], list[int]]:
 async def test_what_is_put_and_dropped_reaches_the_manager_by_name(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
-        manager.settimeout(5)
+        manager.settimeout(HANG_S)
         reports = ServiceManager(str(tmp_path / "notify"))
         store = ManagerStore(reports, PassedDescriptors([]))
         fd = os.memfd_create("bytes")

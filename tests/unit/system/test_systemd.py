@@ -17,6 +17,7 @@ import pytest
 from hegmd.errors import Bug, HegmError
 from hegmd.system import systemd
 from hegmd.system.systemd import Offer, PassedDescriptors, ServiceManager, take_offer, under_systemd
+from tests.patience import HANG_S
 
 
 class Manager:
@@ -24,7 +25,7 @@ class Manager:
 
     def __init__(self, address: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self.socket.settimeout(5)
+        self.socket.settimeout(HANG_S)
         self.socket.bind(address)
 
     def next(self) -> tuple[list[str], list[int]]:

@@ -73,7 +73,7 @@ async def test_work_that_hangs_is_left_behind() -> None:
     assert scope.cancelled_caught
     assert not ended.is_set()
     release.set()
-    assert ended.wait(5), "the thread should have gone on alone"
+    assert ended.wait(HANG_S), "the thread should have gone on alone"
 
 
 async def test_work_is_told_that_nobody_waits_and_may_still_end_in_order() -> None:

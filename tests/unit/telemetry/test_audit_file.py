@@ -15,6 +15,7 @@ import pytest
 
 from hegmd.errors import BAD_CONFIG, HegmError
 from hegmd.telemetry.audit_file import AuditFile
+from tests.patience import HANG_S
 
 Opener = Callable[[Path | None], AuditFile]
 
@@ -185,7 +186,7 @@ def test_a_disk_that_hangs_costs_lines_and_never_time(path: Path, caplog: pytest
 
     file = Hanging(path, waiting_lines=3)
     file.append(b"0\n")
-    assert stuck.wait(10)
+    assert stuck.wait(HANG_S)
     for number in range(1, 6):
         file.append(b"%d\n" % number)
     assert file.lost == 2

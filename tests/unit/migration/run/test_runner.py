@@ -43,7 +43,7 @@ class HeldDisk(Disk):
         return super().write(fd, data)
 
     def wait_for_a_record(self) -> None:
-        assert self._reached.wait(15)
+        assert self._reached.wait(HANG_S)
 
     def go_on(self) -> None:
         self._goes.set()

@@ -93,4 +93,4 @@ def joined(name: str) -> None:
     """Wait for the threads of that name to end."""
     for thread in threading.enumerate():
         if thread.name == name:
-            thread.join(10)
+            thread.join(HANG_S)

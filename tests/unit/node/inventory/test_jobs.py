@@ -35,7 +35,7 @@ async def test_a_job_raises_what_its_work_raised() -> None:
 
 async def test_a_job_outlives_those_who_stopped_waiting_for_it() -> None:
     gate = threading.Event()
-    job = Job(lambda: gate.wait(10), name="hegmd-test")
+    job = Job(lambda: gate.wait(HANG_S), name="hegmd-test")
     with anyio.move_on_after(0):
         await job.wait()
     assert not job.done
@@ -49,7 +49,7 @@ async def test_a_job_outlives_those_who_stopped_waiting_for_it() -> None:
 async def test_a_job_tells_when_its_work_ended_and_not_when_that_was_noticed() -> None:
     now_s = 5.0
     gate = threading.Event()
-    job = Job(lambda: gate.wait(10), name="hegmd-test", monotonic=lambda: now_s)
+    job = Job(lambda: gate.wait(HANG_S), name="hegmd-test", monotonic=lambda: now_s)
     now_s = 6.0
     gate.set()
     await job.wait()
@@ -59,7 +59,7 @@ async def test_a_job_tells_when_its_work_ended_and_not_when_that_was_noticed() -
 
 async def test_letting_go_of_a_job_that_runs_is_fine_and_so_is_doing_it_twice() -> None:
     gate = threading.Event()
-    job = Job(lambda: gate.wait(10), name="hegmd-test")
+    job = Job(lambda: gate.wait(HANG_S), name="hegmd-test")
     job.let_go()
     job.let_go()
     await job.wait()  # nobody is to be waited for any more

@@ -16,6 +16,7 @@ from hegmd.node.processes.roll import NOTE_NOT_LOOKED_AT
 from hegmd.node.processes.table import ProcessTable
 from hegmd.protocol.snapshots import AgentInfo, Gpu
 from hegmd.telemetry.events import EventLog
+from tests.patience import HANG_S
 from tests.unit.doubles import Provider, gpu, snapshot, use
 from tests.unit.node.inventory.rig import LONG_S, ME, Node, entered, joined, node_of, process_of, shown, vendor_of
 
@@ -235,7 +236,7 @@ async def test_a_proc_that_hangs_is_waited_for_no_longer_than_allowed() -> None:
     gate = threading.Event()
 
     def open_pidfd(pid: int) -> int:
-        assert gate.wait(15)
+        assert gate.wait(HANG_S)
         return os.pidfd_open(pid)
 
     provider = Provider(gpu(0), uses=[use(ME)])
@@ -253,7 +254,7 @@ async def test_a_command_line_that_hangs_holds_up_only_itself() -> None:
     gate = threading.Event()
 
     def read_command(root: str, pid: int) -> str:
-        assert gate.wait(15)
+        assert gate.wait(HANG_S)
         return "late.py"
 
     provider = Provider(gpu(0), uses=[use(ME)])

@@ -19,6 +19,7 @@ from hegmd.node.processes.lookups import (
     Lookups,
 )
 from hegmd.node.processes.procfs import COMMAND_MAX_CHARS, Unreadable, Vanished, read_command, read_start
+from tests.patience import HANG_S
 
 Process = tuple[int, int, str, int]
 
@@ -150,13 +151,13 @@ def test_while_one_command_line_hangs_it_is_named_and_the_others_are_there(node:
 
     def hang(_: str, asked: int) -> str:
         entered.set()
-        assert release.wait(10)
+        assert release.wait(HANG_S)
         raise Vanished
 
     stuck = Lookups(read_command=hang, user_name=node.user_name)
     thread = threading.Thread(target=stuck.read, args=(stuck.wanted([me()]),))
     thread.start()
-    assert entered.wait(10)
+    assert entered.wait(HANG_S)
     assert stuck.command(pid, start_ticks) == (None, NOTE_STUCK)
     assert stuck.command(1, 1) == (None, NOTE_UNREAD)
     release.set()

@@ -26,6 +26,7 @@ from hegmd.node.processes.process_set import (
     wait_for_thread_numbers,
     wait_until_free,
 )
+from tests.patience import HANG_S
 
 # Whose tree the dumpers of these tests dump: of this very process, since others run the same tests beside it.
 ROOT = os.getpid()
@@ -224,7 +225,7 @@ def test_a_users_dump_was_waited_for_to_its_end_because_the_service_could_not_te
             assert "waited for, because to tell it to end takes CAP_SYS_RESOURCE" in daemon.stderr.readline()
             assert dumper.stdin is not None
             dumper.stdin.close()  # its own end
-            assert (daemon.wait(30), dumper.wait(30)) == (0, 0)
+            assert (daemon.wait(HANG_S), dumper.wait(HANG_S)) == (0, 0)
     assert "CAP_SYS_RESOURCE" in next(line for line in UNIT.read_text().splitlines() if line.startswith("Capab"))
 
 
@@ -237,7 +238,7 @@ def test_a_users_dump_is_told_to_end_by_the_service(tmp_path: Path) -> None:
             words = ("dump", "--tree", str(one.pid), "--images-dir", f"/proc/self/fd/{pages}")
             with sleeper(*words, text=WRITER, user=USER, fds=(pages,)) as dumper:
                 with confined(tmp_path / "unit", one.pid) as daemon:
-                    assert daemon.wait(30) == 0
+                    assert daemon.wait(HANG_S) == 0
                 assert dumper.wait(0) == errno.EFBIG, "it was told by an error, and was not killed"
     finally:
         os.close(pages)
