@@ -15,7 +15,7 @@ from time import monotonic, sleep
 
 from hegmctl.endpoint import SYSTEM_SOCKET, Endpoint, find_endpoint, is_private, own_socket
 from hegmctl.exec_command import become, require
-from hegmctl.grammar.moving import READY_WHEN
+from hegmctl.grammar.moving import NVLS, READY_WHEN
 from hegmd.errors import EXTERNAL, NO_DAEMON, NOT_FOUND, REFUSED, USAGE, HegmError, Refused
 
 TYPE_CHECKING = False
@@ -52,6 +52,7 @@ def run(session: Session) -> int:
     if not command:
         raise HegmError(USAGE, "run needs a command after `--`", "hegmctl run -- python3 train.py")
     images = periodic_images(arguments)
+    nccl = nccl_settings(arguments.text("nvls"))
     asked = gpus_asked(arguments.text("gpu"))
     require(command)
     if supervised:
@@ -73,6 +74,8 @@ def run(session: Session) -> int:
             session.sink.note(f"started hegmd at {endpoint.path} for this job")
             visible = _look_at_daemon(session, asked, endpoint.path)
     prepare(os.environ, endpoint.path, arguments.text("name"), ",".join(asked) or None, images)
+    for variable, value in nccl.items():
+        os.environ.setdefault(variable, value)
     for note in place(os.environ, visible):
         session.sink.note(note)
     if not supervised:
@@ -148,6 +151,18 @@ def periodic_images(arguments: Arguments) -> str | None:
     except OSError as error:
         raise HegmError(EXTERNAL, f"{path} cannot be made: {error.strerror}", "name another one with --dir") from error
     return f"{every_s:g}:{arguments.whole('keep') or KEPT}:{path}"
+
+
+def nccl_settings(nvls: str | None) -> dict[str, str]:
+    """How NCCL has to be set for its ranks to be moved, where the user has not set it. Raises HegmError.
+
+    The driver's checkpoint hangs with live multicast memory (nccl#2340), and its restore fails with host memory that
+    NCCL allocates by cuMem (nccl#2350).
+    """
+    if nvls not in (None, *NVLS):
+        raise HegmError(USAGE, f"--nvls {nvls}: there is no such setting", f"write one of: {', '.join(NVLS)}")
+    host = {"NCCL_CUMEM_HOST_ENABLE": "0"}
+    return host if nvls == "keep" else {"NCCL_NVLS_ENABLE": "0", **host}
 
 
 def prepare(

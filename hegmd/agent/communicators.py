@@ -50,7 +50,7 @@ LIMIT_S = 60.0
 # For the last agreement of a step and the report, after the last library call that a limit allows.
 _MARGIN_S = 2.0
 # For how long a rank whose groups are up waits for others to ask how they are.
-_UP_LIMIT_S = 5.0
+_UP_LIMIT_S = 15.0
 # NCCL's watchdog looks at finished work every 100 ms, and may not make a CUDA call while the driver has the process.
 _WATCHDOG_S = 0.2
 _MULTICAST_SUPPORTED = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
@@ -68,6 +68,8 @@ class ProcessGroups:
         self._is_unsure = False
         # A disconnect failed, and the other ranks may be told to undo it.
         self._has_failed = False
+        # The generation that this rank came through; ranks that did not are told to connect in a later one.
+        self._generation: int | None = None
         self._busy: _Bounded | None = None
         self._told: Communicators | None = None
 
@@ -174,6 +176,7 @@ class ProcessGroups:
                 break
         if suspends:
             sleep(_WATCHDOG_S)
+        self._generation = None
         self._conclude(world, "disconnected", failure, step)
         note(f"{len(groups)} groups are disconnected")
         return told
@@ -186,7 +189,8 @@ class ProcessGroups:
         May be repeated after a failure: groups that are not in the same state on all ranks then get new backends.
         The generation is in the names under which new backends meet; what makes these unique is the agreement.
         """
-        if not self.is_down and not self._has_failed:
+        is_another = generation is not None and self._generation not in (None, generation)
+        if not self.is_down and not self._has_failed and not is_another:
             return self._told
         self._require_idle()
         world = torch_distributed()
@@ -201,7 +205,7 @@ class ProcessGroups:
             return step.run(lambda: self._reconnect(world, generation or 0, step))
         except HegmError as error:
             note(f"its groups are up, and the other ranks did not ask: {error.message}")
-            self._has_failed = False
+            self._has_failed, self._generation = False, generation
             return self._told
 
     def _reconnect(self, world: Any, generation: int, step: _Bounded) -> Communicators | None:
@@ -225,6 +229,7 @@ class ProcessGroups:
                 break
         self._conclude(world, "reconnected", failure, step)
         self._is_down = self._has_failed = False
+        self._generation = generation
         note(f"{len(groups)} groups are connected")
         return self._told
 

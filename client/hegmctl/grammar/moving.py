@@ -10,6 +10,7 @@ _SPILL = Of("spill", doc="have the bytes on disk, with checksums, until `resume`
 _HEGM = (Form(record="hegmctl.answers:HegmAnswer"),)
 # When the next Python of a restart imports PyTorch.
 READY_WHEN = ("in-turn", "beforehand", "always")
+NVLS = ("off", "keep")
 
 _VENV = Option("--venv", kind=PATH, metavar="DIR", complete=FILES, doc="the environment; else the one in VIRTUAL_ENV")
 MOVING = (
@@ -80,6 +81,14 @@ MOVING = (
                 doc="when the next Python of a restart imports PyTorch: in-turn, while the job stands; beforehand, "
                 "once one is asked for, the job training on for 15 s at most; or always, from its first batch on, "
                 "which is the soonest and takes some 0.5 GB of memory; as the daemon is configured if not given",
+            ),
+            Option(
+                "--nvls",
+                kind=TEXT,
+                metavar="HOW",
+                choices=NVLS,
+                doc="multicast by NVLink in NCCL: off, as the driver cannot checkpoint its memory; or keep, and then "
+                "ranks on several GPUs cannot be moved; off if not given and NCCL_NVLS_ENABLE is not set",
             ),
             Option("--resume", kind=TEXT, metavar="ID", doc="begin from the state that a suspended operation holds"),
             Option("--simulate", kind=TEXT, metavar="SPEC", doc="if a daemon is started, with such GPUs: 2x8GiB"),

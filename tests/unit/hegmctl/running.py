@@ -15,6 +15,8 @@ from tests.patience import HANG_S
 
 NOBODY = 65_534
 ROOT = Path(__file__).resolve().parents[3]
+# What `hegmctl run` sets for NCCL.
+NCCL = ("NCCL_NVLS_ENABLE", "NCCL_CUMEM_HOST_ENABLE")
 # Compiled once for all the runs of a session, wherever the tree's own caches are switched off.
 _CACHE = Path(tempfile.gettempdir()) / f"hegmctl-tests-{os.getuid()}"
 

@@ -17,7 +17,7 @@ from hegmd.protocol.connection import Asked
 from tests.patience import HANG_S
 from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, saying
-from tests.unit.hegmctl.running import ROOT, command, environment, hegmctl
+from tests.unit.hegmctl.running import NCCL, ROOT, command, environment, hegmctl
 
 # Says all that a process can see of how it was started. `-I -S`: no variable of ours, and so no agent, is looked at.
 PROBE = """
@@ -52,7 +52,7 @@ print(json.dumps({
 }))
 """
 WORDS = [sys.executable, "-I", "-S", "-c", PROBE, "an argument", "", "--json", "--", "$HOME"]
-ADDED = {"USE_LIBUV", "HEGM_RUN", "HEGM_SOCKET", "HEGM_MSGPACK", "PYTHONPATH"}
+ADDED = {f"HEGM_{name}" for name in ("RUN", "SOCKET", "MSGPACK")} | {"USE_LIBUV", "PYTHONPATH", *NCCL}
 # Takes every signal that it can, and says which came.
 LISTENER = """
 import os, signal

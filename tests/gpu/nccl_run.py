@@ -1,0 +1,379 @@
+"""One command for a machine with two NVIDIA GPUs: are two ranks with NCCL moved whole, each onto the other's GPU?
+
+    PYTHONPATH=.:client python3 -m tests.gpu.nccl_run --out FILE [--budget-s N] [--agent-only] [--gib N] [KIND...]
+
+Trainings of `training/ranked.py` (DDP and FSDP2) run under torchrun with hegmd's agent. They exchange their GPUs, are
+suspended and resumed, and every loss of both ranks has to be the one of an undisturbed run, bit for bit. A hegmd of its
+own does the moves. With --agent-only there is none: this program parks both ranks, has their agents disconnect, calls
+the driver for both, and has them reconnect, which proves the agent and the driver without the daemon. FILE has all
+results as JSON after each step, so that a run that is cut still tells what it saw. Without a GPU, --agent-only is a
+rehearsal: the ranks use gloo, and no driver is called.
+"""
+
+# ruff: noqa: T201 - printing is what this program is for
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from hegmctl.running import nccl_settings, prepare
+from hegmd.errors import HegmError
+from hegmd.protocol.messages import AgentReport
+from tests.e2e.scripted_daemon import Attended, Gone, ScriptedDaemon
+from tests.gpu.moves_node import ROOT, Gpus, Node, WentWrongError, until
+
+TRAINING = Path(__file__).with_name("training") / "ranked.py"
+RANKS = 2
+STEPS, PACE_S = 6000, 0.02
+READY_WITHIN_S, STEP_WITHIN_S, ORDER_WITHIN_S = 120.0, 60.0, 30.0
+# How many boundaries later than the one that was told last both ranks can surely stop at.
+AHEAD = 25
+LOCK_MS = 10_000
+KINDS = {
+    "ddp": ("ddp",),
+    "fsdp": ("fsdp",),
+    "ddp-groups": ("ddp", "groups"),
+    "ddp-device-id": ("ddp", "device-id", "groups"),
+}
+Result = dict[str, Any]
+
+
+class Results:
+    """What was seen, written down after each step."""
+
+    def __init__(self, path: Path, began: float) -> None:
+        self._path, self._began = path, began
+        self.steps: list[Result] = []
+        self.facts: Result = {}
+
+    def note(self, kind: str, step: str, **seen: Any) -> None:
+        at_s = round(time.monotonic() - self._began, 1)
+        self.steps.append({"kind": kind, "step": step, "at_s": at_s, **seen})
+        self.write()
+        print(f"{at_s:7.1f} s  {kind:14} {step:12} {json.dumps(seen)[:900]}", flush=True)
+
+    def write(self) -> None:
+        beside = self._path.with_suffix(".writing")
+        beside.write_text(json.dumps({"facts": self.facts, "steps": self.steps}, indent=1))
+        beside.replace(self._path)
+
+    @property
+    def wrong(self) -> list[Result]:
+        return [step for step in self.steps if step.get("wrong")]
+
+
+class RankedJob:
+    """torchrun with two ranks. What each rank has said is in a file of its own."""
+
+    def __init__(
+        self, name: str, folder: Path, asked: argparse.Namespace, environ: dict[str, str], run: list[str]
+    ) -> None:
+        self.path = folder / name
+        kind, *traits = KINDS[name.partition("@")[0]]
+        pace = [] if name.endswith("@alone") else [f"pace={PACE_S}"]
+        words = [str(TRAINING), kind, str(asked.steps), str(asked.gib), str(self.path), *traits, *pace]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        self._errors = (folder / f"{name}.log").open("w+")
+        self.process = subprocess.Popen(
+            [*run, *launcher, *words],
+            env={**environ, "OMP_NUM_THREADS": "2"},
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=self._errors,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def lines(self, rank: int) -> list[str]:
+        """The losses of a rank so far."""
+        return self._said(rank)[1:]
+
+    def pids(self) -> list[int]:
+        return [int(self._said(rank)[0]) for rank in range(RANKS)]
+
+    def _said(self, rank: int) -> list[str]:
+        with contextlib.suppress(FileNotFoundError):
+            return Path(f"{self.path}.{rank}").read_text().splitlines(keepends=True)
+        return []
+
+    def steps(self) -> int:
+        """How many steps all ranks have told of."""
+        return min(len([line for line in self.lines(rank) if line.endswith("\n")]) for rank in range(RANKS))
+
+    def wait_for(self, steps: int, within_s: float) -> None:
+        def there() -> bool:
+            if self.process.poll() is not None and self.steps() < steps:
+                raise WentWrongError(f"torchrun ended with {self.process.returncode}: {self.error_text()}")
+            return self.steps() >= steps
+
+        until(there, f"step {steps} of {self.path.name} (now {self.steps()})", within_s)
+
+    def error_text(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read()[-3000:]
+
+    def is_whole(self, reference: RankedJob, more: int = 20) -> int:
+        """It trains on, and each loss is the undisturbed one; how many. Raises WentWrongError."""
+        self.wait_for(self.steps() + more, STEP_WITHIN_S)
+        count = self.steps()
+        reference.wait_for(count, READY_WITHIN_S)
+        for rank in range(RANKS):
+            pairs = zip(self.lines(rank)[:count], reference.lines(rank)[:count], strict=True)
+            for step, (said, wanted) in enumerate(pairs):
+                if said != wanted:
+                    raise WentWrongError(f"rank {rank} step {step}: {said.strip()} and not {wanted.strip()}")
+        return count
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for pid in self.pids() if self._said(0) and self._said(RANKS - 1) else ():
+            with contextlib.suppress(ProcessLookupError):  # torchrun gives each rank a session of its own
+                os.kill(pid, signal.SIGKILL)
+        self._errors.close()
+
+
+def in_parallel(call: Callable[[Any], Any], items: list[Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(items)) as pool:
+        return list(pool.map(call, items))
+
+
+class Driver:
+    """The driver's calls for all ranks, by the helper's binding; without a GPU it does nothing."""
+
+    def __init__(self) -> None:
+        self.uuids: list[str] = []
+        if not Path("/proc/driver/nvidia").exists() and not Path("/dev/nvidiactl").exists():
+            return
+        from hegmd.gpu_helper import cuda
+
+        cuda.start()
+        self._cuda = cuda
+        self.uuids = [device.uuid for device in cuda.devices()]
+
+    def exchange(self, pids: list[int]) -> dict[str, float]:
+        """Lock all, then checkpoint all, restore each on the other's GPU, and unlock all; seconds of each."""
+        if not self.uuids:
+            return {}
+        first, second = self.uuids[:2]
+        cuda, pairs = self._cuda, [(first, second), (second, first)]
+        steps: list[tuple[str, Callable[[int], None]]] = [
+            ("lock", lambda pid: cuda.lock(pid, LOCK_MS)),
+            ("checkpoint", cuda.checkpoint),
+            ("restore", lambda pid: cuda.restore(pid, pairs)),
+            ("unlock", cuda.unlock),
+        ]
+        took_s: dict[str, float] = {}
+        for name, call in steps:
+            began = time.monotonic()
+            in_parallel(call, pids)
+            took_s[f"{name}_s"] = round(time.monotonic() - began, 3)
+        return took_s
+
+
+class AgentsAlone:
+    """Two agents, the driver, and this program in the daemon's place."""
+
+    def __init__(
+        self, name: str, folder: Path, asked: argparse.Namespace, results: Results, reference: RankedJob
+    ) -> None:
+        self._name, self._asked, self._results, self._reference = name, asked, results, reference
+        self._folder = folder
+        self._generation = 0
+
+    def run(self, held: ExitStack) -> None:
+        daemon = held.enter_context(ScriptedDaemon(self._folder / f"{self._name}.sock"))
+        environ = dict(os.environ)
+        prepare(environ, str(daemon.path), None, None)
+        environ.update(nccl_settings(None))
+        job = RankedJob(self._name, self._folder, self._asked, environ, [])
+        held.callback(job.close)
+        agents = self._agents(daemon)
+        job.wait_for(20, READY_WITHIN_S)
+        surveys = in_parallel(lambda agent: agent.done("survey"), agents)
+        told = [survey.communicators for survey in surveys]
+        self._results.note(self._name, "survey", communicators=[None if one is None else vars(one) for one in told])
+        if any(one is None or one.uncovered for one in told):
+            raise WentWrongError("the agents cannot disconnect its groups")
+        driver = Driver()
+        for number in range(self._asked.rounds):
+            self._once(f"exchange {number + 1}", agents, job, driver)
+        self._once("same GPUs", agents, job, None)
+
+    def _agents(self, daemon: ScriptedDaemon) -> list[Attended]:
+        """Of each rank its agent; the launcher's own process may have one as well."""
+        found: dict[int, Attended] = {}
+        while len(found) < RANKS:
+            agent = daemon.attended()
+            if agent.said is not None and agent.said.rank is not None:
+                found[agent.said.rank] = agent
+        return [found[rank] for rank in range(RANKS)]
+
+    def _once(self, step: str, agents: list[Attended], job: RankedJob, driver: Driver | None) -> None:
+        self._generation += 1
+        generation = self._generation
+
+        def done(agent: Attended, do: str, **more: Any) -> AgentReport:
+            return agent.done(do, limit_s=ORDER_WITHIN_S, **more)
+
+        boundaries = [survey.boundary or 0 for survey in in_parallel(lambda agent: agent.done("survey"), agents)]
+        at = max(boundaries) + AHEAD
+        in_parallel(lambda agent: done(agent, "park", at=at, exact=True), agents)
+        marks = [time.monotonic()]
+        in_parallel(lambda agent: done(agent, "disconnect"), agents)
+        marks.append(time.monotonic())
+        taken = driver.exchange(job.pids()) if driver is not None else {}
+        marks.append(time.monotonic())
+        in_parallel(lambda agent: done(agent, "reconnect", generation=generation), agents)
+        marks.append(time.monotonic())
+        names = ("disconnect_s", "driver_s", "reconnect_s")
+        times = {name: round(later - sooner, 3) for name, sooner, later in zip(names, marks, marks[1:], strict=False)}
+        steps = job.steps()
+        in_parallel(lambda agent: done(agent, "release", restored=driver is not None), agents)
+        job.wait_for(steps + 1, STEP_WITHIN_S)
+        times["first_step_s"] = round(time.monotonic() - marks[-1], 3)
+        lines = job.is_whole(self._reference)
+        self._results.note(self._name, step, **times, **taken, losses_equal=lines, memory_mib=memory_of(job))
+
+
+def memory_of(job: RankedJob) -> list[dict[int, float]]:
+    """What each rank has on which GPU, by NVML."""
+    with contextlib.suppress(SystemExit):
+        account = Gpus().account()
+        return [account.places(pid) for pid in job.pids()]
+    return []
+
+
+class ByDaemon:
+    """A hegmd of its own, and commands."""
+
+    def __init__(
+        self, name: str, folder: Path, asked: argparse.Namespace, results: Results, reference: RankedJob
+    ) -> None:
+        self._name, self._asked, self._results, self._reference = name, asked, results, reference
+        self._folder = folder / f"node-{name}"
+        self._folder.mkdir()
+
+    def run(self, held: ExitStack) -> None:
+        node = held.enter_context(Node(self._folder))
+        run = [sys.executable, "-m", "hegmctl", "run", "--no-daemon-start", "--"]
+        job = RankedJob(self._name, self._folder, self._asked, node.environ(), run)
+        held.callback(job.close)
+        job.wait_for(20, READY_WITHIN_S)
+        for pid in job.pids():
+            node.wait_for_agent(pid)
+        self._step(node, job, "plan", ["migrate", str(job.pids()[0]), "--to", "gpu1,gpu0", "--dry-run"], None)
+        ways = [*["gpu1,gpu0", "gpu0,gpu1"] * self._asked.rounds][: self._asked.rounds]
+        for number, to in enumerate(ways):
+            on = [int(word[-1]) for word in to.split(",")]
+            self._step(node, job, f"exchange {number + 1}", ["migrate", str(job.pids()[0]), "--to", to], on)
+        on = [int(word[-1]) for word in (ways[-1] if ways else "gpu0,gpu1").split(",")]
+        self._step(node, job, "suspend", ["suspend", str(job.pids()[0])], [])
+        self._step(node, job, "resume", ["resume", str(job.pids()[0])], on)
+        self._step(node, job, "suspend again", ["suspend", str(job.pids()[0])], [])
+        other = ",".join(f"gpu{gpu}" for gpu in reversed(on))
+        self._step(node, job, "resume there", ["resume", str(job.pids()[0]), "--to", other], on[::-1])
+
+    def _step(self, node: Node, job: RankedJob, step: str, words: list[str], on: list[int] | None) -> None:
+        """One command, and what is to be seen after it. What goes wrong is noted, and the next one is tried."""
+        began = time.monotonic()
+        seen: Result = {}
+        try:
+            answer = node.hegmctl(*words)
+            seen["took_s"] = round(time.monotonic() - began, 3)
+            seen["answer"] = shortened(answer)
+            if on is not None:
+                places = [sorted(node.gpus.account().places(pid)) for pid in job.pids()]
+                wanted = [[gpu] for gpu in on] or [[]] * RANKS
+                if places != wanted:
+                    raise WentWrongError(f"the ranks are on {places} and not on {wanted}")
+            if on:
+                seen["losses_equal"] = job.is_whole(self._reference)
+                seen["memory_mib"] = memory_of(job)
+        except (WentWrongError, HegmError, subprocess.TimeoutExpired) as error:
+            seen["wrong"] = str(error)[:1500]
+            seen["log"] = node.log_tail(40).splitlines()
+            seen["job"] = job.error_text()[-1500:].splitlines()
+        self._results.note(self._name, step, **seen)
+        if job.process.poll() is not None:
+            raise WentWrongError(f"the job is gone: {job.error_text()}")
+
+
+def shortened(answer: dict[str, Any]) -> dict[str, Any]:
+    """Of an operation what matters here; a plan in full."""
+    operation = answer.get("operation") or {}
+    wanted = ("id", "phase", "downtime_s", "failure", "waits", "took_s")
+    short = {name: operation[name] for name in wanted if operation.get(name) is not None}
+    return short or answer
+
+
+def go_through(asked: argparse.Namespace, results: Results, folder: Path) -> Iterator[str]:
+    """Each kind in turn; the names of those that are left when the time is over."""
+    ends = time.monotonic() + asked.budget_s
+    with ExitStack() as kept:
+        plain = {**os.environ, **nccl_settings(None), "PYTHONPATH": ""}
+        references = {name: RankedJob(f"{name}@alone", folder, asked, plain, []) for name in asked.kinds}
+        for reference in references.values():
+            kept.callback(reference.close)
+        for name in asked.kinds:
+            if time.monotonic() > ends:
+                yield name
+                continue
+            try:
+                references[name].wait_for(min(asked.steps, 100), READY_WITHIN_S)
+                with ExitStack() as held:
+                    kind = AgentsAlone if asked.agent_only else ByDaemon
+                    kind(name, folder, asked, results, references[name]).run(held)
+            except Exception as error:  # noqa: BLE001 - the next kind is worth its time on such a machine
+                traceback.print_exc()
+                told = type(error).__name__ if isinstance(error, Gone) else f"{type(error).__name__}: {error}"
+                log = folder / f"{name}.log"
+                said = log.read_text(errors="replace")[-3000:].splitlines() if log.exists() else []
+                results.note(name, "failed", wrong=told[:1500], job=said)
+
+
+def parsed(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*", metavar="KIND", default=["ddp", "fsdp"], help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--out", type=Path, required=True, help="the file of JSON with all results")
+    parser.add_argument("--budget-s", type=float, default=240.0, help="begin no training after so long")
+    parser.add_argument("--agent-only", action="store_true", help="without a hegmd")
+    parser.add_argument("--gib", type=float, default=1.0, help="weights, gradients and moments of each rank")
+    parser.add_argument("--rounds", type=int, default=4, help="so many exchanges of each kind")
+    parser.add_argument("--steps", type=int, default=STEPS, help="how long each training is at most")
+    asked = parser.parse_args(argv)
+    if unknown := [kind for kind in asked.kinds if kind not in KINDS]:
+        parser.error(f"there is no kind {', '.join(unknown)}; write some of {', '.join(KINDS)}")
+    return asked
+
+
+def main(argv: list[str]) -> int:
+    asked = parsed(argv)
+    results = Results(asked.out, time.monotonic())
+    results.facts = {"mode": "agent-only" if asked.agent_only else "daemon", "gib": asked.gib, "python": sys.version}
+    results.write()
+    with tempfile.TemporaryDirectory(prefix="hegm-nccl-") as made:
+        left = list(go_through(asked, results, Path(made)))
+    results.facts["left"] = left
+    results.write()
+    print(f"{len(results.steps)} steps, {len(results.wrong)} wrong, not run: {' '.join(left) or '-'}")
+    return bool(results.wrong or left)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
