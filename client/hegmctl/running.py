@@ -249,7 +249,7 @@ def _no_gpu(name: str, have: Sequence[str]) -> HegmError:
     from hegmctl.suggestions import closest
 
     close = closest(name, have)
-    hint = f"did you mean {close}? hegmctl gpus lists them" if close else "hegmctl gpus lists them"
+    hint = f"did you mean {close}? run: hegmctl gpus" if close else "run: hegmctl gpus"
     return HegmError(NOT_FOUND, f"no GPU {name!r}; this node has {', '.join(have) or 'none'}", hint)
 
 

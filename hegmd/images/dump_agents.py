@@ -63,7 +63,7 @@ class DumpAgents:
             return
         left = ", ".join(str(worker.pid) for worker in workers if worker.connected)
         raise HegmError(
-            TIMEOUT, f"the agent of process {left} did not hang up", "see the log of the job, and ask again"
+            TIMEOUT, f"the agent of process {left} did not hang up", "read the log of the job, and ask again"
         )
 
     async def bystanders(self, op: Operation, wish: Wish) -> list[AgentConnection]:

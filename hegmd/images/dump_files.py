@@ -150,9 +150,9 @@ class Dumping:
         try:
             tree = await self._looks.at(lambda tell: read_tree(wish.root_pid, tell=tell), name="hegmd-tree")
         except ProcessLookupError as error:
-            raise HegmError(NOT_FOUND, f"process {wish.root_pid} has ended", "see the log of the job") from error
+            raise HegmError(NOT_FOUND, f"process {wish.root_pid} has ended", "read the log of the job") from error
         if tree.member(wish.root_pid).start_ticks != wish.root_ticks:
-            raise HegmError(NOT_FOUND, f"process {wish.root_pid} has ended", "see the log of the job")
+            raise HegmError(NOT_FOUND, f"process {wish.root_pid} has ended", "read the log of the job")
         return tree, needs_of(tree, gpu_pids=[member.pid for member in op.live], agent_sockets=sockets)
 
     async def _look_once_hung_up(self, op: Operation, wish: Wish) -> tuple[Tree, Needs]:
@@ -234,6 +234,6 @@ def require_unmarked(memory: Memory, pid: int) -> None:
     if read_mark(os.pread(memory.fd, MARK_BYTES, memory.size_bytes - MARK_BYTES)) is not None:
         raise Refused(
             f"the bytes of process {pid} are not in the pool, by what its piece says",
-            "ask again; if it is so once more, resume the job and suspend it, then see the log of hegmd",
+            "ask again; if it is so once more, resume the job and suspend it, then read the log of hegmd",
             {"pid": pid},
         )

@@ -255,7 +255,7 @@ class JobDumper:
         await self._agents.call_back(op, wish)
 
     async def abandon(self, op: Operation) -> None:
-        """See that nobody stands for an image that was given up, where this daemon has not done so. Raises nothing.
+        """See that nobody stands for an image that was dropped, where this daemon has not done so. Raises nothing.
 
         A dump that is given up is undone by whoever makes it; but that daemon may have been killed meanwhile, or the
         dump have come to its end while it was written down that nobody waits for it.

@@ -42,7 +42,7 @@ def tree_of(pids: Sequence[int], tell: Tell) -> tuple[int, Tree]:
             )
         return root, read_tree(root, tell=tell)
     except (ProcessLookupError, FileNotFoundError) as error:
-        raise HegmError(NOT_FOUND, f"a process of the job has ended: {error}", "see the log of the job") from error
+        raise HegmError(NOT_FOUND, f"a process of the job has ended: {error}", "read the log of the job") from error
 
 
 def told_of_kin(tree: Tree) -> Iterator[str]:
@@ -105,7 +105,7 @@ def not_theirs(tree: Tree, needs: Needs, rights: Rights) -> list[Reason]:
 
 
 def _not_theirs_reason(member: Process, rights: Rights) -> Reason:
-    hint = "an image holds all of a process's memory: have its owner make it, or root"
+    hint = "run the command as its owner or as root: an image contains all memory of a process"
     message = f"process {member.pid} runs as uid {member.uid}, and its image would be yours, of uid {rights.uid}"
     if member.uid == rights.uid:
         message = (

@@ -272,7 +272,7 @@ async def until_there(
     raise HegmError(
         TIMEOUT,
         f"the agent of process {late[0]} did not come within {within_s:g} s after the restore",
-        "the image is whole; restore it again, and see the log of hegmd",
+        "the image is whole; restore it again, and read the log of hegmd",
         {"pids": late},
     )
 
@@ -286,7 +286,7 @@ def _require_alive(pids: Sequence[int], ticks: Mapping[int, int]) -> None:
             continue
         if found is None or found != ticks.get(pid, found):
             message = f"process {pid} has ended before its agent came back"
-            raise HegmError(NOT_FOUND, message, "the image is whole; see the log of the job, and restore it again")
+            raise HegmError(NOT_FOUND, message, "the image is whole; read the log of the job, and restore it again")
 
 
 def _is_there(worker: AgentConnection | None, token: str | None, start_ticks: int | None) -> bool:
@@ -301,7 +301,7 @@ def forget_mark(memory: Memory) -> None:
         memory.zero(memory.size_bytes - MARK_BYTES, MARK_BYTES)
     except (OSError, ValueError) as error:  # the latter of a file that was cut
         message = f"the end of what was read from the image cannot be cleared: {error}"
-        raise HegmError(UNAVAILABLE, message, "restore it again, and see the log of hegmd") from error
+        raise HegmError(UNAVAILABLE, message, "restore it again, and read the log of hegmd") from error
 
 
 def guise_in(dir_fd: int, rights: Rights) -> CriuPrivileges:

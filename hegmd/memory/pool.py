@@ -422,7 +422,7 @@ class Pool:
             await anyio.to_thread.run_sync(memory.remove, name)
         except OSError as error:
             raise HegmError(
-                UNAVAILABLE, f"{name} cannot be removed: {error.strerror or error}", "see the log of hegmd"
+                UNAVAILABLE, f"{name} cannot be removed: {error.strerror or error}", "read the log of hegmd"
             ) from error
         piece.memory = None
 
@@ -442,7 +442,7 @@ class Pool:
                 if piece.spilled:
                     self._folder().rename(new_name, old_name)
                 raise HegmError(
-                    UNAVAILABLE, f"{old_name} cannot be renamed: {error.strerror or error}", "see the log of hegmd"
+                    UNAVAILABLE, f"{old_name} cannot be renamed: {error.strerror or error}", "read the log of hegmd"
                 ) from error
 
     def _folder(self) -> SpillFolder:

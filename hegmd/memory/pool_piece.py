@@ -35,7 +35,7 @@ class Piece:
         self.size_bytes = size_bytes
         self.memory = memory
         self.spilled = spilled
-        #: Whether one was ever begun: a copy that was given up may be whole, and its file be there, all the same.
+        #: Whether one was ever begun: a copy that was dropped may be whole, and its file be there, all the same.
         self.may_have_file = spilled
         self.lock = anyio.Lock()
         #: What reads it while it rests, and ends as soon as it is wanted: a copy to disk, or the taking of its sums.

@@ -1,13 +1,13 @@
-"""What methods and carriers are, as the performer of operations calls them.
+"""What methods and carriers are, as the executor calls them.
 
-A **method** takes a process off its GPU and brings it back: the driver's own checkpoint, or books for GPUs that are
-only simulated. It also holds the room that this needs, because what room is differs: video memory that is really taken,
-or a line in a book. A **carrier** takes the bytes of the storages that an agent vouches for out of the process before
-that, and puts them back after; what it leaves, the method carries.
+A **method** takes a process off its GPU and restores it: the driver's checkpoint, or records for simulated GPUs. It
+also makes the reservations for this, since they differ: allocated GPU memory, or an entry in a table. A **carrier**
+offloads the bytes of the storages that an agent reports before that, and reloads them afterwards; the method carries
+the rest.
 
-Neither decides anything: when what is done is the machine's, which of them is the plan's. Each call may come a second
-time after it was done, or after an earlier run of the daemon began it, and finds its work done. One that fails raises
-HegmError: Refused says that nothing has changed, NoRoom that room has to be found first.
+Neither decides anything: the machine says when, the plan says which. Each call may be repeated after it succeeded, or
+after an earlier run of the daemon began it, and then finds its work done. A failure raises HegmError: Refused means
+that nothing has changed, OutOfMemory that memory must be freed first.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ __all__ = [
 ]
 
 Progress = Callable[[int], object]
-#: Called when storages are made: nobody is held still from then on. Whether there is so much room that what is held
-#: besides need not be given back before the process goes on.
+#: Called when the storages are allocated; other processes are resumed then. Returns True if enough memory is free that
+#: the reservation need not be released before the process resumes.
 Made = Callable[[], bool]
 #: A block in which storages are made.
 Making = Callable[[], AbstractAsyncContextManager[Made]]
 
 
 class OutOfMemory(Refused):
-    """The room that is needed is not there now. Nothing has changed, and it can be asked again when there is some."""
+    """Too little GPU memory is free for the reservation. Nothing has changed, and the call can be retried."""
 
 
 class DriverOutOfMemory(OutOfMemory):
-    """A call of the driver found no memory for itself. Nothing has changed, the process's own room included."""
+    """A driver call found no GPU memory for itself. Nothing has changed, including the process's reservation."""
 
 
 class GrewBeyondPlan(Refused):
@@ -74,7 +74,7 @@ class GrewBeyondPlan(Refused):
 
 @dataclass(frozen=True, slots=True)
 class Respawn:
-    """What is different for a process that is started anew."""
+    """What differs for a process that a restart starts."""
 
     set: Mapping[str, str] = field(default_factory=dict[str, str])
     unset: tuple[str, ...] = ()
@@ -92,9 +92,9 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class MigratedProcess:
-    """The process that is moved, as its operation knows it now. GPUs are named as people name them, such as gpu0.
+    """The process that is migrated, as its operation knows it now. GPUs have their names, such as gpu0.
 
-    One that is on several is at a place of several, such as `gpu0,gpu1` (`hegmd.node.gpu_sets`).
+    A process on several GPUs has a place of several names, such as `gpu0,gpu1` (`hegmd.node.gpu_sets`).
     """
 
     operation: str
@@ -107,36 +107,36 @@ class MigratedProcess:
     target_gpu: str | None
     #: The GPU that it was taken off last.
     previous_gpu: str | None
-    #: Bytes of the storages that its agent vouches for; room that is needed for them; what is needed besides them.
+    #: Bytes of the storages that its agent offloads; the reservation for them; the driver's reservation besides.
     size_bytes: int = 0
     storage_reservation_bytes: int = 0
     driver_bytes: int = 0
-    #: Of the room for its storages, what its agent takes besides them.
+    #: The part of the storages' reservation that its agent needs besides them.
     agent_overhead_bytes: int = 0
-    #: Of one on several GPUs: which part of that each of its devices needs, in their order.
+    #: Driver bytes on each of several GPUs, in their order.
     driver_bytes_by_gpu: tuple[int, ...] = ()
-    #: Of one on several GPUs whose storages are carried: room for those of each device, in their order.
+    #: Reservations for its storages on each of several GPUs, in their order, if a carrier moves them.
     storage_bytes_by_gpu: tuple[int, ...] = ()
-    #: Whether there is not room for all of its storages before its carrier gives memory back.
+    #: True if its storages only fit in rounds, as its carrier frees memory.
     in_rounds: bool = False
-    #: Whether the room on the GPU that it leaves is to be kept for the way back.
+    #: True if memory on the GPU that it leaves is to be reserved for a rollback.
     keeps_reservation: bool = True
-    #: Whether it goes on as soon as it has its bytes, whatever becomes of others and of an image.
+    #: True if it resumes as soon as it has its bytes, independent of other processes and of an image.
     goes_on: bool = False
     #: UUIDs of all GPUs of the node on which it was taken off, its own first, where that was not this one.
     source_gpu_uuids: tuple[str, ...] = ()
-    #: Whether nobody knows on which GPU the driver had it: it comes back there, and that may be any.
+    #: True if its former GPU is unknown: the driver restores it there, and that may be any.
     gpu_unknown: bool = False
-    #: Of a restart: its owner, the `hegmctl run` that it belongs to, and what is different for who goes on.
+    #: For a restart: its owner, its `hegmctl run`, and what differs for the successor.
     uid: int | None = None
     run: str | None = None
     respawn: Respawn = Respawn()
-    #: Of a restart: what tells one start of its operation from others, such as that of the way back.
+    #: For a restart: identifies one start of its operation, such as that of a rollback.
     start: str = ""
-    #: Of a restart of ranks: which of them it is, and all of them, itself among them.
+    #: For a restart of ranks: its rank, and all ranks including itself.
     rank: int | None = None
     ranks: tuple[Rank, ...] = ()
-    #: Its agent, if it has one that has attended since the daemon was started.
+    #: Its agent, if one has connected since the daemon was started.
     agent: AgentConnection | None = None
 
     @property
@@ -145,11 +145,11 @@ class MigratedProcess:
         return self.pid, self.start_ticks
 
     def needs(self, place: str | None) -> dict[str, int]:
-        """What it needs on each GPU of that place besides its storages."""
+        """Return what it needs on each GPU of that place besides its storages."""
         return shared_out(place, self.driver_bytes_by_gpu, self.driver_bytes)
 
     def storages(self, place: str | None) -> dict[str, int]:
-        """The room for its storages on each GPU of that place. What has come since they were counted may be on any."""
+        """Return the reservation for its storages on each GPU of that place. Later growth may be on any of them."""
         more_bytes = max(0, self.storage_reservation_bytes - sum(self.storage_bytes_by_gpu))
         shares = tuple([share_bytes + more_bytes for share_bytes in self.storage_bytes_by_gpu])
         return shared_out(place, shares, self.storage_reservation_bytes)
@@ -169,19 +169,19 @@ class MigratedProcess:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointResult:
-    """What a checkpoint came to."""
+    """The result of a checkpoint."""
 
-    #: Room that is held for the process on the GPU that it left; None if all that it had there is still its own.
+    #: Memory reserved for the process on the GPU that it left; None if it still has all its memory there.
     reserved_bytes: int | None = None
-    #: What it had on that GPU when it was taken off, with a margin; None if nothing was measured.
+    #: GPU memory that it had when it was checkpointed, with a margin; None if it was not measured.
     driver_bytes: int | None = None
-    #: Of one on several GPUs: the part of that which each of its devices had, in their order.
+    #: The part of that on each of several GPUs, in their order.
     driver_bytes_by_gpu: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ReplacedBy:
-    """Another process goes on in its place: where, and who it is."""
+    """A new process has replaced it: which, and where."""
 
     gpu: str
     pid: int
@@ -189,40 +189,40 @@ class ReplacedBy:
     token: str
     run: str | None
     boundary: int
-    #: Whether it comes of an earlier start than the one that is wanted now: its supervisor tries again by itself.
+    #: True if it comes from an earlier start than the present one, which its supervisor retried.
     is_earlier: bool = False
 
 
 def start_key(kind: str, heading: str, goals: Sequence[str | None]) -> str:
-    """What tells one start of an operation from its others."""
+    """Return the key that identifies one start of an operation."""
     return f"{kind} {heading} {' '.join(map(str, goals))}"
 
 
 def goal_of_start(key: str) -> str:
-    """Where the only process of that start was to be."""
+    """Return the target of the only process of that start."""
     return key.rpartition(" ")[2]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingFinished:
-    """There is nothing to come back for: the process that went on has come to the end of what it was for."""
+    """Nothing needs to be restored: the successor has finished its training."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """How it stands with a process by the method's own knowledge."""
+    """The state of a process as far as the method knows it."""
 
     #: The GPU that it is on; None when it is off all of them.
     gpu: str | None
     #: Whether something is being done to it this moment, so that none of this lasts.
     busy: bool = False
-    #: Whether it can never be brought back any more; then why.
+    #: Why it can never be restored; empty if it can.
     failed: str = ""
 
 
 @dataclass(slots=True)
 class OverlappedCopy:
-    """What was copied beside a step of the driver, as far as it is over."""
+    """What was copied during a driver call, as far as it is finished."""
 
     size_bytes: int = 0
     took_s: float = 0.0
@@ -242,7 +242,7 @@ class Method(Protocol):
         ...
 
     def reservations(self, subject: MigratedProcess) -> Mapping[str, int]:
-        """What is held for it, by GPU, its own share of the GPU that it is on included."""
+        """Return its reservations by GPU, including its own memory on its present GPU."""
         ...
 
     def note_size(self, subject: MigratedProcess, size_bytes: int) -> None:
@@ -254,17 +254,17 @@ class Method(Protocol):
         ...
 
     async def restore(self, subject: MigratedProcess, gpu: str) -> str | ReplacedBy | TrainingFinished | None:
-        """Bring it back on that GPU; what is held for it there becomes its own. Raises NoRoom before it is too late.
+        """Restore it on that GPU; its reservation there becomes its own. Raises OutOfMemory before it is too late.
 
-        Gives the GPU that it is on, where that was not to be chosen, or the process that goes on in its place.
+        Returns the GPU that it is on, if that could not be chosen, or the process that replaced it.
         """
         ...
 
     def storage_allocation(self, subject: MigratedProcess) -> AbstractAsyncContextManager[Made]:
-        """In the block its storages are made: the room that is held for them on its GPU, until then, becomes its own.
+        """Hold a block in which its storages are allocated: their reservation on its GPU becomes its own.
 
-        Nobody else is to get it meanwhile, as far as that can be seen to, until the block's value is called. Of one
-        that goes on at once it may be held until `verify`, where there is room for both.
+        No other process should get the memory until the yielded callable is called. If the process resumes at once, the
+        reservation may stay until `verify`, if both fit.
         """
         ...
 
@@ -273,12 +273,11 @@ class Method(Protocol):
         ...
 
     async def note_resumed(self, subject: MigratedProcess) -> None:
-        """It was seen at a boundary beyond the one that it was brought back at. Raises AgentAway where that is too late
-        to count: it has ended since."""
+        """Record that it passed a boundary after its restore. Raises AgentAway if it has exited since."""
         ...
 
     async def inspect(self, subject: MigratedProcess) -> ProcessState:
-        """How it really stands. A step that an earlier caller left half way is finished, as far as that is safe."""
+        """Return the true state. A call that an earlier caller left incomplete is finished, as far as that is safe."""
         ...
 
 
@@ -307,18 +306,18 @@ class Carrier(Protocol):
         ...
 
     async def prepare(self, subject: MigratedProcess) -> None:
-        """Be ready to carry, with all that this takes on GPUs, before room is relied upon. Raises HegmError."""
+        """Prepare the copies, including their GPU memory, before the process is reserved for. Raises HegmError."""
         ...
 
     async def await_successor(self, subject: MigratedProcess, on_progress: Progress) -> bool:
-        """Wait, while the process trains on, until another that is to go on in its place is ready; whether it is.
+        """Wait, while the process trains, until its successor is ready. Returns True if it is.
 
-        Bounded, and may be cancelled. `on_progress` is called as it takes longer.
+        Bounded, and may be cancelled. `on_progress` is called as the wait lasts.
         """
         ...
 
     def doing(self, subject: MigratedProcess) -> str | None:
-        """What is waited for so, and for how long, in words; None while nothing is."""
+        """Return what is awaited and for how long, in words; None if nothing is."""
         ...
 
     async def abandon(self, subject: MigratedProcess) -> None:
@@ -334,9 +333,9 @@ class Carrier(Protocol):
         ...
 
     def staged(self, subject: MigratedProcess) -> OverlappedCopy | None:
-        """What of bytes that are out is on the GPU that the process has come to, or on its way; None where nothing is.
+        """Return what of the offloaded bytes is on the process's GPU or on its way there; None if nothing is.
 
-        How long it took is in it at the latest when they are back.
+        Its duration is known at the latest when the bytes are reloaded.
         """
         ...
 
@@ -356,12 +355,12 @@ class Carrier(Protocol):
         ...
 
     async def reload(self, subject: MigratedProcess, on_progress: Progress, making: Making) -> int:
-        """Have the bytes in the process again; how many. Its storages are made in blocks of `making` alone.
+        """Reload the bytes and return how many. Storages are allocated only in blocks of `making`.
 
-        What is held beside one that goes on at once may be so until `gone_on`, where there is room for both.
+        If the process resumes at once, memory held besides may stay until `resumed`, if both fit.
         """
         ...
 
     async def resumed(self, subject: MigratedProcess) -> None:
-        """Its thread goes on: give back what was still held beside it. Raises nothing, and is fine where nothing is."""
+        """Release what was still held besides, once its thread runs. Raises nothing; fine if nothing is held."""
         ...

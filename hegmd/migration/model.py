@@ -1,8 +1,7 @@
-"""What hegmd/migration/plan/planner.py looks at and what it answers with: the node at one moment, a request, a plan,
-reasons against it.
+"""The records of planning: the node at one moment, a request, a plan, and reasons against it.
 
-Owns these records and turning a plan into an operation. Decides nothing. Everything is frozen and plain, so that a
-plan can be made anywhere from a snapshot that was written down.
+Owns these records and turning a plan into an operation. Decides nothing. Everything is frozen and plain, so a plan can
+be made from a snapshot that was saved.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from hegmd.protocol.record import Record, field
 
 @dataclass(frozen=True, slots=True)
 class CarrierRow:
-    """What the planner has to know of a carrier."""
+    """What the planner knows about a carrier."""
 
     name: str
     #: Whether the agent shows its storages, and the GPU helper copies them.
@@ -64,7 +63,7 @@ class GpuMemory(Record):
 
 
 class AgentSurvey(Record):
-    """What the agent of a process said last."""
+    """The latest report of a process's agent."""
 
     token: str = field("what it calls itself")
     size_bytes: int | None = field(
@@ -86,7 +85,7 @@ class AgentSurvey(Record):
 
 
 class Surroundings(Record):
-    """What is seen of a process from outside, where the driver would not say it before it is too late."""
+    """What is seen of a process from outside and the driver would report too late."""
 
     stopped: bool = field("whether a signal or a debugger has stopped it", default=False)
     nccl_shared: bool | None = field("whether it maps memory that NCCL shares between ranks", default=None)
@@ -126,14 +125,14 @@ class Candidate(Record):
 
 
 class PoolMemory(Record):
-    """What the pool has."""
+    """The pool's size and what is free."""
 
     budget_bytes: int = field("the most that it may hold")
     free_bytes: int = field("what of that is not taken")
 
 
 class Rates(Record):
-    """How fast bytes go on this node, by what was measured before or by assumption."""
+    """Throughput on this node, measured or assumed."""
 
     out_bytes_per_s: float = field("out of a worker by its own hands", default=2.0e9)
     in_bytes_per_s: float = field("into a worker by its own hands", default=2.0e9)
@@ -190,7 +189,7 @@ class NodeSnapshotForPlan(Record):
 
 
 class PlanRequest(Record):
-    """What was asked."""
+    """A request to be planned."""
 
     kind: str = field("migrate, suspend, resume, checkpoint or quiesce")
     pids: tuple[int, ...] = field("the processes; the others of their jobs come along")
@@ -205,7 +204,7 @@ class PlanRequest(Record):
 
 
 class MigrationPlan(Record):
-    """What would be done."""
+    """What an operation would do."""
 
     kind: str = field("migrate, suspend, resume, checkpoint, restore or quiesce")
     way: str = field("agent, or driver for processes without one")

@@ -1,14 +1,14 @@
-"""Processes that NVIDIA's driver has locked or checkpointed and that no operation knows of: found, told of, let go on.
+"""Finds processes that NVIDIA's driver has locked or checkpointed and that no operation owns.
 
-A daemon that was killed and has lost its journal leaves such, and so does whoever else calls the driver's checkpoint.
-A locked one is listed as before and only its CUDA calls wait; one that is checkpointed is listed nowhere. So those
-are asked that have libcuda in them and no device open, and, at the start or when a person wants to know, those on GPUs.
+A daemon that was killed and lost its journal leaves such processes, and so do other callers of the driver's checkpoint.
+A locked process is listed as before and only its CUDA calls block; a checkpointed one is listed nowhere. So this asks
+about processes with libcuda and no open device and, at the start or on a user's request, about those on GPUs.
 
-Nobody is asked whom a signal has stopped: the driver would wait without end. Whoever does not answer may be in the
-middle of somebody's step. So they are asked by a helper of their own, which is ended when one of them does not answer,
-and with it goes nothing that an operation is about. Where there is nobody to ask, no helper is started.
+A process stopped by a signal is never asked about: the driver call would block. One that does not answer may be in
+another program's driver call. So a separate helper asks, and is killed if one of them does not answer; no operation
+depends on it. If there is nothing to ask, no helper is started.
 
-Changes nothing. Adopting is for `operations`, by what `stands` says.
+Changes nothing. `operations` adopts a process, from what `stands` returns.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ __all__ = ["DriverOrphans", "Found"]
 logger = logging.getLogger(__name__)
 
 STOPPED = "stopped"
-# The driver answers in under a millisecond, or when somebody's step is over. Who asked waits no longer than this.
+# The driver answers in under a millisecond, or after a running call. A caller waits no longer than this.
 ANSWER_S = 3.0
 PROC_S = 10.0
-# What was seen so lately is of now for whoever asks in passing: a look goes through all of /proc.
+# Age of a search that still counts as current for casual callers: a search reads all of /proc.
 PASSING_S = 5.0
-# Whoever did not answer is let be for so long: each costs a helper.
+# How long to skip a process that did not answer: each such process costs a helper.
 LET_BE_S = 600.0
 MIB = 1 << 20
 
@@ -51,7 +51,7 @@ Who = tuple[int, int]
 
 
 class Node(Protocol):
-    """What was seen of the node at one moment."""
+    """A snapshot of the node."""
 
     @property
     def gpus(self) -> Sequence[Gpu]: ...
@@ -106,12 +106,12 @@ class DriverOrphans:
                 yield _told(found)
 
     async def drop(self, name: str) -> int | None:
-        raise Refused(f"{name} is a process and not bytes", f"let it go on with: hegmctl adopt {name}; or end it")
+        raise Refused(f"{name} is a process, not saved bytes", f"run: hegmctl adopt {name}; or kill it")
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Look at the start, and whenever somebody wants to know, until cancelled."""
+        """Search at the start, and on request, until cancelled."""
         async with anyio.create_task_group() as tasks:
             await tasks.start(self._link.run)
             task_status.started()
@@ -124,18 +124,20 @@ class DriverOrphans:
                 try:
                     await self._look(thorough=thorough)
                 except HegmError as error:
-                    logger.warning("it is not known whom the driver has locked or checkpointed: %s", error.message)
+                    logger.warning(
+                        "hegmd cannot find out which processes the driver has locked or checkpointed: %s", error.message
+                    )
                 self._link.kill("nobody is left to be asked")
                 self._ended = anyio.current_time()
                 looked.set()
                 self.changed()
 
     async def look(self, *, thorough: bool, within_s: float) -> None:
-        """Have what is told be of now, as far as that takes no longer; the look itself goes on."""
+        """Update the list, and wait for it at most `within_s`; the search itself continues."""
         if not thorough and self._ended is not None and anyio.current_time() - self._ended < PASSING_S:
             return
         self._thorough = self._thorough or thorough
-        looked = self._looked  # of the look that begins next
+        looked = self._looked  # the search that begins next
         self._wanted.set()
         with anyio.move_on_after(within_s):
             await looked.wait()
@@ -147,7 +149,7 @@ class DriverOrphans:
         self._silent = {who: until for who, until in self._silent.items() if until > now}
         own = set(self._own_pids())
         found: dict[Who, Found] = {}
-        # Forked ones last: what was begun in their parent is not theirs, and they may have nobody who would answer.
+        # Forked processes last: a call begun in their parent is not theirs, and no thread of theirs may answer.
         for user in sorted(users, key=lambda user: user.forked):
             is_one = not user.has_devices or user.who in self._found or (thorough and user.pid in listed)
             if not is_one or user.pid in own or user.who in self._silent or self._is_taken(user.pid):
@@ -158,11 +160,11 @@ class DriverOrphans:
         self._found = found
 
     async def _users(self) -> list[CudaUser]:
-        """Whoever was read in time: one that keeps its memory map locked hides those after it."""
+        """Return the CUDA users found in time: a process that keeps its memory map locked hides those after it."""
         found: dict[int, CudaUser] = {}
         with anyio.move_on_after(PROC_S):
             await run_detached(lambda _: find_cuda_users(found, self._proc_root), name="hegmd-cuda-users")
-        return list(dict(found).values())  # the thread may go on
+        return list(dict(found).values())  # the thread may still be running
 
     async def _user(self, pid: int) -> CudaUser | None:
         with anyio.move_on_after(PROC_S):
@@ -176,19 +178,19 @@ class DriverOrphans:
         }
 
     async def _state(self, user: CudaUser) -> str | None:
-        """How the driver has it, where that is worth telling. Raises HegmError when nobody can be asked."""
+        """Return the driver's state of the process if it is worth reporting. Raises HegmError if no helper can ask."""
         if user.stopped or is_stopped(user.pid):
             return None if user.has_devices else STOPPED
         try:
             state = await self._ask(user)
         except HelperLost as error:
             self._silent[user.who] = anyio.current_time() + LET_BE_S
-            logger.warning("the driver did not say how it has process %d: %s", user.pid, error.message)
+            logger.warning("the driver did not report the state of process %d: %s", user.pid, error.message)
             return None
         except DriverFailed as error:
             if error.number is None:
                 raise
-            return None  # it has ended, is somebody else's, or has no CUDA that was begun
+            return None  # it has exited, belongs to another user, or has not initialised CUDA
         return state if state in {LOCKED, CHECKPOINTED, FAILED} else None
 
     async def _ask(self, user: CudaUser) -> str:
@@ -199,22 +201,23 @@ class DriverOrphans:
     # -- one of them ---------------------------------------------------------------------------------------------------
 
     async def stands(self, pid: int) -> Driven:
-        """How the driver has that process now, and what its return takes. Raises HegmError if it is not to be adopted.
+        """Return the driver's state of that process and what its restore needs. Raises HegmError if it cannot be
+        adopted.
 
-        One that runs is given too: whether it stands by other means is not the driver's to say.
+        A running process is returned too: whether its agent has parked it is not for the driver to say.
         """
         user = await self._user(pid)
         if user is None:
             raise HegmError(
                 NOT_FOUND,
-                f"there is no process {pid} that uses CUDA, as far as hegmd may look",
-                "see: hegmctl adopt, and hegmctl ps",
+                f"hegmd sees no process {pid} that uses CUDA",
+                "run: hegmctl adopt, and hegmctl ps",
                 {"pid": pid},
             )
         if user.stopped or is_stopped(pid):
             raise Refused(
-                f"process {pid} is stopped by a signal, and the driver would wait for it without end",
-                f"let it go on first: kill -CONT {pid}",
+                f"process {pid} is stopped (SIGSTOP); the driver call would block until it continues",
+                f"run: kill -CONT {pid}",
                 {"pid": pid},
             )
         try:
@@ -222,14 +225,14 @@ class DriverOrphans:
         except HelperLost as error:
             raise HegmError(
                 TIMEOUT,
-                f"the driver did not say within {ANSWER_S:g} s how it has process {pid}",
-                "somebody's checkpoint or restore of it may be under way: ask again in a minute",
+                f"the driver did not report the state of process {pid} within {ANSWER_S:g} s",
+                "retry in a minute: another program may be checkpointing or restoring it",
                 {"pid": pid},
             ) from error
         if state == FAILED:
             raise Refused(
-                f"a checkpoint or restore of process {pid} has failed for good: the driver never brings it back",
-                f"end it, and start it anew: kill {pid}",
+                f"a checkpoint or restore of process {pid} has failed permanently: the driver cannot restore it",
+                f"kill it and start it again: kill {pid}",
                 {"pid": pid},
             )
         return await self._driven(user, state)
@@ -241,8 +244,8 @@ class DriverOrphans:
         off = state == CHECKPOINTED
         if not off and not gpus:
             raise Refused(
-                f"the driver has process {user.pid} {state}, and does not say on which GPU",
-                "ask again in a moment; see hegmctl ps",
+                f"the driver reports process {user.pid} as {state}, but not on which GPU",
+                "retry in a few seconds; see hegmctl ps",
                 {"pid": user.pid},
             )
         return Driven(
@@ -257,7 +260,7 @@ class DriverOrphans:
 
 
 def _whole_bytes(gpu: Gpu) -> int | None:
-    """What processes can have of it at most: what is shown has not the driver's own reserve in it."""
+    """Return what processes can have of the GPU at most: the figures exclude the driver's own reserve."""
     if gpu.memory_free_bytes is None or gpu.memory_used_bytes is None:
         return None
     return gpu.memory_free_bytes + gpu.memory_used_bytes
@@ -269,23 +272,23 @@ def _told(found: Found) -> Orphan:
     where, why, then = {
         LOCKED: (
             f"on {', '.join(found.gpus) or 'its GPU'}",
-            "the CUDA driver has it locked, so its CUDA calls wait, and no operation has it",
+            "the CUDA driver has locked it, so its CUDA calls block, and it belongs to no operation",
             adopt,
         ),
         CHECKPOINTED: (
             "in its own memory",
-            "the CUDA driver has it checkpointed, off its GPU, and no operation has it",
+            "the CUDA driver has checkpointed it, and it belongs to no operation",
             adopt,
         ),
         FAILED: (
-            "nowhere that it can be brought back from",
-            "a checkpoint or restore by the CUDA driver has failed for good",
-            f"end it, and start it anew: kill {pid}",
+            "lost",
+            "a checkpoint or restore by the CUDA driver has failed permanently",
+            f"kill it and start it again: kill {pid}",
         ),
         STOPPED: (
             "perhaps in its own memory",
-            "it uses CUDA and has no GPU open, and a signal has stopped it, so the driver cannot be asked about it",
-            f"kill -CONT {pid}, then look again: hegmctl adopt",
+            "it uses CUDA but has no GPU open; it is stopped (SIGSTOP), so hegmd cannot ask the driver about it",
+            f"run: kill -CONT {pid}; then: hegmctl adopt",
         ),
     }[found.state]
     size_bytes = user.own_bytes if found.state == CHECKPOINTED else None

@@ -45,14 +45,15 @@ from hegmd.operations.survey import PlanSurvey
 from hegmd.protocol.operations import BY_DRIVER, OperationProgress, PlannedProcess, Reason
 from hegmd.system.programs import Rights
 
-# What a resume has at the least when a restore has taken nearly all of its time: its bytes are in the pool by then.
+# The least time for the resume after a restore that used nearly all of its limit: its bytes are in the pool by then.
 MIN_LEFT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Wished:
-    """A restore that is wanted: of which image, where to, whether files to which the job only appends have to be as
-    long as they were, and where its streams are to lead: a descriptor for each that is named."""
+    """A requested restore: the image, the target, whether append-only files must have their former length, and the
+    descriptors that its named streams are redirected to.
+    """
 
     path: str
     to: str | None = None
@@ -62,7 +63,7 @@ class Wished:
 
 
 class Checkpoints:
-    """What can be asked about images of jobs."""
+    """The requests about images of jobs."""
 
     def __init__(
         self, operations: Operations, lookout: PlanSurvey, handoff: JobDumper, reviving: JobRestorer, paces: Paces
@@ -79,7 +80,10 @@ class Checkpoints:
     async def checkpoint(
         self, pid: int, path: str, rights: Rights, asked: RequestContext, *, leave_running: bool = False
     ) -> OperationResult:
-        """Have a job in an image at that path; then it ends, or goes on. Raises HegmError with every reason why not."""
+        """Write an image of a job to that path, then end the job or let it train on.
+
+        Raises HegmError with every reason.
+        """
         _require_absolute(path)
         pid = await self._operations.named_one(pid)
         snapshot = await self._operations.look(asked, [pid])
@@ -89,7 +93,7 @@ class Checkpoints:
         looked = await self._handoff.against(pids, path, plan.size_bytes, rights)
         if looked.reasons:
             raise refusal(looked.reasons)
-        # Of a job that goes on, it stands only for what CRIU writes: what the driver has put into its memory, too.
+        # A job that trains on is only parked while CRIU writes, including what the driver has put into its memory.
         with_it_bytes = plan.size_bytes if not leave_running else _driven_bytes(plan)
         size_bytes = looked.criu_bytes + with_it_bytes
         whole_bytes = looked.criu_bytes + plan.size_bytes
@@ -105,7 +109,7 @@ class Checkpoints:
         self._operations.check(asked, [pid])
         op = self._operations.runner.of_process(pid)
         if op is None or op.phase != SUSPENDED:
-            hint = f"take it off its GPU first: hegmctl offload {pid}; or do both: hegmctl checkpoint {pid} DIR"
+            hint = f"run: hegmctl offload {pid}; or, for both steps: hegmctl checkpoint {pid} DIR"
             raise not_suspended(pid, op, hint)
         pids = [member.pid for member in op.live]
         plan = planned_handoff(op)
@@ -113,7 +117,7 @@ class Checkpoints:
         reasons = looked.reasons
         without = [member.pid for member in op.live if not member.has_agent]
         if without:
-            message = f"process {without[0]} has no agent, which an image needs"
+            message = f"process {without[0]} has no agent, but an image needs one"
             reasons = (*reasons, Reason(code=REFUSED.name, message=message, hint="start its job with hegmctl run"))
         if reasons:
             raise refusal(reasons)
@@ -147,7 +151,7 @@ class Checkpoints:
         if op is None or plan is None:
             raise HegmError(
                 TIMEOUT,
-                f"the job was not back from {wish.path} within {limit_s or 0:g} s; only the image is left of it",
+                f"the job was not restored from {wish.path} within {limit_s or 0:g} s; only its image is left",
                 "restore it again with a longer --timeout",
                 {"path": wish.path},
             )
@@ -175,7 +179,7 @@ class Checkpoints:
             refused = refusal(reasons)
             named = [[file.path, file.size_bytes] for file in grown]
             raise HegmError(refused.code, refused.message, refused.hint, {**refused.facts, "grown": named})
-        cut = [f"{file.reason.message}: it is cut back to that" for file in would_be_cut]
+        cut = [f"{file.reason.message}: hegmctl truncates it to that size" for file in would_be_cut]
         notes = [*cut, *objections.notes, *_told_lost(lost_streams(ends, streams)), *_told_foreign(image)]
         plan = from_image(found, snapshot.rates, size_bytes=size_of(manifest))
         return plan.replace(hazards=(*plan.hazards, *notes))
@@ -202,7 +206,7 @@ class Checkpoints:
                 await runner.remember(unrevived(manifest, op_id, _failure(error, image.path), began_utc))
             raise
         try:  # from here on the operation has the job, whatever becomes of the request
-            with suppress(HegmError):  # whoever has gone meanwhile is told nothing
+            with suppress(HegmError):  # a client that has disconnected gets nothing
                 await asked.emit(OperationProgress(id=op_id, phase=SUSPENDED))
         finally:
             await self._reviving.settled(manifest, op_id)
@@ -211,7 +215,7 @@ class Checkpoints:
 
 
 def planned_handoff(op: Operation) -> MigrationPlan:
-    """What is done of a suspended job that goes into an image: nothing of it moves any more."""
+    """Return the plan that writes a suspended job into an image: no memory moves any more."""
     workers = [
         PlannedProcess(
             pid=worker.pid,
@@ -245,16 +249,16 @@ def _failure(error: BaseException, path: str) -> Failure:
         return Failure(code=error.code.name, message=error.message, hint=error.hint)
     if isinstance(error, anyio.get_cancelled_exc_class()):
         hint = "restore it again; with a longer --timeout if that was the limit"
-        return Failure(code=CANCELLED.name, message=f"it was stopped before the job was back from {path}", hint=hint)
-    hint = "the log of hegmd has the traceback"
+        return Failure(code=CANCELLED.name, message=f"the restore from {path} was interrupted", hint=hint)
+    hint = "read the traceback in the log of hegmd"
     return Failure(code=INTERNAL.name, message=f"the restore has failed: {type(error).__name__}", hint=hint)
 
 
 @asynccontextmanager
 async def reading(op_id: str, size_bytes: int, emit: Emit) -> AsyncGenerator[Callable[[int], object]]:
-    """Tell whoever waits how much of an image was read, while it is: no operation does, before it has begun.
+    """Report how much of an image was read, while it is: no operation does so before it begins.
 
-    What was not told in time is left out for what comes after it. Whoever does not listen any more is told nothing.
+    A report that was not sent in time is replaced by the next. A client that no longer listens gets none.
     """
     send, receive = anyio.create_memory_object_stream[int](1)
 
@@ -282,7 +286,7 @@ async def reading(op_id: str, size_bytes: int, emit: Emit) -> AsyncGenerator[Cal
 
 
 def _told_size(size_bytes: int, path: str) -> str:
-    return f"the image takes about {math.ceil(size_bytes / (1 << 20))} MiB in {path}, and no room for zeros"
+    return f"the image takes about {math.ceil(size_bytes / (1 << 20))} MiB in {path}, without its zeros"
 
 
 def _driven_bytes(plan: MigrationPlan) -> int:
@@ -291,12 +295,12 @@ def _driven_bytes(plan: MigrationPlan) -> int:
 
 def _told_lost(names: Sequence[str]) -> Iterator[str]:
     for name in names:
-        yield f"its {name} led to somebody who is gone, and leads nowhere: give it a file by --{name} FILE"
+        yield f"its {name} is not connected: its former reader has exited; redirect it with --{name} FILE"
 
 
 def _told_foreign(image: Image) -> Iterator[str]:
     if image.foreign:
-        yield f"{image.path} holds {', '.join(image.foreign[:3])}, which is no part of the image and is not read"
+        yield f"{image.path} holds {', '.join(image.foreign[:3])}, which is not part of the image and is ignored"
 
 
 def _wish(path: str, rights: Rights, looked: Looked, *, leave_running: bool = False) -> Wish:
@@ -312,9 +316,9 @@ def _wish(path: str, rights: Rights, looked: Looked, *, leave_running: bool = Fa
 
 
 def to_cut_back(reasons: Sequence[Reason], grown: Sequence[GrownFile]) -> Sequence[GrownFile]:
-    """The files that it is enough to cut back, if it is: while anything else stands against a restore, none is named.
+    """Return the files to truncate, if that solves every problem of a restore; otherwise none.
 
-    Who asked cuts what is named, and what is cut off is gone; the job itself may be what still writes there.
+    The caller truncates the named files, and what is cut off is lost; the job itself may still be writing to them.
     """
     named = [file.reason for file in grown]
     return grown if all(reason in named for reason in reasons) else ()
@@ -322,7 +326,7 @@ def to_cut_back(reasons: Sequence[Reason], grown: Sequence[GrownFile]) -> Sequen
 
 def _require_absolute(path: str) -> None:
     if not os.path.isabs(path) or "\0" in path:
-        raise HegmError(BAD_REQUEST, f"{path[:200]!r} is no absolute path", "name the directory from the root on")
+        raise HegmError(BAD_REQUEST, f"{path[:200]!r} is no absolute path", "give an absolute path")
 
 
 def _require_own(snapshot: NodeSnapshotForPlan, pids: Sequence[int], rights: Rights) -> None:
@@ -330,7 +334,7 @@ def _require_own(snapshot: NodeSnapshotForPlan, pids: Sequence[int], rights: Rig
         if candidate.pid in pids and rights.uid not in (0, candidate.uid):
             raise HegmError(
                 DENIED,
-                f"process {candidate.pid} belongs to uid {candidate.uid}, and its image would be yours",
-                "an image holds all of a process's memory: have its owner make it, or root",
+                f"process {candidate.pid} belongs to uid {candidate.uid}, but its image would be yours",
+                "run the command as its owner or as root: an image contains all memory of a process",
                 {"pid": candidate.pid, "uid": candidate.uid},
             )

@@ -1,10 +1,10 @@
-"""What can be asked of operations: looks at the node, has a plan made, and has it carried out.
+"""The requests on operations: takes a snapshot of the node, has a plan made, and has it carried out.
 
-Owns what is asked of single operations, also where that is more than one step: a suspension whose bytes go to disk, and
-the adoption of a job that was found standing. Those that are several in a row are `sequences`'. Who may ask is told by
-the caller as `may`, which is asked for each process's owner; what is possible is the planner's to say; what happens
-then is the runner's.
-Longer than 400 lines because every way of asking for an operation is here, in the order of the commands.
+Owns requests on single operations, including those with several steps: a suspend that spills to disk, and the adoption
+of an orphaned job. `sequences` has requests with several operations. The caller passes `may`, which is called with each
+process's owner; the planner says what is possible, and the runner does it.
+
+Longer than 400 lines because every request that leads to an operation is here, in the order of the commands.
 """
 
 from __future__ import annotations
@@ -94,11 +94,13 @@ class Operations:
     ) -> OperationResult:
         """Move jobs to another GPU. Raises HegmError with every reason why not."""
         if restart.via not in (None, RESTART):
-            raise HegmError(BAD_REQUEST, f"there is no way {str(restart.via)[:40]!r}", "leave it out, or say restart")
+            raise HegmError(
+                BAD_REQUEST, f"there is no way {str(restart.via)[:40]!r}", "leave --via out, or write --via restart"
+            )
         if to is None and restart.via is None:
-            raise HegmError(BAD_REQUEST, "migrate was asked without a GPU to go to", "hegmctl gpus lists them")
+            raise HegmError(BAD_REQUEST, "migrate needs a target GPU", "run: hegmctl gpus")
         if restart.via is None and restart.respawn != Respawn():
-            hint = "say --via restart as well"
+            hint = "add --via restart"
             raise HegmError(BAD_REQUEST, "only a restart can change a job's environment or Python", hint)
         request = PlanRequest(
             kind=MIGRATE,
@@ -116,9 +118,9 @@ class Operations:
         return await self._perform(PlanRequest(kind=MIGRATE, pids=tuple(pids), placement=placement), asked)
 
     async def quiesce(self, pids: Sequence[int], hold_s: float | None, asked: RequestContext) -> OperationResult:
-        """Have jobs stand at a boundary, and go on by themselves after that time. Raises HegmError as `migrate`."""
+        """Quiesce jobs at a boundary, to resume automatically after `hold_s`. Raises HegmError like `migrate`."""
         if not pids:
-            raise HegmError(BAD_REQUEST, f"{QUIESCE} was asked of no process", "name one or more pids")
+            raise HegmError(BAD_REQUEST, f"{QUIESCE} needs at least one process", "give one or more pids")
         limits = limits_of(asked.limit_s, hold_s)
         pids = await self.named(pids)
         snapshot = await self.look(asked, pids)
@@ -134,7 +136,7 @@ class Operations:
             op_ids = list(dict.fromkeys(op.id for op in suspended if op is not None))
             for op_id in op_ids:
                 await self._see_spilled(op_id, self._resting.spill(op_id), asked)
-            # Why one that failed is suspended is no failure of what was asked now.
+            # The failure that left it suspended is not a failure of this request.
             return OperationResult(self.runner.describe(op_ids[-1]).replace(failure=None), None)
         request = PlanRequest(kind=SUSPEND, pids=tuple(pids), carrier=asked.carrier)
         answer = await self._perform(request, asked, spill=spill)
@@ -162,7 +164,7 @@ class Operations:
             ) from error
 
     async def resume(self, pid: int, to: str | None, asked: RequestContext) -> OperationResult:
-        """Let a suspended job go on. Raises HegmError with every reason why not."""
+        """Resume a suspended job. Raises HegmError with every reason why it cannot be resumed."""
         pid = await self.named_one(pid)
         op = self.runner.of_process(pid)
         self.check(asked, [pid])
@@ -178,12 +180,12 @@ class Operations:
         return await self._resume(op.id, plan, asked)
 
     async def _release_held(self, op: Operation, pid: int, to: str | None, asked: RequestContext) -> OperationResult:
-        """One that is only held goes on where it is."""
+        """Resume a quiesced job where it is."""
         for member in op.live:
             _refuse_elsewhere(member.pid, member.gpu, to)
         if asked.dry_run:
-            message = f"process {pid} is held at a boundary, and goes on where it is as soon as it is resumed"
-            raise Refused(message, "there is nothing to plan: leave --dry-run out", {"pid": pid})
+            message = f"process {pid} is quiesced, and resumes where it is"
+            raise Refused(message, "leave --dry-run out", {"pid": pid})
         await self.runner.ask(op.id, events.ResumeRequested(cause=asked.by, to={}))
         if asked.wait:
             await self.follow(op.id, asked.emit)
@@ -204,9 +206,9 @@ class Operations:
         return await self._outcome(op.id, plan, asked)
 
     async def adopt(self, pid: int, to: str | None, asked: RequestContext) -> OperationResult:
-        """Make an operation of a job that stands and that none has, and let it go on. Raises HegmError; it stands then.
+        """Make an operation of an orphaned job and resume it. Raises HegmError; then the job stays parked.
 
-        Once there is an operation, a resume that fails leaves it suspended, as any other.
+        Once the operation exists, a failed resume leaves it suspended, like any other.
         """
         pid = await self.named_one(pid)
         self.check(asked, [pid])
@@ -226,11 +228,13 @@ class Operations:
     async def _adopt_of_driver(
         self, orphans: ByDriver, pid: int, to: str | None, asked: RequestContext
     ) -> OperationResult:
-        """One that the driver has locked, which is only unlocked, or checkpointed, which is restored where it was."""
+        """Adopt a process that the driver has locked, which is only unlocked, or checkpointed, which is restored where
+        it was.
+        """
         driven = await orphans.stands(pid)
         self._check_owner(asked, driven.uid, f"process {pid}")  # it may be listed nowhere
         if driven.state == "running":
-            raise Refused(f"process {pid} does not stand: there is nothing to adopt", "see: hegmctl ps", {"pid": pid})
+            raise Refused(f"process {pid} is not parked: there is nothing to adopt", "see: hegmctl ps", {"pid": pid})
         _refuse_elsewhere(pid, driven.gpu, to)
         op = adopted_of_driver(self.runner.next_id(), driven, utc=self._utc())
         there = Candidate(
@@ -262,7 +266,7 @@ class Operations:
     async def _resume(self, op_id: str, plan: MigrationPlan, asked: RequestContext) -> OperationResult:
         limit_s = limit_of(asked)
         op = self.runner.history(op_id).operation
-        names = {str(member.pid): member.name for member in op.workers}  # one that was started anew keeps its name
+        names = {str(member.pid): member.name for member in op.workers}  # a restarted process keeps its name
         to = {names.get(pid, pid): gpu for pid, gpu in plan.destinations.items()}
         await self.resume_at(op_id, to, asked.by, limit_s)
         return await self._outcome(op_id, plan, asked)
@@ -276,7 +280,7 @@ class Operations:
             self._resting.start_spilling_when_idle(op_id)
 
     async def named(self, pids: Sequence[int]) -> tuple[int, ...]:
-        """The processes; in the place of one that belongs to a job and does not train, those of its job that do."""
+        """Return the pids, with launchers of a job replaced by its processes that train."""
         found: dict[int, None] = {}
         latest = self._inventory.latest
         listed = {process.pid for process in latest.processes if process.gpus} if latest is not None else set[int]()
@@ -299,7 +303,7 @@ class Operations:
 
     async def _perform(self, request: PlanRequest, asked: RequestContext, *, spill: bool = False) -> OperationResult:
         if not request.pids:
-            raise HegmError(BAD_REQUEST, f"{request.kind} was asked of no process", "name one or more pids")
+            raise HegmError(BAD_REQUEST, f"{request.kind} needs at least one process", "give one or more pids")
         request = request.replace(pids=await self.named(request.pids))
         within_s = limits_of(asked.limit_s).park_s if request.allow_restart else None
         snapshot = await self.look(asked, request.pids, weighed_within_s=within_s, respawn=request.respawn)
@@ -325,7 +329,7 @@ class Operations:
         limits = (limits or limits_of(asked.limit_s)).replace(max_park_s=self._max_park_s)
         chips = {gpu.id: gpu.chip for gpu in snapshot.gpus}
         holder = None if plan.kind == QUIESCE else self._holder(plan.workers[0].pid)
-        for worker in plan.workers:  # somebody else may have been quicker since the snapshot; nothing is awaited below
+        for worker in plan.workers:  # another request may have come first since the snapshot; nothing is awaited below
             self._refuse_if_taken(worker.pid, but_for=holder)
         op_id = self.runner.next_id() if holder is None else holder.id
         op = plan.operation(op_id, snapshot.candidates, chips, limits=limits, utc=self._utc())
@@ -369,7 +373,7 @@ class Operations:
         op = self.runner.history(op_id).operation
         self._check_owner(asked, op.owner_uid, f"operation {op_id}")
         event = events.DropRequested(cause="request", by=asked.by)
-        handle(op, event, time.monotonic())  # one that is refused stays at its rest
+        handle(op, event, time.monotonic())  # a refusal changes nothing
         await self._resting.stop_spilling(op_id)
         try:
             await self.runner.ask(op_id, event)
@@ -395,9 +399,9 @@ class Operations:
         weighed_within_s: float | None = None,
         respawn: Respawn | None = None,
     ) -> NodeSnapshotForPlan:
-        """The node for a plan on those processes. Raises DENIED where the caller may not act on one of them.
+        """Return a snapshot of the node to plan with. Raises DENIED if the caller may not act on one of the processes.
 
-        One that nobody knew before may be known by the end of this, and is the caller's then or is told nothing of.
+        A process that was unknown before may be known afterwards; then its owner is checked too.
         """
         self.check(asked, pids)
         snapshot = await self._lookout.snapshot(pids, may=asked.may, weighed_within_s=weighed_within_s, respawn=respawn)
@@ -411,7 +415,7 @@ class Operations:
         restart.
         """
         latest = self._inventory.latest
-        # One that has ended has no owner, and nothing can be done to it.
+        # A process that has exited has no owner, and nothing can be done to it.
         listed = latest.processes if latest is not None else ()
         owners = {process.pid: process.uid for process in listed if not has_ended(process)}
         for pid in pids:
@@ -426,7 +430,7 @@ class Operations:
 
     def _check_owner(self, asked: RequestContext, uid: int | None, what: str) -> None:
         if not asked.may(uid):
-            owner = "nobody that is known" if uid is None else f"uid {uid}"
+            owner = "an unknown user" if uid is None else f"uid {uid}"
             raise HegmError(
                 DENIED, f"{what} belongs to {owner}", "ask its owner, or an administrator of hegmd", {"uid": uid}
             )
@@ -444,10 +448,10 @@ def not_suspended(pid: int, op: Operation | None, hint: str) -> HegmError:
 
 
 def _refuse_elsewhere(pid: int, gpu: str | None, to: str | None) -> None:
-    """One that is on its GPU is only let go on there."""
+    """Refuse another GPU for a process that can only resume where it is."""
     if to is not None and gpu not in {None, to}:
         raise Refused(
-            f"process {pid} is on {gpu}, and all that it takes is to let it go on there",
-            f"hegmctl adopt {pid}, then hegmctl migrate {pid} --to {to}",
+            f"process {pid} is on {gpu}, and can only resume there",
+            f"run: hegmctl adopt {pid}; then: hegmctl migrate {pid} --to {to}",
             {"pid": pid},
         )

@@ -1,8 +1,8 @@
-"""Bytes that were found of processes that stand, in pieces of the pool and in video memory: which of them are whose.
+"""Assigns orphaned bytes, in pool segments and GPU memory, to the parked processes that they belong to.
 
-What is taken for a process's bytes goes into its storages, so nothing is guessed: a piece and video memory tell of whom
-they are by pid and start time, and where several could be meant nobody gets any. Video memory that does not say so, as
-of earlier releases, is only listed.
+The bytes go into a process's storages, so nothing is guessed: segments and GPU memory carry the pid and start time of
+their process, and if several match, none is used. GPU memory without a start time, from earlier releases, is only
+listed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hegmd.workers.workers import AgentConnection, Workers
 
 __all__ = ["OrphanedMemory", "VideoCopy", "VideoOrphans", "found_for"]
 
-# What memory begins with that an agent copied to: hegmd/agent/transfer.py. Then comes what it drew for it.
+# The first bytes of memory that an agent copied to (hegmd/agent/transfer.py); the agent's random mark follows.
 _MAGIC = b"HEGMWRK1"
 
 
@@ -37,7 +37,7 @@ class VideoCopy:
 
     @property
     def name(self) -> str:
-        """What it is called in commands."""
+        """The name by which commands refer to it."""
         return f"{STORE_PREFIX}-{self.who}-{self.gpu}"
 
     @property
@@ -53,11 +53,12 @@ class VideoCopy:
 
 
 class VideoOrphans:
-    """Video memory with bytes in it that a store kept, and whose operation is gone. `named` tells a GPU by its UUID.
+    """GPU memory with bytes that a descriptor store kept and whose operation is gone. `named` maps a UUID to a GPU
+    name.
 
-    Where it says its process's start time it can be adopted with that process, and only its owner may give it up. What
-    says no more than a pid is given to nobody, and whoever has that pid now may give it up: they are its owner, or the
-    process is gone whose bytes they were.
+    With its process's start time it can be adopted with that process, and only its owner may drop it. With a pid alone
+    it is assigned to no process. The owner of the process that has the pid now may drop it: either it is theirs, or its
+    process is gone.
     """
 
     def __init__(
@@ -108,15 +109,15 @@ class VideoOrphans:
 def _next(one: VideoCopy, agent: AgentConnection | None) -> str:
     if agent is not None and one.is_of(agent):
         if agent.held_bytes:
-            return f"hegmctl adopt {one.pid}, which these bytes are out of"
-        return f"hegmctl adopt --drop {one.name}: process {one.pid} has all its bytes itself"
+            return f"run: hegmctl adopt {one.pid}; that process needs these bytes"
+        return f"run: hegmctl adopt --drop {one.name}; process {one.pid} does not need them"
     if one.start_ticks is not None:
-        return f"hegmctl adopt --drop {one.name}, if process {one.key.worker} has ended or attends no more"
-    return f"hegmctl adopt --drop {one.name}, once process {one.key.worker} has ended: it does not say of which start"
+        return f"run: hegmctl adopt --drop {one.name}, if process {one.key.worker} has exited or no longer answers"
+    return f"run: hegmctl adopt --drop {one.name}, once process {one.key.worker} has exited"
 
 
 class OrphanedMemory:
-    """What was found in both places."""
+    """The orphaned bytes in both places."""
 
     def __init__(self, pool: Pool, memory: VideoMemory, video: VideoOrphans) -> None:
         self._pool = pool
@@ -137,19 +138,23 @@ class OrphanedMemory:
         names = [one.name for one in fitting] + ([] if piece is None else [piece])
         names.sort()
         raise Refused(
-            f"{len(names)} could be what is out of process {worker.pid}, and nothing tells which",
-            f"it stays parked, and all are kept: {', '.join(names)}; give up those of an earlier move with --drop",
+            f"{len(names)} saved copies could belong to process {worker.pid}, and hegmd cannot tell which does",
+            "drop those of an earlier move: hegmctl adopt --drop NAME; the process stays parked, and all are kept: "
+            f"{', '.join(names)}",
             {"pid": worker.pid, "found": names},
         )
 
     def _whole(self, one: VideoCopy, worker: AgentConnection) -> VideoCopy:
-        """What a move in rounds has put back already is not in it any more; how far it reaches stays."""
+        """Return the copy if it reaches to the last byte that the process lacks. Raises Refused otherwise.
+
+        A move in rounds has released its first part already.
+        """
         last = self._memory.pieces(one.who, one.gpu)[-1]
         if last.at + last.size_bytes < worker.held_bytes:
             raise Refused(
                 f"{worker.held_bytes} bytes are out of process {worker.pid}, and {one.name} reaches to"
                 f" {last.at + last.size_bytes}",
-                "what was in the rest cannot be had back; see the log of the service manager around hegmd's last start",
+                "read the log of the service manager around hegmd's last start; the missing bytes are lost",
                 {"pid": worker.pid, "held_bytes": worker.held_bytes, "reach_bytes": last.at + last.size_bytes},
             )
         return one
@@ -172,10 +177,10 @@ class OrphanedMemory:
 
 
 async def found_for(pool: Pool, worker: AgentConnection, name: str) -> str | None:
-    """The piece that has what is out of that process, which operations call so; None if there is none.
+    """Return the name of the pool segment with the offloaded bytes of that process; None if there is none.
 
-    One that does not say whose it is is given to nobody, and of several the one that its agent has marked. Raises
-    Refused where that does not tell them apart: bytes of another moment would be taken for its own.
+    A segment without an owner's start time is used for no process; of several, the one that its agent has marked is
+    used. Raises Refused if that is ambiguous: bytes of another moment would be taken for its own.
     """
     source = PieceSource(worker.identity.uid, worker.identity.start_ticks)
     fitting = [
@@ -192,7 +197,7 @@ async def found_for(pool: Pool, worker: AgentConnection, name: str) -> str | Non
     if not worker.about.entrusted:
         return None  # it has a descriptor of its own bytes
     raise Refused(
-        f"{len(fitting)} pieces could be what is out of process {worker.pid}, and its agent tells none by its mark",
+        f"{len(fitting)} pool segments could belong to process {worker.pid}, and its agent recognises none of them",
         f"it stays parked, and all are kept: {', '.join(sorted(fitting))}",
         {"pid": worker.pid, "pieces": sorted(fitting)},
     )

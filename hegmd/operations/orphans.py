@@ -1,7 +1,7 @@
-"""What was found on the node and no operation has: listed, told of once, and never touched but by a person's word.
+"""What was found on the node and belongs to no operation: listed, reported once, and changed only on request.
 
-One source for each kind of thing: pieces of the pool, what looks like one and is none, and processes that stand. What a
-driver has locked or checkpointed and no operation knows of is another source, beside its vendor. Decides nothing.
+One source for each kind: pool segments, files that look like segments, and parked processes. What a driver has locked
+or checkpointed is another source, next to its vendor. Decides nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Source(Protocol):
 
 
 class ByDriver(Protocol):
-    """Who asks a real GPU's driver about a process: `driver_orphans`."""
+    """Asks a real GPU's driver about a process: `driver_orphans`."""
 
     async def stands(self, pid: int) -> Driven: ...
 
@@ -71,7 +71,7 @@ class PoolOrphans:
                 size_bytes=piece.size_bytes,
                 where=where,
                 why=self._why(key.operation),
-                next=f"hegmctl adopt {worker}, if that process stands; else hegmctl adopt --drop {name}",
+                next=f"run: hegmctl adopt {worker}, if that process is parked; otherwise: hegmctl adopt --drop {name}",
                 uid=None if piece.name.source is None else piece.name.source.uid,
             )
 
@@ -80,7 +80,7 @@ class PoolOrphans:
 
 
 class UntrustedFiles:
-    """What looks like a piece and cannot be believed. A person may look at it and take it away by hand."""
+    """Files that look like pool segments and cannot be trusted. Users may check and remove them."""
 
     def __init__(self) -> None:
         self.found: tuple[Distrusted, ...] = ()
@@ -93,19 +93,19 @@ class UntrustedFiles:
                 size_bytes=one.size_bytes,
                 where=one.where,
                 why=one.why,
-                next=f"look at it in {one.where}, and remove it by hand if nobody needs it",
+                next=f"check it in {one.where}, and remove it if it is not needed",
             )
 
     async def drop(self, name: str) -> int | None:
         where = next(one.where for one in self.found if one.name == name)
-        raise Refused(f"{name} in {where} is nothing that hegmd knows", "look at it, and remove it by hand")
+        raise Refused(f"{name} in {where} is unknown to hegmd", "check it, and remove it if it is not needed")
 
 
 class ParkedOrphans:
-    """Processes that stand, or whose bytes are out, and that no operation has. `in_hand` tells which one has.
+    """Parked processes, or those with offloaded bytes, that belong to no operation. `in_hand` says which belong to one.
 
-    `by_driver` asks the driver, where there are real GPUs: whether it has a process checkpointed, and how much room its
-    restore needs at most, since what was measured of it was in the journal. `bytes_of` knows what was found of bytes.
+    On real GPUs, `by_driver` says whether the driver has a process checkpointed and how much memory its restore needs
+    at most, since the measured figure was in the journal. `bytes_of` has the orphaned bytes.
     """
 
     def __init__(
@@ -129,15 +129,15 @@ class ParkedOrphans:
         return worker.connected and (worker.parked or worker.held_bytes > 0) and not self._in_hand(worker.pid)
 
     async def job_of(self, pid: int) -> tuple[Standing, ...]:
-        """That process and the others of its job that stand as well, each asked how it stands. Raises HegmError."""
+        """Return that process and the other parked ones of its job, each surveyed. Raises HegmError."""
         worker = self._workers.find(pid)
         if worker is None or not worker.connected:
-            state = "has ended" if start_ticks_of(pid) is None else "has no agent that is connected"
+            state = "has exited" if start_ticks_of(pid) is None else "has no connected agent"
             raise HegmError(NOT_FOUND, f"process {pid} {state}", "see: hegmctl adopt", {"pid": pid})
         others = [other for other in self._workers if other is not worker and _is_same_job(worker, other)]
         found = [await self._asked(one) for one in (worker, *others) if one is worker or self.is_orphan(one)]
         if not self.is_orphan(worker):
-            raise Refused(f"process {pid} does not stand: there is nothing to adopt", "see: hegmctl ps", {"pid": pid})
+            raise Refused(f"process {pid} is not parked: there is nothing to adopt", "see: hegmctl ps", {"pid": pid})
         return tuple(found)
 
     async def _asked(self, worker: AgentConnection) -> Standing:
@@ -168,20 +168,20 @@ class ParkedOrphans:
                 kind="process",
                 pid=worker.pid,
                 size_bytes=worker.held_bytes,
-                where="hegmd alone has them" if worker.about.entrusted else "it has a descriptor of them itself",
-                why=f"its training thread stands{out}, and no operation has it",
+                where="only hegmd has a copy" if worker.about.entrusted else "the process has a descriptor of them",
+                why=f"its training thread is parked{out}, and it belongs to no operation",
                 next=f"hegmctl adopt {worker.pid}",
                 uid=worker.identity.uid,
             )
 
     async def drop(self, name: str) -> int | None:
-        raise Refused(f"{name} is a process and not bytes", f"bring it back with: hegmctl adopt {name}; or end it")
+        raise Refused(f"{name} is a process, not saved bytes", f"run: hegmctl adopt {name}; or kill it")
 
 
 def _not_theirs(orphan: Orphan) -> HegmError:
-    owner = "it is not known whose it is" if orphan.uid is None else f"it is of uid {orphan.uid}"
+    owner = "its owner is unknown" if orphan.uid is None else f"it is of uid {orphan.uid}"
     hint = "ask its owner, or an administrator of hegmd"
-    return HegmError(DENIED, f"{orphan.name} is not yours to give up: {owner}", hint, {"uid": orphan.uid})
+    return HegmError(DENIED, f"{orphan.name} can only be dropped by its owner: {owner}", hint, {"uid": orphan.uid})
 
 
 def _is_same_job(one: AgentConnection, other: AgentConnection) -> bool:
@@ -218,7 +218,7 @@ class Orphans:
                 if not may(orphan.uid):
                     raise _not_theirs(orphan)
                 freed_bytes = await source.drop(name)
-                self._events.record("pool.dropped", "warning", f"{name} was given up", facts={"name": name})
+                self._events.record("pool.dropped", "warning", f"{name} was dropped", facts={"name": name})
                 return freed_bytes
         raise HegmError(NOT_FOUND, f"nothing orphan is called {name[:120]!r}", "see: hegmctl adopt")
 
@@ -235,7 +235,7 @@ class Orphans:
             if orphan.name in self._told:
                 continue
             self._told.add(orphan.name)
-            message = f"{orphan.name} needs a person: {orphan.why}; {orphan.next}"
+            message = f"{orphan.name} needs your attention: {orphan.why}; {orphan.next}"
             self._events.record(
                 "pool.orphan", "warning", message, pid=orphan.pid, facts={"name": orphan.name, "kind": orphan.kind}
             )

@@ -1,13 +1,12 @@
-"""Jobs whose next process is kept ready from their first batch on, for a restart that may come at any time.
+"""Jobs whose successor is prestarted from their first batch on, for a restart at any time.
 
-Who wants that is told by its configuration or its user; here is when: once a job has passed a boundary, since from then
-on its process has imported all that it trains with, and again after each restart. One that has ended since, as where
-memory ran short, is replaced soon, and later each time that the next one ends as well. Whoever waits for long is asked
-every now and then whether it is still what the job would start: its files may have changed, and the job may have
-imported more. Nothing here is part of an operation.
+The configuration or the user requests that; this module decides when: once a job has passed a boundary, since its
+process has then imported all that it trains with, and again after each restart. A prestarted process that exits, as
+when memory runs short, is replaced soon, and later after each further exit. One that waits for long is checked at
+intervals: its files may have changed, and the job may have imported more. No operation depends on this.
 
-A supervisor names the process that it is the parent of, and a job names its run: neither is taken at its word for
-another user. Each job is asked in a task of its own, for a while only: one that is stopped keeps no other from it.
+A supervisor names the process that it is the parent of, and a job names its run; neither is trusted for another user.
+Each job is asked in a task of its own with a time limit, so a stopped one delays no other.
 """
 
 from __future__ import annotations
@@ -29,14 +28,13 @@ logger = logging.getLogger(__name__)
 
 # A first boundary, and the end of an operation, are not told to anybody; they are looked for where they are awaited.
 POLL_INTERVAL_S = 1.0
-# An agent says at once what its process has imported; one that is stopped does not, and is asked again later.
+# An agent reports its imports at once; a stopped one does not, and is asked again later.
 ANSWERS_WITHIN_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long it is until the next try after one that came to nothing, twice as long each time; and until one that
-    waits is looked at again, by when it has lasted."""
+    """The delay before a retry, which doubles with each failure, and before a prestarted process is checked again."""
 
     first_s: float = 10.0
     longest_s: float = 600.0
@@ -48,8 +46,7 @@ class Patience:
 
 @dataclass(slots=True)
 class _Kept:
-    """What a supervisor was asked for last: for which process, over which of its connections, and when; and how many
-    in a row have come to nothing."""
+    """The latest request to a supervisor: for which process, on which connection, when, and the failures in a row."""
 
     asked: tuple[str, int]
     at: float
@@ -60,7 +57,7 @@ class _Kept:
     has_fallen: bool = False
 
     def fall(self, now: float, patience: Patience) -> float:
-        """That one has come to nothing: in how long it is to be asked again."""
+        """Record a failure. Returns the delay in seconds before the retry."""
         self.fallen, self.has_fallen = self.fallen + 1, True
         wait_s = patience.after(self.fallen)
         self.again_at = now + wait_s
@@ -102,7 +99,7 @@ class KeptReady:
                     due = self._due(supervisor, worker)
                     if due > anyio.current_time():
                         next_look = min(next_look, due)
-                    elif worker.about.rank is not None:  # by a launcher, which nobody can be made ready for
+                    elif worker.about.rank is not None:  # started by a launcher, for which no process can be prestarted
                         self._note_asked(supervisor, worker)
                     elif not self._may_be_asked(supervisor, worker):
                         next_look = min(next_look, anyio.current_time() + POLL_INTERVAL_S)
@@ -112,8 +109,9 @@ class KeptReady:
                     await changed.wait()
 
     def _wanting(self) -> Iterator[tuple[Supervisor, AgentConnection]]:
-        """Supervisors that want it for the very process that they have started, with that process; and those that have
-        one which nobody wants."""
+        """Yield supervisors that want a prestart for the process they started, and those with one that is no longer
+        wanted.
+        """
         known = list(self._supervisors)
         there = {_whose(supervisor) for supervisor in known}
         self._kept = {whose: kept for whose, kept in self._kept.items() if whose in there}
@@ -130,7 +128,7 @@ class KeptReady:
         return self._readying.when(supervisor) == ALWAYS
 
     def _due(self, supervisor: Supervisor, worker: AgentConnection) -> float:
-        """When it is to be asked; notes of one that it has fallen."""
+        """Return when the supervisor is to be asked; records the exit of a prestarted process."""
         kept = self._kept.get(_whose(supervisor))
         if kept is None or kept.asked != (worker.name, supervisor.connection):
             if not (self._is_wanted(supervisor) and supervisor.offer.kept):
@@ -144,7 +142,10 @@ class KeptReady:
         return float("inf") if kept.again_at is None else kept.again_at
 
     def _note_asked(self, supervisor: Supervisor, worker: AgentConnection) -> _Kept:
-        """Those that have fallen for the same process count on, but for the first after one that has lasted."""
+        """Record a request.
+
+        Failures for the same process keep counting, unless the last prestarted process survived.
+        """
         asked, before = (worker.name, supervisor.connection), self._kept.get(_whose(supervisor))
         counts = before is not None and before.asked == asked and before.has_fallen
         fallen = before.fallen if before is not None and counts else 0
@@ -152,9 +153,9 @@ class KeptReady:
         return kept
 
     def _note_fallen(self, kept: _Kept, worker: AgentConnection) -> None:
-        """One that was kept has ended, or was not to be had."""
+        """Record that a prestarted process has exited, or could not be started."""
         wait_s = kept.fall(anyio.current_time(), self._patience)
-        message = f"no Python is ready for the next start of process {worker.pid}: another is made in {wait_s:g} s"
+        message = f"no Python is prestarted for process {worker.pid}: hegmd retries in {wait_s:g} s"
         facts = {"fallen": kept.fallen, "wait_s": wait_s}
         self._events.record("process.next-fell", "warning", message, pid=worker.pid, facts=facts)
 
@@ -164,23 +165,23 @@ class KeptReady:
         return not is_busy and worker.connected and worker.boundary > 0
 
     async def _ask(self, supervisor: Supervisor, worker: AgentConnection, kept: _Kept) -> None:
-        """Ask it; once more after a while, where nobody has answered. Raises nothing."""
+        """Ask the supervisor, and again after a while if it did not answer. Raises nothing."""
         with anyio.move_on_after(self._answers_within_s):
             try:
                 if not self._is_wanted(supervisor):
-                    await supervisor.tell("unready", "")  # of a daemon that was configured otherwise
+                    await supervisor.tell("unready", "")  # left by a daemon with another configuration
                 elif await self._readying.keep(supervisor, worker):
                     kept.again_at = kept.at + self._patience.longest_s
                 else:
                     self._note_fallen(kept, worker)
             except HegmError as error:
-                logger.debug("nothing is kept ready for process %d: %s", worker.pid, error.message)
+                logger.debug("no Python is prestarted for process %d: %s", worker.pid, error.message)
                 if error.code not in (DISCONNECTED, TIMEOUT):  # the agent refuses it, as one of an earlier release
                     return
             else:
                 self._news.notify_all()
                 return
-        logger.info("process %d does not say what its next one may import: it is asked again", worker.pid)
+        logger.info("process %d does not report what its successor may import: hegmd asks again", worker.pid)
         kept.fall(anyio.current_time(), self._patience)
         self._news.notify_all()
 

@@ -37,7 +37,7 @@ class RequestContext:
 
 @dataclass(frozen=True, slots=True)
 class Restarting:
-    """Whether a migration may be a restart, and what is to be different for the process that goes on."""
+    """Whether a migration may be a restart, and what differs for the new process."""
 
     via: str | None = None
     allowed: bool = False
@@ -55,7 +55,7 @@ NO_RESTART = Restarting()
 
 @dataclass(frozen=True, slots=True)
 class OperationResult:
-    """An operation as it stands, and its plan."""
+    """An operation's public record, and its plan."""
 
     operation: told.Operation | None
     plan: told.Plan | None
@@ -80,7 +80,7 @@ def limit_of(asked: RequestContext) -> float | None:
 def _require_limit(limit_s: float, what: str) -> None:
     if not 0 < limit_s <= MAX_LIMIT_S:  # NaN fails both comparisons
         hint = f"give more than 0 and at most {MAX_LIMIT_S:,.0f} seconds"
-        raise HegmError(BAD_REQUEST, f"{limit_s:g} s is no limit for {what}", hint)
+        raise HegmError(BAD_REQUEST, f"{limit_s:g} s is not a valid limit for {what}", hint)
 
 
 def plan_or_raise(result: MigrationPlan | tuple[Reason, ...]) -> MigrationPlan:

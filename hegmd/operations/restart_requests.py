@@ -1,12 +1,13 @@
-"""Supervisors and the operations that they serve: who attends, who goes on with a held state, and what each is told.
+"""Supervisors and the operations that they serve: which are connected, which restart a saved state, and what each is
+told.
 
-An operation that restarts a job tells its supervisor itself what to expect and when to start; here is what comes after.
-Once it is over the supervisor is told to forget it, and where the job could not be started again, to give it up with
-the state held. A supervisor that missed that, because the connection or the daemon was away, is told when it is back;
-so is one that has a process ready for an operation that is over.
+An operation that restarts a job tells its supervisor itself what to expect and when to start; this module does the
+rest. When the operation has ended, the supervisor is told to forget it, and if the job could not be started again, to
+give up while the state is kept. A supervisor that missed that, because the connection or the daemon was down, is told
+when it reconnects. So is one with a process prestarted for an operation that has ended.
 
-A state that is held can be gone on with by a new supervisor of the same user (`hegmctl run --resume`). That is an
-ordinary resume of the operation, which has one supervisor at a time.
+A new supervisor of the same user can continue from a saved state (`hegmctl run --resume`). That is an ordinary resume
+of the operation, which has one supervisor at a time.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 
 class Restarts(BackgroundTasks):
-    """The desk of supervisors. `run` has to be running for as long as they attend.
+    """Serves the supervisors. `run` must be running while they are connected.
 
-    `forget` is told of operations whose state nobody can go on from any more; `is_over` tells whether a process has
-    gone on from that of an operation and come to its end, as its supervisor has left word, and blocks for a moment.
+    `forget` is called with operations whose state is no longer needed. `is_over` says whether a successor has finished
+    its training, according to its supervisor's record; it blocks briefly.
     """
 
     def __init__(
@@ -79,18 +80,18 @@ class Restarts(BackgroundTasks):
         self._supervisors.report(key, report)
 
     def _require_held(self, op_id: str, uid: int) -> Operation:
-        """The operation with a state that somebody of that user may go on from. Raises HegmError."""
+        """Return the operation with a saved state that this user may continue from. Raises HegmError."""
         op = self._runner.history(op_id).operation
         if op.owner_uid != uid:
-            hint = "a state is its owner's alone: run it as that user"
+            hint = "run the command as that user: only the owner may use a saved state"
             raise HegmError(DENIED, f"the job of operation {op_id} belongs to uid {op.owner_uid}", hint)
         if op.phase != SUSPENDED or not any(member.is_absent for member in op.workers):
-            hint = "hegmctl ops lists operations; one that holds a state is suspended, its process gone"
-            raise Refused(f"operation {op_id} is {op.phase}, and holds no state to go on from", hint)
+            hint = "run: hegmctl ops; one with a saved state is suspended and its process has exited"
+            raise Refused(f"operation {op_id} is {op.phase}, and keeps no saved state", hint)
         serving = self._supervisors.of_operation(uid, op_id)
         if serving is not None and serving.connected:
             message = f"process {serving.pid} waits for operation {op_id} already"
-            raise Refused(message, f"hegmctl resume {next(op.live).pid} has it go on there")
+            raise Refused(message, f"hegmctl resume {next(op.live).pid} resumes it there")
         return op
 
     # -- what is told --------------------------------------------------------------------------------------------------
@@ -118,7 +119,7 @@ class Restarts(BackgroundTasks):
             self._tasks.start_soon(self._tell_of, op_id)
 
     def _note_progress(self, op_id: str) -> None:
-        """Have the operation tell how far the process is that is to go on from its state."""
+        """Report the progress of the operation's successor."""
         op = next((op for op in self._runner.under_way() if op.id == op_id), None)
         absent = [] if op is None else [member for member in op.live if member.is_absent]
         supervisor = None if op is None else self._supervisors.of_operation(op.owner_uid, op_id)
@@ -138,7 +139,7 @@ class Restarts(BackgroundTasks):
             logger.debug("operation %s: %s", op_id, error.message)
 
     async def _look_for_end(self, op_id: str) -> None:
-        """Have the operation know it where the process that went on from its state has come to its end."""
+        """Report to the operation that its successor has finished its training, if it has."""
         try:
             op = self._runner.history(op_id).operation
             restarting = [member for member in op.live if member.restarts and member.state_saved]
@@ -155,13 +156,13 @@ class Restarts(BackgroundTasks):
                 async for _ in self._runner.follow(op_id):
                     pass
         except HegmError as error:  # there is no such operation any more
-            logger.debug("operation %s is not followed: %s", op_id, error.message)
+            logger.debug("operation %s cannot be followed: %s", op_id, error.message)
             await self._tell(op_id, "forget")
         finally:
             self._watched.discard(op_id)
 
     async def _tell_of(self, op_id: str) -> bool:
-        """Tell whoever serves it how it stands, where that is news; whether it is over."""
+        """Tell the operation's supervisor about its state, if that is news. Returns True if the operation has ended."""
         op = self._runner.history(op_id).operation
         if op.phase in TERMINAL:
             self._forget(op_id)
@@ -171,7 +172,7 @@ class Restarts(BackgroundTasks):
         return op.phase in TERMINAL
 
     async def _tell(self, op_id: str, do: str, op: Operation | None = None) -> None:
-        """Tell those who serve it, and nobody of another user's who says so."""
+        """Tell the supervisors that serve the operation, except those of other users that claim to."""
         for supervisor in self._supervisors:
             is_its = op is None or op.owner_uid == supervisor.uid
             serves = supervisor.serves(op_id) or (do == "forget" and supervisor.offer.readies == op_id)
@@ -182,13 +183,15 @@ class Restarts(BackgroundTasks):
                     await supervisor.tell(do, op_id)
                 else:
                     why = "" if op.failure is None else f": {op.failure.message}"
-                    hint = f"go on with: {go_on_command(op_id)}; or give it up for good: hegmctl cancel {op_id} --drop"
-                    await supervisor.tell(do, op_id, message=f"its state is held by operation {op_id}{why}", hint=hint)
+                    hint = (
+                        f"continue with: {go_on_command(op_id)}; or discard it for good: hegmctl cancel {op_id} --drop"
+                    )
+                    await supervisor.tell(do, op_id, message=f"operation {op_id} keeps its state{why}", hint=hint)
             except SupervisorAway as error:
                 logger.debug("%s", error.message)
 
     def _hear(self, news: str, worker: AgentConnection) -> None:
-        """Listens to the workers: one may have gone on from a state that is held, its supervisor gone meanwhile."""
+        """Handle news of the workers: one may have continued from a saved state after its supervisor exited."""
         if news == CAME:
             for supervisor in self._supervisors:
                 is_its_own = (supervisor.offer.pid, supervisor.uid) == (worker.pid, worker.identity.uid)
@@ -198,7 +201,7 @@ class Restarts(BackgroundTasks):
             self._tasks.start_soon(self._take_in, worker, worker.about.restarted)
 
     async def _take_in(self, worker: AgentConnection, op_id: str) -> None:
-        """Have the operation that waits for somebody to go on from its state go on with that process."""
+        """Resume an operation that waits for a successor with that process."""
         try:
             op = self._runner.history(op_id).operation
             absent = [member for member in op.live if member.is_absent]
@@ -212,14 +215,14 @@ class Restarts(BackgroundTasks):
                 if one is not None
             }
             places = {name: gpu for name, gpu in to.items() if gpu is not None}
-            if absent and len(places) == len(absent):  # of ranks, once the last of them has come
-                by = f"process {worker.pid}, which has gone on from its state"
+            if absent and len(places) == len(absent):  # for ranks, once the last one has connected
+                by = f"process {worker.pid}, which continues from its saved state"
                 await self._operations.resume_at(op_id, places, by)
         except HegmError as error:
-            logger.warning("operation %s does not take process %d in: %s", op_id, worker.pid, error.message)
+            logger.warning("operation %s does not accept process %d: %s", op_id, worker.pid, error.message)
 
     def _gone_on(self, op: Operation) -> dict[int | None, AgentConnection]:
-        """Who has gone on from the states of its ranks, by their numbers."""
+        """Return the processes that continue from the states of its ranks, by rank."""
         return {
             one.about.rank: one
             for one in self._workers
@@ -227,7 +230,7 @@ class Restarts(BackgroundTasks):
         }
 
     async def _resume(self, supervisor: Supervisor, op_id: str) -> None:
-        """Have the operation go on with that supervisor; it is told if that cannot be."""
+        """Resume the operation with that supervisor, which is told if that fails."""
         try:
             op = self._require_mine(supervisor, op_id)
             asked = RequestContext(
@@ -250,4 +253,4 @@ class Restarts(BackgroundTasks):
 
 
 async def _ignored(_progress: OperationProgress) -> None:
-    """Nobody watches."""
+    """Discard progress: no client follows."""

@@ -1,13 +1,12 @@
-"""Images of jobs that are taken again and again: the wish comes with a job's agents, as `hegmctl run` was told it.
+"""Images of jobs at intervals, as requested by `hegmctl run` and reported by the job's agents.
 
-Owns when the next one is due, what it is called, and what becomes of those before it. An image is taken as `hegmctl
-checkpoint --leave-running` takes one, with the rights of the job's own user. Only after it was read back the oldest
-beyond those to keep go, so that the last whole one never makes room for one that may fail.
+Owns when the next image is due, its name, and the removal of earlier ones. An image is written as by `hegmctl
+checkpoint --leave-running`, with the rights of the job's user. Only after it was verified are the oldest beyond the
+number to keep removed, so the last good image is never removed for one that may fail.
 
-Nothing of it is kept here: the agents say it again to the next daemon, and when the last image was asked for stands in
-the journal of operations. A turn that fails is told of and followed by the next, and whoever watches the job is told of
-the first in a row, and of the end of it; one for which another operation has the job is made up for as soon as that is
-over.
+Nothing is stored here: the agents repeat the request to the next daemon, and the journal of operations has the time of
+the last image. A failure is reported and followed by the next attempt. The job's output reports the first failure in a
+row, and the next success. An image that was due during another operation is written as soon as that ends.
 """
 
 from __future__ import annotations
@@ -50,15 +49,14 @@ Whose = tuple[int, str | None]
 
 
 async def _to_nobody(_worker: AgentConnection, _message: str, _hint: str) -> None:
-    """Nobody watches."""
+    """Discard the message: no client follows."""
 
 
 class ScheduledImages(BackgroundTasks):
-    """Sees to them. `take` makes an image of a job that goes on, `trim` removes all of a series but so many.
+    """Writes the scheduled images. `take` writes an image of a job that trains on, `trim` removes the oldest of a
+    series.
 
-    `note` says something, and the next step, to whoever watches the job.
-
-    `utc` and `sleep` are the clock. `run` has to be running.
+    `note` writes a message and a hint to the job's output. `utc` and `sleep` are the clock. `run` must be running.
     """
 
     def __init__(
@@ -100,8 +98,8 @@ class ScheduledImages(BackgroundTasks):
             return
         why = _against(worker.about.images)
         if why is not None:
-            logger.warning("process %d wants images that it cannot have: %s", worker.pid, why)
-            worker.image_missed = f"it cannot have images: {why}"
+            logger.warning("process %d requests scheduled images that hegmd cannot write: %s", worker.pid, why)
+            worker.image_missed = f"its images cannot be scheduled: {why}"
             return
         self._known.add(whose)
         since_utc = self._last_utc(whose)
@@ -124,14 +122,14 @@ class ScheduledImages(BackgroundTasks):
                     async with self._slots:
                         begun_utc = self._utc()
                         await self._turn(worker, wish, begun_utc)
-                    # One that takes longer than the time between two leaves the job half of that to train.
+                    # If an image takes longer than the interval, the job still trains for half of the interval.
                     since_utc = max(begun_utc, self._utc() - wish.every_s / 2)
         finally:
             self._known.discard(whose)
             self._without.discard(whose)
 
     def _one_of(self, whose: Whose) -> AgentConnection | None:
-        """A process of the job; one that trains, if any does: launchers have agents too."""
+        """Return a process of the job, one that trains if possible: launchers have agents too."""
         found = [w for w in self._workers if _whose(w) == whose and w.about.images is not None]
         return max(found, key=lambda worker: (worker.gpu is not None, worker.boundary), default=None)
 
@@ -156,7 +154,7 @@ class ScheduledImages(BackgroundTasks):
             op = answer.operation
             if op is None or op.phase != DONE or op.failure is not None:
                 failure = None if op is None else op.failure
-                await self._missed(worker, path, "it was not made" if failure is None else failure.message)
+                await self._missed(worker, path, "it was not written" if failure is None else failure.message)
                 return
             await self._made(worker)
             logger.info("process %d has an image in %s", worker.pid, path, extra=fields(pid=worker.pid, path=path))
@@ -172,17 +170,20 @@ class ScheduledImages(BackgroundTasks):
         worker.image_missed = None
         if _whose(worker) in self._without:
             self._without.discard(_whose(worker))
-            await self._note(worker, "images of this job are made again", "see them with: hegmctl images ls DIR")
+            await self._note(worker, "hegmd writes images of this job again", "see them with: hegmctl images ls DIR")
 
     async def _missed(self, worker: AgentConnection, path: str, why: str) -> None:
-        message = f"process {worker.pid}: no image in {path}, or too many of them: {why}; it is tried again in its time"
+        message = (
+            f"process {worker.pid}: no image in {path}, or too many of them: {why}; hegmd tries again at the "
+            "next interval"
+        )
         worker.image_missed = f"no image at {time.strftime('%H:%M:%S', time.localtime(self._utc()))}: {why}"
         self._events.record("operation.image-missed", "warning", message, pid=worker.pid, facts={"path": path})
         logger.warning("%s", message, extra=fields(pid=worker.pid, path=path))
         if _whose(worker) not in self._without:
             self._without.add(_whose(worker))
-            hint = "it is tried again in its time, and this is not said each time: hegmctl ps tells of the last"
-            await self._note(worker, f"no image of this job was made: {why}", hint)
+            hint = "run hegmctl ps for the latest attempt; hegmd tries again at every interval"
+            await self._note(worker, f"hegmd wrote no image of this job: {why}", hint)
 
 
 def _whose(worker: AgentConnection) -> Whose:
@@ -190,7 +191,7 @@ def _whose(worker: AgentConnection) -> Whose:
 
 
 def series_of(worker: AgentConnection) -> str:
-    """What the images of one run of a job begin with: nothing that a path could be made of but a name."""
+    """Return the prefix of the names of a run's images, which contains no path separator."""
     name, run = (_UNSAFE.sub("_", text)[:_MAX_NAME] for text in (worker.about.job or "job", worker.about.run or ""))
     return f"{name.lstrip('.') or 'job'}-{run}"
 
@@ -200,11 +201,11 @@ _MAX_NAME = 64
 
 
 def _against(wish: PeriodicImages) -> str | None:
-    """Why such a wish is not granted; None for one that is."""
+    """Return why such a request is refused; None if it is granted."""
     if not MIN_S <= wish.every_s <= MAX_S:  # NaN fails both comparisons
         return f"every {wish.every_s:g} s is not between {MIN_S:g} and {MAX_S:,.0f} s"
     if not 1 <= wish.keep <= MAX_KEPT:
-        return f"{wish.keep} cannot be kept; 1 to {MAX_KEPT} can"
+        return f"{wish.keep} images cannot be kept; use 1 to {MAX_KEPT}"
     if not os.path.isabs(wish.path) or "\0" in wish.path or len(wish.path) > MAX_PATH:
         return f"{wish.path[:200]!r} is no absolute path"
     return None
@@ -212,7 +213,7 @@ def _against(wish: PeriodicImages) -> str | None:
 
 def _asked(rights: Rights) -> RequestContext:
     async def to_nobody(_: OperationProgress) -> None:
-        """Nobody watches."""
+        """Discard progress: no client follows."""
 
     return RequestContext(by=BY, may=lambda uid: rights.uid in (0, uid), emit=to_nobody)
 
@@ -225,8 +226,8 @@ def _rights_of(worker: AgentConnection) -> Rights:
         uid, gid = (int(lines[key].split()[1]) for key in ("Uid", "Gid"))
         groups = tuple(int(word) for word in lines["Groups"].split())
     except (OSError, KeyError, ValueError) as error:
-        raise HegmError(NOT_FOUND, f"process {worker.pid} has ended: {error}", "see the log of the job") from error
+        raise HegmError(NOT_FOUND, f"process {worker.pid} has ended: {error}", "read the log of the job") from error
     if uid != worker.identity.uid:
-        message = f"process {worker.pid} acts as uid {uid}, and its agent came as uid {worker.identity.uid}"
-        raise Refused(message, "ask for its images by hand: hegmctl checkpoint --leave-running")
+        message = f"process {worker.pid} acts as uid {uid}, but its agent connected as uid {worker.identity.uid}"
+        raise Refused(message, "run: hegmctl checkpoint --leave-running")
     return Rights(uid, gid, groups)

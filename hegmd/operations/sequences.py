@@ -1,11 +1,10 @@
-"""What takes several operations in a row: a GPU that is emptied, and two jobs that change places.
+"""Requests of several operations in a row: draining a GPU, and swapping two jobs.
 
-Owns their order and what becomes of the rest when a step fails. A swap is carried out by the daemon also when whoever
-asked for it leaves: half of it would be a job that waits in the pool for nobody. Where both jobs go by way of the pool
-they go at once, over the links of both GPUs, and come back at once; a daemon that is killed in between leaves them as
-suspended operations, which are in the journal as any other and say how they are resumed. A drain that nobody watches
-any more ends with the job that is under way; one that nobody waits for from the start begins all of its moves at once.
-Which steps there are is `itinerary`'s to say, and each step is an operation like any other.
+Owns their order and the handling of a failed step. The daemon carries out a swap even if its client disconnects: half
+of it would leave a job waiting in the pool. If both jobs go through the pool, they go at the same time, over the links
+of both GPUs, and come back at the same time. A daemon that is killed in between leaves suspended operations in the
+journal, which show how to resume them. A drain whose client disconnects ends with the job in progress; one without a
+waiting client starts all its moves at once. `sequence_plan` decides the steps, and each step is an ordinary operation.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of all of it: the operations, for a dry run the plans, and why jobs were not moved."""
+    """The result: the operations, for a dry run the plans, and why jobs were not moved."""
 
     operations: list[told.Operation] = field(default_factory=list[told.Operation])
     plans: list[told.Plan] = field(default_factory=list[told.Plan])
@@ -74,7 +73,7 @@ class MultiStepOperations(BackgroundTasks):
             self._plan_drain(snapshot, gpu, to, asked, outcome)
             return outcome
         for number, pid in enumerate(tuple(occupants(snapshot, gpu))):
-            if number:  # the one before it has taken room, and time
+            if number:  # the job before has taken memory, and time
                 snapshot = await self._lookout.snapshot([pid], may=asked.may)
             try:
                 self._operations.check(asked, [pid])
@@ -130,7 +129,7 @@ class MultiStepOperations(BackgroundTasks):
         return outcome
 
     async def _watch(self, exchange: _Exchange, asked: RequestContext) -> None:
-        """Tell how it comes on until it is over, or until it has begun if nobody waits."""
+        """Report progress until the end, or until it has begun if the client does not wait."""
         seen = 0
         while True:
             if exchange.begun and not asked.wait:
@@ -183,7 +182,9 @@ class MultiStepOperations(BackgroundTasks):
     async def _exchange(
         self, exchange: _Exchange, steps: Sequence[MigrationPlan], snapshot: NodeSnapshotForPlan, asked: RequestContext
     ) -> None:
-        """Part after part; where one fails, whoever waits in the pool goes back to where it was, if that is free."""
+        """Carry out part after part; if one fails, resume the jobs that wait in the pool where they were, if that is
+        free.
+        """
         waiting: dict[int, MigrationPlan] = {}
         seen: NodeSnapshotForPlan | None = snapshot
         for part in at_once(steps):
@@ -238,7 +239,7 @@ class MultiStepOperations(BackgroundTasks):
         return await self._end(exchange, answer)
 
     async def _bring_back(self, exchange: _Exchange, suspended: MigrationPlan, asked: RequestContext) -> None:
-        """One that cannot be brought back stays suspended, which `hegmctl ops` shows with the command."""
+        """Resume a job of a failed swap. If that fails, it stays suspended, and `hegmctl ops` shows the command."""
         worker = suspended.workers[0]
         try:
             await self._end(exchange, await self._operations.resume(worker.pid, worker.gpu, asked))
@@ -261,7 +262,7 @@ def _require_targets(snapshot: NodeSnapshotForPlan, gpu: str, to: Sequence[str])
         if name not in names:
             raise HegmError(NOT_FOUND, f"there is no GPU {name[:40]!r}", f"the GPUs here: {', '.join(names)}")
         if name == gpu:
-            raise HegmError(REFUSED, f"{gpu} cannot be emptied onto itself", "name other GPUs with --to")
+            raise HegmError(REFUSED, f"{gpu} cannot be drained to itself", "name other GPUs with --to")
 
 
 def _plans_or_raise(found: tuple[MigrationPlan, ...] | tuple[Reason, ...]) -> tuple[MigrationPlan, ...]:
@@ -288,4 +289,4 @@ def _operation(answer: OperationResult) -> list[told.Operation]:
 
 
 async def _to_nobody(_progress: told.OperationProgress) -> None:
-    """It goes on whether anybody watches or not."""
+    """Discard progress: the swap continues without a client."""

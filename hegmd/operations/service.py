@@ -1,9 +1,9 @@
-"""The parts that move jobs, put together: pool, rooms, performer, runner, attendance and the desk at which it is asked.
+"""Builds and runs everything behind the requests: pool, reservations, executor, runner and services.
 
-Owns their order on the way up (the journal is read before anybody can ask, the rooms it names are held before an agent
-attends) and on the way down. Holds no rule of its own.
+Owns the order of the start (the journal is read before a request is accepted, and its reservations are made before an
+agent connects) and of the shutdown. Has no rule of its own.
 
-Longer than 400 lines because each part is made in one place, in the order in which they know of one another.
+Longer than 400 lines because each part is created in one place, in the order of their dependencies.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ from hegmd.workers.workers import AgentConnection, Workers
 
 @dataclass(frozen=True, slots=True)
 class ImageMeans:
-    """What images of jobs are made with: where agents are met, a CRIU and a key if others than the usual are wanted."""
+    """What images are written with: the socket directory of agents, and a CRIU and a key if not the default ones."""
 
     socket_path: Path
     #: Whether the service manager can be asked for units, outside of the daemon's own.
     in_unit: bool = False
     criu: Path | None = None
     key_file: Path | None = None
-    #: Where controllers look for lock files of jobs that have gone into images.
+    #: Directory for lock files that controllers of HeGM read, for jobs in images.
     lock_dir: Path | None = None
     #: Whether users other than root may have CRIU bring their images back.
     by_owner: bool = False
@@ -161,7 +161,7 @@ class Moving:
     def _make_desks(
         self, lookout: PlanSurvey, handoff: JobDumper, *, restart_always: bool, max_park_s: float | None
     ) -> None:
-        """Where operations are asked for."""
+        """Create the services that accept requests."""
         self.runner.over = self.attendance.drop_ended
         self.operations = Operations(
             self._inventory,
@@ -187,7 +187,7 @@ class Moving:
         self.checkpoints = Checkpoints(self.operations, lookout, handoff, self._reviving, self._paces)
 
     def _means(self, *, simulated: bool) -> tuple[Mapping[str, Method], Mapping[str, Carrier]]:
-        """What processes and bytes are moved by here, by name."""
+        """Return the methods and the carriers of this daemon, by name."""
         by_worker = WorkerCarrier(self.pool)
         if simulated:
             books = SimulatedMethod(self.simulated_memory)
@@ -225,7 +225,7 @@ class Moving:
         return found
 
     def _make_orphans(self, events: EventLog) -> Orphans:
-        """Of all kinds."""
+        """Create the list of orphans of all kinds."""
         self._in_video = VideoOrphans(self.memory, self._is_claimed, self._why_orphan, self._gpu_named, self._workers)
         self._found = OrphanedMemory(self.pool, self.memory, self._in_video)
         self._standing = ParkedOrphans(self._workers, self._is_in_hand, self._by_driver, self._found)
@@ -260,7 +260,7 @@ class Moving:
         return EffectExecutor(self._workers, *means, start_ticks=ticks, imager=handoff, paces=paces)
 
     def _make_imaging(self, *, simulated: bool) -> tuple[JobDumper, JobRestorer]:
-        """Who hands jobs over to images, and who brings them back."""
+        """Create the services that write jobs into images and restore them."""
         self._images: Images | None = None
         self._paces = Paces()
         self._half_revived = RestoreRecords(self._state_dir)
@@ -309,7 +309,7 @@ class Moving:
         raise refusal(found)
 
     async def _look(self) -> NodeSnapshot:
-        """What is done to real processes rests on what is so now."""
+        """Return a new snapshot of the node: steps on real processes must not rely on an older one."""
         self._inventory.expire()
         return await self._inventory.fresh(0.0)
 
@@ -321,14 +321,14 @@ class Moving:
         return next((gpu.id for gpu in self._gpus() if gpu.uuid == uuid), uuid)
 
     def keep_by(self, keep: MemoryKeeping) -> None:
-        """By what bytes that are held for jobs outlive the daemon: before anything is held."""
+        """Set what keeps memory of jobs beyond the life of the daemon. Call it before anything is reserved."""
         self.pool.keep = keep
         self.memory.store = keep.store
 
     async def open(self) -> None:
-        """Read the journal, and hold again what it says is held. Raises HegmError for one that cannot be trusted.
+        """Read the journal, and make its reservations again. Raises HegmError if it cannot be trusted.
 
-        A simulated driver forgets with the daemon what was held on its GPUs. Bytes that no operation owns are kept.
+        A simulated driver loses its reservations with the daemon. Bytes that no operation owns are kept.
         """
         await anyio.to_thread.run_sync(self.runner.open)
         self._images = Images(self._state_dir, in_unit=self._images_by.in_unit, key_file=self._images_by.key_file)
@@ -390,7 +390,7 @@ class Moving:
     async def _keep_helper(
         self, over: anyio.Event, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED
     ) -> None:
-        """The helper outlives the operations: one that is cut off has a process to unlock before it is gone."""
+        """Run the helper until the operations are over: one that is interrupted must unlock its process first."""
         with anyio.CancelScope(shield=True):
             async with anyio.create_task_group() as tasks:
                 await tasks.start(self.helper.run)
@@ -403,7 +403,7 @@ class Moving:
         self._handoff.stop()
 
     def close(self) -> None:
-        """Let go of all that is held here; what has a name or a store stays."""
+        """Close all memory held here; what has a name or a store stays."""
         self.pool.close()
         self.memory.close()
         self.supervisors.close()

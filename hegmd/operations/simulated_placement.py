@@ -1,11 +1,11 @@
-"""Workers as they come and go: where a new one is, and how much it holds there, on a node with simulated GPUs.
+"""Places workers on simulated GPUs when they connect, and keeps their sizes there up to date.
 
-On one with real GPUs only those that could be started again are asked, until they train: whether that is on the CPU.
+On real GPUs only restartable workers are asked, until they train: whether they train on the CPU.
 
-A simulated driver does not see what a training holds, so the agent is asked: at one boundary soon after it came, then
-now and then. A worker that trains is put on the GPU that it was started for, or on the one with most room; one that an
-operation has moved is where that left it, also for a daemon that was started since. Nothing is asked of a worker that
-an operation has in hand.
+A simulated driver does not see a training's memory, so the agent is asked: at a boundary soon after it connected, then
+at intervals. A worker that trains is placed on the GPU that it was started for, or on the one with most free memory.
+One that an operation has moved stays where that left it, also under a new daemon. A worker that belongs to a running
+operation is not asked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SURVEY_LIMIT_S = 5.0
 
 
 class Placed(Protocol):
-    """What an operation knows of a worker."""
+    """What an operation knows about a worker's GPU."""
 
     @property
     def gpu(self) -> str | None: ...
@@ -64,7 +64,7 @@ class SimulatedPlacement:
     def hear(self, news: str, worker: AgentConnection) -> None:
         """Listens to the workers."""
         who = (worker.pid, worker.identity.start_ticks)
-        if news == CAME and self._memory.simulated:  # of others the driver says where they are, however they came there
+        if news == CAME and self._memory.simulated:  # on real GPUs the driver says where they are
             place = self._last_place(*who)
             if place is not None:
                 worker.gpu = None if place.gpu == CPU else place.gpu
@@ -77,8 +77,7 @@ class SimulatedPlacement:
         self._changed()
 
     def drop_ended(self) -> None:
-        """Whoever has ended holds nothing, once no operation has it in hand: one that comes to its end may not hear of
-        it any more. Called whenever one has."""
+        """Forget processes that have exited, once no operation owns them. Called at the end of each operation."""
         for who in [who for who in self._ended if not self._in_hand(who[0])]:
             self._ended.discard(who)
             self._memory.drop(who)
@@ -95,7 +94,10 @@ class SimulatedPlacement:
         return bool(worker.on_cpu) and worker.gpu is None and bool(self._supervised(worker))
 
     def _is_asked(self, worker: AgentConnection) -> bool:
-        """Of real GPUs the driver says who is on them; who trains on none is told from being started by itself."""
+        """True if the agent must say where it trains.
+
+        On real GPUs only a restartable worker that may be on the CPU must.
+        """
         return worker.connected and (
             self._memory.simulated or (worker.on_cpu is None and bool(self._supervised(worker)))
         )

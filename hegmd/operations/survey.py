@@ -1,8 +1,9 @@
-"""What is looked at before anything is planned: GPUs, processes, the pool, and what the jobs' agents say they hold.
+"""Takes the snapshot for planning: GPUs, processes, the pool, and what the jobs' agents report.
 
-Owns the snapshot that plans are made from, and how current it is: the agents of the job are asked, for a limited time,
-so that a plan's bytes are of now and no rank is left out. Decides nothing about operations.
-Longer than 400 lines because all that one look is made of is here.
+Owns how current it is: the agents of the job are asked, with a time limit, so that a plan's sizes are current and no
+rank is missing. Decides nothing about operations.
+
+Longer than 400 lines because everything that a snapshot consists of is here.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ from hegmd.workers.supervisors import Supervisor, SupervisorAway, Supervisors
 from hegmd.workers.workers import AgentConnection, Workers
 
 FRESH_S = 0.0
-# What a job holds is asked of it before it is planned for: at its next boundary, or after this without one. The agents
-# are given a little less, so that it is they who say that no boundary came.
+# Time limit of a survey, which waits for the job's next boundary. The agents get a little less, so that they report a
+# missing boundary.
 SURVEY_S = 1.0
 AGENT_SHARE = 0.8
-# What its state comes to is looked at in the job's own thread, between two batches: that takes a batch, within the
-# limit of the request. One that is seen to be stopped twice meanwhile, so long after one another, is not waited for.
+# The job's own thread measures its state, between two batches, within the limit of the request. A process that is seen
+# stopped twice, this long apart, is not waited for.
 _STOPPED_FOR_S = 1.0
 # How long a program may take to say which Python it is: what a supervisor gives it, and a little for the way.
 ASK_S = 6.0
-# Looking at a process from outside waits for it; one that does not let itself be looked at in time stays unknown.
+# Time limit to inspect processes from outside; one that cannot be inspected in time stays unknown.
 OUTSIDE_S = 2.0
 MAX_LOOKS = 4
 NVIDIA = "nvidia"
@@ -62,16 +63,16 @@ Look = Callable[[Sequence[int], Looked], Coroutine[object, object, None]]
 
 
 def nobody(_uid: int | None) -> bool:
-    """Whose agents and supervisors are asked where the caller acts on no process."""
+    """The default `may`: no agent or supervisor is asked if the caller acts on no process."""
     return False
 
 
 class PlanSurvey:
-    """Looks when it is asked to.
+    """Takes snapshots on request.
 
-    `pool` tells its room, `count` has one worker counted within a limit, `running` tells the operations with what is
-    held for each at that moment, `standing` the workers that stand and that none of these has, and `outlives` whether
-    somebody keeps what is held for jobs when the daemon ends. `criu` is the program that is configured, if one is.
+    `pool` returns its free memory, `count` surveys one worker within a limit, `running` returns the operations with
+    their reservations, `standing` the parked workers that belong to none, and `outlives` whether memory of jobs
+    outlives the daemon. `criu` is the configured program, if any.
     """
 
     def __init__(  # noqa: PLR0913 - what it looks at, each named
@@ -108,13 +109,13 @@ class PlanSurvey:
         weighed_within_s: float | None = None,
         respawn: Respawn | None = None,
     ) -> NodeSnapshotForPlan:
-        """The node for a plan on those processes, with what they hold now as far as they say so in time.
+        """Return the node for a plan on those processes, with what they hold now, as far as they answer in time.
 
-        Only those of users for whom `may` says so are asked anything. It is asked at that moment, since a pid that
-        nobody knew when the plan was wanted may attend while others are waited for, and be another user's.
+        Only processes of users that `may` accepts are asked. It is called at that moment, since a pid that was unknown
+        before may connect meanwhile and belong to another user.
 
-        With a limit for it, they say as well what a restart would carry, where one is possible. Where they are to be
-        started with another Python that one says which it is.
+        With `weighed_within_s`, they also report what a restart would carry. With another Python in `respawn`, that
+        Python is asked for its version.
         """
         await self._survey(pids, may)
         if weighed_within_s is not None:
@@ -161,9 +162,9 @@ class PlanSurvey:
         )
 
     async def snapshot_for(self, gpu: str, *, may: May) -> NodeSnapshotForPlan:
-        """The node for plans on every process of that GPU. Raises NOT_FOUND for one that is not there.
+        """Return the node for plans on every process of that GPU. Raises NOT_FOUND if there is no such GPU.
 
-        As of `snapshot`, other users' are not asked.
+        As in `snapshot`, processes of other users are not asked.
         """
         node = await self._inventory.fresh(FRESH_S)
         names = [known.id for known in node.gpus]
@@ -172,10 +173,10 @@ class PlanSurvey:
         return await self.snapshot([p.pid for p in node.processes if any(use.gpu == gpu for use in p.gpus)], may=may)
 
     async def _survey(self, pids: Collection[int], may: May) -> None:
-        """Have the processes that are named, and the others of their jobs, say what they hold now, all at once.
+        """Survey the named processes and the others of their jobs concurrently.
 
-        Of one that comes to no boundary in time, what it said last is what is known. Who has never come to one is asked
-        only if it was named or is a rank that is missing: launchers and the workers of loaders would never answer.
+        A process that reaches no boundary in time keeps its latest report. One that has never reached one is only asked
+        if it was named or is a missing rank: launchers and loader workers would never answer.
         """
         jobs = self._jobs(pids)
         missing = set(self._missing_ranks({worker.pid for worker in self._workers if worker.boundary}))
@@ -211,10 +212,11 @@ class PlanSurvey:
         return self._supervisors.find(worker.identity.uid, worker.about.run)
 
     async def _ask_python(self, pids: Collection[int], may: May, respawn: Respawn) -> dict[int, tuple[str, bool]]:
-        """Have the supervisors of those processes ask it: theirs are the job's user, its environment and its files.
+        """Have the supervisors of those processes run the Python: they have the job's user, environment and files.
 
-        It runs that program with what is set for it, so none is asked of a user in whose place the caller may not act.
-        By supervisor what it says, and whether that is a Python. Who cannot ask, or does not answer, is not in it.
+        A supervisor runs that program with the variables of the request, so none is asked of a user for whom the caller
+        may not act. Returns its answer by supervisor, and whether it is a Python. Supervisors that cannot ask, or do
+        not answer, are missing.
         """
         found: dict[int, tuple[str, bool]] = {}
 
@@ -270,10 +272,10 @@ class PlanSurvey:
             yield _nowhere(worker)
 
     def _missing_ranks(self, there: Collection[int]) -> Iterator[AgentConnection]:
-        """Ranks of which nobody is among those pids: still on their way to their first batch, and on no GPU yet.
+        """Yield ranks that no pid in `there` belongs to: they have not reached their first batch, and are on no GPU
+        yet.
 
-        What a rank starts, such as the workers of its loaders, says that it is that rank too; so once one of a rank is
-        there, nobody is waited for on its account.
+        Processes that a rank starts, such as loader workers, report the same rank; so one process of a rank suffices.
         """
         present = {(_job(worker), worker.about.rank) for worker in self._workers if worker.pid in there}
         for worker in self._workers:
@@ -283,7 +285,7 @@ class PlanSurvey:
 
 
 def _without_idle(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-    """The same, but for what runs on the CPU beside others of its job that are on a GPU: it moves with nobody."""
+    """Return the candidates without processes on the CPU whose job has others on a GPU: they move with none."""
     on_gpus = {(candidate.uid, candidate.job) for candidate in candidates if candidate.gpus}
     return tuple([one for one in candidates if one.gpus or not one.on_cpu or (one.uid, one.job) not in on_gpus])
 
@@ -297,7 +299,7 @@ def _with_stopped(candidates: tuple[Candidate, ...], pids: Collection[int]) -> t
 
 
 def _run(worker: AgentConnection) -> str | None:
-    """What its processes have in common; an agent of a release before this one knows its job's name only."""
+    """Return what the processes of a job share; an agent of an earlier release knows only its job's name."""
     return worker.about.run or worker.about.job
 
 
@@ -340,9 +342,9 @@ def _told(worker: AgentConnection) -> AgentSurvey:
 
 
 async def _weigh_one(worker: AgentConnection, within_s: float) -> None:
-    """Raises nothing: one that cannot say has a reason, which is one against its restart.
+    """Have one worker report the size of its state. Raises nothing: a failure is stored as a reason against a restart.
 
-    One that somebody else has asked is waited for no longer either: their limit may be a longer one.
+    If another request is asking, this waits for it within its own limit.
     """
     with anyio.move_on_after(within_s) as waiting:
         await worker.weighing.acquire()
@@ -355,7 +357,7 @@ async def _weigh_one(worker: AgentConnection, within_s: float) -> None:
 
 
 async def _ask_weight(worker: AgentConnection, within_s: float) -> None:
-    """What it said last stands until it has answered: somebody else may be making a plan of it at this moment."""
+    """Ask for the size of the state. The previous answer stays until this one, since another plan may be using it."""
     answered, why = False, None
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_watch_for_a_stop, worker.pid, tasks.cancel_scope)
@@ -368,10 +370,10 @@ async def _ask_weight(worker: AgentConnection, within_s: float) -> None:
     if answered:
         return
     worker.state_bytes, worker.refusals, worker.begin_anew, worker.imports = None, (), None, ()
-    # Looked at now: one that was stopped for a moment, as by a profiler, has answered.
+    # Check it now: a process stopped only briefly, as by a profiler, has answered.
     if is_stopped(worker.pid):
-        message = f"process {worker.pid} is stopped by a signal or a debugger, and cannot say what it would take along"
-        why = (message, f"let it go on first: kill -CONT {worker.pid}")
+        message = f"process {worker.pid} is stopped by a signal or a debugger, and its agent cannot report its memory"
+        why = (message, f"run: kill -CONT {worker.pid}")
     worker.unweighed = why
 
 
@@ -402,7 +404,7 @@ async def _seen_from_outside(
         return candidates
     looked: Looked = {}
     await look(pids, looked)
-    found = dict(looked)  # the thread may go on
+    found = dict(looked)  # the thread may still be running
     return tuple([_with(candidate, found) for candidate in candidates])
 
 

@@ -1,12 +1,12 @@
-"""Suspended operations at rest: their workers are told to stay, and their bytes go to disk where that is wanted.
+"""Suspended operations: their workers stay suspended, and their bytes are spilled to disk on request.
 
-Looks at what there is and does what is missing, as often as it is asked: when an operation was begun or went on, when
-an agent is back, and after a start. So a daemon that is killed at any point here is no case of its own. The order keeps
-the bytes: first they are on disk, synced and read back; then the agent is told to entrust them, and closes its own
-descriptor; only then their memory is given back.
+Compares the present state with the wanted one and does what is missing, whenever it is called: when an operation begins
+or resumes, when an agent reconnects, and after a start. So a daemon killed at any point needs no special case. The
+order keeps the bytes: first they are on disk, synced and verified; then the agent is told to rely on that, and closes
+its descriptor; only then is their memory freed.
 
-Nothing here is in the journal but the wish itself: where the bytes are is seen by looking. An operation that is to go
-on is waited for by `wake`, so that nothing is spilled under its hands.
+The journal only has the wish; where the bytes are is found by looking. `stop_spilling` waits for an operation that is
+to resume, so that nothing is spilled meanwhile.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ASKED, FULL, ALWAYS = "asked", "full", "always"
 
 
 class Rest:
-    """What is done for one operation until it is at rest."""
+    """The spilling of one operation, in progress."""
 
     def __init__(self) -> None:
         self.scope = anyio.CancelScope()
@@ -77,7 +77,7 @@ class SuspendedOperations:
             await anyio.sleep_forever()
 
     def hear(self, news: str, worker: AgentConnection) -> None:
-        """Listens to the workers: one that is back may have missed what it was to be told."""
+        """Handle news of the workers: one that reconnects may have missed an order."""
         op = self._runner.of_process(worker.pid) if news in (CAME, BACK) else None
         if op is not None:
             self.start_spilling_when_idle(op.id)
@@ -96,7 +96,7 @@ class SuspendedOperations:
         self._tasks.start_soon(self._live, op_id, rest, name=f"rest of operation {op_id}")
 
     async def stop_spilling(self, op_id: str) -> None:
-        """It is to go on: end what is being done for its rest."""
+        """End the spilling of an operation that is to resume, and wait for its end."""
         rest = self._rests.pop(op_id, None)
         self._wanted.discard(op_id)
         if rest is not None:
@@ -127,12 +127,12 @@ class SuspendedOperations:
                 pass
 
     def pool_memory(self) -> PoolMemory:
-        """The pool's room, with what would be given back rather than refuse somebody."""
+        """Return the pool's free memory, including what it would free rather than refuse a request."""
         free_bytes = self._pool.free_bytes() + self.reclaimable_bytes()
         return PoolMemory(budget_bytes=self._pool.budget_bytes(), free_bytes=free_bytes)
 
     def reclaimable_bytes(self) -> int:
-        """Bytes of memory that would be given back rather than refuse somebody."""
+        """Return the bytes that the pool would free rather than refuse a request."""
         if self._when == ASKED:
             return 0
         resting = {op.id for op in self._runner.under_way() if op.phase == SUSPENDED}
@@ -150,7 +150,7 @@ class SuspendedOperations:
                     async for _ in self.spill(op.id):
                         pass
                 except HegmError as error:
-                    logger.warning("no room was made by spilling operation %s: %s", op.id, error.message)
+                    logger.warning("spilling operation %s freed no memory: %s", op.id, error.message)
 
     # -- one operation -------------------------------------------------------------------------------------------------
 
@@ -163,8 +163,8 @@ class SuspendedOperations:
         except HegmError as error:
             self._fail(op_id, rest, error)
         except Exception as bug:  # the edge of one operation's rest: what is wrong here is not to end the daemon
-            logger.exception("what is done for the rest of operation %s failed", op_id)
-            self._fail(op_id, rest, HegmError(INTERNAL, f"{type(bug).__name__}: {bug}", "see the log of hegmd"))
+            logger.exception("spilling operation %s failed", op_id)
+            self._fail(op_id, rest, HegmError(INTERNAL, f"{type(bug).__name__}: {bug}", "read the log of hegmd"))
         finally:
             rest.over.set()
             rest.news.notify_all()
@@ -206,26 +206,26 @@ class SuspendedOperations:
                 await self._sum_up(key, member)
 
     async def _sum_up(self, key: Key, member: Member) -> None:
-        """Have the sums of its bytes, which nobody writes to from here on."""
+        """Compute the checksums of its bytes, which no process writes to from now on."""
         try:
             await self._pool.sum_up(key)
         except HegmError as error:
-            message = f"the bytes of process {member.pid} cannot be summed: {error.message}"
+            message = f"the bytes of process {member.pid} have no checksum: {error.message}"
             self._events.record("pool.damaged", "error", message, pid=member.pid, facts={"id": key.operation})
             logger.error("%s; %s", message, error.hint)
 
     async def _entrust(self, key: Key, member: Member, *, in_memory: bool) -> None:
-        """Have the memory given back of what is on disk: nobody else may have a descriptor of it by then.
+        """Free the memory of what is on disk, after its agent has closed its descriptor.
 
-        Of a restart nobody writes to it any more, whoever has one.
+        In a restart no process writes to it any longer, even with a descriptor.
         """
         try:
             if not member.is_absent and not await self._order(member, "entrust"):
                 return  # it is told when it is back
         except OrderFailed as error:
             raise Refused(
-                f"process {member.pid} keeps its bytes in memory as well: {error.message}",
-                "its agent is of an older release; resume the job and start it anew at its next occasion",
+                f"process {member.pid} also keeps its bytes in memory: {error.message}",
+                "resume the job, and restart it when convenient: its agent is of an older release",
             ) from error
         await self._pool.let_go(key)
         if in_memory:

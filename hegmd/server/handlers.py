@@ -192,7 +192,7 @@ def _check_known(request: m.Processes, snapshot: NodeSnapshot) -> None:
     for gpu in request.gpus:
         if gpu not in gpus:
             have = f"this node has {', '.join(sorted(gpus))}" if gpus else "this node has no GPU that hegmd can see"
-            raise HegmError(NOT_FOUND, f"no GPU {gpu[:40]!r}; {have}", "hegmctl gpus lists them", {"gpu": gpu[:40]})
+            raise HegmError(NOT_FOUND, f"no GPU {gpu[:40]!r}; {have}", "run: hegmctl gpus", {"gpu": gpu[:40]})
     present = {process.pid for process in snapshot.processes}
     missing = [pid for pid in request.pids if pid not in present]
     if missing:

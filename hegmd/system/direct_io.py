@@ -123,7 +123,7 @@ def shortened(held_bytes: int, size_bytes: int) -> Refused:
     """A piece of the pool is smaller than what was put into it. The job's user can do that; so can a fault of ours."""
     return Refused(
         f"the memory that holds the job's bytes has {held_bytes} bytes, and {size_bytes} were expected",
-        "its file was shortened, or hegmd counted wrongly: see the log of hegmd, and who else has that file open",
+        "its file was shortened, or hegmd counted wrongly: read the log of hegmd, and who else has that file open",
         {"held_bytes": held_bytes, "expected_bytes": size_bytes},
     )
 

@@ -91,7 +91,7 @@ class AgentConnection:
         self.path: tuple[str, ...] = ()
         #: Its use of CUDA by its own word; None if it uses none or has not said.
         self.cuda: CudaFacts | None = None
-        #: Why the last image that was to be taken of it was not made; whoever takes them writes it.
+        #: Why the last image that was to be taken of it was not written; whoever takes them writes it.
         self.image_missed: str | None = None
         #: Held while it is asked what its state comes to: another question would take the place of that one.
         self.weighing = anyio.Lock()

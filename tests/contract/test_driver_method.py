@@ -78,7 +78,7 @@ async def test_on_a_full_gpu_nobody_is_restored_beside_one_who_cannot_be_held_st
         off = await rig.take_off()
         assert rig.other.ask(f"alloc {6 * GIB // MIB - 512}") == "allocated"
         rig.node.order(f"error cuCheckpointProcessLock@{rig.other.pid} 600")
-        with pytest.raises(OutOfMemory, match="cannot be held still"):
+        with pytest.raises(OutOfMemory, match="cannot be paused"):
             await rig.method.restore(off, "gpu1")
         assert await rig.state(rig.moved) == "checkpointed"
         assert rig.method.reservations(off)["gpu1"] >= REST_BYTES, "its room was given away"
@@ -164,7 +164,7 @@ async def test_one_that_the_driver_has_given_up_is_not_waited_for(parts: Parts) 
         rig.node.order(f"fail step:state@{rig.moved.pid}")
         standing = await rig.method.inspect(off)
         assert standing.gpu is None
-        assert "failed for good" in standing.failed
+        assert "permanent failure" in standing.failed
 
 
 @pytest.mark.thorough
@@ -401,7 +401,7 @@ async def test_a_process_that_got_the_number_of_one_that_ended_is_not_touched(pa
         stranger = replace(rig.subject, start_ticks=rig.subject.start_ticks - 1)
         steps = (rig.method.checkpoint(stranger), rig.method.restore(stranger, "gpu1"), rig.method.inspect(stranger))
         for step in steps:
-            with pytest.raises(Refused, match="has ended"):
+            with pytest.raises(Refused, match="has exited"):
                 await step
         assert not [call for call in rig.node.calls() if "Checkpoint" in call.function]
 

@@ -99,7 +99,7 @@ async def test_a_process_that_ended_is_no_orphan_any_more_and_its_number_is_nobo
     async with running(tmp_path / "state") as daemon, looking(node, daemon, tmp_path) as orphans:
         await orphans.look(thorough=True, within_s=LONG_S)
         assert owner.pid in [orphan.pid for orphan in orphans.orphans()]
-        with pytest.raises(Refused, match="is a process and not bytes"):
+        with pytest.raises(Refused, match="is a process, not saved bytes"):
             await orphans.drop(str(owner.pid))
         owner.close()
         assert owner.pid not in [orphan.pid for orphan in orphans.orphans()]
@@ -118,11 +118,11 @@ async def test_one_that_the_driver_has_given_up_is_told_of_and_not_adopted(
     async with running(tmp_path / "state") as daemon, looking(node, daemon, tmp_path) as orphans:
         await orphans.look(thorough=True, within_s=LONG_S)
         (orphan,) = [orphan for orphan in orphans.orphans() if orphan.pid == owner.pid]
-        assert "failed for good" in orphan.why
-        assert orphan.where == "nowhere that it can be brought back from"
-        assert orphan.next == f"end it, and start it anew: kill {owner.pid}"
+        assert "failed permanently" in orphan.why
+        assert orphan.where == "lost"
+        assert orphan.next == f"kill it and start it again: kill {owner.pid}"
         assert orphan.size_bytes is None, "nobody gets it back"
-        with pytest.raises(Refused, match=f"process {owner.pid} has failed for good") as refused:
+        with pytest.raises(Refused, match=f"process {owner.pid} has failed permanently") as refused:
             await orphans.stands(owner.pid)
         assert f"kill {owner.pid}" in refused.value.hint
 

@@ -203,7 +203,7 @@ def asks_of_each_segment_once_until_the_thread_has_stood(state: Path) -> None:
     assert not showable.hidden(job.torch, cuda_state.Segments(job.torch).all)
     assert asked() == 4
     showable.forget()
-    _order(state, "error cuIpcGetMemHandle 1")  # as of memory that the driver has brought back
+    _order(state, "error cuIpcGetMemHandle 1")  # as of memory that the driver restored
     assert showable.hidden(job.torch, job.segments.all) == job.segments.all
     assert more.content() == b"more"
 

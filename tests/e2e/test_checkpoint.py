@@ -62,7 +62,7 @@ def test_a_job_is_ended_and_comes_back_on_another_gpu_with_every_loss_the_same(
         refused = job.command("restore", str(image), "--stderr", str(log), status=6)["error"]
         assert "its stderr does not lead out of it" in refused["message"].replace("the job's", "its")
         late = job.command("restore", str(image), "--timeout", "0.05", status=TIMEOUT.exit_status)["error"]
-        assert "only the image is left" in late["message"]
+        assert "only its image is left" in late["message"]
         assert job.pid not in population_of([job.pid]).start_ticks
         back = job.operation("restore", str(image), "--to", "gpu1", "--stdout", str(log), "--timeout", "5min")
         assert (back["kind"], back["phase"], back["processes"][0]["gpu"]) == ("restore", "done", "gpu1")
@@ -90,7 +90,7 @@ def test_a_job_that_is_left_running_goes_on_and_its_image_begins_where_it_was(
         plan = job.command("restore", "--dry-run", str(image))["plan"]
         assert any("losses has" in hazard for hazard in plan["hazards"])
         cut = job.command("restore", "--dry-run", "--truncate-outputs", str(image))["plan"]["hazards"]
-        assert any(line.endswith("it is cut back to that") for line in cut)
+        assert any(line.endswith("hegmctl truncates it to that size") for line in cut)
         assert job.losses == expected, "a dry run has cut something"
         refused = job.command("restore", str(image), "--truncate-outputs", "--stdout", str(tmp_path / "log"), status=6)
         assert "restore with --truncate-outputs" not in refused["error"]["hint"]
@@ -280,7 +280,7 @@ def test_a_job_that_was_to_go_on_stood_while_its_image_was_written(
                 pid = str(job.pid)
                 for other in (("migrate", pid, "--to", "gpu1"), ("checkpoint", "--leave-running", pid, f"{image}-2")):
                     refused = job.command(*other, status=BUSY.exit_status)["error"]
-                    assert f"the image of process {pid} is being written while it trains" in refused["message"]
+                    assert f"the image of process {pid} is being written by operation" in refused["message"]
             if when == WRITING:
                 for writer in _writers(halted):
                     writer.suspend()

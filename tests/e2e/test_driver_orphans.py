@@ -88,7 +88,7 @@ def test_a_process_that_somebody_left_checkpointed_comes_back_where_it_was_with_
             events = connection.events(follow=True)  # of others on this machine too, who stand for reasons of their own
             assert next(event for event in events if event.kind == "pool.orphan" and event.pid == watched.pid)
         with node.connect() as connection:
-            with pytest.raises(HegmError, match="is not known, and it can only come back there"):
+            with pytest.raises(HegmError, match="is unknown, and the driver can only restore it there"):
                 adopt(connection, watched.pid, "gpu0")
             adopted = adopt(connection, watched.pid)
             assert (adopted.phase, adopted.failure, adopted.processes[0].gpu) == ("done", None, "gpu1")
@@ -134,7 +134,7 @@ def test_nobody_who_is_stopped_is_asked_and_one_who_does_not_answer_hides_no_oth
         assert (str(two) in orphans, orphans[str(three)].next) == (False, f"hegmctl adopt {three}")
         with pytest.raises(HegmError, match="stopped by a signal"):
             adopt(connection, one)
-        with pytest.raises(HegmError, match="did not say within"):
+        with pytest.raises(HegmError, match="did not report the state of process"):
             adopt(connection, two)
         assert len([call for call in node.cuda.calls(STATE) if call.subject == one]) == before
         os.kill(one, signal.SIGCONT)

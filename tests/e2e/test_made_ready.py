@@ -150,7 +150,7 @@ def test_it_goes_with_a_cancel_waits_for_its_turn_can_be_done_without_and_is_tra
         ended, _waiting = job.asked("gpu0", fourth)
         (tmp_path / "over").touch()
         assert job.phase_at_end(ended) == "done"  # it had failed: there was nobody any more to be moved
-        assert job.story(ended).note == f"process {fourth} came to the end of its training before it was moved"
+        assert job.story(ended).note == f"process {fourth} finished its training before it was moved"
         assert job.steps()
 
 

@@ -137,7 +137,7 @@ def test_processes_that_wait_for_each_other_within_a_batch_are_never_harmed(
             ended = job.ended("migrate", str(next(iter(places))), "--to", to, "--timeout", "0.5")
             if ended["phase"] == "rolled-back":
                 # Half a second may be over, on a machine that has others to do, when both stand already.
-                assert "boundary" in ended["failure"]["message"] or "not through with" in ended["failure"]["message"]
+                assert "boundary" in ended["failure"]["message"] or "did not finish" in ended["failure"]["message"]
                 assert ended["failure"]["hint"]
             assert job.places(2) == (dict.fromkeys(places, to) if ended["phase"] == "done" else places)
             outcomes.add(ended["phase"])

@@ -163,7 +163,7 @@ def test_a_training_goes_from_vendor_to_vendor_with_another_python_and_environme
         words = ("--via", "restart", "--to", "gpu1", "--env", "EXTRA=1", "--python", str(other / "bin/python3"))
         plan = job.answer("migrate", str(first), *words, "--dry-run")["plan"]
         assert plan["workers"][0]["method"] == "restart"
-        assert "another goes on in its place" in plan["hazards"][0]
+        assert "a new process continues" in plan["hazards"][0]
         assert f"bin/python3 (cpython {platform.python_version()})" in plan["hazards"][-1]
         refused = job.refusal("migrate", str(first), *words[:-1], "true")
         assert "true is no Python: asked for its version, it says nothing" in refused["message"]
@@ -334,7 +334,7 @@ def test_a_state_that_was_held_could_not_be_given_up(daemon: RunningDaemon, tmp_
         dropped = job.answer("cancel", op_id, "--drop", "--yes")["operation"]
         assert (dropped["phase"], dropped["failure"]["code"]) == ("rolled-back", "cancelled")
         assert _in_memory_bytes(daemon) == 0
-        assert "it is over, and holds no state" in job.refusal("cancel", op_id, "--drop", "--yes")["message"]
+        assert "it has ended and keeps no state" in job.refusal("cancel", op_id, "--drop", "--yes")["message"]
 
 
 def _notes(pid: int, op_id: str) -> bytes:

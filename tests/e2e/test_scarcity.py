@@ -209,7 +209,7 @@ def test_a_job_that_the_kernel_ends_as_it_comes_back_is_lost_and_nothing_is_held
         ended = job.operation("resume", pid, status=6)
         assert job.process.wait(HANG_S) == -signal.SIGKILL
         assert ended["phase"] == "lost"
-        assert "while its state was out of it" in ended["failure"]["message"]
+        assert "while its state was offloaded" in ended["failure"]["message"]
         with job.connect() as hegmd:
             assert all(gpu.memory_used_bytes == 0 for gpu in hegmd.gpus().gpus)
             assert 'hegmd_pool_bytes{what="memory"} 0\n' in hegmd.metrics().text

@@ -69,7 +69,7 @@ async def _suspend_and_resume(socket_path: str, pid: int) -> None:
         begun = (await hegmd.suspend(pid, wait=False)).operation
         assert begun is not None
         assert [progress.phase async for progress in hegmd.follow(begun.id)][-1] == "suspended"
-        with pytest.raises(HegmError, match="nothing under way to cancel") as refused:
+        with pytest.raises(HegmError, match="there is nothing to cancel") as refused:
             await hegmd.cancel(begun.id)
         assert refused.value.code is REFUSED
         resumed = (await hegmd.resume(pid)).operation

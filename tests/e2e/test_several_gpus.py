@@ -102,7 +102,7 @@ def test_it_is_suspended_and_resumes_elsewhere_also_by_a_daemon_that_was_killed_
         node.wait_for_agents(watched.pid)
         assert at_rest(node).phase == "suspended"
         with node.connect() as connection:
-            with pytest.raises(HegmError, match="1 GPU was named"):
+            with pytest.raises(HegmError, match="--to gives 1 GPU"):
                 connection.resume(watched.pid, "gpu2")
             resumed = connection.resume(watched.pid, "gpu0=gpu2").operation
             assert resumed is not None
@@ -246,8 +246,8 @@ def test_what_is_not_clear_or_would_lose_it_is_refused(tmp_path: Path) -> None:
 
         pid = program.pid
         assert f"hegmctl migrate {pid} --to gpu0=gpu2" in refused(pid, "gpu2")
-        assert "cannot come together on gpu2" in refused(pid, "gpu2,gpu2")
-        assert "cannot come together on gpu1" in refused(pid, "gpu0=gpu1")
+        assert "cannot both move to gpu2" in refused(pid, "gpu2,gpu2")
+        assert "cannot both move to gpu1" in refused(pid, "gpu0=gpu1")
         assert "not on gpu2" in refused(pid, "gpu2=gpu1")
         assert "does not say which" in refused(pid, "gpu0=,gpu1=gpu2")
         assert "there is no GPU gpu9" in refused(pid, "gpu0=gpu9")

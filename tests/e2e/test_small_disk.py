@@ -174,7 +174,7 @@ def test_a_daemon_that_is_killed_with_a_full_disk_is_followed_by_one_that_brings
                 pause()
         assert "operation.journal-failed" in daemon.kinds()
         (shown,) = job.command("ops")[-1]["operations"]
-        assert "it stands still" in shown["waits"]["why"]
+        assert "the operation is stopped" in shown["waits"]["why"]
         assert "df -h" in shown["waits"]["next"]
         daemon.empty()
         job.command("op", "1", "--follow")

@@ -111,7 +111,7 @@ class Turns:
         try:
             return process.wait(within_s)
         except subprocess.TimeoutExpired:
-            print(f"{key} did not come to an end within {within_s:.0f} s and is ended", flush=True)
+            print(f"{key} did not finish within {within_s:.0f} s and is ended", flush=True)
             process.terminate()
             try:
                 return process.wait(GRACE_S / 10) or 124

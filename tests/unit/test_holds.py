@@ -72,10 +72,10 @@ async def test_a_job_that_is_held_is_not_held_again_and_only_goes_on_where_it_is
     async with running(tmp_path) as node:
         await node.attend(process.pid)
         await node.operations.quiesce([process.pid], 900.0, node.asked())
-        with pytest.raises(HegmError, match=r"quiesce, holding\) has process") as refused:
+        with pytest.raises(HegmError, match=r"quiesce, holding\) already includes process") as refused:
             await node.operations.quiesce([process.pid], 900.0, node.asked())
         assert refused.value.code is BUSY
-        with pytest.raises(HegmError, match="let it go on there") as elsewhere:
+        with pytest.raises(HegmError, match="can only resume there") as elsewhere:
             await node.operations.resume(process.pid, "gpu1", node.asked())
         assert elsewhere.value.code is REFUSED
         moved = await node.operations.migrate([process.pid], "gpu1", node.asked())
@@ -100,7 +100,7 @@ async def test_a_hold_goes_on_under_the_next_daemon_and_ends_in_its_time(tmp_pat
 async def test_a_time_that_is_none_is_refused(tmp_path: Path, process: Child, hold_s: float) -> None:
     async with running(tmp_path) as node:
         await node.attend(process.pid)
-        with pytest.raises(HegmError, match="is no limit for standing there") as refused:
+        with pytest.raises(HegmError, match="is not a valid limit for standing there") as refused:
             await node.operations.quiesce([process.pid], hold_s, node.asked())
         assert refused.value.code is BAD_REQUEST
 
@@ -120,7 +120,7 @@ async def test_a_suspended_process_without_an_agent_is_in_no_image(tmp_path: Pat
         member = worker(pid=process.pid, start_ticks=ticks, token="", gpu=None, to=None, reservations={})
         await node.operations.runner.begin(operation(member, kind="suspend", phase="suspended", id="7"))
         wanted = (process.pid, str(tmp_path / "image"), Rights(os.geteuid(), os.getegid(), ()), node.asked())
-        with pytest.raises(HegmError, match=f"process {process.pid} has no agent, which an image needs") as refused:
+        with pytest.raises(HegmError, match=f"process {process.pid} has no agent, but an image needs one") as refused:
             await node.moving.checkpoints.handoff(*wanted)
         assert "hegmctl run" in refused.value.hint or "\n" in refused.value.message
         assert node.operations.runner.describe("7").phase == "suspended"

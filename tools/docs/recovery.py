@@ -189,7 +189,7 @@ FINDINGS = (
     Finding("its agent is not there yet", event="away"),
     Finding("another program runs in its process", event="agent-back"),
     Finding("its process has ended", event="worker-exited"),
-    Finding("its process has ended, and its state is nowhere any more", event="stateless"),
+    Finding("its process has exited and no copy of its state is left", event="stateless"),
     Finding("the process that went on has come to the end of its training", event="training-ended"),
 )
 

@@ -178,7 +178,7 @@ class Work:
                 manifest_in(folder)
                 folder.lock()
                 folder.require_own(os.geteuid())
-                manifest = manifest_in(folder)  # once more: until it was locked, somebody could take it away
+                manifest = manifest_in(folder)  # once more: until it was locked, somebody has room for it away
                 foreign = folder.foreign(manifest)
                 data, seal = folder.read_small(MANIFEST), folder.read_small(SEAL)
         except BaseException:

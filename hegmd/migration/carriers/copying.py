@@ -1,15 +1,14 @@
-"""What the carriers have in common that have the helper copy.
+"""The common part of the carriers whose copies the GPU helper makes.
 
-The agent shows its storages, the helper copies, the agent frees or fills them. Owns the order of these, on which it
-rests that the bytes are always in one whole place: they are freed only when all are copied, and what holds the copies
-is given back only when the agent has noted that it has its own. Where the bytes are put in the one flat space is the
-agent's to say; it keeps count of what is filled, so nothing has to be remembered here, and a new daemon goes on where
-the last one was. A helper that is lost on the way costs the copy that was under way and nothing else: it is made again
-by the next one, from memory that is held by descriptor.
+The agent shows its storages, the helper copies, the agent frees or fills them. Owns the order of these, which keeps the
+bytes in one complete place at all times: they are freed only when all are copied, and the copies are released only when
+the agent has recorded that it has its own. The agent decides where the bytes are in the flat address space, and counts
+what is filled. So nothing is remembered here, and a new daemon continues where the last one stopped. A helper that is
+lost costs the copy in progress and nothing else: the next helper repeats it, from memory that is held by descriptor.
 
-What the helper cannot copy, the process copies itself, storage by storage and in both directions: what its agent shows
-no handle for, what the driver lets nobody else open, and everything where the helper fails. It reaches host memory
-alone, so a carrier says which memory that is (`own_copies`).
+What the helper cannot copy, the process copies itself, storage by storage and in both directions: storages without an
+IPC handle, those that the driver lets no other process open, and everything if the helper fails. A process reaches only
+host memory, so a carrier says which memory that is (`own_copies`).
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class CopyingCarrier(AtOnce):
     """Base of those. A carrier says what the copies are in, and which GPUs the helper has to reach for that."""
 
     name = ""
-    #: By which space bytes cross a link; what goes by the other one stays on its GPU.
+    #: The copy client's address space that crosses a link; bytes of the other one stay on their GPU.
     crosses = VIDEO
 
     def __init__(self, helper: Link, gpus: Gpus) -> None:
@@ -81,16 +80,17 @@ class CopyingCarrier(AtOnce):
         return None
 
     async def before_copy_out(self, subject: MigratedProcess, end_bytes: int) -> None:
-        """Where the bytes are to go, which reach so far, is settled here; nothing of them has been copied."""
+        """Decide where the bytes go, which end at `end_bytes`. Nothing has been copied yet."""
 
     async def through(self, subject: MigratedProcess, route: CopyClient, end_bytes: int) -> str:
-        """By which space of the route those bytes are to be had, or go."""
+        """Return the copy client's address space that those bytes are read from or written to."""
         return VIDEO
 
     async def prepare_own_copies(self, subject: MigratedProcess, direction: str) -> None:
-        """Some storages are to be copied by their process: have the bytes where it reaches them. May be called twice.
+        """Prepare for storages that the process copies itself: have the bytes in memory that it reaches. May be called
+        twice.
 
-        What was copied `out` before that may have to be copied anew.
+        On the way `out`, storages copied before may have to be copied again.
         """
 
     async def own_copies(
@@ -124,7 +124,7 @@ class CopyingCarrier(AtOnce):
         await self.with_route(subject, _nothing)
 
     async def arm_or_give(self, subject: MigratedProcess) -> None:
-        """Arm; where that fails, nothing is held either: whoever asked is told that it has nothing."""
+        """Prepare the copies; release everything if that fails, so that a caller that gets an error holds nothing."""
         try:
             await self.prepare(subject)
         except HegmError:
@@ -155,7 +155,10 @@ class CopyingCarrier(AtOnce):
         return freed.size_bytes or 0
 
     async def reload(self, subject: MigratedProcess, on_progress: Progress, making: Making) -> int:
-        """Raises HegmError; what is not filled by then is still held, and the next call goes on from there."""
+        """Reload the bytes and return how many.
+
+        Raises HegmError; unfilled bytes stay held, and the next call continues.
+        """
         reservation_bytes = subject.storage_reservation_bytes - subject.agent_overhead_bytes
         most_bytes = round_bytes(reservation_bytes, subject.size_bytes) if subject.in_rounds else None
         done_bytes = 0
@@ -211,7 +214,10 @@ class CopyingCarrier(AtOnce):
         places: list[Place],
         on_progress: Progress,
     ) -> list[Place]:
-        """By the helper; which of them it could not copy. Raises Crowded on the way out, where nothing is lost."""
+        """Copy by the helper, and return the places that it could not copy.
+
+        Raises DriverOutOfMemory on the way out, where nothing is lost.
+        """
         if not places:
             return []
         gpu = await self.gpus.uuid_of(subject.gpu or "")
@@ -262,7 +268,10 @@ class CopyingCarrier(AtOnce):
         raise AssertionError("the last attempt returns or raises")
 
     async def _route(self, subject: MigratedProcess) -> CopyClient:
-        """The route, ready to copy. Its contexts take room, so they are made in the turn on each GPU."""
+        """Return the copy client, ready to copy.
+
+        Its contexts need GPU memory, so they are created under each GPU's lock.
+        """
         route = self.routes.get(lane_of(subject))
         if route is None:
             uuids = await self.reach(subject)
@@ -274,7 +283,7 @@ class CopyingCarrier(AtOnce):
 
 
 def note_short(subject: MigratedProcess, report: AgentReport) -> None:
-    """That its agent could not have all again that was cached: its next step asks the driver, and may find nothing."""
+    """Log that the agent could not restore its allocator's cache: the next training step may lack that memory."""
     if report.short_bytes:
         logger.warning(
             "process %d had %d MiB more for later on %s, which others have now: its next step may lack them",
@@ -286,7 +295,7 @@ def note_short(subject: MigratedProcess, report: AgentReport) -> None:
 
 
 def _is_about_one(error: HegmError) -> bool:
-    """Whether the driver does not let somebody else open memory of the process: such as what it has brought back."""
+    """True if the driver lets no other process open that memory, such as memory that it restored."""
     return isinstance(error, DriverFailed) and error.call == _OPEN_CALL
 
 
@@ -320,9 +329,9 @@ def lane_of(subject: MigratedProcess) -> str:
 
 
 def _places(report: AgentReport) -> list[Place]:
-    """Where each storage is in the process and in the space: one after the other, from where the first one is.
+    """Return where each storage is in the process and in the flat address space, where they follow one another.
 
-    Raises BadValue for packed ones that are none.
+    Raises BadValue for malformed packed places.
     """
     if report.packed_places is None:  # an agent of an earlier release
         spots = [(place.handle, place.offset, place.size_bytes) for place in report.places]

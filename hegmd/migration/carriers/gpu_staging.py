@@ -1,9 +1,9 @@
-"""Video memory that the host carrier takes beside everything else, as long as there is plenty, and gives back soon.
+"""GPU memory in which the host carrier stages copies while plenty is free, and which it releases soon.
 
-Bytes on their way to the pool pass through it on the GPU that they are on (`passing_of`), and a copy of what is in the
-pool goes ahead into it on the GPU that they come to (`ahead_of`). So a job waits for a copy within a GPU, and the way
-over the link is gone while the driver checkpoints or restores. Nobody is to miss what is taken for that: it is refused
-where less than some calm is left to others, and nothing that goes wrong here is a failure of anything.
+Bytes on their way to the pool pass through it on the source GPU (`staging_out_owner`), and a copy of the pool's bytes
+is staged in it on the target GPU (`staging_in_owner`). So a job waits only for a copy within a GPU, and the link is
+used while the driver checkpoints or restores. Other processes must not lack this memory: it is refused unless a margin
+stays free, and no failure here fails an operation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """What goes ahead, or has: by which route into which of its memories, how far, and how long once that is known."""
+    """A copy into staging memory: by which client, into which of its memories, how large, and how long it took."""
 
     route: CopyClient
     attached: tuple[str, int] | None
@@ -41,7 +41,7 @@ class Ahead:
 
 
 class Beside:
-    """Of one process, whose lane the route is: who it is, and who has what is held beside it in use."""
+    """The staging memory of one process, with the lock of its current user."""
 
     def __init__(self, subject: MigratedProcess) -> None:
         self.subject = subject
@@ -49,7 +49,7 @@ class Beside:
 
 
 class Near:
-    """By the owners' names. Whoever takes or gives something has the GPU looked at anew."""
+    """Staging memory by owner name. Every reservation and release invalidates the snapshot of the GPU."""
 
     def __init__(self, gpus: Gpus, memory: VideoMemory) -> None:
         self._gpus = gpus
@@ -58,11 +58,11 @@ class Near:
         self._stamp_of: dict[str, int] = {}
 
     def version(self, owner: str) -> tuple[str, int]:
-        """Another one whenever what is held for it is not the same memory as before: for whoever has mapped it."""
+        """Return a value that changes whenever the owner's memory is a different one, for those who have mapped it."""
         return owner, self._stamp_of.get(owner, 0)
 
     def held_bytes(self, owner: str) -> int:
-        """What is held for it."""
+        """Return how many bytes are reserved for the owner."""
         return sum(self._memory.of(owner).values())
 
     def where(self, owner: str) -> str | None:
@@ -70,19 +70,20 @@ class Near:
         return next(iter(self._memory.of(owner)), None)
 
     def pieces(self, owner: str) -> Sequence[Piece]:
-        """What is held for it, in order. Raises HegmError where some of it is gone."""
+        """Return the owner's memory in order. Raises HegmError if a part of it is gone."""
         where = self.where(owner)
         return () if where is None else self._memory.pieces(owner, where)
 
     async def take(self, owner: str, gpu: str, size_bytes: int, needed_bytes: int, *, keep: bool) -> bool:
-        """Whether so much is held on that GPU for that owner, and is to outlive the daemon where it is to be kept.
+        """Reserve that much on that GPU for the owner. Returns True if it is reserved; if `keep`, it outlives the
+        daemon.
 
-        It is taken where `room_bytes` are free, its own included. In the GPU's turn. Raises nothing; what is held
-        already and has too little room by now is left for the caller to give back.
+        Succeeds only if `needed_bytes` are free, including the owner's own. Call it under the GPU's lock. Raises
+        nothing. If the owner's memory no longer fits, the caller has to release it.
         """
         try:
             uuid = await self._gpus.uuid_of(gpu)
-            if self.where(owner) not in (None, uuid):  # of an attempt to go elsewhere
+            if self.where(owner) not in (None, uuid):  # left by an attempt with another target
                 await self.release(owner)
             if not await self.fits(owner, gpu, needed_bytes):
                 return False

@@ -1,22 +1,23 @@
-"""The host carrier: the helper copies the storages to a piece of the pool and back, through CUDA IPC, over PCIe.
+"""The host carrier: the helper copies the storages to a pool segment and back, through CUDA IPC, over PCIe.
 
-What is pinned for that is in the helper and not in the process, where it would cost the driver's checkpoint a second.
+Its pinned memory is in the helper and not in the process, where it would add a second to the driver's checkpoint.
 
-Where a GPU has room for it (`near`), the bytes go over the link while the driver has the process in hand. On the way
-out they are copied to video memory beside the storages, which takes next to nothing, and from there to the pool during
-the checkpoint (`settling`). On the way back they go ahead into video memory on the target during the restore
-(`nearing`) and while the storages are made, and from there into these. Without that room they are copied over the link,
-before and after.
+If a GPU has enough memory (`gpu_staging`), the bytes cross the link during the driver's call. On the way out they are
+copied to staging memory beside the storages, which takes almost no time, and from there to the pool during the
+checkpoint (`overlap_checkpoint`). On the way back they are copied into staging memory on the target during the restore
+(`overlap_restore`) and while the storages are allocated, and from there into these. Otherwise they are copied over the
+link, before and after.
 
-Where the bytes are is never guessed. While they are in video memory and not in the pool, a mark in their piece says so
-(`gpu_helper/mark`), from before the first is copied until the pool has them all; what passes is kept by the store as
-peer's bytes are. So whoever is killed on the way leaves a mark that names the memory with the bytes, and they are
-brought to the pool from there, or into the process; and without that memory, what is in the pool is not taken for them.
-The job can write to its piece, and so could who made an image: a mark is believed where it names the process's own,
-alone. What goes ahead is never the only copy. Only this daemon reads it, by the very route that it was copied through.
+The place of the bytes is never guessed. While they are in staging memory and not in the pool, a mark in their segment
+says so (`gpu_helper/mark`), from before the first copy until the pool has them all; the descriptor store keeps the
+staging memory as it keeps peer's. So a daemon killed on the way leaves a mark that names the memory with the bytes, and
+the next one copies them to the pool or into the process. Without that memory, the pool's content is not used as the
+bytes. The job can write to its segment, and so could the writer of an image: a mark only counts if it names memory of
+the process itself. A copy staged on the target is never the only one. Only this daemon reads it, by the copy client
+that wrote it.
 
-Longer than 400 lines because every path out and back is there twice, with video memory beside the storages and
-without, and who reads one has to see what the other leaves.
+Longer than 400 lines because every path out and back exists with and without staging memory, and each has to match what
+the other leaves.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _LAST_WORD_S = 5.0
 
 
 class HostCarrier(CopyingCarrier):
-    """Copies in the pool's memory, by way of video memory where there is room."""
+    """Copies through the pool's memory, and through staging memory on the GPUs if they have enough."""
 
     name = BY_HOST
     crosses = HOST
@@ -60,16 +61,16 @@ class HostCarrier(CopyingCarrier):
         self._pool = pool
         self._near = Near(gpus, memory)
         self._marks = Marks(pool)
-        # By lane: whose memory beside may be held, and whether it is in use now.
+        # By copy session: processes that may have staging memory, and whether it is in use.
         self._beside: dict[str, Beside] = {}
-        # By lane: what is being copied, or has been, from the pool into the video memory of its route.
+        # By copy session: the copy from the pool into its staging memory, in progress or finished.
         self._ahead: dict[str, Ahead] = {}
 
     # -- what is held --------------------------------------------------------------------------------------------------
 
     async def reserve(self, subject: MigratedProcess, size_bytes: int) -> None:
         if self._pool.held_for(key_of(subject)) < size_bytes:
-            await self.abandon(subject)  # a larger piece takes the place of the one that is attached
+            await self.abandon(subject)  # a larger segment replaces the attached one
         await self._pool.take(key_of(subject), size_bytes, source_of(subject))
         async with self._using(subject):
             await self._take_passing(
@@ -91,7 +92,7 @@ class HostCarrier(CopyingCarrier):
         await self._pool.fetch(key_of(subject), on_progress)
 
     async def prepare(self, subject: MigratedProcess) -> None:
-        """One that is off its GPU, with its bytes in the pool, can come back without the helper."""
+        """Prepare the copies. A checkpointed process with its bytes in the pool can be reloaded without the helper."""
         try:
             await self.with_route(subject, lambda route: self._have_likely(subject, route))
         except HegmError as error:
@@ -112,7 +113,9 @@ class HostCarrier(CopyingCarrier):
         return self._pool.memory(key_of(subject)).size_bytes - MARK_BYTES
 
     async def reach(self, subject: MigratedProcess) -> list[str]:
-        """Where it is and where it goes, and where its bytes are: a context is made while the process still runs."""
+        """Return the source GPU, the target and the GPU with its bytes: their contexts are created while the process
+        runs.
+        """
         names = dict.fromkeys(name for name in (subject.gpu, subject.target_gpu) if name is not None)
         uuids = [await self.gpus.uuid_of(name) for name in names]
         mark = self._marks.of(subject)
@@ -131,7 +134,9 @@ class HostCarrier(CopyingCarrier):
         return await super().offload(subject, on_progress)
 
     async def before_copy_out(self, subject: MigratedProcess, end_bytes: int) -> None:
-        """By video memory that has been held, or is now that the job stands; otherwise straight to the pool."""
+        """Choose staging memory, reserved earlier or now that the job is parked; otherwise the bytes go straight to the
+        pool.
+        """
         async with self._using(subject):
             await self._begin_out(subject, end_bytes)
 
@@ -199,7 +204,7 @@ class HostCarrier(CopyingCarrier):
             await self._disarm_early(subject)
 
     async def _disarm_early(self, subject: MigratedProcess) -> None:
-        """Its contexts are let go of beside the driver's step, and not after it. Raises nothing: all is done by now."""
+        """Close the copy contexts during the driver's call, and not after it. Raises nothing."""
         try:
             await self.abandon(subject)
         except HegmError as error:  # it is asked again when the operation ends
@@ -220,7 +225,7 @@ class HostCarrier(CopyingCarrier):
             )
         if not is_held and self._near.held_bytes(
             staging_in_owner(subject)
-        ):  # of an attempt before, when there was more room
+        ):  # left by an earlier attempt, when more memory was free
             await self._give_near(subject)
         return is_held
 
@@ -236,7 +241,10 @@ class HostCarrier(CopyingCarrier):
 
     @asynccontextmanager
     async def overlap_restore(self, subject: MigratedProcess) -> AsyncGenerator[OverlappedCopy]:
-        """Room is taken here and not when the carrier is armed: others of the operation may have yet to find theirs."""
+        """Stage the bytes on the target during the block, if its memory allows.
+
+        Reserved here and not in `prepare`, since other processes of the operation may still need reservations.
+        """
         done = OverlappedCopy()
         gpu, route = subject.target_gpu, self.routes.get(lane_of(subject))
         if gpu is None or route is None or not self._may_go_ahead(subject):
@@ -247,15 +255,16 @@ class HostCarrier(CopyingCarrier):
                 if await self._take_ahead(subject, gpu):
                     await self._go_ahead(subject, route, done)
             yield done
-        except HegmError:  # what is held for this may be what was missing
+        except HegmError:  # the staging memory may be what was missing
             with anyio.CancelScope(shield=True), anyio.move_on_after(_LAST_WORD_S), suppress(HegmError):
                 await self.abandon(subject)
             raise
 
     async def _go_ahead(self, subject: MigratedProcess, route: CopyClient, done: OverlappedCopy) -> None:
-        """By the route that there is: a new one would wait for its turn on the GPU, which the restore has.
+        """Start copying into GPU staging memory while the driver restores.
 
-        It goes on while the storages are made, too: `through` waits for its end.
+        Uses the open copy session; a new one would wait for the GPU lock that the restore holds. The copy continues
+        while the storages are allocated: `through` waits for its end.
         """
         size_bytes, known = self._reach_bytes(subject), self._ahead.get(lane_of(subject))
         if known is not None and known.is_in(route) and known.size_bytes >= size_bytes:
@@ -288,10 +297,10 @@ class HostCarrier(CopyingCarrier):
         return True
 
     async def reload(self, subject: MigratedProcess, on_progress: Progress, making: Making) -> int:
-        """What is held on its GPU for that is given back as soon as its storages have the bytes: it needs the room.
+        """Reload the bytes, and release the staging memory as soon as the storages have them.
 
-        Where there is plenty, as soon as it goes on. And before, where its storages cannot be made for want of room:
-        then their bytes come over the link.
+        If plenty of memory is free, it is released when the process resumes. If the storages cannot be allocated for
+        lack of memory, it is released before, and the bytes cross the link.
         """
         async with self._using(subject):
             try:
@@ -304,7 +313,10 @@ class HostCarrier(CopyingCarrier):
                 return await super().reload(subject, on_progress, making)
 
     async def returned(self, subject: MigratedProcess, *, has_spare_memory: bool) -> None:
-        """A mark does not wait: as long as there is one, what it names has the bytes by the word of whoever looks."""
+        """Release the staging memory.
+
+        A mark must not outlast the reload: it says that the staging memory has the bytes.
+        """
         if not has_spare_memory or not self._marks.is_unmarked(subject):
             await self._put_away(subject)
 
@@ -326,16 +338,15 @@ class HostCarrier(CopyingCarrier):
 
     @asynccontextmanager
     async def _using(self, subject: MigratedProcess) -> AsyncGenerator[None]:
-        """In the block nobody else gives back what is held beside that process."""
+        """Hold the block in which no other task releases the staging memory of that process."""
         known = self._beside.setdefault(lane_of(subject), Beside(subject))
         async with known.in_use:
             yield
 
     async def free_memory(self, gpu: str) -> bool:
-        """Give back what is held beside processes on that GPU, by UUID, and has no bytes that are nowhere else.
+        """Release unused staging memory on that GPU, given by UUID, unless it has the only copy of bytes.
 
-        For whoever finds no room there, and would be told that there is none. Not what is in use this moment. Whether
-        there was any; raises nothing.
+        For a caller that is short of memory there. Returns True if any was released; raises nothing.
         """
         given = [await self._spare(known, gpu) for known in tuple(self._beside.values())]
         return any(given)
@@ -351,7 +362,7 @@ class HostCarrier(CopyingCarrier):
             logger.info("what is held beside process %d on %s is given back: others need the room", subject.pid, gpu)
             try:
                 ahead, route = self._ahead.get(lane_of(subject)), self.routes.get(lane_of(subject))
-                if ahead is not None and ahead.route is route:  # it can be let go of when no copy goes to it any more
+                if ahead is not None and ahead.route is route:  # released once no copy writes to it
                     with suppress(DriverFailed):
                         await ahead.route.finish_copy(ahead.size_bytes)
                 await self._give_near(subject)
@@ -361,7 +372,7 @@ class HostCarrier(CopyingCarrier):
         return True
 
     async def through(self, subject: MigratedProcess, route: CopyClient, end_bytes: int) -> str:
-        """By the video memory that the mark names, if there is one; else by what has gone ahead, or the pool itself."""
+        """Return GPU memory if a mark names it or the bytes are staged there; otherwise the pool."""
         mark = self._marks.of(subject)
         if mark is not None:
             await self._have_near(route, subject, mark.owner)
@@ -389,7 +400,7 @@ class HostCarrier(CopyingCarrier):
         await self.order_copy(subject, direction, self._pool.memory(key_of(subject)).fd, spans, on_progress)
 
     async def _have_likely(self, subject: MigratedProcess, route: CopyClient) -> None:
-        """Attach what will be copied through, as far as it is held: then it need not be done while the job stands."""
+        """Attach the memory that will be copied through, if it is reserved, so that this adds no downtime."""
         mark = self._marks.of(subject)
         if mark is not None:
             await self._have_near(route, subject, mark.owner)

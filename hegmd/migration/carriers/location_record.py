@@ -1,8 +1,8 @@
-"""Which video memory has a job's bytes in place of the pool, by the mark in its piece, and whether to believe that.
+"""Decides whether GPU memory holds a job's bytes instead of the pool, from the mark in its segment.
 
-The job has a descriptor of its piece and could write any name there, and so could who made an image: another job's
-bytes would be copied to it. So a mark counts only where it names memory of the process's own: of its operation, or of
-one that its piece was claimed from, which the piece's name says and nobody but the daemon writes.
+The job has a descriptor of its segment and could write any name there, and so could the writer of an image: another
+job's bytes would be copied to it. So a mark only counts if it names memory of the process itself: of its operation, or
+of the one that its segment was claimed from. The segment's name has that, and only the daemon writes it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ class Marks:
         return tuple([passing_name(operation, subject.name) for operation in (subject.operation, *before)])
 
     def of(self, subject: MigratedProcess) -> Mark | None:
-        """Who has the bytes in place of the pool. Raises HegmError where that cannot be made out, or believed."""
+        """Return the mark that names the memory with the bytes, or None.
+
+        Raises HegmError if it is damaged or not the process's.
+        """
         piece = self._pool.by_owner().get(key_of(subject))
         memory = None if piece is None else piece.memory
         if memory is None:

@@ -1,10 +1,10 @@
-"""The peer carrier: the helper copies the storages straight to video memory that is held on the other GPU, over NVLink.
+"""The peer carrier: the helper copies the storages straight to GPU memory reserved on the target, over NVLink.
 
-The copies lie where the process goes, so that filling its storages there is a copy within one GPU. Where that has not
-room for copies and storages at once, the storages are made in rounds, and what a round has filled is given back first.
+Filling the storages there is then a copy within one GPU. If the target cannot hold copies and storages at once, the
+storages are allocated in rounds, and the memory of a finished round is released first.
 
-What the process copies itself goes through a window: host memory that helper and process share, filled and emptied in
-turn. It is small and comes out of what the pool has free, and where that has nothing, it is smaller still.
+What the process copies itself goes through a window: host memory shared by helper and process, filled and emptied in
+turn. It is small and comes out of the pool's free memory; if that has little, it is smaller still.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hegmd.protocol.operations import PEER
 MAX_WINDOW_BYTES, MIN_WINDOW_BYTES = 64 * MIB, 2 * MIB
 # The process has a descriptor of it as well, and could cut it under the helper.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-#: Where something lies in the copies, where in the window, and its bytes.
+#: Offset in the copies, offset in the window, and size.
 Shift = tuple[int, int, int]
 
 
@@ -52,7 +52,7 @@ class Window:
 
 
 def windows(spans: list[Span], window_bytes: int) -> Iterator[tuple[list[Span], list[Shift]]]:
-    """What goes through a window of that size at a time: between storages and window, and between it and the copies."""
+    """Split the spans into windowfuls: copies between storages and window, and between window and GPU."""
     by_process: list[Span] = []
     by_helper: list[Shift] = []
     filled_bytes = 0
@@ -119,7 +119,7 @@ class PeerCarrier(CopyingCarrier):
         return pieces[-1].at + pieces[-1].size_bytes if pieces else 0
 
     async def reach(self, subject: MigratedProcess) -> list[str]:
-        """Where it is, where it goes, and where its bytes are."""
+        """Return the source GPU, the target, and the GPU that has the bytes."""
         names = dict.fromkeys(name for name in (subject.gpu, subject.target_gpu) if name is not None)
         uuids = [await self.gpus.uuid_of(name) for name in names]
         where = self._where(subject)
@@ -132,7 +132,7 @@ class PeerCarrier(CopyingCarrier):
         await route.attach_video(where, self._memory.pieces(self._owner(subject), where))
 
     async def passed(self, subject: MigratedProcess, route: CopyClient, at_bytes: int) -> None:
-        """Pieces that nothing is in any more make room for the next round."""
+        """Release memory whose bytes are reloaded, for the next round."""
         where = self._where(subject)
         if where is None or not subject.in_rounds:
             return

@@ -1,8 +1,7 @@
-"""The next process of a restart, made ready while the last one trains still: when that is asked, and when withdrawn.
+"""The prestarted process of a restart: when it is requested, and when withdrawn.
 
-It takes no step of the operation: nothing rests on it, and a start in whose place nobody waits is a start as any. But
-the job is not asked to stop before it is ready, for a while: in that time it trains on instead of standing. What it
-costs is memory for as long as the operation takes.
+It is not a step of the operation: nothing depends on it, and a start without it is an ordinary start. But for a while
+the job is not parked before it is ready, and trains instead. It costs memory for as long as the operation takes.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from hegmd.workers.workers import AgentConnection
 
 logger = logging.getLogger(__name__)
 
-# What a Python with PyTorch takes is a fifth of it; the rest is left to those who need it more.
+# A Python with PyTorch takes a fifth of that; the rest stays free for other processes.
 MIN_AVAILABLE_BYTES = 2 << 30
 # As long as PyTorch and its compiler take to be imported on a slow node; on an H200's node it is 6 s.
 READY_WITHIN_S = 15.0
-# How often whoever watches is told how long that takes already.
+# How often the wait is reported to clients.
 _TELLS_AFTER_S = 1.0
 # When the next process imports what takes long: in its turn, once a restart was asked for, or from the first batch on.
 IN_TURN, BEFOREHAND, ALWAYS = "in-turn", "beforehand", "always"
 WHENS = (IN_TURN, BEFOREHAND, ALWAYS)
-# What decides which Python it is, and whether that comes by an agent: where they change, nobody has seen that it does.
+# Variables that select the Python and load the agent. If a restart changes them, prestarting is not attempted.
 _DECISIVE, _DECISIVE_NAMES = ("PYTHON", "LD_"), frozenset(("PATH", "HOME"))
 
 
@@ -45,7 +44,7 @@ class Ready:
 
 @dataclass(slots=True)
 class _Asked:
-    """Of whom it was asked for an operation, and when; and whether that operation waits for it now."""
+    """A prestart that was requested for an operation, and whether the operation waits for it now."""
 
     supervisor: Supervisor
     since: float
@@ -91,11 +90,11 @@ class Readying:
         return supervisor.offer.ready if supervisor.offer.ready in WHENS else self._ready.when
 
     async def keep(self, supervisor: Supervisor, worker: AgentConnection) -> bool:
-        """Have one wait for whatever restart may come, with the surroundings of the job as it is, for its memory.
+        """Have a process prestarted for any later restart, with the present environment of the job.
 
-        One that waits already, and has its memory, looks at its files once more and imports what the job has imported
-        since. False where there is none and the node lacks the memory. Raises HegmError where its agent or its
-        supervisor cannot be told.
+        One that is already prestarted checks its files again and imports what the job has imported since. Returns False
+        if there is none and the node lacks the memory. Raises HegmError if the agent or the supervisor cannot be
+        reached.
         """
         await worker.order("beforehand")
         available_bytes = self._available_bytes()
@@ -126,17 +125,17 @@ class Readying:
         return is_ready
 
     def doing(self, subject: MigratedProcess) -> str | None:
-        """What is waited for, and for how long by now."""
+        """Return what is awaited, and for how long so far; None if nothing is."""
         asked = self._asked.get(subject.operation)
         if asked is None or not asked.is_awaited:
             return None
         return f"it trains on until the next Python is ready: {anyio.current_time() - asked.since:.0f} s"
 
     async def end(self, subject: MigratedProcess) -> None:
-        """Have nobody wait any more. Fine when nobody does."""
+        """Withdraw the prestart. Fine if there is none."""
         asked = self._asked.pop(subject.operation, None)
         if asked is not None:
-            with suppress(SupervisorAway):  # it lets go of it with the connection
+            with suppress(SupervisorAway):  # the supervisor ends it with the connection
                 await asked.supervisor.tell("unready", subject.operation)
 
     def _is_fit(self, subject: MigratedProcess, supervisor: Supervisor, size_bytes: int) -> bool:

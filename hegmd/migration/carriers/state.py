@@ -1,7 +1,7 @@
-"""The carrier of a restart: the agent writes the state of its training into memory of the pool; the next one reads it.
+"""The carrier of a restart: the agent writes its training state into pool memory, and the next process reads it.
 
-The job keeps all that it has meanwhile. Nothing is put back from here: the process that goes on has a descriptor of the
-memory from its supervisor, and puts the state back at its first boundary.
+The job keeps all its memory meanwhile. Nothing is reloaded from here: the new process gets a descriptor of the memory
+from its supervisor and loads the state at its first boundary.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StateCarrier(Pooled):
         return self._readying.doing(subject)
 
     async def release(self, subject: MigratedProcess) -> None:
-        """Give it back: whoever was to go on has, or nobody is to."""
+        """Release the memory: the new process has loaded the state, or none will."""
         await self._readying.end(subject)
         await super().release(subject)
 
@@ -72,5 +72,5 @@ class StateCarrier(Pooled):
         return supervisor
 
     async def reload(self, subject: MigratedProcess, on_progress: Progress, making: Making) -> int:
-        """The process that goes on has done so by itself."""
+        """Return 0: the new process has loaded the state itself."""
         return 0

@@ -1,4 +1,4 @@
-"""What the journal's file asks of the operating system, call by call: handed in, so that a disk can fail on purpose.
+"""The system calls of the journal's file; passed in, so that tests can make a disk fail.
 
 Owns no state and no order; those are file.py's. Each call raises OSError, and nothing is retried here.
 """
@@ -34,7 +34,7 @@ class Disk:
         os.ftruncate(fd, size_bytes)
 
     def reserve(self, fd: int, size_bytes: int) -> None:
-        """Have room for a file of that size without changing its length, so that writing so far finds no full disk."""
+        """Allocate space for a file of that size without changing its length, so that later writes do not fail."""
         if _libc().fallocate(fd, _KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(size_bytes)):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))

@@ -1,12 +1,12 @@
-"""The journal's file: appended and synced before anything is done, cut where a crash tore it, made small by renaming.
+"""The journal's file: appended and synced before any effect, truncated after a torn write, compacted by renaming.
 
-Owns the descriptor and the order of writes; what stands in the file is records.py's. A record is on disk when `append`
-returns. When it raises, nothing may be done of what the record says. A write that found no room is cut off again and
-the file goes on from there; after an error of the disk itself nobody knows what is on it, so no further record is taken
-before the whole journal was written anew under another name.
+Owns the descriptor and the order of writes; records.py owns the content. A record is on disk when `append` returns. If
+it raises, nothing that the record says may be done. A write that found the disk full is truncated again, and the file
+stays in use. After a disk error its content is unknown, so the whole journal is rewritten under another name before the
+next record.
 
-A full disk must not leave a job standing in the middle of a move: for every operation that begins, room for the records
-that it is likely to need is reserved in the file, and one for which that cannot be had does not begin.
+A full disk must not stop a job in the middle of a move: for every operation that begins, disk space for its likely
+records is reserved in the file. Without it, the operation does not begin.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 NAME = "operations.journal"
 # A journal that has grown by so much since it was last made small is made small again, whatever is under way.
 COMPACT_BYTES = 4 * 1024 * 1024
-# By so much: before the first record of an operation, when no job is parked for it.
+# Growth that triggers a rewrite before the first record of an operation, when no job is parked for it.
 QUIET_COMPACT_BYTES = 256 * 1024
 # A migration of one process takes some 30 records of 0.4 KiB; of eight ranks, about 200 of them.
 OPERATION_BYTES = 192 * 1024
 
-# A file system that has no such call reserves nothing, and operations stand still where others would not.
+# A file system without that call reserves nothing; operations may then stop on a full disk.
 _NO_SUCH_CALL = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -54,10 +54,10 @@ class JournalFile:
         self.trouble: HegmError | None = None
 
     def open(self) -> Reading:
-        """Read what is there and be ready to append. Raises HegmError for what cannot be read or trusted.
+        """Read the journal and prepare to append. Raises HegmError if it cannot be read or trusted.
 
-        One that cannot be written now is no reason not to start: what it says is known, and the first `append` that
-        finds the disk better writes it anew.
+        A journal that cannot be written does not prevent the start: its content is known, and the first `append` that
+        succeeds rewrites it.
         """
         try:
             data = self._disk.read(self.path)
@@ -71,9 +71,10 @@ class JournalFile:
         return reading
 
     def append(self, record: bytes, histories: Iterable[History], *, ahead_bytes: int = 0) -> None:
-        """Have the record on disk, and room for so many bytes more. Raises HegmError; the record is not there then.
+        """Write and sync the record, and reserve disk space for `ahead_bytes` more. Raises HegmError; then it is not on
+        disk.
 
-        `histories` are what stands in the journal, without the record, for where it has to be written anew first.
+        `histories` are the journal's content without the record, in case it must be rewritten first.
         """
         grown_bytes = self._size_bytes - self._small_bytes
         if self.is_due or (ahead_bytes and grown_bytes > QUIET_COMPACT_BYTES):
@@ -81,7 +82,7 @@ class JournalFile:
                 self.rewrite(histories)
             except HegmError:
                 if self._fd < 0:
-                    raise  # where it is only too large, it goes on growing
+                    raise  # if it is only too large, it keeps growing
         self._reserve(len(record) + ahead_bytes, must=bool(ahead_bytes))
         try:
             self._write(self._fd, record)
@@ -92,7 +93,7 @@ class JournalFile:
             self._disk.sync(self._fd)
         except OSError as error:
             self._cut_off()
-            self._let_go()  # what is on the disk is not known any more
+            self._let_go()  # the disk's content is unknown now
             raise self._failed("appended to", error) from error
         self._size_bytes += len(record)
         self.trouble = None
@@ -140,7 +141,10 @@ class JournalFile:
             written += self._disk.write(fd, data[written:])
 
     def _reserve(self, size_bytes: int, *, must: bool) -> None:
-        """Have room for so many bytes more. Raises HegmError, having changed nothing, where it `must` be had."""
+        """Reserve disk space for that many bytes more.
+
+        With `must`, raises HegmError if that fails, with nothing changed.
+        """
         wanted_bytes = self._size_bytes + size_bytes
         if wanted_bytes <= self._reserved_bytes:
             return
@@ -162,7 +166,7 @@ class JournalFile:
         self._reserved_bytes = self._size_bytes  # cutting gives back what was reserved behind the end
 
     def _discard(self, fresh: Path) -> None:
-        """A part of a journal must not take the room that the journal itself waits for."""
+        """Remove a partial journal, whose disk space the journal itself may need."""
         with contextlib.suppress(OSError):
             self._disk.remove(fresh)
 

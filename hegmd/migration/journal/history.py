@@ -1,8 +1,8 @@
-"""Every operation that is known, and its journal: what is known of one is on disk before anybody acts on it.
+"""All operations and their journal: what is known of an operation is on disk before anything acts on it.
 
-Owns the histories, the order of writes to the journal's file, and waiting for a disk that cannot be written: operations
-stand still where they are meanwhile, `trouble` says why, and an event tells of the beginning and the end of it. Decides
-nothing about an operation, and starts none.
+Owns the histories, the order of writes to the journal's file, and the wait for a disk that cannot be written.
+Operations stop meanwhile, `trouble` says why, and events report its begin and end. Decides nothing about an operation,
+and starts none.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Ledger:
         self._told_of_trouble = False
 
     def open(self) -> None:
-        """Read the journal. Blocks. Raises HegmError for one that cannot be trusted."""
+        """Read the journal. Blocks. Raises HegmError if it cannot be trusted."""
         reading = self._file.open()
         self._histories = dict(reading.histories)
         if reading.torn:
@@ -58,7 +58,7 @@ class Ledger:
 
     @property
     def histories(self) -> Mapping[str, History]:
-        """What is known, by id."""
+        """The histories of all known operations, by id."""
         return MappingProxyType(self._histories)
 
     @property
@@ -86,9 +86,9 @@ class Ledger:
         return op_id
 
     async def enter(self, history: History, record: bytes) -> None:
-        """Write a new operation's first record, and have room for more. Raises HegmError; it is not known then.
+        """Write a new operation's first record, and reserve disk space. Raises HegmError; then it is not known.
 
-        Its id is taken before anything is waited for.
+        Its id is taken before the first await.
         """
         op_id = history.operation.id
         self._histories[op_id] = history
@@ -124,7 +124,7 @@ class Ledger:
             self._opening.discard(history.operation.id)
 
     def forget_oldest(self) -> None:
-        """Of those that are over, know only the newest."""
+        """Forget all but the newest of the operations that have ended."""
         over = [op_id for op_id, known in self._histories.items() if known.operation.phase in TERMINAL]
         for old in over[: -records.REMEMBERED]:
             del self._histories[old]

@@ -1,15 +1,15 @@
-"""The journal's bytes: what stands in it, how it is read after a crash, and how it is made small again.
+"""The journal's bytes: their format, how they are read after a crash, and how they are compacted.
 
 Owns the format, and the fold from records back to operations. Does no I/O: the runner appends, syncs before it performs
-an effect, and puts a compacted journal in the place of the old one by renaming. A record holds the event, the effects
-that it led to, and what it changed; the state is read, not computed again, so a newer machine can go on from an older
-one's journal.
+an effect, and replaces the old journal with a compacted one by renaming. A record holds the event, the effects it led
+to, and what it changed. The state is read, not computed again, so a newer machine can continue from an older one's
+journal.
 
 Layout: 8 bytes of magic with the version; then records. A record is a head of 12 bytes (length of the payload, CRC-32
 of the payload and CRC-32 of these two, all big-endian), the payload in msgpack, and an end mark that is not zero. The
-head has a checksum of its own because a flipped bit in a length would otherwise look like an end that was not written
-to its end, and drop everything after it in silence. What an interrupted write leaves, a record cut off anywhere or
-continued by zeros, ends the journal there; anything else that does not fit is refused, never read.
+head has its own checksum, since a flipped bit in a length would otherwise look like an incomplete end and silently drop
+everything after it. What an interrupted write leaves, a record truncated anywhere or continued by zeros, ends the
+journal there. Anything else that does not match is refused, never read.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What could be read: the histories, how many bytes are sound, and whether an unfinished record follows them.
+    """What was read: the histories, the number of sound bytes, and whether an incomplete record follows.
 
-    A writer goes on after `sound_bytes`, having cut off what follows.
+    A writer truncates the file to `sound_bytes` and continues there.
     """
 
     histories: Mapping[str, History]
@@ -272,7 +272,7 @@ def payloads(data: bytes) -> Iterator[tuple[int, int, bytes]]:
         head = data[start : start + _HEAD.size]
         if zlib.crc32(head) != int.from_bytes(data[start + _HEAD.size : body], "big"):
             if not data[body - 1 :].rstrip(b"\0"):
-                return  # zeros begin within the head and go on to the end
+                return  # zeros from within the head to the end
             raise JournalBroken(start, "the head of a record does not fit its checksum")
         length, checksum = _HEAD.unpack(head)
         end = body + length + len(_END)
@@ -283,7 +283,7 @@ def payloads(data: bytes) -> Iterator[tuple[int, int, bytes]]:
         payload = data[body : end - len(_END)]
         if data[end - len(_END) : end] != _END or zlib.crc32(payload) != checksum:
             if not data[end - len(_END) :].rstrip(b"\0"):
-                return  # zeros begin within the payload and go on to the end
+                return  # zeros from within the payload to the end
             raise JournalBroken(start, "a record does not fit its checksum")
         yield start, end, payload
         start = end

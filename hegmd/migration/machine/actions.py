@@ -1,8 +1,8 @@
-"""What requests and happenings change in an operation: one function per event, named in the machine's table.
+"""What requests and other events change in an operation: one function per event, named in the machine's table.
 
-Owns what is believed after them. Writes facts down and never asks for an effect: that follows from the facts, in
-next_effects.py. An action that refuses raises and has changed nothing. The ends of effects are in results.py, what
-several events come to in reversal.py and worker_exit.py.
+Records facts and never requests an effect: next_effects.py derives the effects from the facts. A function that refuses
+raises and has changed nothing. results.py has the results of effects; reversal.py and worker_exit.py have what several
+events share.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hegmd.migration.machine.operation import (
 )
 from hegmd.migration.machine.stages import is_past_return, limit_s
 
-# Phases in which a deadline turns an operation that heads forward, when nobody's bytes are out.
+# Phases in which a missed deadline rolls a forward operation back, if no bytes are offloaded.
 _TURN_WHEN_LATE = frozenset(
     (
         "settling reserving counting quiescing measuring disconnecting offloading locking checkpointing handing "
@@ -41,38 +41,38 @@ def begin(op: Operation, event: events.Begin, now: float) -> Operation:
 def cancel(op: Operation, event: events.CancelRequested, now: float) -> Operation:
     """Turn back, unless it is on its way back or the way on is shorter."""
     if op.direction != FORWARD:
-        raise Refused(f"operation {op.id} is on its way back already", f"watch it with: hegmctl op {op.id}")
+        raise Refused(f"operation {op.id} is already being rolled back", f"watch it with: hegmctl op {op.id}")
     if is_past_return(op):
         raise Refused(
-            f"operation {op.id} is past the point from which going on is shorter than going back",
-            "let it finish, then move the job back if that is wanted",
+            f"operation {op.id} can no longer be rolled back: finishing it takes less time",
+            "let it finish, then migrate the job back",
         )
     return reversal.back(
-        op, CANCELLED.name, f"cancelled by {event.by or 'its caller'}", "ask for it again when it is wanted"
+        op, CANCELLED.name, f"cancelled by {event.by or 'its caller'}", "run the command again to retry"
     )
 
 
 def drop_image(op: Operation, event: events.CancelRequested, now: float) -> Operation:
-    """The job has gone on and does so; what is written of it goes."""
+    """Cancel the image of a job that trains again, and have what was written removed."""
     if op.image is None or op.image.unwanted:
         raise Refused(f"the image of operation {op.id} is being removed", f"watch it with: hegmctl op {op.id}")
     message = f"cancelled by {event.by or 'its caller'}"
-    return reversal.image_dropped(op, CANCELLED.name, message, "ask for it again when it is wanted")
+    return reversal.image_dropped(op, CANCELLED.name, message, "run the command again to retry")
 
 
 def drop_state(op: Operation, event: events.DropRequested, now: float) -> Operation:
-    """Nobody is to go on from it. What is held of a process that lives is that one's own, and stays."""
+    """Discard the saved state of a restart. Raises Refused while a process of the operation is alive."""
     here = next((worker for worker in op.live if not worker.is_absent), None)
     if here is not None:
         raise Refused(
-            f"process {here.pid} of operation {op.id} is there still, and what is held is its own",
-            f"bring it back with: hegmctl resume {here.pid}; what is held of a process goes with its end",
+            f"operation {op.id} cannot be dropped: process {here.pid} is running and owns its saved state",
+            f"run: hegmctl resume {here.pid}; the state is freed when that process exits",
         )
     for worker in op.live:
         departed = worker_exit.departed(worker, lost=False).replace(gpu=None, offloaded=False)
         op = worker_exit.without_orders(op, worker.name).with_worker(departed)
-    message = f"its state was given up by {event.by or 'its owner'}"
-    hint = "start the training anew, or from a file of its own"
+    message = f"{event.by or 'its owner'} dropped its saved state"
+    hint = "start the training again, or resume it from a checkpoint file of its own"
     return op.replace(failure=Failure(code=CANCELLED.name, message=message, hint=hint), waiting_for=None)
 
 
@@ -80,10 +80,12 @@ def resume(op: Operation, event: events.ResumeRequested, now: float) -> Operatio
     """Head for the GPUs that are named; where that fails, or takes too long, it is suspended again."""
     missing = [worker.name for worker in op.live if worker.name not in event.to]
     if missing:
-        raise Refused(f"no GPU is named for {', '.join(missing)}", "name one for every process of the job")
+        raise Refused(
+            f"no target GPU is given for {', '.join(missing)}", "name a target GPU for every process of the job"
+        )
     workers = tuple([_resuming(worker, event.to.get(worker.name)) for worker in op.workers])
     kind = RESTORE if op.kind == RESTORE else RESUME
-    # What a restart was to change belongs to where it was headed then; who resumes it says what is to be now.
+    # The changes of a restart were meant for the former target. The resume request says what applies now.
     op = op.replace(kind=kind, direction=FORWARD, workers=workers, failure=None, attempts=0, respawn=None)
     op = op.replace(
         reconnects=op.reconnects + 1, failed_reconnects=0, reserves_late=any(one.communicators for one in workers)
@@ -105,17 +107,17 @@ def _resuming(worker: JobProcess, gpu: str | None) -> JobProcess:
 
 
 def let_go(op: Operation, event: events.ResumeRequested, now: float) -> Operation:
-    """A job that is only held goes on where it is."""
+    """Resume a quiesced job where it is."""
     return reversal.let_go(op)
 
 
 def take_up(op: Operation, event: events.TakenUp, now: float) -> Operation:
-    """Become what is wanted now. What is believed of the workers stays: where they stand, and that they do."""
+    """Become the operation that was requested now, and keep what is known about the parked workers."""
     planned = {worker.name: worker for worker in event.into.workers}
     if planned.keys() != {worker.name for worker in op.workers}:
         raise Refused(
-            f"operation {op.id} does not hold the processes that the job has now",
-            f"let them go on first: hegmctl cancel {op.id}; then ask again",
+            f"operation {op.id} holds other processes than the job has now",
+            f"run: hegmctl cancel {op.id}; then run the command again",
         )
     workers = [
         planned[held.name].replace(is_parked=held.is_parked, park_requested=held.park_requested, boundary=held.boundary)
@@ -140,8 +142,8 @@ def hand_over(op: Operation, event: events.ImageRequested, now: float) -> Operat
     here = next((worker for worker in op.live if worker.gpu is not None or not worker.is_parked), None)
     if here is not None:
         raise Refused(
-            f"process {here.pid} of operation {op.id} is not off its GPU, as the others of its job may be",
-            f"bring the job back first: hegmctl resume {here.pid}; then: hegmctl checkpoint {here.pid} DIR",
+            f"process {here.pid} of operation {op.id} is not suspended, but other processes of its job may be",
+            f"run: hegmctl resume {here.pid}; then: hegmctl checkpoint {here.pid} DIR",
         )
     workers = tuple([worker.replace(origin_gpu=None, target_gpu=None, waits=None) for worker in op.workers])
     op = op.replace(
@@ -151,14 +153,14 @@ def hand_over(op: Operation, event: events.ImageRequested, now: float) -> Operat
 
 
 def worker_exited(op: Operation, event: events.WorkerExited, now: float) -> Operation:
-    """The process has ended: what it held can be given back, and the others do not go on without it."""
+    """Record that a process has exited: its reservations can be released, and its job is rolled back without it."""
     if event.stateless:
         return worker_exit.without_state(op, event.worker)
     return worker_exit.gone(op, event.worker, event.why, finished=event.finished)
 
 
 def came_on(op: Operation, event: events.CameOn, now: float) -> Operation:
-    """Told to whoever watches, and remembered for the story; nothing rests on it."""
+    """Record the progress of a restart, for clients and the story. No decision depends on it."""
     worker = worker_exit.living(op, event.worker)
     if worker is None or not worker.is_absent or worker.successor_activity == event.doing:
         return op
@@ -166,12 +168,12 @@ def came_on(op: Operation, event: events.CameOn, now: float) -> Operation:
 
 
 def training_ended(op: Operation, event: events.TrainingEnded, now: float) -> Operation:
-    """What it was for has been done. That no boundary was seen, or its end taken for a fall, counts for nothing."""
+    """Record that the successor finished its training: the restart succeeded, even if no boundary was seen."""
     worker = worker_exit.living(op, event.worker)
     if worker is None or not worker.restarts or not worker.state_saved:
         return op
     op = worker_exit.without_orders(op.replace(direction=FORWARD, failure=None, waiting_for=None), worker.name)
-    # Of one that was not asked yet how it stands it is not known what is held for it.
+    # A worker that was not inspected yet may hold any of these reservations.
     places = filter(None, (worker.gpu, worker.previous_gpu, worker.target_gpu, worker.origin_gpu))
     reservations = {**dict.fromkeys(places, 0), **worker.reservations}
     return op.with_worker(
@@ -188,7 +190,10 @@ def agent_lost(op: Operation, event: events.AgentLost, now: float) -> Operation:
 
 
 def agent_back(op: Operation, event: events.AgentBack, now: float) -> Operation:
-    """The same agent is asked how things stand; another one means that the process runs another program now."""
+    """Inspect a worker whose agent has reconnected.
+
+    A different token means that the process runs another program now.
+    """
     worker = worker_exit.living(op, event.worker)
     if worker is None:
         return op
@@ -202,19 +207,17 @@ def deadline_passed(op: Operation, event: events.DeadlinePassed, now: float) -> 
     if op.deadline is None or now < op.deadline:
         return op  # an alarm that was set for an earlier phase
     if op.phase == "sealing" and op.image is not None and not op.image.unwanted:
-        message = f"the image was not written and read back within {limit_s(op.limits, op.phase):g} s"
+        message = f"hegmd did not write and verify the image within {limit_s(op.limits, op.phase):g} s"
         return next_effects.later(
-            reversal.image_dropped(op, TIMEOUT.name, message, "look at the disk that it is on: dmesg"), now
+            reversal.image_dropped(op, TIMEOUT.name, message, "check the disk that holds it: dmesg"), now
         )
     if op.direction == FORWARD and op.phase in _TURN_WHEN_LATE and not _waits_for_moved(op):
         is_due = op.due is not None and now >= op.due
         within = f"within {op.limits.resume_s if is_due else limit_s(op.limits, op.phase):g} s"
-        # A late agent is as good as one that says itself that no boundary came, and is told of in the same words.
-        late = f"operation {op.id} was not through with {op.phase} {within}"
+        # A late agent and an agent that reports no boundary get the same message.
+        late = f"operation {op.id} did not finish {op.phase} {within}"
         message = f"no batch boundary {within}" if op.phase == "quiescing" else late
-        return reversal.back(
-            op, TIMEOUT.name, message, "ask again with a longer --timeout, or look at what the job does"
-        )
+        return reversal.back(op, TIMEOUT.name, message, "retry with a longer --timeout, or check what the job is doing")
     is_reconnecting = any(pending.effect == effects.Reconnect.tag for pending in op.pending)
     for pending in op.pending:
         if pending.effect != effects.Seal.tag:  # it has a limit of its own, and comes to an end by itself
@@ -228,20 +231,22 @@ def deadline_passed(op: Operation, event: events.DeadlinePassed, now: float) -> 
 
 
 def _waits_for_moved(op: Operation) -> bool:
-    """Whether it waits in `settling` for workers whose bytes may be out, or that it holds: turning round would not help
-    the ones, and let go of the others because a daemon was started anew."""
+    """True if the operation waits in `settling` for workers whose bytes may be offloaded, or that it keeps parked.
+
+    Rolling back would not help the former, and would resume the latter only because the daemon was restarted.
+    """
     return op.phase == "settling" and any(worker.was_offloaded or (op.holds and worker.is_parked) for worker in op.live)
 
 
 def recovered(op: Operation, event: events.Recovered, now: float) -> Operation:
-    """Nothing that was under way is known, nor what the daemon holds; everybody is asked.
+    """Forget all running effects and reservations after a start of the daemon, and have every worker inspected.
 
-    One that had not begun does not begin by itself: whoever asked for it was given no answer, or was refused because
-    the journal could not be written. The deadline is set anew, since after a reboot the clock is another one.
+    An operation that had not begun is rolled back: its client got no answer, or was refused because the journal could
+    not be written. The deadline is set again, since the clock differs after a reboot.
     """
     if op.phase == next_effects.PLANNED:
-        message = f"hegmd was stopped before operation {op.id} had begun"
-        return reversal.back(op, CANCELLED.name, message, "nothing was done; ask for it again")
+        message = f"hegmd was stopped before operation {op.id} began"
+        return reversal.back(op, CANCELLED.name, message, "run the command again; nothing was changed")
     for pending in op.pending:
         op = _forgotten(op, pending)
     workers = [
@@ -251,10 +256,10 @@ def recovered(op: Operation, event: events.Recovered, now: float) -> Operation:
 
 
 def _forgotten(op: Operation, pending: Pending) -> Operation:
-    """The operation without that effect, which may have been done or not.
+    """Return the operation without a running effect that may or may not have been done.
 
-    What it takes or gives is then neither counted upon nor forgotten: to be used it has to be taken again, and in the
-    end it is given back.
+    Whatever the effect reserves or releases counts as uncertain: it is reserved again before use, and released at the
+    end.
     """
     op = op.replace(pending=tuple([other for other in op.pending if other.number != pending.number]))
     worker = op.worker(pending.worker)
@@ -275,5 +280,5 @@ def _forgotten(op: Operation, pending: Pending) -> Operation:
     return op.with_worker(worker.replace(reservations={**worker.reservations, gpu: known}))
 
 
-# What these do is seen by asking for them again.
+# Requesting these again shows whether they were done.
 _ON_WHOLE = frozenset((effects.Hold.tag, effects.Dump.tag, effects.Seal.tag, effects.Scrap.tag, effects.End.tag))

@@ -1,8 +1,7 @@
-"""Operations made of processes that were found standing: suspended ones, as if an operation of before had left them so.
+"""Makes suspended operations of orphaned processes, as if an earlier operation had left them so.
 
-Owns what is believed of such a process, which is what its agent says of it, or the driver, or both; and how much room
-one may need of which nobody has measured it. Pure. From there the machine knows the way: each is looked at first, and a
-resume brings it back.
+Owns what is known about such a process, which its agent, the driver or both report, and the upper bound of the memory
+that it needs if no one measured it. Pure. The machine inspects each process first, and a resume restores it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ DRIVER = "driver"
 
 
 class Standing(Record):
-    """A process that stands, by its agent."""
+    """A parked process, as its agent reports it."""
 
     pid: int = field("process id")
     start_ticks: int = field("start time in clock ticks since boot")
@@ -53,10 +52,10 @@ class Driven(Record):
 
 
 def driver_bytes_bound(own_bytes: int, whole_bytes: Iterable[int | None]) -> int:
-    """How much room one that is checkpointed may need at most, of whom no journal says what it had.
+    """Return the most memory that a checkpointed process can need on a GPU, if no journal says what it had.
 
-    Its video memory is in its own memory, so it had no more than that and what the driver makes anew; nor can it have
-    had more than the largest of the GPUs, which have so much each.
+    Its GPU memory is now in its own memory, so it had at most `own_bytes` plus what the driver creates again. It also
+    had at most the largest of `whole_bytes`, the sizes of the GPUs.
     """
     bound_bytes = own_bytes + UNSEEN_BYTES
     known = [size_bytes for size_bytes in whole_bytes if size_bytes is not None]
@@ -72,8 +71,9 @@ def on_real_gpu(standing: Standing, driven: Driven, mark: str | None, *, in_vide
     """
     if standing.held_bytes and mark is None:
         raise Refused(
-            f"the agent of process {standing.pid} is of a release that does not say by which way its bytes went out",
-            "bring the journal back from a copy (operations.journal in the state directory), then start hegmd",
+            f"the agent of process {standing.pid} is of an older release that does not report how its tensors were "
+            "offloaded",
+            "restore operations.journal in the state directory from a copy, then start hegmd",
             {"pid": standing.pid},
         )
     by_itself = WORKER if mark else PEER if in_video else HOST
@@ -105,7 +105,7 @@ def adopted(op_id: str, standing: Iterable[Standing], *, utc: float) -> Operatio
 
 
 def adopted_of_driver(op_id: str, driven: Driven, *, utc: float) -> Operation:
-    """The same on a process that the driver has, and of which no agent says that it stands."""
+    """Make a suspended operation of a process that only the driver reports as locked or checkpointed."""
     worker = JobProcess(
         name=str(driven.pid),
         pid=driven.pid,

@@ -1,7 +1,7 @@
-"""An operation as people and programs are told of it, from the one that the machine keeps. Pure.
+"""Builds the public record of an operation from the machine's record. Pure.
 
-HAPPENINGS are the events of the node that operations cause, each a kind that is counted (`hegmd_events_total`) and that
-docs/operations.md explains.
+HAPPENINGS are the events of the node that operations cause. Each kind is counted (`hegmd_events_total`) and explained
+in docs/operations.md.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def description(
     ending: Sequence[int] = (),
     awaits: str | None = None,
 ) -> told.Operation:
-    """How it stands; the figures are the runner's, who has the clock and the reports, and the journal's trouble too.
+    """Return the public record of an operation.
 
-    `last_utc`: when it came to where it is. `stopped` are those of its processes that stand still because of a signal
-    or a debugger, `ending` those that are about to be gone; `awaits` is what it waits for in its present phase, as
-    whoever waits says it.
+    `last_utc`: when it reached its present phase. `stopped`: its processes that are stopped by a signal or a debugger.
+    `ending`: those that are about to exit. `awaits`: what it waits for in its present phase. The runner supplies these,
+    and `trouble`, the journal's error.
     """
     failure = op.failure or op.waiting_for
     size_bytes = sum(member.carried_bytes for member in op.workers)
@@ -59,24 +59,24 @@ def description(
 
 
 def _note(op: Operation) -> str | None:
-    """What is to be known of it at its end beside that."""
+    """Return a remark on an ended operation, or None."""
     if op.phase == LOST and op.image is not None and op.image.whole:
-        return f"its image is whole, and brings it back: hegmctl restore {shlex.quote(op.image.path)}"
+        return f"its image is complete; restore it with: hegmctl restore {shlex.quote(op.image.path)}"
     member = next((member for member in op.workers if member.finished and not member.state_saved), None)
     if member is None or op.phase not in TERMINAL:
         return None
-    return f"process {member.pid} came to the end of its training before it was moved"
+    return f"process {member.pid} finished its training before it was moved"
 
 
 def way_of(op: Operation) -> str:
-    """By what its processes are moved."""
+    """Return how its processes are moved: by restart, by their agent, or by the driver."""
     if any(member.restarts for member in op.workers):
         return RESTART
     return "agent" if any(member.has_agent for member in op.workers) else "driver"
 
 
 def doing(op: Operation) -> str | None:
-    """What a restart does now; None where its phase says that."""
+    """Return what a restart does now; None where its phase says so."""
     member = next((member for member in op.live if member.restarts), None)
     if member is None or op.phase in TERMINAL or op.phase == SUSPENDED:
         return None
@@ -92,11 +92,11 @@ def doing(op: Operation) -> str | None:
 def waiting(
     op: Operation, trouble: HegmError | None = None, stopped: Sequence[int] = (), ending: Sequence[int] = ()
 ) -> told.Wait | None:
-    """What it waits for, the most pressing first; None for one that is over, or comes on, as when a process ends."""
+    """Return what the operation waits for, the most urgent first. None if it has ended or makes progress."""
     if op.phase in TERMINAL:
         return None
     if trouble is not None:
-        return told.Wait(why=f"it stands still: {trouble.message}", next=trouble.hint)
+        return told.Wait(why=f"the operation is stopped: {trouble.message}", next=trouble.hint)
     if stopped and not _stands_for_image(op):
         pids = " ".join(str(pid) for pid in stopped)
         are = f"processes {pids} are" if len(stopped) > 1 else f"process {pids} is"
@@ -109,56 +109,54 @@ def waiting(
     if op.phase == HOLDING:
         pid = next((member.pid for member in op.live), None)
         within = f"within {op.limits.hold_s:g} s"
-        return told.Wait(
-            why=f"its job stands at a boundary, and goes on by itself {within}", next=f"hegmctl resume {pid}"
-        )
+        return told.Wait(why=f"the job is quiesced and resumes automatically {within}", next=f"hegmctl resume {pid}")
     if op.phase == SUSPENDED:
-        why = "it is suspended" if op.failure is None else f"its job stands: {op.failure.message}"
+        why = "it is suspended" if op.failure is None else f"the job is parked: {op.failure.message}"
         return told.Wait(why=why, next=resuming(op))
     if op.attempts > 1:
         return told.Wait(
-            why=f"{op.phase} has not come to its end in {op.attempts} attempts; the next is made by itself",
-            next=f"see what it meets with: hegmctl op {op.id} --story",
+            why=f"{op.phase} has failed {op.attempts} times; hegmd retries automatically",
+            next=f"see what fails: hegmctl op {op.id} --story",
         )
     return None
 
 
 def _waiting_for(op: Operation, member: Member) -> told.Wait:
     """An agent that is not connected; of a restart that may be as it is to be."""
-    see = f"see the log of the job and: hegmctl op {op.id}"
+    see = f"read the log of the job and: hegmctl op {op.id}"
     if member.restarts and member.start_count and not member.verified:
         return told.Wait(
-            why=f"process {member.pid}, which goes on from the saved state, has not said yet how far it is",
-            next=f"its agent connects by itself; if it does not, {see}",
+            why=f"process {member.pid}, which continues from the saved state, has not reported its progress yet",
+            next=f"wait for its agent to connect; if it does not, {see}",
         )
     if member.restarts and member.state_saved and not member.start_count:
         return told.Wait(
-            why=f"process {member.pid} has saved its state and leaves; its end is waited for",
-            next=f"it is started again by itself once it has ended; if it does not end, {see}",
+            why=f"process {member.pid} has saved its state and is exiting",
+            next=f"wait: its supervisor restarts it once it has exited; if it does not exit, {see}",
         )
     return told.Wait(
         why=f"the agent of process {member.pid} is not connected",
-        next=f"it comes back by itself; if it does not, {see}",
+        next=f"wait for it to reconnect; if it does not, {see}",
     )
 
 
 def _stands_for_image(op: Operation) -> bool:
-    """Whether CRIU has its processes stand, which are not to go on beyond what is in their image."""
+    """True while CRIU keeps its processes stopped, so that they match their image."""
     return op.image is not None and op.image.begun and op.phase in (SETTLING.phase, "handing", "ending")
 
 
 def in_hand(op: Operation, pid: int, kind: str | None = None) -> tuple[str, str]:
-    """What is said to whoever wants that process of it for something else, such as that kind, and the next step."""
+    """Return the message and the hint for a client that wants `pid`, which this operation has."""
     if op.phase == "sealing":
-        message = f"the image of process {pid} is being written while it trains, which is operation {op.id}'s"
-        return message, f"wait for its end: hegmctl op {op.id} --follow; or give the image up: hegmctl cancel {op.id}"
-    message = f"operation {op.id} ({op.kind}, {op.phase}) has process {pid} already"
+        message = f"the image of process {pid} is being written by operation {op.id} while it trains"
+        return message, f"wait for it: hegmctl op {op.id} --follow; or discard the image: hegmctl cancel {op.id}"
+    message = f"operation {op.id} ({op.kind}, {op.phase}) already includes process {pid}"
     if op.phase != SUSPENDED:
         return message, f"see: hegmctl op {op.id}"
     if any(member.is_absent for member in op.live):
         return message, f"see: {resuming(op)}"
     if kind == CHECKPOINT:
-        return message, f"have it in an image as it stands: hegmctl handoff {pid} DIR; or first: hegmctl resume {pid}"
+        return message, f"write it into an image: hegmctl handoff {pid} DIR; or run: hegmctl resume {pid}"
     return message, f"see: hegmctl resume {pid}"
 
 
@@ -182,19 +180,20 @@ def process_of(member: Member) -> told.OperationProcess:
 
 
 HAPPENINGS = {
-    "operation.journal-failed": "the journal cannot be written: operations stand still, and none begins",
-    "operation.journal-mended": "it can be written again, and they go on",
-    "operation.began": "it was asked for, and is in the journal",
-    "operation.rolling-back": "it will not get to what was asked; the job is brought back to how it was",
-    "operation.held": "neither way is open; the job stands with its bytes held until it is resumed",
-    "operation.recovered": "a daemon that was started has found it in the journal, and asks how its processes stand",
-    "operation.found": "how a process of it stood after that, or after a step of the driver's that was cut off",
-    "operation.holding": "its job stands at a boundary with all that it has, and goes on by itself after a while",
-    "operation.suspended": "its job is off the GPUs, its bytes held",
-    "operation.done": "what was asked has been done, and a batch was seen after it",
-    "operation.rolled-back": "it ended with the job as it was",
-    "operation.image-missed": "an image that is taken every so often was not; the job goes on, and the next is tried",
-    "operation.lost": "a process ended while its bytes were out of it",
+    "operation.journal-failed": "hegmd cannot write the journal: operations are stopped and none can start",
+    "operation.journal-mended": "hegmd can write the journal again, and operations continue",
+    "operation.began": "a client requested it, and the journal has it",
+    "operation.rolling-back": "it cannot finish; the job is rolled back",
+    "operation.held": "it can neither finish nor roll back; the job is suspended with its state kept until it is "
+    "resumed",
+    "operation.recovered": "a restarted daemon found it in the journal and inspects its processes",
+    "operation.found": "the state of a process after that, or after an interrupted driver call",
+    "operation.holding": "the job is quiesced with all its memory in place, and resumes automatically",
+    "operation.suspended": "the job is off the GPUs and its state is kept",
+    "operation.done": "it succeeded, and the job trained a batch afterwards",
+    "operation.rolled-back": "it ended with the job unchanged",
+    "operation.image-missed": "a scheduled image could not be written; the job trains on, and hegmd tries the next one",
+    "operation.lost": "a process exited while its tensors were offloaded",
 }
 
 
@@ -208,7 +207,7 @@ class Happening:
 
 
 def happenings(before: Operation, event: Event, after: Operation) -> Iterator[Happening]:
-    """What a step of an operation is worth telling of, besides its phases."""
+    """Yield the node's events that this step of an operation causes, besides its phase."""
     who = f"operation {after.id}"
     if isinstance(event, events.Recovered):
         yield Happening("operation.recovered", "warning", f"{who} was {before.phase} when hegmd was stopped")
@@ -218,13 +217,17 @@ def happenings(before: Operation, event: Event, after: Operation) -> Iterator[Ha
     why = "" if after.failure is None else f": {after.failure.message}"
     if after.direction != before.direction:
         if after.direction == BACK and after.phase not in (ROLLED_BACK, LOST):
-            yield Happening("operation.rolling-back", "warning", f"{who} turns back{why}")
+            yield Happening("operation.rolling-back", "warning", f"{who} rolls back{why}")
         elif after.direction == HOLD:
-            yield Happening("operation.held", "error", f"{who} is held, its job stands{why}; hegmctl resume")
+            yield Happening(
+                "operation.held", "error", f"{who} failed and its job is suspended{why}; run: hegmctl resume"
+            )
     if after.phase == SUSPENDED and before.phase != SUSPENDED and not why:
         yield Happening("operation.suspended", "info", f"{who}: suspended")
     if after.phase == HOLDING and before.phase != HOLDING and isinstance(event, events.Parked):
-        yield Happening("operation.holding", "info", f"{who}: its job stands for at most {after.limits.hold_s:g} s")
+        yield Happening(
+            "operation.holding", "info", f"{who}: its job is quiesced for at most {after.limits.hold_s:g} s"
+        )
 
 
 def _found(event: Event) -> str:

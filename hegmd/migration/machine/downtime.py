@@ -1,7 +1,7 @@
-"""How long a job stood: from its first thread's stop, or its first process's lock, until all go on again.
+"""How long the job did not train: from the first park or driver lock until all processes run again.
 
-A figure that users ask for, also of an operation that ended under an earlier daemon; so it is in the operation, and
-with it in the journal. Decides nothing: no stage looks at it. Pure.
+Users ask for this figure, also for an operation that ended under an earlier daemon, so the operation and its journal
+keep it. No stage depends on it. Pure.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from hegmd.migration.machine import effects, events
 from hegmd.migration.machine.events import Event
 from hegmd.migration.machine.operation import QUIESCE, Operation
 
-# What may follow on attempts to stop the job that came to nothing: each says how long it stood in them.
+# Events that end a failed attempt to park the job. Each says how long the thread was parked.
 _ATTEMPTED = events.Overran | events.Withdrawn | events.Failed
 
 
@@ -19,16 +19,16 @@ def timed(event: Event, after: Operation, now: float) -> Operation:
     if after.parked_since is not None and after.parked_since > now:
         after = after.replace(parked_since=None)
     alone = not any(member.has_agent for member in after.workers)
-    resumed = isinstance(event, events.ResumeRequested) and after.kind != QUIESCE  # one that was held has stood before
+    resumed = isinstance(event, events.ResumeRequested) and after.kind != QUIESCE  # a quiesced job was parked before
     if resumed:
         return after.replace(parked_since=now, downtime_s=None)
     if after.parked_since is None and _stops(event, after, alone=alone):
-        # As if it had stood in one piece: what it stood in earlier attempts comes before.
+        # Count the time of earlier attempts as if the job had been parked without a break.
         before_s = (event.parked_s if isinstance(event, events.Parked) else 0.0) + (after.downtime_s or 0.0)
         return after.replace(parked_since=now - before_s, downtime_s=None)
     if isinstance(event, _ATTEMPTED):
         after = _attempted(event, after, now)
-    started = isinstance(event, events.Restored) and event.pid is not None  # a process that never stood
+    started = isinstance(event, events.Restored) and event.pid is not None  # a new process was never parked
     goes_on = isinstance(event, events.Restored if alone else (events.Released, events.Withdrawn))
     if after.parked_since is not None and (started or goes_on):
         is_whole = all(member.gpu is not None if alone else not member.is_parked for member in after.live)
@@ -38,7 +38,7 @@ def timed(event: Event, after: Operation, now: float) -> Operation:
 
 
 def _attempted(event: events.Overran | events.Withdrawn | events.Failed, after: Operation, now: float) -> Operation:
-    """An attempt is over in which it stood; ranks that stopped with it go on to another boundary."""
+    """Add the time of a failed attempt to park. Ranks that were parked with it run on to another boundary."""
     if isinstance(event, events.Overran) and after.parked_since is not None:
         return after.replace(downtime_s=now - after.parked_since, parked_since=None)
     if event.parked_s and after.parked_since is None:
@@ -47,7 +47,7 @@ def _attempted(event: events.Overran | events.Withdrawn | events.Failed, after: 
 
 
 def _stops(event: Event, after: Operation, *, alone: bool) -> bool:
-    """Whether somebody stands from here on: without an agent, that is from the checkpoint to the restore."""
+    """True if the job stops training with this event. Without an agent it does not train from checkpoint to restore."""
     if alone:
         return any(pending.effect == effects.Checkpoint.tag for pending in after.pending)
     return isinstance(event, events.Parked)

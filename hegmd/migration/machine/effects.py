@@ -1,14 +1,14 @@
-"""What an operation wants done, as data: the machine emits these, the runner performs them.
+"""What an operation wants done, as data: the machine emits effects, and the runner performs them.
 
-Owns the names, the fields, the events that end each, and what becomes of one that is cancelled:
+Owns the names, the fields, the events that end each effect, and what happens to one that is cancelled:
 - cut: it only reads; drop it, no event is needed;
-- finish: it runs to its end, shielded, and its ending event counts;
-- undo: it is dropped, and the effect named in its docstring takes it back.
+- finish: it runs to its end, shielded, and its result counts;
+- undo: it is dropped, and the effect named in its docstring reverses it.
 
-A restore of a restart may end with `training-ended` instead, by which the worker has nothing under way any more.
+The restore of a restart may end with `training-ended` instead: then the worker has no running effect left.
 
-Every effect is for one worker and may be asked for twice: one that finds its work done says so and is done. `failed`
-ends each of them too. Nothing is performed before the journal has it on disk.
+Every effect is for one worker and may be requested twice; if its work is done, it succeeds at once. `failed` can end
+each of them too. Nothing is performed before the journal has it on disk.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Effect(Tagged):
         cls.in_worker = in_worker
 
     def ending(self) -> dict[str, Any]:
-        """What each event that ends it says of it."""
+        """Return the fields that every event ending this effect has."""
         return {"effect": self.number, "worker": self.worker, "cause": self.tag}
 
 
 class Reserve(Effect, tag="reserve", ends=("reserved",), on_cancel=FINISH, in_worker=False):
-    """Hold so much room on a GPU for the worker from now on, in all; it may hold less there already."""
+    """Reserve so much memory on a GPU for the worker, in total; it may have some reserved there already."""
 
     gpu: str = field("where")
     size_bytes: int = field("how much, in all")
@@ -56,7 +56,7 @@ class Reserve(Effect, tag="reserve", ends=("reserved",), on_cancel=FINISH, in_wo
 class ReleaseReservation(
     Effect, tag="release-reservation", ends=("reservation-released",), on_cancel=FINISH, in_worker=False
 ):
-    """Hold no room on a GPU for the worker any more, neither the operation's nor what it held there itself."""
+    """Release all memory reserved for the worker on a GPU, by the operation or by the worker itself."""
 
     gpu: str = field("where")
 
@@ -72,9 +72,9 @@ class ReleasePool(Effect, tag="release-pool", ends=("pool-released",), on_cancel
 
 
 class AwaitSuccessor(Effect, tag="await-successor", ends=("successor-awaited",), on_cancel=CUT):
-    """Of a restart: wait, while the worker trains on, until the process that is to go on has imported what takes long.
+    """For a restart: let the worker train until its successor has finished its slow imports.
 
-    It ends well also where that comes to nothing, or takes too long.
+    It also succeeds if no successor is started, or if this takes too long.
     """
 
 
@@ -83,9 +83,9 @@ class Survey(Effect, tag="survey", ends=("surveyed",), on_cancel=CUT):
 
 
 class Park(Effect, tag="park", ends=("parked", "overran"), on_cancel=UNDO):
-    """Stop the training thread at a boundary. Undone by `withdraw`.
+    """Park the training thread at a boundary. Undone by `withdraw`.
 
-    Takes the place of a park of the same worker that is under way or done: it then goes on to this boundary.
+    Replaces a running or finished park of the same worker, whose thread then runs on to this boundary.
     """
 
     at: int | None = field("at the boundary of this count, for ranks that have to stop together; nil for the next")
@@ -93,7 +93,7 @@ class Park(Effect, tag="park", ends=("parked", "overran"), on_cancel=UNDO):
 
 
 class Withdraw(Effect, tag="withdraw", ends=("withdrawn",), on_cancel=FINISH):
-    """Take back a park, whether the thread stands already or not: after it, the thread runs."""
+    """Cancel a park, whether the thread is parked already or not: afterwards the thread runs."""
 
 
 class Offload(Effect, tag="offload", ends=("offloaded",), on_cancel=FINISH):
@@ -125,29 +125,30 @@ class Checkpoint(Effect, tag="checkpoint", ends=("checkpointed", "grew"), on_can
 
 
 class Hold(Effect, tag="hold", ends=("held",), on_cancel=CUT, in_worker=False):
-    """Let the job stand for as long as was asked. It is asked of one worker, for all of them."""
+    """Keep the job quiesced for the requested time. Requested of one worker, for the whole job."""
 
 
 class Dump(Effect, tag="dump", ends=("dumped",), on_cancel=UNDO, in_worker=False):
-    """Write the image of the whole job. If that is to end, read it back too and give it its name; of one that goes on
-    write the processes alone, and `seal` does the rest. It is asked of one worker, for all of them.
+    """Write the image of the whole job. Requested of one worker, for the whole job.
 
-    Dropped, it leaves no image behind, and the processes as they were: standing, their agents on their way back.
+    If the job is to end, the image is also verified and named. If it trains on, only the processes are written, and
+    `seal` does the rest.
+
+    When dropped, it leaves no image, and the processes as they were: parked, with their agents reconnecting.
     """
 
     find: bool = field("only see whether the image that was begun is whole, and let go of what is left of it if not")
 
 
 class Seal(Effect, tag="seal", ends=("sealed",), on_cancel=UNDO, in_worker=False):
-    """Write the bytes of a job that has gone on from the pool to its image, read that back, and give it its name. It is
-    asked of one worker, for all of them.
+    """Write the bytes of a job that trains on from the pool to its image, verify it and name it.
 
-    One that is not good is removed. Undone by `scrap`.
+    Requested of one worker, for the whole job. A damaged image is removed. Undone by `scrap`.
     """
 
 
 class Scrap(Effect, tag="scrap", ends=("scrapped",), on_cancel=FINISH, in_worker=False):
-    """Remove what is written of an image that nobody wants any more."""
+    """Remove what was written of an image that is no longer wanted."""
 
 
 class End(Effect, tag="end", ends=("ended",), on_cancel=FINISH, in_worker=False):
@@ -155,7 +156,7 @@ class End(Effect, tag="end", ends=("ended",), on_cancel=FINISH, in_worker=False)
 
 
 class Restore(Effect, tag="restore", ends=("restored",), on_cancel=FINISH):
-    """Let the driver bring the process back, on that GPU. The room held there for it becomes the process's own."""
+    """Have the driver restore the process on that GPU. The memory reserved there becomes the process's own."""
 
     gpu: str = field("where")
 
@@ -172,7 +173,7 @@ class Reconnect(Effect, tag="reconnect", ends=("reconnected",), on_cancel=FINISH
 
 
 class Release(Effect, tag="release", ends=("released",), on_cancel=FINISH):
-    """Let the training thread go on. Ends when it was told to, without waiting for what it does then."""
+    """Resume the training thread. Ends when the agent has the order, without waiting for its effect."""
 
 
 class Verify(Effect, tag="verify", ends=("verified",), on_cancel=CUT):
@@ -182,4 +183,4 @@ class Verify(Effect, tag="verify", ends=("verified",), on_cancel=CUT):
 
 
 class Inspect(Effect, tag="inspect", ends=("inspected",), on_cancel=CUT):
-    """Find out how it really stands with the worker. A process that has ended is the event `worker-exited`."""
+    """Find out the true state of the worker. A process that has exited ends it with the event `worker-exited`."""

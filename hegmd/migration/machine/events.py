@@ -1,8 +1,8 @@
-"""What can happen to an operation, as data: what people ask, what workers do, how effects end, what the clock says.
+"""What can happen to an operation, as data: requests, reports of workers, results of effects, deadlines.
 
-Owns the names and fields of the events; what follows from one is in machine.py. An event that ends an effect carries
-the effect's number, and one that comes twice, late or after a restart is known by that number to mean nothing any more.
-Progress in bytes is not among them: it decides nothing, so it goes from the runner straight to whoever watches.
+Owns the names and fields of the events; machine.py decides what follows from one. A result carries the number of its
+effect, so a result that arrives twice, late or after a restart is recognised as obsolete. Progress in bytes is not an
+event: it decides nothing, so the runner sends it straight to the clients that follow the operation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hegmd.protocol.record import field
 
 # Why an effect failed, as far as the machine has to tell them apart.
 REFUSED, DISCONNECTED, BROKEN, OUT_OF_MEMORY = "refused", "disconnected", "broken", "out-of-memory"
-# The driver found no memory for a call of its own; the worker's room is as it was.
+# The driver found no GPU memory for a call of its own. The worker's reservation is unchanged.
 DRIVER_OUT_OF_MEMORY = "driver-out-of-memory"
 
 
@@ -33,35 +33,35 @@ class Begin(Event, tag="begin"):
 
 
 class CancelRequested(Event, tag="cancel-requested"):
-    """Somebody wants the operation not to have happened."""
+    """A client cancelled the operation."""
 
     by: str = field("who, for the story", default="")
 
 
 class DropRequested(Event, tag="drop-requested"):
-    """Of a restart: somebody gives up for good the state that is held, from which nobody has gone on."""
+    """For a restart: a client discards the saved state, which no successor uses."""
 
     by: str = field("who, for the story", default="")
 
 
 class ResumeRequested(Event, tag="resume-requested"):
-    """Somebody wants a suspended job to go on."""
+    """A client resumes a suspended job."""
 
     to: Mapping[str, str] = field("the GPU that each worker is to go to, by the worker's name; none of one that holds")
     limit_s: float | None = field("how long that may take in all; nil for as long as its steps may", default=None)
 
 
 class TakenUp(Event, tag="taken-up"):
-    """Something else is wanted of a job that is held at a boundary: the operation becomes that one, its job standing.
+    """A client requested another operation on a quiesced job: the operation becomes that one, and the job stays parked.
 
-    In one step, so that there is no moment at which the job stands and no operation has it.
+    This is one step, so that the parked job belongs to an operation at every moment.
     """
 
     into: Operation = field("what it becomes, as it was planned")
 
 
 class ImageRequested(Event, tag="image-requested"):
-    """Somebody wants a suspended job in an image."""
+    """A client requested an image of a suspended job."""
 
     handoff: ImageRequest = field("where to, and for whom")
     limit_s: float | None = field("how long that may take; nil for as long as images may", default=None)
@@ -82,14 +82,15 @@ class WorkerExited(Event, tag="worker-exited"):
 
 
 class TrainingEnded(Event, tag="training-ended"):
-    """Of a restart: the process that went on from the state has come to the end of its training, by the word of its
-    supervisor, whether or not it was seen at a boundary."""
+    """For a restart: the supervisor reports that the successor finished its training, whether or not a boundary was
+    seen.
+    """
 
     worker: str = field("name of the worker")
 
 
 class CameOn(Event, tag="came-on"):
-    """Of a restart: how far the process that is to go on has come, as its supervisor and its agent have said."""
+    """For a restart: the supervisor or the agent reports the successor's progress."""
 
     worker: str = field("name of the worker")
     doing: str = field("what it does now")
@@ -140,15 +141,15 @@ class Failed(Ending, tag="failed"):
 
 
 class Reserved(Ending, tag="reserved"):
-    """The room is held on the GPU."""
+    """The memory is reserved on the GPU."""
 
 
 class ReservationReleased(Ending, tag="reservation-released"):
-    """No room is held on the GPU for this worker any more."""
+    """Nothing is reserved on the GPU for this worker."""
 
 
 class PoolReserved(Ending, tag="pool-reserved"):
-    """The pages are there, and nobody else can have them."""
+    """The pages are present and reserved."""
 
 
 class PoolReleased(Ending, tag="pool-released"):
@@ -156,20 +157,20 @@ class PoolReleased(Ending, tag="pool-released"):
 
 
 class SuccessorAwaited(Ending, tag="successor-awaited"):
-    """Of a restart: nobody waits any more for the process that is to go on to be ready."""
+    """For a restart: the wait for the successor is over."""
 
     ready: bool = field("whether it is", default=False)
 
 
 class Surveyed(Ending, tag="surveyed"):
-    """What the agent counts."""
+    """The agent's boundary count and tensor bytes."""
 
     boundary: int = field("batch boundaries that it has passed")
     size_bytes: int = field("bytes of the storages that it vouches for")
 
 
 class Parked(Ending, tag="parked"):
-    """The training thread stands at a boundary."""
+    """The training thread is parked at a boundary."""
 
     boundary: int = field("which one")
     parked_s: float = field("how long it stood until now, in all attempts", default=0.0)
@@ -225,9 +226,9 @@ class Checkpointed(Ending, tag="checkpointed"):
 
 
 class GrewBeyondPlan(Ending, tag="grew"):
-    """The process was not taken off: it has more on its GPU than was planned for, which has to be written down first.
+    """The process was not checkpointed: it has more GPU memory than planned, which must be journalled first.
 
-    Once it is off, nobody can ask any more what it needs.
+    After the checkpoint its need can no longer be measured.
     """
 
     driver_bytes: int = field("what it has there besides its storages, with a margin")
@@ -237,15 +238,15 @@ class GrewBeyondPlan(Ending, tag="grew"):
 
 
 class Held(Ending, tag="held"):
-    """The job has stood for as long as was asked."""
+    """The job was quiesced for the requested time."""
 
 
 class Dumped(Ending, tag="dumped"):
-    """The image of the job is whole, read back, and has its name. Of one that goes on, its processes are in it."""
+    """The image of the job is complete, verified and named; if the job trains on, its processes are written."""
 
 
 class Sealed(Ending, tag="sealed"):
-    """The image of a job that has gone on is whole: it was read back, and has its name."""
+    """The image of a job that trained on is complete, verified and named."""
 
 
 class Scrapped(Ending, tag="scrapped"):
@@ -279,17 +280,17 @@ class Reconnected(Ending, tag="reconnected"):
 
 
 class Released(Ending, tag="released"):
-    """The training thread was let go."""
+    """The agent has the order to resume the training thread."""
 
 
 class Verified(Ending, tag="verified"):
-    """The training thread has come to a boundary after the one at which it stood."""
+    """The training thread has reached a boundary after the one at which it was parked."""
 
     boundary: int = field("batch boundaries that it has passed")
 
 
 class Inspected(Ending, tag="inspected"):
-    """How it really stands with a worker, by its agent, the driver, and what the daemon itself holds."""
+    """The true state of a worker, according to its agent, the driver and the daemon."""
 
     parked: bool = field("whether its training thread stands")
     boundary: int = field("batch boundaries that it has passed")

@@ -1,59 +1,60 @@
-"""The machine that moves jobs: `handle(operation, event, now)` gives the operation that follows and what is to be done.
+"""The machine that moves jobs: `handle(operation, event, now)` returns the next operation and the effects to perform.
 
-Owns TABLE, which says of every phase and event whether it is a move, ignored for a reason, or refused without changing
-anything, and the actions behind the moves. Pure: time comes as an argument, and whoever performs the effects is
-hegmd/migration/run/runner.py. What is wanted next is not decided here, event by event, but by the table of stages.py
-from the facts; an action only writes down what an event says and, where it has to, turns the operation round.
+Owns TABLE, which says for every phase and event whether the event changes the operation, is ignored for a reason, or is
+refused without changing anything. Owns the actions behind the changes. Pure: time is an argument, and
+hegmd/migration/run/runner.py performs the effects. The table in stages.py, not this module, derives from the facts what
+is wanted next; an action only records what an event says and, where needed, rolls the operation back.
 
-What a runner has to keep to:
-- a new operation is `Plan.operation(...)` of hegmd/migration/model.py, and takes `begin`; after a restart every one
-  that is not over takes `recovered`;
-- for each event: `handle`, journal the event with the operation that follows, fsync, and only then perform the effects;
-  if it gives back the very same object, the event was ignored and needs no record;
-- each effect ends with one event that carries its number and worker; one that cannot be ended any more is harmless,
-  since the deadline makes the machine look for itself; a second ending is ignored;
+What a runner must do:
+- a new operation is `Plan.operation(...)` of hegmd/migration/model.py, and takes `begin`; after a restart of the daemon
+  every unfinished one takes `recovered`;
+- for each event: `handle`, journal the event with the resulting operation, fsync, and only then perform the effects;
+  if it returns the very same object, the event was ignored and needs no record;
+- each effect ends with one event that carries its number and worker; an effect that cannot end is harmless,
+  since the deadline makes the machine inspect the worker; a second result is ignored;
 - at `operation.deadline` (monotonic, the clock that `now` is from) feed `deadline-passed`; early or late is fine;
-- an effect that is done already is done: every one may come twice;
-- what is wanted of one worker begins in the order of the numbers, the room and the pool of that worker included;
-- orders go over the connection that the machine has heard of last (at `begin`, by `agent-back`, or the one by which
-  `inspect` was answered); where that one has ended, they fail as disconnected, so that nothing is done on old news;
-- `inspect` goes over whatever connection there is; `busy` is true while an order to carry bytes is still under way.
+- an effect that is already done succeeds: every effect may come twice;
+- effects for one worker begin in the order of their numbers, including its reservations and its pool memory;
+- orders use the newest connection that the machine knows (from `begin`, `agent-back`, or the one that answered
+  `inspect`); if it has ended, they fail as disconnected, so that nothing is done on old news;
+- `inspect` uses any connection; `busy` is true while an order to copy bytes is still running.
 
 | effect | arguments | ends with (or failed) | for a worker with the worker carrier |
 |---|---|---|---|
-| reserve | gpu, size_bytes | reserved | size_bytes in all are reserved there; refused: not free |
+| reserve | gpu, size_bytes | reserved | size_bytes in total are reserved there; refused: not free |
 | release-reservation | gpu | reservation-released | nothing is reserved there for the worker |
-| reserve-pool | size_bytes | pool-reserved | its memory is made, or made larger; refused: over budget |
+| reserve-pool | size_bytes | pool-reserved | its memory is allocated, or enlarged; refused: over budget |
 | release-pool | | pool-released | its memory is closed |
 | await-successor | | successor-awaited(ready) | restart only: it trains until the successor is ready |
 | survey | | surveyed(boundary, size_bytes) | order survey |
-| park | at, limit_s | parked(boundary), overran(boundary) | order park; instead of an earlier one; failed: withdrawn |
-| withdraw | | withdrawn | order withdraw, or release if it stands already |
+| park | at, limit_s | parked(boundary), overran(boundary) | order park; replaces an earlier one; failed: withdrawn |
+| withdraw | | withdrawn | order withdraw, or release if it is parked already |
 | offload | | offloaded(size_bytes) | order offload with the memory |
 | disconnect | limit_s | disconnected | order disconnect; for ranks with communicators, as the next two |
 | lock | | locked, grew(driver_bytes) | nothing to do |
 | unlock | | unlocked | nothing to do |
-| checkpoint | | checkpointed, grew(driver_bytes) | nothing to do; the room there stays held |
-| hold | | held | nothing but time passes |
-| dump | find | dumped | the image is written, read back and named; of a job that goes on its processes, no more |
-| seal | | sealed | the image of a job that has gone on is written from the pool, read back and named |
+| checkpoint | | checkpointed, grew(driver_bytes) | nothing to do; the reservation there stays |
+| hold | | held | only time passes |
+| dump | find | dumped | the image is written, verified and named; if the job trains on, only its processes |
+| seal | | sealed | the image of a job that trained on is written from the pool, verified and named |
 | scrap | | scrapped | nothing is left of it |
 | end | | ended | the process is ended |
-| restore | gpu | restored | the room there becomes the worker's own; of a restart also: training-ended |
+| restore | gpu | restored | the reservation becomes the worker's own; of a restart also: training-ended |
 | reload | | reloaded | order reload with the memory |
 | reconnect | generation, limit_s | reconnected | order reconnect |
 | release | | released | order release was sent |
 | verify | beyond | verified(boundary) | that order's report, or a survey that counts more than `beyond` |
-| inspect | | inspected(...), or worker-exited | attended? survey; and what room and pool are really held |
+| inspect | | inspected(...), or worker-exited | survey if connected; the true reservations and pool memory |
 
 Events from elsewhere: begin, cancel-requested(by), drop-requested(by), resume-requested(to), taken-up(into),
 image-requested(handoff, limit_s), worker-exited(worker, why, finished), training-ended(worker), came-on(worker, doing),
-agent-lost(worker), agent-back(worker, token), deadline-passed, recovered. `failed` has a
-fault: refused, disconnected (the connection ended, so whether it was done is not known) or broken.
+agent-lost(worker), agent-back(worker, token), deadline-passed, recovered. `failed` has a fault: refused, disconnected
+(the connection ended, so its outcome is unknown) or broken.
 
-Cancelling: until the workers have left their GPUs (`is_past_return`), the job is brought back to how it was; from there
-on it is refused, because going on is the shorter way, and the operation says so. A resume that fails or is cancelled
-ends in `suspended` again. When neither way is open the job is held: it stands, its bytes in the pool, and resume works.
+Cancelling: until the workers have left their GPUs (`is_past_return`), the job is rolled back. After that a cancel is
+refused, because finishing takes less time, and the refusal says so. A resume that fails or is cancelled ends in
+`suspended` again. If the operation can neither finish nor roll back, the job is held: it is suspended with its bytes in
+the pool, and can be resumed.
 """
 
 from __future__ import annotations
@@ -83,9 +84,9 @@ Result = tuple[Operation, tuple[Effect, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What becomes of an event in a phase. `why` is what a person is told where nothing becomes of it.
+    """The verdict on an event in a phase. `why` is shown to the user if the event changes nothing.
 
-    In `hint`, {id} stands for the operation and {otherwise} for what can be done with it once it is suspended.
+    In `hint`, {id} is replaced by the operation's id, and {otherwise} by what can be done with a suspended operation.
     """
 
     verdict: str
@@ -95,10 +96,10 @@ class Row:
 
 
 def handle(op: Operation, event: Event, now: float) -> Result:
-    """The operation after the event, and the effects to perform once that is on disk.
+    """Return the operation after the event, and the effects to perform once that is on disk.
 
-    Gives back the same object, and no effects, for an event that is ignored. Raises Refused, which a person reads, for
-    one that cannot be granted; nothing has changed then.
+    Returns the same object, and no effects, for an event that is ignored. Raises Refused, with a message for the user,
+    if the event cannot be granted; then nothing has changed.
     """
     row = TABLE[op.phase, event.tag]
     if row.verdict == REFUSE:
@@ -113,7 +114,7 @@ def handle(op: Operation, event: Event, now: float) -> Result:
 
 
 def _ended(op: Operation, event: Ending, action: Callable[..., Operation]) -> Operation | None:
-    """The operation after the end of an effect; None for one that is not under way, or for another worker."""
+    """Return the operation after the end of an effect; None if no such effect is running for that worker."""
     pending = op.pending_numbered(event.effect)
     worker = op.worker(event.worker)
     if pending is None or worker is None or pending.worker != event.worker:
@@ -126,13 +127,13 @@ def _ended(op: Operation, event: Ending, action: Callable[..., Operation]) -> Op
 
 
 def row_for(op: Operation, event: Event) -> Row:
-    """What the table says of that event now."""
+    """Return the table's row for that event in the operation's phase."""
     return TABLE[op.phase, event.tag]
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
-_HAS_ENDED = Row(IGNORE, "the effect that it ends has ended, or was given up")
+_HAS_ENDED = Row(IGNORE, "the effect that it ends has ended, or was dropped")
 _OVER = Row(IGNORE, "the operation is over")
 _WATCH = "watch it with: hegmctl op {id}"
 
@@ -163,26 +164,38 @@ def _put_requests(put: Put) -> None:
     open_phases = [phase for phase in (PLANNED, *ACTIVE) if phase not in (*settled, "sealing")]
     put("cancel-requested", ["sealing"], Row(MOVE, "the image is not wanted any more", actions.drop_image))
     put("cancel-requested", open_phases, Row(MOVE, "back, unless past return or on its way back", actions.cancel))
-    put("cancel-requested", settled, Row(REFUSE, "what it was for has been done", hint=_WATCH + "; it ends by itself"))
-    put("cancel-requested", [SUSPENDED], Row(REFUSE, "there is nothing under way to cancel", hint="{otherwise}"))
+    put(
+        "cancel-requested",
+        settled,
+        Row(REFUSE, "it has already done what was requested", hint=_WATCH + "; it ends by itself"),
+    )
+    put(
+        "cancel-requested",
+        [SUSPENDED],
+        Row(REFUSE, "the operation is not running, so there is nothing to cancel", hint="{otherwise}"),
+    )
     put("cancel-requested", TERMINAL, Row(REFUSE, "it is over", hint="see the others with: hegmctl ops"))
 
     put("drop-requested", [SUSPENDED], Row(MOVE, "the state that is held is given up", actions.drop_state))
-    put("drop-requested", [PLANNED, *ACTIVE], Row(REFUSE, "only a state that is held can be given up", hint=_WATCH))
+    put("drop-requested", [PLANNED, *ACTIVE], Row(REFUSE, "only a suspended operation keeps a state", hint=_WATCH))
     put(
         "drop-requested",
         TERMINAL,
-        Row(REFUSE, "it is over, and holds no state", hint="see the others with: hegmctl ops"),
+        Row(REFUSE, "it has ended and keeps no state", hint="see the others with: hegmctl ops"),
     )
 
     put("resume-requested", [SUSPENDED], Row(MOVE, "it heads for the GPUs named", actions.resume))
     put("resume-requested", [HOLDING], Row(MOVE, "it goes on before its time", actions.let_go))
     others = [phase for phase in (PLANNED, *ACTIVE) if phase != HOLDING]
-    put("resume-requested", others, Row(REFUSE, "only a suspended one can be resumed", hint=_WATCH))
+    put("resume-requested", others, Row(REFUSE, "only a suspended operation can be resumed", hint=_WATCH))
     put("resume-requested", TERMINAL, Row(REFUSE, "it is over", hint="see what runs with: hegmctl ps"))
 
     put("taken-up", [HOLDING], Row(MOVE, "it becomes what is wanted, its job standing", actions.take_up))
-    put("taken-up", [*others, SUSPENDED], Row(REFUSE, "only one that holds its job is taken up", hint=_WATCH))
+    put(
+        "taken-up",
+        [*others, SUSPENDED],
+        Row(REFUSE, "only an operation that keeps its job parked can change its kind", hint=_WATCH),
+    )
     put("taken-up", TERMINAL, Row(REFUSE, "it is over", hint="ask again"))
 
     put(
@@ -190,7 +203,11 @@ def _put_requests(put: Put) -> None:
         [SUSPENDED],
         Row(MOVE, "it is to have an image, and its processes are to end", actions.hand_over),
     )
-    put("image-requested", [PLANNED, *ACTIVE], Row(REFUSE, "only a suspended one can be handed over", hint=_WATCH))
+    put(
+        "image-requested",
+        [PLANNED, *ACTIVE],
+        Row(REFUSE, "only a suspended operation can be written to an image", hint=_WATCH),
+    )
     put("image-requested", TERMINAL, Row(REFUSE, "it is over", hint="see the others with: hegmctl ops"))
 
 
@@ -221,7 +238,7 @@ def _put_happenings(put: Put) -> None:
         put(event, TERMINAL, _OVER)
 
 
-# What each ending event writes down, and the effects that it can end are those whose `ends` name it.
+# The action that records each result. Effect.ends says which results an effect can have.
 _WRITES: dict[str, Callable[..., Operation]] = {
     "reserved": results.reserved,
     "reservation-released": results.reservation_released,
@@ -264,7 +281,7 @@ def _put_endings(put: Put) -> None:
 def _phases_of(event: str) -> tuple[str, ...]:
     """The phases in which an effect that this event ends can be under way."""
     ended = {tag for tag, effect in Effect.register.items() if event in effect.ends}
-    if Seal.tag in ended:  # whatever is done meanwhile, it is in nobody's way
+    if Seal.tag in ended:  # sealing an image does not affect any other effect
         return ACTIVE
     return tuple(stage.phase for stage in STAGES if stage.phase == "settling" or ended & set(stage.asks))
 

@@ -1,8 +1,8 @@
-"""Where an operation goes next: the first stage that wants something, and the effects that this takes now.
+"""Derives the next effects: those of the first stage that wants something.
 
-Owns the numbering of effects, what their being asked for means for the facts, and the deadline. Knows nothing of
-events. An effect that is under way and that the stage does not want, as after turning round, is waited for in
-`settling`: two things are never done to one worker at once.
+Owns the numbering of effects, the facts that change when an effect is requested, and the deadline. Knows nothing of
+events. An effect that is running but not wanted by the stage, as after a rollback began, is awaited in `settling`: a
+worker never has two effects at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SETTLING = STAGES[0]
 PLANNED = "planned"
 SUSPENDED, DONE, ROLLED_BACK, LOST = "suspended", "done", "rolled-back", "lost"
 TERMINAL = (DONE, ROLLED_BACK, LOST)
-# The phases of a resume that are over once it has its bytes again: what is left then is only to go on.
+# The phases of a resume up to its last byte. Afterwards only the release is left.
 _UNTIL_DUE = frozenset(("settling", "reserving", "restoring", "unlocking", "reloading"))
 # Waiting for what does not come is done less and less often, up to this.
 MAX_RETRY_S = 300.0
@@ -76,7 +76,7 @@ def _is_pending(op: Operation, worker: JobProcess, want: Want) -> bool:
 
 
 def _is_covered(op: Operation, wants: list[tuple[JobProcess, Want]]) -> bool:
-    """Whether everything under way is what this stage wants, or is in nobody's way: an image that is sealed."""
+    """True if every running effect is wanted by this stage, or disturbs nothing, as the seal of an image."""
     return all(
         pending.effect == effects.Seal.tag or any(_matches(pending, worker, want) for worker, want in wants)
         for pending in op.pending
@@ -84,7 +84,7 @@ def _is_covered(op: Operation, wants: list[tuple[JobProcess, Want]]) -> bool:
 
 
 def _without_superseded(op: Operation, wants: list[tuple[JobProcess, Want]]) -> Operation:
-    """A park that names another boundary takes the place of the one that is under way."""
+    """Drop running parks that name another boundary than the one that is wanted now."""
     parks = {worker.name: want for worker, want in wants if want[0] is effects.Park}
     kept = tuple(
         [
@@ -129,7 +129,7 @@ _MEANS: dict[type[Effect], dict[str, Any]] = {
 
 
 def _resting_phase(op: Operation) -> str:
-    """Where an operation is that wants nothing any more."""
+    """Return the phase of an operation that wants nothing."""
     live = list(op.live)
     if any(worker.target_gpu is None or (op.direction == HOLD and worker.is_parked) for worker in live):
         return SUSPENDED
@@ -173,9 +173,9 @@ def later(op: Operation, now: float) -> Operation:
 
 
 def turned_back(op: Operation) -> Operation:
-    """The operation on its way to how everything was. Parks that are under way are left to `withdraw`.
+    """Return the operation on its rollback. Running parks are left to `withdraw`.
 
-    A dump that is under way is dropped: whoever performs it undoes it; and so is the start of ranks.
+    A running dump is dropped, and its executor undoes it. So is the start of ranks.
     """
     workers = tuple([worker.replace(target_gpu=_way_back(worker), must_exit=False) for worker in op.workers])
     dropped = [effects.AwaitSuccessor.tag, effects.Park.tag, effects.Survey.tag, effects.Hold.tag, effects.Dump.tag]
@@ -186,9 +186,9 @@ def turned_back(op: Operation) -> Operation:
 
 
 def together(op: Operation) -> Operation:
-    """Of ranks that are restarted, whoever has a process still, or again, leaves it too once another has none.
+    """For a restart of ranks: have every rank exit once one of them has no process.
 
-    Its state that counts is the one in the pool: it was saved at the same boundary as all the others'.
+    The state that counts is the one in the pool: all ranks saved it at the same boundary.
     """
     if not op.restarts_together or op.direction == HOLD or not any(worker.is_absent for worker in op.live):
         return op
@@ -203,13 +203,13 @@ def _following(op: Operation, worker: JobProcess) -> JobProcess:
 
 
 def _way_back(worker: JobProcess) -> str | None:
-    """Where it was; or, for one that runs with its bytes, where it is: it is not stopped for the way back."""
+    """Return where a rollback takes the worker: its origin or, if it runs with its bytes, its present GPU."""
     runs = not worker.is_parked and not worker.offloaded and worker.gpu is not None
     return worker.gpu if runs else worker.origin_gpu
 
 
 def held(op: Operation) -> Operation:
-    """The operation with neither way open: everybody stands, the bytes stay where they are, and the room for them."""
+    """Return the operation held: every worker stays suspended with its bytes and its reservation."""
     workers: list[JobProcess] = []
     for worker in op.workers:
         stays = worker.gpu is not None and not worker.offloaded

@@ -1,8 +1,8 @@
-"""One operation as it stands: what was asked, where each worker and its bytes are, and what is under way.
+"""One operation: what was requested, where each worker and its bytes are, and which effects are running.
 
 Owns the records that the journal keeps; they are the machine's whole memory. Nothing is decided here. Each fact about a
-worker is either what an event said or what an effect that was asked for may have done, whichever is the worse: so a
-state that was read from the journal after a crash errs on the careful side until `inspected` has put it right.
+worker is either what an event said or what a requested effect may have done, whichever is worse. So a state read from
+the journal after a crash errs on the safe side until `inspected` corrects it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from hegmd.protocol.operations import BY_DRIVER
 from hegmd.protocol.record import Record, field
 
 MIGRATE, SUSPEND, RESUME, CHECKPOINT, QUIESCE = "migrate", "suspend", "resume", "checkpoint", "quiesce"
-# Of a job that came back from an image: suspended when it begins, and then resumed.
+# A job restored from an image: suspended at first, then resumed.
 RESTORE = "restore"
 KINDS = (MIGRATE, SUSPEND, RESUME, CHECKPOINT, QUIESCE, RESTORE)
 
-# Where the operation is heading: to what was asked, back to how it was, or nowhere, because neither way is open.
+# Where the operation is heading: to the requested state, back to the former one, or nowhere if neither is possible.
 FORWARD, BACK, HOLD = "forward", "back", "hold"
 
 # The method of GPUs that are only simulated.
 SIMULATED = "simulated"
-# The method and the carrier of a restart: the process leaves with its state written, and another one goes on from it.
+# Method and carrier of a restart: the process exits with its state saved, and a new one continues from it.
 RESTART, BY_STATE = "restart", "state"
 
-# What a worker waits for before anything is tried again.
+# What a worker waits for before the next attempt.
 FOR_AGENT, FOR_RETRY = "agent", "retry"
 
 
@@ -73,7 +73,7 @@ class Pending(Record):
 
 
 class ImageRequest(Record):
-    """What is to be written of a job that is off its GPUs, where to, for whom, and how far that has come."""
+    """The image to write of a job: where, with whose rights, and how far it is."""
 
     path: str = field("the directory that the image is to have, absolute")
     uid: int = field("with whose rights it is written")
@@ -92,7 +92,7 @@ class ImageRequest(Record):
 
 
 class Respawn(Record):
-    """What is different for a process that is started anew, where the operation heads forward."""
+    """What differs for the process that a restart starts, while the operation heads forward."""
 
     set: Mapping[str, str] = field("variables of its environment", default={})
     unset: tuple[str, ...] = field("variables that it is to be without", default=())
@@ -189,7 +189,7 @@ class JobProcess(Record):
 
     @property
     def restarts(self) -> bool:
-        """Whether it leaves by ending, and another process goes on in its place."""
+        """True if the process is moved by a restart: it exits, and a new process continues."""
         return self.method == RESTART
 
     @property
@@ -204,17 +204,17 @@ class JobProcess(Record):
 
     @property
     def carried_bytes(self) -> int:
-        """What goes from one place to another: its storages, or all that it has if the driver carries that."""
+        """Bytes that are moved: its storages, or everything if the driver carries them."""
         return self.size_bytes if self.is_carried else max(0, self.driver_bytes - RESTORE_MARGIN_BYTES)
 
     @property
     def reservation_bytes_by_gpu(self) -> tuple[int, ...]:
-        """Of one on several GPUs: all that each of its devices needs, in their order."""
+        """What each of several GPUs needs in total, in their order; empty for one GPU."""
         return added(self.driver_bytes_by_gpu, self.storage_bytes_by_gpu)
 
     @property
     def reservation_bytes(self) -> int:
-        """What has to be held on a GPU before it may go there."""
+        """Bytes to reserve on a GPU before the worker may be restored there."""
         return self.driver_bytes + self.agent_overhead_bytes + max(0, self.size_bytes - self.overlap_bytes)
 
 
@@ -270,7 +270,7 @@ class Operation(Record):
 
     @property
     def holds(self) -> bool:
-        """Whether its job is to stand at a boundary with all that it has, until somebody or the clock lets it go on."""
+        """True while the job is to stay quiesced, until a client or the time limit resumes it."""
         return self.kind == QUIESCE and self.direction == FORWARD and not self.hold_expired
 
     @property
@@ -280,7 +280,7 @@ class Operation(Record):
 
     @property
     def is_handed(self) -> bool:
-        """Whether the image needs nothing more of the job, which ends from there on, if it is whole, or goes on."""
+        """True if the image needs nothing more of the job, which then exits or trains on."""
         return self.kind == CHECKPOINT and self.image is not None and (self.image.whole or self.image.written)
 
     @property

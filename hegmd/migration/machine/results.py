@@ -1,7 +1,7 @@
 """What the end of an effect changes in an operation: one function per event, named in the machine's table.
 
-Owns what is believed of a worker once something was done to it, came to nothing, or was looked at. Writes facts down
-and never asks for an effect: that follows from the facts, in next_effects.py.
+Owns what is known about a worker after something was done to it, failed, or was inspected. Records facts and never
+requests an effect: next_effects.py derives the effects from the facts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def successor_awaited(op: Operation, worker: JobProcess, pending: Pending, event
 
 
 def surveyed(op: Operation, worker: JobProcess, pending: Pending, event: events.Surveyed) -> Operation:
-    """While it stands, what is counted is what will be carried; before, it is only a boundary count."""
+    """Record the count of a survey. The bytes to move are only certain while the worker is parked."""
     if not worker.is_parked:
         return op.with_worker(worker.replace(boundary=event.boundary))
     if not worker.is_carried:  # the driver carries them all, and measures for itself
@@ -69,22 +69,25 @@ def parked(op: Operation, worker: JobProcess, pending: Pending, event: events.Pa
 
 
 def overran(op: Operation, worker: JobProcess, pending: Pending, event: events.Overran) -> Operation:
-    """Each round leaves twice the room, so that an order catches up with batches that are shorter than its way."""
+    """Choose a later boundary.
+
+    Each round doubles the distance, so that an order arrives before very short batches end.
+    """
     op = op.with_worker(worker.replace(boundary=event.boundary, park_requested=False))
     return _meeting_at(op, event.boundary + (1 << op.rounds), event.why)
 
 
 def _meeting_at(op: Operation, boundary: int, why: str = "") -> Operation:
-    """Ranks stop where the one that is furthest stands, so that no collective is left half way.
+    """Park all ranks at the boundary of the rank that is furthest, so that no collective is left incomplete.
 
-    One that stands before it has to be asked again; that counts too, so that nobody is asked for ever.
+    A rank that was parked earlier is asked again. That counts as a round too, so the number of attempts is limited.
     """
     if not op.is_distributed or op.at is None or boundary == op.at:
         return op
     if op.rounds >= MAX_ROUNDS:
-        message = f"the ranks did not stop at one boundary in {MAX_ROUNDS} attempts" + (f": {why}" if why else "")
+        message = f"the ranks did not park at one boundary in {MAX_ROUNDS} attempts" + (f": {why}" if why else "")
         return reversal.back(
-            op, REFUSED.name, message, "all ranks have to pass boundaries together; see the script's loops"
+            op, REFUSED.name, message, "make all ranks run the same number of batches per loop in the training script"
         )
     return op.replace(at=max(boundary, op.at), rounds=op.rounds + 1)
 
@@ -98,7 +101,7 @@ def offloaded(op: Operation, worker: JobProcess, pending: Pending, event: events
 
 
 def checkpointed(op: Operation, worker: JobProcess, pending: Pending, event: events.Checkpointed) -> Operation:
-    """What was measured counts from now on; the way back rests on the room that is really held."""
+    """Record a checkpoint: the measured sizes, and the memory that is really reserved for a rollback."""
     if worker.restarts:
         return worker_exit.absent(op, worker, "it left")
     reservations = dict(worker.reservations)
@@ -147,14 +150,14 @@ def ended(op: Operation, worker: JobProcess, pending: Pending, event: events.End
 
 
 def outgrown(op: Operation, worker: JobProcess, pending: Pending, event: events.GrewBeyondPlan) -> Operation:
-    """It is tried again once this is on disk and room for it is held."""
+    """Record the larger need; the checkpoint is retried once it is journalled and reserved."""
     return op.with_worker(
         worker.replace(driver_bytes=event.driver_bytes, driver_bytes_by_gpu=event.driver_bytes_by_gpu, is_locked=False)
     )
 
 
 def restored(op: Operation, worker: JobProcess, pending: Pending, event: events.Restored) -> Operation:
-    """One that comes back where the driver had it is then where it is to be."""
+    """Record a restore. A worker that the driver restored on its former GPU has that GPU as its target."""
     if event.landed is not None:
         worker = worker.replace(target_gpu=event.landed, gpu_unknown=False)
     if event.pid is not None:
@@ -164,7 +167,7 @@ def restored(op: Operation, worker: JobProcess, pending: Pending, event: events.
 
 
 def _replaced(worker: JobProcess, event: events.Restored) -> JobProcess:
-    """Another process goes on in its place. How it stands is found out first, and its next boundary is the proof."""
+    """Record the successor. It is inspected first, and its next boundary proves that the restart succeeded."""
     return worker.replace(
         pid=event.pid,
         start_ticks=event.start_ticks,
@@ -195,7 +198,7 @@ def verified(op: Operation, worker: JobProcess, pending: Pending, event: events.
 
 
 def inspected(op: Operation, worker: JobProcess, pending: Pending, event: events.Inspected) -> Operation:
-    """What was believed of the worker gives way to what is."""
+    """Replace what was known about the worker by its true state."""
     if event.busy:
         return op.with_worker(worker.replace(waits=FOR_RETRY))
     if event.failed:
@@ -214,7 +217,7 @@ def inspected(op: Operation, worker: JobProcess, pending: Pending, event: events
         is_connected=worker.is_connected if event.parked else True,
         boundary=event.boundary if event.parked or not worker.was_offloaded else worker.boundary,
         offloaded=event.out_bytes > 0 or is_following,
-        # Whoever took them, bytes that are out have to be seen in use again before what holds them is given back.
+        # Bytes that were offloaded, by any program, must be seen in use before the memory that holds them is released.
         was_offloaded=worker.was_offloaded or event.out_bytes > 0,
         gpu=event.gpu,
         previous_gpu=worker.previous_gpu if event.gpu is not None or worker.gpu is None else worker.gpu,
@@ -223,9 +226,7 @@ def inspected(op: Operation, worker: JobProcess, pending: Pending, event: events
         pool_bytes=event.pool_bytes if worker.recount_memory else worker.pool_bytes,
     )
     op = worker_exit.without_orders(op, worker.name)
-    if (
-        worker.gpu_unknown and event.gpu is not None
-    ):  # somebody was quicker, or a restore that was cut off came to its end
+    if worker.gpu_unknown and event.gpu is not None:  # another program restored it, or an interrupted restore finished
         now_known = now_known.replace(
             gpu_unknown=False, target_gpu=event.gpu if op.direction == FORWARD else worker.target_gpu
         )
@@ -233,15 +234,15 @@ def inspected(op: Operation, worker: JobProcess, pending: Pending, event: events
         now_known = now_known.replace(origin_gpu=event.gpu, target_gpu=event.gpu)
     if not was_standing or event.parked:
         return op.with_worker(now_known)
-    # Its agent waited for a daemon as long as it may, took its own bytes back and let the training go on.
+    # Its agent waited for a daemon until its time limit, reloaded its own bytes and resumed the training.
     home = event.gpu or worker.kept_gpu or worker.first_gpu
     op = op.with_worker(now_known.replace(park_requested=False, origin_gpu=home, target_gpu=home))
-    message = f"process {worker.pid} went on by itself when it had waited for hegmd for too long"
+    message = f"process {worker.pid} resumed on its own because hegmd did not answer in time"
     return reversal.back(op, REFUSED.name, message, "ask again")
 
 
 def failed(op: Operation, worker: JobProcess, pending: Pending, event: events.Failed) -> Operation:
-    """By what failed: turn back, hold, or find out how it stands and try again."""
+    """Roll back, hold, or inspect and retry, depending on what failed."""
     in_worker = Effect.register[pending.effect].in_worker
     if in_worker and event.fault == events.DISCONNECTED:
         return op.with_worker(worker.replace(needs_inspection=True, waits=FOR_AGENT))
@@ -263,7 +264,7 @@ def failed(op: Operation, worker: JobProcess, pending: Pending, event: events.Fa
     if pending.effect == effects.Reconnect.tag:
         return communicators.not_reconnected(op, worker, pending, event)
     if pending.effect in _UNCERTAIN:
-        # A driver that could not restore may have lost the room for it; one that was cut off before has kept none.
+        # A failed restore may have lost its reservation. An interrupted checkpoint has kept none.
         recount = worker.recount_memory or pending.effect in (effects.Checkpoint.tag, effects.Restore.tag)
         op = op.with_worker(worker.replace(needs_inspection=True, recount_memory=recount))
         if pending.effect in _OUTWARD and op.direction == BACK:
@@ -278,10 +279,10 @@ _UNCERTAIN = frozenset((*_OUTWARD, effects.Restore.tag, effects.Reload.tag))
 
 
 def _astray(op: Operation, event: events.Failed) -> Operation:
-    """The way that it is on is closed: forward there is the way back, and back there is standing still."""
+    """Change direction after a failure: from forward to a rollback, and from a rollback to held."""
     if op.direction == FORWARD:
         return reversal.back(op, event.code, event.message, event.hint)
-    hint = f"its bytes are held; bring it back with: hegmctl resume, see hegmctl op {op.id}"
+    hint = f"run: hegmctl resume; its state is kept, see hegmctl op {op.id}"
     return next_effects.held(reversal.because(op, event.code, event.message, hint))
 
 
@@ -296,12 +297,15 @@ def _split(op: Operation, name: str, event: events.Failed) -> Operation:
 
 
 def _waiting_for_memory(op: Operation, worker: JobProcess, pending: Pending, event: events.Failed) -> Operation:
-    """It stands with all its bytes until there is room. None that was believed in is counted upon, unless the driver
-    only lacked some for itself: nobody is restored without any held, nor are storages asked for, but for those that are
-    made in rounds, some of which may be there."""
+    """Keep the worker checkpointed until GPU memory is free.
+
+    Forgets its reservation, unless only the driver's own allocation failed: then the reservation still exists. Without
+    a reservation nothing is restored or reloaded, except storages that are allocated in rounds, of which some may
+    exist.
+    """
     is_lost = event.fault == events.OUT_OF_MEMORY and (pending.effect != effects.Reload.tag or not worker.overlap_bytes)
     reservations = {**worker.reservations, str(pending.gpu or worker.gpu): 0} if is_lost else worker.reservations
-    by_itself = f"free video memory on {worker.gpu}: it comes back by itself when there is room"
+    by_itself = f"free GPU memory on {worker.gpu}: hegmd then restores it automatically"
     lacks = Failure(code=event.code, message=event.message, hint=by_itself if worker.gpu else event.hint)
     return op.replace(waiting_for=lacks).with_worker(
         worker.replace(reservations=reservations, needs_inspection=True, waits=FOR_RETRY)
@@ -312,6 +316,6 @@ def _ruined(op: Operation, worker: JobProcess, why: str) -> Operation:
     """The driver will never bring it back: nothing that is held for it is of use to anybody any more."""
     op = worker_exit.without_orders(op, worker.name).with_worker(worker_exit.departed(worker, lost=True))
     op = reversal.because(
-        op, REFUSED.name, f"process {worker.pid} cannot be brought back: {why}", "end it, and start it anew"
+        op, REFUSED.name, f"process {worker.pid} cannot be restored: {why}", "kill it and start it again"
     )
     return next_effects.turned_back(op) if op.direction == FORWARD and is_away(op) else op

@@ -23,7 +23,7 @@ def on_again(op: Operation) -> Operation:
 
 
 def image_dropped(op: Operation, code: str, message: str, hint: str) -> Operation:
-    """What is written goes; the job stays as it is, which is home."""
+    """Have what was written of the image removed. The job is not affected."""
     if op.image is None:
         return op
     pending = tuple([pending for pending in op.pending if pending.effect != effects.Seal.tag])
@@ -32,12 +32,12 @@ def image_dropped(op: Operation, code: str, message: str, hint: str) -> Operatio
 
 
 def because(op: Operation, code: str, message: str, hint: str) -> Operation:
-    """The first reason is the one that counts; what follows from it is in the story."""
+    """Record the failure unless an earlier one is recorded; the story has the later ones."""
     return op if op.failure is not None else op.replace(failure=Failure(code=code, message=message, hint=hint))
 
 
 def let_go(op: Operation) -> Operation:
-    """A job that is only held goes on where it is."""
+    """Resume a quiesced job where it is."""
     pending = tuple([pending for pending in op.pending if pending.effect != effects.Hold.tag])
     return op.replace(hold_expired=True, pending=pending)
 

@@ -1,11 +1,11 @@
-"""The stages of a move in their order: what each wants done, and of which worker.
+"""The stages of a move in order: what each wants, and of which worker.
 
-Owns STAGES, the one table of them. A stage looks at the facts and at where each worker is to be, and names the effects
-that are still wanting; the operation is in the first stage that wants any. So a way back, a second attempt and a start
-after a crash need no paths of their own: the facts differ, the table is the same.
+Owns STAGES, the only table of them. A stage reads the facts and each worker's target, and names the missing effects;
+the operation is in the first stage that wants any. So a rollback, a second attempt and a start after a crash need no
+code of their own: the facts differ, the table is the same.
 
-That order keeps the promises. Room and pool come before anything is asked of a worker; nothing is freed (`leaving`,
-`tidying`) before what it was kept for has happened; no thread is let go before every worker has its bytes.
+This order keeps the promises. GPU and pool memory are reserved before a worker gets an order. Nothing is freed
+(`leaving`, `tidying`) before its purpose is fulfilled. No thread is resumed before every worker has its bytes.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def is_arrived(worker: JobProcess) -> bool:
 
 
 def is_away(op: Operation) -> bool:
-    """Whether any worker still has a way to go, so that all have to stand."""
+    """True if any worker is not at its target yet, so that all must stay parked."""
     return op.direction != HOLD and any(not is_arrived(worker) for worker in op.live)
 
 
 def _settling(op: Operation, worker: JobProcess) -> Iterator[Want]:
-    # While an image is made nobody can be asked: the agents have stepped aside, and the processes may be held still.
+    # While an image is written, no worker can be asked: the agents are disconnected, and the processes may be stopped.
     begun = op.image is not None and op.image.begun
     if worker.needs_inspection and not worker.has_exited and not (op.hands_over and begun) and not op.ends_workers:
         yield effects.Inspect, {}
@@ -92,7 +92,7 @@ def _is_for_another(op: Operation, worker: JobProcess, gpu: str) -> bool:
 
 
 def _readying(op: Operation, worker: JobProcess) -> Iterator[Want]:
-    # Nobody stands yet, and whoever is asked to has been waited for already. Of ranks nobody is made ready.
+    # Await the successor only before any worker is parked, and never for ranks.
     stands = worker.is_parked or worker.park_requested or worker.offloaded or worker.state_saved
     is_one = worker.restarts and not op.is_distributed and op.direction == FORWARD
     if is_one and not (worker.successor_ready or stands) and _is_to_leave(op, worker):
@@ -111,7 +111,7 @@ def _counting(op: Operation, worker: JobProcess) -> Iterator[Want]:
 
 
 def _quiescing(op: Operation, worker: JobProcess) -> Iterator[Want]:
-    # On the way back nobody is stopped any more, whoever runs has what it needs; and who has left cannot be let go on.
+    # A rollback parks no worker: a running worker has what it needs, and one that has exited cannot be resumed.
     if worker.has_exited or worker.offloaded or worker.gpu is None or op.direction != FORWARD or not worker.has_agent:
         return
     if not op.holds and not any(_is_to_leave(op, other) and not other.offloaded for other in op.workers):
@@ -192,7 +192,7 @@ def _sealing(op: Operation, worker: JobProcess) -> Iterator[Want]:
     image = op.image
     if image is None or worker is not op.workers[0]:
         return
-    # One that was dropped may have been written just then.
+    # The dump may have finished just before it was dropped.
     is_dropped = image.leave_running and image.begun and not image.whole and op.direction != FORWARD
     if image.written and not image.unwanted:
         yield effects.Seal, {}
@@ -219,7 +219,7 @@ def _releasing(op: Operation, worker: JobProcess) -> Iterator[Want]:
     if worker.has_exited or worker.target_gpu is None or op.direction == HOLD:
         return
     if worker.is_parked:
-        # Ranks go on together or not at all: one that has its bytes while another is suspended goes on standing.
+        # Ranks resume together or not at all: a rank that has its bytes stays parked while another is suspended.
         if not (op.is_distributed and any(other.target_gpu is None for other in op.live)):
             yield effects.Release, {}
     elif worker.park_requested:
@@ -239,7 +239,7 @@ def _verifying(op: Operation, worker: JobProcess) -> Iterator[Want]:
 
 
 def _has_to_prove_itself(op: Operation, worker: JobProcess) -> bool:
-    """Whether it is to be seen at one more boundary: its bytes were away, or it stood for somebody who let it go."""
+    """True if its next boundary must be seen: its bytes were offloaded, or it was quiesced and then resumed."""
     return worker.was_offloaded or (op.kind == QUIESCE and op.hold_expired)
 
 
@@ -250,7 +250,7 @@ def _tidying(op: Operation, worker: JobProcess) -> Iterator[Want]:
     for gpu in worker.reservations:
         if worker.has_exited or gpu != worker.gpu:
             yield effects.ReleaseReservation, {"gpu": gpu}
-    # Of a job that goes on, the pool has what its image is still to be written from.
+    # The image of a job that trains on is still to be written from the pool.
     if worker.pool_bytes and not (op.image is not None and op.image.written):
         yield effects.ReleasePool, {}
 
@@ -341,7 +341,7 @@ BY_PHASE = {stage.phase: stage for stage in STAGES}
 
 
 def limit_s(limits: Limits, phase: str) -> float | None:
-    """How long the phase may take; None for one that lasts."""
+    """Return the time limit of the phase in seconds; None if it has none."""
     stage = BY_PHASE.get(phase)
     return None if stage is None else getattr(limits, stage.limit)
 
@@ -356,7 +356,7 @@ def is_past_return(op: Operation) -> bool:
         return False
     if op.kind == CHECKPOINT:
         return op.is_handed
-    if op.kind == QUIESCE:  # to turn back is to let it go on
+    if op.kind == QUIESCE:  # a quiesce is rolled back by resuming the job
         return False
     if any(worker.origin_gpu is not None for worker in op.live):
         return all(

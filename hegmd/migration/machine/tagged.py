@@ -40,7 +40,7 @@ class Tagged(Record):
         if member is None:
             raise HegmError(
                 BAD_REQUEST,
-                f"{where}: there is no {cls.__name__.lower()} called {plain.get(TAG)!r}",
-                "it was written by another version of hegmd; start the version that wrote it",
+                f"{where}: unknown {cls.__name__.lower()} {plain.get(TAG)!r}",
+                "start the version of hegmd that wrote it",
             )
         return member.from_plain(plain, where)

@@ -27,18 +27,18 @@ def listed(names: Sequence[str]) -> str:
 
 
 def named(candidate: Candidate) -> str:
-    """What people know the process by."""
+    """Return the name under which users know the process."""
     return candidate.name or str(candidate.pid)
 
 
 def otherwise(op: Operation) -> str:
-    """What can be done with a suspended operation."""
-    drop = f"; or give up its state for good with: hegmctl cancel {op.id} --drop"
+    """Return what a user can do with a suspended operation, as a hint."""
+    drop = f"; or discard its state for good: hegmctl cancel {op.id} --drop"
     return f"resume it with: {resuming(op)}{drop if next(op.live, op.workers[0]).is_absent else ''}"
 
 
 def resuming(op: Operation) -> str:
-    """What brings a suspended job back: a process that stands goes on, and one that has left is started again."""
+    """Return the command that resumes a suspended job, or restarts it if its process has exited."""
     first = next(op.live, op.workers[0])
     return (
         f"hegmctl run --allow-restart --resume {op.id} -- COMMAND" if first.is_absent else f"hegmctl resume {first.pid}"

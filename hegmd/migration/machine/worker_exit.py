@@ -1,7 +1,7 @@
-"""A worker whose process has ended, and what that means for its operation.
+"""A worker whose process has exited, and what that means for its operation.
 
-It may be lost with its state, or be what it was for; of a restart, to end is how it leaves, and another one goes on
-from its state. Owns which of these it is. Pure, as the actions are.
+The process may be lost with its state, or have finished. In a restart, it exits on purpose, and a new process continues
+from its state. Owns the decision between these. Pure, like the actions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hegmd.migration.machine.stages import is_away
 
 
 def gone(op: Operation, name: str, why: str, *, finished: bool = False) -> Operation:
-    """That process has ended; why, in words. `finished`: it has come to the end of what it was for."""
+    """Record that a process has exited; `why` in words. `finished`: it finished its training."""
     worker = op.worker(name)
     if worker is None or worker.has_exited:
         return op
@@ -28,21 +28,21 @@ def gone(op: Operation, name: str, why: str, *, finished: bool = False) -> Opera
     lost = worker.was_offloaded and not worker.verified and (worker.offloaded or worker.gpu is None or worker.is_parked)
     lost = lost and not worker.restarts  # nothing was taken out of it: it ended as it would have by itself
     op = without_orders(op, name).with_worker(departed(worker, lost=lost))
-    state = " while its state was out of it" if lost else ""
-    op = reversal.because(op, NOT_FOUND.name, f"process {worker.pid} is gone{state}: {why}", "see the log of the job")
+    state = " while its state was offloaded" if lost else ""
+    op = reversal.because(op, NOT_FOUND.name, f"process {worker.pid} exited{state}: {why}", "read the log of the job")
     return next_effects.turned_back(op) if op.direction == FORWARD and away else op
 
 
 def without_state(op: Operation, name: str) -> Operation:
-    """Its process has ended, and so has what held its state: nobody can go on from it, nor from those of its ranks."""
+    """Record that a process and the holder of its saved state are gone: neither it nor its ranks can be restarted."""
     worker = op.worker(name)
     if worker is None or worker.has_exited:
         return op
     crew = [one for one in op.live if one is worker or (op.restarts_together and one.is_absent)]
     for one in crew:
         op = without_orders(op, one.name).with_worker(departed(one, lost=True).replace(gpu=None, offloaded=False))
-    message = f"process {worker.pid} has ended, and its state is nowhere any more"
-    hint = "a reboot takes it along: start the training anew, or from a file of its own"
+    message = f"process {worker.pid} has exited and no copy of its state is left"
+    hint = "start the training again, or resume it from its own checkpoint file: a reboot discards saved states"
     op = op.replace(failure=Failure(code=NOT_FOUND.name, message=message, hint=hint))  # whatever was said of it before
     return next_effects.turned_back(op) if op.direction == FORWARD else op
 
@@ -53,19 +53,19 @@ def _has_gone_on(op: Operation) -> bool:
 
 
 def _is_to_be_gone_on_from(op: Operation, worker: JobProcess) -> bool:
-    """Whether another can go on from its state, and has not done so for certain: of ranks, for all or none."""
+    """True if a successor may continue from its state and none has certainly done so; for ranks, of all or none."""
     crew = [other for other in op.workers if other.restarts] if op.restarts_together else [worker]
     return all(one.state_saved and not one.has_exited for one in crew) and not all(one.verified for one in crew)
 
 
 def absent(op: Operation, worker: JobProcess, why: str) -> Operation:
-    """The process has ended and its state is in the pool: that is how it leaves. Another goes on from there.
+    """Record that the process has exited with its state in the pool, as a restart intends.
 
-    One that had gone on from it, and ended before it was seen at a boundary, is not replaced for ever: the job goes on
-    where it was, and if that ends too it is held.
+    A successor that exits before its first boundary is not replaced without end: the job continues where it was, and if
+    that fails too, it is held.
     """
     if worker.gpu is None and worker.offloaded and not worker.needs_inspection:
-        return op  # that is known
+        return op  # already recorded
     fell = worker.start_count > 0 and worker.gpu is not None and not worker.must_exit
     reservations = {gpu: size_bytes for gpu, size_bytes in worker.reservations.items() if gpu != worker.gpu}
     left = worker.replace(
@@ -83,8 +83,8 @@ def absent(op: Operation, worker: JobProcess, why: str) -> Operation:
     op = without_orders(op, worker.name).with_worker(left)
     if not fell:
         return next_effects.together(op)
-    message = f"process {worker.pid} went on from the saved state and ended before a boundary was seen: {why}"
-    op = reversal.because(op, REFUSED.name, message, f"see what it printed, and: hegmctl op {op.id}")
+    message = f"process {worker.pid} continued from the saved state but exited before its first boundary: {why}"
+    op = reversal.because(op, REFUSED.name, message, f"read its output, and run: hegmctl op {op.id}")
     return next_effects.turned_back(op) if op.direction == FORWARD else next_effects.held(op)
 
 
@@ -96,7 +96,7 @@ def departed(worker: JobProcess, *, lost: bool) -> JobProcess:
 
 
 def living(op: Operation, name: str) -> JobProcess | None:
-    """That worker, unless its process has ended."""
+    """Return that worker, or None if its process has exited."""
     worker = op.worker(name)
     return None if worker is None or worker.has_exited else worker
 

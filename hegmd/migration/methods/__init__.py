@@ -1,5 +1,5 @@
-"""How processes leave their GPUs and how their bytes are carried. Each method and each carrier is one module.
+"""How processes leave their GPUs and how their bytes are copied. Each method and each carrier is one module.
 
-What they have in common is in `migration/contracts`; which of them is used is the planner's to say, and when, the
-machine's.
+Their interface is in `migration/contracts`. The planner chooses between them, and the machine decides when to call
+them.
 """

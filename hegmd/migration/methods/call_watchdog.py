@@ -1,6 +1,6 @@
-"""A call of the driver about a process, looked at while it lasts: comes back once it comes to nothing, and says why.
+"""Watches a driver call on a process and returns once the call makes no progress, with the reason.
 
-On which grounds is `progress_probe`'s to say. Whoever asks the helper hands this over as what watches the request.
+`progress_probe` owns the criteria. A caller of the helper passes this as the watcher of its request.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ async def watch(
     expected_s: float = 0.0,
     free_bytes: Callable[[], Awaitable[int | None]] = nothing_to_see,
 ) -> Stuck:
-    """Look until then; whoever has an answer before cancels this, and waits for no look that is under way."""
+    """Wait until the call is stuck and return the reason. The caller cancels this when it has an answer."""
     work = Work(op, pid, expected_s, patience, anyio.current_time())
     while True:
         await anyio.sleep(patience.look_s)

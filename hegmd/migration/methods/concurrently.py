@@ -1,7 +1,6 @@
-"""Something that goes on beside a block, which is over when both are.
+"""Runs a coroutine concurrently with a block, which ends when both have ended.
 
-For steps of the driver that take as long as a copy does. What fails in either is raised as it is, not in a group, and
-what fails in the block comes first.
+For driver calls that take as long as a copy. A failure of either is raised unwrapped; that of the block comes first.
 """
 
 from __future__ import annotations
@@ -19,7 +18,10 @@ __all__ = ["beside"]
 
 @asynccontextmanager
 async def beside(work: Callable[[], Awaitable[object]]) -> AsyncGenerator[None]:
-    """A block that fails cancels the work, but for one that is only to be tried again: then it is not in vain."""
+    """Run `work` during the block.
+
+    A failed block cancels `work`, unless the block is only to be retried: then the work is still useful.
+    """
     of_block: HegmError | None = None
     of_work: HegmError | None = None
 

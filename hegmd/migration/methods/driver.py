@@ -1,21 +1,21 @@
-"""The driver method: NVIDIA's own checkpoint of a process, and the room without which nobody is ever restored.
+"""The driver method: NVIDIA's own checkpoint of a process, and the memory that every restore needs.
 
-What the driver does was measured (580.159.04), and these rows shape this module:
+The driver's measured behaviour (580.159.04) shapes this module:
 
-- A restore onto a GPU without room fails, and every later one does too: the job is lost. So room is video memory that
-  is really taken, from before the job is touched until the moment of the call; then it is let go, looked at once more,
-  and only what is really free is relied upon. Two restores on one GPU, or taking room there, wait for one another.
-- What a process has on its GPU is only certain once it is locked, and nobody tells it any more once it is off. So it is
-  measured then, and if that is more than the journal knows of, it is unlocked again and has lost nothing; it is tried
-  again when the new figure is on disk and there is room for it. Otherwise a daemon that is killed here would leave a
-  process behind of which nobody knows what it needs.
-- A caller that is killed leaves a locked process locked, and a step that had begun to end by itself. So whoever looks
-  later unlocks what it finds locked: before a checkpoint and after a restore that is the right thing alike.
-- The driver goes on with a restore whose caller is gone, and takes room as it goes. So the turn on that GPU, and the
-  stillness of the neighbours there, end with the driver's step and not with the call.
+- A restore onto a GPU with too little memory fails, and so does every later one: the job is lost. So a reservation is
+  video memory that is really allocated, from before the job is touched until the restore call. It is then released and
+  checked once more, and only memory that is really free counts. Restores and reservations on one GPU are serialised.
+- The GPU memory of a process is only certain once it is locked, and unknown once it is checkpointed. So it is measured
+  between the two. If it exceeds the journal's figure, the process is unlocked and has lost nothing; the checkpoint is
+  retried when the new figure is on disk and reserved. Otherwise a daemon killed here would leave a process of unknown
+  size.
+- A caller that is killed leaves a locked process locked, and a call that had begun finishes in the driver. So a later
+  inspection unlocks what it finds locked, which is right before a checkpoint and after a restore.
+- The driver continues a restore whose caller was killed, and allocates memory meanwhile. So the lock on that GPU and
+  the pause of other processes there end with the driver's work and not with the call.
 
-Owns no bytes: what is held is in `memory`, by descriptor, and outlives helper and daemon. How a single call is asked,
-watched and believed is in `steps`, what room is in `gpu_reservation`.
+Owns no bytes: `memory` holds the reservations by descriptor, and they outlive helper and daemon. `steps` makes and
+checks a single call, `gpu_reservation` owns the reservations.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class DriverMethod:
         self._standing: set[tuple[int, int]] = set()
         self._making = StorageHandover(steps, self._reservations, gpus, other_processes, self._in_hand)
 
-    # -- room ----------------------------------------------------------------------------------------------------------
+    # -- reservations --------------------------------------------------------------------------------------------------
 
     async def reserve(self, subject: MigratedProcess, gpu: str, size_bytes: int) -> None:
         await self._reservations.reserve(subject, gpu, size_bytes)
@@ -85,13 +85,13 @@ class DriverMethod:
         return self._reservations.of(subject)
 
     def note_size(self, subject: MigratedProcess, size_bytes: int) -> None:
-        """What a process has on a real GPU needs no books."""
+        """Nothing to record: a real GPU knows what a process uses."""
 
     # -- away ----------------------------------------------------------------------------------------------------------
 
     async def checkpoint(self, subject: MigratedProcess) -> CheckpointResult:
-        """Lock, measure, make sure of the room, take it off; then the room that it left is kept for the way back."""
-        with self._marked_in_progress(subject):  # first, so that whoever looks at it hears that something is to come
+        """Lock the process, measure it, check the reservation, checkpoint it, and reserve its memory for a rollback."""
+        with self._marked_in_progress(subject):  # first, so that an inspection reports it as busy
             await self._other_processes.wait_until_unpaused(subject.owner_key)
             state = await self._steps.state(subject)
             if state == CHECKPOINTED:
@@ -132,18 +132,21 @@ class DriverMethod:
         try:
             yield
         except HelperLost:
-            raise  # the step may be ending by itself; whoever inspects the process then sees to it
+            raise  # the driver may still finish the call; an inspection then unlocks the process
         except BaseException:
             self._standing.discard(subject.owner_key)
             with anyio.CancelScope(shield=True), anyio.move_on_after(_LAST_WORD_S):
                 try:
                     await self._steps.unlock_at_once(subject)
                 except HegmError as error:
-                    logger.warning("process %d was not unlocked yet: %s", subject.pid, error.message)
+                    logger.warning("process %d is still locked: %s", subject.pid, error.message)
             raise
 
     async def _needed(self, subject: MigratedProcess) -> list[int]:
-        """What the locked process has on each GPU, with the margin. Raises Refused where the driver does not say."""
+        """Return what the locked process has on each GPU, with the margin.
+
+        Raises Refused if the driver does not say.
+        """
         gpus = gpus_of(subject.gpu)
         node = await self._gpus.seen()
         uses = [use for process in node.processes if process.pid == subject.pid for use in process.gpus]
@@ -152,16 +155,16 @@ class DriverMethod:
         if len(uses) != len(gpus) or len(sizes) != len(gpus):
             raise Refused(
                 f"the driver does not say how much process {subject.pid} holds on {subject.gpu}",
-                "see hegmctl ps; without that figure no room can be held for it",
+                "run: hegmctl ps; hegmd cannot reserve GPU memory without that figure",
                 {"pid": subject.pid, "gpus": [use.gpu for use in uses]},
             )
         return [size_bytes + RESTORE_MARGIN_BYTES for size_bytes in sizes]
 
     async def _confirm_checkpointed(self, subject: MigratedProcess) -> int:
-        """What is said to be done is looked at: by the driver's state, and by NVML, which shows when memory is free.
+        """Confirm the checkpoint: the driver reports `checkpointed`, and NVML no longer lists the process.
 
-        Beside that look room is kept where it was, before anybody else has it; gives how much. One that goes to other
-        GPUs at once does not stand for the look, where that room was to be had.
+        Meanwhile reserves memory on the source GPU, before another process takes it, and returns how much. If all
+        targets are other GPUs and that reservation succeeded, it does not wait for NVML.
         """
         await self._steps.expect(subject, "checkpoint", CHECKPOINTED)
         if subject.target_gpu is not None and set(gpus_of(subject.target_gpu)).isdisjoint(gpus_of(subject.gpu)):
@@ -177,7 +180,7 @@ class DriverMethod:
             await self._see_it_listed_no_more(subject)
         return kept[0] or await self._reservations.reserve_for_rollback(
             subject
-        )  # what was not shown as free yet may not have been
+        )  # memory that did not show as free yet may not have been free
 
     async def _see_it_listed_no_more(self, subject: MigratedProcess) -> None:
         with anyio.move_on_after(DRIVER_CALL_TIMEOUT_S):
@@ -185,15 +188,18 @@ class DriverMethod:
             return
         raise HegmError(
             UNAVAILABLE,
-            f"the driver says that process {subject.pid} is off its GPU, and NVML still shows it there",
-            "it is looked at again; see hegmctl op, and dmesg for an Xid",
+            f"the driver reports process {subject.pid} as checkpointed, but NVML still lists it on the GPU",
+            "check hegmctl op, and dmesg for an Xid; hegmd inspects the process again",
             {"pid": subject.pid, "gpu": subject.gpu, "waited_s": DRIVER_CALL_TIMEOUT_S},
         )
 
     # -- and back ------------------------------------------------------------------------------------------------------
 
     async def restore(self, subject: MigratedProcess, gpu: str) -> str | None:
-        """Never without the room having been held until the moment of the call, and seen to be free at that moment."""
+        """Restore the process on that GPU.
+
+        Its memory is reserved until the driver call, and checked to be free then.
+        """
         with self._marked_in_progress(subject):
             await self._other_processes.wait_until_unpaused(subject.owner_key)
             uuid_by_gpu = {name: await self._gpus.uuid_of(name) for name in gpus_of(gpu)}
@@ -210,7 +216,10 @@ class DriverMethod:
             return None
 
     async def _restore_where_it_was(self, subject: MigratedProcess, gpu: str) -> str:
-        """Without a map, and with its room held on every GPU that it can come back on; which it was, it gives."""
+        """Restore the process without a GPU map, with memory reserved on every possible GPU.
+
+        Returns the GPU it is on.
+        """
         uuids = await self._steps.uuids()
         await self._gpus.seen()
         uuid_by_gpu = {self._gpus.name_of(uuid): uuid for uuid in uuids}
@@ -222,7 +231,7 @@ class DriverMethod:
         finally:
             with anyio.CancelScope(shield=True):
                 for name, uuid in uuid_by_gpu.items():
-                    if name not in gpus_of(gpu):  # that of its goal is the operation's
+                    if name not in gpus_of(gpu):  # the operation owns the reservation on the target
                         await self._memory.release(driver_owner(subject), uuid)
         return await self._place(subject)
 
@@ -238,15 +247,12 @@ class DriverMethod:
     async def _restore_reserved(
         self, subject: MigratedProcess, uuid_by_gpu: Mapping[str, str], needs: Mapping[str, int], pairs: list[list[str]]
     ) -> str:
-        """`rooms` are the GPUs by name, with their UUIDs, on which there has to be room for it: as `needs` says.
-
-        Gives its state after that.
-        """
+        """Restore the process on the GPUs in `uuid_by_gpu`, each with the reservation in `needs`. Returns its state."""
         self._reservations.require(subject, uuid_by_gpu, needs)
         node = await self._gpus.seen()
         others = others_on(node, subject, uuid_by_gpu, self._steps.helper_pid)
         async with self._other_processes.paused(others, but_for=self._in_hand, restored=subject.owner_key) as going:
-            # One of ours that is not locked yet goes on as well.
+            # a process of ours that is not locked yet also runs
             loose = [*going, *(who for who in others if who in self._in_hand - self._standing)]
             spare_bytes = CALM_BYTES if loose else 0
             free = free_bytes_of(await self._gpus.seen() if loose else node)
@@ -268,8 +274,10 @@ class DriverMethod:
                 raise
 
     async def _restore_shielded(self, subject: MigratedProcess, pairs: list[list[str]]) -> None:
-        """However the call ends, by an operation that is cut off or a helper that is killed, the driver's step is over
-        when this returns: until then others stand, and the turn is not over, since it takes its room as it goes."""
+        """Call the driver's restore, and return only once the driver has finished, even if the call was interrupted.
+
+        The driver allocates memory until then, so other processes must stay paused, and the lock on the GPU held.
+        """
         try:
             await self._steps.restore(subject, pairs)
         except DriverFailed:
@@ -280,9 +288,9 @@ class DriverMethod:
             raise
 
     async def _pairs(self, subject: MigratedProcess, to: list[str]) -> list[list[str]]:
-        """The map for the driver: every GPU that it sees, the old and the new ones changing places; none to stay.
+        """Return the GPU map for the driver: old and new GPUs exchanged, all others unchanged; empty if it stays.
 
-        One that comes from another node has that node's GPUs on the old side, until it has been taken off one of this.
+        A process from another node has that node's GPUs on the old side, until it is checkpointed on this node.
         """
         if subject.source_gpu_uuids and subject.previous_gpu is None and subject.gpu is None:
             return pairs_from(subject.source_gpu_uuids, to, await self._steps.uuids())
@@ -296,13 +304,13 @@ class DriverMethod:
     def storage_allocation(self, subject: MigratedProcess) -> AbstractAsyncContextManager[Made]:
         return self._making.block(subject)
 
-    # -- how it stands -------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     async def verify(self, subject: MigratedProcess) -> None:
-        """By the driver's own state, and by the video memory that NVML shows.
+        """Confirm the restore by the driver's state and by NVML, and release the process's reservation there.
 
-        What is held for it there does not wait for either: it has made its storages and trains by then, and some nodes
-        show a process late or never.
+        The release waits for neither: the process has allocated its storages and trains by then, and on some nodes NVML
+        lists a process late or never.
         """
         try:
             async with self._other_processes.excluded(subject.owner_key):
@@ -325,7 +333,7 @@ class DriverMethod:
         if state == CHECKPOINTED:
             return ProcessState(gpu=None)
         if state == FAILED:
-            return ProcessState(gpu=None, failed="the driver says that its checkpoint or restore has failed for good")
+            return ProcessState(gpu=None, failed="the driver reports a permanent failure of its checkpoint or restore")
         places = await self._places(subject)
         known = [place for place in (subject.gpu, subject.target_gpu, subject.previous_gpu) if place is not None]
         likely = [place for place in known if set(gpus_of(place)).issubset(places)]
@@ -333,14 +341,14 @@ class DriverMethod:
         if place is None:
             raise HegmError(
                 UNAVAILABLE,
-                f"process {subject.pid} runs, and the driver does not show on which GPU",
-                "it is looked for again; see hegmctl ps",
+                f"process {subject.pid} runs, but the driver does not list it on any GPU",
+                "run: hegmctl ps; hegmd looks for it again",
                 {"pid": subject.pid},
             )
         return ProcessState(gpu=place)
 
     async def _until_shown(self, subject: MigratedProcess, *, there: bool) -> None:
-        """Wait until NVML shows it on its GPU, or no longer; the driver tells nobody when."""
+        """Wait until NVML lists the process on its GPU, or no longer lists it; the driver sends no notification."""
         for pause_s in itertools.chain(_SHOWN_AFTER_S, itertools.repeat(_POLL_INTERVAL_S)):
             places = await self._places(subject)
             if all((gpu in places) is there for gpu in gpus_of(subject.gpu)):

@@ -1,10 +1,10 @@
-"""The driver's calls about a process, by way of the helper: asked, watched while they last, and believed when seen.
+"""The driver's calls on a process, through the GPU helper: called, watched, and confirmed.
 
-- A process that was stopped by a signal makes the calls hang: it is not asked about.
-- A state is answered when no step is under way in the process any more, also one whose caller was killed.
-- A call that lasts is looked at (`progress_probe`), and one that comes to nothing is left alone: the helper and whoever
-  else is served by it go on. Whether it took effect is then as little known as with a helper that was killed.
-- Success counts when the process is seen to be in the state that a step leads to.
+- A process that was stopped by a signal makes the calls hang: it is not called.
+- The state is only answered when no call is running in the process, including one whose caller was killed.
+- A long call is watched (`progress_probe`). One that makes no progress is abandoned: the helper and its other clients
+  continue. Its outcome is then as unknown as after the helper was killed.
+- A success counts once the process has the state that the call leads to.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RUNNING, LOCKED, CHECKPOINTED, FAILED = "running", "locked", "checkpointed", "fa
 
 LOCK_S = 10.0
 DRIVER_CALL_TIMEOUT_S = 20.0
-# What a step takes: 2.8 GB/s off a GPU and 8 GB/s onto one were measured, and some tenths of a second without bytes.
+# Cost of a call: 2.8 GB/s off a GPU and 8 GB/s onto one were measured, and some 0.1 s without bytes.
 STEP_S = 1.0
 OUT_BYTES_PER_S = 2.8e9
 IN_BYTES_PER_S = 8e9
@@ -50,7 +50,7 @@ class StateMismatch(HegmError):
 
 
 class Steps:
-    """Asks the helper. `patience` says how long a call is waited for of which nothing is to be seen."""
+    """Calls the helper. `patience` says how long to wait for a call that shows no progress."""
 
     def __init__(
         self, helper: Link, gpus: Gpus, other_processes: OtherProcesses, patience: Patience | None = None
@@ -59,7 +59,7 @@ class Steps:
         self._gpus = gpus
         self._other_processes = other_processes
         self._patience = patience or Patience()
-        # What the driver showed, and to which helper: it shows one the same for as long as that lives.
+        # The GPUs that the driver listed, and for which helper: they do not change while that helper lives.
         self._devices: tuple[int | None, list[str]] = None, []
 
     @property
@@ -77,20 +77,23 @@ class Steps:
         return uuids
 
     async def state(self, subject: MigratedProcess) -> str:
-        """Waits for the end of a step that is under way: at worst one that takes all its bytes off."""
+        """Return the driver's state of the process.
+
+        Waits for a running call: at worst a checkpoint of all its bytes.
+        """
         answer = await self._call("state", subject, expected_s=step_s(subject.driver_bytes, OUT_BYTES_PER_S))
         return str(answer["state"])
 
     async def lock(self, subject: MigratedProcess) -> None:
-        """Raises Refused when its kernels do not come to an end; it goes on running then."""
+        """Lock the process. Raises Refused if its GPU kernels do not finish; then it keeps running."""
         try:
             await self._call("lock", subject, {"timeout_s": LOCK_S}, expected_s=LOCK_S)
         except DriverFailed as error:
             if error.number != _NOT_READY:
                 raise
             raise Refused(
-                f"the kernels of process {subject.pid} did not come to an end within {LOCK_S:g} s",
-                "ask again when it has less queued; it goes on running meanwhile",
+                f"the kernels of process {subject.pid} did not finish within {LOCK_S:g} s",
+                "retry when it has fewer kernels queued; it keeps running",
                 {"pid": subject.pid, "waited_s": LOCK_S},
             ) from error
 
@@ -105,8 +108,9 @@ class Steps:
             if error.number != _OUT_OF_MEMORY and not (error.number == _UNKNOWN and await self._is_full(subject)):
                 raise
             raise Refused(
-                f"process {subject.pid} cannot be taken off {subject.gpu}, which somebody has filled: {error.message}",
-                f"free some memory on {subject.gpu}: the driver needs a little itself; it runs on, or comes back there",
+                f"process {subject.pid} cannot be checkpointed: {subject.gpu} has no free memory: {error.message}",
+                f"free GPU memory on {subject.gpu}: the driver needs some for a checkpoint; the process keeps running "
+                "there",
                 {**error.facts, "pid": subject.pid, "gpu": subject.gpu},
             ) from error
 
@@ -114,13 +118,13 @@ class Steps:
         await self._call("restore", subject, {"pairs": pairs}, expected_s=step_s(subject.driver_bytes, IN_BYTES_PER_S))
 
     async def unlock(self, subject: MigratedProcess, state: str | None = None) -> None:
-        """Fine for one that runs already. `state` is its own, where that was seen just now."""
+        """Unlock the process, if it is locked. `state` is its state, if the caller has just read it."""
         if (state or await self.state(subject)) == LOCKED:
             await self.unlock_at_once(subject)
             await self.expect(subject, "unlock", RUNNING)
 
     async def unlock_at_once(self, subject: MigratedProcess) -> None:
-        """Without asking how it stands, before or after."""
+        """Unlock the process without reading its state before or after."""
         await self._call("unlock", subject, expected_s=0.0)
 
     async def expect(self, subject: MigratedProcess, op: str, *wanted: str) -> str:
@@ -129,27 +133,31 @@ class Steps:
         if state not in wanted:
             raise StateMismatch(
                 UNAVAILABLE,
-                f"{op} of process {subject.pid} is said to be done, and the process is {state}",
-                "it is tried again, or brought back; see hegmctl op, and dmesg for an Xid",
+                f"{op} of process {subject.pid} returned success, but the process is {state}",
+                "check hegmctl op, and dmesg for an Xid; hegmd retries or rolls back",
                 {"pid": subject.pid, "asked": op, "state": state},
             )
         return state
 
     async def until_over(self, subject: MigratedProcess) -> None:
-        """The driver answers about a process when no step in it is under way any more.
+        """Wait until no driver call is running in the process, which is when the driver answers.
 
-        One that a signal has stopped is waited for: its step goes on with it.
+        A process stopped by a signal is waited for: its call continues with it.
         """
         while self._other_processes.may_be_there(subject.owner_key):
             try:
                 if not self._other_processes.is_stopped(subject.pid):
                     state = await self.state(subject)
-                    logger.info("a step of process %d was cut off, and it is %s", subject.pid, state)
+                    logger.info("a driver call for process %d was interrupted; the process is %s", subject.pid, state)
                     return
             except HelperLost as error:  # another one is asked
-                logger.warning("how a step of process %d ended is asked again: %s", subject.pid, error.message)
+                logger.warning(
+                    "hegmd asks the driver again how a call for process %d ended: %s", subject.pid, error.message
+                )
             except HegmError as error:
-                logger.warning("it is not known how a step of process %d ended: %s", subject.pid, error.message)
+                logger.warning(
+                    "hegmd cannot find out how a driver call for process %d ended: %s", subject.pid, error.message
+                )
                 return
             await anyio.sleep(_POLL_INTERVAL_S)
 
@@ -158,14 +166,14 @@ class Steps:
     ) -> Mapping[str, Any]:
         if not self._other_processes.is_there(subject.owner_key):
             raise Refused(
-                f"process {subject.pid} has ended, and another may have its number",
-                "there is nothing left to move; see hegmctl ps",
+                f"process {subject.pid} has exited, and its pid may belong to another process",
+                "run: hegmctl ps; there is nothing left to move",
                 {"pid": subject.pid, "asked": op},
             )
         if self._other_processes.is_stopped(subject.pid):
             raise Refused(
-                f"process {subject.pid} is stopped by a signal, and the driver would wait for it without end",
-                f"let it go on first: kill -CONT {subject.pid}",
+                f"process {subject.pid} is stopped (SIGSTOP); the driver call would block until it continues",
+                f"run: kill -CONT {subject.pid}",
                 {"pid": subject.pid, "asked": op},
             )
         answer = await self._helper.call(
@@ -182,7 +190,7 @@ class Steps:
         try:
             free = [(await self._gpus.gpu(gpu)).memory_free_bytes for gpu in gpus_of(subject.gpu)]
         except HegmError as error:
-            logger.warning("what is free on %s is not known: %s", subject.gpu, error.message)
+            logger.warning("hegmd cannot read how much memory is free on %s: %s", subject.gpu, error.message)
             return False
         return any(size_bytes is not None and size_bytes < LAST_BYTES for size_bytes in free)
 

@@ -1,9 +1,8 @@
-"""Room on real GPUs for processes that the driver takes off and brings back: video memory that is really taken.
+"""Reservations on real GPUs for processes that the driver checkpoints and restores: memory that is really allocated.
 
-Two pieces for each GPU: what the driver needs, which goes to it at the restore, and that for the storages, which goes
-to the agent when it makes them. Owns what is held under these names and what that comes to; when it is let go of is the
-method's, since on that moment it rests whether a job is lost. That something is held is news to whoever plans from what
-is free.
+There are two for each GPU: the driver's, released for the restore call, and the storages', released when the agent
+allocates them. Owns the memory under these names and its total. The method decides when to release it, since a wrong
+moment can lose a job. Reports changes to clients that plan with free memory.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ __all__ = ["GpuReservation", "out_of_memory", "unsafe"]
 logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
-# Between looks at what was let go of; others stand still meanwhile.
+# Pauses between checks that released memory is free; other processes are paused meanwhile.
 _FREED_AFTER_S = (0.003, 0.006, 0.012, 0.025, 0.05, 0.1, 0.2, 0.0)
 
 
 class GpuReservation:
-    """What is held in `memory`, by descriptor, which outlives helper and daemon."""
+    """Reservations in `memory`, by descriptor; they outlive helper and daemon."""
 
     def __init__(self, memory: VideoMemory, gpus: Gpus) -> None:
         self._memory = memory
@@ -48,7 +47,7 @@ class GpuReservation:
                     await self._memory.reserve(driver_owner(subject), uuids[gpu], driver_bytes)
                     await self._memory.reserve(storage_owner(subject), uuids[gpu], storages.get(gpu, 0))
             except BaseException as error:
-                with anyio.CancelScope(shield=True):  # one half is no room, and nobody would know of it
+                with anyio.CancelScope(shield=True):  # half a reservation is useless, and nothing would release it
                     for uuid in fresh:
                         await self._memory.release(driver_owner(subject), uuid)
                 if isinstance(error, Refused):
@@ -61,7 +60,7 @@ class GpuReservation:
         """So much in all for it to be there; what it has there already counts."""
         missing = more_than(subject.needs(gpu), subject.needs(subject.gpu))
         rests = {name: min(driver_bytes, size_bytes) for name, driver_bytes in missing.items()}
-        # One on several GPUs has room for its storages where it is, as long as it is there.
+        # A process on several GPUs has memory for its storages where it is.
         own = subject.storages(subject.gpu) if is_several(subject.gpu) else {}
         storages = more_than(subject.storages(gpu), own)
         await self.reserve_by_gpu(
@@ -69,9 +68,9 @@ class GpuReservation:
         )
 
     async def reserve_for_rollback(self, subject: MigratedProcess) -> int:
-        """Where it has just been, as far as it can be had: somebody may have been quicker, and the way on is open then.
+        """Reserve memory on the source GPU for a rollback. Best effort: returns 0 if another process took it first.
 
-        First what it needs for the way on where it has just been, which was its own until now.
+        Reserves first what the next step needs on GPUs that it was already using.
         """
         back, onward = subject.needs(subject.gpu), subject.needs(subject.target_gpu)
         again = {gpu: size_bytes for gpu, size_bytes in onward.items() if gpu in back}
@@ -81,7 +80,7 @@ class GpuReservation:
                 return 0
             await self.reserve_by_gpu(subject, back, subject.storages(subject.gpu))
         except HegmError as error:
-            logger.warning("no room is kept on %s for the way back: %s", subject.gpu, error.message)
+            logger.warning("hegmd could not reserve memory on %s for a rollback: %s", subject.gpu, error.message)
             return 0
         return subject.driver_bytes + subject.storage_reservation_bytes
 
@@ -93,14 +92,14 @@ class GpuReservation:
                 raise out_of_memory(subject, gpu, needs[gpu], held_bytes, "held")
 
     async def release_for_restore(self, subject: MigratedProcess, uuids: Iterable[str]) -> None:
-        """What the driver needs is its own from now on, or whoever's is quicker."""
+        """Release the driver's reservation. Until the restore call returns, another process can take this memory."""
         for uuid in uuids:
             await self._memory.release(driver_owner(subject), uuid)
 
     async def wait_until_free(self, gpu: str, wanted_bytes: int) -> int | None:
-        """What is free there, as soon as it is as much as is wanted, or after a while.
+        """Wait until `wanted_bytes` are free on the GPU, or about 0.4 s have passed, and return what is free.
 
-        What has just been let go of shows 2.5 ms later, and the helper may have it for as long as it takes to close it.
+        Released memory shows as free 2.5 ms later, and the helper may need longer to close it.
         """
         free_bytes: int | None = None
         for pause_s in _FREED_AFTER_S:
@@ -130,19 +129,19 @@ class GpuReservation:
         return all((free.get(gpu) or 0) >= size_bytes for gpu, size_bytes in needed.items())
 
     async def let_go_for_storages(self, subject: MigratedProcess, place: str) -> None:
-        """What is held for its storages there is its own from now on, if it was not before."""
+        """Release the reservation for its storages, which it is about to allocate. Fine if already released."""
         for gpu in gpus_of(place):
             await self._memory.release(storage_owner(subject), await self._gpus.uuid_of(gpu))
 
     async def reserve_again(
         self, subject: MigratedProcess, uuid_by_gpu: Mapping[str, str], needs: Mapping[str, int]
     ) -> None:
-        """What was let go of for nothing, as far as it can be had."""
+        """Reserve again what was released without a restore. Best effort: a failure is logged."""
         for gpu, uuid in uuid_by_gpu.items():
             try:
                 await self._memory.reserve(driver_owner(subject), uuid, needs[gpu])
             except HegmError as error:
-                logger.warning("the room for process %d was lost: %s", subject.pid, error.message)
+                logger.warning("the reservation for process %d was lost: %s", subject.pid, error.message)
         self._gpus.changed()
 
     async def release(self, subject: MigratedProcess, gpu: str) -> None:
@@ -154,7 +153,10 @@ class GpuReservation:
         self._gpus.changed()
 
     def of(self, subject: MigratedProcess) -> Mapping[str, int]:
-        """By GPU. Of the GPU that it is on, what it has there is its own; room for storages that are out is besides."""
+        """Return the reservations by GPU.
+
+        On its present GPU, its own memory counts as reserved; memory for offloaded storages is added.
+        """
         held: dict[str, int] = {}
         for owner in (driver_owner(subject), storage_owner(subject)):
             for uuid, size_bytes in self._memory.of(owner).items():
@@ -168,7 +170,7 @@ class GpuReservation:
 
 
 def _by_place(subject: MigratedProcess, held: Mapping[str, int]) -> Mapping[str, int]:
-    """What is held for one on several GPUs, by the places that it is to do with; 0 where some of it is missing."""
+    """Return the reservations of a process on several GPUs by place; 0 for a place with a part missing."""
     own = subject.wholes(subject.gpu)
     sizes: dict[str, int] = {}
     for place in (subject.gpu, subject.target_gpu, subject.previous_gpu):
@@ -182,22 +184,23 @@ def _by_place(subject: MigratedProcess, held: Mapping[str, int]) -> Mapping[str,
 def out_of_memory(
     subject: MigratedProcess, gpu: str, needed_bytes: int, there_bytes: int | None, what: str
 ) -> OutOfMemory:
-    """That so little is there; `what` says how: held, or free."""
-    there = "it is not known how much is" if there_bytes is None else f"{there_bytes // MIB} MiB are"
+    """Return the error for too little memory; `what` says of which kind: held, or free."""
+    there = "an unknown amount is" if there_bytes is None else f"{there_bytes // MIB} MiB are"
     return OutOfMemory(
         f"process {subject.pid} needs {needed_bytes // MIB} MiB on {gpu} and {there} {what} for it",
-        f"free video memory on {gpu}: it stays off its GPU with all its bytes, and comes back when there is room",
+        f"free GPU memory on {gpu}: the process stays checkpointed, and hegmd restores it when memory is free",
         {"pid": subject.pid, "gpu": gpu, "needed_bytes": needed_bytes, "there_bytes": there_bytes},
     )
 
 
 def unsafe(subject: MigratedProcess, gpu: str, free_bytes: int | None, loose: Sequence[tuple[int, int]]) -> OutOfMemory:
-    """That some go on there all the same, and too little is free besides for that to do no harm."""
+    """Return the error for processes that cannot be paused while too little memory is free besides."""
     pids = [pid for pid, _ in loose]
-    free = "nobody knows how much" if free_bytes is None else f"{free_bytes // MIB} MiB"
+    free = "an unknown amount" if free_bytes is None else f"{free_bytes // MIB} MiB"
     return OutOfMemory(
-        f"on {gpu}, where {free} is free besides the room of process {subject.pid}, {len(pids)} cannot be held still",
-        f"let pid {', '.join(map(str, pids))} come to an end, or have {CALM_BYTES // MIB} MiB free: it could take the "
-        f"room in the moment of the restore; process {subject.pid} stays off its GPU with all its bytes until then",
+        f"cannot restore process {subject.pid} on {gpu}: {len(pids)} other processes there cannot be paused, and only "
+        f"{free} is free beyond the reservation",
+        f"end pid {', '.join(map(str, pids))}, or free {CALM_BYTES // MIB} MiB there: it could allocate that memory "
+        f"during the restore; process {subject.pid} stays checkpointed until then",
         {"pid": subject.pid, "gpu": gpu, "pids": pids, "needed_bytes": CALM_BYTES, "there_bytes": free_bytes},
     )

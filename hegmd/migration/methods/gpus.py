@@ -1,7 +1,7 @@
-"""The GPUs of the node for the methods: their names here and by the driver, what is free, whose turn it is.
+"""The GPUs of the node for the methods: their names, their UUIDs, their free memory and a lock for each.
 
-Whoever takes room on a GPU, or lets go of room that a process is to get, does so in its turn: otherwise one operation
-of ours would take what another has just let go of. Nothing is believed of a driver that does not answer now.
+Whoever reserves or releases memory on a GPU holds its lock: otherwise one operation would take what another has just
+released. Answers of a driver that has stopped answering are not used.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# What the name of memory ends with that bytes are in, or may be: for peer, and for host on their way to the pool.
+# Suffixes of owner names for memory that holds bytes: for peer, and for host on their way to the pool.
 BYTES, PASSING = "bytes", "passing"
 
 
 class Node(Protocol):
-    """What was seen of the node at one moment."""
+    """A snapshot of the node."""
 
     @property
     def gpus(self) -> Sequence[Gpu]: ...
@@ -80,37 +80,37 @@ class Gpus:
             if vendor.state in {"stale", "failed"}:
                 raise HegmError(
                     UNAVAILABLE,
-                    f"the library of {vendor.vendor} does not answer now: {vendor.message}",
-                    "nothing is done without its word; it is asked again, see hegmctl doctor",
+                    f"the library of {vendor.vendor} does not answer: {vendor.message}",
+                    "run: hegmctl doctor; hegmd acts only on its answer, and asks again",
                 )
         self._names.update({gpu.uuid: gpu.id for gpu in node.gpus})
         return node
 
     async def gpu(self, name: str) -> Gpu:
-        """Raises Refused for one that is not there."""
+        """Return the GPU of that name. Raises Refused if there is none."""
         found = next((gpu for gpu in (await self.seen()).gpus if gpu.id == name), None)
         if found is None:
             raise Refused(
-                f"there is no {name} any more", "see hegmctl gpus, and dmesg for a card that fell off the bus"
+                f"{name} is no longer available", "check hegmctl gpus, and dmesg for a GPU that fell off the bus"
             )
         return found
 
     async def uuid_of(self, name: str) -> str:
-        """What the driver calls it; that does not change while the daemon runs. Raises Refused."""
+        """Return the driver's UUID of the GPU, which is fixed while the daemon runs. Raises Refused."""
         known = next((uuid for uuid, known in self._names.items() if known == name), None)
         return known or (await self.gpu(name)).uuid
 
     def name_of(self, uuid: str) -> str:
-        """What it is called here, as far as it was seen; otherwise its UUID."""
+        """Return the name of the GPU if it was seen; otherwise its UUID."""
         return self._names.get(uuid, uuid)
 
     def turn(self, name: str) -> anyio.Lock:
-        """Held while room on that GPU is taken, or goes over to a process."""
+        """Return the GPU's lock, held while memory there is reserved or passes to a process."""
         return self._turns.setdefault(name, anyio.Lock())
 
     @asynccontextmanager
     async def turns(self, names: Iterable[str]) -> AsyncGenerator[None]:
-        """The turn on all of these GPUs; whoever wants several gets them in one order."""
+        """Hold the locks of all these GPUs, taken in sorted order."""
         async with AsyncExitStack() as held:
             for name in sorted(set(names)):
                 await held.enter_async_context(self.turn(name))
@@ -118,12 +118,12 @@ class Gpus:
 
 
 def driver_owner(subject: MigratedProcess) -> str:
-    """Under what name the room that the driver needs is held."""
+    """Return the owner name of the driver's reservation."""
     return f"{subject.operation}.{subject.name}.rest"
 
 
 def storage_owner(subject: MigratedProcess) -> str:
-    """Under what name the room for its storages is held."""
+    """Return the owner name of the storages' reservation."""
     return f"{subject.operation}.{subject.name}.storages"
 
 

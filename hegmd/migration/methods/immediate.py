@@ -1,4 +1,4 @@
-"""What carriers are whose bytes have come where they may stay as soon as they are out of the process."""
+"""Base class of carriers whose bytes are in their final place as soon as they have left the process."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["AtOnce"]
 
 
 class AtOnce:
-    """Nothing of such a carrier goes on beside the driver's steps."""
+    """A carrier that copies nothing while the driver checkpoints or restores."""
 
     async def await_successor(self, subject: MigratedProcess, on_progress: Progress) -> bool:
-        """Nobody else is to go on."""
+        """Return False: there is no successor."""
         return False
 
     def doing(self, subject: MigratedProcess) -> str | None:

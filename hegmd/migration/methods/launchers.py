@@ -17,12 +17,12 @@ from hegmd.node.processes.surroundings import parent_of
 
 
 def hold_launchers_still(rank: int, supervisor: int) -> None:
-    """Stop every process that stands between that rank and its supervisor; none where it is not below that."""
+    """Stop every process between that rank and its supervisor; none if the rank is not below it."""
     stop_all(population_of(_between(rank, supervisor)))
 
 
 def end_all_below(supervisor: int) -> None:
-    """End whatever that supervisor's command has started, itself first, so that nobody starts anybody again."""
+    """End everything that the supervisor's command started, the command first, so that it starts nothing again."""
     end_all(population_of(pids_below(supervisor)[1:]))
 
 

@@ -1,15 +1,15 @@
-"""Others on a GPU, held still for the moment in which room there changes hands.
+"""Pauses other processes on a GPU while memory there changes its owner.
 
-Between letting go of room and the driver's taking it for a restore, whoever allocates on that GPU could get it, and the
-job that is to be restored would be lost for good. The driver's own lock holds a process's CUDA calls for that moment,
-some tenths of a second, and nothing else of it. Who cannot be locked quickly is left alone, and told of.
+Between the release of a reservation and the driver's allocation for a restore, another process on that GPU could take
+the memory, and the job would be lost. The driver's lock blocks a process's CUDA calls for these tenths of a second, and
+nothing else. A process that cannot be locked quickly is left alone and reported.
 
-Whoever is stopped by a signal, before or while it is asked about, is not waited for, since the driver would be: it
-stands anyhow, and is asked again when it goes on. Nobody else's helper is ended for it.
+A process stopped by a signal, before or during the call, is not waited for, since the driver would wait: it cannot
+allocate anyway, and is called again once it continues. No helper of another client is killed for it.
 
-A lock outlives whoever took it. So who is to be locked is on disk before, with whose restore it is for, and the next
-run of the daemon lets go of those that it finds there: not before that restore is over, which the driver goes on with
-by itself. Who cannot be unlocked is tried again until it is certain, and counts as held until then.
+A lock outlives its caller. So the pids to lock, and the restore that they are locked for, are on disk before. The next
+run of the daemon unlocks what it finds there, but not before that restore is over, which the driver finishes on its
+own. A process that cannot be unlocked is retried until its state is certain, and counts as paused until then.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _NOTHING_DONE = frozenset((1, 3, 304, 401, 600))
 
 
 class OtherProcesses:
-    """Locks and unlocks. `is_stopped` tells of whom the driver's calls would wait without end.
+    """Locks and unlocks processes. `is_stopped` says for which pids a driver call would block.
 
-    `still_s` is for how long they may be held where it is only a matter of time; 0: nobody is held still, ever.
+    `max_pause_s` limits pauses that are not for a restore; 0: nothing is ever paused.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class OtherProcesses:
     async def paused(
         self, processes: Sequence[Who], *, but_for: Container[Who] = (), restored: Who | None = None
     ) -> AsyncGenerator[Sequence[Who]]:
-        """Hold still whoever of them can be, for as long as the block takes; gives those who go on all the same.
+        """Pause those of the processes that can be paused, during the block. Yields those that still run.
 
-        `restored` is who comes to their GPU meanwhile. One that a signal has stopped goes nowhere anyhow. Raises
-        OSError, and HegmError when it cannot be seen whether they are there; then nothing was done.
+        `restored` is the process that is restored onto their GPU meanwhile. A process stopped by a signal does not run
+        anyway. Raises OSError, and HegmError if it cannot be seen whether they exist; then nothing was done.
         """
         there = [who for who in processes if who not in but_for and self.is_there(who)]
         fit = [who for who in there if self.max_pause_s and not self.is_stopped(who[0])]
@@ -103,7 +103,7 @@ class OtherProcesses:
 
     @asynccontextmanager
     async def excluded(self, who: Who) -> AsyncGenerator[None]:
-        """Nobody holds that process still during the block: a lock that is seen in there is none of these."""
+        """Keep that process unpaused during the block: a lock that is seen meanwhile is not ours."""
         await self._until_free([who])
         free = self._held[who] = anyio.Event()
         try:
@@ -117,7 +117,7 @@ class OtherProcesses:
         await self._until_free([who])
 
     async def _until_free(self, whom: Sequence[Who]) -> None:
-        """All of them at one moment: whoever waits has claimed none, so that no two wait for one another."""
+        """Wait until none of them is paused. Claims nothing while waiting, so that two callers cannot deadlock."""
         while held := [self._held[who] for who in whom if who in self._held]:
             await held[0].wait()
 
@@ -144,12 +144,12 @@ class OtherProcesses:
         """To `run`, which does not give up."""
         if whom:
             pids = ", ".join(str(pid) for pid, _ in sorted(whom))
-            logger.error("processes that may still stand, and are unlocked as soon as they can be: %s", pids)
+            logger.error("processes that may still be paused; hegmd unlocks them as soon as possible: %s", pids)
             self._left |= whom
             self._some_left.set()
 
     async def run(self) -> None:
-        """Unlock whoever an earlier daemon, or a step of ours that failed, has left standing, until cancelled."""
+        """Unlock processes that an earlier daemon or a failed call left locked, until cancelled."""
         await self.resume_all()
         while True:
             await self._some_left.wait()
@@ -177,8 +177,10 @@ class OtherProcesses:
         await self._note(self._noted)
 
     async def _until_restored(self, who: Who) -> None:
-        """The driver answers about a process when no step in it is under way any more. One that a signal has stopped
-        would not answer, and its step goes on with it."""
+        """Wait until no driver call is running in the process, at most `_STEP_OVER_S`.
+
+        A process stopped by a signal does not answer; its call continues with it.
+        """
         with anyio.move_on_after(_STEP_OVER_S):
             while self.may_be_there(who):
                 try:
@@ -191,13 +193,19 @@ class OtherProcesses:
                         )
                         return
                 except HelperLost as error:
-                    logger.warning("whether process %d is being restored is asked again: %s", who[0], error.message)
+                    logger.warning("hegmd asks again whether process %d is being restored: %s", who[0], error.message)
                 except HegmError as error:
-                    logger.warning("it is not known whether process %d is being restored: %s", who[0], error.message)
+                    logger.warning(
+                        "hegmd cannot find out whether process %d is being restored: %s", who[0], error.message
+                    )
                     return
                 await anyio.sleep(_AGAIN_S)
             return
-        logger.error("others are let go of after %g s, whatever becomes of process %d", _STEP_OVER_S, who[0])
+        logger.error(
+            "other processes are resumed after %g s, although the restore of process %d has not ended",
+            _STEP_OVER_S,
+            who[0],
+        )
 
     def _noted_before(self) -> Mapping[Who, Who | None]:
         try:
@@ -205,7 +213,7 @@ class OtherProcesses:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, TypeError) as error:
-            logger.warning("it is not known whom an earlier hegmd has held still: %s", error)
+            logger.warning("hegmd cannot find out which processes an earlier hegmd paused: %s", error)
             return {}
 
     def is_there(self, who: Who) -> bool:
@@ -213,18 +221,21 @@ class OtherProcesses:
         return self._start_ticks(who[0]) == who[1]
 
     def may_be_there(self, who: Who) -> bool:
-        """The same, for those to whom nobody's being gone is to be believed without having been seen."""
+        """Like `is_there`, but True if that cannot be found out."""
         try:
             return self.is_there(who)
         except HegmError:
             return True
 
     async def _lock(self, who: Who, locked: list[Who], loose: list[Who]) -> None:
-        """One that somebody else has locked stays theirs; where it is not certain, it may be ours, or go on."""
+        """Lock a process.
+
+        One that another program locked stays locked; an uncertain one counts as both ours and running.
+        """
         try:
             locked.append(who)
             await self._ask("lock", who, timeout_s=LOCK_S)
-            if not await self._is_locked(who):  # what is said to be done is looked at
+            if not await self._is_locked(who):  # confirm the lock
                 locked.remove(who)
                 loose.append(who)
         except HegmError as error:
@@ -232,9 +243,9 @@ class OtherProcesses:
                 loose.append(who)
             if isinstance(error, DriverFailed) and error.number in _NOTHING_DONE:
                 locked.remove(who)
-                logger.info("process %d is not held still: %s", who[0], error.message)
+                logger.info("process %d is not paused: %s", who[0], error.message)
             else:
-                logger.warning("process %d may be held still: %s", who[0], error.message)
+                logger.warning("process %d may be paused: %s", who[0], error.message)
 
     async def _unlock(self, who: Who) -> bool:
         """Whether it is certain that it is not held still by us any more."""
@@ -248,7 +259,7 @@ class OtherProcesses:
             await self._ask("unlock", who)
             return not await self._is_locked(who)
         except HegmError as error:
-            logger.warning("process %d may still be held still: %s", who[0], error.message)
+            logger.warning("process %d may still be paused: %s", who[0], error.message)
             return False
 
     async def _is_locked(self, who: Who) -> bool:
@@ -260,7 +271,7 @@ class OtherProcesses:
         )
 
     async def _note(self, whom: dict[Who, Who | None]) -> None:
-        self._noted = whom  # before anything is waited for: whoever notes next goes on from here
+        self._noted = whom  # before the first await: the next call builds on this
         async with self._writing:
             lines = [[*who, *(restored or ())] for who, restored in sorted(self._noted.items())]
             await anyio.to_thread.run_sync(self._write, lines)

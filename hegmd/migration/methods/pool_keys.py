@@ -1,4 +1,4 @@
-"""What carriers share whose bytes are in the pool: a piece of it for each process, under the name of the operation."""
+"""What carriers with bytes in the pool share: one pool segment per process, under the operation's name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Pooled(AtOnce):
 
 
 def key_of(subject: MigratedProcess) -> Key:
-    """Whose the memory in the pool is."""
+    """Return the key of the process's memory in the pool."""
     return Key(subject.operation, subject.name)
 
 

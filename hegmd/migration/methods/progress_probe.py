@@ -1,11 +1,11 @@
-"""What is seen from outside of a process that the driver is at work on, and whether that work comes to anything.
+"""What is seen from outside of a process during a driver call, and whether that call makes progress.
 
-A call about a process waits for a thread of the driver within that process. If a signal or a debugger has stopped it,
-the call never returns; otherwise it returns when all bytes are carried, and these are seen to move: into the process's
-own memory, and off or onto GPUs. So a call is given up on two grounds alone: threads of the process have stood stopped
-for a while, or it is far over what its bytes take and nothing has moved for a while either. Slow is not stuck.
+A call waits for a driver thread inside the process. If a signal or a debugger has stopped the process, the call never
+returns. Otherwise it returns when all bytes are copied, and these are seen to move: into the process's memory, and off
+or onto GPUs. So there are two reasons to give up: threads of the process have been stopped for a while, or the call is
+far over its expected time and no byte has moved for a while. Slow is not stuck.
 
-Owns these grounds and their words; whoever calls the driver looks and asks (`driver_calls`). Blocking, and without a
+Owns these criteria and their messages; the caller of the driver (`driver_calls`) samples and asks. Blocks, and uses no
 clock.
 """
 
@@ -22,7 +22,7 @@ from hegmd.gpu_helper.link import Stuck
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _STOPPED = frozenset("Tt")
 _ENDED = ("Z", "X")
-# Of the fields behind the name in /proc/PID/stat, and in there PF_EXITING (include/linux/sched.h, since 2.6).
+# Index of the flags after the name in /proc/PID/stat, and its bit PF_EXITING (include/linux/sched.h, since 2.6).
 _FLAGS, _EXITING = 6, 0x4
 GIB = 1 << 30
 
@@ -56,7 +56,7 @@ class Patience:
     times: float = 4.0
     #: Without anything having moved.
     quiet_s: float = 10.0
-    #: What may move by itself, such as by what the process's other threads do.
+    #: Memory that may change without progress, such as by other threads of the process.
     moved_bytes: int = 16 << 20
 
 
@@ -85,9 +85,9 @@ class Work:
     def _of_stopped(self, seen: Sight, now: float) -> Stuck:
         whole = sum(seen.threads.values())
         return Stuck(
-            f"`{self._op}` of process {self._pid} waits for it, and {seen.stopped} of its {whole} threads are "
-            "stopped by a signal or a debugger",
-            f"let it go on: kill -CONT {self._pid}; a step that the driver had begun it then ends by itself",
+            f"`{self._op}` of process {self._pid} is blocked: {seen.stopped} of the {whole} threads of the process "
+            "are stopped by a signal or a debugger",
+            f"run: kill -CONT {self._pid}; the driver then finishes the call",
             self._op,
             self._facts(seen, now),
         )
@@ -97,9 +97,9 @@ class Work:
         memory = "" if seen.resident_bytes is None else f", {seen.resident_bytes / GIB:.1f} GiB in its memory"
         return Stuck(
             f"the driver has been at `{self._op}` of process {self._pid} for {now - self._began:.0f} s, where "
-            f"{self._expected_s:.1f} s were expected, and for {now - self._moved:.0f} s nothing has moved (threads: "
+            f"{self._expected_s:.1f} s were expected, and made no progress for {now - self._moved:.0f} s (threads: "
             f"{threads}{memory})",
-            f"it is asked again how it stands; look for an Xid in `dmesg`, and at /proc/{self._pid}/task/*/stack",
+            f"hegmd asks again for its state; look for an Xid in `dmesg`, and at /proc/{self._pid}/task/*/stack",
             self._op,
             self._facts(seen, now),
         )
@@ -121,7 +121,7 @@ def has_moved(before: Sight, after: Sight, least_bytes: int) -> bool:
 
 
 def look_at(pid: int, free_bytes: int | None, proc: Path = Path("/proc")) -> Sight:
-    """The process as it is now; of one that is gone there is nothing to be seen."""
+    """Return a sample of the process; an empty one if it has exited."""
     threads: Counter[str] = Counter()
     resident_bytes: int | None = None
     try:
@@ -135,7 +135,7 @@ def look_at(pid: int, free_bytes: int | None, proc: Path = Path("/proc")) -> Sig
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal or a debugger has stopped the process. One that is gone is not."""
+    """True if a signal or a debugger has stopped the process; False if it has exited."""
     return _state_of(Path(f"/proc/{pid}")) in _STOPPED
 
 
@@ -149,7 +149,7 @@ def is_ending(pid: int) -> bool:
 
 
 def _state_of(folder: Path) -> str:
-    """The state of a process or thread by the kernel's letter; nothing of one that is gone."""
+    """Return the kernel's state letter of a process or thread; empty if it has exited."""
     try:
         return (folder / "stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -1,13 +1,13 @@
-"""A rank on its way up: which process it is, and whether it has fallen before it was back.
+"""A rank during startup: which process it is, and whether it failed before it trained.
 
-Launchers make of a fallen rank what they will: some leave the others waiting for it, some start all of them anew by
-themselves, and these may wait for those of before. So a rank of a start that has ended has failed that start, once it
-is seen that its launcher goes on without it: another process came in its place, or for some time nobody did. A launcher
-that ends as well, with a rank that fell or after all of them came to their end, says itself which of both it was.
+Launchers differ when a rank exits: some leave the others waiting, some restart all ranks, and these may wait for former
+ones. So a start has failed for a rank that exited once its launcher continues without it: another process took its
+place, or none did for some time. If the launcher exits too, after a failed rank or after all finished, its status says
+which.
 
-What a rank runs before it trains says that it is that rank too. By the tree of processes it is told apart: a rank is
-the topmost below its supervisor with these variables, such as the shell of a script around it. A daemon that was not
-there at the start looks for the ranks there itself: one that fell before never says anything to it.
+Programs that a rank runs before it trains carry its variables too. The process tree tells them apart: a rank is the
+topmost process below its supervisor with these variables, such as the shell around a script. A daemon that was not
+running at the start looks for the ranks there itself: a rank that failed earlier never connects.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hegmd.node.processes.surroundings import parent_of, variables_of
 
 # torchrun looks at its ranks ten times a second, and starts them anew at once.
 LEFT_BEHIND_S = 10.0
-# A shell around a rank ends some time after it, of which nobody tells.
+# A shell around a rank exits some time after it, without notice.
 POLL_INTERVAL_S = 0.5
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
@@ -34,7 +34,7 @@ NOBODY: Who = (0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Where a process stands: the one that was started as its rank, and the command of its supervisor above that."""
+    """The position of a process: the process started as its rank, and the command of its supervisor above it."""
 
     rank: Who
     command: Who
@@ -55,7 +55,7 @@ class RankOnItsWay:
         return who in self._known
 
     def note(self, who: Who, line: Line | None) -> None:
-        """A process says that it is that rank; `line` is where it stands, None if that is below no such supervisor."""
+        """Record that a process reports this rank; `line` is its position, None if it is not below the supervisor."""
         self._known.add(who)
         if line is None:
             return
@@ -66,8 +66,10 @@ class RankOnItsWay:
             self._is_replaced = True
 
     def note_below(self, command: Who, ranks: Mapping[int, Who], number: int) -> None:
-        """Which ranks stand below its command now, as who was not there at the start sees it. Without any it may have
-        started none yet; it starts them together."""
+        """Record the ranks found below the command, by a daemon that was not running at the start.
+
+        Without any, the command may have started none yet; it starts them together.
+        """
         there = ranks.get(number)
         if there is not None:
             self.note(there, Line(there, command))
@@ -75,7 +77,7 @@ class RankOnItsWay:
             self._line = Line(NOBODY, command)
 
     def fallen(self, now: float) -> Line | None:
-        """Where it stood, if it has ended and its command runs on."""
+        """Return the rank's position if it has exited while its command runs on; otherwise None."""
         line = self._line
         if line is None or self._lives(line.rank):
             return None
@@ -87,17 +89,17 @@ class RankOnItsWay:
         return line
 
     def is_left_behind(self, now: float) -> bool:
-        """Whether it is clear that its launcher goes on without it."""
+        """True once it is clear that its launcher continues without it."""
         return self._ended_at is not None and (self._is_replaced or now >= self._ended_at + LEFT_BEHIND_S)
 
     @property
     def look_again_s(self) -> float | None:
-        """When to look again at the latest; None when there is nobody to look at."""
+        """Seconds until the next check at the latest; None if there is nothing to check."""
         return None if self._line is None else POLL_INTERVAL_S
 
 
 def line_of(pid: int, supervisor: int) -> Line | None:
-    """Where a process stands that says it is a rank; None where that is below no such supervisor. Blocks."""
+    """Return the position of a process that reports a rank; None if it is not below that supervisor. Blocks."""
     own = variables_of(pid, _OF_A_RANK)
     line, parent = [pid], parent_of(pid)
     while parent is not None and parent > 1 and parent != supervisor:
@@ -109,7 +111,7 @@ def line_of(pid: int, supervisor: int) -> Line | None:
 
 
 def ranks_below(command: int) -> tuple[Who | None, dict[int, Who]]:
-    """That command, and who stands as which rank below it; nobody where it is a rank itself. Blocks."""
+    """Return that command, and the processes below it by rank; none if it is a rank itself. Blocks."""
     root, *below = pids_below(command)
     found: dict[int, Who] = {}
     if _rank_of(root) is None:
@@ -136,5 +138,5 @@ def _who(pid: int) -> Who | None:
 def _lives(who: Who) -> bool:
     try:
         return start_ticks_of(who[0]) == who[1]
-    except HegmError:  # nobody can look at it now
+    except HegmError:  # /proc cannot be read now
         return True

@@ -1,20 +1,18 @@
-"""The method of a restart: the process leaves by ending, and its supervisor starts another that goes on from its state.
+"""The restart method: the process exits, and its supervisor starts a new one that continues from its state.
 
-Nothing of the process itself moves, so it works between GPUs of any vendor and chip, and from and to the CPU. What has
-to be right is that there is one process at a time and no more: with the memory the supervisor is handed a descriptor
-with a lock on it (`flock`), which the new process inherits and so holds for as long as it lives, whoever else ends.
-Whoever finds it locked starts nobody. The lock is on a file of its own: the memory is not to stay for as long as the
-job.
+No memory of the process moves, so this works between GPUs of any vendor and chip, and from and to the CPU. There must
+never be two processes of one state: along with the memory, the supervisor gets a descriptor with a lock on it
+(`flock`). The new process inherits it and so holds it while it lives, whatever else exits. If the lock is taken,
+nothing is started. The lock is on a file of its own, since the memory is freed before the job ends.
 
-Ranks leave and are started together. Each has its own state and is asked to leave by itself, but their launcher is one
-command: it is stopped before, and ended after them (`launchers`); whichever rank is to be brought back first has it
-started, with the states of all, and each waits for its own. A start that fails has failed for all of them.
+Ranks exit and are started together. Each has its own state and is told to exit, but their launcher is one command: it
+is stopped before and ended after them (`launchers`). The first rank to be restored starts it, with the states of all,
+and each waits for its own. A start that fails has failed for all ranks.
 
-The room for a process is held by the method of the GPUs that hegmd knows to hold room on, and let go of just before the
-new process is started, which takes it by itself. A restart that finds none has lost nothing: the state is in the pool.
+The method of the target GPUs makes the reservation, which is released just before the new process starts and allocates
+the memory itself. A restart without enough memory loses nothing: the state is in the pool.
 
-
-Longer than 400 lines because one start is waited for by all that are to be brought back by it, alone or as ranks.
+Longer than 400 lines because one start is awaited by all processes that it restores, alone or as ranks.
 """
 
 from __future__ import annotations
@@ -56,19 +54,19 @@ logger = logging.getLogger(__name__)
 
 NAME = "restart"
 LEAVES_WITHIN_S = 60.0
-# What decides on which GPUs a process is, for each vendor; those of the others are taken away.
+# The variable that selects GPUs, by vendor; those of the other vendors are unset.
 SIMULATED = "simulated"
 _VISIBLE = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "HIP_VISIBLE_DEVICES", SIMULATED: "HEGM_GPU"}
 _OTHERS = ("ROCR_VISIBLE_DEVICES", *_VISIBLE.values())
 # With these a process finds no GPU, and a simulated node puts it on none. HIP takes an empty list for no list at all.
 _NOWHERE = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1", "HEGM_GPU": CPU}
-# Whose GPUs room can be held on.
+# Vendors on whose GPUs memory can be reserved.
 _HELD = frozenset(("nvidia", SIMULATED))
 
 
 @dataclass(slots=True)
 class _Start:
-    """One start of a job, which everybody waits for who is to be brought back by it."""
+    """One start of a job, awaited by every process that it restores."""
 
     key: str
     turn: anyio.Lock = field(default_factory=anyio.Lock)
@@ -82,9 +80,11 @@ class _Start:
 
 
 class RestartMethod:
-    """Ends processes and has others started. `by` holds room, `gpus` tells the GPUs as they were seen last, and in
-    `folder`, the daemon's own, are the locks.
-    `line_of` tells where a rank stands below its supervisor, `ranks_below` who does; both block."""
+    """Ends processes and has new ones started.
+
+    `by` makes reservations, `gpus` returns the latest snapshot of the GPUs, and `folder`, the daemon's own, has the
+    locks. `line_of` finds a rank's position below its supervisor, `ranks_below` lists the ranks there; both block.
+    """
 
     name = NAME
 
@@ -111,7 +111,7 @@ class RestartMethod:
         self._starts: dict[str, _Start] = {}
         self._superseded = Condition()
 
-    # -- room ----------------------------------------------------------------------------------------------------------
+    # -- reservations --------------------------------------------------------------------------------------------------
 
     async def reserve(self, subject: MigratedProcess, gpu: str, size_bytes: int) -> None:
         if self._has_reservation(gpu):
@@ -128,7 +128,7 @@ class RestartMethod:
         return self._by.reservations(subject)
 
     def note_size(self, subject: MigratedProcess, size_bytes: int) -> None:
-        """What it holds on a GPU is not what its state comes to."""
+        """Nothing to record: what it holds on a GPU is not the size of its state."""
 
     def storage_allocation(self, subject: MigratedProcess) -> AbstractAsyncContextManager[Made]:
         """The new process makes its storages by itself."""
@@ -149,8 +149,8 @@ class RestartMethod:
                     await given.report()  # it says why it does not
                 await self._until(lambda: worker.ended)
             if not worker.ended:
-                hint = "see what it does at its end: exit handlers, and threads that it waits for"
-                raise HegmError(TIMEOUT, f"process {worker.pid} did not end within {LEAVES_WITHIN_S:g} s", hint)
+                hint = "check its exit handlers and the threads that it joins"
+                raise HegmError(TIMEOUT, f"process {worker.pid} did not exit within {LEAVES_WITHIN_S:g} s", hint)
         return CheckpointResult(reserved_bytes=0)
 
     async def _leave_launcher(self, subject: MigratedProcess, worker: AgentConnection) -> None:
@@ -171,7 +171,7 @@ class RestartMethod:
                         await given.report()
                     await self._until(lambda: worker.ended)
                 except HegmError as error:
-                    logger.warning("process %d is ended: it does not leave by itself: %s", worker.pid, error.message)
+                    logger.warning("killing process %d, which did not exit: %s", worker.pid, error.message)
         if not worker.ended:
             await anyio.to_thread.run_sync(launchers.end_one, worker.pid, worker.identity.start_ticks)
             await self._until(lambda: worker.ended)
@@ -209,20 +209,20 @@ class RestartMethod:
                     if self._reborn(subject, gpu) is not None:
                         continue  # it came while its supervisor was waited for, and will not come again
                 elif start.asked is supervisor:
-                    why = supervisor.failure or "its supervisor says that it does not run"
+                    why = supervisor.failure or "its supervisor reports that it is not running"
                     message = f"the job was not restarted on {gpu}: {'; '.join(filter(None, (start.fallen, why)))}"
                     start.failure = Refused(message, "see what it printed")
                     continue
                 elif supervisor.offer.pid is None or subject.ranks:
                     await self._have_started(start, supervisor, subject, gpu)
-                    continue  # what has come meanwhile is looked at before anything is waited for
+                    continue  # handle what has arrived before waiting
                 with anyio.move_on_after(rank.look_again_s):
                     await self._something()
-        raise Refused(f"the job is not started on {gpu} any more", "it is started elsewhere")
+        raise Refused(f"the job is no longer started on {gpu}", "wait: it is started on another GPU")
 
     @contextmanager
     def _start_of(self, subject: MigratedProcess) -> Generator[_Start, None, None]:
-        """The start that all wait for who are to be brought back at this time; it takes the place of an earlier one."""
+        """Hold the start that all processes to be restored now share; it replaces an earlier one."""
         operation = subject.operation
         start = self._starts.get(operation)
         if start is None or start.key != subject.start:
@@ -254,7 +254,7 @@ class RestartMethod:
     async def _look_after(
         self, rank: RankOnItsWay, start: _Start, supervisor: Supervisor, subject: MigratedProcess
     ) -> None:
-        """Where that rank has fallen end its launcher: its supervisor does with the job as with any that has ended."""
+        """End the launcher of a rank that failed; its supervisor then handles the job like any that has exited."""
         for worker in self._workers:
             about, who = worker.about, (worker.pid, worker.identity.start_ticks)
             is_it = (about.rank, about.run, worker.identity.uid) == (subject.rank, supervisor.run, subject.uid)
@@ -310,7 +310,7 @@ class RestartMethod:
             os.close(claim)
 
     def surroundings_of(self, subject: MigratedProcess, gpu: str) -> Mapping[str, Any]:
-        """What is different for whoever is started there: variables, and the Python."""
+        """Return what differs for the process to be started: variables, and the Python."""
         places = [rank.target_gpu or gpu for rank in subject.ranks] or [gpu]
         respawn = subject.respawn
         variables = {**self._surroundings(tuple(dict.fromkeys(places))), **respawn.set}
@@ -318,7 +318,7 @@ class RestartMethod:
         return {"set": variables, "unset": unset, "python": respawn.python}
 
     def _surroundings(self, gpus: Sequence[str]) -> dict[str, str]:
-        """By which variables a process finds itself on that GPU or on none, or ranks on these, in their order."""
+        """Return the variables that select that GPU or none for a process, or these GPUs, in their order, for ranks."""
         if CPU in gpus:
             return dict(_NOWHERE)
         known = [self._gpu(gpu) for gpu in gpus]
@@ -329,10 +329,10 @@ class RestartMethod:
         return found if played is None else {**found, _VISIBLE[played]: ",".join([gpu.uuid for gpu in known])}
 
     def _reborn(self, subject: MigratedProcess, gpu: str) -> ReplacedBy | None:
-        """The process that has the state of the operation back, if it is there.
+        """Return the process that has loaded the operation's state, if there is one.
 
-        Never the one in whose place another is wanted: that has ended, although its connection may not have yet. Of
-        ranks, one that comes of this start: a launcher may start ranks of an earlier one again by itself.
+        Never the process to be replaced: it has exited, although its connection may still be open. Of ranks, only one
+        from this start: a launcher may start ranks of an earlier one again on its own.
         """
         supervisor = self._known(subject)
         if subject.ranks and supervisor is not None and not _has_started(supervisor, subject):
@@ -363,13 +363,17 @@ class RestartMethod:
         return None
 
     async def _supervisor(self, subject: MigratedProcess) -> Supervisor:
-        """The one that is connected for this operation. Raises Refused when there is none after a while."""
+        """Return the supervisor that is connected for this operation.
+
+        Raises Refused if none connects within a while.
+        """
         found = await self._supervisors.come(subject.uid, subject.run, lambda: self._known(subject))
         if found is not None:
             return found
         raise Refused(
-            f"the `hegmctl run` that started process {subject.pid} is gone, and nobody else can start it again",
-            f"its state is held: {go_on_command(subject.operation)}",
+            f"the `hegmctl run` that started process {subject.pid} has exited, and no other process can restart the "
+            "job",
+            f"resume it from its saved state: {go_on_command(subject.operation)}",
             {"operation": subject.operation},
         )
 
@@ -390,22 +394,22 @@ class RestartMethod:
             tasks.start_soon(first, self._supervisors.news.next)
             tasks.start_soon(first, self._superseded.next)
 
-    # -- how it stands -------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     async def verify(self, subject: MigratedProcess) -> None:
         """The next boundary, which the agent tells, proves all that there is."""
 
     async def note_resumed(self, subject: MigratedProcess) -> None:
-        """From here on its end is its own: its supervisor, which reads that, starts nobody from its state any more.
+        """Record that the new process has trained: from now on its supervisor does not start another from that state.
 
-        One that has ended by then may have been replaced from it already, and was not seen in time.
+        Raises AgentAway if it has exited already: it may have been replaced.
         """
         rank = subject.rank or 0
         if not await anyio.to_thread.run_sync(note_passed, self._folder, subject.operation, rank, subject.owner_key):
             raise AgentAway(subject.pid, "the process has ended")
 
     async def inspect(self, subject: MigratedProcess) -> ProcessState:
-        """One that lives has not left, or is the one that went on."""
+        """Report the process as present: it has not exited yet, or it is the successor."""
         return ProcessState(gpu=subject.gpu or subject.previous_gpu)
 
     def _gpu(self, name: str) -> Gpu:
@@ -422,6 +426,6 @@ def _has_started(supervisor: Supervisor, subject: MigratedProcess) -> bool:
 
 
 def _has_started_before(supervisor: Supervisor, subject: MigratedProcess) -> bool:
-    """Whether its command runs, or is tried again, by an order for another start than the one that is wanted now."""
+    """True if its command runs, or is retried, by an order for another start than the present one."""
     is_known = bool(supervisor.offer.key) and not subject.ranks
     return is_known and _has_started(supervisor, subject) and supervisor.offer.key != subject.start

@@ -1,8 +1,8 @@
-"""The right to go on from the state of an operation: a lock on a file, and what is noted in it.
+"""The right to continue from the state of an operation: a lock on a file, and what is recorded in it.
 
-Whoever has that file open as it was handed on (`flock`) has the right; the process that goes on inherits it, so that it
-lasts as long as that lives, whoever else ends. In it those who have it leave word of how far they came, which outlives
-them and the daemon. Everything in here blocks for a moment.
+The right belongs to whoever has the open file description that was handed on (`flock`). The new process inherits it, so
+it lasts as long as that lives. Its holders record their progress in the file, which outlives them and the daemon. Every
+function here blocks briefly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def claimed(folder: Path, operation: str) -> int:
-    """The right to go on from the state of that operation. Raises Refused where a process has it."""
+    """Take the lock for that operation's state and return its descriptor. Raises Refused if a process holds it."""
     own = os.open(lock_path(folder, operation), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -29,8 +29,8 @@ def claimed(folder: Path, operation: str) -> int:
     except OSError as error:
         os.close(own)
         raise Refused(
-            f"a process that was started from the state of operation {operation} is there still",
-            "leave it be, it says itself when it goes on; or end it first: nobody is started from one state twice",
+            f"a process that was started from the state of operation {operation} is still running",
+            "wait until it reports its first boundary, or end it: a saved state can be used once at a time",
         ) from error
     return own
 
@@ -58,10 +58,10 @@ def has_passed(folder: Path, operation: str, rank: int) -> bool:
 
 
 def note_passed(folder: Path, operation: str, rank: int, who: tuple[int, int]) -> bool:
-    """Note in that rank's place that it has trained on from its state; whether the process lived still when that stood.
+    """Record that the rank has trained from its state. Returns True if the process was alive after that was written.
 
-    Its supervisor reads it once the process has ended, so that of one that lived it is read in time. Blocks for a
-    moment.
+    Its supervisor reads the record once the process has exited, so a record of a living process is read in time. Blocks
+    briefly.
     """
     pid, start_ticks = who
     try:
@@ -71,13 +71,13 @@ def note_passed(folder: Path, operation: str, rank: int, who: tuple[int, int]) -
                 return True
             os.pwrite(notes.fileno(), bytes(len(PAST)), PAST_AT + rank)
     except OSError as error:
-        logger.warning("that process %d has gone on is noted nowhere: %s", pid, error)
+        logger.warning("hegmd could not record that process %d has resumed: %s", pid, error)
         return start_ticks_of(pid) == start_ticks
     return False
 
 
 def lock_path(folder: Path, operation: str) -> Path:
-    """The file whose lock is the right to go on from the state of that operation."""
+    """Return the path of the lock file for that operation's state."""
     return folder / f"restart-{operation}.lock"
 
 

@@ -1,6 +1,6 @@
-"""The method of simulated GPUs: nothing of a process is on them but a line in the books, so nothing has to be moved.
+"""The method of simulated GPUs: a process has only an entry in `SimulatedMemory` there, so nothing is moved.
 
-Where a worker is stands in its handle, which attendance and this method write; what it holds stands in the rooms.
+A worker's GPU is in its handle, which SimulatedPlacement and this method write; its memory is in SimulatedMemory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SimulatedMethod:
             self._memory.hold_what_fits(subject.owner_key, subject.worker.gpu, size_bytes)
 
     async def checkpoint(self, subject: MigratedProcess) -> CheckpointResult:
-        """The room there stays held, so nothing has to be taken for the way back."""
+        """Take the process off its GPU. Its reservation there stays, so a rollback needs no other."""
         subject.worker.gpu = None
         return CheckpointResult()
 
@@ -44,7 +44,7 @@ class SimulatedMethod:
         subject.worker.gpu = gpu
 
     def storage_allocation(self, subject: MigratedProcess) -> AbstractAsyncContextManager[Made]:
-        """The room in the books is the worker's as it stands."""
+        """Nothing to hand over: the recorded memory is already the worker's."""
         return nullcontext(lambda: False)
 
     async def verify(self, subject: MigratedProcess) -> None:

@@ -1,11 +1,10 @@
-"""Which worker holds how much on which GPU: kept by whoever moves them, and told to the simulated driver.
+"""Which worker holds how much on which simulated GPU; updated by the methods and reported to the simulated driver.
 
-On simulated GPUs nothing else holds memory for a worker, so its room is what these books say: its own share, as its
-agent counts it, and what an operation takes for it elsewhere. On real GPUs room is taken by real allocations, which no
-carrier of this version makes; taking any is refused there.
+On simulated GPUs nothing else holds memory for a worker, so these records are its reservations: its own share, as its
+agent counts it, and what an operation reserves elsewhere. On real GPUs reservations are real allocations; this class
+refuses to make any there.
 
-Rooms belong to a process (pid and start time), not to a connection: an agent that is away for a moment holds on to
-what its process has.
+Reservations belong to a process (pid and start time), not to a connection: an agent that reconnects keeps them.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class SimulatedMemory:
         return self._simulator is not None
 
     def of(self, who: Who) -> Mapping[str, int]:
-        """The room that is held for a process, by GPU."""
+        """Return the reservations of a process, by GPU."""
         return dict(self._reserved.get(who, {}))
 
     def reserve(self, who: Who, gpu: str, size_bytes: int) -> None:
@@ -85,9 +84,9 @@ class SimulatedMemory:
             self._changed()
 
     def place(self, wanted: str | None) -> str | None:
-        """The GPU for a worker that is new: the one with most room, of those that it was started for if it was.
+        """Return the GPU for a new worker: the one with most free memory, of those that it was started for.
 
-        None where none of these can be used: a job is not put where its user did not want it.
+        Returns None if none of these is usable: a job is never put on a GPU that its user did not choose.
         """
         if self._simulator is None:
             return None
@@ -106,6 +105,6 @@ class SimulatedMemory:
         return max(gpus, key=lambda gpu: (self._free_bytes(gpu), -gpu.index)).id if gpus else None
 
     def _free_bytes(self, gpu: Gpu) -> int:
-        """What is free there by the newer of two words: what was seen last, and these books."""
+        """Return what is free there: the smaller of the last snapshot and these records."""
         booked_bytes = sum(held.get(gpu.id, 0) for held in self._reserved.values())
         return (gpu.memory_total_bytes or 0) - max(gpu.memory_used_bytes or 0, booked_bytes)

@@ -1,7 +1,7 @@
-"""The moment in which a process on a real GPU has its storages made: the room that is held for them becomes its own.
+"""The moment in which a process on a real GPU allocates its storages: their reservation passes to it.
 
-Owns when that is let go of, and who is held still until then. What room is, and the restore before this, are elsewhere
-(`gpu_reservation`, `driver`).
+Owns when that is released, and which processes are paused until then. `gpu_reservation` owns reservations, and `driver`
+the restore before this.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["StorageHandover", "free_bytes_of", "others_on"]
 
 
 class StorageHandover:
-    """`in_hand` are processes that a step of the driver is under way in: nobody holds these still."""
+    """Hands reservations over. `in_hand`: processes with a running driver call, which must not be paused."""
 
     def __init__(
         self,
@@ -40,21 +40,21 @@ class StorageHandover:
         self._gpus = gpus
         self._other_processes = other_processes
         self._in_hand = in_hand
-        # Whose storages found no room beside the one that is held for them.
+        # Processes whose storages did not fit beside their reservation.
         self._crowded: set[tuple[int, int]] = set()
 
     @asynccontextmanager
     async def block(self, subject: MigratedProcess) -> AsyncGenerator[Made]:
-        """Others there are held still, but not for long: an agent that is stopped in the block makes nobody stand.
+        """Hold a block in which the process allocates its storages. Other processes are paused, but only briefly.
 
-        Where as much is free besides, the storages are made beside the room that is held for them, and that is let go
-        of at the end of the block, in which they may be filled as well: the driver clears what is let go of, and what
-        is made or opened or copied meanwhile waits for that. Should it come to nothing, the next attempt has the room.
-        Where as much again is free even then, and it goes on at once, it is let go of when it was seen to (`verify`):
-        it need not stand for that, and has as much left as it holds.
+        If as much memory is free besides, the storages are allocated beside the reservation, which is released at the
+        end of the block; they may be filled within it, too. (The driver clears released memory, and allocations and
+        copies wait for that.) If the block fails, the next attempt has the reservation. If twice as much is free and
+        the process resumes at once, `verify` releases the reservation later, so that its downtime does not include
+        that.
 
-        Otherwise it is let go of before, and who cannot be held still may be quicker. Then the bytes wait for the next
-        attempt, and none is lost.
+        Otherwise the reservation is released before, and a process that cannot be paused may take it. Then the bytes
+        wait for the next attempt, and none is lost.
         """
         made = anyio.Event()
         has_spare_memory = False
@@ -90,7 +90,7 @@ class StorageHandover:
         *,
         task_status: anyio.abc.TaskStatus[bool] = anyio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Starts with whether there is so much room that nothing need be let go of before it goes on."""
+        """Pause the others, and report True if the reservation need not be released before the process resumes."""
         async with self._gpus.turns(gpus_of(gpu)):
             held = await self._reservations.with_storages(subject, gpu)
             if not held:  # as in all rounds but the first: nothing changes hands
@@ -107,7 +107,7 @@ class StorageHandover:
                 fits = await self._reservations.fits_beside(subject, gpu, CALM_BYTES, free)
                 if subject.owner_key in self._crowded or not fits:
                     await self._reservations.let_go_for_storages(subject, gpu)
-                # Not where it was let go of: nothing is held then that could fit twice.
+                # Not after a release: then no reservation is left that could fit twice.
                 has_spare_memory = await self._reservations.fits_beside(subject, gpu, CALM_BYTES, free, times=2)
                 task_status.started(has_spare_memory and subject.goes_on)
                 with anyio.move_on_after(self._other_processes.max_pause_s):
@@ -117,7 +117,7 @@ class StorageHandover:
 def others_on(
     node: Node, subject: MigratedProcess, gpus: Container[str], helper_pid: int | None
 ) -> list[tuple[int, int]]:
-    """Who else computes on those GPUs, as far as it can be seen; the helper takes room there in its turn alone."""
+    """Return the other compute processes on those GPUs, as far as they are seen, except the helper."""
     return [
         (process.pid, process.start_ticks)
         for process in node.processes
@@ -127,5 +127,5 @@ def others_on(
 
 
 def free_bytes_of(node: Node) -> Mapping[str, int | None]:
-    """What is free, by GPU, as far as its driver says it."""
+    """Return the free memory by GPU; None where its driver does not say."""
     return {gpu.id: gpu.memory_free_bytes for gpu in node.gpus}

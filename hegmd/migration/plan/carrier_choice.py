@@ -26,7 +26,7 @@ from hegmd.migration.plan.driver_rules import beside_of, devices_of, rest_of
 from hegmd.protocol.messages import CudaFacts
 from hegmd.protocol.operations import BY_DRIVER, HOST, PEER
 
-# Where it goes in rounds, so much of the target is left to others and to what nobody has counted.
+# GPU memory on the target that rounds leave free, for other processes and for what was not counted.
 LEFT_FREE_BYTES = 2 << 30
 # CUDA IPC cannot show such memory to another process.
 _NATIVE = "native"
@@ -34,10 +34,10 @@ _NATIVE = "native"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A carrier, and what it takes besides the process's own room."""
+    """A carrier, and the memory that it takes besides the process's reservation."""
 
     carrier: str
-    #: Bytes of its own memory on the target, and of the room for the storages what that makes free bit by bit.
+    #: Memory of the carrier on the target; and how much of the storages must wait for memory that the copies free.
     target_bytes: int = 0
     overlap_bytes: int = 0
     pool_bytes: int = 0
@@ -75,7 +75,7 @@ def choose(
                 why="; ".join(dict.fromkeys(whys)),
             )
         whys.append(why)
-    raise AssertionError("the driver can carry whatever it can take off")
+    raise AssertionError("the driver carries every byte of a process that it can checkpoint")
 
 
 def choose_as_asked(
@@ -94,14 +94,15 @@ def choose_as_asked(
         return Refusal(f"there is no carrier {request.carrier[:40]!r}", f"there are {', '.join(carriers)}")
     why = next(_against(snapshot, request, candidate, source, to, row), None)
     if why is not None:
-        return Refusal(
-            f"{request.carrier} cannot carry process {candidate.pid}: {why}", "leave the choice of the carrier to hegmd"
-        )
+        return Refusal(f"{request.carrier} cannot carry process {candidate.pid}: {why}", "leave --carrier out")
     return _choice(candidate, source, to, request.carrier)
 
 
 def is_helped(carrier: str) -> bool:
-    """Whether the helper copies for it, and needs room for its contexts. False for a carrier outside the table."""
+    """True if the GPU helper copies for this carrier and needs memory for its contexts.
+
+    False for an unknown carrier.
+    """
     return carrier in CARRIERS and CARRIERS[carrier].is_helped
 
 
@@ -114,9 +115,9 @@ def _choice(candidate: Candidate, source: GpuMemory, to: GpuMemory | None, carri
 
 
 def _overlap(candidate: Candidate, source: GpuMemory, to: GpuMemory) -> int:
-    """How much of the room for the storages has to wait for what the copies give up; 0 where there is room for all.
+    """Return how many bytes of the storages must wait for memory that the copies free; 0 if all fit at once.
 
-    As little as can be, because every round costs a call to the agent and one to the helper: 100 GiB in rounds of 1 GiB
+    As few as possible, because every round costs a call to the agent and one to the helper: 100 GiB in rounds of 1 GiB
     took 0.5 to 1.3 s more than the copies.
     """
     agent = candidate.agent
@@ -145,17 +146,17 @@ def _against(
     agent = candidate.agent
     told = agent.cuda if agent is not None else None
     if agent is None or told is None:
-        yield "there is no agent that knows its storages on the GPU"
+        yield "it has no agent that knows its storages on the GPU"
         return
     size_bytes = agent.size_bytes or 0
     if not size_bytes:
-        yield "its agent vouches for no storages"
+        yield "its agent reports no storages that can be offloaded"
     if len(candidate.gpus) > 1 and row.is_helped:
-        yield "it is on several GPUs, and the helper copies for one"
+        yield "it is on several GPUs, but the GPU helper copies for one"
     elif len(candidate.gpus) > 1 and not devices_of(snapshot, candidate):
-        yield "it is on several GPUs, and its agent does not say what it holds on each"
+        yield "it is on several GPUs, but its agent does not report what it holds on each"
     if "graphs" in told.hazards:
-        yield "it has captured CUDA graphs, whose addresses have to stay"
+        yield "it has captured CUDA graphs, which need their memory addresses unchanged"
     if row.is_helped:
         yield from _against_showing(snapshot, candidate, told, source, size_bytes)
     if row.name == HOST:
@@ -171,22 +172,22 @@ def _against_showing(
 ) -> Iterator[str]:
     """Why the helper cannot be shown what the process has."""
     if not snapshot.outlived:  # the bytes would be in no place but its memory
-        yield "nobody would keep the bytes if hegmd were killed: there is no store of descriptors"
+        yield "the bytes would be lost if hegmd were killed: there is no descriptor store"
     if told.expandable or told.allocator != _NATIVE:
-        how = "expandable segments, or memory that the driver has brought back" if told.expandable else told.allocator
+        how = "expandable segments, or memory that the driver restored" if told.expandable else told.allocator
         yield f"its allocator uses {how}, which CUDA IPC cannot show to another process"
     elif 2 * told.own_bytes > size_bytes:
         own, whole = gigabytes(told.own_bytes), gigabytes(size_bytes)
-        yield f"{own} of its {whole} share memory with what stays in the process, and go by its own copies anyway"
+        yield f"{own} of its {whole} share memory with tensors that stay, so the process copies them itself"
     if candidate.around.same_ipc is False:
         yield "it is in another IPC namespace than hegmd"
     if (source.free_bytes or 0) < CONTEXT_BYTES:
         free = gigabytes(source.free_bytes or 0)
-        yield f"{source.id} has {free} free, and copying needs {gigabytes(CONTEXT_BYTES)} there"
+        yield f"{source.id} has {free} free, but copying needs {gigabytes(CONTEXT_BYTES)} there"
 
 
 def own_bytes(candidate: Candidate, carrier: str) -> int:
-    """Of what goes by that carrier, what the process copies itself."""
+    """Return how many bytes the process copies itself, of those that go by that carrier."""
     told = None if candidate.agent is None else candidate.agent.cuda
     return told.own_bytes if told is not None and is_helped(carrier) else 0
 
@@ -205,20 +206,20 @@ def _against_peer(
     request: PlanRequest, candidate: Candidate, source: GpuMemory, to: GpuMemory | None, size_bytes: int
 ) -> Iterator[str]:
     if request.kind != MIGRATE or to is None:
-        yield "only a migration to another GPU goes from GPU to GPU"
+        yield "peer copies only serve a migration to another GPU"
         return
     if to.id not in source.nvlinks:
-        yield f"no NVLink goes from {source.id} to {to.id}"
+        yield f"there is no NVLink from {source.id} to {to.id}"
     reserved_bytes = rest_of(candidate) + beside_of(candidate, source)
     needed_bytes = reserved_bytes + 2 * size_bytes + CONTEXT_BYTES - _overlap(candidate, source, to)
     if to.free_bytes is not None and to.free_bytes < needed_bytes:
         free = gigabytes(to.free_bytes)
-        yield f"{to.id} has {free} free, and {gigabytes(needed_bytes)} are needed there for a moment"
+        yield f"{to.id} has {free} free, and {gigabytes(needed_bytes)} are needed there temporarily"
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Whether there is room for a carrier's copies to go on beside the driver's steps: its checkpoint, its restore."""
+    """Whether GPU memory is free for copies that overlap the driver's checkpoint and its restore."""
 
     out: bool = False
     back: bool = False
@@ -227,7 +228,10 @@ class Beside:
 def copies_beside(
     snapshot: NodeSnapshotForPlan, carrier: str, size_bytes: int, at: str | None, to: str | None
 ) -> Beside:
-    """What the GPUs have room for beside all else, by what is free now. `to` is the GPU with its room not taken yet."""
+    """Return which copies fit on the GPUs besides everything else, by what is free now.
+
+    `to` is the target GPU before memory was reserved there.
+    """
     if carrier != HOST:
         return Beside()
     free = {gpu.id: gpu.free_bytes or 0 for gpu in snapshot.gpus}
@@ -248,14 +252,17 @@ def estimate_s(
     copies: Beside = Beside(),
     own_bytes: int = 0,
 ) -> float:
-    """How long one process stands, its wait for a boundary left out; one that is resumed stands while it is armed."""
+    """Return the downtime of one process in seconds, without its wait for a boundary.
+
+    For a resume it includes the time to prepare the carrier.
+    """
     by_driver_bytes = max(0, driver_bytes - NEXT_TO_NOTHING_BYTES)
     out_s = rates.driver_out_s + by_driver_bytes / rates.driver_out_bytes_per_s
     in_s = rates.driver_in_s + by_driver_bytes / rates.driver_in_bytes_per_s
     if carrier.rates is not None:
         out_bytes_per_s, in_bytes_per_s = (getattr(rates, name) for name in carrier.rates)
         out_s = _with_copy(out_s, size_bytes, out_bytes_per_s, rates, beside=copies.out) + rates.exchange_s / 2
-        in_s += size_bytes / rates.make_bytes_per_s  # which goes on beside a copy as well
+        in_s += size_bytes / rates.make_bytes_per_s  # this too overlaps a copy
         in_s = _with_copy(in_s, size_bytes, in_bytes_per_s, rates, beside=copies.back) + rates.exchange_s / 2
         in_s += (rounds_of(size_bytes, overlap_bytes) - 1) * rates.round_s
         out_s += own_bytes / rates.cuda_out_bytes_per_s

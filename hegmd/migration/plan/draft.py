@@ -16,15 +16,15 @@ from hegmd.protocol.operations import PlannedProcess, Reason
 
 @dataclass(slots=True)
 class Draft:
-    """What is being planned, and what was found against it so far."""
+    """A plan in the making, and the reasons against it so far."""
 
     snapshot: NodeSnapshotForPlan
     request: PlanRequest
     workers: list[PlannedProcess] = field(default_factory=list[PlannedProcess])
     reasons: list[Reason] = field(default_factory=list[Reason])
-    #: What each takes besides its own room, by pid.
+    #: The carrier and its memory, by pid.
     choices: dict[int, Choice] = field(default_factory=dict[int, Choice])
-    #: The GPUs on each of which there has to be room for a process, since it may come back on any of them, by pid.
+    #: The GPUs that each need a reservation for a process that may be restored on any of them, by pid.
     anywhere: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
 
     def against(self, code: Code, message: str, hint: str, *, pid: int | None = None, gpu: str | None = None) -> None:
@@ -47,7 +47,7 @@ def candidate_of(snapshot: NodeSnapshotForPlan, pid: int) -> Candidate | None:
 
 
 def memory_needed(draft: Draft, held: Mapping[int, int]) -> dict[str, int]:
-    """What those that move will take on each GPU, beyond what is held for them by pid."""
+    """Return the memory that the moving processes will take on each GPU, beyond what is held for them, by pid."""
     needed: dict[str, int] = {}
     for worker in draft.moving:
         if worker.to is not None and worker.to not in (CPU, worker.gpu):
@@ -63,7 +63,7 @@ def memory_needed(draft: Draft, held: Mapping[int, int]) -> dict[str, int]:
 
 
 def left_by_others(draft: Draft, to: str | None) -> GpuMemory | None:
-    """That GPU with what is left there by those that were placed before: of several to one GPU each needs its own."""
+    """Return the target GPU with what the processes placed before leave free there."""
     gpu = draft.gpu(to)
     if gpu is None or gpu.free_bytes is None:
         return gpu

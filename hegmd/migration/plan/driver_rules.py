@@ -1,8 +1,8 @@
-"""What stands against the driver's taking a process off its GPU, as far as it can be known before anything is done.
+"""Reasons against a checkpoint by the driver, as far as they are known before it.
 
-Owns these rules and their words. They come from what the driver was seen to do (580.159.04) and from what NVIDIA says
-that it refuses; each is one that would cost the job, or the user a failed attempt, if it were found out by trying.
-There is no way round them: what loses a job is not done for anybody. Pure.
+Owns these rules and their messages. They come from the driver's measured behaviour (580.159.04) and from NVIDIA's
+documented limits. Each prevents a lost job or a failed attempt. No option overrides them, since no user may lose a job.
+Pure.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ Against = tuple[Code, str, str]
 
 HAZARDS = {
     "nccl-p2p": (
-        "has live NCCL communicators that may use peer-to-peer: the driver could take it off and never bring it back",
-        "start the job with NCCL_P2P_DISABLE=1, or let it destroy its communicators first",
+        "has live NCCL communicators that may use peer-to-peer: the driver may fail to restore it",
+        "start the job with NCCL_P2P_DISABLE=1, or destroy its communicators first",
     ),
     "ipc-shared": (
-        "shares video memory with another process through CUDA IPC, and the driver might never bring it back",
-        "let it close what it has opened, or end the process that it shares with",
+        "shares GPU memory with another process through CUDA IPC: the driver may fail to restore it",
+        "close its CUDA IPC handles, or end the process that it shares memory with",
     ),
     "peer-mapped": (
-        "is on several GPUs and its allocator maps memory of one for the others, which the driver would not bring back",
-        "run it with PyTorch's own allocator and without expandable segments: leave PYTORCH_CUDA_ALLOC_CONF out",
+        "is on several GPUs and its allocator maps memory of one GPU for the others, which the driver cannot restore",
+        "unset PYTORCH_CUDA_ALLOC_CONF, so that it uses PyTorch's own allocator without expandable segments",
     ),
     "managed": (
-        "uses managed memory, which the driver's checkpoint refuses",
-        "run it without cudaMallocManaged; nothing else can carry such memory",
+        "uses managed memory, which the driver cannot checkpoint",
+        "run it without cudaMallocManaged",
     ),
 }
 
@@ -46,7 +46,7 @@ def against_leaving(snapshot: NodeSnapshotForPlan, candidate: Candidate, gpu: Gp
     who = f"process {candidate.pid}"
     if snapshot.uid not in {0, candidate.uid}:
         message = (
-            f"the driver lets uid {snapshot.uid}, as which hegmd runs, act on its own processes only, not on {who}"
+            f"hegmd runs as uid {snapshot.uid}, so the driver lets it checkpoint processes of that user only, not {who}"
         )
         yield DENIED, message, "run hegmd as root: systemctl start hegmd"
     major = major_of(gpu.driver_version)
@@ -59,16 +59,17 @@ def against_leaving(snapshot: NodeSnapshotForPlan, candidate: Candidate, gpu: Gp
         how = "cut into MIG instances" if gpu.mig else "shared through MPS"
         yield (
             REFUSED,
-            f"{gpu.id} is {how}, which the driver's checkpoint refuses",
-            "move what is on a GPU that is whole",
+            f"{gpu.id} is {how}, which the driver cannot checkpoint",
+            "use a GPU without MIG and MPS",
         )
     if "graphics" in candidate.kinds:
-        yield REFUSED, f"{who} draws on {gpu.id}, and the driver's checkpoint takes CUDA state only", "see hegmctl ps"
+        message = f"{who} has graphics contexts on {gpu.id}, but the driver checkpoints CUDA state only"
+        yield REFUSED, message, "run: hegmctl ps"
     if candidate.around.stopped:
-        message = f"{who} is stopped by a signal, and the driver would wait for it without end"
-        yield REFUSED, message, f"let it go on first: kill -CONT {candidate.pid}"
+        message = f"{who} is stopped (SIGSTOP); the driver call would block until it continues"
+        yield REFUSED, message, f"run: kill -CONT {candidate.pid}"
     if candidate.vram_bytes is None or (len(candidate.gpus) > 1 and gpu.id not in candidate.driver_bytes_by_gpu):
-        message = f"the driver does not say how much {who} holds on {gpu.id}, so no room can be held for it"
+        message = f"the driver does not report how much memory {who} uses on {gpu.id}, so hegmd cannot reserve it"
         yield REFUSED, message, "run hegmd in the node's own pid namespace; see hegmctl ps"
     yield from _against_what_it_uses(candidate, who)
 
@@ -94,10 +95,11 @@ def against_moving(gpu: GpuMemory) -> Iterator[Against]:
     """Every reason why the driver cannot bring a process of that GPU back on another one."""
     major = major_of(gpu.driver_version)
     if major is not None and CHECKPOINT_DRIVER <= major < MOVE_DRIVER:
-        message = f"driver {gpu.driver_version} can only bring a process back on the GPU that it was on"
-        yield REFUSED, message, f"install driver {MOVE_DRIVER} or newer; suspend and resume work with this one"
+        message = f"driver {gpu.driver_version} can only restore a process on its former GPU"
+        yield REFUSED, message, f"install driver {MOVE_DRIVER} or newer; this one supports suspend and resume"
     if gpu.chip is None:
-        yield REFUSED, f"the chip of {gpu.id} is not known, and only an equal one can take over", "see hegmctl doctor"
+        message = f"the chip of {gpu.id} is unknown, and a process can only move to the same chip"
+        yield REFUSED, message, "run: hegmctl doctor"
 
 
 def against_memory(snapshot: NodeSnapshotForPlan, candidate: Candidate, driver_bytes: int) -> Iterator[Against]:
@@ -105,22 +107,22 @@ def against_memory(snapshot: NodeSnapshotForPlan, candidate: Candidate, driver_b
     growth_bytes = candidate.around.cgroup_free_bytes
     if growth_bytes is not None and growth_bytes < driver_bytes:
         message = (
-            f"the driver would put {gigabytes(driver_bytes)} into process {candidate.pid}, whose control group lets it "
-            f"grow by {gigabytes(growth_bytes)}: the kernel would kill it"
+            f"the driver would copy {gigabytes(driver_bytes)} into process {candidate.pid}, but its control group "
+            f"allows {gigabytes(growth_bytes)} more: the kernel would kill it"
         )
         yield REFUSED, message, "raise the memory limit of its pod, job or unit (memory.max)"
     if snapshot.available_bytes is not None and snapshot.available_bytes < driver_bytes:
         message = (
-            f"the driver would put {gigabytes(driver_bytes)} into process {candidate.pid} and the node has "
+            f"the driver would copy {gigabytes(driver_bytes)} into process {candidate.pid}, but the node has "
             f"{gigabytes(snapshot.available_bytes)} of memory available"
         )
         yield REFUSED, message, "free memory on the node first"
 
 
 def rest_of(candidate: Candidate) -> int:
-    """What it needs on a GPU besides the storages that its agent vouches for, as far as that is known beforehand.
+    """Return the bytes that the process needs on a GPU besides the storages that its agent offloads, as far as known.
 
-    What an allocator keeps only for later is given back before the driver comes: `beside_of` counts it.
+    Memory that an allocator only caches is released before the checkpoint: `beside_of` counts it.
     """
     held_bytes = candidate.vram_bytes or 0
     agent = candidate.agent
@@ -134,16 +136,18 @@ def rest_of(candidate: Candidate) -> int:
 
 
 def stacks_of(candidate: Candidate) -> int:
-    """What its agent gives back of its contexts while its storages are out, where it shows these."""
+    """Return the bytes of its CUDA contexts that its agent frees while its storages are offloaded and shown by CUDA
+    IPC.
+    """
     cuda = None if candidate.agent is None else candidate.agent.cuda
     return 0 if cuda is None else cuda.stacks_bytes
 
 
 def beside_of(candidate: Candidate, own: GpuMemory) -> int:
-    """What its allocator takes more than its storages have, when they are made again.
+    """Return how much more its allocator takes than its storages have, when they are allocated again.
 
-    Either what it rounds up, or all that it had, if that is more: what it had cached is given back before the driver
-    comes, and taken again with the storages. A step that had to ask the driver for it could find that nothing is left.
+    This is the allocator's rounding or, if larger, its cache. The cache is released before the checkpoint and reserved
+    again with the storages: a training step that had to ask the driver for it might find no memory.
     """
     cuda = None if candidate.agent is None else candidate.agent.cuda
     if cuda is None or candidate.agent is None:
@@ -169,7 +173,7 @@ def storage_bytes_with_cache(
 
 
 def _cached(candidate: Candidate, reserved_bytes: int, size_bytes: int) -> int:
-    """What an allocator has beside storages of that size that go, and those that it keeps; with what it rounds up."""
+    """Return what the allocator caches besides its storages and those that stay, with its rounding."""
     stays_bytes = 0 if candidate.agent is None else sum(item.size_bytes for item in candidate.agent.left_alone)
     cached_bytes = reserved_bytes - stays_bytes - size_bytes
     return cached_bytes + SEGMENT_BYTES if cached_bytes > 0 else 0
@@ -183,7 +187,7 @@ def _most_beside(gpu: GpuMemory, others_bytes: int) -> int:
 
 
 def devices_of(snapshot: NodeSnapshotForPlan, candidate: Candidate) -> tuple[CudaDevice, ...]:
-    """What its agent vouches for on each of its GPUs, in their order; nothing where it is not known of all."""
+    """Return what its agent offloads from each of its GPUs, in their order; empty unless all are known."""
     cuda = None if candidate.agent is None else candidate.agent.cuda
     told = {device.uuid: device for device in cuda.devices} if cuda is not None else {}
     uuids = {gpu.id: gpu.uuid for gpu in snapshot.gpus}
@@ -192,9 +196,9 @@ def devices_of(snapshot: NodeSnapshotForPlan, candidate: Candidate) -> tuple[Cud
 
 
 def shares_of(candidate: Candidate, devices: Sequence[CudaDevice] = ()) -> tuple[int, ...]:
-    """What one on several GPUs needs on each of them, in their order; nothing for one on a single GPU.
+    """Return the driver bytes of a process on several GPUs, in their order; empty for one GPU.
 
-    Without what it vouches for on these `devices`, and what its allocator keeps there for later.
+    Excludes what its agent offloads from `devices`, and what its allocator caches there.
     """
     if len(candidate.gpus) < 2:
         return ()

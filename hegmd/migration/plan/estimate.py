@@ -1,6 +1,6 @@
-"""What a plan says of itself before it is carried out: how long the job stands, in which steps, and what to know first.
+"""What a plan says before it is carried out: the downtime, the steps and the hazards.
 
-Owns these words and the sum of the estimates. Decides nothing: there is a plan when this is asked. Pure.
+Owns these texts and the sum of the estimates. Decides nothing: the plan exists before this is called. Pure.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ SIMULATED = "simulated"
 DRIVER = "driver"
 
 _STEPS = {
-    MIGRATE: "take room and pool; stop at a boundary; take the bytes out; change GPU; put them back; see a boundary",
-    SUSPEND: "take pool; stop at a boundary; take the bytes out; give the GPU's room back",
-    RESUME: "take room; put the bytes back; let it go on; see a boundary; give the pool back",
-    CHECKPOINT: "take pool; stop at a boundary; take the bytes out; write process and bytes",
-    QUIESCE: "stop at a boundary; stand there; let it go on",
+    MIGRATE: "reserve GPU and pool memory; quiesce; offload; change GPU; reload; verify a boundary",
+    SUSPEND: "reserve pool memory; quiesce; offload; release the GPU's memory",
+    RESUME: "reserve GPU memory; reload; resume; verify a boundary; release pool memory",
+    CHECKPOINT: "reserve pool memory; quiesce; offload; write process and bytes",
+    QUIESCE: "quiesce; stay parked; resume",
 }
 _DRIVER_STEPS = {
-    MIGRATE: "take room; {out}lock and checkpoint; restore on the other GPU and unlock; {in}see it run there",
-    SUSPEND: "{out}lock and checkpoint; see its GPU free of it",
-    RESUME: "take room; restore and unlock; {in}see it run there",
+    MIGRATE: "reserve GPU memory; {out}lock and checkpoint; restore on the other GPU and unlock; {in}verify that it "
+    "runs there",
+    SUSPEND: "{out}lock and checkpoint; verify that its GPU memory is free",
+    RESUME: "reserve GPU memory; restore and unlock; {in}verify that it runs there",
     CHECKPOINT: "{out}lock and checkpoint; write process and bytes",
 }
-# In the place of the last step of a checkpoint, where the job goes on.
+# The last steps of a checkpoint after which the job trains on.
 _LEFT_RUNNING = (
-    "write the process; put the bytes back; let it go on; see a boundary; "
-    "write the bytes from the pool and read all of it back meanwhile"
+    "write the process; reload; resume; verify a boundary; write the bytes from the pool and verify the image while "
+    "the job trains"
 )
 _AROUND = {
-    "out": "stop at a boundary; take the bytes out by {carrier}; ",
-    "in": "put the bytes back; let it go on; see a boundary; ",
+    "out": "quiesce; offload by {carrier}; ",
+    "in": "reload; resume; verify a boundary; ",
 }
 
 
 def with_image(plan: MigrationPlan, rates: Rates, *, size_bytes: int, leave_running: bool) -> MigrationPlan:
-    """The plan of a checkpoint or a handoff, with an image for which the job stands while so much is written, and with
-    its last steps."""
+    """Return the plan of a checkpoint or handoff with the time to write its image, and its last steps."""
     made_s = image_s(rates, LEFT if leave_running else OUT, size_bytes)
     back_s = estimate_s(plan.workers, RESUME, rates) if leave_running else 0.0
     ends = (*plan.steps, "read all of it back", "end the job")
@@ -59,15 +59,17 @@ def with_image(plan: MigrationPlan, rates: Rates, *, size_bytes: int, leave_runn
 def from_image(plan: MigrationPlan, rates: Rates, *, size_bytes: int) -> MigrationPlan:
     """The plan of a resume, of a job that comes out of an image of that size before it."""
     read_s = image_s(rates, IN, size_bytes)
-    first = "read the image and restore the processes, side by side"
+    first = "read the image and restore the processes concurrently"
     return plan.replace(kind=RESTORE, estimate_s=plan.estimate_s + read_s, image_s=read_s, steps=(first, *plan.steps))
 
 
 def estimate_s(
     moving: Sequence[PlannedProcess], kind: str, rates: Rates, snapshot: NodeSnapshotForPlan | None = None
 ) -> float:
-    """How long the job will stand, beyond the wait for its boundary. Without the node, nothing is thought to have room
-    to be copied beside the driver's steps."""
+    """Return the downtime of the job in seconds, without its wait for a boundary.
+
+    Without a snapshot of the node, no copies overlap the driver's calls.
+    """
     by_driver = [worker for worker in moving if worker.method == DRIVER]
     size_bytes = sum(worker.size_bytes for worker in moving if worker.method != DRIVER)
     driver_s = sum(
@@ -101,7 +103,7 @@ def _is_restart(moving: Sequence[PlannedProcess]) -> bool:
 
 
 def steps(moving: list[PlannedProcess], kind: str) -> tuple[str, ...]:
-    """What would be done, in order."""
+    """Return the steps of the plan, in order."""
     return tuple(_steps(moving, kind).split("; "))
 
 
@@ -109,7 +111,7 @@ def _steps(moving: list[PlannedProcess], kind: str) -> str:
     if kind == QUIESCE:
         return _STEPS[kind]
     if not moving:
-        return "unlock; see it run"
+        return "unlock; verify that it runs"
     if _is_restart(moving) and kind != RESUME:
         return restart_rules.STEPS
     if all(worker.method != DRIVER for worker in moving):
@@ -120,7 +122,7 @@ def _steps(moving: list[PlannedProcess], kind: str) -> str:
 
 
 def hazards(draft: Draft, members: tuple[Candidate, ...], world: int) -> tuple[str, ...]:
-    """What to know before saying yes."""
+    """Return what a user should know before agreeing to the plan."""
     stopped = tuple(_stopped(members))
     if _is_restart(draft.moving):
         return (*stopped, *restart_rules.not_kept(members, draft.request))
@@ -129,15 +131,15 @@ def hazards(draft: Draft, members: tuple[Candidate, ...], world: int) -> tuple[s
 
 
 def _stopped(members: tuple[Candidate, ...]) -> Iterator[str]:
-    """First of all, since nothing comes of the rest before they go on."""
+    """Warn about stopped processes first, since nothing happens before they continue."""
     pids = " ".join(str(candidate.pid) for candidate in members if candidate.stopped)
     if pids:
         are = f"processes {pids} are" if " " in pids else f"process {pids} is"
-        yield f"{are} stopped by a signal or a debugger, and would be waited for; let it go on first: kill -CONT {pids}"
+        yield f"{are} stopped by a signal or a debugger, which hegmd would wait for; run: kill -CONT {pids}"
 
 
 def _slow_ways(draft: Draft) -> Iterator[str]:
-    """What a faster way was closed by, for whoever could open it."""
+    """Name what closed a faster carrier, for users who can change it."""
     for worker in draft.moving:
         why = draft.choices[worker.pid].why if worker.pid in draft.choices else ""
         candidate = candidate_of(draft.snapshot, worker.pid)
@@ -146,19 +148,20 @@ def _slow_ways(draft: Draft) -> Iterator[str]:
 
 
 def _own_copies(draft: Draft) -> Iterator[str]:
-    """What does not go by the carrier that is named, from the start."""
+    """Name the bytes that do not go by the chosen carrier."""
     for worker in draft.moving:
         if worker.own_bytes:
             yield (
                 f"{gigabytes(worker.own_bytes)} of process {worker.pid} go by {WORKER} and not by "
-                f"{worker.carrier}: they share memory with what stays in the process, which nobody else can open later"
+                f"{worker.carrier}: they share memory with tensors that stay in the process, which another process "
+                "cannot open later"
             )
 
 
 def _unknown_places(draft: Draft) -> Iterator[str]:
     for pid, gpus in draft.anywhere.items():
         yield (
-            f"on which GPU the driver had process {pid} is not known: it comes back there, and room for it is held on "
+            f"the former GPU of process {pid} is unknown: the driver restores it there, and hegmd reserves memory on "
             f"{listed(gpus)} until then"
         )
 
@@ -166,11 +169,11 @@ def _unknown_places(draft: Draft) -> Iterator[str]:
 def _hazards(members: tuple[Candidate, ...], world: int) -> Iterator[str]:
     for candidate in members:
         if candidate.agent is not None and candidate.agent.left_alone:
-            yield f"process {candidate.pid} keeps what its agent leaves alone: {left_alone(candidate)}"
+            yield f"process {candidate.pid} keeps what its agent does not offload: {left_alone(candidate)}"
         if candidate.agent is None:
             yield (
-                f"process {candidate.pid} has no agent: managed memory, and another's video memory open through CUDA "
-                "IPC, cannot be seen from outside; with the latter the driver could not bring it back"
+                f"process {candidate.pid} has no agent, so hegmd cannot see whether it uses managed memory or CUDA "
+                "IPC; the driver cannot restore a process that uses CUDA IPC"
             )
         if len(candidate.gpus) > 1:
             yield (
@@ -179,11 +182,11 @@ def _hazards(members: tuple[Candidate, ...], world: int) -> Iterator[str]:
             )
     ranks = [c for c in members if c.agent and c.agent.rank is not None]
     if world > len(ranks) and world > 1:
-        yield f"{len(ranks)} of the job's {world} ranks are here; the others wait for them meanwhile"
+        yield f"{len(ranks)} of the job's {world} ranks are on this node; the others wait for them"
 
 
 def left_alone(candidate: Candidate) -> str:
-    """What its agent does not vouch for, and why, in words."""
+    """Return what its agent does not offload, and why, in words."""
     if candidate.agent is None:
         return ""
     items = candidate.agent.left_alone

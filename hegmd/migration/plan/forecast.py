@@ -1,7 +1,7 @@
-"""The node as it will be: what operations under way will still take, and how things stand once a plan was carried out.
+"""The node as it will be: what running operations will still take, and the state after a plan.
 
-Owns that arithmetic, which lets several operations be planned one after the other, or begun one beside the other,
-before any of them has taken anything. Pure; knows no rule of moving.
+Owns this arithmetic, which lets several operations be planned before any of them has reserved anything. Pure; knows no
+rule of moving.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hegmd.protocol.operations import BY_DRIVER, PEER, PlannedProcess
 
 
 def expected(snapshot: NodeSnapshotForPlan) -> NodeSnapshotForPlan:
-    """The node without the room and the pool that operations under way were promised and have not taken yet."""
+    """Return the node without the memory that running operations were promised and have not reserved yet."""
     deltas: dict[str, int] = {}
     pool_bytes = 0
     for op in snapshot.running:
@@ -58,12 +58,12 @@ def after(snapshot: NodeSnapshotForPlan, plan: MigrationPlan) -> NodeSnapshotFor
 
 
 def _taken_bytes(worker: PlannedProcess) -> int:
-    """What it takes on a GPU while it runs there, with the margin that a restore needs."""
+    """Return the bytes that it takes on a GPU while it runs there, with the margin that a restore needs."""
     return worker.driver_bytes + (worker.size_bytes if worker.carrier != BY_DRIVER else 0)
 
 
 def reservations_for(bytes_by_gpu: Sequence[int], here: str | None, there: str) -> dict[str, int]:
-    """The room that one on several GPUs needs beyond its own to go from here to there, by GPU."""
+    """Return what a process on several GPUs needs beyond its own memory to move, by GPU."""
     return more_than(shared_out(there, bytes_by_gpu, 0), shared_out(here, bytes_by_gpu, 0))
 
 

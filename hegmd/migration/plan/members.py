@@ -1,7 +1,7 @@
-"""Who moves: the processes that were named, what belongs to them, and what speaks against stopping each. Pure.
+"""Which processes move: those that were named and the rest of their jobs, with the reasons against parking each. Pure.
 
-A job moves as one: its ranks would wait for one another, and processes that have started one another may share what the
-driver restores only together.
+A job moves as a whole: its ranks would wait for each other, and processes that started each other may share memory that
+the driver restores only together.
 """
 
 from __future__ import annotations
@@ -37,13 +37,16 @@ def members_named(draft: Draft) -> Iterator[Candidate]:
     for pid in draft.request.pids:
         candidate = candidate_of(draft.snapshot, pid)
         if candidate is None and pid in draft.snapshot.beginning:
-            hint = "wait until hegmctl ps has it on one, and ask again; a loop without a loader calls hegm.boundary()"
-            message = f"process {pid} is still beginning, and on no GPU before its first batch"
+            hint = (
+                "wait until hegmctl ps lists it on a GPU, then retry; in a loop without a data loader, call "
+                "hegm.boundary()"
+            )
+            message = f"process {pid} is starting up and is not on a GPU before its first batch"
             draft.against(REFUSED, message, hint, pid=pid)
             continue
         held = next((op for op in draft.snapshot.running if any(w.pid == pid and w.is_absent for w in op.live)), None)
         if candidate is None and held is not None:
-            message = f"process {pid} has ended, and operation {held.id} ({held.phase}) has its state"
+            message = f"process {pid} has exited, and operation {held.id} ({held.phase}) keeps its state"
             draft.against(
                 BUSY,
                 message,
@@ -59,7 +62,7 @@ def members_named(draft: Draft) -> Iterator[Candidate]:
             draft.against(NOT_FOUND, f"process {pid} has ended", "see its log; hegmctl ps lists the others", pid=pid)
             continue
         if candidate is None:
-            draft.against(NOT_FOUND, f"process {pid} is on no GPU", "see who is with: hegmctl ps", pid=pid)
+            draft.against(NOT_FOUND, f"process {pid} is on no GPU", "run: hegmctl ps", pid=pid)
             continue
         for member in members_of(draft.snapshot, candidate):
             if member.pid not in seen:
@@ -72,10 +75,10 @@ def _against_unreachable(process: Unreachable) -> tuple[Code, str, str]:
     held = "" if process.vram_bytes is None else f" with {gigabytes(process.vram_bytes)}"
     where = f"on {listed(process.gpus)}{held}"
     if process.ended:
-        hint = "wait until the driver frees it; if it never does, see what has its GPU open: fuser -v /dev/nvidia*"
-        return NOT_FOUND, f"process {process.pid} has ended; the driver still lists it {where}", hint
+        hint = "wait until the driver frees it; if it does not, find what has its GPU open: fuser -v /dev/nvidia*"
+        return NOT_FOUND, f"process {process.pid} has exited, but the driver still lists it {where}", hint
     hint = "run hegmd as root, in the node's own pid namespace; see hegmctl ps"
-    return REFUSED, f"process {process.pid} is {where}, and cannot be moved: {process.why}", hint
+    return REFUSED, f"process {process.pid} is {where}, but cannot be moved: {process.why}", hint
 
 
 def _is_same_job(one: Candidate, other: Candidate) -> bool:
@@ -104,39 +107,39 @@ def can_be_stopped(draft: Draft, candidate: Candidate) -> bool:
     who = f"process {candidate.pid}"
     for op in draft.snapshot.running:
         if op.phase == HOLDING and draft.request.kind != QUIESCE:
-            continue  # it holds its job for whoever wants it next
+            continue  # a quiesced job can become another operation
         if any(worker.pid == candidate.pid for worker in op.live):
             draft.against(BUSY, *in_hand(op, candidate.pid, draft.request.kind), pid=candidate.pid)
-            return False  # where it is and what it holds is that operation's doing, and no reason of its own
+            return False  # its GPU and memory depend on that operation, so they are no reasons of their own
         is_its = candidate.job is not None and candidate.uid == op.owner_uid
         if is_its and any(worker.restarts and worker.run == candidate.job for worker in op.live):
-            message = f"operation {op.id} ({op.kind}, {op.phase}) has started {who}, and waits for its next boundary"
+            message = f"operation {op.id} ({op.kind}, {op.phase}) has restarted {who} and waits for its next boundary"
             draft.against(BUSY, message, f"see: hegmctl op {op.id}", pid=candidate.pid)
             return False
     on_cpu = candidate.on_cpu and not candidate.gpus
     if candidate.agent is not None and candidate.agent.rank is not None and not candidate.gpus and not on_cpu:
         # It is among the candidates for its job's sake: the others must not leave without it.
-        hint = "its ranks move together: ask again when all of them train"
-        message = f"rank {candidate.agent.rank} ({who}) has not said yet what it holds"
+        hint = "retry when all ranks train: they move together"
+        message = f"rank {candidate.agent.rank} ({who}) has not reported its memory yet"
         draft.against(REFUSED, message, hint, pid=candidate.pid)
         return False
     if candidate.agent is None:
         if not are_of(draft, candidate, NVIDIA):
-            hint = "start the job with `hegmctl run`; a process without an agent cannot be stopped between two batches"
+            hint = "start the job with `hegmctl run`; only a process with an agent can be quiesced"
             draft.against(REFUSED, f"{who} has no agent", hint, pid=candidate.pid)
     elif candidate.agent.size_bytes is None:
-        hint = "it has not trained yet, or its agent is just connecting; ask again in a moment"
-        draft.against(REFUSED, f"the agent of {who} has not said yet what it holds", hint, pid=candidate.pid)
+        hint = "retry in a few seconds: it has not trained yet, or its agent is connecting"
+        draft.against(REFUSED, f"the agent of {who} has not reported its memory yet", hint, pid=candidate.pid)
     if on_cpu:
         if draft.request.via != RESTART:
-            hint = "only what is on a GPU can be taken off it; see hegmctl ps"
-            draft.against(REFUSED, f"{who} trains on the CPU, and has nothing on a GPU", hint, pid=candidate.pid)
+            hint = "run: hegmctl ps; only a job on a GPU can be suspended"
+            draft.against(REFUSED, f"{who} trains on the CPU, and uses no GPU", hint, pid=candidate.pid)
     elif not candidate.gpus and candidate.agent is not None and candidate.agent.size_bytes == 0:
-        hint = "a job can be moved once it has storages of PyTorch; hegmctl ps shows who is on the GPUs"
-        draft.against(REFUSED, f"{who} holds nothing that could be moved", hint, pid=candidate.pid)
+        hint = "retry once it has PyTorch tensors on a GPU; see hegmctl ps"
+        draft.against(REFUSED, f"{who} holds no GPU memory that could be moved", hint, pid=candidate.pid)
     elif not candidate.gpus:
-        hint = "only processes on GPUs that are known can be moved; see hegmctl ps"
-        draft.against(REFUSED, f"{who} is on no GPU that is known", hint, pid=candidate.pid)
+        hint = "run: hegmctl ps; only a process on a known GPU can be moved"
+        draft.against(REFUSED, f"{who} is on no known GPU", hint, pid=candidate.pid)
     elif len(candidate.gpus) > 1 and draft.request.via != RESTART:
         _judge_several(draft, candidate, f"{who} is on {listed(candidate.gpus)}")
     return len(draft.reasons) == before
@@ -146,20 +149,23 @@ def _judge_several(draft: Draft, candidate: Candidate, who_is: str) -> None:
     """One on several GPUs that reach into one another's memory is lost by the driver's restore, and that is seen and
     undone from inside the process alone."""
     if not are_of(draft, candidate, NVIDIA):
-        hint = "on several GPUs only processes on NVIDIA's can be moved"
+        hint = "use one GPU per process: several are supported on NVIDIA GPUs only"
         draft.against(REFUSED, who_is, hint, pid=candidate.pid)
     elif candidate.agent is None:
-        hint = "start the job with `hegmctl run`: its agent undoes that before it is moved"
-        message = f"{who_is}, and without an agent nobody sees whether these reach into one another's memory"
+        hint = "start the job with `hegmctl run`: its agent disables peer access before a move"
+        message = f"{who_is}, but without an agent hegmd cannot see whether these GPUs access one another's memory"
         draft.against(
-            REFUSED, f"{message}: then the driver could take it off and never bring it back", hint, pid=candidate.pid
+            REFUSED,
+            f"{message}: then the driver could checkpoint it but might fail to restore it",
+            hint,
+            pid=candidate.pid,
         )
     elif candidate.agent.cuda is None:
-        hint = "only PyTorch's access from GPU to GPU can be undone before a move"
-        draft.against(REFUSED, f"{who_is}, and its agent does not know what it does there", hint, pid=candidate.pid)
+        hint = "use PyTorch for access between GPUs: hegmd's agent can only disable PyTorch's"
+        draft.against(REFUSED, f"{who_is}, but its agent does not know how it uses them", hint, pid=candidate.pid)
     elif draft.request.kind == CHECKPOINT:
-        hint = f"take it off its GPUs for a while instead: hegmctl suspend {candidate.pid}"
-        draft.against(REFUSED, f"{who_is}, and an image is of processes on one GPU", hint, pid=candidate.pid)
+        hint = f"suspend it instead: hegmctl suspend {candidate.pid}"
+        draft.against(REFUSED, f"{who_is}, but an image supports processes on one GPU only", hint, pid=candidate.pid)
 
 
 def are_of(draft: Draft, candidate: Candidate, vendor: str) -> bool:

@@ -1,10 +1,10 @@
-"""In which ways a process could be moved, and why the others are closed: what `hegmctl ps --ways` shows.
+"""Which methods can move a process, and why the others cannot: what `hegmctl ps --ways` shows.
 
-Owns the choice of the reason that is shown. What stands against a way is the planner's to say, by the code that an
-operation is planned with, so that `ps --ways` and `suspend`, `checkpoint` and `migrate` cannot differ. Room and pool
-are left out: they describe the moment and not the process. Pure.
+Owns the choice of the reason that is shown. The planner's code judges each method, so `ps --ways`, `suspend`,
+`checkpoint` and `migrate` cannot differ. GPU and pool memory are left out: they describe the moment and not the
+process. Pure.
 
-Every reason is one sentence that names the first thing in the way, because that is what an operator can act on.
+Every reason is one sentence that names the first obstacle, because that is what an operator can act on.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["ways_of"]
 AMD, SIMULATED = "amd", "simulated"
 _LIVE_WAYS = ("agent", "driver", "criu")
 
-_ON_CPU = "it trains on the CPU, and has nothing on a GPU"
-_ON_NO_GPU = "it is on no GPU now; a suspended job goes on with `hegmctl resume`"
-_UNSEEN = "the process behind its pid cannot be seen from here, and nothing is done to a pid on trust"
+_ON_CPU = "it trains on the CPU, and uses no GPU"
+_ON_NO_GPU = "it is on no GPU now; resume a suspended job with `hegmctl resume`"
+_UNSEEN = "hegmd cannot see the process with this pid, and does not act on a pid it cannot verify"
 
 
 def ways_of(
@@ -71,7 +71,7 @@ class _Families:
 
 
 def _as_if_asked(candidate: Candidate) -> Candidate:
-    """A question that an agent was never asked stands against nothing: the operation asks it."""
+    """Fill in answers that the agent was never asked for: the operation itself asks for them."""
     agent = candidate.agent
     if agent is None:
         return candidate
@@ -108,24 +108,24 @@ class _Judge:
     def _by_agent(self) -> Way:
         if self._agent is None:
             return _closed("agent", "no agent is connected from inside the process")
-        agent = f"its agent, {self._agent}, can stop it between two batches"
+        agent = f"its agent, {self._agent}, can quiesce it between two batches"
         if any(gpu.vendor == AMD for gpu in self._own):
-            return _closed("agent", f"{agent}, but on AMD a living process cannot change its GPU; restart is the way")
+            return _closed("agent", f"{agent}, but on AMD a running process cannot change its GPU; use restart")
         refusal = self._against(SUSPEND) or self._against_target()
         if refusal is not None:
             return _closed("agent", f"{agent}, but {refusal}")
         if all(gpu.vendor == SIMULATED for gpu in self._own):
-            return _open("agent", f"{agent}, and {_either(self._targets())} could take it")
-        return _open("agent", f"{agent}, and the driver can bring it back on {_either(self._targets())}")
+            return _open("agent", f"{agent}, and {_either(self._targets())} has room for it")
+        return _open("agent", f"{agent}, and the driver can restore it on {_either(self._targets())}")
 
     def _by_driver(self) -> Way:
         refusal = self._against_driver() or self._against(SUSPEND) or self._against_target()
         if refusal is not None:
             return _closed("driver", refusal)
         versions = [gpu.driver_version for gpu in self._own if gpu.driver_version is not None]
-        unseen = "unless it uses managed memory or CUDA IPC, which cannot be seen from outside"
+        unseen = "unless it uses managed memory or CUDA IPC, which hegmd cannot see from outside"
         reason = (
-            f"driver {versions[0] if versions else ''} can take it off {_named(self._own)} and bring it back on "
+            f"driver {versions[0] if versions else ''} can checkpoint it on {_named(self._own)} and restore it on "
             f"{_either(self._targets())}"
         )
         return _open("driver", reason if self._agent is not None else f"{reason}, {unseen}")
@@ -147,15 +147,15 @@ class _Judge:
     def _by_restart(self) -> Way:
         agent = self._process.agent
         if agent is None:
-            return _closed("restart", "no agent is connected that could save its state and find its place again")
+            return _closed("restart", "it has no connected agent that could save its state")
         if not agent.supervised:
-            reason = "nobody would start it again; start the job with: hegmctl run --allow-restart -- COMMAND"
+            reason = "no supervisor would restart it; start the job with: hegmctl run --allow-restart -- COMMAND"
             return _closed("restart", reason)
         refusal = self._against(MIGRATE, via=RESTART)
         if refusal is not None:
             return _closed("restart", refusal)
-        kept = "; a Python is kept ready to go on from there" if agent.kept else ""
-        saved = f"its agent, {self._agent}, can save its state between two batches, for any GPU of any vendor{kept}"
+        kept = "; a Python process is prestarted for it" if agent.kept else ""
+        saved = f"its agent, {self._agent}, can save its state between two batches, for a GPU of any vendor{kept}"
         return _open("restart", saved)
 
     def _against(self, kind: str, via: str | None = None) -> str | None:
@@ -167,19 +167,19 @@ class _Judge:
         """Why the driver's calls are none for these GPUs."""
         for gpu in self._own:
             if gpu.vendor == SIMULATED:
-                return f"{gpu.id} is simulated and has no driver underneath"
+                return f"{gpu.id} is simulated and has no driver"
             if gpu.vendor != NVIDIA:
-                return f"only NVIDIA's driver has calls for that, and {gpu.id} is of vendor {gpu.vendor}"
+                return f"only the NVIDIA driver supports checkpoints, and {gpu.id} is a GPU of {gpu.vendor}"
         return None
 
     def _against_target(self) -> str | None:
-        """Why no other GPU of this node can take it, room apart."""
+        """Return why no other GPU of this node is a possible target, apart from its free memory; None if one is."""
         for gpu in self._own:
             if gpu.vendor == NVIDIA:
                 for _, message, _ in driver_rules.against_moving(gpu):
                     return message
         if not self._targets():
-            return f"no other GPU of this node that could take it has the chip of {_named(self._own)}"
+            return f"no other GPU of this node that has room for it has the chip of {_named(self._own)}"
         return None
 
     def _targets(self) -> tuple[GpuMemory, ...]:

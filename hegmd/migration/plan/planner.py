@@ -1,10 +1,10 @@
-"""What an operation would do, or why it cannot: from one look at the node and what was asked to a Plan or Reasons.
+"""What an operation would do, or why it cannot: from a snapshot of the node and a request to a plan or reasons.
 
-Owns the questions that are asked before anything is done, and the words of the answers. Pure: `--dry-run` and the real
-thing run the same code on the same snapshot, so they say the same. It promises nothing: room and pool are only looked
-at here and taken by the machine, which turns back when somebody was quicker. Who may ask is decided elsewhere, before.
+Owns the checks before an operation and the messages of their results. Pure: `--dry-run` and the real operation run the
+same code on the same snapshot, so they agree. A plan promises nothing: memory is only checked here. The machine
+reserves it, and rolls back if another process took it first. Permissions are checked earlier, elsewhere.
 
-All reasons are given at once, each with the next step. What a plan says of itself is in `estimate`.
+All reasons are returned at once, each with the next step. `estimate` has the texts of a plan.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def planned(snapshot: NodeSnapshotForPlan, request: PlanRequest) -> MigrationPla
 
 
 def against_leaving(snapshot: NodeSnapshotForPlan, request: PlanRequest) -> tuple[Reason, ...]:
-    """Every reason why those processes cannot leave their GPUs so, whatever room and pool there is."""
+    """Return every reason why those processes cannot be checkpointed, apart from free memory."""
     draft = Draft(snapshot, request)
     _place_members(draft)
     return tuple(draft.reasons)
@@ -72,11 +72,11 @@ def _planned(snapshot: NodeSnapshotForPlan, request: PlanRequest) -> MigrationPl
 def planned_resume(
     snapshot: NodeSnapshotForPlan, request: PlanRequest, op: Operation
 ) -> MigrationPlan | tuple[Reason, ...]:
-    """The plan for going on with a suspended operation, or every reason why it cannot."""
+    """Return the plan to resume a suspended operation, or every reason why it cannot be resumed."""
     draft = Draft(expected(snapshot), request)
     if op.phase != "suspended":
         hint = f"watch it with: hegmctl op {op.id}"
-        draft.against(REFUSED, f"operation {op.id} is {op.phase}; only a suspended one can be resumed", hint)
+        draft.against(REFUSED, f"operation {op.id} is {op.phase}; only a suspended operation can be resumed", hint)
         return tuple(draft.reasons)
     members: list[Candidate] = []
     for worker in op.live:
@@ -85,7 +85,7 @@ def planned_resume(
             _place_suspended(draft, worker, None)
             continue
         if candidate is None or (candidate.agent is None and worker.has_agent):
-            hint = "it connects by itself within seconds; if it does not, see the log of the job"
+            hint = "wait some seconds for it to connect; if it does not, read the log of the job"
             draft.against(REFUSED, f"the agent of process {worker.pid} is not connected", hint, pid=worker.pid)
             continue
         members.append(candidate)
@@ -102,7 +102,7 @@ def planned_resume(
 
 
 def _started_by(op: Operation) -> str:
-    return f"it takes the hegmctl run that started it, if that is there still and waits; else: {resuming(op)}"
+    return f"its `hegmctl run` restarts it if that is still running; otherwise run: {resuming(op)}"
 
 
 def planned_return(
@@ -123,8 +123,8 @@ def planned_return(
 def _place(draft: Draft, candidate: Candidate) -> None:
     request, source = draft.request, place_of(candidate.gpus)
     if request.kind == CHECKPOINT and candidate.agent is None:
-        hint = f"start it with hegmctl run; as it is it can be moved or suspended: hegmctl suspend {candidate.pid}"
-        draft.against(REFUSED, f"process {candidate.pid} has no agent, which an image needs", hint, pid=candidate.pid)
+        hint = f"start the job with hegmctl run; without an agent, suspend it: hegmctl suspend {candidate.pid}"
+        draft.against(REFUSED, f"process {candidate.pid} has no agent, but an image needs one", hint, pid=candidate.pid)
         return
     if request.via == RESTART:
         restart_rules.place(draft, candidate)
@@ -144,20 +144,20 @@ def _place(draft: Draft, candidate: Candidate) -> None:
     elif own[0].vendor == SIMULATED and candidate.agent is not None:
         _place_simulated(draft, candidate, to)
     else:
-        message = f"{source} is of vendor {own[0].vendor}, which no carrier serves yet"
+        message = f"{source} is of vendor {own[0].vendor}, which no carrier supports"
         draft.against(
             REFUSED,
             message,
-            "this version moves processes between NVIDIA's GPUs and between simulated ones",
+            "use NVIDIA GPUs: hegmd moves running processes between those and between simulated ones",
             gpu=source,
         )
 
 
 def _leave_in_place(draft: Draft, candidate: Candidate) -> None:
-    """One that is only to stand keeps all that it has: nothing has to fit anywhere, and no driver is asked."""
+    """Plan a quiesce: the process keeps all its memory, so no GPU needs space and the driver is not used."""
     if candidate.agent is None:
-        hint = f"start it with hegmctl run; as it is it can be suspended: hegmctl suspend {candidate.pid}"
-        message = f"process {candidate.pid} has no agent, and so no boundary at which it could stand"
+        hint = f"start the job with hegmctl run; without an agent, suspend it: hegmctl suspend {candidate.pid}"
+        message = f"process {candidate.pid} has no agent, so hegmd cannot park it at a boundary"
         draft.against(REFUSED, message, hint, pid=candidate.pid)
         return
     own = draft.gpu(candidate.gpus[0])
@@ -179,9 +179,10 @@ def _place_simulated(draft: Draft, candidate: Candidate, to: str | None) -> None
     asked = draft.request.carrier
     if asked not in {None, WORKER}:
         message = (
-            f"{str(asked)[:40]} cannot carry process {candidate.pid}: on simulated GPUs its bytes go by its own hands"
+            f"{str(asked)[:40]} cannot carry process {candidate.pid}: on simulated GPUs the process copies its bytes "
+            "itself"
         )
-        draft.against(REFUSED, message, f"ask for {WORKER}, or leave the choice to hegmd", pid=candidate.pid)
+        draft.against(REFUSED, message, f"use --carrier {WORKER}, or leave --carrier out", pid=candidate.pid)
         return
     size_bytes = 0 if agent is None else agent.size_bytes or 0
     draft.choices[candidate.pid] = Choice(WORKER, pool_bytes=size_bytes)
@@ -277,7 +278,7 @@ def _place_suspended(draft: Draft, worker: JobProcess, candidate: Candidate | No
 
 
 def _place_resumed(draft: Draft, worker: JobProcess) -> str | None:
-    """Where one that is suspended goes on; None, with the reason in the draft, where that is not known."""
+    """Return the target of a suspended process; None, with the reason in the draft, if it is unknown."""
     asked = draft.request.placement.get(str(worker.pid), draft.request.to)
     if worker.gpu_unknown:
         to = targets.place_anywhere(draft, worker)
@@ -291,7 +292,7 @@ def _place_resumed(draft: Draft, worker: JobProcess) -> str | None:
         to = worker.kept_gpu or worker.first_gpu
     if to is None:
         hint = "name one with --to; see hegmctl gpus"
-        draft.against(REFUSED, f"it is not known on which GPU process {worker.pid} was", hint, pid=worker.pid)
+        draft.against(REFUSED, f"hegmd does not know on which GPU process {worker.pid} was", hint, pid=worker.pid)
     return to
 
 
@@ -311,13 +312,16 @@ def _judge_whole(draft: Draft, members: tuple[Candidate, ...]) -> None:
     _judge_pool(draft, pooled_bytes, _pool_needed(draft))
     for worker in moving:
         if worker.method == DRIVER:
-            continue  # what no carrier takes goes with the driver
+            continue  # the driver carries what no carrier takes
         whole = worker.size_bytes + worker.left_alone_bytes
         if draft.request.kind == SUSPEND and worker.left_alone_bytes * 100 > whole * MAX_LEFT_PERCENT:
             candidate = candidate_of(draft.snapshot, worker.pid)
             why = estimate.left_alone(candidate) if candidate else ""
-            message = f"of {gigabytes(whole)} of process {worker.pid}, {gigabytes(worker.left_alone_bytes)} would stay"
-            draft.against(REFUSED, message, f"they are left alone because: {why}", pid=worker.pid)
+            message = (
+                f"{gigabytes(worker.left_alone_bytes)} of {gigabytes(whole)} of process {worker.pid} would stay "
+                "on the GPU"
+            )
+            draft.against(REFUSED, message, f"see why they cannot be offloaded: {why}", pid=worker.pid)
 
 
 def _judge_memory(draft: Draft, needed: Mapping[str, int]) -> None:
@@ -326,9 +330,11 @@ def _judge_memory(draft: Draft, needed: Mapping[str, int]) -> None:
         if gpu is None:
             continue
         if gpu.free_bytes is None:
-            draft.against(REFUSED, f"how much is free on {name} is not known", "see hegmctl doctor", gpu=name)
+            draft.against(
+                REFUSED, f"hegmd does not know how much memory is free on {name}", "see hegmctl doctor", gpu=name
+            )
         elif gpu.free_bytes < size_bytes:
-            message = f"{name} has {gigabytes(gpu.free_bytes)} free and {gigabytes(size_bytes)} are needed"
+            message = f"{name} has {gigabytes(gpu.free_bytes)} free, but {gigabytes(size_bytes)} are needed"
             left = {worker.gpu for worker in draft.workers if worker.to == name}
             others = [
                 other.id
@@ -336,25 +342,26 @@ def _judge_memory(draft: Draft, needed: Mapping[str, int]) -> None:
                 if other.state == "ok" and other.chip == gpu.chip and (other.free_bytes or 0) >= size_bytes
                 if other.id not in left
             ]
-            hint = f"there is room on {listed(tuple(others))}" if others else "suspend or move something off it first"
+            elsewhere = f"choose a GPU with enough free memory: {listed(tuple(others))}"
+            hint = elsewhere if others else "suspend or migrate a job that uses it"
             draft.against(REFUSED, message, hint, gpu=name)
 
 
 def _pool_needed(draft: Draft) -> int:
-    """What the pool will be asked for: a piece for each that has any bytes for it, as large as pieces are made."""
+    """Return how many bytes the pool will need: one segment for each process with bytes for it, rounded up."""
     sizes = [draft.choices[worker.pid].pool_bytes for worker in draft.moving]
     return sum(whole_size(size_bytes) for size_bytes in sizes if size_bytes)
 
 
 def _judge_pool(draft: Draft, carried_bytes: int, needed_bytes: int) -> None:
     pool = draft.snapshot.pool
-    needed = f"{gigabytes(needed_bytes)} of the pool are needed for the {gigabytes(carried_bytes)} to be carried"
+    needed = f"{gigabytes(needed_bytes)} of the pool are needed to move {gigabytes(carried_bytes)}"
     if needed_bytes > pool.budget_bytes:
-        message = f"{needed}, over its budget of {gigabytes(pool.budget_bytes)}"
+        message = f"{needed}, but its budget is {gigabytes(pool.budget_bytes)}"
         draft.against(REFUSED, message, "raise pool.budget_bytes in the configuration, if the node has the memory")
     elif needed_bytes > pool.free_bytes:
-        message = f"{needed}, and {gigabytes(pool.free_bytes)} are free"
-        draft.against(BUSY, message, "wait for what is in it, or resume what is suspended; see hegmctl ops")
+        message = f"{needed}, but {gigabytes(pool.free_bytes)} are free"
+        draft.against(BUSY, message, "resume a suspended job, or wait for an operation that uses it; see hegmctl ops")
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------

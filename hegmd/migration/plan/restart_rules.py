@@ -1,9 +1,9 @@
-"""What a restart takes of a process, what stands against one, and what it does not keep. Pure.
+"""What a restart needs of a process, the reasons against it, and what it does not keep. Pure.
 
-A restart is the way where nothing of the process can go: to a GPU of another vendor or chip, from the CPU to a GPU or
-back, with another environment or Python. Its agent says what the state comes to and what would not be found again; who
-would start it again is its supervisor. What of the script's own variables begins anew is said before by name, where the
-agent can tell.
+A restart is for moves where no memory of the process can go along: to a GPU of another vendor or chip, between CPU and
+GPU, or to another environment or Python. The agent reports the size of the state and what could not be found again; the
+supervisor starts the new process. Script variables that start from the beginning are listed before, by name, where the
+agent knows them.
 """
 
 from __future__ import annotations
@@ -23,28 +23,30 @@ from hegmd.protocol.operations import PlannedProcess, Reason
 from hegmd.protocol.supervision import ALONE
 
 STEPS = (
-    "take room and pool; stop at a boundary; save the state; let the process leave; start it again; put the state "
-    "back; see a boundary"
+    "reserve GPU and pool memory; quiesce; save the state; end the process; start it again; load the state; verify a "
+    "boundary"
 )
 # Until a Python that imports PyTorch is at its first batch; what the script loads by itself comes on top.
 START_S = 8.0
 # How an agent begins what it says of the things that it has not gone through.
 UNSEEN = "not looked at: "
-# A message has 16 descriptors, and one of them is the right to go on from the states.
+# A message carries 16 descriptors, and one of them is the restore lock.
 MAX_RANKS = 15
 # The agent, and what finds a script's loops.
 OLDEST_PYTHON = (3, 9)
-# What every start has from hegmctl run and from hegmd: without these nobody would know whose the process is.
+# Variables that hegmctl run and hegmd set at every start, and that identify the process.
 _OWN = frozenset(
     ("HEGM_RUN", "HEGM_JOB", "HEGM_SOCKET", "HEGM_IMAGES", "HEGM_MSGPACK", "HEGM_READY_FD", "HEGM_READY_TELL")
 ) | {"HEGM_STATE", "HEGM_STATE_FD", "HEGM_STATE_LOCK_FD", "HEGM_STATES", "HEGM_RESTART"}
 _GPUS = frozenset(("HEGM_GPU", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"))
-_DIRECT = "have whatever starts it become it (in a shell: exec python3 train.py), or name it to hegmctl run directly"
+_DIRECT = (
+    "make the script that starts it exec it (in a shell: exec python3 train.py), or give it to hegmctl run directly"
+)
 _SUPERVISED = "start the job with: hegmctl run --allow-restart -- COMMAND"
 
 
 def place(draft: Draft, candidate: Candidate) -> None:
-    """Enter the process into the draft, or all that stands against its restart where it was asked to be."""
+    """Add the process to the draft, or every reason against its restart on the requested target."""
     pid, agent, request = candidate.pid, candidate.agent, draft.request
     before = len(draft.reasons)
     source = place_of(candidate.gpus) or CPU
@@ -58,25 +60,27 @@ def place(draft: Draft, candidate: Candidate) -> None:
     if to != CPU:
         targets.judge_target(draft, to, "" if target is None else target.vendor, None, stays=to in candidate.gpus)
     if len(gpus_of(to)) > 1 or len(candidate.gpus) > 1:
-        message = f"process {pid} is on {listed(candidate.gpus)}, and is to be on {to}"
-        draft.against(REFUSED, message, "a restart is of a process on one GPU, to one GPU", pid=pid)
+        message = f"process {pid} is on {listed(candidate.gpus)}, and its target is {to}"
+        draft.against(REFUSED, message, "use one source GPU and one target GPU per process for a restart", pid=pid)
     if agent is None:
-        draft.against(REFUSED, f"process {pid} has no agent, which its state is found by", _SUPERVISED, pid=pid)
+        draft.against(REFUSED, f"process {pid} has no agent, which a restart needs", _SUPERVISED, pid=pid)
         return
     if candidate.supervisor is None:
-        draft.against(REFUSED, f"nobody would start process {pid} again", _SUPERVISED, pid=pid)
+        draft.against(REFUSED, f"process {pid} has no supervisor that would restart it", _SUPERVISED, pid=pid)
         return
     if candidate.apart and not candidate.launched:
-        between = f"process {pid} was started by another than its hegmctl run, which would take its leaving for its end"
+        between = (
+            f"process {pid} was not started by its hegmctl run itself, which would take its exit for the end of the job"
+        )
         draft.against(REFUSED, between, _DIRECT, pid=pid)
     for refused in agent.refusals:
-        hint = "say how with hegm.keep or hegm.resumable, or move it without a restart"
+        hint = "declare it with hegm.keep or hegm.resumable, or move it without a restart"
         draft.against(REFUSED, f"process {pid}: {refused}", hint, pid=pid)
     if agent.unweighed is not None:
         draft.against(REFUSED, *agent.unweighed, pid=pid)
     elif agent.state_bytes is None and not agent.refusals:
-        hint = "it says so at its next batch boundary; ask again, and see the log of the job if it never does"
-        draft.against(REFUSED, f"what the state of process {pid} comes to is not known", hint, pid=pid)
+        hint = "retry after its next batch boundary; if that does not help, read the log of the job"
+        draft.against(REFUSED, f"the size of the state of process {pid} is unknown", hint, pid=pid)
     if request.respawn.python is not None and not candidate.python:
         hint = "leave --python out, or start the job with: hegmctl run --allow-restart -- PYTHON SCRIPT"
         draft.against(REFUSED, f"the command of process {pid} does not begin with a Python", hint, pid=pid)
@@ -89,7 +93,7 @@ def place(draft: Draft, candidate: Candidate) -> None:
 
 
 def _judge_python(draft: Draft, candidate: Candidate) -> None:
-    """What would take the place of the Python of its command has to be one, and one that the agent can be in."""
+    """Check that the interpreter given in the request is a Python that can load the agent."""
     python, said = draft.request.respawn.python, candidate.other_python
     if python is None or not (said or candidate.no_python):
         return
@@ -97,16 +101,19 @@ def _judge_python(draft: Draft, candidate: Candidate) -> None:
     alone = said.endswith(f" {ALONE}")
     numbers = tuple([int(number) for number in version.split(".")[:2] if number.isdecimal()])
     if candidate.no_python:
-        hint = "name one that the job's user can run there: PYTHON -c 'import sys; print(sys.version)'"
+        hint = "give --python a Python that the job's user can run there: PYTHON -c 'import sys; print(sys.version)'"
         draft.against(REFUSED, f"{python} is no Python: {candidate.no_python}", hint, pid=candidate.pid)
     elif kind != "cpython" or numbers < OLDEST_PYTHON:
         oldest = ".".join(map(str, OLDEST_PYTHON))
-        hint = f"name a CPython of {oldest} or newer, with the job's packages"
-        draft.against(REFUSED, f"{python} is {said}, in which no state can be put back", hint, pid=candidate.pid)
+        hint = f"give --python a CPython {oldest} or newer with the job's packages"
+        draft.against(REFUSED, f"{python} is {said}, which cannot load a saved state", hint, pid=candidate.pid)
     elif alone:
-        why = "which is started with -E or -I, or drops PYTHONPATH: without the agent it would begin anew"
+        why = (
+            "which is started with -E or -I, or drops PYTHONPATH: without the agent the training would start from "
+            "the beginning"
+        )
         message = f"{python} is {kind} {version}, {why}"
-        draft.against(REFUSED, message, "name one that reads PYTHONPATH", pid=candidate.pid)
+        draft.against(REFUSED, message, "give --python a Python that reads PYTHONPATH", pid=candidate.pid)
 
 
 def _judge_variables(draft: Draft, pid: int) -> None:
@@ -114,20 +121,20 @@ def _judge_variables(draft: Draft, pid: int) -> None:
     respawn = draft.request.respawn
     names = (*respawn.set, *respawn.unset)
     if own := sorted(_OWN.intersection(names)):
-        hint = "leave it out: every start has it from hegmctl run"
-        draft.against(REFUSED, f"{listed(tuple(own))} cannot be changed: hegmd knows the job by it", hint, pid=pid)
+        hint = "leave it out: hegmctl run sets it at every start"
+        draft.against(REFUSED, f"{listed(tuple(own))} cannot be changed: hegmd identifies the job by it", hint, pid=pid)
     if places := sorted(_GPUS.intersection(names)):
-        message = f"{listed(tuple(places))} cannot be changed: it is set to where --to has the job go"
-        draft.against(REFUSED, message, "leave it out, and name the GPU, or cpu, with --to", pid=pid)
+        message = f"{listed(tuple(places))} cannot be changed: hegmd sets it to the target of --to"
+        draft.against(REFUSED, message, "leave it out, and give the GPU, or cpu, with --to", pid=pid)
 
 
 def _judge_memory(draft: Draft, pid: int, state_bytes: int) -> None:
-    """The memory of the node has to take what the GPU's had: in the pool, and once more in whoever goes on."""
+    """Check that the node's memory can hold the state twice: in the pool and in the new process."""
     available_bytes, needed_bytes = draft.snapshot.available_bytes, whole_size(state_bytes) + state_bytes
     if available_bytes is not None and available_bytes < needed_bytes:
         message = f"the node has {gigabytes(available_bytes)} of memory, and {gigabytes(needed_bytes)} are needed"
-        hint = "its state is in the pool, and once more in the process that goes on; end something first"
-        draft.against(REFUSED, f"{message} for process {pid} to go on on the CPU", hint, pid=pid)
+        hint = "free memory on the node: the state is in the pool and in the new process at once"
+        draft.against(REFUSED, f"{message} for process {pid} to continue on the CPU", hint, pid=pid)
 
 
 def _enter(draft: Draft, candidate: Candidate, source: str, to: str, agent: AgentSurvey) -> None:
@@ -149,7 +156,7 @@ def _enter(draft: Draft, candidate: Candidate, source: str, to: str, agent: Agen
 
 
 def _expected_bytes(draft: Draft, agent: AgentSurvey, to: str) -> int:
-    """What one that was on no GPU takes on one at least: its state, and what a driver and its libraries have there."""
+    """Return the least that a process from the CPU takes on a GPU: its state, the driver and libraries."""
     target = draft.gpu(to)
     if target is None or target.vendor == SIMULATED:
         return agent.size_bytes or 0
@@ -157,24 +164,26 @@ def _expected_bytes(draft: Draft, agent: AgentSurvey, to: str) -> int:
 
 
 def judge_ranks(draft: Draft, members: Sequence[Candidate]) -> None:
-    """All that stands against a restart of several processes as one."""
+    """Add every reason against a restart of several processes as one job."""
     if len(members) < 2 and all((_world(member) or 1) < 2 for member in members) and not are_launched(draft, members):
         return
     pids = listed(tuple([str(member.pid) for member in members]))
     worlds = {_world(member) for member in members}
     ranks = sorted([member.agent.rank for member in members if member.agent and member.agent.rank is not None])
     if len(worlds) != 1 or None in worlds or len(set(ranks)) != len(members):
-        message = f"processes {pids} are no ranks by their environment (RANK and WORLD_SIZE)"
-        hint = "start them with torchrun, whose ranks find their states again by these; or as a job each"
+        message = f"processes {pids} have no RANK and WORLD_SIZE in their environment"
+        hint = "start them with torchrun, which sets these variables, or start each as a job of its own"
         draft.against(REFUSED, message, hint)
     elif ranks != list(range(worlds.pop() or 0)):
         message = f"of {_world(members[0])} ranks, {listed(tuple([str(rank) for rank in ranks]))} are here"
-        draft.against(REFUSED, message, "a restart is of all ranks of a job, on one node; ask when all of them train")
+        draft.against(
+            REFUSED, message, "retry when all ranks of the job train on this node: a restart needs all of them"
+        )
     elif len(members) > MAX_RANKS:
-        hint = "have the script save its own checkpoint, and start the ranks from that"
-        draft.against(REFUSED, f"the job has {len(members)} ranks, and a restart is of {MAX_RANKS} at most", hint)
+        hint = "save a checkpoint in the script, and start the ranks from that"
+        draft.against(REFUSED, f"the job has {len(members)} ranks, but a restart supports {MAX_RANKS} at most", hint)
     elif any(member.supervisor is not None and not member.ranks for member in members):
-        message = f"the hegmctl run that started processes {pids} is of a release that restarts no ranks"
+        message = f"the hegmctl run that started processes {pids} is of an older release that cannot restart ranks"
         draft.against(REFUSED, message, "start the job with this release of hegmctl")
     else:
         _judge_places(draft)
@@ -197,52 +206,49 @@ def _judge_places(draft: Draft) -> None:
     vendors = {gpu.vendor for to in goals if (gpu := draft.gpu(to or "")) is not None}
     if len(pairs) != len(sources) or len(pairs) != len(goals):
         where = f"{len(sources)} GPUs would be on {len(goals)}"
-        hint = "leave --to out, and they are started again where they are; all on one GPU can be named another"
-        draft.against(REFUSED, f"ranks that are on {where}, or not those together that are now", hint)
+        hint = "leave --to out to restart them where they are; name another GPU only if all are on one GPU"
+        draft.against(REFUSED, f"hegmd cannot place ranks that are on {where} there", hint)
     elif len(vendors) > 1:
         message = f"the ranks would be on GPUs of {listed(tuple(sorted(vendors)))}"
         draft.against(REFUSED, message, "name GPUs of one vendor")
     elif CPU in goals and len(goals) > 1:
         message = f"the ranks would be on {listed(tuple(sorted(str(to) for to in goals)))}"
-        draft.against(REFUSED, message, "have all of them on GPUs, or all on the CPU")
+        draft.against(REFUSED, message, "put all ranks on GPUs, or all on the CPU")
     elif "simulated" in vendors and len(goals) > 1:
         message = f"the ranks would be on {listed(tuple(sorted(str(to) for to in goals)))}"
-        draft.against(REFUSED, message, "simulated ranks have one GPU; name one")
+        draft.against(REFUSED, message, "give one GPU: simulated ranks share one")
 
 
 def not_kept(members: Sequence[Candidate], request: PlanRequest) -> Iterator[str]:
-    """What to know before saying yes."""
+    """Yield what a user should know before agreeing to a restart."""
     for candidate in members:
         if not candidate.gpus and request.to not in (None, CPU):
             yield (
-                f"what process {candidate.pid} takes on {request.to} is not known before it is there: room is held for "
-                "its state and the driver's own, and not for what its batches need"
+                f"the memory that process {candidate.pid} needs on {request.to} is unknown before it runs there: "
+                "hegmd reserves memory for its state and the driver, but not for its batches"
             )
-        yield (
-            f"process {candidate.pid} ends, and another goes on in its place; files that it writes are opened again as "
-            "its script opens them"
-        )
+        yield (f"process {candidate.pid} exits, and a new process continues; its script opens its output files again")
         names = None if candidate.agent is None else candidate.agent.begin_anew
         if names is None:
-            yield f"process {candidate.pid}: its script's own variables may begin anew, but for what hegm.keep names"
+            yield f"process {candidate.pid}: only script variables given to hegm.keep are sure to keep their values"
         for name in names or ():
             is_unseen = name.startswith(UNSEEN)
             anew = (
-                f"{name}; hegm.keep keeps what is changed there"
+                f"{name}; call hegm.keep to keep changes there"
                 if is_unseen
-                else f"begins anew: {name}; hegm.keep keeps it"
+                else f"starts from the beginning: {name}; call hegm.keep to keep it"
             )
             yield f"process {candidate.pid}: {anew}"
     if request.respawn.set or request.respawn.unset or request.respawn.python is not None:
         changed = [*request.respawn.set, *request.respawn.unset]
         said = next((f" ({candidate.other_python})" for candidate in members if candidate.other_python), "")
         changed += [] if request.respawn.python is None else [f"the Python {request.respawn.python}{said}"]
-        yield f"started with another {', '.join(changed)}: numbers may differ where libraries do"
+        yield f"started with another {', '.join(changed)}: results may differ if its libraries differ"
 
 
 def why_not_better(reasons: Sequence[Reason]) -> str:
     """Why it is a restart."""
-    return "no better way: " + "; ".join(dict.fromkeys(reason.message for reason in reasons))
+    return "other methods are not possible:  " + "; ".join(dict.fromkeys(reason.message for reason in reasons))
 
 
 def offer(reasons: Sequence[Reason], members: Sequence[Candidate]) -> tuple[Reason, ...]:
@@ -251,5 +257,5 @@ def offer(reasons: Sequence[Reason], members: Sequence[Candidate]) -> tuple[Reas
     if not pids or not reasons or any(reason.code == BUSY.name for reason in reasons):
         return tuple(reasons)
     last = reasons[-1]
-    hint = f"{last.hint}; or have it started again there: hegmctl migrate {pids[0]} --via restart --to GPU --dry-run"
+    hint = f"{last.hint}; or restart it there: hegmctl migrate {pids[0]} --via restart --to GPU --dry-run"
     return (*reasons[:-1], last.replace(hint=hint))

@@ -20,7 +20,7 @@ from hegmd.migration.plan.members import members_of
 from hegmd.migration.plan.planner import planned, planned_return
 from hegmd.protocol.operations import PEER, WORKER, Reason
 
-_ON_ONE_EACH = "swap is for jobs on one GPU each; see hegmctl migrate"
+_ON_ONE_EACH = "use hegmctl migrate: swap supports jobs on one GPU each"
 
 Outcome = tuple[MigrationPlan, ...] | tuple[Reason, ...]
 
@@ -40,9 +40,10 @@ def occupants(snapshot: NodeSnapshotForPlan, gpu: str) -> Iterator[int]:
 def departure(
     snapshot: NodeSnapshotForPlan, pid: int, gpu: str, to: Sequence[str]
 ) -> MigrationPlan | tuple[Reason, ...]:
-    """The plan that takes a job off that GPU, to the first of those named that takes it; its other processes stay.
+    """Return the plan that moves a job off that GPU, to the first possible target; its other processes stay.
 
-    With none named, the others are tried, the one with most room first. Refused, every reason of every target is given.
+    Without targets, it tries the other GPUs, the one with most free memory first. If all refuse, it returns the reasons
+    of each.
     """
     candidate = candidate_of(snapshot, pid)
     members = () if candidate is None else members_of(snapshot, candidate)
@@ -56,13 +57,13 @@ def departure(
             return found
         reasons.update(dict.fromkeys(found))
     if not reasons:
-        hint = f"take what is on it off: hegmctl suspend {pid}"
+        hint = f"suspend what runs on it: hegmctl suspend {pid}"
         return (Reason(code=REFUSED.name, message=f"there is no other GPU than {gpu}", hint=hint, pid=pid),)
     return tuple(reasons)
 
 
 def _leave(member: Candidate, gpu: str) -> str:
-    """What comes before its target: of one on several GPUs only what is on that GPU is to leave."""
+    """Return the prefix of its target: a process on several GPUs moves only its part on `gpu`."""
     return f"{gpu}=" if len(member.gpus) > 1 else ""
 
 
@@ -91,13 +92,12 @@ def _others(snapshot: NodeSnapshotForPlan, gpu: str) -> list[str]:
 
 
 def planned_swap(snapshot: NodeSnapshotForPlan, first: int, second: int) -> Outcome:
-    """The steps by which two jobs, or two processes of one, change places, or every reason why they cannot.
+    """Return the steps by which two jobs, or two processes of one, change places, or every reason why they cannot.
 
-    Where there is room for one beside the other, it is two moves. Where there is not, both go to the pool at once and
-    come back crosswise at once, each over its own GPU's link; or the first alone waits there, where the pool has not
-    the room for both, or the second goes straight from GPU to GPU, which is over before its bytes would be in the pool.
-    So they do where there is room for one beside the other but not for a context to copy by: their own copies take
-    several times as long as the helper's.
+    If one fits beside the other, these are two moves. If not, both go to the pool at the same time and come back
+    crosswise, each over its own GPU's link. If the pool cannot hold both, the first alone waits there. The second goes
+    straight from GPU to GPU if that is faster than the pool. The same applies if one fits beside the other but without
+    a context for the helper: copies by the process itself take several times as long.
     """
     if first == second:
         return (_against(f"process {first} cannot change places with itself", "name two processes; see hegmctl ps"),)

@@ -1,8 +1,8 @@
-"""Where a process is to go: what was asked for as a place, and what stands against each GPU of it.
+"""The target of a process: what was requested, and the reasons against each GPU of it.
 
-Owns the words in which a target can be named. For a process on one GPU that is one GPU. For one on several it is a GPU
-for each of its devices (`gpu2,gpu3`, in the order in which `hegmctl ps` has them) or for some (`gpu0=gpu2`), the others
-staying; one name alone would leave open what is meant. Pure.
+Owns the syntax of targets. For a process on one GPU the target is one GPU. For several it is one GPU for each
+(`gpu2,gpu3`, in the order of `hegmctl ps`) or for some of them (`gpu0=gpu2`), while the others stay; a single name
+would be ambiguous. Pure.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def destination(draft: Draft, pid: int, source: str | None, asked: str, *, anew:
     here = gpus_of(source)
     if asked == CPU:
         if not anew:
-            hint = f"have it started again without a GPU: hegmctl migrate {pid} --via restart --to {CPU}"
-            draft.against(REFUSED, f"process {pid} cannot go on on the CPU as it is", hint, pid=pid)
+            hint = f"restart it without a GPU: hegmctl migrate {pid} --via restart --to {CPU}"
+            draft.against(REFUSED, f"process {pid} cannot continue on the CPU without a restart", hint, pid=pid)
         return CPU if anew else None
     if _TO in asked:
         return _exchanged(draft, pid, here, asked)
@@ -42,13 +42,13 @@ def _exchanged(draft: Draft, pid: int, here: tuple[str, ...], asked: str) -> str
     pairs = [part.split(_TO) for part in asked.split(",")]
     to = {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[1]}
     if len(to) != len(pairs):
-        hint = f"for example: hegmctl migrate {pid} --to gpu0=gpu2,gpu1=gpu3"
-        draft.against(BAD_REQUEST, f"{asked[:80]!r} does not say which GPU takes the place of which", hint, pid=pid)
+        hint = f"write, for example: hegmctl migrate {pid} --to gpu0=gpu2,gpu1=gpu3"
+        draft.against(BAD_REQUEST, f"{asked[:80]!r} does not map each source GPU to a target GPU", hint, pid=pid)
         return None
     strange = [gpu for gpu in to if gpu not in here]
     if strange:
         where = listed(here) if here else "no GPU that is known"
-        hint = f"name a GPU that it is on, before the {_TO}; see hegmctl ps"
+        hint = f"give a GPU that it uses before the {_TO}; see hegmctl ps"
         draft.against(REFUSED, f"process {pid} is on {where}, not on {listed(tuple(strange))}", hint, pid=pid)
         return None
     return _of_its_own(draft, pid, tuple([to.get(gpu, gpu) for gpu in here]))
@@ -59,35 +59,35 @@ def _of_its_own(draft: Draft, pid: int, there: tuple[str, ...]) -> str | None:
     if len(set(there)) == len(there):
         return place_of(there)
     twice = next(gpu for gpu in there if there.count(gpu) > 1)
-    message = f"two devices of process {pid} cannot come together on {twice}"
-    draft.against(REFUSED, message, "name a GPU of its own for each; see hegmctl gpus", pid=pid, gpu=twice)
+    message = f"two GPUs of process {pid} cannot both move to {twice}"
+    draft.against(REFUSED, message, "give a separate GPU for each; see hegmctl gpus", pid=pid, gpu=twice)
     return None
 
 
 def _against_count(draft: Draft, pid: int, here: tuple[str, ...], there: tuple[str, ...]) -> None:
     if len(here) < 2:
-        message = f"process {pid} is on {place_of(here) or 'no GPU'}, and {len(there)} GPUs were named"
+        message = f"process {pid} is on {place_of(here) or 'no GPU'}, but --to gives {len(there)} GPUs"
         draft.against(REFUSED, message, f"name one: hegmctl migrate {pid} --to {there[0]}", pid=pid)
         return
     free = [gpu.id for gpu in draft.snapshot.gpus if gpu.id not in here]
     others = [*dict.fromkeys([*(gpu for gpu in there if gpu not in here), *free]), *reversed(here)]
     whole = place_of(others[: len(here)])
     hint = (
-        f"name a GPU for each, in that order: hegmctl migrate {pid} --to {whole}; "
-        f"or one for one of them: hegmctl migrate {pid} --to {here[0]}{_TO}{there[0]}"
+        f"give one GPU for each, in that order: hegmctl migrate {pid} --to {whole}; or replace one of them: hegmctl "
+        f"migrate {pid} --to {here[0]}{_TO}{there[0]}"
     )
-    draft.against(REFUSED, f"process {pid} is on {listed(here)}, and {len(there)} GPU was named", hint, pid=pid)
+    draft.against(REFUSED, f"process {pid} is on {listed(here)}, but --to gives {len(there)} GPU", hint, pid=pid)
 
 
 def judge_place(draft: Draft, to: str, source: str | None, vendor: str, chip: str | None) -> None:
-    """What stands against each GPU of the place, for a process that is at `source`, if it is anywhere."""
+    """Add the reasons against each GPU of the target, for a process that is at `source`, if anywhere."""
     here = gpus_of(source)
     for number, gpu in enumerate(gpus_of(to)):
         judge_target(draft, gpu, vendor, chip, stays=number < len(here) and here[number] == gpu)
 
 
 def judge_target(draft: Draft, to: str, vendor: str, chip: str | None, *, stays: bool) -> None:
-    """What stands against that GPU."""
+    """Add the reasons against that GPU."""
     target = draft.gpu(to)
     if target is None:
         here = listed(tuple(gpu.id for gpu in draft.snapshot.gpus)) or "none"
@@ -98,9 +98,9 @@ def judge_target(draft: Draft, to: str, vendor: str, chip: str | None, *, stays:
         draft.against(REFUSED, f"{to} is {target.state}", "choose another; see hegmctl gpus", gpu=to)
     elif target.mig or target.mps:
         how = "cut into MIG instances" if target.mig else "shared through MPS"
-        draft.against(REFUSED, f"{to} is {how}", "choose a GPU that is whole; see hegmctl gpus", gpu=to)
+        draft.against(REFUSED, f"{to} is {how}", "choose a GPU without MIG and MPS; see hegmctl gpus", gpu=to)
     elif target.vendor != vendor or (chip is not None and target.chip != chip):
-        hint = "a living process can only go to an equal chip; see hegmctl gpus"
+        hint = "choose a GPU with the same chip; see hegmctl gpus"
         draft.against(REFUSED, f"{to} has another chip: {target.chip or 'unknown'}, not {chip}", hint, gpu=to)
 
 
@@ -111,24 +111,24 @@ def judge_source(draft: Draft, pid: int, place: str) -> tuple[GpuMemory, ...]:
     for name, gpu in found.items():
         if gpu not in own:
             state = "unknown" if gpu is None else gpu.state
-            hint = "nothing can be fetched from a GPU that does not answer; see hegmctl doctor"
+            hint = "run: hegmctl doctor; hegmd cannot copy from a GPU that does not answer"
             draft.against(REFUSED, f"{name} is {state}", hint, gpu=name)
     if len(own) != len(found):
         return ()
     if is_several(place) and len({(gpu.vendor, gpu.chip) for gpu in own}) > 1:
-        message = f"process {pid} is on {listed(gpus_of(place))}, which are not of one chip"
-        draft.against(REFUSED, message, "only processes on equal chips can be moved", pid=pid)
+        message = f"process {pid} is on {listed(gpus_of(place))}, which have different chips"
+        draft.against(REFUSED, message, "run the job on GPUs of one chip: hegmd can only move it then", pid=pid)
         return ()
     return tuple(own)
 
 
 def place_anywhere(draft: Draft, worker: JobProcess) -> str | None:
-    """It comes back where the driver had it, and nobody knows where that was: so there is to be room on every GPU."""
+    """Return a target for a process whose former GPU is unknown, after checking every GPU: the driver may use any."""
     gpus = tuple([gpu.id for gpu in draft.snapshot.gpus if gpu.vendor == NVIDIA])
     to = draft.request.placement.get(str(worker.pid), draft.request.to)
     if to is not None and gpus != (to,):
-        message = f"on which GPU the driver had process {worker.pid} is not known, and it can only come back there"
-        hint = f"leave --to out, and once it runs: hegmctl migrate {worker.pid} --to {to}"
+        message = f"the former GPU of process {worker.pid} is unknown, and the driver can only restore it there"
+        hint = f"leave --to out; once it runs, run: hegmctl migrate {worker.pid} --to {to}"
         draft.against(REFUSED, message, hint, pid=worker.pid)
     for gpu in gpus:
         judge_target(draft, gpu, NVIDIA, worker.chip, stays=False)

@@ -1,6 +1,6 @@
-"""How fast bytes went on this node, so that the next estimate is one from here: what was seen counts half each time.
+"""Measured throughput of this node, for the next estimate. Each new measurement has a weight of one half.
 
-Pure: whoever performs tells what took how long. What is too small to say anything of speed is left out of account.
+Pure: the executor reports durations. Amounts too small to indicate a speed are ignored.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ __all__ = ["IN", "LEFT", "OUT", "Paces"]
 # Below this, a copy is mostly its overhead.
 TELLING_BYTES = 256 << 20
 OUT, IN = "out", "in"
-# Of an image whose job goes on: its processes alone, since the job stands for no more of it.
+# The part of an image that is written while a job that trains on is parked: its processes.
 LEFT = "left"
-# What an image takes beside its bytes is never less than that.
+# The least time in seconds that an image takes besides its bytes.
 _MIN_S = 0.05
 
 
@@ -52,7 +52,7 @@ class Paces:
             self._mean(name, size_bytes / took_s)
 
     def note_arming(self, carrier: str, took_s: float) -> None:
-        """A carrier took so long to be ready for a job that stood already."""
+        """Record how long a carrier took to prepare for a job that was parked already."""
         row = self._carriers.get(carrier)
         if row is not None and row.is_helped:
             self._mean("arm_s", took_s)

@@ -1,7 +1,7 @@
-"""Effects that are orders to an agent alone: counted, stopped at a boundary, let go, and seen to go on.
+"""Effects that are orders to an agent: survey, park, withdraw, release, verify.
 
-Owns how long an agent has for each, and what an answer that is none means; that one boundary more was passed is what
-proves a move. One function for each effect, which `executor` calls.
+Owns the time limit of each order and the meaning of a missing answer. A boundary passed after the move is what proves
+that it succeeded. `executor` calls one function for each effect.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class AgentEffects:
         began = anyio.current_time()
         exact = effect.at is not None
         if exact:
-            worker.parked = False  # one that stands at an earlier boundary goes on to this one
+            worker.parked = False  # an agent parked at an earlier boundary runs on to this one
         try:
             max_park_s, leaving = op.limits.max_park_s, member.restarts
             report = await worker.order(
@@ -85,7 +85,7 @@ class AgentEffects:
         subject = self._cast.subject(op, member)
         try:
             await self._cast.method(member).verify(subject)
-        finally:  # it goes on, whatever could be seen of it
+        finally:  # resume it even if the verification failed
             await self._cast.carrier(member).resumed(subject)
         if not member.has_agent:
             return events.Verified(**effect.ending(), boundary=effect.beyond)
@@ -101,7 +101,10 @@ class AgentEffects:
 
 
 async def _weighed(worker: AgentConnection) -> int:
-    """What the state of one that stands comes to. Raises Refused with all that a restart would not keep."""
+    """Return the size in bytes of the state that a restart of a parked worker would save.
+
+    Raises Refused with everything that a restart would not keep.
+    """
     report = await worker.order("weigh")
     if report.refusals or report.state_bytes is None:
         why = "\n".join(report.refusals) or "its agent does not say what its state comes to"

@@ -1,9 +1,8 @@
-"""Performs one effect and says how it ended: the one door from operations to workers, methods and carriers.
+"""Performs one effect and returns the event that ends it: the path from operations to workers, methods, carriers.
 
-One function for each effect, by its name: those of the bytes and the GPUs are here, those of agents alone and of images
-in modules beside. A name that is missing is a bug and not a failure. Decides nothing: what an ending means is the
-machine's, and which method and which carrier a worker has stands in the operation. Each may be asked for twice and
-finds its work done the second time.
+One function for each effect, named after it. Effects on bytes and GPUs are here; agent orders and images are in the
+modules beside. A missing function is a bug, not a failure. Decides nothing: the machine interprets the event, and the
+operation names the worker's method and carrier. Every function may be called twice and then finds its work done.
 """
 
 from __future__ import annotations
@@ -119,8 +118,10 @@ class EffectExecutor:
             return False
 
     def as_held(self, op: Operation) -> Operation:
-        """The operation with the room and the memory that are held for it now: what it knows itself it has from its
-        journal, which is told after each step."""
+        """Return the operation with the reservations and the pool memory that the daemon holds for it now.
+
+        The operation itself has the figures from its journal, which is updated after each step.
+        """
         return op.replace(workers=tuple([self._as_held(op, member) for member in op.workers]))
 
     def _as_held(self, op: Operation, member: Member) -> Member:
@@ -143,7 +144,7 @@ class EffectExecutor:
             if effect.in_worker or member.has_exited:
                 await self._abandon(op, member)
             is_order = effect.in_worker and member.has_agent and not isinstance(effect, effects.Inspect)
-            # Who is started anew has no connection yet, and is no news of the one that has left.
+            # A successor that is being started has no connection yet: that says nothing about the process that left.
             is_order = is_order and not (member.is_absent and isinstance(effect, effects.Restore))
             if is_order and self._cast.connection(member) != heard:
                 raise AgentAway(member.pid, f"it has not been asked how it stands, so it is not told to {effect.tag}")
@@ -188,13 +189,13 @@ class EffectExecutor:
             hint=error.hint,
         )
 
-    # -- room and pool -------------------------------------------------------------------------------------------------
+    # -- GPU memory and pool -------------------------------------------------------------------------------------------
 
     async def _reserve(self, op: Operation, member: Member, effect: effects.Reserve, tell: Progress) -> Event:
         """For bytes that are out the carrier is made ready too: what that takes has to be there before a restore."""
         subject = self._cast.subject(op, member)
         await self._cast.method(member).reserve(subject, effect.gpu, effect.size_bytes)
-        if member.offloaded and not member.gpu_unknown:  # of such a one it is not known yet which GPU is to be reached
+        if member.offloaded and not member.gpu_unknown:  # otherwise the GPU to copy to is not known yet
             await self._cast.carrier(member).fetch(subject, tell)
             began = anyio.current_time()
             await self._cast.carrier(member).prepare(subject)
@@ -225,7 +226,7 @@ class EffectExecutor:
         return events.SuccessorAwaited(**effect.ending(), ready=is_ready)
 
     def doing(self, op: Operation) -> str | None:
-        """What is waited for now, in words that change as that takes longer; None for nothing of that kind."""
+        """Return what the operation waits for now, in words that change while the wait lasts, or None."""
         carriers = [(self._cast.carriers.get(member.carrier), member) for member in op.live]
         said = [carrier.doing(self._cast.subject(op, member)) for carrier, member in carriers if carrier is not None]
         return next(filter(None, said), None)
@@ -269,7 +270,7 @@ class EffectExecutor:
     async def _restore(self, op: Operation, member: Member, effect: effects.Restore, tell: Progress) -> Event:
         subject = self._cast.subject(op, member)
         if member.offloaded:
-            await self._cast.carrier(member).fetch(subject, tell)  # one that fails has changed nothing
+            await self._cast.carrier(member).fetch(subject, tell)  # a failure here has changed nothing
         began, is_near = anyio.current_time(), False
         try:
             async with (
@@ -300,14 +301,14 @@ class EffectExecutor:
                 boundary=landed.boundary,
                 is_earlier=landed.is_earlier,
             )
-        if not member.gpu_unknown:  # of whom it is only known that it is not more
+        if not member.gpu_unknown:  # otherwise driver_bytes is only an upper bound
             self._note_step(member, IN, member.driver_bytes, took_s, ahead)
         return events.Restored(**effect.ending(), landed=landed)
 
     async def _restore_anew(
         self, member: Member, subject: MigratedProcess, gpu: str
     ) -> str | ReplacedBy | TrainingFinished | None:
-        """What was held beside it was given back; then as when it was armed: the room, and what the carrier needs."""
+        """Reserve memory again, prepare the carrier and restore the worker."""
         await self._cast.method(member).reserve(subject, gpu, member.reservation_bytes)
         await self._cast.carrier(member).prepare(subject)
         return await self._cast.method(member).restore(subject, gpu)
@@ -376,7 +377,7 @@ class EffectExecutor:
         )
 
     async def _settle(self, member: Member, subject: MigratedProcess) -> None:
-        """Finish what an earlier caller left half way. What stays where it is can be brought back from there."""
+        """Finish a copy that an earlier caller interrupted. Bytes that stay where they are can be reloaded."""
         carrier = self._cast.carrier(member)
         try:
             async with carrier.overlap_checkpoint(subject):

@@ -25,7 +25,7 @@ class ImageEffects:
 
     async def dump(self, op: Operation, member: Member, effect: effects.Dump, tell: Progress) -> Event:
         imager = self._cast.imager_for(member)
-        for each in op.live:  # what is written is what the pool has
+        for each in op.live:  # the image is written from the pool
             if each.offloaded:
                 async with self._cast.carrier(each).overlap_checkpoint(self._cast.subject(op, each)):
                     pass
@@ -33,7 +33,9 @@ class ImageEffects:
         return events.Dumped(**effect.ending())
 
     async def abandon(self, op: Operation, member: Member) -> None:
-        """Before anything is asked of a worker, or given back that one had: nobody stands for an image given up."""
+        """Abandon a dump before a worker gets an order, or before its memory is released: no process waits for that
+        image then.
+        """
         image = op.image
         if image is not None and image.begun and not (op.hands_over or image.written or image.whole):
             await self._cast.imager_for(member).abandon(op)

@@ -1,7 +1,7 @@
-"""The way of a whole job into an image, as the performer of operations calls it.
+"""The interface to images of whole jobs, for the executor.
 
-Owns the interface alone: what images and dumps are is the business of whoever is handed in here, and a daemon that can
-make none has nobody. Each call may come a second time after it was done, and finds its work done.
+A daemon that cannot write images has no implementation. Each call may be repeated after it succeeded and then finds its
+work done.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ class Imager(Protocol):
     """Makes images of jobs that are off their GPUs and at rest."""
 
     async def dump(self, op: Operation, on_progress: Callable[[int], object]) -> None:
-        """Have the image written. Raises HegmError; there is none then, and the job is as it was.
+        """Write the image. Raises HegmError; then there is no image and the job is unchanged.
 
-        Of a job that is to end it is read back too, and named. Of one that goes on only what cannot be had once it does
-        is written; the bytes stay in the pool until `seal` has them.
-        Cancelled, the same as failed: the job is as it was when this comes back.
+        If the job is to end, the image is also verified and named. If it trains on, only what must be taken while it is
+        parked is written; the bytes stay in the pool for `seal`.
+
+        Cancelling has the same effect as a failure.
         """
         ...
 
     async def seal(self, op: Operation, on_progress: Callable[[int], object]) -> None:
-        """Have the bytes of a job that goes on in its image, all of it read back and named.
+        """Write the bytes of a job that trains on to its image, verify it and name it.
 
-        Raises HegmError; there is none then, and nothing has become of the job.
+        Raises HegmError; then there is no image and the job is not affected.
 
-        Cancelled, what there is of it stays for `scrap`.
+        When cancelled, the partial image stays for `scrap`.
         """
         ...
 
     async def scrap(self, op: Operation) -> None:
-        """Leave nothing of an image that was written and that nobody wants any more. Raises nothing."""
+        """Remove an image that was written and is no longer wanted. Raises nothing."""
         ...
 
     async def find(self, op: Operation) -> None:
@@ -43,9 +44,9 @@ class Imager(Protocol):
         ...
 
     async def abandon(self, op: Operation) -> None:
-        """See that nobody stands for an image that was given up. Raises nothing.
+        """Resume the processes that were stopped for a dump that was dropped. Raises nothing.
 
-        Whoever was to do so may have been killed, or have been through with the dump just then.
+        The process that dumped them may have been killed, or may just have finished.
         """
         ...
 

@@ -1,7 +1,7 @@
-"""Who takes part in an operation's effects: the process, its agent, the method and the carrier that it has.
+"""Resolve a worker of an operation to its live process, agent connection, method and carrier.
 
-Owns how a worker of an operation is found again on the node, by pid, start time and token, and how it is put to methods
-and carriers as a subject. Says who is missing, and decides nothing.
+Finds a worker by pid, start time and token, and builds the MigratedProcess that methods and carriers take. Says which
+workers are missing, and decides nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hegmd.workers.workers import AgentAway, AgentConnection, Workers
 
 
 class Participants:
-    """Whoever there is on this node, under this run of the daemon."""
+    """The workers, methods and carriers of this run of the daemon."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Participants:
         return self._workers.find(pid)
 
     def method(self, member: Member) -> Method:
-        """Raises HegmError for one that this daemon does not have, as after a start without its GPUs."""
+        """Return the worker's method. Raises HegmError if this daemon lacks it, as after a start without its GPUs."""
         method = self.methods.get(member.method)
         if method is None:
             raise _not_here(member, "method", member.method)
@@ -121,7 +121,7 @@ def _respawn(op: Operation) -> Respawn:
 
 
 def _ranks(op: Operation) -> tuple[Rank, ...]:
-    """Of a restart of ranks, those that are started again together."""
+    """Return the ranks that a restart starts together; empty for any other operation."""
     if not op.restarts_together:
         return ()
     known = [Rank(one.name, one.rank, one.target_gpu) for one in op.live if one.rank is not None]

@@ -1,13 +1,15 @@
-"""Runs the operations: one task each, which journals what happened before it has anything done about it.
+"""Runs the operations: one task each, which journals an event before it performs what follows from it.
 
-Owns the order that everything rests on: an event is handled, what follows from it is on disk, and only then are its
-effects performed. The machine decides, `performer` acts, `migration/journal/file` keeps; here they are put together,
-with the clock and the followers. After a restart every operation that is not over is told `recovered`.
+Owns the order on which recovery depends: an event is handled, its consequences are synced to disk, and only then are
+its effects performed. The machine decides, `executor` acts, `migration/journal/file` stores; this module connects them
+to the clock and the clients that follow operations. After a start of the daemon, every operation that has not ended
+receives `recovered`.
 
-An effect that the machine no longer waits for is dropped if it may be cut; one that has to end goes on, and its ending
-is known by its number to mean nothing. When the journal cannot be written, operations stand still where they are until
-it can: nothing is done that is not on disk.
-Longer than 400 lines because all that reads or changes the operations under way is here.
+If the machine no longer waits for an effect, the effect is cancelled where that is allowed. Otherwise it runs to its
+end, and its number shows that its result is obsolete. While the journal cannot be written, operations stop where they
+are: nothing is done that is not on disk.
+
+Longer than 400 lines because everything that reads or changes running operations is here.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from hegmd.workers.workers import BACK, CAME, ENDED, LEFT, AgentConnection
 logger = logging.getLogger(__name__)
 
 
-# Of these there may be more in a moment, and /proc cannot be asked without them either.
+# Shortages that may pass. /proc cannot be read without these resources either.
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _POLL_INTERVAL_S = 1.0
 
@@ -116,11 +118,11 @@ class Runner:
     # -- up and down ---------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Read the journal. Blocks. Raises HegmError for one that cannot be trusted."""
+        """Read the journal. Blocks. Raises HegmError if it cannot be trusted."""
         self._ledger.open()
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Go on with what is not over, and run what is begun, until cancelled."""
+        """Continue unfinished operations and run new ones, until cancelled."""
         try:
             async with anyio.create_task_group() as self._tasks:
                 for history in tuple(self._ledger.histories.values()):
@@ -146,7 +148,7 @@ class Runner:
         return self._ledger.next_id()
 
     def reserve_id(self) -> str:
-        """The same, for an operation that begins later; nobody else gets it before the daemon ends."""
+        """Return an id for an operation that starts later. It is not used again during this run of the daemon."""
         return self._ledger.reserve_id()
 
     async def begin(self, op: Operation) -> None:
@@ -204,7 +206,7 @@ class Runner:
                     running.enqueue(_news_event(news, worker, member), worker.connection)
 
     async def _hear_end(self, running: OperationTask, member: Member, worker: AgentConnection) -> None:
-        """Of one that was to leave and has ended before: its supervisor knows how, and is heard first."""
+        """Report the exit of a worker, after asking its supervisor whether it finished its training."""
         event = _news_event(ENDED, worker, member)
         if isinstance(event, events.WorkerExited) and await self._ended_well(
             worker.identity.uid, worker.about.run, worker.pid
@@ -227,7 +229,7 @@ class Runner:
         return tuple(running.op for running in self._running.values())
 
     def as_held(self) -> tuple[Operation, ...]:
-        """The same, with the room and the memory that are held for them at this moment."""
+        """Return the running operations with the reservations and pool memory that the daemon holds for them."""
         return tuple(self._performer.as_held(op) for op in self.under_way())
 
     def of_process(self, pid: int, start_ticks: int | None = None) -> Operation | None:
@@ -239,7 +241,7 @@ class Runner:
         return None
 
     def last_place(self, pid: int, start_ticks: int) -> Member | None:
-        """What the newest operation on that process knows of it."""
+        """Return the worker record of the newest operation on that process, or None."""
         for op in reversed(self.operations()):
             for member in op.workers:
                 if (member.pid, member.start_ticks) == (pid, start_ticks):
@@ -254,7 +256,7 @@ class Runner:
         return held
 
     def describe(self, op_id: str) -> told.Operation:
-        """How it stands, for people and programs. Raises NOT_FOUND."""
+        """Return the operation's public record. Raises NOT_FOUND."""
         running = self._running.get(op_id) or self._ended.get(op_id)
         history = self.history(op_id)
         op = history.operation
@@ -290,11 +292,11 @@ class Runner:
                 return
             if described.phase in SETTLED and not running.inbox and not running.taking:
                 return
-            with anyio.move_on_after(_POLL_INTERVAL_S):  # one of its processes may be stopped, which nobody tells of
+            with anyio.move_on_after(_POLL_INTERVAL_S):  # no event reports that one of its processes was stopped
                 await changed.wait()
 
     async def changed(self, op_id: str) -> None:
-        """Wait until something happens to it; back at once for one that is over."""
+        """Wait until the operation changes. Returns at once if it has ended."""
         running = self._running.get(op_id)
         if running is not None:
             await running.progress.wait()

@@ -24,21 +24,24 @@ from hegmd.migration.machine.operation import Operation
 from hegmd.system.condition import Condition
 
 AT_REST = frozenset((SUSPENDED, *TERMINAL))
-# What whoever follows an operation waits for: also that its job stands, where that is all that was asked.
+# Phases that a client waits for, including `holding` when only a quiesce was requested.
 SETTLED = AT_REST | {HOLDING}
 
 
-# Of a user and a run, and the process that it was: whether that has ended with 0, which may take a moment to be known.
+# Takes uid, run and pid. Returns True if that process exited with status 0, which may take a moment to be known.
 EndedWell = Callable[[int, str | None, int], Awaitable[bool]]
 
 
 async def nobody_knows(_uid: int, _run: str | None, _pid: int) -> bool:
-    """Where nobody is the parent of anybody."""
+    """The EndedWell of a node without supervisors: always False."""
     return False
 
 
 class Asking:
-    """An event that somebody waits for the acceptance of. `connection` is the agent's, where it is news of one."""
+    """An event in the inbox of an operation whose sender waits until it is handled.
+
+    `connection` is the agent connection that reported it, if any.
+    """
 
     def __init__(self, event: Event, connection: int | None = None) -> None:
         self.event = event
@@ -68,7 +71,7 @@ class PendingEffect:
         only for an order that was dropped and has not ended yet.
         """
         own = self.effect
-        if own.tag == Dump.tag:  # what is dropped of it is undone first, whomever of the job the later one is for
+        if own.tag == Dump.tag:  # undo what is dropped first, whichever worker of the job the later effect is for
             return own.number < later.number and self.scope.cancel_called
         if own.worker != later.worker or own.number >= later.number:
             return False
@@ -78,7 +81,7 @@ class PendingEffect:
 
 
 def _resource(effect: Effect) -> tuple[str, str | None]:
-    """What the effect reserves or releases, and on which GPU; an empty name for every other effect."""
+    """Return what the effect reserves or releases, and on which GPU; an empty name for every other effect."""
     return _RESERVED.get(effect.tag, ""), getattr(effect, "gpu", None)
 
 
@@ -113,15 +116,15 @@ class OperationTask:
         return asking
 
     def note_connection(self, worker: str, connection: int | None) -> None:
-        """That connection was heard of. Old news may come after newer."""
+        """Record the newest connection of the worker. Older news may arrive after newer."""
         self.heard[worker] = max(self.heard.get(worker, 0), connection or 0)
 
     def forget_connection(self, worker: str) -> None:
-        """Another process goes on in that worker's place: its connections are counted anew."""
+        """Forget the connections of a worker that another process replaces: its connections are counted from 0."""
         self.heard.pop(worker, None)
 
     async def next(self, clock: Callable[[], float]) -> Asking:
-        """What happened next, or that the deadline is over."""
+        """Return the next event, or DeadlinePassed once the deadline is over."""
         while not self.inbox:
             self.news = anyio.Event()
             deadline = self.op.deadline
@@ -143,7 +146,7 @@ class OperationTask:
         self.performing.pop(errand.effect.number, None)
 
     def before(self, effect: Effect) -> Iterator[PendingEffect]:
-        """What has to be over before that effect is performed."""
+        """Yield the running effects that must end before `effect` is performed."""
         return (errand for errand in tuple(self.performing.values()) if errand.holds_up(effect))
 
     def drop_what_is_not_awaited(self) -> None:
@@ -155,7 +158,7 @@ class OperationTask:
 
 
 def reservations_to_restore(ops: Iterable[Operation]) -> Iterable[tuple[Member, str, int]]:
-    """What has to be held again after a restart for the operations that are not over."""
+    """Yield the reservations of unfinished operations, to be made again after a restart of the daemon."""
     for op in ops:
         if op.phase not in TERMINAL:
             for member in op.live:

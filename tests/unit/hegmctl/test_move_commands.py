@@ -27,7 +27,7 @@ from tests.unit.hegmctl.test_cli import Running
 
 GIB = 1 << 30
 LATE = Reason(code=TIMEOUT.name, message="no batch boundary within 60 s", hint="a longer --timeout")
-BY_US = Reason(code=CANCELLED.name, message="cancelled by uid 0", hint="ask for it again when it is wanted")
+BY_US = Reason(code=CANCELLED.name, message="cancelled by uid 0", hint="run the command again to retry")
 MOVED = OperationProcess(pid=4711, began_on="gpu0", gpu="gpu1", to="gpu1", size_bytes=2 * GIB, state="running")
 STAYED = MOVED.replace(gpu="gpu0", to="gpu0")
 DONE = Operation(

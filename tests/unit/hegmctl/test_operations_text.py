@@ -55,7 +55,7 @@ def test_nothing_that_waits_is_no_heading() -> None:
 def test_one_that_is_held_says_its_reason_once() -> None:
     held = SUSPENDED.replace(
         failure=Reason(code="refused", message="no room", hint="free some"),
-        waits=Wait(why="its job stands: no room", next="hegmctl resume 4711"),
+        waits=Wait(why="the job is parked: no memory", next="hegmctl resume 4711"),
     )
     text = "\n".join(operation_text(m.OperationReply(operation=held), PIPE))
     assert text.count("no room") == 1

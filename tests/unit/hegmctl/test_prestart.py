@@ -194,7 +194,7 @@ def end_one_when_told(script: Path) -> None:
 
 
 def test_one_that_could_not_take_its_turn_ended_as_a_training_that_is_over(script: Path, state: int) -> None:
-    """It may have no descriptors but those that it has, and ended with 0: the restart was given up for that."""
+    """It may have no descriptors but those that it has, and ended with 0: the restart was dropped for that."""
     known = Next(script)
     readied = made_ready(known.expected())
     resource.prlimit(readied.pid, resource.RLIMIT_NOFILE, (3, 3))

@@ -36,7 +36,7 @@ def test_an_agents_storages_go_from_gpu_to_gpu_and_the_plan_says_how_long_that_t
     assert plan.reservation_bytes == {"gpu1": 2 * 32 * GIB + worker.driver_bytes + CONTEXT_BYTES}
     assert plan.pool_needed_bytes == 0
     assert 0.7 < plan.estimate_s < 1.0, "measured: 0.74 s"
-    assert "take the bytes out by peer" in plan.steps
+    assert "offload by peer" in plan.steps
 
 
 def test_a_suspension_goes_to_the_pool_and_a_process_without_an_agent_by_the_driver() -> None:
@@ -44,7 +44,7 @@ def test_a_suspension_goes_to_the_pool_and_a_process_without_an_agent_by_the_dri
     assert (suspended.workers[0].carrier, suspended.pool_needed_bytes > 32 * GIB) == ("host", True)
     bare = the_plan(planned(a_snapshot(a_process()), to()))
     assert (bare.way, bare.workers[0].carrier, len(bare.hazards)) == ("driver", "driver", 1)
-    assert "cannot be seen from outside" in bare.hazards[0]
+    assert "cannot see whether it uses managed memory" in bare.hazards[0]
     assert bare.reservation_bytes == {"gpu1": 33 * GIB + RESTORE_MARGIN_BYTES}
     assert 14 < bare.estimate_s < 24, "measured: 18 s for 37 GiB, and 24.6 s for 32"
 
@@ -106,7 +106,7 @@ def test_with_little_room_the_storages_go_in_rounds_and_with_less_through_the_po
     tighter = (a_gpu("gpu0"), a_gpu("gpu1", free_bytes=35 * GIB))
     plan = the_plan(planned(a_snapshot(a_process(an_agent()), gpus=tighter), to()))
     assert (plan.workers[0].carrier, plan.workers[0].overlap_bytes) == ("host", 0)
-    assert "for a moment" in " ".join(plan.hazards)
+    assert "needed there temporarily" in " ".join(plan.hazards)
     huge = an_agent(cuda_facts(largest_bytes=32 * GIB))
     plan = the_plan(planned(a_snapshot(a_process(huge), gpus=tight), to()))
     assert plan.workers[0].carrier == "host", "one storage cannot go in rounds"
@@ -126,14 +126,14 @@ def test_a_plan_says_what_goes_by_the_process_s_own_copies_from_the_start() -> N
     ("candidate", "snapshot", "carrier", "why"),
     [
         (a_process(an_agent(cuda_facts(expandable=True))), {}, "worker", "expandable segments"),
-        (a_process(an_agent(cuda_facts(own_bytes=20 * GIB))), {}, "worker", "memory with what stays"),
+        (a_process(an_agent(cuda_facts(own_bytes=20 * GIB))), {}, "worker", "memory with tensors that stay"),
         (a_process(an_agent(cuda_facts(allocator="cudaMallocAsync"))), {}, "worker", "cudaMallocAsync"),
         (a_process(an_agent(cuda_facts(hazards=("graphs",)))), {}, "driver", "CUDA graphs"),
         (a_process(an_agent(), around=Surroundings(same_ipc=False)), {}, "worker", "IPC namespace"),
         (a_process(an_agent()), {"outlived": False}, "worker", "hegmd were killed"),
         (a_process(an_agent()), {"gpus": (a_gpu("gpu0", nvlinks=()), a_gpu("gpu1"))}, "host", "NVLink"),
         (a_process(an_agent()), {"gpus": (a_gpu("gpu0", free_bytes=0), a_gpu("gpu1"))}, "worker", "copying needs"),
-        (a_process(an_agent(size_bytes=0)), {}, "driver", "vouches for no storages"),
+        (a_process(an_agent(size_bytes=0)), {}, "driver", "reports no storages that can be offloaded"),
     ],
 )
 def test_a_slower_carrier_is_taken_for_a_reason(
@@ -159,22 +159,22 @@ def test_the_carrier_that_is_asked_for_is_taken_or_refused() -> None:
     ("candidate", "snapshot", "message", "hint"),
     [
         (a_process(), {"gpus": (a_gpu("gpu0", driver_version="565.1"), a_gpu("gpu1"))}, "no checkpoint calls", "570"),
-        (a_process(), {"gpus": (a_gpu("gpu0", driver_version="575.1"), a_gpu("gpu1"))}, "only bring", "580"),
+        (a_process(), {"gpus": (a_gpu("gpu0", driver_version="575.1"), a_gpu("gpu1"))}, "only restore", "580"),
         (a_process(), {"gpus": (a_gpu("gpu0", driver_version=None), a_gpu("gpu1"))}, "not known", "doctor"),
-        (a_process(), {"gpus": (a_gpu("gpu0"), a_gpu("gpu1", chip="blackwell"))}, "another chip", "equal chip"),
-        (a_process(), {"gpus": (a_gpu("gpu0", mig=True), a_gpu("gpu1"))}, "MIG", "whole"),
-        (a_process(kinds=("mps",)), {}, "MPS", "whole"),
-        (a_process(kinds=("graphics",)), {}, "draws", "hegmctl ps"),
+        (a_process(), {"gpus": (a_gpu("gpu0"), a_gpu("gpu1", chip="blackwell"))}, "another chip", "same chip"),
+        (a_process(), {"gpus": (a_gpu("gpu0", mig=True), a_gpu("gpu1"))}, "MIG", "without MIG"),
+        (a_process(kinds=("mps",)), {}, "MPS", "and MPS"),
+        (a_process(kinds=("graphics",)), {}, "graphics contexts", "hegmctl ps"),
         (a_process(), {"uid": 1001}, "uid 1001", "root"),
-        (a_process(vram_bytes=None), {}, "does not say how much", "namespace"),
-        (a_process(around=Surroundings(stopped=True)), {}, "stopped by a signal", "kill -CONT 4711"),
+        (a_process(vram_bytes=None), {}, "does not report how much", "namespace"),
+        (a_process(around=Surroundings(stopped=True)), {}, "stopped (SIGSTOP)", "kill -CONT 4711"),
         (a_process(around=Surroundings(nccl_shared=True)), {}, "NCCL", "NCCL_P2P_DISABLE=1"),
         (a_process(an_agent(cuda_facts(hazards=("nccl-p2p",)))), {}, "NCCL", "NCCL_P2P_DISABLE=1"),
         (a_process(an_agent(cuda_facts(hazards=("ipc-shared",)))), {}, "CUDA IPC", "close"),
         (a_process(an_agent(cuda_facts(hazards=("managed",)))), {}, "managed memory", "cudaMallocManaged"),
         (a_process(around=Surroundings(cgroup_free_bytes=8 * GIB)), {}, "the kernel would kill it", "memory.max"),
         (a_process(), {"available_bytes": 16 * GIB}, "memory available", "free memory"),
-        (a_process(gpus=("gpu0", "gpu1")), {}, "on gpu0 and gpu1, and without an agent", "hegmctl run"),
+        (a_process(gpus=("gpu0", "gpu1")), {}, "on gpu0 and gpu1, but without an agent", "hegmctl run"),
     ],
 )
 def test_what_would_lose_the_job_or_fail_is_refused_before_anything_is_done(
@@ -242,7 +242,7 @@ def test_of_one_on_several_gpus_the_worker_copies_and_each_gpu_has_room_for_its_
         "gpu3": 14 * GIB + RESTORE_MARGIN_BYTES + SEGMENT_BYTES,
     }
     assert plan.pool_needed_bytes > 30 * GIB
-    assert "the helper copies for one" in " ".join(plan.hazards)
+    assert "the GPU helper copies for one" in " ".join(plan.hazards)
     one = the_plan(planned(a_snapshot(_on_two(*DEVICES), gpus=_four()), to("gpu1=gpu2")))
     assert one.reservation_bytes == {"gpu0": 0, "gpu2": 14 * GIB + RESTORE_MARGIN_BYTES + SEGMENT_BYTES}
 

@@ -118,7 +118,7 @@ def test_a_job_whose_storages_found_no_room_stood_until_somebody_resumed_it_by_h
         waits = waiting(drive.op)
         assert waits is not None
         assert "failed" in waits.why
-        assert waits.next == "free video memory on gpu0: it comes back by itself when there is room"
+        assert waits.next == "free GPU memory on gpu0: hegmd then restores it automatically"
         _after_a_while(drive)
         (taken,) = drive.wanted
         assert (taken.tag, taken.to_plain()["gpu"], taken.to_plain()["size_bytes"]) == ("reserve", "gpu0", 12)
@@ -169,7 +169,7 @@ def test_a_driver_without_memory_for_itself_on_the_way_back_is_asked_again_and_n
         assert (drive.op.phase, drive.wanted) == ("settling", [])
         waits = waiting(drive.op)
         assert waits is not None
-        assert waits.next == "free video memory on gpu0: it comes back by itself when there is room"
+        assert waits.next == "free GPU memory on gpu0: hegmd then restores it automatically"
         assert drive.op.deadline is not None
         drive.now = drive.op.deadline
         drive.feed(events.DeadlinePassed())

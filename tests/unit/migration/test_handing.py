@@ -68,8 +68,8 @@ def sealing(*names: str) -> Drive:
 
 def test_whoever_wants_a_job_whose_image_is_being_written_is_told_how_to_have_it() -> None:
     message, hint = in_hand(sealing().op, 4711)
-    assert message == "the image of process 4711 is being written while it trains, which is operation op1's"
-    assert hint == "wait for its end: hegmctl op op1 --follow; or give the image up: hegmctl cancel op1"
+    assert message == "the image of process 4711 is being written by operation op1 while it trains"
+    assert hint == "wait for it: hegmctl op op1 --follow; or discard the image: hegmctl cancel op1"
     suspended = operation(worker(), phase="suspended")
     assert in_hand(suspended, 4711)[1] == "see: hegmctl resume 4711"
 
@@ -119,7 +119,7 @@ def test_an_image_that_is_not_read_back_in_time_goes() -> None:
     drive.now = drive.op.deadline or 0.0
     drive.feed(events.DeadlinePassed())
     assert drive.op.failure is not None
-    assert "was not written and read back within" in drive.op.failure.message
+    assert "did not write and verify the image within" in drive.op.failure.message
     assert (drive.op.deadline or 0.0) > drive.now, "it would ask at once again, and again"
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "seal"]
     drive.until("rolled-back")
@@ -200,10 +200,10 @@ def test_cancelling_while_the_image_is_made_drops_it_and_leads_back() -> None:
 
 def test_cancelling_is_refused_once_the_image_is_whole() -> None:
     drive = Drive(checkpoint()).until("ending")
-    with pytest.raises(Refused, match="what it was for has been done"):
+    with pytest.raises(Refused, match="it has already done what was requested"):
         drive.feed(events.CancelRequested(by="somebody"))
     home = Drive(checkpoint(leave_running=True)).until("restoring")
-    with pytest.raises(Refused, match="past the point"):
+    with pytest.raises(Refused, match="no longer be rolled back"):
         home.feed(events.CancelRequested(by="somebody"))
 
 
@@ -263,11 +263,11 @@ def test_an_image_that_is_late_leads_back() -> None:
     drive.feed(events.DeadlinePassed())
     assert drive.op.direction == "back"
     assert drive.op.failure is not None
-    assert "not through with handing within" in drive.op.failure.message
+    assert "did not finish handing within" in drive.op.failure.message
 
 
 class Letting:
-    """Makes images; of that it is only known whose dump was given up."""
+    """Makes images; of that it is only known whose dump was dropped."""
 
     def __init__(self) -> None:
         self.abandoned: list[str] = []

@@ -78,7 +78,7 @@ def test_a_job_that_went_on_by_itself_is_not_stopped_again() -> None:
     drive.end(parked=False, boundary=9)
     assert drive.op.phase == "rolled-back"
     assert drive.op.failure is not None
-    assert "went on by itself" in drive.op.failure.message
+    assert "resumed on its own" in drive.op.failure.message
     assert "park" not in tags(drive.wanted)
 
 
@@ -143,7 +143,7 @@ def test_ranks_that_are_held_are_suspended_at_the_boundary_where_they_stand() ->
 
 def test_a_hold_is_not_taken_up_for_other_processes_than_it_holds() -> None:
     drive = held("a")
-    with pytest.raises(Refused, match="does not hold the processes"):
+    with pytest.raises(Refused, match="holds other processes"):
         drive.feed(events.TakenUp(into=operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND)))
     assert drive.op.phase == "holding"
 
@@ -193,5 +193,5 @@ def test_after_a_restart_an_image_of_a_suspended_job_that_is_not_whole_leaves_it
 def test_a_job_of_which_a_part_is_on_its_gpu_is_not_handed_over() -> None:
     drive = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended")
     drive.op = drive.op.with_worker(drive.op.workers[0].replace(gpu="gpu0", is_parked=False))
-    with pytest.raises(Refused, match="not off its GPU"):
+    with pytest.raises(Refused, match="not suspended"):
         drive.feed(events.ImageRequested(handoff=WISH))

@@ -13,7 +13,7 @@ def test_an_operation_that_had_not_begun_does_not_begin_with_the_next_daemon() -
     assert drive.feed(events.Recovered()) == ()
     assert drive.op.phase == "rolled-back"
     assert drive.op.failure is not None
-    assert "had begun" in drive.op.failure.message
+    assert "began" in drive.op.failure.message
     assert drive.op.workers[0].was_offloaded is False
 
 

@@ -188,14 +188,14 @@ def test_a_state_that_was_held_could_not_be_given_up() -> None:
     drive.feed(events.DropRequested(by="ada"))
     drive.until("rolled-back")
     assert drive.op.failure is not None
-    assert drive.op.failure.message == "its state was given up by ada"
+    assert drive.op.failure.message == "ada dropped its saved state"
     member = drive.op.workers[0]
     assert (member.pool_bytes, member.reservations, member.lost) == (0, {}, False)
 
 
 def test_what_is_held_of_a_process_that_lives_is_not_given_up() -> None:
     drive = Drive(operation(worker(to=None, origin_gpu="gpu0"), kind="suspend")).until("suspended")
-    with pytest.raises(Refused, match="process 197 of operation op1 is there still"):
+    with pytest.raises(Refused, match="process 197 is running and owns its saved state"):
         drive.feed(events.DropRequested(by="ada"))
     with pytest.raises(Refused) as refused:
         drive.feed(events.CancelRequested(by="ada"))
@@ -359,7 +359,7 @@ def test_a_training_that_ends_of_itself_before_it_was_moved_is_done(phase: str) 
     drive.until("done")
     assert drive.op.failure is None
     assert drive.op.workers[0].reservations == {}
-    assert description(drive.op).note == "process 197 came to the end of its training before it was moved"
+    assert description(drive.op).note == "process 197 finished its training before it was moved"
 
 
 def test_one_that_ends_on_its_way_back_is_as_it_was() -> None:
@@ -385,7 +385,7 @@ def test_a_state_that_a_reboot_took_along_was_waited_for_for_ever() -> None:
         drive.end()
     assert drive.op.phase == "lost"
     assert drive.op.failure is not None
-    assert "its state is nowhere any more" in drive.op.failure.message
+    assert "no copy of its state is left" in drive.op.failure.message
     assert not drive.op.workers[0].pool_bytes
 
 
@@ -416,13 +416,13 @@ def test_while_a_process_left_it_was_said_that_its_agent_is_not_connected() -> N
     drive.feed(events.AgentLost(worker="a"))
     waits = waiting(drive.op)
     assert waits is not None
-    assert waits.why == "process 197 has saved its state and leaves; its end is waited for"
+    assert waits.why == "process 197 has saved its state and is exiting"
     drive = left()
     reborn(drive)
     drive.feed(events.AgentLost(worker="a"))
     waits = waiting(drive.op)
     assert waits is not None
-    assert waits.why == "process 300, which goes on from the saved state, has not said yet how far it is"
+    assert waits.why == "process 300, which continues from the saved state, has not reported its progress yet"
     drive.feed(events.AgentBack(worker="a", token=NEW[2]))
     found(drive)
     drive.until("tidying")

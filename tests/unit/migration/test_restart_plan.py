@@ -55,7 +55,7 @@ def test_of_a_process_whose_state_is_held_it_was_said_that_it_is_on_no_gpu(phase
     left = worker(pid=9, method=RESTART, carrier=BY_STATE, state_saved=True, offloaded=True, gpu=None)
     held = operation(left, phase=phase)
     refused = said(planned(node().replace(running=(held,)), PlanRequest(kind=SUSPEND, pids=(9,))))
-    assert f"process 9 has ended, and operation op1 ({phase}) has its state" in refused
+    assert f"process 9 has exited, and operation op1 ({phase}) keeps its state" in refused
     assert next_ in refused
 
 
@@ -69,15 +69,15 @@ def test_another_chip_or_vendor_is_reached_by_a_restart_that_is_allowed() -> Non
         plan = plan_of(planned(node(), ask(to, allow_restart=True)))
         assert (plan.workers[0].method, plan.workers[0].carrier) == (RESTART, BY_STATE)
         assert "another chip" in plan.hazards[0]
-        assert "another goes on in its place" in plan.hazards[1]
-        assert "own variables may begin anew" in plan.hazards[2]
+        assert "a new process continues" in plan.hazards[1]
+        assert "only script variables given to hegm.keep" in plan.hazards[2]
 
 
 def test_variables_that_begin_anew_are_in_the_plan_by_name() -> None:
     """That the script's variables begin anew, as was said of every script, told nobody whether it mattered."""
     told = "log (TextIOWrapper) in main() at train.py:31"
     named = plan_of(planned(node({"begin_anew": (told,)}), ask("gpu2", allow_restart=True)))
-    assert named.hazards[2] == f"process 7: begins anew: {told}; hegm.keep keeps it"
+    assert named.hazards[2] == f"process 7: starts from the beginning: {told}; call hegm.keep to keep it"
     none = plan_of(planned(node({"begin_anew": ()}), ask("gpu2", allow_restart=True)))
     assert not any("anew" in hazard for hazard in none.hazards)
 
@@ -85,7 +85,7 @@ def test_variables_that_begin_anew_are_in_the_plan_by_name() -> None:
 def test_one_that_a_shell_has_started_left_and_the_shell_went_on() -> None:
     """Its supervisor waited for the shell, which took the exit status of a restart for the end of the training."""
     refused = said(planned(node(apart=True), ask("gpu2", via=RESTART)))
-    assert "would take its leaving for its end" in refused
+    assert "would take its exit for the end of the job" in refused
     assert "exec python3 train.py" in refused
 
 
@@ -93,14 +93,14 @@ def test_what_an_agent_has_not_looked_at_is_in_the_plan() -> None:
     """Searches of variables that came to their limits ended without a word, and what they left out was lost."""
     unseen = "not looked at: the 4,000 objects of __main__.players"
     plan = plan_of(planned(node({"begin_anew": (unseen,)}), ask("gpu2", allow_restart=True)))
-    assert plan.hazards[2] == f"process 7: {unseen}; hegm.keep keeps what is changed there"
+    assert plan.hazards[2] == f"process 7: {unseen}; call hegm.keep to keep changes there"
 
 
 def test_a_job_that_an_operation_has_was_offered_a_restart_that_it_refuses() -> None:
     moved = plan_of(planned(node(), ask("gpu1")))
     other = moved.operation("4", node().candidates, {}, limits=Limits(), utc=0.0)
     refused = said(planned(node().replace(running=(other,)), ask("gpu2")))
-    assert "operation 4 (migrate, planned) has process 7 already" in refused
+    assert "operation 4 (migrate, planned) already includes process 7" in refused
     assert "--via restart" not in refused
 
 
@@ -124,11 +124,11 @@ def test_a_restart_may_stay_where_it_is_and_the_operation_has_all_that_it_is_to_
 
 def test_everything_that_stands_against_it_is_said() -> None:
     via = ask("gpu2", via=RESTART)
-    assert "nobody would start process 7 again" in said(planned(node(supervisor=None), via))
+    assert "process 7 has no supervisor that would restart it" in said(planned(node(supervisor=None), via))
     refused = node({"refusals": ("optimizer 2 has a function in it", "the stream has no place")})
     assert "optimizer 2 has a function in it" in said(planned(refused, via))
     assert "the stream has no place" in said(planned(refused, via))
-    assert "is not known" in said(planned(node({"state_bytes": None}), via))
+    assert "is unknown" in said(planned(node({"state_bytes": None}), via))
     other = ask("gpu2", via=RESTART, respawn=Respawn(python="/p"))
     assert "does not begin with a Python" in said(planned(node(python=False), other))
     large = node({"state_bytes": 2 * GIB})
@@ -141,9 +141,7 @@ def test_a_program_that_is_no_python_was_found_out_by_the_start() -> None:
     refused = said(planned(node(no_python="asked for its version, it says nothing"), other))
     assert "/bin/true is no Python: asked for its version, it says nothing" in refused
     for kind in ("pypy 3.10.14", "cpython 3.8.20", "cpython 2.7.18"):
-        assert f"/bin/true is {kind}, in which no state can be put back" in said(
-            planned(node(other_python=kind), other)
-        )
+        assert f"/bin/true is {kind}, which cannot load a saved state" in said(planned(node(other_python=kind), other))
     plan = plan_of(planned(node(other_python="cpython 3.14.0"), other))
     assert any("the Python /bin/true (cpython 3.14.0)" in hazard for hazard in plan.hazards)
     assert any("the Python /bin/true:" in hazard for hazard in plan_of(planned(node(), other)).hazards)
@@ -153,10 +151,10 @@ def test_variables_that_would_have_cost_it_its_state_or_its_place_were_changed()
     """With `--to gpu1 --env HEGM_GPU=gpu0` it was on gpu0; with another HEGM_SOCKET nobody ever heard of it again."""
     for changed in ({"set": {"HEGM_SOCKET": "/nowhere"}}, {"unset": ("HEGM_RUN",)}):
         other = ask("gpu2", via=RESTART, respawn=Respawn(**changed))
-        assert "cannot be changed: hegmd knows the job by it" in said(planned(node(), other))
+        assert "cannot be changed: hegmd identifies the job by it" in said(planned(node(), other))
     other = ask("gpu2", via=RESTART, respawn=Respawn(set={"HEGM_GPU": "gpu0"}, unset=("CUDA_VISIBLE_DEVICES",)))
     refused = said(planned(node(), other))
-    assert "CUDA_VISIBLE_DEVICES and HEGM_GPU cannot be changed: it is set to where --to has the job go" in refused
+    assert "CUDA_VISIBLE_DEVICES and HEGM_GPU cannot be changed: hegmd sets it to the target of --to" in refused
     harmless = Respawn(set={"HEGM_EXIT_CODE": "7", "PYTHONPATH": "/x"})
     plan_of(planned(node(), ask("gpu2", via=RESTART, respawn=harmless)))
 
@@ -177,7 +175,7 @@ def test_a_job_on_the_cpu_was_nowhere_and_could_not_be_restarted_on_a_gpu() -> N
     member = plan.workers[0]
     assert (member.gpu, member.to, member.method) == ("cpu", "gpu3", RESTART)
     assert plan.reservation_bytes == {"gpu3": 4096 + NEXT_TO_NOTHING_BYTES}
-    assert "is not known before it is there" in plan.hazards[0]
+    assert "is unknown before it runs there" in plan.hazards[0]
     simulated = plan_of(planned(on_cpu({"size_bytes": 9000}), ask("gpu1", via=RESTART)))
     assert simulated.reservation_bytes == {"gpu1": 9000}
     op = plan.operation("1", on_cpu().candidates, {}, limits=Limits(), utc=0.0)
@@ -204,7 +202,7 @@ def test_memory_for_what_comes_to_the_cpu_is_looked_at_before_anything_is_done()
     """The state is there twice for a while, and a node that has not that much would end some process or other."""
     needed_bytes = whole_size(4096) + 4096
     tight = node().replace(available_bytes=needed_bytes - 1)
-    assert "are needed for process 7 to go on on the CPU" in said(planned(tight, ask("cpu", via=RESTART)))
+    assert "are needed for process 7 to continue on the CPU" in said(planned(tight, ask("cpu", via=RESTART)))
     plan_of(planned(tight.replace(available_bytes=needed_bytes), ask("cpu", via=RESTART)))
 
 
@@ -218,9 +216,9 @@ def test_a_state_that_is_held_goes_on_on_the_cpu_and_nothing_else_does() -> None
     plan = plan_of(planned_resume(snapshot, resume, op.replace(phase="suspended", workers=(left,))))
     assert (plan.workers[0].to, plan.reservation_bytes) == ("cpu", {})
     # The dry run said that it would go on, and nobody was there to start it.
-    assert "if that is there still and waits; else: hegmctl run --allow-restart --resume 1" in plan.hazards[-1]
+    assert "if that is still running; otherwise run: hegmctl run --allow-restart --resume 1" in plan.hazards[-1]
     driven = left.replace(method="driver", state_saved=False)
-    assert "cannot go on on the CPU" in said(
+    assert "cannot continue on the CPU" in said(
         planned_resume(snapshot, resume, op.replace(phase="suspended", workers=(driven,)))
     )
 
@@ -252,8 +250,8 @@ def test_a_job_whose_ranks_are_not_all_here_or_not_known_is_not_restarted() -> N
     via = ask("gpu2", via=RESTART)
     assert "of 2 ranks, 0 are here" in said(planned(ranked(0), via))
     assert "of 3 ranks, 0 and 2 are here" in said(planned(ranked(0, 2, world=3), via))
-    assert "are no ranks by their environment" in said(planned(ranked(None, None), via))
-    assert "are no ranks by their environment" in said(planned(ranked(0, 0), via))
+    assert "have no RANK and WORLD_SIZE in their environment" in said(planned(ranked(None, None), via))
+    assert "have no RANK and WORLD_SIZE in their environment" in said(planned(ranked(0, 0), via))
     assert "15 at most" in said(planned(ranked(*range(16), world=16), via))
 
 
@@ -261,7 +259,7 @@ def test_a_supervisor_of_an_older_release_restarts_no_ranks() -> None:
     """It knows one state alone, and would have started the launcher without any."""
     older = ranked(0, 1)
     older = older.replace(candidates=tuple([member.replace(ranks=False) for member in older.candidates]))
-    assert "restarts no ranks" in said(planned(older, ask("gpu2", via=RESTART)))
+    assert "cannot restart ranks" in said(planned(older, ask("gpu2", via=RESTART)))
 
 
 def test_ranks_keep_apart_and_together_as_they_were() -> None:

@@ -26,7 +26,7 @@ def test_a_resume_that_takes_too_long_is_suspended_again() -> None:
     assert drive.op.failure is not None
     assert (drive.op.failure.code, drive.op.failure.message) == (
         TIMEOUT.name,
-        "operation op1 was not through with restoring within 7 s",
+        "operation op1 did not finish restoring within 7 s",
     )
     assert drive.op.deadline is None
     drive.feed(events.ResumeRequested(to={"a": "gpu0"}))

@@ -86,5 +86,5 @@ def test_an_operation_is_the_same_from_plain_data() -> None:
 
 
 def test_a_name_from_another_version_is_refused() -> None:
-    with pytest.raises(HegmError, match="no event called 'teleported'"):
+    with pytest.raises(HegmError, match="unknown event 'teleported'"):
         Event.untagged({"is": "teleported"}, "journal")

@@ -191,7 +191,7 @@ async def test_a_restore_that_was_stopped_says_so_in_ops() -> None:
     assert op.failure is not None
     assert (op.failure.code, op.failure.message) == (
         "cancelled",
-        "it was stopped before the job was back from /images/one",
+        "the restore from /images/one was interrupted",
     )
 
 

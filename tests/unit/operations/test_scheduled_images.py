@@ -159,8 +159,8 @@ async def test_who_watches_the_job_was_told_of_no_miss_and_is_told_of_the_first_
         async with attended(node, clock, shelf):
             await node.attend(process.pid, images=WISH, run="ab12")
         lost, found, lost_again, found_again = shelf.notes
-        assert "no image of this job was made: the disk is full; it is tried again in its time" in lost
-        assert found.startswith("images of this job are made again")
+        assert "hegmd wrote no image of this job: the disk is full; run hegmctl ps for the latest attempt" in lost
+        assert found.startswith("hegmd writes images of this job again")
         assert (lost_again, found_again) == (lost, found)
         assert shelf.missed == [0, 1, 1, 1, 0, 1], "jobs without, whenever the next is taken"
 

@@ -274,6 +274,6 @@ async def test_a_limit_that_is_none_is_refused(tmp_path: Path, process: Child, l
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         asked = node.asked(limit_s=limit_s)
-        with pytest.raises(HegmError, match="is no limit for the wait for a boundary"):
+        with pytest.raises(HegmError, match="is not a valid limit for the wait for a boundary"):
             await node.operations.suspend([process.pid], asked)
         assert "park" not in agent.seen

@@ -69,7 +69,7 @@ async def test_a_rank_that_was_not_counted_yet_was_left_behind(tmp_path: Path, p
         late.about = {"run": "1", "rank": 1, "world_size": 2, "size_bytes": 0, "boundary": 0}
         late.slow.add("survey")
         await late.attend(node.tasks)
-        with pytest.raises(HegmError, match=rf"rank 1 \(process {other.pid}\) has not said yet what it holds"):
+        with pytest.raises(HegmError, match=rf"rank 1 \(process {other.pid}\) has not reported its memory yet"):
             await node.operations.suspend([process.pid], node.asked())
         late.slow.clear()
         late.go_on.set()
@@ -99,14 +99,14 @@ async def test_a_second_suspension_is_refused_for_the_first_alone(tmp_path: Path
         await node.operations.suspend([process.pid], node.asked())
         with pytest.raises(HegmError) as refused:
             await node.operations.suspend([process.pid], node.asked())
-        assert refused.value.message == f"operation 1 (suspend, suspended) has process {process.pid} already"
+        assert refused.value.message == f"operation 1 (suspend, suspended) already includes process {process.pid}"
         assert refused.value.hint == f"see: hegmctl resume {process.pid}"
 
 
 async def test_a_process_that_holds_no_storages_is_refused_for_that(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid, b"")
-        with pytest.raises(HegmError, match="holds nothing that could be moved"):
+        with pytest.raises(HegmError, match="holds no GPU memory that could be moved"):
             await node.operations.migrate([process.pid], "gpu1", node.asked())
         assert "park" not in agent.seen
 
@@ -124,8 +124,8 @@ async def test_a_job_before_its_first_batch_was_refused_for_being_on_no_gpu(tmp_
         for pid in (process.pid, os.getpid()):
             with pytest.raises(HegmError) as refused:
                 await node.operations.migrate([pid], "gpu1", node.asked())
-            assert refused.value.message == f"process {pid} is still beginning, and on no GPU before its first batch"
-            assert "ask again" in refused.value.hint
+            assert refused.value.message == f"process {pid} is starting up and is not on a GPU before its first batch"
+            assert "then retry" in refused.value.hint
         agent.go_on.set()
         node.moving.supervisors.close()
 
@@ -232,7 +232,7 @@ async def test_a_job_that_was_stopped_once_it_had_answered_was_taken_for_one_tha
         process.send_signal(signal.SIGSTOP)
         await anyio.to_thread.run_sync(os.waitpid, process.pid, os.WUNTRACED)
         refused = await refusal_of_restart(node, process.pid)
-        assert f"what the state of process {process.pid} comes to is not known" in refused.message
+        assert f"the size of the state of process {process.pid} is unknown" in refused.message
         process.send_signal(signal.SIGCONT)
 
 
@@ -258,7 +258,7 @@ async def test_a_job_whose_batches_take_long_could_not_be_restarted(tmp_path: Pa
             assert agent.seen.count("survey") == surveys
             assert agent.seen.count("weigh") == 1
             impatient = await refusal_of_restart(node, process.pid, limit_s=0.05)
-            assert "is not known" in impatient.message, "it waited for as long as somebody else would"
+            assert "is unknown" in impatient.message, "it waited for as long as somebody else would"
             agent.go_on.set()
         assert ["it was weighed" in refused.message for refused in refusals] == [True, True]
         assert agent.seen.count("weigh") == 2

@@ -78,7 +78,7 @@ async def test_what_is_held_is_given_up_by_no_other_user_and_of_no_process_that_
         agent = await node.attend(process.pid)
         answer = await node.operations.suspend([process.pid], node.asked())
         assert answer.operation is not None
-        for may, why in ((False, "belongs to uid"), (True, "is there still")):
+        for may, why in ((False, "belongs to uid"), (True, "is running and owns its saved state")):
             with pytest.raises(HegmError, match=why):
                 await node.operations.drop(answer.operation.id, node.asked(may=may))
         await node.operations.resume(process.pid, None, node.asked())
@@ -106,7 +106,7 @@ async def test_an_agent_that_keeps_its_descriptor_keeps_the_memory_and_that_is_s
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         agent.refuses = {"rest": "there is no order 'rest'", "entrust": "there is no order 'entrust'"}
-        with pytest.raises(HegmError, match="keeps its bytes in memory as well"):
+        with pytest.raises(HegmError, match="also keeps its bytes in memory"):
             await node.operations.suspend([process.pid], node.asked(), spill=True)
         assert node.moving.pool.held_bytes
         await node.operations.resume(process.pid, None, node.asked())
@@ -235,7 +235,7 @@ async def test_a_state_that_may_not_be_given_up_was_no_longer_brought_to_disk(tm
             tasks.start_soon(suspend)
             await agent.waiting.wait()
             (op,) = node.operations.runner.operations()
-            with pytest.raises(Refused, match="is there still, and what is held is its own"):
+            with pytest.raises(Refused, match="is running and owns its saved state"):
                 await node.operations.drop(op.id, node.asked())
             await anyio.wait_all_tasks_blocked()
             agent.go_on.set()

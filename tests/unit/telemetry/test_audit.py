@@ -152,7 +152,7 @@ def test_a_record_that_is_still_too_large_goes_without_its_arguments(audit: Audi
 def test_what_failed_again_and_again_is_counted_and_what_was_done_never_left_out(
     audit: Audit, written: Written, now: list[float]
 ) -> None:
-    denied = HegmError(DENIED, "not yours", "ask")
+    denied = HegmError(DENIED, "only be dropped by its owner", "ask")
     for _ in range(25):
         record(audit, Reload(), denied)
     record(audit, Reload(), denied, Peer(pid=1, uid=1, gid=1))

@@ -94,7 +94,7 @@ def test_a_job_that_was_killed_while_its_image_was_written_was_lost_and_nobody_t
     drive.until("lost")
     told = description(drive.op)
     assert told.failure is not None
-    assert told.note == "its image is whole, and brings it back: hegmctl restore /images/one"
+    assert told.note == "its image is complete; restore it with: hegmctl restore /images/one"
 
 
 def test_more_bytes_were_moved_than_there_were() -> None:
@@ -140,7 +140,7 @@ def test_a_suspended_job_names_the_command_that_brings_it_back() -> None:
 
 def test_a_suspended_job_was_to_be_resumed_and_stopped_again_for_an_image() -> None:
     op = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended").op
-    assert in_hand(op, 197, CHECKPOINT)[1].startswith("have it in an image as it stands: hegmctl handoff 197 DIR")
+    assert in_hand(op, 197, CHECKPOINT)[1].startswith("write it into an image: hegmctl handoff 197 DIR")
     assert in_hand(op, 197)[1] == "see: hegmctl resume 197"
     saved = op.workers[0].replace(method=RESTART, state_saved=True, gpu=None)
     for kind in (CHECKPOINT, None):  # «hegmctl resume» of one that has left found nobody to start it
@@ -154,7 +154,7 @@ def test_a_job_that_is_held_says_why() -> None:
     drive.fail("refused")
     waits = waiting(drive.op)
     assert waits is not None
-    assert (waits.why, waits.next) == ("its job stands: reserve failed", "hegmctl resume 197")
+    assert (waits.why, waits.next) == ("the job is parked: reserve failed", "hegmctl resume 197")
 
 
 def test_an_agent_that_is_away_and_a_stage_that_does_not_end_are_named() -> None:
@@ -166,7 +166,7 @@ def test_an_agent_that_is_away_and_a_stage_that_does_not_end_are_named() -> None
     retried = drive.op.replace(attempts=3).with_worker(drive.op.workers[0].replace(waits=None))
     waits = waiting(retried)
     assert waits is not None
-    assert "3 attempts" in waits.why
+    assert "3 times" in waits.why
     assert "hegmctl op op1 --story" in waits.next
 
 
@@ -174,7 +174,7 @@ def test_a_journal_that_cannot_be_written_is_what_everything_waits_for() -> None
     trouble = HegmError(UNAVAILABLE, "the disk is full", "look at it")
     waits = waiting(Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended").op, trouble)
     assert waits is not None
-    assert (waits.why, waits.next) == ("it stands still: the disk is full", "look at it")
+    assert (waits.why, waits.next) == ("the operation is stopped: the disk is full", "look at it")
 
 
 def test_every_event_of_operations_is_explained_to_operators() -> None:

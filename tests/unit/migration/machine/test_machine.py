@@ -92,7 +92,7 @@ def test_a_resume_without_room_is_suspended_again_and_says_why() -> None:
 
 def test_a_resume_names_a_gpu_for_every_process() -> None:
     drive = Drive(operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND)).until("suspended")
-    with pytest.raises(Refused, match="no GPU is named for b"):
+    with pytest.raises(Refused, match="no target GPU is given for b"):
         handle(drive.op, events.ResumeRequested(to={"a": "gpu1"}), 0.0)
 
 
@@ -225,7 +225,7 @@ def test_ranks_that_never_meet_are_let_go() -> None:
         if drive.op.direction == "forward":
             drive.end(boundary=2)
     assert drive.op.direction == "back"
-    assert "did not stop at one boundary" in str(drive.op.failure)
+    assert "did not park at one boundary" in str(drive.op.failure)
 
 
 def test_no_rank_goes_on_before_all_have_their_bytes() -> None:

@@ -40,7 +40,7 @@ async def test_figures_of_a_driver_that_does_not_answer_were_taken_for_those_of_
 
     gpus = Gpus(look)
     for ask in (gpus.seen, lambda: gpus.gpu("gpu0")):
-        with pytest.raises(HegmError, match="the library of nvidia does not answer now: it hangs") as refused:
+        with pytest.raises(HegmError, match="the library of nvidia does not answer: it hangs") as refused:
             await ask()
         assert refused.value.code == UNAVAILABLE
 

@@ -62,7 +62,7 @@ def test_what_is_said_of_a_call_that_is_given_up_has_the_figures_and_the_next_st
     assert work.judge(Sight(2 << 30, 0, RUNNING), 101.0) is None
     stuck = work.judge(Sight(2 << 30, 0, RUNNING), 130.0)
     assert isinstance(stuck, Stuck)
-    assert "`restore` of process 4711 for 30 s, where 2.0 s were expected, and for 29 s" in stuck.message
+    assert "of process 4711 for 30 s, where 2.0 s were expected, and made no progress for 29 s" in stuck.message
     assert "1 D, 30 S, 2.0 GiB" in stuck.message
     assert "/proc/4711/task" in stuck.hint
     assert (stuck.facts["quiet_s"], stuck.in_flight) == (29.0, ("restore",))

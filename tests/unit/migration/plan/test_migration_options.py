@@ -75,7 +75,7 @@ def test_a_plain_job_on_two_equal_gpus_can_go_by_the_driver() -> None:
     for word in ("580.159.04", "gpu1", "managed memory"):
         assert word in found["driver"].reason
     assert "hegmctl run" not in found["agent"].reason
-    assert "no agent, which an image needs" in found["criu"].reason
+    assert "no agent, but an image needs one" in found["criu"].reason
 
 
 def test_an_agent_opens_what_needs_one() -> None:
@@ -194,13 +194,13 @@ def test_a_restart_is_refused_by_the_agents_own_word() -> None:
 TARGETS: dict[str, tuple[Made, str]] = {
     "driver that cannot move": (
         lambda: with_gpus(a_process(an_agent()), a_gpu("gpu0", driver_version="575.51"), a_gpu("gpu1")),
-        "on the GPU that it was on",
+        "on its former GPU",
     ),
     "only GPU": (lambda: with_gpus(a_process(an_agent()), a_gpu("gpu0")), "no other GPU"),
     "other chip": (lambda: with_gpus(a_process(an_agent()), a_gpu("gpu0"), a_gpu("gpu1", chip="L4")), "no other GPU"),
     "chip unknown": (
         lambda: with_gpus(a_process(an_agent()), a_gpu("gpu0", chip=None), a_gpu("gpu1")),
-        "chip of gpu0 is not known",
+        "chip of gpu0 is unknown",
     ),
     "lost": (lambda: with_gpus(a_process(an_agent()), a_gpu("gpu0"), a_gpu("gpu1", state="lost")), "no other GPU"),
     "cut up": (lambda: with_gpus(a_process(an_agent()), a_gpu("gpu0"), a_gpu("gpu1", mig=True)), "no other GPU"),
@@ -223,7 +223,7 @@ def test_of_one_that_has_ended_or_is_not_seen_every_way_is_closed() -> None:
     process = the_process(a_process(), start_ticks=None)
     snapshot = a_snapshot()
     assert possible(snapshot, process) == []
-    assert "trust" in ways(snapshot, process)["driver"].reason
+    assert "cannot verify" in ways(snapshot, process)["driver"].reason
     assert ways(snapshot, process.replace(note="it has ended"))["driver"].reason == "it has ended"
 
 
@@ -238,7 +238,7 @@ def test_an_agent_on_amd_leaves_the_restart() -> None:
     snapshot = with_gpus(supervised(), a_gpu("gpu0", vendor="amd"), a_gpu("gpu1", vendor="amd"))
     assert possible(snapshot) == ["restart"]
     assert "restart" in ways(snapshot)["agent"].reason
-    assert "only NVIDIA's" in ways(snapshot)["driver"].reason
+    assert "only the NVIDIA driver" in ways(snapshot)["driver"].reason
 
 
 def test_an_agent_on_simulated_gpus_needs_only_another_of_them() -> None:
@@ -278,8 +278,8 @@ def test_a_restart_takes_somebody_who_starts_it_again() -> None:
 def test_a_python_that_is_kept_ready_was_shown_nowhere() -> None:
     candidate = supervised()
     kept = the_process(candidate, AGENT.replace(kept=True))
-    assert "kept ready" in ways(a_snapshot(candidate), kept)["restart"].reason
-    assert "kept ready" not in ways(a_snapshot(candidate))["restart"].reason
+    assert "prestarted" in ways(a_snapshot(candidate), kept)["restart"].reason
+    assert "prestarted" not in ways(a_snapshot(candidate))["restart"].reason
 
 
 def test_thousands_of_processes_are_judged_each_with_its_own_family_only() -> None:

@@ -90,7 +90,7 @@ def test_where_the_pool_has_room_for_one_it_alone_waits_there() -> None:
     gpus = (_gpu("gpu0", 0), _gpu("gpu1", 0))
     snapshot = _snapshot(_process(1, "gpu0", size_gib=2), _process(2, "gpu1"), gpus=gpus)
     small = PoolMemory(budget_bytes=16 * GIB, free_bytes=3 * GIB)
-    assert "are needed for the 2.0 GiB" in _messages(planned_swap(snapshot.replace(pool=small), 1, 2))[0]
+    assert "are needed to move 2.0 GiB" in _messages(planned_swap(snapshot.replace(pool=small), 1, 2))[0]
 
 
 def test_room_is_needed_for_the_storages_the_agent_and_the_driver() -> None:
@@ -126,7 +126,7 @@ def test_the_drivers_own_share_of_a_gpu_is_free_when_a_process_has_left_it() -> 
 def test_a_swap_that_ends_without_room_is_refused_before_it_begins() -> None:
     gpus = (_gpu("gpu0", 0), _gpu("gpu1", 0))
     snapshot = _snapshot(_process(1, "gpu0", size_gib=1), _process(2, "gpu1"), gpus=gpus)
-    assert _messages(planned_swap(snapshot, 1, 2)) == ["gpu0 has 1.0 GiB free and 2.0 GiB are needed"]
+    assert _messages(planned_swap(snapshot, 1, 2)) == ["gpu0 has 1.0 GiB free, but 2.0 GiB are needed"]
 
 
 def test_two_processes_of_one_job_change_places_in_one_operation() -> None:
@@ -158,7 +158,10 @@ def test_a_gpu_is_left_for_the_one_with_most_room_and_only_by_who_is_there() -> 
 def test_every_target_says_why_not() -> None:
     gpus = (_gpu("gpu0", 8), _gpu("gpu1", 1), _gpu("gpu2", None))
     found = departure(_snapshot(_process(1, "gpu0"), gpus=gpus), 1, "gpu0", ("gpu1", "gpu2"))
-    assert _messages(found) == ["gpu1 has 1.0 GiB free and 2.0 GiB are needed", "how much is free on gpu2 is not known"]
+    assert _messages(found) == [
+        "gpu1 has 1.0 GiB free, but 2.0 GiB are needed",
+        "hegmd does not know how much memory is free on gpu2",
+    ]
     alone = departure(_snapshot(_process(1, "gpu0"), gpus=gpus[:1]), 1, "gpu0", ())
     assert _messages(alone) == ["there is no other GPU than gpu0"]
 
@@ -170,7 +173,7 @@ def test_a_job_is_listed_once_and_a_drain_plans_each_after_the_others() -> None:
     assert list(occupants(snapshot, "gpu0")) == [1, 3]
     plans, stays = planned_drain(snapshot, "gpu0", ())
     assert [[moved.pid for moved in plan.workers] for plan in plans] == [[1, 2]]
-    assert [_messages(reasons) for reasons in stays] == [["gpu1 has 1.0 GiB free and 2.0 GiB are needed"]]
+    assert [_messages(reasons) for reasons in stays] == [["gpu1 has 1.0 GiB free, but 2.0 GiB are needed"]]
 
 
 def _under_way(phase: str) -> Operation:
