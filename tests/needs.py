@@ -9,6 +9,8 @@ import gc
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -37,3 +39,15 @@ def need_torch() -> Any:
     if importlib.util.find_spec("torch") is None:
         pytest.skip("PyTorch is not installed; `make test` installs it", allow_module_level=True)
     return ImportedWhenUsed("torch")
+
+
+def hidden_folder(paths: Iterable[Path]) -> Path | None:
+    """The first folder above these files that other users may not enter, as they may not enter /root."""
+    return next((folder for path in paths for folder in path.parents[::-1] if not folder.stat().st_mode & 0o001), None)
+
+
+def need_a_clone_for_all() -> None:
+    """Skips a test in which another user runs what is in this clone."""
+    folder = hidden_folder([Path(sys.executable), Path(__file__)])
+    if folder is not None:
+        pytest.skip(f"other users may not enter {folder}; a clone elsewhere runs this test")

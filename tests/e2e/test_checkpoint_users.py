@@ -18,7 +18,7 @@ from hegmd.images.criu.privileges import rights_missing
 from hegmd.node.processes.process_set import population_of
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, as_user, daemon_with_criu, losses_alone
-from tests.needs import need_torch
+from tests.needs import need_a_clone_for_all, need_torch
 
 pytestmark = [pytest.mark.e2e]
 need_torch()
@@ -29,6 +29,7 @@ BOB = 54712
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """Where other users get to, as they do not below pytest's own."""
+    need_a_clone_for_all()
     with tempfile.TemporaryDirectory(prefix="hegm-users-") as name:
         os.chmod(name, 0o755)
         yield Path(name)

@@ -19,6 +19,7 @@ from hegmd.node.processes.process_set import end_all, population_of
 from hegmd.node.processes.process_tree import read_tree
 from tests.e2e.handed_job import as_user
 from tests.e2e.real_criu import Job, criu_or_skip, directory, ended_after, job, pipe, python, tell
+from tests.needs import need_a_clone_for_all
 
 pytestmark = [
     pytest.mark.e2e,
@@ -54,6 +55,7 @@ SAID = "hello gone 1000 4096\n"
 
 @pytest.fixture(autouse=True)
 def _able() -> None:
+    need_a_clone_for_all()
     missing = rights_missing(frozenset({BOB}), as_user=True, in_unit=False)
     if missing is not None:
         pytest.skip(missing.message)

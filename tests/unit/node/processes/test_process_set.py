@@ -44,7 +44,8 @@ USER = 4242
 def sleeper(
     *arguments: str, text: str = SLEEPER, user: int | None = None, fds: Sequence[int] = ()
 ) -> Iterator[subprocess.Popen[str]]:
-    argv, pipe = [sys.executable, "-c", text, *arguments], subprocess.PIPE
+    # Not that of a clone: another user may not come to it, as below /root.
+    argv, pipe = [os.path.realpath(sys.executable), "-c", text, *arguments], subprocess.PIPE
     with subprocess.Popen(
         argv, stdin=pipe, stdout=pipe, text=True, user=user, group=user, cwd="/", pass_fds=fds
     ) as process:

@@ -17,7 +17,7 @@ def is_guarded(text: str, uid: int) -> bool:
     """Of a program that is run as that user."""
     as_user = {"user": uid, "group": uid, "extra_groups": []} if os.geteuid() == 0 else {}
     pipe = subprocess.PIPE
-    argv = ["/usr/bin/env", "-i", sys.executable, "-IS", "-c", text]
+    argv = ["/usr/bin/env", "-i", os.path.realpath(sys.executable), "-IS", "-c", text]  # a clone may be below /root
     with subprocess.Popen(argv, cwd="/", stdin=pipe, stdout=pipe, text=True, **as_user) as process:  # type: ignore[call-overload] # by name
         try:
             assert process.stdout.readline() == "ready\n"
