@@ -43,6 +43,7 @@ FILE_NAMES = {
     "amdsmi": "libamd_smi.so",
     "cuda": "libcuda.so.1",
     "halt": "halt.so",
+    "nccl": "libnccl.so.2",
 }
 # What a stub has from another's folder: NVML and CUDA tell of the same node.
 SHARED = {"nvml": ("cuda/node.c", "cuda/node.h")}
