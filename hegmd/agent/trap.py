@@ -222,12 +222,14 @@ class _Tracing:
             return None
 
         own = self._api.PyThreadState_Get()
-        sys.settrace(probe)
+        tool = sys.gettrace()  # a debugger's, or a coverage tool's
         try:
+            sys.settrace(probe)
             traced = self._words(own)
-        finally:
             sys.settrace(None)
-        untraced = self._words(own)
+            untraced = self._words(own)
+        finally:
+            sys.settrace(tool)
         objects = [at for at in range(4, self._WORDS) if traced[at] == id(probe)]
         idents = [at for at in range(self._WORDS) if traced[at] == untraced[at] == get_ident()]
         # Two functions, for profiles and for traces, come before their two objects.

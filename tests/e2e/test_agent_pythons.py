@@ -207,6 +207,80 @@ def test_threads_of_any_python_are_stopped_when_they_wake(name: str) -> None:
     ], ran.stderr
 
 
+# A debugger, a profiler and a coverage tool, in the thread that sets the trap and in others: all are as before then.
+TOOLS = """
+import cProfile, os, sys, threading
+sys.path.insert(0, sys.argv[1])
+from hegmd.agent import trap
+
+seen, noted = [], []
+def tracer(frame, event, argument):
+    seen.append(frame.f_code.co_name)
+    return tracer
+def profiler(frame, event, argument):
+    noted.append(frame.f_code.co_name)
+def work():
+    return sum(range(3))
+def wait(read):
+    os.read(read, 1)
+    work()
+    kept.append((sys.gettrace(), sys.getprofile()))
+def noticed(where):
+    del where[:]
+    work()
+    return "work" in where
+
+kept = []
+monitoring = getattr(sys, "monitoring", None)
+if monitoring:
+    started = []
+    tool, start = monitoring.COVERAGE_ID, monitoring.events.PY_START
+    monitoring.use_tool_id(tool, "coverage")
+    monitoring.register_callback(tool, start, lambda code, at: started.append(code.co_name))
+    monitoring.set_events(tool, start)
+pipes = [os.pipe() for _ in range(3)]
+threads = []
+for (read, _), install in zip(pipes, (None, threading.settrace, threading.setprofile)):
+    if install: install(tracer if install is threading.settrace else profiler)
+    threads.append(threading.Thread(target=wait, args=(read,)))
+    threads[-1].start()
+    if install: install(None)
+profile = cProfile.Profile()
+sys.settrace(tracer)
+profile.enable()
+own = sys.gettrace(), sys.getprofile()
+caught = []
+the_trap = trap.Trap(lambda: caught.append(1))
+for _ in range(3):
+    the_trap.set(frozenset())
+    the_trap.set(frozenset())
+    work()
+    the_trap.lift()
+print("own", (sys.gettrace(), sys.getprofile()) == own, noticed(seen), not monitoring or noticed(started))
+profile.disable()
+counts = [entry.callcount for entry in profile.getstats() if entry.code is work.__code__]
+print("profiled", sum(counts) >= 4)
+sys.settrace(None)
+for (_, write), thread in zip(pipes, threads):
+    os.write(write, b"."); thread.join()
+print("threads", kept == [(None, None), (tracer, None), (None, profiler)])
+print("monitored", not monitoring or (monitoring.get_tool(tool), monitoring.get_events(tool)) == ("coverage", start))
+"""
+
+
+@pytest.mark.parametrize("name", [Path(sys.executable).name, *OTHERS])
+def test_a_debugger_lost_its_trace_function_to_the_trap(name: str) -> None:
+    """Issue 14, row 4: before Python 3.12, in the thread that set the trap for the first time."""
+    python = sys.executable if name == Path(sys.executable).name else find_python(name)
+    ran = subprocess.run([python, "-c", TOOLS, str(ROOT)], capture_output=True, text=True, check=False)
+    assert ran.stdout.splitlines() == [
+        "own True True True",
+        "profiled True",
+        "threads True",
+        "monitored True",
+    ], ran.stderr
+
+
 # Threads that begin and end while the trap is set and lifted, with a collection between any two steps.
 CHURN = """
 import gc, sys, threading

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from hegmd.agent.state.storage import state_file
-from hegmd.memory.pool import Pool
 from hegmd.memory.sizes import MIB
 from tests.unit.pools import KEY, found_again, keep_in, opened
 
@@ -41,13 +40,3 @@ async def test_a_state_is_read_whatever_size_was_reserved_for_it(
         await after.release(KEY)
         assert after.held_bytes == 0
         after.close()
-
-
-async def test_a_state_that_does_not_fit_into_sealed_memory_is_refused_and_not_cut() -> None:
-    pool = Pool(64 * MIB, huge_free_bytes=lambda: 0)
-    memory = await pool.take(KEY, 2 * MIB)
-    with pytest.raises(PermissionError):
-        state_file.write(memory.fd, {"weights": bytes(3 * MIB)})
-    with pytest.raises(state_file.Damaged):
-        state_file.read(memory.fd)
-    pool.close()
