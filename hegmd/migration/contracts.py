@@ -121,6 +121,10 @@ class MigratedProcess:
     in_rounds: bool = False
     #: True if memory on the GPU that it leaves is to be reserved for a rollback.
     keeps_reservation: bool = True
+    #: Whether memory on its target is taken only when it has left: until then another rank of its job has that.
+    reserves_late: bool = False
+    #: Of a rank with communicators: whoever looks at it leaves it locked, until `unlock` is asked for.
+    stays_locked: bool = False
     #: True if it resumes as soon as it has its bytes, independent of other processes and of an image.
     goes_on: bool = False
     #: UUIDs of all GPUs of the node on which it was taken off, its own first, where that was not this one.
@@ -216,6 +220,8 @@ class ProcessState:
     gpu: str | None
     #: Whether something is being done to it this moment, so that none of this lasts.
     busy: bool = False
+    #: Of a rank with communicators: whether the driver holds it locked.
+    locked: bool = False
     #: Why it can never be restored; empty if it can.
     failed: str = ""
 
@@ -247,6 +253,14 @@ class Method(Protocol):
 
     def note_size(self, subject: MigratedProcess, size_bytes: int) -> None:
         """Its agent has counted so many bytes on the GPU that it is on."""
+        ...
+
+    async def lock(self, subject: MigratedProcess) -> None:
+        """Keep it from making CUDA calls until it is checkpointed or unlocked. Raises GrewBeyondPlan; it runs then."""
+        ...
+
+    async def unlock(self, subject: MigratedProcess) -> None:
+        """Let it make CUDA calls again, which has stayed on its GPU. Fine for one that can."""
         ...
 
     async def checkpoint(self, subject: MigratedProcess) -> CheckpointResult:

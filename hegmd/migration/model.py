@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hegmd.migration.machine.operation import CHECKPOINT, RESTART, JobProcess, Limits, Operation, Respawn
 from hegmd.node.gpu_sets import CPU, gpus_of
-from hegmd.protocol.messages import CudaFacts, LeftAlone
+from hegmd.protocol.messages import Communicators, CudaFacts, LeftAlone
 from hegmd.protocol.operations import BY_DRIVER, HOST, PEER, WORKER, PlannedProcess
 from hegmd.protocol.record import Record, field
 
@@ -74,6 +74,9 @@ class AgentSurvey(Record):
     rank: int | None = field("its rank in a distributed job", default=None)
     world_size: int | None = field("how many ranks the job has", default=None)
     cuda: CudaFacts | None = field("its use of CUDA; nil if it uses none, or the agent does not know", default=None)
+    communicators: Communicators | None = field(
+        "its groups with other ranks; nil if it has none, or the agent does not know", default=None
+    )
     state_bytes: int | None = field("what a restart would carry; nil if it has not said", default=None)
     refusals: tuple[str, ...] = field("what stands against a restart, by its own word", default=())
     unweighed: tuple[str, str] | None = field(
@@ -221,6 +224,9 @@ class MigrationPlan(Record):
     respawn: Respawn | None = field("of a restart: what is to be different afterwards", default=None)
     image_s: float | None = field("how much of that is for an image", default=None)
     ends: bool = field("whether the job ends with it", default=False)
+    reserves_late: bool = field(
+        "whether ranks take memory on their targets only when all have left: one has it from another", default=False
+    )
 
     def operation(
         self,
@@ -245,6 +251,7 @@ class MigrationPlan(Record):
             owner_uid=by_pid[self.workers[0].pid].uid,
             created_utc=utc,
             respawn=self.respawn,
+            reserves_late=self.reserves_late,
         )
 
     @property
@@ -274,6 +281,7 @@ def _worker(planned: PlannedProcess, candidate: Candidate, chips: Mapping[str, s
         driver_bytes_by_gpu=planned.driver_bytes_by_gpu,
         storage_bytes_by_gpu=planned.storage_bytes_by_gpu,
         overlap_bytes=planned.overlap_bytes,
+        communicators=planned.communicators,
         reservations={gpu: planned.reservation_bytes} if gpu and gpu != CPU else {},
         run=candidate.job if planned.method == RESTART else None,
         must_exit=planned.method == RESTART,

@@ -153,6 +153,7 @@ class ParkedOrphans:
             boundary=worker.boundary,
             size_bytes=max(worker.size_bytes or 0, worker.held_bytes),
             held_bytes=worker.held_bytes,
+            communicators=_mechanism(worker),
         )
         if self.by_driver is None:
             return standing
@@ -182,6 +183,11 @@ def _not_theirs(orphan: Orphan) -> HegmError:
     owner = "its owner is unknown" if orphan.uid is None else f"it is of uid {orphan.uid}"
     hint = "ask its owner, or an administrator of hegmd"
     return HegmError(DENIED, f"{orphan.name} can only be dropped by its owner: {owner}", hint, {"uid": orphan.uid})
+
+
+def _mechanism(worker: AgentConnection) -> str:
+    groups = worker.communicators
+    return "" if groups is None or groups.mechanism == "none" else groups.mechanism
 
 
 def _is_same_job(one: AgentConnection, other: AgentConnection) -> bool:

@@ -334,6 +334,7 @@ def _told(worker: AgentConnection) -> AgentSurvey:
         rank=worker.about.rank,
         world_size=worker.about.world_size,
         cuda=worker.cuda,
+        communicators=worker.communicators,
         state_bytes=worker.state_bytes,
         refusals=worker.refusals,
         unweighed=worker.unweighed,

@@ -58,6 +58,9 @@ class PlannedProcess(Record):
         "what stays in the process, or CUDA IPC cannot show them",
         default=0,
     )
+    communicators: str = field(
+        "how its communicators with other ranks are disconnected: suspend or replace; empty if it has none", default=""
+    )
 
     @property
     def reservation_bytes(self) -> int:

@@ -22,8 +22,10 @@ DONE, FAILED, PROGRESS = "done", "failed", "progress"
 
 # Orders that move bytes: while one is under way in a worker, nothing else is to be believed of it.
 MOVING = frozenset({"offload", "reload", "free", "make", "copy", "save"})
+# Those that take communicators down and up: while one is under way, the groups are in no state that lasts.
+COLLECTIVE = frozenset({"disconnect", "reconnect"})
 # Those that an agent answers within a limit of its own, whatever its training does.
-LIMITED = frozenset({"survey", "weigh", "beforehand"})
+LIMITED = frozenset({"survey", "weigh", "beforehand"}) | COLLECTIVE
 # Those that an agent answers when its training thread has come to a boundary, however long that takes without a limit.
 _AT_A_BOUNDARY = frozenset({"park", "release"})
 # Beyond the limit that an agent keeps to by itself.

@@ -22,11 +22,12 @@ import anyio
 import anyio.abc
 
 from hegmd.errors import DENIED, TIMEOUT, Bug, HegmError, Refused
-from hegmd.protocol.messages import AgentAttend, AgentReport, CudaFacts, LeftAlone, Order
+from hegmd.protocol.messages import AgentAttend, AgentReport, Communicators, CudaFacts, LeftAlone, Order
 from hegmd.protocol.snapshots import AgentInfo
 from hegmd.system.condition import Condition
 from hegmd.telemetry.log import fields
 from hegmd.workers.agent_orders import (
+    COLLECTIVE,
     DONE,
     LIMITED,
     MOVING,
@@ -91,6 +92,8 @@ class AgentConnection:
         self.path: tuple[str, ...] = ()
         #: Its use of CUDA by its own word; None if it uses none or has not said.
         self.cuda: CudaFacts | None = None
+        #: Its communicator groups by its own word; None if it has none or has not said.
+        self.communicators: Communicators | None = None
         #: Why the last image that was to be taken of it was not written; whoever takes them writes it.
         self.image_missed: str | None = None
         #: Held while it is asked what its state comes to: another question would take the place of that one.
@@ -115,8 +118,8 @@ class AgentConnection:
 
     @property
     def busy(self) -> bool:
-        """Whether bytes are on their way out of it or into it."""
-        return self._link is not None and any(given.do in MOVING for given in self._link.given.values())
+        """Whether bytes are on their way out of it or into it, or its communicators are being changed."""
+        return self._link is not None and any(given.do in MOVING | COLLECTIVE for given in self._link.given.values())
 
     async def order(
         self, do: str, *, fds: Sequence[int] = (), on_progress: Progress | None = None, **how: Any
@@ -194,6 +197,7 @@ class AgentConnection:
         if do == "survey":
             if report.size_bytes is not None:  # one that came to no boundary in time says nothing of what it has
                 self.size_bytes, self.left_alone, self.cuda = report.size_bytes, report.left_alone, report.cuda
+                self.communicators = report.communicators
             self.parked = self.parked if report.parked is None else report.parked
             self.held_bytes = self.held_bytes if report.held_bytes is None else report.held_bytes
         if do == "weigh":

@@ -31,6 +31,39 @@ from tests.patience import HANG_S
 from tests.unit.moving_node import start_ticks
 
 
+async def test_a_rank_stays_locked_until_it_is_unlocked_or_checkpointed(parts: Parts) -> None:
+    """Another rank of its job may be on its way off; one that needs more than is on disk is known before that."""
+    async with rigged(parts) as rig:
+        rank = replace(rig.subject, stays_locked=True)
+        await rig.method.lock(rank)
+        assert (await rig.method.inspect(rank)).locked
+        assert await rig.state(rig.moved) == "locked"
+        await rig.method.unlock(rank)
+        assert await rig.state(rig.moved) == "running"
+        with pytest.raises(GrewBeyondPlan):
+            await rig.method.lock(replace(rank, driver_bytes=MIB))
+        assert await rig.state(rig.moved) == "running"
+        await rig.method.lock(rank)
+        await rig.method.reserve(rank, "gpu1", REST_BYTES)
+        await rig.method.checkpoint(rank)
+        await rig.method.restore(replace(rank, gpu=None, previous_gpu="gpu0"), "gpu1")
+        assert not (await rig.method.inspect(replace(rank, gpu="gpu1"))).locked
+        assert rig.moved.ask("digest") == rig.moved.digest
+
+
+async def test_ranks_that_take_one_anothers_gpu_reserve_it_when_they_have_left(parts: Parts) -> None:
+    """The checkpoint of a rank made sure of its target once more, where the other rank still was."""
+    async with rigged(parts) as rig:
+        rank = replace(rig.subject, stays_locked=True, reserves_late=True)
+        await rig.method.lock(rank)
+        await rig.method.checkpoint(rank)
+        off = replace(rank, gpu=None, previous_gpu="gpu0")
+        assert "gpu1" not in rig.method.reservations(off)
+        await rig.method.reserve(off, "gpu1", REST_BYTES)
+        await rig.method.restore(off, "gpu1")
+        assert rig.moved.ask("digest") == rig.moved.digest
+
+
 @pytest.mark.thorough
 async def test_with_plenty_free_a_neighbour_stands_too_while_room_changes_hands(parts: Parts, gate: Path) -> None:
     """Once nobody was held still with 2 GiB free, and a neighbour took 6 GiB between the look and the call."""

@@ -164,13 +164,28 @@ def test_ranks_stop_at_one_boundary_and_move_as_one(daemon: RunningDaemon, tmp_p
         assert resumed["phase"] == "done"
         assert {process["pid"] for process in resumed["processes"]} == both
         assert job.operation("suspend", pid)["phase"] == "suspended"
-        assert job.operation("resume", str(ranks[1].pid))["phase"] == "done"
+        apart = job.operation("resume", str(ranks[1].pid), "--to", "gpu0,gpu1")
+        assert _gpus_by_rank(apart) == ["gpu0", "gpu1"]
+        exchanged = job.operation("migrate", pid, "--to", "gpu1,gpu0")
+        assert _gpus_by_rank(exchanged) == ["gpu1", "gpu0"]
+        steps = {"disconnecting", "offloading", "locking", "checkpointing", "reloading", "reconnecting", "releasing"}
+        assert steps <= _phases(job, exchanged["id"])
         (tmp_path / "moved.stop").touch()
         job.output()
     moved_losses = [(tmp_path / f"moved.{rank}").read_text() for rank in range(2)]
     undisturbed([*TWO_RANKS, script, str(tmp_path / "expected"), str(len(moved_losses[0].splitlines()))])
     assert moved_losses == [(tmp_path / f"expected.{rank}").read_text() for rank in range(2)]
     assert all(moved_losses)
+
+
+def _gpus_by_rank(operation: dict[str, Any]) -> list[str]:
+    return [process["gpu"] for process in sorted(operation["processes"], key=lambda process: process["rank"])]
+
+
+def _phases(job: Job, op_id: str) -> set[str]:
+    """Those that its story has."""
+    with job.connect() as hegmd:
+        return {line.phase for line in hegmd.story(op_id).story}
 
 
 @pytest.mark.xdist_group("memory of the node")

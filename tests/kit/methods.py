@@ -24,6 +24,7 @@ async def check_method(
     """
     here = subject.gpu or ""
     await _check_reservations(method, subject, other_gpu, total_bytes)
+    await _check_lock(method, replace(subject, stays_locked=True))
     for source, target in ((here, other_gpu), (other_gpu, here)):
         there = replace(subject, gpu=source, target_gpu=target, previous_gpu=None)
         off = await _taken_off(method, there)
@@ -47,6 +48,18 @@ async def _check_reservations(method: Method, subject: MigratedProcess, gpu: str
     for _ in range(2):
         await method.release(subject, gpu)
         _must(gpu not in method.reservations(subject), "a released reservation is not held")
+
+
+async def _check_lock(method: Method, rank: MigratedProcess) -> None:
+    """A rank is locked and unlocked again, and whoever looks at it meanwhile leaves it as it is."""
+    for _ in range(2):
+        await method.lock(rank)
+    first, again = await method.inspect(rank), await method.inspect(rank)
+    _must(first == again, f"a look at a rank changes nothing: {first}, then {again}")
+    _must((first.gpu, first.failed) == (rank.gpu, ""), f"a locked rank is where it was: {first}")
+    for _ in range(2):
+        await method.unlock(rank)
+    _must(not (await method.inspect(rank)).locked, "a rank that was unlocked runs")
 
 
 async def _taken_off(method: Method, subject: MigratedProcess) -> MigratedProcess:

@@ -71,6 +71,8 @@ class DriverMethod:
         self._other_processes = other_processes
         self._in_hand: set[tuple[int, int]] = set()
         self._standing: set[tuple[int, int]] = set()
+        #: Ranks that are locked between two steps of their operation.
+        self._locked: set[tuple[int, int]] = set()
         self._making = StorageHandover(steps, self._reservations, gpus, other_processes, self._in_hand)
 
     # -- reservations --------------------------------------------------------------------------------------------------
@@ -89,6 +91,24 @@ class DriverMethod:
 
     # -- away ----------------------------------------------------------------------------------------------------------
 
+    async def lock(self, subject: MigratedProcess) -> None:
+        """Lock a rank, and measure it: what is beyond the plan is known before any rank of its job has left."""
+        with self._marked_in_progress(subject):
+            await self._other_processes.wait_until_unpaused(subject.owner_key)
+            state = await self._steps.state(subject)
+            if state == CHECKPOINTED:
+                return
+            if state != LOCKED:
+                await self._steps.lock(subject)
+            async with self._unlocked_unless_done(subject):
+                await self._measured(subject)
+            self._locked.add(subject.owner_key)
+
+    async def unlock(self, subject: MigratedProcess) -> None:
+        async with self._other_processes.excluded(subject.owner_key):
+            await self._steps.unlock(subject)
+        self._locked.discard(subject.owner_key)
+
     async def checkpoint(self, subject: MigratedProcess) -> CheckpointResult:
         """Lock the process, measure it, check the reservation, checkpoint it, and reserve its memory for a rollback."""
         with self._marked_in_progress(subject):  # first, so that an inspection reports it as busy
@@ -105,12 +125,13 @@ class DriverMethod:
             self._standing.add(subject.owner_key)
             async with self._unlocked_unless_done(subject):
                 subject = await self._measured(subject)
-                if subject.target_gpu is not None:
+                if subject.target_gpu is not None and not subject.reserves_late:
                     await self.reserve(
                         subject, subject.target_gpu, subject.driver_bytes + subject.storage_reservation_bytes
                     )
                 await self._steps.checkpoint(subject)
                 reserved_bytes = await self._confirm_checkpointed(subject)
+            self._locked.discard(subject.owner_key)
             return CheckpointResult(
                 reserved_bytes=reserved_bytes,
                 driver_bytes=subject.driver_bytes,
@@ -135,6 +156,7 @@ class DriverMethod:
             raise  # the driver may still finish the call; an inspection then unlocks the process
         except BaseException:
             self._standing.discard(subject.owner_key)
+            self._locked.discard(subject.owner_key)
             with anyio.CancelScope(shield=True), anyio.move_on_after(_LAST_WORD_S):
                 try:
                     await self._steps.unlock_at_once(subject)
@@ -206,6 +228,7 @@ class DriverMethod:
             state = await self._steps.state(subject)
             if state != CHECKPOINTED:
                 await self._steps.unlock(subject, state)
+                self._locked.discard(subject.owner_key)
                 return await self._place(subject) if subject.gpu_unknown else None
             if subject.gpu_unknown:
                 return await self._restore_where_it_was(subject, gpu)
@@ -213,6 +236,7 @@ class DriverMethod:
             async with self._gpus.turns(uuid_by_gpu):
                 state = await self._restore_reserved(subject, uuid_by_gpu, subject.needs(gpu), pairs)
                 await self._steps.unlock(subject, state)  # before others count on what they see of it
+            self._locked.discard(subject.owner_key)
             return None
 
     async def _restore_where_it_was(self, subject: MigratedProcess, gpu: str) -> str:
@@ -251,9 +275,11 @@ class DriverMethod:
         self._reservations.require(subject, uuid_by_gpu, needs)
         node = await self._gpus.seen()
         others = others_on(node, subject, uuid_by_gpu, self._steps.helper_pid)
-        async with self._other_processes.paused(others, but_for=self._in_hand, restored=subject.owner_key) as going:
+        async with self._other_processes.paused(
+            others, but_for=self._in_hand | self._locked, restored=subject.owner_key
+        ) as going:
             # a process of ours that is not locked yet also runs
-            loose = [*going, *(who for who in others if who in self._in_hand - self._standing)]
+            loose = [*going, *(who for who in others if who in self._in_hand - self._standing - self._locked)]
             spare_bytes = CALM_BYTES if loose else 0
             free = free_bytes_of(await self._gpus.seen() if loose else node)
             for gpu in uuid_by_gpu:  # still held: nothing is risked by looking
@@ -328,8 +354,10 @@ class DriverMethod:
             return ProcessState(gpu=subject.gpu, busy=True)
         async with self._other_processes.excluded(subject.owner_key):
             state = await self._steps.state(subject)
-            if state == LOCKED:
+            if state == LOCKED and not subject.stays_locked:
                 await self._steps.unlock(subject)
+        is_locked = state == LOCKED and subject.stays_locked
+        (self._locked.add if is_locked else self._locked.discard)(subject.owner_key)
         if state == CHECKPOINTED:
             return ProcessState(gpu=None)
         if state == FAILED:
@@ -345,7 +373,7 @@ class DriverMethod:
                 "run: hegmctl ps; hegmd looks for it again",
                 {"pid": subject.pid},
             )
-        return ProcessState(gpu=place)
+        return ProcessState(gpu=place, locked=is_locked)
 
     async def _until_shown(self, subject: MigratedProcess, *, there: bool) -> None:
         """Wait until NVML lists the process on its GPU, or no longer lists it; the driver sends no notification."""

@@ -399,6 +399,12 @@ class RestartMethod:
     async def verify(self, subject: MigratedProcess) -> None:
         """The next boundary, which the agent tells, proves all that there is."""
 
+    async def lock(self, subject: MigratedProcess) -> None:
+        """Its ranks leave by ending, and their communicators end with them."""
+
+    async def unlock(self, subject: MigratedProcess) -> None:
+        """It was never locked."""
+
     async def note_resumed(self, subject: MigratedProcess) -> None:
         """Record that the new process has trained: from now on its supervisor does not start another from that state.
 

@@ -35,6 +35,12 @@ class SimulatedMethod:
         if subject.worker.gpu is not None:
             self._memory.hold_what_fits(subject.owner_key, subject.worker.gpu, size_bytes)
 
+    async def lock(self, subject: MigratedProcess) -> None:
+        """Nothing of it is on a GPU, so nothing can change there."""
+
+    async def unlock(self, subject: MigratedProcess) -> None:
+        """It was never locked."""
+
     async def checkpoint(self, subject: MigratedProcess) -> CheckpointResult:
         """Take the process off its GPU. Its reservation there stays, so a rollback needs no other."""
         subject.worker.gpu = None

@@ -22,6 +22,8 @@ class Draft:
     request: PlanRequest
     workers: list[PlannedProcess] = field(default_factory=list[PlannedProcess])
     reasons: list[Reason] = field(default_factory=list[Reason])
+    #: Whether memory is taken on the targets only when all processes have left their GPUs.
+    reserves_late: bool = False
     #: The carrier and its memory, by pid.
     choices: dict[int, Choice] = field(default_factory=dict[int, Choice])
     #: The GPUs that each need a reservation for a process that may be restored on any of them, by pid.

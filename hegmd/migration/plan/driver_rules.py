@@ -21,8 +21,9 @@ CHECKPOINT_DRIVER, MOVE_DRIVER = 570, 580
 
 Against = tuple[Code, str, str]
 
+NCCL_HAZARD = "nccl-p2p"
 HAZARDS = {
-    "nccl-p2p": (
+    NCCL_HAZARD: (
         "has live NCCL communicators that may use peer-to-peer: the driver may fail to restore it",
         "start the job with NCCL_P2P_DISABLE=1, or destroy its communicators first",
     ),
@@ -77,6 +78,8 @@ def against_leaving(snapshot: NodeSnapshotForPlan, candidate: Candidate, gpu: Gp
 def _against_what_it_uses(candidate: Candidate, who: str) -> Iterator[Against]:
     told = candidate.agent.cuda if candidate.agent is not None else None
     for hazard in told.hazards if told is not None else ():
+        if hazard == NCCL_HAZARD and candidate.agent is not None and candidate.agent.communicators is not None:
+            continue  # its agent says how it disconnects them, or why not: communicator_rules
         if hazard in HAZARDS:
             what, hint = HAZARDS[hazard]
             yield REFUSED, f"{who} {what}", hint
@@ -87,7 +90,7 @@ def _against_what_it_uses(candidate: Candidate, who: str) -> Iterator[Against]:
         and candidate.around.nccl_shared
         and not candidate.around.nccl_p2p_disabled
     ):
-        what, hint = HAZARDS["nccl-p2p"]
+        what, hint = HAZARDS[NCCL_HAZARD]
         yield REFUSED, f"{who} {what}", hint
 
 

@@ -9,6 +9,7 @@ All reasons are returned at once, each with the next step. `estimate` has the te
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 from hegmd.errors import BUSY, REFUSED
@@ -16,7 +17,7 @@ from hegmd.memory.sizes import CONTEXT_BYTES, whole_size
 from hegmd.migration.machine.operation import CHECKPOINT, QUIESCE, RESTART, RESUME, SUSPEND, JobProcess, Operation
 from hegmd.migration.machine.wording import gigabytes, listed, named, resuming
 from hegmd.migration.model import Candidate, GpuMemory, MigrationPlan, NodeSnapshotForPlan, PlanRequest
-from hegmd.migration.plan import carrier_choice, driver_rules, estimate, restart_rules, targets
+from hegmd.migration.plan import carrier_choice, communicator_rules, driver_rules, estimate, restart_rules, targets
 from hegmd.migration.plan.carrier_choice import Choice, Refusal
 from hegmd.migration.plan.draft import Draft, candidate_of, left_by_others, memory_needed
 from hegmd.migration.plan.estimate import DRIVER, SIMULATED
@@ -51,14 +52,35 @@ def against_leaving(snapshot: NodeSnapshotForPlan, request: PlanRequest) -> tupl
 
 def _place_members(draft: Draft) -> tuple[Candidate, ...]:
     members = tuple(members_named(draft))
+    in_order = sorted(members, key=_rank)
+    if not targets.place_ranks(draft, [(candidate.pid, place_of(candidate.gpus)) for candidate in in_order]):
+        return members
     for candidate in members:
         if can_be_stopped(draft, candidate):
             (_place if draft.request.kind != QUIESCE else _leave_in_place)(draft, candidate)
+    if draft.request.kind != QUIESCE and draft.request.via != RESTART:
+        communicator_rules.judge(draft, members, driven=any(worker.method == DRIVER for worker in draft.workers))
     return members
 
 
+def _rank(candidate: Candidate) -> tuple[int, int]:
+    rank = None if candidate.agent is None else candidate.agent.rank
+    return (sys.maxsize if rank is None else rank), candidate.pid
+
+
 def _planned(snapshot: NodeSnapshotForPlan, request: PlanRequest) -> MigrationPlan | tuple[Reason, ...]:
+    """With memory for every process from the start; or, for ranks that exchange GPUs, when all have left."""
     draft = Draft(expected(snapshot), request)
+    found = _planned_in(draft)
+    if isinstance(found, MigrationPlan):
+        return found
+    members = tuple(members_named(Draft(draft.snapshot, request)))
+    left = communicator_rules.without_memory_of_leavers(draft.snapshot, draft.workers, members)
+    return found if left is None else _planned_in(Draft(left, request, reserves_late=True))
+
+
+def _planned_in(draft: Draft) -> MigrationPlan | tuple[Reason, ...]:
+    request = draft.request
     members = _place_members(draft)
     if request.via == RESTART:
         restart_rules.judge_ranks(draft, members)
@@ -79,6 +101,9 @@ def planned_resume(
         draft.against(REFUSED, f"operation {op.id} is {op.phase}; only a suspended operation can be resumed", hint)
         return tuple(draft.reasons)
     members: list[Candidate] = []
+    ranks = sorted(op.live, key=lambda worker: (sys.maxsize if worker.rank is None else worker.rank, worker.pid))
+    if not targets.place_ranks(draft, [(worker.pid, worker.previous_gpu or worker.first_gpu) for worker in ranks]):
+        return tuple(draft.reasons)
     for worker in op.live:
         candidate = candidate_of(snapshot, worker.pid)
         if worker.is_absent:
@@ -195,6 +220,7 @@ def _place_simulated(draft: Draft, candidate: Candidate, to: str | None) -> None
             size_bytes=size_bytes,
             left_alone_bytes=0 if agent is None else sum(item.size_bytes for item in agent.left_alone),
             carrier="none" if to == candidate.gpus[0] else WORKER,
+            communicators="" if draft.request.kind == CHECKPOINT else communicator_rules.mechanism(candidate),
         )
     )
 
@@ -241,6 +267,7 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuMemory, .
             storage_bytes_by_gpu=storage_bytes_by_gpu,
             overlap_bytes=choice.overlap_bytes,
             own_bytes=0 if stays else carrier_choice.own_bytes(candidate, choice.carrier),
+            communicators=communicator_rules.mechanism(candidate),
         )
     )
 
@@ -273,6 +300,7 @@ def _place_suspended(draft: Draft, worker: JobProcess, candidate: Candidate | No
             driver_bytes_by_gpu=worker.driver_bytes_by_gpu,
             storage_bytes_by_gpu=worker.storage_bytes_by_gpu,
             overlap_bytes=worker.overlap_bytes,
+            communicators=worker.communicators,
         )
     )
 
@@ -378,6 +406,9 @@ def _plan(draft: Draft, kind: str, members: tuple[Candidate, ...]) -> MigrationP
     needed = memory_needed(draft, {})
     world = max((c.agent.world_size or 1 for c in members if c.agent), default=1)
     free = {gpu.id: gpu.free_bytes for gpu in draft.snapshot.gpus if gpu.id in needed and gpu.free_bytes is not None}
+    are_ranks = any(worker.communicators for worker in draft.workers)
+    late = draft.reserves_late
+    costs = tuple(communicator_rules.costs(members, kind, reserves_late=late)) if are_ranks else ()
     return MigrationPlan(
         kind=kind,
         way=_way(draft, members),
@@ -387,9 +418,11 @@ def _plan(draft: Draft, kind: str, members: tuple[Candidate, ...]) -> MigrationP
         gpu_free_bytes=free,
         pool_needed_bytes=0 if kind == RESUME else _pool_needed(draft),
         pool_free_bytes=draft.snapshot.pool.free_bytes,
-        estimate_s=estimate.estimate_s(moving, kind, draft.snapshot.rates, draft.snapshot),
-        is_distributed=world > 1 or restart_rules.are_launched(draft, members),
-        hazards=estimate.hazards(draft, members, world),
+        estimate_s=estimate.estimate_s(moving, kind, draft.snapshot.rates, draft.snapshot)
+        + communicator_rules.seconds(members, kind),
+        is_distributed=world > 1 or are_ranks or restart_rules.are_launched(draft, members),
+        hazards=(*estimate.hazards(draft, members, world), *costs),
         steps=estimate.steps(moving, kind),
+        reserves_late=late,
         respawn=draft.request.respawn if any(worker.method == RESTART for worker in moving) else None,
     )

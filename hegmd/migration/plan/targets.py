@@ -7,6 +7,8 @@ would be ambiguous. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hegmd.errors import BAD_REQUEST, NOT_FOUND, REFUSED
 from hegmd.migration.machine.operation import JobProcess
 from hegmd.migration.machine.wording import listed
@@ -36,6 +38,39 @@ def destination(draft: Draft, pid: int, source: str | None, asked: str, *, anew:
         _against_count(draft, pid, here, there)
         return None
     return _of_its_own(draft, pid, there)
+
+
+def place_ranks(draft: Draft, ranks: Sequence[tuple[int, str | None]]) -> bool:
+    """Take several GPUs that were named for the ranks of a job apart: `gpu2,gpu3` in rank order, `gpu0=gpu2` by place.
+
+    `ranks` has the pid of each, and where it is or was. False, with the reason in the draft, if the words fit no job.
+    """
+    asked = draft.request.to
+    if asked is None or len(ranks) < 2 or not {_TO, ","}.intersection(asked):
+        return True
+    if any(is_several(source) for _, source in ranks):
+        return True
+    if _TO in asked:
+        sources = tuple(dict.fromkeys(source for _, source in ranks if source is not None))
+        pairs = [part.split(_TO) for part in asked.split(",")]
+        to = {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[1]}
+        strange = [gpu for gpu in to if gpu not in sources]
+        if len(to) != len(pairs) or strange:
+            hint = f"for example: hegmctl migrate {ranks[0][0]} --to {sources[0] if sources else 'gpu0'}{_TO}gpu2"
+            message = f"{asked[:80]!r} does not say which GPU takes the place of which of {listed(sources) or 'none'}"
+            draft.against(BAD_REQUEST, message, hint, pid=ranks[0][0])
+            return False
+        placement = {str(pid): to.get(source, source) for pid, source in ranks if source is not None}
+    else:
+        there = gpus_of(asked)
+        if len(there) != len(ranks):
+            hint = f"name a GPU for each in rank order, or one for all: hegmctl migrate {ranks[0][0]} --to {there[0]}"
+            message = f"the job has {len(ranks)} ranks, and {len(there)} GPUs were named"
+            draft.against(REFUSED, message, hint, pid=ranks[0][0])
+            return False
+        placement = {str(pid): gpu for (pid, _), gpu in zip(ranks, there, strict=True)}
+    draft.request = draft.request.replace(to=None, placement={**placement, **draft.request.placement})
+    return True
 
 
 def _exchanged(draft: Draft, pid: int, here: tuple[str, ...], asked: str) -> str | None:

@@ -75,6 +75,14 @@ class AgentEffects:
         report = await self._cast.worker(member).order("withdraw")
         return events.Withdrawn(**effect.ending(), parked_s=report.parked_s or 0.0)
 
+    async def disconnect(self, op: Operation, member: Member, effect: effects.Disconnect, _: Progress) -> Event:
+        await self._cast.worker(member).order("disconnect", limit_s=effect.limit_s)
+        return events.Disconnected(**effect.ending())
+
+    async def reconnect(self, op: Operation, member: Member, effect: effects.Reconnect, _: Progress) -> Event:
+        await self._cast.worker(member).order("reconnect", limit_s=effect.limit_s, generation=effect.generation)
+        return events.Reconnected(**effect.ending())
+
     async def release(self, op: Operation, member: Member, effect: effects.Release, _: Progress) -> Event:
         worker = self._cast.worker(member)
         self._released[_who(member)] = await worker.give("release", restored=_was_restored(member))

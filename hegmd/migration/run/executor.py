@@ -81,7 +81,10 @@ class EffectExecutor:
             effects.Survey.tag: agents.survey,
             effects.Park.tag: agents.park,
             effects.Withdraw.tag: agents.withdraw,
+            effects.Disconnect.tag: agents.disconnect,
             effects.Offload.tag: self._offload,
+            effects.LockRank.tag: self._lock,
+            effects.UnlockRank.tag: self._unlock,
             effects.Checkpoint.tag: self._checkpoint,
             effects.Hold.tag: self._hold,
             effects.Dump.tag: images.dump,
@@ -90,6 +93,7 @@ class EffectExecutor:
             effects.End.tag: images.end,
             effects.Restore.tag: self._restore,
             effects.Reload.tag: self._reload,
+            effects.Reconnect.tag: agents.reconnect,
             effects.Release.tag: agents.release,
             effects.Verify.tag: agents.verify,
             effects.Inspect.tag: self._inspect,
@@ -242,6 +246,17 @@ class EffectExecutor:
             self._note_pace(member, member.carrier, OUT, size_bytes, began)
         return events.Offloaded(**effect.ending(), size_bytes=size_bytes)
 
+    async def _lock(self, op: Operation, member: Member, effect: effects.LockRank, _: Progress) -> Event:
+        try:
+            await self._cast.method(member).lock(self._cast.subject(op, member))
+        except GrewBeyondPlan as more:
+            return _grown(effect, more)
+        return events.Locked(**effect.ending())
+
+    async def _unlock(self, op: Operation, member: Member, effect: effects.UnlockRank, _: Progress) -> Event:
+        await self._cast.method(member).unlock(self._cast.subject(op, member))
+        return events.Unlocked(**effect.ending())
+
     async def _checkpoint(self, op: Operation, member: Member, effect: effects.Checkpoint, _: Progress) -> Event:
         """It has ended when the bytes that are out are where they may stay, too."""
         subject, began = self._cast.subject(op, member), anyio.current_time()
@@ -250,9 +265,7 @@ class EffectExecutor:
                 left = await self._cast.method(member).checkpoint(subject)
                 took_s = anyio.current_time() - began
         except GrewBeyondPlan as more:
-            return events.GrewBeyondPlan(
-                **effect.ending(), driver_bytes=more.driver_bytes, driver_bytes_by_gpu=more.driver_bytes_by_gpu
-            )
+            return _grown(effect, more)
         self._note_step(member, OUT, left.driver_bytes or 0, took_s, passed)
         return events.Checkpointed(
             **effect.ending(),
@@ -367,6 +380,7 @@ class EffectExecutor:
             pool_bytes=self._cast.carrier(member).held_bytes(subject),
             busy=standing.busy or (worker is not None and worker.busy),
             failed=standing.failed,
+            locked=standing.locked,
         )
 
     def _settling(self, member: Member, subject: MigratedProcess) -> AbstractAsyncContextManager[OverlappedCopy]:
@@ -405,3 +419,10 @@ class EffectExecutor:
     ) -> None:
         if member.method not in (SIMULATED, RESTART):
             self.paces.note(carrier, direction, size_bytes, anyio.current_time() - began, rounds)
+
+
+def _grown(effect: Effect, more: GrewBeyondPlan) -> Event:
+    """It was left where it is, and what it needs is written down first."""
+    return events.GrewBeyondPlan(
+        **effect.ending(), driver_bytes=more.driver_bytes, driver_bytes_by_gpu=more.driver_bytes_by_gpu
+    )

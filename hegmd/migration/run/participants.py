@@ -85,6 +85,8 @@ class Participants:
             driver_bytes_by_gpu=member.driver_bytes_by_gpu,
             storage_bytes_by_gpu=member.storage_bytes_by_gpu,
             in_rounds=member.overlap_bytes > 0,
+            reserves_late=op.reserves_late,
+            stays_locked=bool(member.communicators),
             goes_on=not op.is_distributed and op.direction != HOLD and op.image is None,
             keeps_reservation=member.target_gpu is not None or member.kept_gpu is not None or len(op.workers) > 1,
             source_gpu_uuids=member.source_gpu_uuids,

@@ -1,4 +1,4 @@
-"""Two ranks that average their gradients over gloo; each prints its losses to a file of its own.
+"""Ranks that average their gradients over gloo; each prints its losses to a file of its own.
 
 They go on for so many steps, or until the file PATH.stop is there for one of them.
 """
@@ -23,8 +23,24 @@ def is_over(path: str) -> bool:
     return bool(told)
 
 
-def train(path: str, steps: int) -> None:
+def halt(name: str, path: str) -> None:
+    """Have that function of gloo's wait, once, until somebody has written to that FIFO: a library that takes long."""
+    real = getattr(distributed.ProcessGroupGloo, name)
+
+    def call(*args: object) -> object:
+        if Path(path).exists():
+            with Path(path).open() as fifo:
+                fifo.read(1)
+            Path(path).unlink(missing_ok=True)
+        return real(*args)
+
+    setattr(distributed.ProcessGroupGloo, name, call)
+
+
+def train(path: str, steps: int, halts_at: str = "") -> None:
     distributed.init_process_group("gloo")
+    if distributed.get_rank() == 1 and halts_at:
+        halt(halts_at, f"{path}.fifo")
     torch.manual_seed(0)
     dataset = TensorDataset(torch.randn(4096, 64), torch.randn(4096, 1))
     loader = DataLoader(dataset, batch_size=8, sampler=DistributedSampler(dataset))
@@ -52,4 +68,4 @@ def train(path: str, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    train(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else -1)
+    train(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else -1, *sys.argv[3:])

@@ -73,6 +73,8 @@ def test_what_an_older_hegmd_wrote_is_read_as_it_was_meant(op_id: str) -> None:
     meant = dict(TOLD[op_id]["operation"])  # what has come since has no place in it
     for worker, meant_worker in zip(found["workers"], meant.pop("workers"), strict=True):
         assert {name: worker[name] for name in meant_worker} == meant_worker
+    for pending, meant_pending in zip(found["pending"], meant.pop("pending"), strict=True):
+        assert {name: pending[name] for name in meant_pending} == meant_pending
     meant_limits = meant.pop("limits")
     assert {name: found["limits"][name] for name in meant_limits} == meant_limits
     assert {name: found[name] for name in meant} == meant

@@ -1,0 +1,143 @@
+"""What a job's communicators mean for a plan: how they are disconnected, at what cost, and what stands against it.
+
+The driver loses a job that it checkpoints with live communicators. So the agents disconnect them on all ranks, or the
+job is refused with every reason by name, before anything stops. Owns these rules and their words. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hegmd.errors import REFUSED
+from hegmd.migration.machine.operation import CHECKPOINT, RESUME, SUSPEND
+from hegmd.migration.machine.wording import listed
+from hegmd.migration.model import Candidate, NodeSnapshotForPlan
+from hegmd.migration.plan.draft import Draft
+from hegmd.protocol.messages import Communicators
+from hegmd.protocol.operations import PlannedProcess
+
+NONE, SUSPENSION, REPLACEMENT = "none", "suspend", "replace"
+NCCL = "nccl"
+# Seconds to disconnect and to connect again, with NCCL on two H200s: of a suspension for each group, and for all.
+SUSPEND_GROUP_S, RESUME_S = 0.42, 0.45
+ABORT_S, REPLACE_S = 1.0, 0.36
+
+_RESTART = "use a restart instead: hegmctl run --allow-restart, then hegmctl migrate --via restart"
+
+
+def told(candidate: Candidate) -> Communicators | None:
+    """What its agent says of its groups with other ranks; None where it has none, or does not know."""
+    groups = None if candidate.agent is None else candidate.agent.communicators
+    return None if groups is None or (groups.mechanism == NONE and not groups.uncovered) else groups
+
+
+def mechanism(candidate: Candidate) -> str:
+    """How its communicators are disconnected; empty if it has none."""
+    groups = told(candidate)
+    return "" if groups is None or groups.mechanism == NONE else groups.mechanism
+
+
+def judge(draft: Draft, members: Sequence[Candidate], *, driven: bool) -> None:
+    """Every reason why the communicators of that job cannot be disconnected. `driven`: the driver moves its ranks."""
+    ranks = [candidate for candidate in members if told(candidate) is not None]
+    if not ranks:
+        return
+    for message, hint, pid in (*_against_groups(ranks), *_against_missing(ranks, members)):
+        draft.against(REFUSED, message, hint, pid=pid)
+    if draft.request.kind == CHECKPOINT and driven:
+        message = f"process {ranks[0].pid} has communicators with other ranks, which an image cannot have"
+        hint = f"suspend the job instead: hegmctl suspend {ranks[0].pid}"
+        draft.against(REFUSED, message, hint, pid=ranks[0].pid)
+
+
+def _against_groups(ranks: Sequence[Candidate]) -> Iterator[tuple[str, str, int]]:
+    said: set[str] = set()
+    for candidate in ranks:
+        groups = told(candidate)
+        for why in () if groups is None else groups.uncovered:
+            if why not in said:
+                said.add(why)
+                message = f"process {candidate.pid} has communicators that its agent cannot disconnect: {why}"
+                yield message, _RESTART, candidate.pid
+        if groups is not None and groups.nvls and "nvls" not in said:
+            said.add("nvls")
+            message = f"process {candidate.pid} may use NVLink multicast (NVLS), at which the driver's checkpoint hangs"
+            hint = "start the job with NCCL_NVLS_ENABLE=0: hegmctl run sets it unless --nvls keep is given"
+            yield message, hint, candidate.pid
+
+
+def _against_missing(ranks: Sequence[Candidate], members: Sequence[Candidate]) -> Iterator[tuple[str, str, int]]:
+    """A communicator is taken down on all its ranks or on none, so every rank has to be here, with an agent."""
+    pids = listed(tuple(str(candidate.pid) for candidate in ranks))
+    for candidate in members:
+        if candidate.agent is None:
+            message = f"process {candidate.pid} has no agent, and belongs to ranks with communicators ({pids})"
+            yield message, "start all ranks with hegmctl run, in front of their launcher", candidate.pid
+    world = max((candidate.agent.world_size or 1 for candidate in ranks if candidate.agent), default=1)
+    here = [candidate for candidate in members if candidate.agent is not None and candidate.agent.rank is not None]
+    if world > len(here):
+        message = (
+            f"{len(here)} of the job's {world} ranks are known here, and communicators are disconnected on all or none"
+        )
+        hint = "jobs with ranks on other nodes are moved by a restart of the whole job; see hegmctl ps"
+        yield message, hint, ranks[0].pid
+
+
+def without_memory_of_leavers(
+    snapshot: NodeSnapshotForPlan, workers: Sequence[PlannedProcess], members: Sequence[Candidate]
+) -> NodeSnapshotForPlan | None:
+    """The node once all ranks of the job have left their GPUs, for ranks that go where another one is; None for others.
+
+    Nothing goes straight to a GPU then: the bytes wait in host memory until the other rank has left.
+    """
+    held = {candidate.pid: candidate for candidate in members if mechanism(candidate)}
+    leaving: dict[str, int] = {}
+    for worker in workers:
+        candidate = held.get(worker.pid)
+        if candidate is not None and worker.gpu is not None and worker.to != worker.gpu:
+            own_bytes = candidate.vram_bytes or (candidate.agent.size_bytes if candidate.agent else None) or 0
+            leaving[worker.gpu] = leaving.get(worker.gpu, 0) + own_bytes
+    if not any(worker.pid in held and worker.to in leaving and worker.to != worker.gpu for worker in workers):
+        return None
+    gpus = [
+        gpu.replace(nvlinks=(), free_bytes=None if gpu.free_bytes is None else gpu.free_bytes + leaving.get(gpu.id, 0))
+        for gpu in snapshot.gpus
+    ]
+    return snapshot.replace(gpus=tuple(gpus))
+
+
+def seconds(members: Sequence[Candidate], kind: str) -> float:
+    """What disconnecting and connecting again adds to the time that the job is parked; ranks do it side by side."""
+    groups = [found for candidate in members if (found := told(candidate)) is not None and NCCL in found.backends]
+    if not groups:
+        return 0.0
+    is_suspension = groups[0].mechanism == SUSPENSION
+    out_s = max(found.groups for found in groups) * SUSPEND_GROUP_S if is_suspension else ABORT_S
+    in_s = RESUME_S if is_suspension else REPLACE_S
+    return (0.0 if kind == RESUME else out_s) + (0.0 if kind == SUSPEND else in_s)
+
+
+def costs(members: Sequence[Candidate], kind: str, *, reserves_late: bool) -> Iterator[str]:
+    """What to know of it before saying yes."""
+    groups = [found for candidate in members if (found := told(candidate)) is not None]
+    if groups:
+        ways = {
+            SUSPENSION: "NCCL suspends its communicators and resumes them",
+            REPLACEMENT: "each backend is aborted and replaced by a new one",
+        }
+        library = next((f", NCCL {found.library}" for found in groups if found.library), "")
+        many = max(found.groups for found in groups)
+        backends = listed(tuple(dict.fromkeys(name for found in groups for name in found.backends)))
+        added = seconds(members, kind)
+        took = f", which takes about {added:.1f} s" if added else ""
+        yield (
+            f"{len(groups)} ranks disconnect {many} group{'s' * (many != 1)} each ({backends}{library}): "
+            f"{ways.get(groups[0].mechanism, groups[0].mechanism)}{took}"
+        )
+        if any(NCCL in found.backends for found in groups):
+            yield "the job trains without NVLink multicast (NCCL_NVLS_ENABLE=0), which slows large all-reduces"
+    if reserves_late:
+        yield (
+            "ranks exchange GPUs that have no memory for both: it is reserved when all ranks have left; if another "
+            "process takes it in that moment, the job waits with its bytes in host memory"
+        )

@@ -1,0 +1,158 @@
+"""Plans of jobs whose ranks have communicators: how they are disconnected, what is refused, and who goes where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hegmd.migration.machine.operation import Limits
+from hegmd.migration.model import Candidate, NodeSnapshotForPlan, PlanRequest, PoolMemory
+from hegmd.migration.plan.planner import planned, planned_resume
+from hegmd.protocol.messages import Communicators
+from tests.unit.migration.nvidia_nodes import (
+    GIB,
+    SUSPENSION,
+    a_gpu,
+    a_process,
+    a_snapshot,
+    an_agent,
+    cuda_facts,
+    the_plan,
+    the_reasons,
+    to,
+)
+from tests.unit.migration.operations import Drive
+
+
+def groups(**values: Any) -> Communicators:
+    plain: dict[str, Any] = {"mechanism": "suspend", "groups": 1, "backends": ("nccl",), "library": "2.29.7"}
+    return Communicators(**{**plain, **values})
+
+
+def a_rank(number: int, told: Communicators | None = None, **values: Any) -> Candidate:
+    """One of two, of 33 GiB, on the GPU of its number; by its CUDA facts it may use peer-to-peer."""
+    uuid = f"GPU-gpu{number}"
+    agent = an_agent(
+        cuda_facts(hazards=("nccl-p2p",), gpus=(uuid,)),
+        rank=number,
+        world_size=values.pop("world_size", 2),
+        communicators=told or groups(),
+    )
+    return a_process(agent, **{"pid": 4711 + number, "gpus": (f"gpu{number}",), "job": "run", **values})
+
+
+ROOMY: dict[str, Any] = {"pool": PoolMemory(budget_bytes=128 * GIB, free_bytes=128 * GIB)}
+
+
+def a_job(*told: Communicators, **values: Any) -> NodeSnapshotForPlan:
+    ranks = [a_rank(number, told[number] if number < len(told) else None) for number in range(2)]
+    return a_snapshot(*ranks, **{**ROOMY, **values})
+
+
+@pytest.mark.parametrize("mechanism", ["suspend", "replace"])
+def test_ranks_are_suspended_by_the_way_that_their_agents_name(mechanism: str) -> None:
+    plan = the_plan(planned(a_job(*[groups(mechanism=mechanism)] * 2), SUSPENSION))
+    assert [worker.communicators for worker in plan.workers] == [mechanism] * 2
+    assert plan.is_distributed
+    assert not plan.reserves_late
+    op = plan.operation("1", a_job().candidates, {}, limits=Limits(), utc=0.0)
+    assert [worker.communicators for worker in op.workers] == [mechanism] * 2
+    assert "2 ranks disconnect 1 group each (nccl, NCCL 2.29.7)" in " ".join(plan.hazards)
+    assert "NCCL_NVLS_ENABLE=0" in " ".join(plan.hazards)
+
+
+def test_the_estimate_has_the_seconds_for_communicators() -> None:
+    bare = [a_rank(number, groups(mechanism="none", groups=0)) for number in range(2)]
+    without_s = the_plan(planned(a_snapshot(*bare, **ROOMY), SUSPENSION)).estimate_s
+    assert the_plan(planned(a_job(), SUSPENSION)).estimate_s == pytest.approx(without_s + 0.42)
+    assert not any(worker.communicators for worker in the_plan(planned(a_snapshot(*bare, **ROOMY), SUSPENSION)).workers)
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "message", "hint"),
+    [
+        (a_job(groups(uncovered=("group 1 uses symmetric memory",))), "group 1 uses symmetric memory", "--via restart"),
+        (a_job(groups(mechanism="none", uncovered=("cupy",))), "cannot disconnect: cupy", "--via restart"),
+        (a_job(groups(nvls=True), groups(nvls=True)), "NVLS", "NCCL_NVLS_ENABLE=0"),
+        (a_snapshot(a_rank(0, world_size=4), a_rank(1, world_size=4)), "2 of the job's 4 ranks", "other nodes"),
+        (a_snapshot(a_rank(0), a_process(pid=4712, job="run", gpus=("gpu1",))), "4712 has no agent", "hegmctl run"),
+    ],
+    ids=["uncovered", "only uncovered", "NVLS", "other nodes", "no agent"],
+)
+def test_what_cannot_be_disconnected_is_refused_once_with_the_next_step(
+    snapshot: NodeSnapshotForPlan, message: str, hint: str
+) -> None:
+    reasons = the_reasons(planned(snapshot, SUSPENSION))
+    found = [reason for reason in reasons if message in reason.message]
+    assert len(found) == 1, reasons
+    assert hint in found[0].hint
+
+
+def test_an_agent_that_does_not_say_how_it_disconnects_is_refused_as_before() -> None:
+    (reason,) = the_reasons(planned(a_snapshot(a_process(an_agent(cuda_facts(hazards=("nccl-p2p",))))), SUSPENSION))
+    assert "live NCCL communicators" in reason.message
+
+
+def test_an_image_of_ranks_with_communicators_is_refused() -> None:
+    reasons = the_reasons(planned(a_job(), SUSPENSION.replace(kind="checkpoint")))
+    assert any("which an image cannot have" in reason.message for reason in reasons)
+
+
+FOUR = tuple(a_gpu(f"gpu{number}", nvlinks=tuple(f"gpu{other}" for other in range(4))) for number in range(4))
+
+
+@pytest.mark.parametrize(
+    ("asked", "places"),
+    [
+        ("gpu2,gpu3", ["gpu2", "gpu3"]),
+        ("gpu3,gpu2", ["gpu3", "gpu2"]),
+        ("gpu1,gpu0", ["gpu1", "gpu0"]),
+        ("gpu0=gpu2", ["gpu2", "gpu1"]),
+        ("gpu0=gpu1,gpu1=gpu0", ["gpu1", "gpu0"]),
+        ("gpu2", ["gpu2", "gpu2"]),
+    ],
+)
+def test_several_gpus_are_taken_in_rank_order_or_in_the_place_of_others(asked: str, places: list[str]) -> None:
+    snapshot = a_job(gpus=FOUR)
+    plan = the_plan(planned(snapshot, to(asked, pids=(4712,))))
+    assert [worker.to for worker in sorted(plan.workers, key=lambda worker: worker.pid)] == places
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("gpu0,gpu1,gpu2", "2 ranks, and 3 GPUs"),
+        ("gpu3=gpu2", "which GPU takes the place"),
+        ("gpu0=", "which GPU takes the place"),
+    ],
+)
+def test_words_that_fit_no_job_of_two_ranks_are_refused(asked: str, message: str) -> None:
+    (reason,) = the_reasons(planned(a_job(gpus=FOUR), to(asked)))
+    assert message in reason.message
+
+
+def test_ranks_are_resumed_on_exchanged_gpus() -> None:
+    snapshot = a_job()
+    op = the_plan(planned(snapshot, SUSPENSION)).operation("1", snapshot.candidates, {}, limits=Limits(), utc=0.0)
+    suspended = Drive(op).until("suspended").op
+    plan = the_plan(planned_resume(snapshot, PlanRequest(kind="resume", pids=(4711,), to="gpu1,gpu0"), suspended))
+    assert plan.destinations == {"4711": "gpu1", "4712": "gpu0"}
+
+
+def test_ranks_with_room_for_both_go_from_gpu_to_gpu_and_others_when_all_have_left() -> None:
+    """Of 140 GiB, 100 are free beside a rank of 33; then 20, which would do for none of them."""
+    asked = to("gpu1,gpu0")
+    plan = the_plan(planned(a_job(), asked))
+    assert not plan.reserves_late
+    assert [worker.carrier for worker in plan.workers] == ["peer", "peer"]
+    tight = a_job(gpus=(a_gpu("gpu0", free_bytes=20 * GIB), a_gpu("gpu1", free_bytes=20 * GIB)))
+    late = the_plan(planned(tight, asked))
+    assert late.reserves_late
+    assert [worker.carrier for worker in late.workers] == ["host", "host"]
+    assert late.operation("1", tight.candidates, {}, limits=Limits(), utc=0.0).reserves_late
+    assert "reserved when all ranks have left" in " ".join(late.hazards)
+    full = a_job(
+        gpus=(a_gpu("gpu0", free_bytes=20 * GIB), a_gpu("gpu1", free_bytes=20 * GIB), a_gpu("gpu2", free_bytes=GIB))
+    )
+    assert the_reasons(planned(full, to("gpu1,gpu2"))), "nobody leaves gpu2"
