@@ -43,7 +43,7 @@ CARRIERS: Mapping[str, CarrierRow] = {
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 
 class GpuMemory(Record):
@@ -255,9 +255,27 @@ class MigrationPlan(Record):
         )
 
     @property
+    def place(self) -> str | None:
+        """Where its processes go, as `--to` names it; None where one of them goes nowhere."""
+        return place_of_all([worker.to for worker in self.workers])
+
+    @property
+    def source(self) -> str | None:
+        """Where its processes are, in the same words."""
+        return place_of_all([worker.gpu for worker in self.workers])
+
+    @property
     def destinations(self) -> dict[str, str]:
         """For `resume-requested`: where each worker goes, by its name in the operation."""
         return {str(worker.pid): worker.to for worker in self.workers if worker.to is not None}
+
+
+def place_of_all(places: Sequence[str | None]) -> str | None:
+    """The place of several processes as `--to` names it: one GPU for all, or one for each in the order of the ranks."""
+    known = [place for place in places if place is not None]
+    if len(known) < len(places):
+        return None
+    return known[0] if len(set(known)) == 1 else ",".join(known)
 
 
 def _worker(planned: PlannedProcess, candidate: Candidate, chips: Mapping[str, str | None]) -> JobProcess:

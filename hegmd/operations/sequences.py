@@ -235,14 +235,14 @@ class MultiStepOperations(BackgroundTasks):
             placement = {str(worker.pid): worker.to for worker in step.workers if worker.to is not None}
             answer = await operations.place(pids, placement, asked)
         else:
-            answer = await operations.resume(pids[0], step.workers[0].to, asked)
+            answer = await operations.resume(pids[0], step.place, asked)
         return await self._end(exchange, answer)
 
     async def _bring_back(self, exchange: _Exchange, suspended: MigrationPlan, asked: RequestContext) -> None:
         """Resume a job of a failed swap. If that fails, it stays suspended, and `hegmctl ops` shows the command."""
         worker = suspended.workers[0]
         try:
-            await self._end(exchange, await self._operations.resume(worker.pid, worker.gpu, asked))
+            await self._end(exchange, await self._operations.resume(worker.pid, suspended.source, asked))
         except HegmError as error:
             logger.warning("process %d stays suspended: %s", worker.pid, error.message, extra=fields(hint=error.hint))
 

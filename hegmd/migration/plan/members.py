@@ -6,7 +6,8 @@ the driver restores only together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 
 from hegmd.errors import BUSY, NOT_FOUND, REFUSED, Code
 from hegmd.migration.machine.describe import in_hand
@@ -29,6 +30,16 @@ def members_of(snapshot: NodeSnapshotForPlan, candidate: Candidate) -> tuple[Can
             if other.pid == candidate.pid or _is_same_job(other, candidate) or _are_kin(snapshot, other, candidate)
         ]
     )
+
+
+def in_rank_order(members: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """The ranks of a job in their order, and then the others as they come."""
+    return tuple(sorted(members, key=_rank))
+
+
+def _rank(candidate: Candidate) -> int:
+    rank = None if candidate.agent is None else candidate.agent.rank
+    return sys.maxsize if rank is None else rank
 
 
 def members_named(draft: Draft) -> Iterator[Candidate]:

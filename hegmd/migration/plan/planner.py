@@ -5,6 +5,8 @@ same code on the same snapshot, so they agree. A plan promises nothing: memory i
 reserves it, and rolls back if another process took it first. Permissions are checked earlier, elsewhere.
 
 All reasons are returned at once, each with the next step. `estimate` has the texts of a plan.
+
+Longer than 400 lines because all questions about one plan are asked here, in their order.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from hegmd.migration.plan.carrier_choice import Choice, Refusal
 from hegmd.migration.plan.draft import Draft, candidate_of, left_by_others, memory_needed
 from hegmd.migration.plan.estimate import DRIVER, SIMULATED
 from hegmd.migration.plan.forecast import expected
-from hegmd.migration.plan.members import NVIDIA, can_be_stopped, members_named
+from hegmd.migration.plan.members import NVIDIA, can_be_stopped, in_rank_order, members_named
 from hegmd.node.gpu_sets import gpus_of, place_of
 from hegmd.protocol.operations import BY_DRIVER, WORKER, PlannedProcess, Reason
 
@@ -51,9 +53,8 @@ def against_leaving(snapshot: NodeSnapshotForPlan, request: PlanRequest) -> tupl
 
 
 def _place_members(draft: Draft) -> tuple[Candidate, ...]:
-    members = tuple(members_named(draft))
-    in_order = sorted(members, key=_rank)
-    if not targets.place_ranks(draft, [(candidate.pid, place_of(candidate.gpus)) for candidate in in_order]):
+    members = in_rank_order(members_named(draft))
+    if not targets.place_ranks(draft, [(candidate.pid, place_of(candidate.gpus)) for candidate in members]):
         return members
     for candidate in members:
         if can_be_stopped(draft, candidate):
@@ -61,11 +62,6 @@ def _place_members(draft: Draft) -> tuple[Candidate, ...]:
     if draft.request.kind != QUIESCE and draft.request.via != RESTART:
         communicator_rules.judge(draft, members, driven=any(worker.method == DRIVER for worker in draft.workers))
     return members
-
-
-def _rank(candidate: Candidate) -> tuple[int, int]:
-    rank = None if candidate.agent is None else candidate.agent.rank
-    return (sys.maxsize if rank is None else rank), candidate.pid
 
 
 def _planned(snapshot: NodeSnapshotForPlan, request: PlanRequest) -> MigrationPlan | tuple[Reason, ...]:
@@ -136,7 +132,11 @@ def planned_return(
     """The plan for the return of what that plan is going to suspend, to that GPU, or every reason why it cannot be."""
     pids = tuple([worker.pid for worker in suspended.workers])
     draft = Draft(expected(snapshot), PlanRequest(kind=RESUME, pids=pids, to=to))
-    draft.workers += [worker.replace(gpu=None, to=to) for worker in suspended.workers]
+    there = gpus_of(to)
+    places = there if len(there) == len(suspended.workers) else [to] * len(suspended.workers)
+    draft.workers += [
+        worker.replace(gpu=None, to=place) for worker, place in zip(suspended.workers, places, strict=True)
+    ]
     _judge_memory(draft, memory_needed(draft, {}))
     members = tuple([candidate for candidate in snapshot.candidates if candidate.pid in pids])
     return tuple(draft.reasons) or _plan(draft, RESUME, members)

@@ -13,14 +13,14 @@ from itertools import groupby
 from hegmd.errors import REFUSED
 from hegmd.migration.machine.operation import MIGRATE, SUSPEND
 from hegmd.migration.machine.wording import listed
-from hegmd.migration.model import Candidate, MigrationPlan, NodeSnapshotForPlan, PlanRequest
+from hegmd.migration.model import Candidate, MigrationPlan, NodeSnapshotForPlan, PlanRequest, place_of_all
 from hegmd.migration.plan.draft import candidate_of
 from hegmd.migration.plan.forecast import after
-from hegmd.migration.plan.members import members_of
+from hegmd.migration.plan.members import in_rank_order, members_of
 from hegmd.migration.plan.planner import planned, planned_return
 from hegmd.protocol.operations import PEER, WORKER, Reason
 
-_ON_ONE_EACH = "use hegmctl migrate: swap supports jobs on one GPU each"
+_ON_ONE_EACH = "use hegmctl migrate: swap supports jobs on one GPU each, or of as many ranks on GPUs of their own"
 
 Outcome = tuple[MigrationPlan, ...] | tuple[Reason, ...]
 
@@ -111,12 +111,20 @@ def planned_swap(snapshot: NodeSnapshotForPlan, first: int, second: int) -> Outc
         placement = {str(first): here, str(second): there}
         found = planned(snapshot, PlanRequest(kind=MIGRATE, pids=(first, second), placement=placement))
         return (found,) if isinstance(found, MigrationPlan) else found
-    for candidate in (one, other):
-        gpus = dict.fromkeys(gpu for member in members_of(snapshot, candidate) for gpu in member.gpus)
-        if len(gpus) > 1:
-            message = f"the job of process {candidate.pid} is on {listed(tuple(gpus))}"
+    jobs = [in_rank_order(members_of(snapshot, candidate)) for candidate in (one, other)]
+    gpus = [tuple(dict.fromkeys(gpu for member in job for gpu in member.gpus)) for job in jobs]
+    for candidate, own in zip((one, other), gpus, strict=True):
+        if len(own) > 1 and not _are_alike(jobs, gpus):
+            message = f"the job of process {candidate.pid} is on {listed(own)}"
             return (_against(message, _ON_ONE_EACH, candidate.pid),)
-    return _exchange(snapshot, (first, here), (second, there))
+    places = [place_of_all([member.gpus[0] for member in job]) or "" for job in jobs]
+    return _exchange(snapshot, (first, places[1]), (second, places[0]))
+
+
+def _are_alike(jobs: Sequence[tuple[Candidate, ...]], gpus: Sequence[tuple[str, ...]]) -> bool:
+    """Whether each rank of one job has one of the other whose place it takes, on a GPU that both do not share."""
+    on_one_each = all(len(member.gpus) == 1 for job in jobs for member in job)
+    return on_one_each and len(jobs[0]) == len(jobs[1]) and set(gpus[0]).isdisjoint(gpus[1])
 
 
 def _exchange(snapshot: NodeSnapshotForPlan, first: tuple[int, str], second: tuple[int, str]) -> Outcome:

@@ -3,6 +3,8 @@
 One function for each effect, named after it. Effects on bytes and GPUs are here; agent orders and images are in the
 modules beside. A missing function is a bug, not a failure. Decides nothing: the machine interprets the event, and the
 operation names the worker's method and carrier. Every function may be called twice and then finds its work done.
+
+Longer than 400 lines because each effect on bytes and GPUs has its function here.
 """
 
 from __future__ import annotations

@@ -144,6 +144,31 @@ def test_a_job_on_several_gpus_changes_places_with_nobody() -> None:
     assert _messages(found) == ["the job of process 0 is on gpu0 and gpu1"]
 
 
+def test_jobs_of_as_many_ranks_on_gpus_of_their_own_change_places() -> None:
+    """In the order of the ranks, whichever has the smaller pid; past the pool where there is no memory for both."""
+
+    def rank(number: int, pid: int, gpu: str, job: str) -> Candidate:
+        plain = _process(pid, gpu, job=job)
+        assert plain.agent is not None
+        return plain.replace(agent=plain.agent.replace(rank=number, world_size=2))
+
+    gpus = tuple(_gpu(f"gpu{number}", 1) for number in range(4))
+    here = (rank(0, 12, "gpu0", "a"), rank(1, 11, "gpu1", "a"))
+    there = (rank(0, 21, "gpu2", "b"), rank(1, 22, "gpu3", "b"))
+    found = planned_swap(_snapshot(*here, *there, gpus=gpus), 11, 21)
+    steps = [step for step in found if isinstance(step, MigrationPlan)]
+    assert [(step.kind, step.place) for step in steps] == [
+        ("suspend", None),
+        ("suspend", None),
+        ("resume", "gpu2,gpu3"),
+        ("resume", "gpu0,gpu1"),
+    ]
+    assert [worker.pid for worker in steps[2].workers] == [12, 11]
+    roomy = tuple(_gpu(f"gpu{number}", 8) for number in range(4))
+    moves = planned_swap(_snapshot(*here, *there, gpus=roomy), 11, 21)
+    assert [step.place for step in moves if isinstance(step, MigrationPlan)] == ["gpu2,gpu3", "gpu0,gpu1"]
+
+
 def test_a_gpu_is_left_for_the_one_with_most_room_and_only_by_who_is_there() -> None:
     gpus = (_gpu("gpu0", 8), _gpu("gpu1", 3), _gpu("gpu2", 5), _gpu("gpu3", 9, state="lost"))
     job = [_process(1, "gpu0", job="run"), _process(2, "gpu1", job="run")]
