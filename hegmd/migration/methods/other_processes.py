@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 Who = tuple[int, int]
 
 FILE_NAME = "held-still.json"
-# A process whose CUDA calls do not end within this time is not paused, and may then take the memory that is handed over.
+# A process whose CUDA calls do not end within this time is not paused, and may then take memory that is handed over.
 # 0.1 s was too short on a machine with busy cores.
 LOCK_S = 0.3
 # Storages of 32 GiB are made in some milliseconds.
