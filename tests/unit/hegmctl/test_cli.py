@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -337,10 +338,8 @@ def test_a_full_disk_is_told_and_not_taken_for_success(daemon: FakeDaemon, words
 
 
 def test_a_closed_standard_output_is_told(daemon: FakeDaemon) -> None:
-    line = " ".join([*command("gpus"), ">&-"])
-    ran = subprocess.run(
-        ["sh", "-c", line], env=environment(daemon.path), capture_output=True, text=True, cwd=ROOT, check=False
-    )
+    argv = ["sh", "-c", f"{shlex.join(command('gpus'))} >&-"]
+    ran = subprocess.run(argv, env=environment(daemon.path), capture_output=True, text=True, cwd=ROOT, check=False)
     assert ran.returncode == 14
     assert "standard output cannot be written to: it is closed" in ran.stderr
 

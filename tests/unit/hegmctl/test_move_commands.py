@@ -54,7 +54,7 @@ STORY = (
     StoryLine(utc=10.0, event="", phase="planned"),
     StoryLine(utc=10.5, event="begin", cause="request", phase="reserving", effects=("reserve-pool",)),
 )
-BAR = "operation 7  [###########.............]  offloading  1.0 GiB of 2.0 GiB"
+BAR = "operation 7  [##########..............]  offloading  1.0 GiB of 2.0 GiB"
 QUESTION = "Cancel operation 7? It goes on otherwise [y/N] "
 
 
