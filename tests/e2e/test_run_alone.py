@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -51,7 +52,7 @@ def test_no_daemon_is_started_where_somebody_else_could_answer(socket_dir: Path)
 def test_the_daemon_of_a_run_is_found_without_being_named(socket_dir: Path) -> None:
     if os.access("/run/hegm/hegmd.sock", os.W_OK):
         pytest.skip("this node has a daemon that is found first")
-    ask = "unset HEGM_SOCKET; exec " + " ".join(command("gpus", "--quiet"))
+    ask = "unset HEGM_SOCKET; exec " + shlex.join(command("gpus", "--quiet"))
     seen = _run("run", "--simulate", "1x1GiB", "--", "sh", "-c", ask, XDG_RUNTIME_DIR=str(socket_dir))
     assert (seen.returncode, "gpu0" in seen.stdout) == (0, True), seen.stderr
 

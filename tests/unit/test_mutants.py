@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.mutants import AREAS, ROOT, Copies, Mutant, mutants_of, sample
+from tools.mutants import AREAS, ROOT, Copies, Mutant, mutants_of, near_tests, sample
 from tools.mutants import tests_of as in_order
 
 CODE = '''"""A docstring with 1 number."""
@@ -66,6 +66,12 @@ def test_the_tests_of_a_module_come_first() -> None:
         "tests/unit/server/test_auth.py",
         "tests/unit/server",
     ]
+
+
+def test_what_imports_a_module_is_near_it() -> None:
+    near = near_tests(ROOT, "server", Path("hegmd/server/scrape.py"))
+    assert "tests/unit/server/test_scrape.py" in near
+    assert 0 < len(near) < len(list((ROOT / "tests/unit/server").glob("test_*.py"))) / 2
 
 
 @pytest.mark.thorough
