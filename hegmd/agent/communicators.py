@@ -23,6 +23,7 @@ from ..errors import HegmError
 from ..protocol.agents import Communicators
 from . import cuda_state, uncovered_groups
 from .group_backend import (
+    GLOO,
     NCCL,
     NONE,
     REPLACE,
@@ -31,6 +32,7 @@ from .group_backend import (
     UP,
     GroupBackend,
     backends_of,
+    kind_of,
     torch_distributed,
 )
 from .notes import note
@@ -54,6 +56,7 @@ _UP_LIMIT_S = 15.0
 # NCCL's watchdog looks at finished work every 100 ms, and may not make a CUDA call while the driver has the process.
 _WATCHDOG_S = 0.2
 _MULTICAST_SUPPORTED = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
+_MULTICAST = "NCCL may use NVLink multicast (NVLS), and the driver's checkpoint hangs with live multicast memory"
 _HINT_UNCOVERED = "nothing was changed; use a restart instead: hegmctl run --allow-restart"
 _HINT_AGAIN = "nothing was changed; ask again at a later boundary"
 
@@ -64,10 +67,8 @@ class ProcessGroups:
     def __init__(self) -> None:
         self._known: list[GroupBackend] = []
         self._is_down = False
-        # Another rank may believe that this one is down, after an agreement that did not end in time.
-        self._is_unsure = False
-        # A disconnect failed, and the other ranks may be told to undo it.
-        self._has_failed = False
+        self._is_unsure = False  # another rank may believe that this one is down
+        self._has_failed = False  # a disconnect failed, and the other ranks may be told to undo it
         # The generation that this rank came through; ranks that did not are told to connect in a later one.
         self._generation: int | None = None
         self._busy: _Bounded | None = None
@@ -105,7 +106,7 @@ class ProcessGroups:
             library=None if library is None else library.text,
             nvls=nvls,
             pending=0,
-            uncovered=tuple(uncovered_groups.reasons(torch, groups, library, nvls=nvls)),
+            uncovered=tuple(uncovered_groups.reasons(torch, groups, library)),
         )
         return self._told
 
@@ -117,7 +118,7 @@ class ProcessGroups:
             if int(group.size()) < 2:
                 continue
             for backend, devices in backends_of(group):
-                matters = _is_on_gpu(backend, devices) if on_gpus else type(backend).__name__ == "ProcessGroupGloo"
+                matters = _is_on_gpu(backend, devices) if on_gpus else kind_of(backend) == GLOO
                 if matters:
                     known = next((one for one in self._known if one.is_of(group, backend)), None)
                     found.append(known or GroupBackend(torch, group, store, backend, devices))
@@ -150,7 +151,7 @@ class ProcessGroups:
         told = self._tell(groups, library)
         mine = {
             "groups": {group.name: [group.mechanism(library), group.sequence] for group in groups},
-            "refusal": next(iter(told.uncovered), ""),
+            "refusal": next(iter(told.uncovered), _MULTICAST if told.nvls else ""),
         }
         agreed = self._agree(world, "disconnect", mine, step)
         self._has_failed = self._is_unsure = False  # all ranks have read the same, and refuse it for the same reason
@@ -337,7 +338,8 @@ def _library() -> Library | None:
 
 def _is_on_gpu(backend: Any, devices: list[Any]) -> bool:
     """gloo has no memory of peers, also where it serves GPUs: it copies through the host."""
-    return any(device.type == "cuda" for device in devices) and type(backend).__name__ != "ProcessGroupGloo"
+    inner = getattr(backend, "wrapped_pg", backend)
+    return any(device.type == "cuda" for device in devices) and kind_of(inner) != GLOO
 
 
 def _finish_work(torch: Any, groups: list[GroupBackend]) -> None:

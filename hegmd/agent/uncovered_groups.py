@@ -41,11 +41,11 @@ def loaded() -> list[str]:
     return _mapped("libnccl.so")
 
 
-def reasons(torch: Any, groups: list[GroupBackend], library: Library | None, *, nvls: bool) -> list[str]:
-    """Every reason against disconnecting these groups of this process."""
+def reasons(torch: Any, groups: list[GroupBackend], library: Library | None) -> list[str]:
+    """Every reason against disconnecting these groups of this process; not NVLS, which the daemon tells by itself."""
     found = [reason for group in groups for reason in _of_group(group, library)]
     if any(group.kind == NCCL for group in groups):
-        found.extend(_of_process(torch, groups, library, nvls=nvls))
+        found.extend(_of_process(torch, groups, library))
     return found
 
 
@@ -65,12 +65,7 @@ def _of_group(group: GroupBackend, library: Library | None) -> Iterator[str]:
         yield f"group {group.name} has communicators on {len(gpus)} GPUs of one process"
 
 
-def _of_process(torch: Any, groups: list[GroupBackend], library: Library | None, *, nvls: bool) -> Iterator[str]:
-    if nvls:
-        yield (
-            f"NCCL may use NVLink multicast (NVLS) in group {groups[0].name}: "
-            "the driver's checkpoint hangs with live multicast memory"
-        )
+def _of_process(torch: Any, groups: list[GroupBackend], library: Library | None) -> Iterator[str]:
     if os.environ.get("NCCL_COMM_SPLIT_SHARE_RESOURCES") == "1":
         yield "NCCL_COMM_SPLIT_SHARE_RESOURCES=1 lets groups share resources, which cannot be ended one by one"
     if any(os.environ.get(name, "0") == "1" for name in _REGISTERING):
