@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     Result = TypeVar("Result")
 
 LIMIT_S = 60.0
-# For the last agreement of a step and the report, after the last library call that a limit allows.
-_MARGIN_S = 2.0
+# How much of a limit the agreements of a step have, and how much longer its report may take: the daemon waits a second.
+_OF_LIMIT, _BEYOND_S = 0.9, 0.5
 # For how long a rank whose groups are up waits for others to ask how they are.
 _UP_LIMIT_S = 15.0
 # NCCL's watchdog looks at finished work every 100 ms, and may not make a CUDA call while the driver has the process.
@@ -206,7 +206,7 @@ class ProcessGroups:
             return step.run(lambda: self._reconnect(world, generation or 0, step))
         except HegmError as error:
             note(f"its groups are up, and the other ranks did not ask: {error.message}")
-            self._has_failed, self._generation = False, generation
+            self._has_failed, self._is_unsure, self._generation = False, False, generation
             return self._told
 
     def _reconnect(self, world: Any, generation: int, step: _Bounded) -> Communicators | None:
@@ -281,7 +281,7 @@ class _Bounded:
         self._ended.acquire()
         self._result: Any = None
         self._failure: BaseException | None = None
-        self.deadline = monotonic() + limit_s
+        self.deadline = monotonic() + limit_s * _OF_LIMIT
         self.is_abandoned = False
 
     @property
@@ -300,7 +300,7 @@ class _Bounded:
             self._ended.release()
 
         start_new_thread(live, ())
-        if not self._ended.acquire(timeout=self._limit_s + _MARGIN_S):
+        if not self._ended.acquire(timeout=self._limit_s + _BEYOND_S):
             self.is_abandoned = True
             raise refusal(
                 f"its communicators still wait in a library call after {self._limit_s:g} s",

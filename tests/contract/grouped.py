@@ -23,7 +23,7 @@ from hegmd.agent.communicators import ProcessGroups
 from hegmd.errors import HegmError
 
 STEPS, EVERY = 9, 2
-LIMIT_S, SHORT_S = 120.0, 0.3
+LIMIT_S, SHORT_S = 120.0, 1.0
 Between = Callable[[int], None]
 
 
@@ -114,6 +114,7 @@ def one_rank_is_missing(step: int, groups: ProcessGroups, missing: int) -> None:
         assert f"rank {missing} of" in message, message
         assert not groups.is_down
         groups.reconnect(1, SHORT_S)  # which has nothing to undo
+        assert not groups.is_down
     if step == 3:
         groups.disconnect(LIMIT_S)
         store = distributed.distributed_c10d._get_default_store()

@@ -2,6 +2,7 @@
 
 The ranks run real PyTorch on gloo, which the agent handles by the calls that it has for NCCL. What they do and check is
 in `grouped`: DDP, FSDP2, a device mesh, `new_group`, functional collectives, a rank that does not come, pending work.
+Suspending is tried over a stub of NCCL, with a stand-in for PyTorch's part (`suspended`).
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from pathlib import Path
 import pytest
 
 from tests.patience import HANG_S
+from tests.stubs.build import build_stub
 
 pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group("ranks")]
-pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_training_whose_groups_were_replaced_has_the_losses_of_an_undisturbed_one(ranks: int, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     ran = subprocess.run(
         [*launcher, "-m", "tests.contract.grouped", str(tmp_path)],
@@ -34,3 +36,19 @@ def test_a_training_whose_groups_were_replaced_has_the_losses_of_an_undisturbed_
         check=False,
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == [str(rank) for rank in range(ranks)], ran.stderr[-4000:]
+
+
+def test_nccls_communicators_are_suspended_and_replaced_on_all_ranks_after_one_has_failed(tmp_path: Path) -> None:
+    library = build_stub("nccl", tmp_path)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.contract.suspended", str(tmp_path), str(rank), str(library)],
+            cwd=ROOT,
+            env={**os.environ, "NCCL_NVLS_ENABLE": "0", "HEGM_NCCL_STUB_LOG": str(tmp_path / f"calls{rank}")},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [rank.communicate(timeout=2 * HANG_S)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(told)

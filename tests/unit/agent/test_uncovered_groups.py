@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -120,14 +121,22 @@ def test_a_second_copy_of_nccl_is_another_librarys(tmp_path: Path) -> None:
     assert copies[1] in reason
 
 
-def test_communicators_of_vllm_are_named_while_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "vllm.distributed.device_communicators.pynccl"
-    module = ModuleType(name)
-    kind = type("PyNcclCommunicator", (), {})
+PYNCCL = "vllm.distributed.device_communicators.pynccl"
+
+
+@pytest.fixture
+def pynccl() -> Iterator[type[object]]:
+    """The class that vLLM has for communicators of its own, imported."""
+    module, kind = ModuleType(PYNCCL), type("PyNcclCommunicator", (), {})
     module.__dict__["PyNcclCommunicator"] = kind
-    monkeypatch.setitem(sys.modules, name, module)
+    sys.modules[PYNCCL] = module
+    yield kind
+    del sys.modules[PYNCCL]
+
+
+def test_communicators_of_vllm_are_named_while_there_are_any(pynccl: type[object]) -> None:
     assert reasons(ProcessGroupNCCL()) == []
-    one = kind()
+    one = pynccl()
     (reason,) = reasons(ProcessGroupNCCL())
-    assert name in reason
+    assert PYNCCL in reason
     del one
