@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import signal
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -146,6 +147,8 @@ class Session:
         self._ended.set()
         last_line = companion.output_tail.rpartition("\n")[2]
         how = f"ended with status {status}" if status >= 0 else f"was killed by signal {-status}"
+        if status == -signal.SIGBUS:
+            how = f"{how} (SIGBUS): a page of the pool is broken; the next resume compares every chunk and names it"
         self.lose(f"{how}: {last_line}" if last_line else how)
 
     async def _read(self, stream: PeerStream) -> None:
