@@ -119,6 +119,10 @@ class Checkpoints:
         if without:
             message = f"process {without[0]} has no agent, but an image needs one"
             reasons = (*reasons, Reason(code=REFUSED.name, message=message, hint="start its job with hegmctl run"))
+        apart = [member.pid for member in op.live if member.is_unlinked]
+        if apart:
+            message = f"process {apart[0]} has disconnected its communicators, which an image cannot restore"
+            reasons = (*reasons, Reason(code=REFUSED.name, message=message, hint=f"run: hegmctl resume {apart[0]}"))
         if reasons:
             raise refusal(reasons)
         size_bytes = plan.size_bytes + looked.criu_bytes

@@ -43,6 +43,9 @@ async def test_a_rank_stays_locked_until_it_is_unlocked_or_checkpointed(parts: P
         with pytest.raises(GrewBeyondPlan):
             await rig.method.lock(replace(rank, driver_bytes=MIB))
         assert await rig.state(rig.moved) == "running"
+        stays = replace(rank, driver_bytes=MIB, target_gpu="gpu0")
+        await rig.method.lock(stays)
+        await rig.method.unlock(stays)
         await rig.method.lock(rank)
         await rig.method.reserve(rank, "gpu1", REST_BYTES)
         await rig.method.checkpoint(rank)

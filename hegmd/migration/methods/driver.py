@@ -95,13 +95,13 @@ class DriverMethod:
         """Lock a rank, and measure it: what is beyond the plan is known before any rank of its job has left."""
         with self._marked_in_progress(subject):
             await self._other_processes.wait_until_unpaused(subject.owner_key)
-            state = await self._steps.state(subject)
-            if state == CHECKPOINTED:
+            if (state := await self._steps.state(subject)) == CHECKPOINTED:
                 return
             if state != LOCKED:
                 await self._steps.lock(subject)
-            async with self._unlocked_unless_done(subject):
-                await self._measured(subject)
+            if subject.target_gpu != subject.gpu:  # one that stays has all that it has
+                async with self._unlocked_unless_done(subject):
+                    await self._measured(subject)
             self._locked.add(subject.owner_key)
 
     async def unlock(self, subject: MigratedProcess) -> None:
@@ -275,9 +275,8 @@ class DriverMethod:
         self._reservations.require(subject, uuid_by_gpu, needs)
         node = await self._gpus.seen()
         others = others_on(node, subject, uuid_by_gpu, self._steps.helper_pid)
-        async with self._other_processes.paused(
-            others, but_for=self._in_hand | self._locked, restored=subject.owner_key
-        ) as going:
+        ours = self._in_hand | self._locked
+        async with self._other_processes.paused(others, but_for=ours, restored=subject.owner_key) as going:
             # a process of ours that is not locked yet also runs
             loose = [*going, *(who for who in others if who in self._in_hand - self._standing - self._locked)]
             spare_bytes = CALM_BYTES if loose else 0

@@ -72,23 +72,31 @@ def estimate_s(
     """
     by_driver = [worker for worker in moving if worker.method == DRIVER]
     size_bytes = sum(worker.size_bytes for worker in moving if worker.method != DRIVER)
-    driver_s = sum(
-        carrier_choice.estimate_s(
-            kind,
-            CARRIERS[w.carrier],
-            w.size_bytes,
-            w.driver_bytes,
-            rates,
-            w.overlap_bytes,
-            _copies(snapshot, kind, w),
-            w.own_bytes,
-        )
-        for w in by_driver
-    )
+    seconds = [_driver_s(worker, kind, rates, snapshot) for worker in by_driver]
+    # Ranks leave their GPUs and return at the same time; those on one GPU share its link.
+    by_gpu: dict[str | None, float] = {}
+    for worker, took_s in zip(by_driver, seconds, strict=True):
+        place = worker.to if worker.gpu is None else worker.gpu
+        by_gpu[place] = by_gpu.get(place, 0.0) + took_s
+    are_ranks = bool(by_driver) and all(worker.communicators for worker in by_driver)
+    driver_s = max(by_gpu.values()) if are_ranks else sum(seconds)
     out_s = size_bytes / rates.out_bytes_per_s if kind != RESUME else 0.0
     in_s = size_bytes / rates.in_bytes_per_s if kind not in (SUSPEND, CHECKPOINT) else 0.0
     start_s = restart_rules.START_S if _is_restart(moving) else 0.0
     return out_s + in_s + driver_s + start_s + (0.0 if by_driver else rates.fixed_s)
+
+
+def _driver_s(worker: PlannedProcess, kind: str, rates: Rates, snapshot: NodeSnapshotForPlan | None) -> float:
+    return carrier_choice.estimate_s(
+        kind,
+        CARRIERS[worker.carrier],
+        worker.size_bytes,
+        worker.driver_bytes,
+        rates,
+        worker.overlap_bytes,
+        _copies(snapshot, kind, worker),
+        worker.own_bytes,
+    )
 
 
 def _copies(snapshot: NodeSnapshotForPlan | None, kind: str, worker: PlannedProcess) -> carrier_choice.Beside:

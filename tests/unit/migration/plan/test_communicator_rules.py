@@ -62,11 +62,19 @@ def test_ranks_are_suspended_by_the_way_that_their_agents_name(mechanism: str) -
     assert "NCCL_NVLS_ENABLE=0" in " ".join(plan.hazards)
 
 
-def test_the_estimate_has_the_seconds_for_communicators() -> None:
+def test_the_estimate_has_the_seconds_for_communicators_and_ranks_on_gpus_of_their_own_go_at_once() -> None:
+    alone_s = the_plan(planned(a_snapshot(a_process(an_agent()), **ROOMY), SUSPENSION)).estimate_s
+    assert the_plan(planned(a_job(), SUSPENSION)).estimate_s == pytest.approx(alone_s + 0.42)
+    together = [a_rank(number, gpus=("gpu0",)) for number in range(2)]
+    one_gpu_s = the_plan(planned(a_snapshot(*together, **ROOMY), SUSPENSION)).estimate_s
+    assert one_gpu_s == pytest.approx(2 * alone_s + 0.42)
+
+
+def test_ranks_whose_groups_have_no_peers_are_planned_as_any_processes() -> None:
     bare = [a_rank(number, groups(mechanism="none", groups=0)) for number in range(2)]
-    without_s = the_plan(planned(a_snapshot(*bare, **ROOMY), SUSPENSION)).estimate_s
-    assert the_plan(planned(a_job(), SUSPENSION)).estimate_s == pytest.approx(without_s + 0.42)
-    assert not any(worker.communicators for worker in the_plan(planned(a_snapshot(*bare, **ROOMY), SUSPENSION)).workers)
+    plan = the_plan(planned(a_snapshot(*bare, **ROOMY), SUSPENSION))
+    assert not any(worker.communicators for worker in plan.workers)
+    assert "disconnect" not in " ".join(plan.hazards)
 
 
 @pytest.mark.parametrize(

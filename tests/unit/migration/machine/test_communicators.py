@@ -1,0 +1,137 @@
+"""Ranks with communicators in the machine: the order of their steps, and what follows where one of them fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hegmd.errors import Refused
+from hegmd.migration.machine import events
+from hegmd.migration.machine.effects import Effect
+from hegmd.migration.machine.operation import FORWARD, HOLD, SUSPEND, ImageRequest, Operation
+from tests.unit.migration.operations import Drive, ending, operation, tags, worker
+
+
+def ranks(to: tuple[str | None, str | None] = ("gpu1", "gpu0"), **values: Any) -> Operation:
+    """Two, of which a is on gpu0 and b on gpu1."""
+    plain = {"communicators": "suspend"}
+    second = {"gpu": "gpu1", "origin_gpu": "gpu1", "first_gpu": "gpu1", "reservations": {"gpu1": 10}}
+    workers = worker("a", to[0], rank=0, **plain), worker("b", to[1], rank=1, **plain, **second)
+    return operation(*workers, is_distributed=True, created_utc=1.0, **values)
+
+
+def _of(drive: Drive, tag: str) -> list[Effect]:
+    return [effect for effect in drive.wanted if effect.tag == tag]
+
+
+def test_all_ranks_disconnect_and_are_locked_before_the_first_is_checkpointed_and_reconnect_before_any_runs() -> None:
+    drive = Drive(ranks()).until("done")
+    order = [tags(wanted)[0] for _, _, _, wanted in drive.taken if wanted]
+    steps = ["disconnect", "offload", "lock", "checkpoint", "restore", "reload", "reconnect", "release"]
+    assert [tag for tag in order if tag in steps] == steps
+    for tag in steps:
+        assert [len(wanted) for _, _, _, wanted in drive.taken if tags(wanted)[:1] == [tag]] == [2], tag
+    assert [rank.gpu for rank in drive.op.workers] == ["gpu1", "gpu0"]
+
+
+def test_a_job_without_communicators_has_none_of_these_steps() -> None:
+    bare = [one.replace(communicators="") for one in ranks().workers]
+    phases = Drive(operation(*bare, is_distributed=True)).until("done").phases
+    assert not {"disconnecting", "locking", "unlocking", "reconnecting"}.intersection(phases)
+
+
+def test_a_rank_that_stays_is_disconnected_and_locked_too_and_unlocked_where_it_is() -> None:
+    drive = Drive(ranks(("gpu0", "gpu2"))).until("done")
+    told = [(effect.tag, effect.worker) for _, _, _, wanted in drive.taken for effect in wanted]
+    assert {("disconnect", "a"), ("lock", "a"), ("unlock", "a"), ("reconnect", "a")} <= set(told)
+    assert not {("checkpoint", "a"), ("offload", "a"), ("unlock", "b")}.intersection(told)
+
+
+def test_a_lock_that_fails_is_undone_on_all_ranks_in_the_reverse_order() -> None:
+    drive = Drive(ranks(kind=SUSPEND, to=(None, None))).until("locking")
+    drive.end()
+    drive.fail("refused")
+    drive.until("rolled-back")
+    assert [phase for phase in drive.phases if phase.startswith(("un", "re"))][-4:] == [
+        "unlocking",
+        "reloading",
+        "reconnecting",
+        "releasing",
+    ]
+    assert all(rank.is_connected and not rank.is_locked and not rank.is_parked for rank in drive.op.workers)
+
+
+def test_a_rank_that_has_grown_is_locked_again_before_any_is_checkpointed() -> None:
+    drive = Drive(ranks()).until("locking")
+    grown = drive.wanted.pop(0)
+    drive.feed(events.GrewBeyondPlan(effect=grown.number, worker=grown.worker, driver_bytes=5))
+    assert not drive.op.workers[0].is_locked
+    drive.until("checkpointing")
+    assert all(rank.is_locked for rank in drive.op.workers)
+    assert drive.op.workers[0].driver_bytes == 5
+
+
+def _failing_to_reconnect(drive: Drive) -> None:
+    """Both ranks fail in this round, and are looked at."""
+    drive.until("reconnecting")
+    while _of(drive, "reconnect"):
+        drive.fail()
+    while _of(drive, "inspect"):
+        inspect = _of(drive, "inspect")[0]
+        drive.wanted.remove(inspect)
+        rank = drive.op.worker(inspect.worker)
+        assert rank is not None
+        drive.feed(ending(inspect, gpu=rank.gpu, pool_bytes=10))
+
+
+def test_ranks_that_cannot_connect_try_once_more_in_a_new_generation_and_are_then_held_with_their_bytes() -> None:
+    drive = Drive(ranks()).until("reconnecting")
+    first = drive.op.generation
+    _failing_to_reconnect(drive)
+    assert drive.op.direction == FORWARD
+    assert {getattr(effect, "generation", None) for effect in _of(drive, "reconnect")} == {first + 1}
+    _failing_to_reconnect(drive)
+    assert (drive.op.phase, drive.op.direction) == ("suspended", HOLD)
+    assert all(rank.is_parked and rank.pool_bytes for rank in drive.op.workers)
+    drive.feed(events.ResumeRequested(to={"a": "gpu1", "b": "gpu0"}))
+    assert {getattr(effect, "generation", None) for effect in _of(drive, "reconnect")} == {first + 3}
+    drive.until("done")
+
+
+def test_an_answer_of_an_earlier_generation_connects_nobody() -> None:
+    drive = Drive(ranks()).until("reconnecting")
+    late = drive.wanted.pop(1)
+    drive.fail()
+    drive.feed(ending(late))
+    rank = drive.op.worker(late.worker)
+    assert rank is not None
+    assert rank.is_unlinked
+
+
+def test_ranks_whose_peer_has_ended_are_not_connected_again_and_go_on() -> None:
+    drive = Drive(ranks()).until("reconnecting")
+    drive.feed(events.WorkerExited(worker="b"))
+    drive.wanted = [effect for effect in drive.wanted if effect.worker == "a"]
+    drive.end()
+    told = [effect.tag for effect in drive.wanted]
+    assert "release" in told
+    assert "reconnect" not in told
+
+
+def test_suspended_ranks_go_into_no_image() -> None:
+    """Whoever came of it would have groups that nobody connects again."""
+    drive = Drive(ranks(kind=SUSPEND, to=(None, None))).until("suspended")
+    with pytest.raises(Refused, match="disconnected its communicators"):
+        drive.feed(events.ImageRequested(handoff=ImageRequest(path="/images/one", uid=0, gid=0)))
+
+
+def test_ranks_that_exchange_gpus_reserve_them_when_all_have_left_and_give_up_their_own_first() -> None:
+    drive = Drive(ranks(reserves_late=True)).until("checkpointing")
+    assert not any(effect.tag == "reserve" for _, _, _, wanted in drive.taken for effect in wanted)
+    drive.end()
+    assert not _of(drive, "reserve")
+    assert tags(drive.end()) == ["release-reservation", "release-reservation"]
+    assert tags(drive.end()) == ["reserve"]
+    drive.until("done")
+    assert [rank.reservations for rank in drive.op.workers] == [{"gpu1": 10}, {"gpu0": 10}]
