@@ -19,7 +19,23 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from hegmctl.arguments import Arguments
+    from hegmctl.connection import Connection
     from hegmctl.output import Sink
+
+
+class Session:
+    """One run of hegmctl, for the handlers: what was asked for, where answers go, and the way to the daemon."""
+
+    def __init__(self, arguments: Arguments, sink: Sink) -> None:
+        self.arguments = arguments
+        self.sink = sink
+
+    def connect(self, timeout_s: float | None = None, *, socket: str | None = None) -> Connection:
+        """Connect as the options say, or to that socket; `timeout_s` holds where they say none. Raises HegmError."""
+        from hegmctl.connection import TIMEOUT_S, connect
+
+        given_s = self.arguments.seconds("timeout") or timeout_s or TIMEOUT_S
+        return connect(socket or self.arguments.text("socket"), timeout_s=given_s)
 
 
 def main() -> NoReturn:
@@ -77,7 +93,6 @@ def _serve(arguments: Arguments, sink: Sink) -> int:
 
         raise no_command(arguments.group)
     from hegmctl.grammar.rows import load
-    from hegmctl.session import Session
 
     status: int = load(verb.handler)(Session(arguments, sink))
     return status

@@ -14,8 +14,8 @@ from hegmd.protocol.operations import OperationProgress
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from hegmctl.answers import DaemonVersion
+    from hegmctl.cli import Session
     from hegmctl.connection import Connection
-    from hegmctl.session import Session
     from hegmctl.tables import Style
     from hegmd.protocol.messages import ProcessesReply, Welcome
     from hegmd.protocol.snapshots import Check

@@ -16,7 +16,7 @@ from hegmd.errors import EXTERNAL, NOT_FOUND, USAGE, HegmError, Refused
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from hegmctl.session import Session
+    from hegmctl.cli import Session
     from hegmctl.tables import Style
 
 NAME = "hegmd_enabled"

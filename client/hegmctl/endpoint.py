@@ -17,13 +17,15 @@ from hegmd.errors import BUSY, DENIED, NO_DAEMON, UNAVAILABLE, USAGE, HegmError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 SYSTEM_SOCKET = "/run/hegm/hegmd.sock"
 TEMPORARY = "/tmp"  # noqa: S108 - what is below it is used only while nobody else can write to it
 GROUP = "hegm"
 _SYSTEMD_RUNS = "/run/systemd/system"
 MAX_PATH_BYTES = 107
+_LISTENS = 0x10000  # __SO_ACCEPTCON: net/unix/af_unix.c shows it in /proc/net/unix
+LOCK_NAME = "lock"  # as in hegmd/system/state_dir.py
 
 
 class Endpoint:
@@ -122,8 +124,6 @@ def unreachable(endpoint: Endpoint, error: OSError) -> HegmError:
 
 def _running(endpoint: Endpoint) -> HegmError | None:
     """What is wrong where a daemon runs, and its socket's file is gone; None where no daemon is seen."""
-    from hegmctl.presence import holder, is_listened_at, state_folders
-
     for path in (endpoint.path, *endpoint.others):
         pid = holder(state_folders(path, SYSTEM_SOCKET, os.environ))
         by = "" if pid is None else f" (pid {pid})"
@@ -202,3 +202,45 @@ def _membership() -> tuple[str, bool]:
     except KeyError:
         return user, False
     return user, user in group.gr_mem and group.gr_gid not in os.getgroups()
+
+
+def is_listened_at(path: str, sockets: str = "/proc/net/unix") -> bool:
+    """Whether a socket that was bound to that path listens, be its file there or not."""
+    wanted = os.fsencode(path)
+    try:
+        with open(sockets, "rb") as lines:
+            next(lines, b"")
+            for line in lines:
+                fields = line.rstrip(b"\n").split(None, 7)
+                if len(fields) == 8 and fields[7] == wanted and int(fields[3], 16) & _LISTENS:
+                    return True
+    except (OSError, ValueError):
+        pass  # it is not known, as in a container without /proc
+    return False
+
+
+def holder(folders: Iterable[str]) -> str | None:
+    """The pid of the daemon that holds the first of these state directories that one holds; None if none is seen to."""
+    import fcntl
+
+    for folder in folders:
+        try:
+            fd = os.open(f"{folder}/{LOCK_NAME}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        except OSError:
+            continue
+        finally:
+            os.close(fd)
+    return None
+
+
+def state_folders(path: str, system_socket: str, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the default state directory of the daemon at that socket."""
+    own = environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    started_by_run = f"{path}.state"
+    return ("/var/lib/hegm",) if path == system_socket else (started_by_run, f"{own}/hegm")

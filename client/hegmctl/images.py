@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 
 from hegmctl.images_text import manifest_text, progress_text, removed_text, seen_text, verified_text
-from hegmctl.output import TextSink, ask
-from hegmd.errors import ATTENTION, CANCELLED, USAGE, HegmError
+from hegmctl.output import TextSink, require_yes
+from hegmd.errors import ATTENTION, USAGE, HegmError
 from hegmd.images.files import catalogue
 from hegmd.protocol.images import ImageProgress, ImageRemoved, ImagesSeen
 
@@ -18,7 +18,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hegmctl.session import Session
+    from hegmctl.cli import Session
 
 _TELL_EVERY_BYTES = 256 << 20
 
@@ -56,22 +56,13 @@ def rm(session: Session) -> int:
     for path in paths:
         catalogue.require_removable(path)
     if not session.arguments.flag("yes"):
-        _require_yes(paths)
+        named = ", ".join(paths)
+        lost = f"Remove {named}? A job that was ended for it can never go on without"
+        require_yes(lost, named, "`hegmctl images show DIR` tells what is in one")
     for path in paths:
         catalogue.remove(path)
     session.sink.answer(ImageRemoved(paths=tuple(paths)), removed_text)
     return 0
-
-
-def _require_yes(paths: list[str]) -> None:
-    named = ", ".join(paths)
-    answer = ask(f"Remove {named}? A job that was ended for it can never go on without [y/N] ")
-    if answer is None:
-        raise HegmError(
-            USAGE, f"{named} would be gone for good, and nobody can be asked", "say --yes if that is wanted"
-        )
-    if answer.strip().lower() not in ("y", "yes"):
-        raise HegmError(CANCELLED, f"{named} stays", "`hegmctl images show DIR` tells what is in one")
 
 
 def _teller(session: Session) -> Callable[[int, int], object]:

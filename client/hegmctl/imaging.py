@@ -21,8 +21,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
 
+    from hegmctl.cli import Session
     from hegmctl.outputs import Cut
-    from hegmctl.session import Session
 
 STREAMS = {"stdout": 1, "stderr": 2}
 

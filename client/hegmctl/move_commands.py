@@ -21,6 +21,7 @@ from hegmctl.operating_text import (
     progress_text,
     story_text,
 )
+from hegmctl.output import ask, require_yes
 from hegmd.errors import CANCELLED, USAGE, HegmError, code_named
 from hegmd.protocol.connection import Failure, Progress
 from hegmd.protocol.messages import (
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import NoReturn
 
+    from hegmctl.cli import Session
     from hegmctl.connection import Connection
-    from hegmctl.session import Session
     from hegmctl.tables import Style
     from hegmd.protocol.connection import Answer
     from hegmd.protocol.messages import Request
@@ -82,8 +83,9 @@ def adopt(session: Session) -> int:
         return carry_out(session, arguments.request())
     request: Request = Orphans()
     if name is not None:
-        lost = f"Give up {name}? Whatever job these bytes are of can never go on"
-        _require_yes(session, lost, name, "hegmctl adopt lists what there is")
+        if not arguments.flag("yes"):
+            lost = f"Give up {name}? Whatever job these bytes are of can never go on"
+            require_yes(lost, name, "hegmctl adopt lists what there is")
         request = DropOrphan(name=name)
     with session.connect() as connection:
         reply = connection.call(request, request.reply)
@@ -94,9 +96,9 @@ def adopt(session: Session) -> int:
 def cancel(session: Session) -> int:
     """`hegmctl cancel`."""
     op_id, drops = session.arguments.required("ID"), session.arguments.flag("drop")
-    if drops:
+    if drops and not session.arguments.flag("yes"):
         lost = f"Give up the state of operation {op_id}? Its training can never go on from there"
-        _require_yes(session, lost, f"the state of operation {op_id}", "hegmctl ops lists what is held")
+        require_yes(lost, f"the state of operation {op_id}", "hegmctl ops lists what is held")
     with session.connect() as connection:
         reply = connection.call(CancelOperation(id=op_id, drop=drops), OperationReply)
     session.sink.answer(reply, given_up_text if drops else cancelled_text)
@@ -129,19 +131,6 @@ def _environment(words: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]
         else:
             without.append(name)
     return changed, tuple(without)
-
-
-def _require_yes(session: Session, question: str, what: str, hint: str) -> None:
-    """Raises USAGE where nobody can be asked, and CANCELLED where they do not say so."""
-    from hegmctl.output import ask
-
-    if session.arguments.flag("yes"):
-        return
-    answer = ask(f"{question} [y/N] ")
-    if answer is None:
-        raise HegmError(USAGE, f"{what} would be gone for good, and nobody can be asked", "say --yes if that is wanted")
-    if answer.strip().lower() not in ("y", "yes"):
-        raise HegmError(CANCELLED, f"{what} stays", hint)
 
 
 class Watched:
@@ -263,8 +252,6 @@ def _show(
 
 def _interrupted(session: Session, connection: Connection, op_id: str) -> NoReturn:
     """Ctrl-C: ask once what to do with the operation. Raises KeyboardInterrupt if it is left going."""
-    from hegmctl.output import ask
-
     rest = session.arguments.command.interrupted
     answer = ask(f"Cancel operation {op_id}? It goes on otherwise [y/N] ")
     if answer is None or answer.strip().lower() not in ("y", "yes"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from time import localtime, strftime
 
-from hegmctl.orphans_text import orphans_lines
 from hegmctl.quantities import binary_size
 from hegmctl.tables import UNKNOWN, Column, Style, printable, table, wrapped
 from hegmd.protocol.operations import PHASES_IN_ORDER, RESTART_STEPS
@@ -12,8 +11,8 @@ from hegmd.protocol.operations import PHASES_IN_ORDER, RESTART_STEPS
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from hegmctl.tables import Cell
-    from hegmd.protocol.messages import Drained, OperationReply, OperationsReply, StoryReply
-    from hegmd.protocol.operations import Operation, OperationProcess, OperationProgress, Plan
+    from hegmd.protocol.messages import Drained, Dropped, OperationReply, OperationsReply, OrphansReply, StoryReply
+    from hegmd.protocol.operations import Operation, OperationProcess, OperationProgress, Orphan, Plan
 
 BAR_COLUMNS = 24
 _MOVING = ("reading", "offloading", "handing", "spilling", "reloading", "sealing")
@@ -339,3 +338,27 @@ def story_text(reply: StoryReply, style: Style) -> list[str]:
         what = f"{line.event or 'planned'}{detail}{then}"
         lines.append(printable(f"{line.utc - began_utc:9.3f} s  {_words(line.phase):<13} {what}"))
     return lines
+
+
+def orphans_text(reply: OrphansReply, style: Style) -> list[str]:
+    """All of `hegmctl adopt`."""
+    if not reply.orphans:
+        return ["Nothing was found that no operation has."]
+    return orphans_lines(reply.orphans, style)
+
+
+def orphans_lines(orphans: tuple[Orphan, ...], style: Style) -> list[str]:
+    """A paragraph for each, the command in a line of its own, to be copied."""
+    lines = [style.paint("Needs a person:", "yellow")]
+    for orphan in orphans:
+        size = UNKNOWN if orphan.size_bytes is None else binary_size(orphan.size_bytes)
+        text = printable(f"{orphan.kind} {orphan.name}: {size}, {orphan.where}; {orphan.why}")
+        lines += [f"  {line}" for line in wrapped(text, style.paragraph_columns)]
+        lines.append(f"    next: {printable(orphan.next)}")
+    return lines
+
+
+def dropped_text(reply: Dropped, style: Style) -> list[str]:
+    """That it is gone."""
+    size = "" if reply.size_bytes is None else f", {binary_size(reply.size_bytes)}"
+    return [f"given up: {printable(reply.name)}{size}"]

@@ -11,7 +11,7 @@ import sys
 from time import monotonic
 
 from hegmctl.tables import PLAIN, Style, printable, shortened, wrapped
-from hegmd.errors import UNAVAILABLE, HegmError
+from hegmd.errors import CANCELLED, UNAVAILABLE, USAGE, HegmError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -274,6 +274,15 @@ def ask(question: str) -> str | None:
         return sys.stdin.readline()
     except (OSError, KeyboardInterrupt):
         return None
+
+
+def require_yes(question: str, what: str, hint: str) -> None:
+    """Ask before something is lost. Raises USAGE without a terminal, and CANCELLED unless the answer is yes."""
+    answer = ask(f"{question} [y/N] ")
+    if answer is None:
+        raise HegmError(USAGE, f"{what} would be gone for good, and nobody can be asked", "say --yes if that is wanted")
+    if answer.strip().lower() not in ("y", "yes"):
+        raise HegmError(CANCELLED, f"{what} stays", hint)
 
 
 def _write_error(text: str, end: str = "\n") -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping, Sequence
 
     from hegmctl.arguments import Arguments
-    from hegmctl.session import Session
+    from hegmctl.cli import Session
     from hegmd.protocol.snapshots import Gpu
 
 # What is started so is on no GPU.

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import NoReturn, TypeVar
 
+    from hegmctl.cli import Session
     from hegmctl.connection import Connection
     from hegmctl.output import Sink
     from hegmctl.screen import Screen
-    from hegmctl.session import Session
     from hegmctl.tables import Style
     from hegmd.protocol.record import Record
     from hegmd.protocol.snapshots import Event

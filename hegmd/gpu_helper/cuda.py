@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
 NOT_INITIALIZED = 3  # of the caller, or of a target that does not use CUDA
-NO_DEVICE = 100
 UNKNOWN = 999
 OPERATING_SYSTEM = 304  # of a target: gone, or not ours to touch
 ILLEGAL_STATE = 401
@@ -33,7 +32,6 @@ _PEER_ACCESS_ALREADY_ENABLED = 704
 STATES = ("running", "locked", "checkpointed", "failed")
 # The drivers that brought the checkpoint calls, and moving to another GPU with them, by the CUDA version they tell.
 CHECKPOINT_SINCE = 12080
-GPU_PAIRS_SINCE = 13000
 
 _UUID_BYTES = 16
 _HANDLE_BYTES = 64

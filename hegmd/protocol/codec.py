@@ -7,19 +7,56 @@ in `record`.
 
 from __future__ import annotations
 
+import os
+import sys
+
 from ..errors import BAD_REQUEST, PeerError
-from . import msgpack_source
 from .record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from types import ModuleType
     from typing import Any
 
 MAX_DEPTH = 16
 MAX_ITEMS = 65_536
 
-msgpack: Any = msgpack_source.load(__name__.partition(".")[0])
+# A worker's environment has any msgpack or none, of any age, and what the agent imported by that name would be what the
+# script gets. Under the agent's private name msgpack's pure-Python module is loaded by path, from beside hegmd or from
+# the folder that HEGM_MSGPACK names (`hegmctl run` sets it). Its C module is made for one version of Python.
+_PRIVATE = "_hegm_msgpack"
+_PURE = "fallback.py"
+
+
+def load_msgpack(package: str) -> ModuleType:
+    """The module with `unpackb` and `Packer`, for hegmd under that package name. Raises ImportError."""
+    if package != "hegmd":
+        for folder in _own_folders():
+            if os.path.exists(os.path.join(folder, _PURE)):
+                return _load_pure(folder)
+    import msgpack
+
+    return msgpack
+
+
+def _own_folders() -> list[str]:
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    named = os.environ.get("HEGM_MSGPACK")
+    return [os.path.join(os.path.dirname(here), "msgpack"), *([named] if named else [])]
+
+
+def _load_pure(folder: str) -> ModuleType:
+    from importlib import import_module
+
+    if _PRIVATE not in sys.modules:
+        package = type(sys)(_PRIVATE)
+        package.__path__ = [folder]
+        sys.modules[_PRIVATE] = package
+    return import_module(_PRIVATE + "." + _PURE[: -len(".py")])
+
+
+msgpack: Any = load_msgpack(__name__.partition(".")[0])
 
 _PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
 _HINT = "a payload is one msgpack map with string keys and UTF-8 strings; see docs/protocol.md"

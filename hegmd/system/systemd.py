@@ -247,14 +247,6 @@ class ServiceManager:
         """Feed the watchdog. Does not wait: the next one comes soon."""
         return self._report("WATCHDOG=1", limit_s=0)
 
-    def extend_timeout(self, by_s: float) -> bool:
-        """Ask for more time to start, reload or stop, counted from now."""
-        return self._report(f"EXTEND_TIMEOUT_USEC={int(by_s * 1e6)}")
-
-    def main_process(self, pid: int) -> bool:
-        """The service's main process is this one from now on."""
-        return self._report(f"MAINPID={pid}")
-
     # -- descriptor store ----------------------------------------------------------------------------------------------
 
     def store(self, name: str, descriptors: Iterable[int]) -> bool:

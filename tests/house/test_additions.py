@@ -137,7 +137,7 @@ from hegmctl.grammar import VERBS
 from hegmctl.help import program_help, verb_help
 from hegmctl.library import AsyncCalls, SyncCalls
 from hegmctl.output import sink_for
-from hegmctl.session import Session
+from hegmctl.cli import Session
 from hegmd.protocol.messages import Shake, Shaken
 from tools.docs.hegmctl.completions import completions
 from tools.docs.hegmctl.json_reference import reference

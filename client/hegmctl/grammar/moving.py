@@ -276,9 +276,9 @@ MOVING = (
         request="adopt",
         handler="move_commands:adopt",
         forms=(
-            Form(request="orphans", render="orphans_text:orphans_text"),
+            Form(request="orphans", render="operating_text:orphans_text"),
             Form("PID", request="adopt", render=_OPERATION),
-            Form("--drop", request="orphans.drop", render="orphans_text:dropped_text", call="drop_orphan"),
+            Form("--drop", request="orphans.drop", render="operating_text:dropped_text", call="drop_orphan"),
         ),
         options=(
             Of("to", doc="the GPU to go on at; else the job's own"),

@@ -6,8 +6,7 @@ import subprocess
 
 import pytest
 
-from hegmctl.operating_text import operations_text
-from hegmctl.orphans_text import dropped_text, orphans_text
+from hegmctl.operating_text import dropped_text, operations_text, orphans_text
 from hegmctl.tables import Style
 from hegmd.protocol import messages as m
 from hegmd.protocol.operations import Orphan

@@ -5,8 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from hegmctl.endpoint import Endpoint, unreachable
-from hegmctl.presence import holder, is_listened_at
+from hegmctl.endpoint import Endpoint, holder, is_listened_at, unreachable
 from hegmd.errors import NO_DAEMON, UNAVAILABLE
 from hegmd.system.state_dir import StateDir
 

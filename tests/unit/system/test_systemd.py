@@ -205,10 +205,6 @@ def test_every_report_as_the_manager_reads_it(manager: Manager, reports: Service
     assert manager.next() == (["STATUS="], [])
     assert reports.alive()
     assert manager.next() == (["WATCHDOG=1"], [])
-    assert reports.extend_timeout(1.5)
-    assert manager.next() == (["EXTEND_TIMEOUT_USEC=1500000"], [])
-    assert reports.main_process(4711)
-    assert manager.next() == (["MAINPID=4711"], [])
     assert reports.unstore("job-4711")
     assert manager.next() == (["FDSTOREREMOVE=1", "FDNAME=job-4711"], [])
 
