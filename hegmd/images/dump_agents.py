@@ -1,7 +1,7 @@
-"""The agents of a job that is handed to an image: they hang up and stay away while CRIU works, and are called back.
+"""The agents of a job that is dumped: they disconnect while CRIU works, and are called back afterwards.
 
-CRIU can take no process that is connected to somebody who stays. Owns which agents these are, their meeting places, and
-what they have told of themselves; knows nothing of the image, and stops or ends no process.
+CRIU cannot dump a process with a connection to a process outside the dump. Owns which agents these are, where they
+reconnect, and what they reported. Knows nothing of the image, and stops or kills no process.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class DumpAgents:
 
     @property
     def sockets(self) -> tuple[str, ...]:
-        """Where they are connected to while they attend."""
+        """The sockets that they are connected to."""
         return (str(self._places.socket_path),)
 
     @property
     def meeting(self) -> str:
-        """Where they look whether to come back."""
+        """The folder where they look for a request to reconnect."""
         return str(self._places.folder)
 
     async def disconnect(self, op: Operation, wish: Wish) -> None:
@@ -87,7 +87,7 @@ class DumpAgents:
                 self._places.leave(token)
 
     def told(self, member: Member) -> ImageWorker:
-        """What its agent has told of itself, and what its piece of the pool was made for."""
+        """Return what its agent has reported, and the size of its pool segment."""
         worker = self._workers.find(member.pid)
         if worker is None:
             raise AgentAway(member.pid, "it has ended")

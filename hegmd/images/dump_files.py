@@ -1,7 +1,7 @@
-"""What is written of a job that stands: its processes by CRIU, their bytes beside that, and the manifest of both.
+"""Writes the dump of a parked job: its processes by CRIU, their bytes, and the manifest of both.
 
-Owns what is looked at once more before CRIU is run, when the agents have hung up, and what is written at one time.
-Nobody is stopped or called back here, and nothing is undone: that is `dump_job`'s.
+Owns the last checks before CRIU is run, once the agents have disconnected, and what is written concurrently. Stops and
+resumes no process, and undoes nothing: `dump_job` does.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from hegmd.system.task_group import Progress, in_concert, parts_of
 from hegmd.system.threads import Looks, run_detached
 
 _POLL_INTERVAL_S = 0.05
-# Of so many operations it is remembered whom CRIU has had.
+# The number of operations whose dumped processes are remembered.
 _MAX_REMEMBERED = 64
 
 
 class Dumping:
-    """Writes images. `look` sees the node, `in_unit` runs CRIU as a unit of systemd's.
+    """Writes images. `look` takes a snapshot of the node, `in_unit` runs CRIU as a unit of systemd.
 
-    `notes` has whom CRIU has had, for a daemon that comes after one that was killed.
+    `notes` records the processes given to CRIU, for a daemon that starts after one that was killed.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class Dumping:
         self._remember(op, ProcessSet(start_ticks_in(manifest)))
 
     async def dumped(self, op: Operation) -> ProcessSet | None:
-        """Whom CRIU has had: they stand, and whose parent has ended is in no tree any more. None where nobody knows.
+        """Return the processes that CRIU has stopped, including orphaned ones; None if unknown.
 
-        Raises HegmError where that cannot be looked at now.
+        Raises HegmError if that cannot be read now.
         """
         if op.id not in self._dumped:
             noted = await run_detached(lambda _: self._notes.people(op.id), name="hegmd-note")
@@ -85,7 +85,10 @@ class Dumping:
         return self._dumped.get(op.id)
 
     async def none_stands(self, op: Operation) -> None:
-        """Whom CRIU has had go on, or have ended. Raises HegmError for want of a descriptor or a thread."""
+        """Forget the processes that CRIU has stopped: they run or have exited.
+
+        Raises HegmError for lack of a descriptor or thread.
+        """
         await run_detached(lambda _: self._notes.forget(op.id), name="hegmd-note")
 
     def _remember(self, op: Operation, people: ProcessSet) -> None:
@@ -94,7 +97,7 @@ class Dumping:
             del self._dumped[oldest]
 
     async def look_at_tree(self, op: Operation, wish: Wish) -> tuple[Tree, Needs]:
-        """The processes that go along, and what they need, but for their agents' connections. Raises HegmError."""
+        """Return the processes to dump and what they need, without their agents' connections. Raises HegmError."""
         return await self._look_at_tree(op, wish, self._agents.sockets)
 
     async def write(
@@ -106,9 +109,9 @@ class Dumping:
         guise: CriuPrivileges | None,
         on_progress: Progress,
     ) -> Manifest:
-        """All of an image, but for the bytes of a job that is to go on. Raises HegmError.
+        """Write all of an image, except the bytes of a job that trains on. Raises HegmError.
 
-        The agents have stepped aside: what the tree needs now is what CRIU is told.
+        The agents have disconnected, so what the tree needs now is what CRIU is told.
         """
         tree, needs = await self._look_once_hung_up(op, wish)
         theirs = self._looks.at(lambda _: not_theirs(tree, needs, rights_of(wish)), name="hegmd-theirs")
@@ -142,7 +145,7 @@ class Dumping:
         )
 
     async def write_bytes(self, op: Operation, member: Member, lent: ImageWriter, on_progress: Progress) -> None:
-        """What the pool has of a process. Raises HegmError."""
+        """Write the pool's bytes of a process. Raises HegmError."""
         memory = await self._bytes_of(op, member)
         await lent.write_bytes(byte_name(member), memory.fd, used_bytes(member, memory), on_progress)
 
@@ -176,9 +179,10 @@ class Dumping:
         taken: tuple[Tree, Needs, CriuPrivileges | None],
         on_progress: Progress,
     ) -> Mapping[str, object]:
-        """CRIU's files, and the bytes of a job that is to end; meanwhile what another node has to have is looked at.
+        """Write CRIU's files and, if the job is to end, its bytes; meanwhile describe this node for the manifest.
 
-        Of one that goes on they are only seen to be in the pool: for as long as they are written it would stand.
+        If the job trains on, its bytes are only checked to be in the pool: writing them now would lengthen its
+        downtime.
         """
         tree, needs, guise = taken
         node: dict[str, object] = {}
@@ -218,13 +222,13 @@ class Dumping:
 
 
 def rights_of(wish: Wish) -> Rights:
-    """Those of whoever wants the image."""
+    """Return the rights of the user who requested the image."""
     return Rights(wish.uid, wish.gid, wish.groups)
 
 
 def used_bytes(member: Member, memory: Memory) -> int:
     """How much of its piece belongs into an image: by what was counted at the boundary, not by what was reserved."""
-    if not member.size_bytes:  # nobody has counted
+    if not member.size_bytes:  # not measured
         return memory.size_bytes
     return min(memory.size_bytes, whole_size(member.size_bytes))
 

@@ -1,11 +1,11 @@
-"""Jobs that are handed to an image: agents step aside, CRIU dumps the processes, their bytes go beside that.
+"""Dumps jobs into images: agents disconnect, CRIU dumps the processes, their bytes are written beside that.
 
-Owns the order of these, and what is undone when any of it fails or is not wanted any more: the image is discarded, the
-processes go on, and their agents are called back before anybody hears of the failure. A job that is to end stands still
-from the dump to its end, since a thread of it that is not parked would go on writing to files whose sizes are in the
-image; its bytes are written while CRIU dumps. One that goes on stands for the dump alone: its bytes are in the pool and
-stay there, and are written from there, and read back, while it trains. What is decided from the outcome is the
-machine's business; what is written is `dump_files`'s, and `dump_agents` has the agents step aside.
+Owns this order, and what is undone when a step fails or is cancelled: the image is discarded, the processes run, and
+their agents are called back before the failure is reported. A job that is to end stays stopped from the dump to its
+end, since a thread that is not parked would write to files whose sizes are in the image; its bytes are written while
+CRIU dumps. A job that trains on is only stopped for the dump: its bytes stay in the pool, and are written from there,
+and verified, while it trains. The machine decides what follows from the outcome, `dump_files` writes, and `dump_agents`
+disconnects the agents.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from hegmd.workers.workers import Workers
 
 logger = logging.getLogger(__name__)
 
-# An image on a disk that does not answer keeps nobody from ending.
+# Time limit, so that an image on a disk that hangs does not block the end of an operation.
 _LOOKS_WITHIN_S = 10.0
 _MAX_REMEMBERED = 64
 _LET_GO_AGAIN_S = 0.5
@@ -67,8 +67,10 @@ _LET_GO_AGAIN_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """An image whose job goes on: its processes are in it, and these workers' bytes are still to be written from the
-    pool. How a worker stood then is no matter of how it stands now."""
+    """An image whose job trains on: its processes are in it, and these workers' bytes are still to be written.
+
+    The workers are recorded as they were at the dump.
+    """
 
     lent: ImageWriter
     manifest: Manifest
@@ -78,8 +80,9 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """A tree of processes as it was seen: its root, how much memory of theirs an image has, what is against one, and
-    what may be against bringing it back."""
+    """A process tree as it was seen: its root, the memory that an image would contain, and reasons against a dump or a
+    restore.
+    """
 
     root_pid: int
     root_ticks: int
@@ -89,9 +92,10 @@ class Looked:
 
 
 class JobDumper:
-    """Makes images of jobs. `images` tells their room, `criu` finds the program, `look` sees the node.
+    """Writes images of jobs. `images` knows the free space, `criu` finds the program, `look` takes a snapshot of the
+    node.
 
-    `in_unit` runs CRIU as a unit of systemd's, and `noted` is told how large an image was and how long it took.
+    `in_unit` runs CRIU as a unit of systemd, and `noted` is called with the size and duration of each image.
     """
 
     def __init__(  # noqa: PLR0913 - what it puts together, each by its name
@@ -110,7 +114,7 @@ class JobDumper:
         noted: Callable[[str, int, float], object] = lambda _direction, _size_bytes, _took_s: None,
     ) -> None:
         self._left: dict[str, Left] = {}
-        #: Operations whose processes go on, by what this daemon has seen to; the last ones.
+        #: Operations whose processes this daemon has resumed; the latest ones.
         self._gone_on: dict[str, None] = {}
         self._noted = noted
         self._locks = locks
@@ -129,10 +133,10 @@ class JobDumper:
     # -- before anything is begun --------------------------------------------------------------------------------------
 
     async def against(self, pids: Sequence[int], path: str, size_bytes: int, rights: Rights) -> Looked:
-        """The tree that is taken with these processes, and all that is against it.
+        """Return the tree to be dumped with these processes, and every reason against it.
 
-        `size_bytes` are what they have on GPUs: so much at least is to have room at the path.
-        The processes run meanwhile, so what is found can be another thing a moment later: it is looked at again then.
+        `size_bytes` is their GPU memory, for which the path needs free space. The processes run meanwhile, so the
+        result may change: everything is checked again at the dump.
         """
         reasons: list[Reason] = []
         try:
@@ -193,10 +197,10 @@ class JobDumper:
         await self._go_on(op, wish)  # nothing that can fail or be cut off comes between the dump and this
 
     async def seal(self, op: Operation, on_progress: Progress) -> None:
-        """Write the bytes of a job that has gone on to its image, read all of that back, and give it its name.
+        """Write the bytes of a job that trains on to its image, verify it and name it.
 
-        Raises HegmError; there is no image then. Cancelled, the same. One that a daemon before this one had begun, and
-        that is not whole by now, is none.
+        Raises HegmError; then there is no image. Cancelling has the same effect. An incomplete image of an earlier
+        daemon is removed.
         """
         wish = _wish_of(op)
         left = self._left.pop(op.id, None)
@@ -236,7 +240,7 @@ class JobDumper:
             await self._images().sweep(wish.path, rights_of(wish))
 
     async def _go_on(self, op: Operation, wish: Wish) -> None:
-        """Whoever was left stopped goes on, and the agents come back, as far as they are there. Raises nothing."""
+        """Resume the processes that were stopped, and call the agents back, as far as they exist. Raises nothing."""
         self._gone_on[op.id] = None
         for oldest in tuple(self._gone_on)[:-_MAX_REMEMBERED]:
             del self._gone_on[oldest]
@@ -244,7 +248,7 @@ class JobDumper:
             while True:
                 try:
                     return await self._let_go(op, wish)
-                except HegmError as error:  # for want of a descriptor or a thread; the job stands until there is one
+                except HegmError as error:  # lack of a descriptor or thread; the job stays stopped until there is one
                     logger.error("operation %s cannot let its job go yet: %s; %s", op.id, error.message, error.hint)
                     await anyio.sleep(_LET_GO_AGAIN_S)
 
@@ -270,10 +274,10 @@ class JobDumper:
     # -- afterwards ----------------------------------------------------------------------------------------------------
 
     async def find(self, op: Operation) -> None:
-        """After a restart: whether the image is whole. If it is not, what there is of it goes, and the job goes on.
+        """After a start: find out whether the image is complete. If not, remove it and resume the job.
 
-        Cancelled because the daemon ends, it leaves all as it is: the image may be whole, and then the job is to end
-        without having run on, with what it would write, beyond what is in the image.
+        Cancelled because the daemon exits, it changes nothing: the image may be complete, and then the job must end
+        without having run beyond it.
         """
         wish = _wish_of(op)
         try:
@@ -287,7 +291,7 @@ class JobDumper:
             await self._go_on(op, wish)
 
     async def _require_whole(self, op: Operation, wish: Wish) -> Manifest:
-        """What is said of the image. Raises HegmError unless it has its name, and is of that operation."""
+        """Return the image's manifest. Raises HegmError unless the image has its name and belongs to that operation."""
         image = await self._images().open(wish.path, rights_of(wish))
         try:
             if not is_of(image.manifest, op):
@@ -333,7 +337,7 @@ class JobDumper:
                 self._locks.make(ancestors_of(wish.root_pid)[1], wish.path, mark_of(op))
 
     async def forget(self, manifest: Manifest) -> None:
-        """The job of that image is back: nobody is to take it for gone. Raises nothing."""
+        """Remove the lock file of a job that was restored. Raises nothing."""
         try:
             await run_detached(lambda _: self._locks.remove(mark_in(manifest)), name="hegmd-lock")
         except HegmError as error:

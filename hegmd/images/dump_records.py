@@ -1,9 +1,9 @@
-"""Who stands for an image: a note of each dump is on disk from before CRIU until its job goes on, or has ended.
+"""Which processes a dump has stopped: a record of each dump is on disk from before CRIU until its job runs or has
+ended.
 
-Owns these notes. Whose parent has ended is in no tree of the job's any more, so that a daemon which comes after one
-that was killed would never find the children of a job that was killed too: CRIU has stopped them, and nobody would let
-them go on. A kernel that ends takes the processes along, so a note is not synced to the disk, and one of another boot
-is of nobody. Blocks, but for no longer than a small file takes.
+Owns these records. An orphaned process is no longer in the job's tree, so after a daemon and a job were killed, the
+next daemon would never find the job's children: CRIU has stopped them, and nothing would resume them. The processes end
+with the kernel, so a record is not synced to disk, and one of another boot is ignored. Blocks only for a small file.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class DumpRecords:
             )
 
     def people(self, op_id: str) -> ProcessSet | None:
-        """Who stood for that operation, by number and start time; None where nobody knows, or of another boot.
+        """Return the stopped processes of that operation, by pid and start time; None if unknown or from another boot.
 
-        Raises HegmError where that cannot be read now: nobody is left standing for want of a descriptor.
+        Raises HegmError if that cannot be read now: no process stays stopped for lack of a descriptor.
         """
         try:
             note = as_map(json.loads((self._folder / op_id).read_text())) or {}
@@ -63,14 +63,14 @@ class DumpRecords:
         return ProcessSet({int(pid): value for pid, value in ticks.items() if isinstance(value, int)}, stopped)
 
     def forget(self, op_id: str) -> None:
-        """They go on, or have ended. Raises nothing: what stays is taken away with its operation."""
+        """Remove the record: the processes run or have exited. Raises nothing; what remains goes with its operation."""
         try:
             (self._folder / op_id).unlink(missing_ok=True)
         except OSError as error:
             logger.warning("a note of who stood cannot be taken away: %s; see the disk of %s", error, self._folder)
 
     def keep_only(self, op_ids: Collection[str]) -> None:
-        """At the start of a daemon: no other operation has anybody who stands. Raises nothing."""
+        """Remove the records of all other operations, at the start of a daemon. Raises nothing."""
         with suppress(OSError):
             for name in os.listdir(self._folder):
                 if name not in op_ids:

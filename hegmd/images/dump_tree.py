@@ -77,7 +77,7 @@ def anonymous_bytes_of(pid: int) -> int:
 
 
 def guise_for(tree: Tree, needs: Needs, rights: Rights) -> CriuPrivileges | None:
-    """Whose rights CRIU has; None for root's. Blocks."""
+    """Return the rights of CRIU; None for root's. Blocks."""
     return worn_by_root(_without_pieces(tree), needs) if rights.uid == 0 else to_dump(tree, rights.groups)
 
 
@@ -117,7 +117,7 @@ def _not_theirs_reason(member: Process, rights: Rights) -> Reason:
 
 
 def require_no_more(dumped: Mapping[int, bool], tree: Tree, rights: Rights) -> None:
-    """Raise HegmError if there is more in the image than was looked at: somebody who came, or has got other rights."""
+    """Raise HegmError if the image contains more than was checked: a new process, or one with other rights."""
     if strange := strangers(dumped, tree.pids, may_read_all=rights.uid == 0):
         raise HegmError(
             DENIED if rights.uid != 0 else REFUSED,
@@ -128,9 +128,9 @@ def require_no_more(dumped: Mapping[int, bool], tree: Tree, rights: Rights) -> N
 
 
 def let_all_go(wish: Wish, dumped: ProcessSet) -> None:
-    """Have everybody of the tree go on, and `dumped`, whom CRIU has had: whose parent has ended is found no more.
+    """Resume every process of the tree, and those in `dumped`, which includes orphaned ones.
 
-    Who stood still by a signal before that stays so.
+    A process that was stopped by a signal before stays stopped.
     """
     try:
         found = population_of(pids_below(wish.root_pid)).start_ticks

@@ -1,13 +1,12 @@
-"""Files that tell controllers of jobs that have gone into images: `FOLDER/PPID/lock`, as HeGM's controllers watch them.
+"""Files that tell HeGM's controllers about jobs in images: `FOLDER/PPID/lock`.
 
-PPID is the process that had started the job, which it can be waited for by. The file is there from the moment at which
-the job's image is whole, before its processes end, until the job is restored on this node. Owns the files and what they
-say: where the image is, and of which operation, by which a restore knows the file of its own job again.
+PPID is the process that started the job. The file exists from the moment when the job's image is complete, before its
+processes end, until the job is restored on this node. Owns the files and their content: the path of the image, and its
+operation, by which a restore recognises the file of its job.
 
-The folder is the operator's, for root to write in alone: whoever else could write there would have these files made in
-places of their choice. So nothing is written where that is not so, no link is followed, and a file gets its name when
-all of it is there. Everything blocks; what cannot be done is raised, and is for the caller to tell of: an image that is
-whole stays whole without it.
+The folder belongs to the operator, and only root may write to it: another user could redirect these files. So nothing
+is written to a folder with other permissions, no link is followed, and a file gets its name when it is complete.
+Everything blocks. A failure is raised for the caller to report: a complete image stays valid without the file.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class LockFiles:
         gone: list[Path] = []
         with self._opened() as folder_fd:
             for name in filter(str.isdigit, os.listdir(folder_fd)):
-                # What is no folder of ours keeps nobody from taking away what is.
+                # A foreign entry must not prevent the removal of ours.
                 with (
                     suppress(FileNotFoundError, NotADirectoryError, HegmError),
                     _own_folder(name, folder_fd, self._folder / name) as fd,
@@ -89,7 +88,7 @@ class LockFiles:
 
 @contextmanager
 def _own_folder(name: str, dir_fd: int | None, path: Path) -> Generator[int]:
-    """A folder that nobody else can write to. Raises OSError, Refused."""
+    """Open a folder that no other user can write to. Raises OSError, Refused."""
     fd = os.open(name, _FOLDER, dir_fd=dir_fd)
     try:
         status = os.fstat(fd)
@@ -105,7 +104,7 @@ def _own_folder(name: str, dir_fd: int | None, path: Path) -> Generator[int]:
 
 
 def _beginning(mark: str) -> str:
-    """Of the names that files of that mark have before they have theirs."""
+    """Return the prefix of temporary names of that mark's files."""
     return f".{LOCK}-{hashlib.sha256(mark.encode()).hexdigest()[:16]}-"
 
 

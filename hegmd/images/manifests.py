@@ -1,7 +1,7 @@
-"""What an image says of its job: composed from an operation whose job is off its GPUs, and read into one again.
+"""What an image says about its job: composed from a suspended operation, and read into one again.
 
-Owns which facts go along and what is believed of them. A job that comes back is an operation as adoption makes them, of
-one that was suspended: its processes have other start times, and its GPUs may be others with other names. Pure.
+Owns which facts are stored and which are trusted. A restored job becomes a suspended operation, as adoption makes them:
+its processes have other start times, and its GPUs may be others. Pure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OF_A_DRIVER = "GPU-"  # as NVIDIA's UUIDs begin
 
 
 def byte_name(member: Member) -> str:
-    """What the file with that worker's bytes is called."""
+    """Return the name of the file with that worker's bytes."""
     return f"{member.pid}.0"
 
 
@@ -86,7 +86,7 @@ def composed(  # noqa: PLR0913 - what it is composed of, each by its name
 
 
 def start_ticks_in(manifest: Manifest) -> dict[int, int]:
-    """Who was dumped: the processes by number, with their start times of then; nobody in an image of an older hegmd."""
+    """Return the dumped pids with their former start times; empty for an image of an older hegmd."""
     pairs = [as_list(each) or () for each in as_list((manifest.more or {}).get("start_ticks")) or ()]
     known = [(_whole(pair[0]) or 0, _whole(pair[1]) or 0) for pair in pairs if len(pair) == 2]
     return {pid: ticks for pid, ticks in known if 0 < pid <= _MAX_PID and ticks > 0}
@@ -121,18 +121,18 @@ def is_of(manifest: Manifest, op: Operation) -> bool:
 
 
 def mark_of(op: Operation) -> str:
-    """What tells the image of an operation from all others."""
+    """Return what identifies the image of an operation."""
     return f"{op.id} {op.created_utc!r}"
 
 
 def mark_in(manifest: Manifest) -> str:
-    """The same, as it stands in the image."""
+    """Return the same value from an image."""
     more = manifest.more or {}
     return f"{more.get('operation')} {more.get('asked_utc')!r}"
 
 
 def needs_in(manifest: Manifest) -> Needs:
-    """What CRIU has to be told. Raises HegmError."""
+    """Return the options for CRIU. Raises HegmError."""
     plain: Any = (manifest.more or {}).get("needs")
     try:
         return Needs.from_plain(plain)
@@ -142,7 +142,7 @@ def needs_in(manifest: Manifest) -> Needs:
 
 
 def tokens_in(manifest: Manifest) -> tuple[str, ...]:
-    """What all its agents call themselves, those in processes that had nothing on GPUs last."""
+    """Return the tokens of all its agents; those of processes without GPU memory come last."""
     others = as_list((manifest.more or {}).get("bystanders")) or ()
     tokens = (*(worker.token or "" for worker in manifest.workers), *map(str, others))
     return tuple(dict.fromkeys(tokens))

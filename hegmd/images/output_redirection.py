@@ -1,8 +1,8 @@
-"""Outputs of a restored job that are led elsewhere: descriptors of whoever asks, in the places of ends that are gone.
+"""Redirects outputs of a restored job to descriptors of the caller, in place of ends that no longer exist.
 
-What a job said into a pipe or to a terminal leads to nobody once it has come back, and so to /dev/null unless somebody
-gives a descriptor for it. Owns which ends these are and which descriptors will do. A descriptor is opened anew for the
-job, with the daemon's rights, so it gives nobody more than it gave whoever sent it.
+Output into a former pipe or terminal is lost after a restore, so it goes to /dev/null unless a descriptor is given for
+it. Owns which ends these are and which descriptors are accepted. A descriptor is reopened for the job with the daemon's
+rights, so it grants no more than its sender had.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STREAMS: Mapping[str, int] = {"stdout": 1, "stderr": 2}
 
 
 def named_streams(names: Sequence[str], fds: Sequence[int]) -> dict[str, int]:
-    """Each descriptor by the name of what is to lead there. Raises HegmError for one that nothing can be led into."""
+    """Return each descriptor by the name of its stream. Raises HegmError if one is not writable."""
     if len(names) != len(fds) or len(set(names)) != len(names) or not set(names) <= set(STREAMS):
         message = f"{len(fds)} descriptors came for the outlets {', '.join(names)[:80] or 'of no name'}"
         hint = f"send one descriptor for each, in their order; they are {' and '.join(STREAMS)}"
@@ -30,9 +30,9 @@ def named_streams(names: Sequence[str], fds: Sequence[int]) -> dict[str, int]:
 
 
 def led_elsewhere(outlets: Sequence[Outlet], streams: Mapping[str, int]) -> dict[str, int]:
-    """The descriptors by the ends that they take the places of. Raises Refused for a stream that has no such end.
+    """Return the descriptors by the ends that they replace. Raises Refused for a stream without such an end.
 
-    Where both streams of a job had one end, as with 2>&1, standard output's descriptor is for both.
+    If both streams of a job had one end, as with 2>&1, standard output's descriptor serves both.
     """
     led: dict[str, int] = {}
     for name, fd in streams.items():

@@ -1,11 +1,11 @@
-"""Meeting places: files by which agents that have stepped aside are told to stay, or where to come.
+"""Files by which disconnected agents learn whether to wait, or where to reconnect.
 
-Owns the folder beside the daemon's socket, whose files are named by the agents' tokens. An empty file is to stay, a
-path in it is where to come, and without the file an agent comes to its usual socket. What is there when a daemon starts
-is of one that has ended: it is taken away, and whoever waits there comes back.
+Owns the folder beside the daemon's socket, whose files are named by the agents' tokens. An empty file means wait, a
+path in it is the socket to connect to, and without a file an agent connects to its usual socket. At the start of a
+daemon, files of a former one are removed, and waiting agents reconnect.
 
-An image is restored with the place that its agents look at, which may be another daemon's, elsewhere. The file is made
-there then, before they look. Which places may be made is the caller's to say: the path is out of an image.
+An image is restored with the folder that its agents look at, which may be another daemon's. The file is then created
+there, before they look. The caller decides which folders are allowed: the path comes from an image.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from hegmd.errors import UNAVAILABLE, HegmError, Refused
 
 FOLDER_NAME = "aside"
-# Whoever knows a token may read its file; nobody may list them.
+# The mode lets anyone with a token read its file, and no one list the folder.
 _FOLDER_MODE = 0o711
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -29,9 +29,9 @@ _TOKEN = re.compile(r"[0-9a-f]{32}")
 
 
 class Rendezvous:
-    """The places of one daemon. Each call is a few calls of the kernel, on a file system in memory.
+    """The rendezvous folder of one daemon. Each call is a few system calls, on a file system in memory.
 
-    Where a folder is given it may be on any, and hang with it: not to be called by the event loop.
+    A given folder may be on any file system, and hang with it: do not call that on the event loop.
     """
 
     def __init__(self, socket_path: Path) -> None:
@@ -66,7 +66,7 @@ class Rendezvous:
         return (folder or self.folder) / token
 
     def _write(self, place: Path, content: bytes) -> str:
-        """Put a file there at once: whoever looks sees the old one or the new one."""
+        """Write a file atomically: a reader sees the old one or the new one."""
         new = f".{secrets.token_hex(8)}"
         try:
             with self._opened(place.parent, make=True) as folder:

@@ -43,7 +43,7 @@ class GrownFile:
 
 @dataclass(frozen=True, slots=True)
 class RestoreProblems:
-    """What stands against bringing a job back, files that have grown, and what else there is to know."""
+    """The reasons against a restore, the files that have grown, and notes."""
 
     reasons: tuple[Reason, ...]
     grown: tuple[GrownFile, ...]
@@ -75,9 +75,9 @@ class RestoreCheck:
         self._looks = Looks()
 
     async def run(self, manifest: Manifest, rights: Rights, *, as_then: bool) -> RestoreProblems:
-        """Everything that stands against bringing it back here and now, but for the GPUs. Raises HegmError.
+        """Return every reason against a restore here and now, except those about GPUs. Raises HegmError.
 
-        With `as_then`, files to which the job only appends have to be as long as they were, too.
+        With `as_then`, append-only files must have their former length, too.
         """
         needs = needs_in(manifest)
         found = [*self._against_owner(manifest, rights), *self._against_node(manifest, rights)]
@@ -164,7 +164,7 @@ def _told_holder(holder: DescriptorHolder) -> str:
 
 
 def _differing(manifest: Manifest, root: Path, tell: Tell) -> Differences:
-    """Between this node and the one that it was made on. Raises HegmError."""
+    """Return how this node differs from the image's. Raises HegmError."""
     try:
         return differences(manifest.node or {}, root=root, tell=tell)
     except (KeyError, TypeError) as error:
@@ -199,16 +199,16 @@ def _changed_files(
 
 
 def _to_cut_back(*, as_then: bool) -> str:
-    """The next step of whoever has a file that has grown; `as_then`: they want it cut back already."""
+    """Return the hint about a file that has grown; `as_then`: the caller requested truncation already."""
     if as_then:
         return "--truncate-outputs cuts it back when nothing else is in the way; if it has, somebody still writes there"
     return "restore with --truncate-outputs to cut it back"
 
 
 def _size_bytes(root: Path, path: str) -> int:
-    """Of the very file of that name, which had no link on its way when the image was made. Raises OSError.
+    """Return the size of the file of that name, which was no link when the image was written. Raises OSError.
 
-    Whose file a link leads to now, and how large that is, is not the job's owner's to know.
+    Another file that a link leads to may not be readable for the job's owner, so its size is not revealed.
     """
     fd = os.open(root / path.lstrip("/"), os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -1,9 +1,9 @@
-"""Jobs that come back from an image: its bytes into the pool, its processes by CRIU, its agents by their tokens.
+"""Restores jobs from images: its bytes into the pool, its processes by CRIU, its agents by their tokens.
 
-Owns the order of these and what is undone when any of it fails: the processes are ended again and their bytes given
-back, while the image stays as it is. The bytes are read while CRIU restores. From the moment at which every agent
-attends, parked and with its bytes known, the job is a suspended one like any other: an operation is made of it, and
-whatever happens then leaves a job that `resume` brings back. What stands against a restore is `restore_checks`'.
+Owns this order and what is undone when a step fails: the processes are killed and their memory is released, while the
+image does not change. The bytes are read while CRIU restores. Once every agent is connected, parked and with known
+bytes, the job becomes an ordinary suspended operation, and whatever happens later, `resume` restores it to its GPU.
+`restore_checks` has the reasons against a restore.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _POLL_INTERVAL_S = 0.5
 
 
 class JobRestorer:
-    """Brings jobs back. `images` tells their room, `criu` finds the program, `look` sees the node.
+    """Restores jobs. `images` opens them, `criu` finds the program, `look` takes a snapshot of the node.
 
-    `in_unit` gives each job a unit of systemd's.
+    `in_unit` gives each job a unit of systemd.
     """
 
     def __init__(  # noqa: PLR0913 - what it puts together, each by its name
@@ -85,7 +85,7 @@ class JobRestorer:
         self._back: dict[str, Revived] = {}
 
     def is_coming(self, pid: int) -> bool:
-        """Whether that process is being brought back now, and no operation has it yet."""
+        """True while that process is being restored and belongs to no operation yet."""
         return pid in self._coming
 
     @contextlib.asynccontextmanager
@@ -106,9 +106,9 @@ class JobRestorer:
         return snapshot.replace(candidates=(*others, *coming)), revived(manifest, "", {}, snapshot.gpus, 0.0)
 
     async def against(self, manifest: Manifest, rights: Rights, *, as_then: bool) -> RestoreProblems:
-        """Everything that stands against bringing it back here and now, but for the GPUs. Raises HegmError.
+        """Return every reason against a restore here and now, except those about GPUs. Raises HegmError.
 
-        With `as_then`, files to which the job only appends have to be as long as they were, too.
+        With `as_then`, append-only files must have their former length, too.
         """
         return await self._scrutiny.run(manifest, rights, as_then=as_then)
 
@@ -117,12 +117,13 @@ class JobRestorer:
     async def restore(
         self, image: Image, op_id: str, rights: Rights, on_progress: Progress, outlets: Mapping[str, int]
     ) -> Operation:
-        """Have its processes there, parked, their bytes in the pool under that operation's name; the operation.
+        """Restore its processes, parked, with their bytes in the pool under that operation's name. Returns the
+        operation.
 
-        With rights that somebody with these has anyway. `outlets`: descriptors for ends that led out of the job.
+        `rights` are the caller's: the processes get no others. `outlets`: descriptors for ends that led out of the job.
 
-        Raises HegmError, and then nothing of it is there; cancelled, the same. Who gets the operation sees to it that
-        it begins, or calls `undo`.
+        Raises HegmError, and then none of it exists; cancelling has the same effect. The caller must begin the
+        operation or call `undo`.
         """
         manifest = image.manifest
         asked_utc = time.time()
@@ -143,7 +144,7 @@ class JobRestorer:
             raise
 
     async def settled(self, manifest: Manifest, op_id: str) -> None:
-        """An operation has them now, or nobody any more. Raises nothing."""
+        """Release the records of a restore: an operation has the job, or it was undone. Raises nothing."""
         self._back.pop(op_id, None)
         self._coming.difference_update(worker.pid for worker in manifest.workers)
         with anyio.CancelScope(shield=True):
@@ -265,7 +266,8 @@ async def until_there(
     with anyio.move_on_after(within_s):
         while pids := missing():
             _require_alive(pids, ticks)  # nothing is awaited from the look at who is missing to the wait for news
-            with anyio.move_on_after(look_again_s):  # nobody tells of the end of a process whose agent never came
+            # no event reports the exit of a process whose agent never connected
+            with anyio.move_on_after(look_again_s):
                 await workers.news.wait()
         return
     late = missing()
@@ -278,7 +280,7 @@ async def until_there(
 
 
 def _require_alive(pids: Sequence[int], ticks: Mapping[int, int]) -> None:
-    """Raise HegmError for one that nobody has to wait for any more; one that cannot be seen now is waited for."""
+    """Raise HegmError if a process has exited; one that cannot be read now is waited for."""
     for pid in pids:
         try:
             found = start_ticks_of(pid)
@@ -305,9 +307,9 @@ def forget_mark(memory: Memory) -> None:
 
 
 def guise_in(dir_fd: int, rights: Rights) -> CriuPrivileges:
-    """Whose rights CRIU has. Raises HegmError unless every thread comes back with rights that the caller has.
+    """Return the rights of CRIU. Raises HegmError unless every thread gets only rights that the caller has.
 
-    For root these are a user's: the image was made so.
+    For root these are a user's rights: the image was written that way.
     """
     found = credentials_in(dir_fd)
     uid, gids = rights.uid, frozenset({rights.gid, *rights.groups})

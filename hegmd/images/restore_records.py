@@ -1,12 +1,12 @@
-"""Restores that a daemon was killed in: a note of each is on disk from before CRIU until an operation has its job.
+"""Restores that were interrupted by the end of a daemon: each has a record on disk from before CRIU until its job has
+an operation.
 
-Owns these notes, and what a start does with one that it finds: no operation tells of that job, so whatever came back of
-it is ended, the bytes that were read for it are given back, and the image is as it was. The unit that it was to be in,
-or the attendant that is its parent, has all of it. A process alone is known by its number, by having been made after
-the note, and by its command line or the `hegmctl run` in its environment, which came with its memory: a number alone
-may be somebody else's by then. A CRIU that is still at work has nothing yet that such a process is known by; its
-attendant is, and sees to its end. A note that could not be taken away tells of a job that has long had an operation
-of its own: what any operation has, or had, is let be.
+Owns these records, and what a start does with one: no operation has that job, so its processes are killed, their memory
+is released, and the image does not change. Its unit, or parent.py, holds all of it. A process alone is recognised by
+its pid, by a start time after the record, and by its command line or the `hegmctl run` in its environment, which were
+restored with its memory: a pid alone may belong to another process. A CRIU that still works has none of these yet; its
+parent.py kills it. A record that could not be removed may describe a job that has an operation: processes that belong
+or belonged to an operation are not touched.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ class RestoreRecords:
             raise HegmError(UNAVAILABLE, message, f"look at the disk of {self._folder}") from error
 
     def forget(self, op_id: str) -> None:
-        """An operation has the job, or nobody any more. Raises nothing: what stays is known for what it is."""
+        """Remove the record of a restore that has an operation or was undone.
+
+        Raises nothing; what remains is recognised.
+        """
         try:
             os.unlink(self._folder / op_id)
         except FileNotFoundError:
@@ -81,7 +84,7 @@ class RestoreRecords:
     async def end_left(self, op_id: str) -> None:
         """End what is left of a restore whose attendant was killed. Raises nothing: what stays has the job's numbers,
         and the next restore names it."""
-        for _ in range(_MAX_ROUNDS):  # one that is ended may just have made another
+        for _ in range(_MAX_ROUNDS):  # a process may have forked just before it was killed
             try:
                 if not await run_detached(lambda _: self._end_found(op_id), name="hegmd-end"):
                     return
@@ -133,7 +136,7 @@ class RestoreRecords:
 
 
 def _end(came: Mapping[int, int], attendants: Mapping[int, int]) -> None:
-    """End them, and whoever they have made or CRIU is making, where somebody attends to these: that one knows them."""
+    """Kill them and, through their parent.py, everything that they or CRIU have created."""
     for pid, ticks in attendants.items():
         logger.warning("CRIU's attendant, process %d, is told to end what it restores", pid)
         ask(pid, ticks, signal.SIGUSR1)
@@ -161,7 +164,7 @@ def attendants_of(note: Mapping[str, object]) -> Mapping[int, int]:
 
 
 def _of(note: Mapping[str, object]) -> Mapping[int, int] | None:
-    """What lives of the processes of that note, with their start times; None of another boot's. Blocks."""
+    """Return the live processes of that record, with their start times; None if from another boot. Blocks."""
     if note.get("boot") != _BOOT_ID.read_text().strip():
         return None  # whatever came back has gone with the kernel
     pids, commands, runs = (as_list(note.get(name)) or () for name in ("pids", "commands", "runs"))

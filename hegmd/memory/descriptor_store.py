@@ -1,8 +1,7 @@
-"""Where descriptors outlive the daemon: one interface, whoever holds them.
+"""Where descriptors outlive the daemon: one interface for systemd's descriptor store and the keeper.
 
-Under systemd its descriptor store does; elsewhere the keeper, a process of ours (keeper/). The pool, and whatever else
-lives by descriptors alone, sees `Store` and cannot tell which. A descriptor may be of any kind: memory, exported video
-memory, a socket.
+The keeper is a process of ours (keeper/), for nodes without systemd. The pool and others use `Store` and cannot tell
+which it is. A descriptor may be of any kind: memory, exported GPU memory, a socket.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from hegmd.system.systemd import PassedDescriptors, ServiceManager
 
 logger = logging.getLogger(__name__)
 
-# What is ours among the descriptors that come with the start.
+# Prefix of our names among the descriptors passed at the start.
 PREFIX = "hegm-"
 BARRIER_S = 5.0
 
 
 class Store(Protocol):
-    """Holds descriptors by name. One that cannot be held, or not any more, raises HegmError."""
+    """Holds descriptors by name. A call that cannot hold one, or no longer, raises HegmError."""
 
     async def put(self, name: str, fd: int) -> None:
         """Hold a copy of that descriptor under that name, beyond the end of this process."""
@@ -36,7 +35,7 @@ class Store(Protocol):
         ...
 
     async def found(self) -> Sequence[tuple[str, int]]:
-        """What an earlier daemon left: name and a descriptor, which is the caller's from here on. Asked once."""
+        """Return what an earlier daemon left: names and descriptors, which the caller owns. Call it once."""
         ...
 
     async def run(self) -> None:

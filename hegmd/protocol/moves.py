@@ -117,7 +117,7 @@ class Handoff(Request, op="handoff", reply=OperationReply, event=OperationProgre
 
 
 class Restore(Request, op="restore", reply=OperationReply, event=OperationProgress, changes_state=True):
-    """Bring a job back from an image, with its process ids, and let it go on from its next batch.
+    """Bring a job back from an image, with its process ids, and resume the job from its next batch.
 
     For the owner of an image of this node, or of one with its key, and for root. What fails before the processes are
     there leaves only the image, later a suspended job. A refusal's facts name files that are longer, and their former
@@ -223,7 +223,7 @@ class Orphans(Request, op="orphans", reply=OrphansReply):
 
 
 class Adopt(Request, op="adopt", reply=OperationReply, event=OperationProgress, changes_state=True):
-    """Make an operation of a process that stands and that none claims, and let it go on."""
+    """Make an operation of a process that stands and that none claims, and resume the job."""
 
     pid: int = field("the process; the others of its job come along")
     to: str | None = field("the GPU to go on at; nil for the one that it was started for", default=None)

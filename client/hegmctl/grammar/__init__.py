@@ -58,33 +58,33 @@ __all__ = [
 ]
 
 PROGRAM = "hegmctl"
-SUMMARY = "ask hegmd, the daemon of this node's GPUs"
+SUMMARY = "control hegmd, the daemon of this node's GPUs"
 DESCRIPTION = (
-    "hegmctl shows the GPUs of this node and the processes on them, checks the node, and speaks to the node's daemon, "
-    "hegmd, over a Unix socket. On a terminal it prints aligned tables in colour; into a pipe, plain text; with "
-    "--json, JSON. What it does not know it shows as `-`, never as 0."
+    "hegmctl shows the GPUs of this node and the processes on them, moves jobs between GPUs, and checks the node. It "
+    "talks to the daemon hegmd over a Unix socket. On a terminal it prints coloured tables; into a pipe, plain text; "
+    "with --json, JSON. Unknown values are shown as `-`, never as 0."
 )
 
 GLOBAL_OPTIONS: tuple[Option, ...] = (
     Option("--socket", kind=PATH, metavar="PATH", complete=FILES, doc="the daemon's socket"),
-    Option("--json", doc="print JSON, as docs/json.md describes it; errors too, to standard error"),
-    Option("-q", "--quiet", doc="print the answer and nothing about it"),
+    Option("--json", doc="print JSON as described in docs/json.md; errors too, to standard error"),
+    Option("-q", "--quiet", doc="print the result only"),
     Option("--color", doc="use colours, even in a pipe"),
-    Option("--no-color", doc="use no colours; so do NO_COLOR in the environment and TERM=dumb"),
+    Option("--no-color", doc="use no colours; same as NO_COLOR in the environment or TERM=dumb"),
     Option(
         "--timeout",
         kind=SECONDS,
         metavar="SECONDS",
-        doc="wait so long: for an answer (10, doctor 120), or a batch (60)",
+        doc="time limit in seconds for an answer (default 10, doctor 120) or a batch (default 60)",
     ),
-    Option("-h", "--help", doc="explain the program or the command"),
-    Option("--version", doc="print the version of hegmctl; `hegmctl version` asks the daemon for its own as well"),
+    Option("-h", "--help", doc="show help for the program or the command"),
+    Option("--version", doc="print the version of hegmctl; `hegmctl version` also shows the daemon's"),
 )
 
 GROUPS: dict[str, str] = {
-    "hegm": "have plain `python train.py` save at SIGUSR1, as HeGM does",
-    "images": "look at images of jobs on disk",
-    "simulate": "make simulated GPUs hold memory or fail",
+    "hegm": "let `python train.py` save its state at SIGUSR1, as HeGM does",
+    "images": "show and manage images of jobs on disk",
+    "simulate": "allocate memory on simulated GPUs, or make them fail",
 }
 
 _ASIDE = (

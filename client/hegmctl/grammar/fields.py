@@ -29,16 +29,16 @@ _WORDS: dict[str, dict[str, Any]] = {
     "to": {"metavar": "GPU", "complete": GPUS},
     "dry_run": {
         "names": ("-n", "--dry-run"),
-        "doc": "only show what would be done, or every reason why it cannot be",
+        "doc": "show the plan, or every reason why it is refused, and change nothing",
     },
     "carrier": {
         "choices": CARRIER_NAMES,
-        "doc": "how the bytes go: peer (GPU to GPU), host (the pool, by hegmd), worker (the pool, by the job) or "
-        "driver; else the fastest that can. One that cannot is refused, with the reason",
+        "doc": "how the bytes are copied: peer (GPU to GPU), host (through the pool, by hegmd), worker (through the "
+        "pool, by the job) or driver; default: the fastest possible. An impossible one is refused with the reason",
     },
     "wait": {"names": ("--no-wait",), "doc": "do not wait for the end; `hegmctl op` shows it"},
 }
-_WAIT = Option("--wait", doc="wait for the end, which is what is done anyway")
+_WAIT = Option("--wait", doc="wait for the end (default)")
 # Options of many commands, after those of one.
 _COMMON = ("carrier", "dry_run", "wait")
 # The limit is the option --timeout of every command.

@@ -25,18 +25,18 @@ LOOKING = (
     Verb(
         "ps",
         "show the processes on the GPUs",
-        "One line for each process with a hand on a GPU: its owner, its GPUs, its video memory on all of them "
-        "together, whether an agent of hegmd is connected in it, what it belongs to, and its command.",
+        "One line for each process that uses a GPU: its owner, its GPUs, its total GPU memory, whether hegmd's agent "
+        "is connected in it, its job, and its command.",
         options=(
             Of("gpus", names=("--gpu",), metavar="GPU", splits=True, complete=GPUS, doc="only processes on this GPU"),
-            Of("ways", doc="show in which ways each process could be moved, and why not in the others"),
+            Of("ways", doc="show which methods can move each process, and why the others cannot"),
             Option(
                 "-w",
                 "--watch",
                 kind=SECONDS,
                 metavar="SECONDS",
                 implied="2",
-                doc="show it again every 2 seconds, or as given, until interrupted; waits for a daemon that restarts",
+                doc="repeat every 2 seconds, or as given, until interrupted; waits while the daemon restarts",
             ),
         ),
         request="processes",
@@ -44,15 +44,15 @@ LOOKING = (
         forms=(Form(request="processes"), Form("--watch", request="processes", prints=LINES)),
         arguments=(Of("pids", doc="only these processes"),),
         examples=(
-            ("hegmctl ps --gpu gpu0 --watch", "look at what happens on one GPU"),
-            ("hegmctl ps --ways 4711", "how process 4711 could be moved"),
+            ("hegmctl ps --gpu gpu0 --watch", "watch one GPU"),
+            ("hegmctl ps --ways 4711", "how process 4711 can be moved"),
         ),
     ),
     Verb(
         "events",
         "show what happened on this node",
-        "Events that the daemon remembers, oldest first: GPUs lost and found, errors, processes coming and going. With "
-        "--follow it stays and waits for more, also across a restart of the daemon.",
+        "Events that the daemon remembers, oldest first: GPUs lost and found, errors, processes that start and exit. "
+        "With --follow it waits for more, also while the daemon restarts.",
         request="events",
         handler="commands:events",
         forms=(Form(request="events", record="hegmd.protocol.snapshots:Event", prints=LINES, call=""),),
@@ -60,24 +60,25 @@ LOOKING = (
             Of("since", metavar="NUMBER", doc="only events with this number or a higher one"),
             Of(
                 "run",
-                doc="the daemon's run that NUMBER is of, as `hegmctl version` shows it; in another run all is shown",
+                doc="the daemon's run that NUMBER belongs to, as shown by `hegmctl version`; in another run all "
+                "events are shown",
             ),
-            Of("follow", names=("-f", "--follow"), doc="stay and wait for more, until interrupted"),
+            Of("follow", names=("-f", "--follow"), doc="wait for more events, until interrupted"),
             Of(
                 "kinds",
                 names=("--kind",),
                 metavar="KIND",
                 choices=EVENT_KINDS,
-                doc="only this kind; `gpu` stands for gpu.lost and all of its family",
+                doc="only this kind; `gpu` includes gpu.lost and every other kind of GPU event",
             ),
         ),
-        examples=(("hegmctl events --kind gpu -f", "wait for something to happen to a GPU"),),
+        examples=(("hegmctl events --kind gpu -f", "wait for events of GPUs"),),
     ),
     Verb(
         "doctor",
-        "check this node and say how to mend it",
+        "check this node and show how to fix it",
         "Checks driver, libraries, CRIU, memory, kernel and permissions, with the daemon's rights, and prints the "
-        "command that mends what is wrong. Without a daemon it makes the checks with the caller's own rights.",
+        "command that fixes each problem. Without a daemon it uses the caller's own rights.",
         exits="The exit status is 0 when nothing fails and 15 when something does; warnings do not count.",
         handler="commands:doctor",
         forms=(Form(record="hegmctl.answers:DoctorAnswer"),),
@@ -85,23 +86,21 @@ LOOKING = (
     Verb(
         "version",
         "show the versions of client and daemon",
-        "Also the protocol that they speak and what the daemon can do. Without a daemon it says so and is content with "
-        "the client's version; `hegmctl ping` is the command that fails then.",
+        "Also shows the protocol and the daemon's capabilities. Without a daemon it shows the client's version and "
+        "succeeds; use `hegmctl ping` for a check that fails.",
         handler="commands:version",
         forms=(Form(record="hegmctl.answers:VersionAnswer"),),
     ),
     Verb(
         "config",
-        "show the configuration in force, or read it again",
-        "Every setting with its value and where the value comes from.",
+        "show the active configuration, or reload it",
+        "Shows every setting with its value and the source of the value.",
         request="config",
         forms=(
             Form(request="config", render="answers_text:config_text"),
             Form("--reload", request="reload", render="answers_text:reload_text"),
         ),
-        options=(
-            Option("--reload", doc="make the daemon read its configuration again; a bad one is refused as a whole"),
-        ),
+        options=(Option("--reload", doc="reload the daemon's configuration; an invalid one changes nothing"),),
     ),
     Verb(
         "metrics",
@@ -112,11 +111,11 @@ LOOKING = (
     ),
     Verb(
         "ping",
-        "see whether the daemon answers, and how fast",
+        "check whether the daemon answers, and how fast",
         request="ping",
         handler="commands:ping",
         forms=(Form(request="ping", record="hegmctl.answers:PingAnswer"),),
-        options=(Option("-c", "--count", kind=POSITIVE, metavar="NUMBER", doc="ask this often; once if not given"),),
+        options=(Option("-c", "--count", kind=POSITIVE, metavar="NUMBER", doc="number of requests; default: 1"),),
     ),
     Verb(
         "simulate hold",
@@ -130,17 +129,17 @@ LOOKING = (
             Of("vram_bytes", name="SIZE", kind=SIZE, doc="how much to hold, such as 512MiB or 2GiB"),
         ),
         tail="COMMAND",
-        examples=(("hegmctl simulate hold gpu0 2GiB -- python3 train.py", "a job that seems to use 2 GiB"),),
+        examples=(("hegmctl simulate hold gpu0 2GiB -- python3 train.py", "simulate a job that uses 2 GiB"),),
     ),
     Verb(
         "simulate fault",
-        "make a simulated GPU fail, or mend it",
-        "For a daemon started with --simulate. The faults in force afterwards are printed.",
+        "make a simulated GPU fail, or repair it",
+        "For a daemon started with --simulate. Prints the active faults.",
         request="simulate.fault",
         render="answers_text:faults_text",
         arguments=(
             Of("target", complete=GPUS, choices=("vendor",), doc="a GPU, or `vendor` for the vendor's whole library"),
-            Of("fault", choices=FAULTS, doc="one of " + ", ".join(FAULTS[:-1]) + "; or none, to mend it"),
+            Of("fault", choices=FAULTS, doc="one of " + ", ".join(FAULTS[:-1]) + "; or none, to repair it"),
         ),
         examples=(
             ("hegmctl simulate fault gpu1 lost", "gpu1 falls off the bus"),

@@ -6,21 +6,21 @@ from hegmctl.grammar.rows import AFTER_PROGRESS, ONE, Form, Verb
 from hegmctl.grammar.words import FILES, PATH, PID, PIDS, PLACES, POSITIVE, SECONDS, TEXT, Argument, Of, Option
 
 _OPERATION = "operating_text:operation_text"
-_SPILL = Of("spill", doc="have the bytes on disk, with checksums, until `resume`")
+_SPILL = Of("spill", doc="keep the bytes on disk, with checksums, until `resume`")
 _HEGM = (Form(record="hegmctl.answers:HegmAnswer"),)
 # When the next Python of a restart imports PyTorch.
 READY_WHEN = ("in-turn", "beforehand", "always")
 NVLS = ("off", "keep")
 
-_VENV = Option("--venv", kind=PATH, metavar="DIR", complete=FILES, doc="the environment; else the one in VIRTUAL_ENV")
+_VENV = Option("--venv", kind=PATH, metavar="DIR", complete=FILES, doc="the virtual environment; default: VIRTUAL_ENV")
 MOVING = (
     Verb(
         "hegm enable",
-        "have every Python of an environment that trains save its state at SIGUSR1",
+        "let every training in a virtual environment save its state at SIGUSR1",
         "As after `pip install hegm`: `python train.py` needs no launcher. SIGUSR1 saves the state at the next batch "
         "boundary to HEGM_CHECKPOINT_PATH, else /checkpoint/latest.pt, and ends the training with HEGM_EXIT_CODE, else "
-        "99; the same command in the same folder goes on from there. Two files are added to the environment. A Python "
-        "that imports no PyTorch is left alone.",
+        "99; the same command in the same folder continues from there. Adds two files to the environment. A Python "
+        "that imports no PyTorch is not affected.",
         handler="enabling:enable",
         forms=_HEGM,
         options=(_VENV,),
@@ -28,21 +28,27 @@ MOVING = (
     ),
     Verb(
         "hegm disable",
-        "take that away again",
+        "undo `hegm enable`",
         "Removes the two files, and nothing else.",
         handler="enabling:disable",
         forms=_HEGM,
         options=(_VENV,),
     ),
-    Verb("hegm status", "show whether an environment has it", handler="enabling:status", forms=_HEGM, options=(_VENV,)),
+    Verb(
+        "hegm status",
+        "show whether `hegm enable` is active in an environment",
+        handler="enabling:status",
+        forms=_HEGM,
+        options=(_VENV,),
+    ),
     Verb(
         "run",
         "run a command so that it can be moved",
         "Becomes the command, with hegmd's agent in every Python that it starts. Nothing is installed and no line of "
-        "the script changes; exit status, signals, terminal and process group are the command's own. One that is "
-        "not found ends with 127, and one that cannot be run with 126, as in a shell. Without a daemon one is started "
-        "for this user's own processes, which ends when its last job has. With --allow-restart it stays as the "
-        "command's parent: signals and exit status are passed on, and killed, it leaves the command running.",
+        "the script changes; exit status, signals, terminal and process group are the command's own. As in a shell, "
+        "the exit status is 127 if the command is not found, and 126 if it cannot be run. If no daemon runs, starts "
+        "one for this user's processes, which exits after its last job. With --allow-restart it stays as the "
+        "command's parent and passes on signals and exit status; if it is killed, the command keeps running.",
         handler="running:run",
         options=(
             Option(
@@ -50,37 +56,42 @@ MOVING = (
                 kind=TEXT,
                 metavar="GPU",
                 complete=PLACES,
-                doc="the only GPUs that it sees, or cpu; before CUDA_VISIBLE_DEVICES",
+                doc="the only GPUs that the command sees, or cpu; overrides CUDA_VISIBLE_DEVICES",
             ),
-            Option(
-                "--name", kind=TEXT, metavar="NAME", doc="what to call the job; two runs of one name are still two jobs"
-            ),
+            Option("--name", kind=TEXT, metavar="NAME", doc="name of the job; two runs with one name are two jobs"),
             Option(
                 "--checkpoint-every",
                 kind=SECONDS,
                 metavar="TIME",
-                doc="have an image of the job taken every so often, between two batches, while it runs",
+                doc="write an image of the job at this interval, between two batches",
             ),
-            Option("--keep", kind=POSITIVE, metavar="NUMBER", doc="of these, keep the newest so many; 3 if not given"),
+            Option("--keep", kind=POSITIVE, metavar="NUMBER", doc="number of newest images to keep; default: 3"),
             Option(
-                "--dir", kind=PATH, metavar="DIR", complete=FILES, doc="the directory that they are in; made if need be"
+                "--dir",
+                kind=PATH,
+                metavar="DIR",
+                complete=FILES,
+                doc="directory of the images; created if it does not exist",
             ),
             Option(
                 "--allow-restart",
-                doc="stay as the command's parent, so that it can leave between two batches and be started again on a "
-                "GPU of another vendor or chip, with another environment or Python; HEGM_ALLOW_RESTART=1 does the same",
+                doc="stay as the command's parent, so that hegmd can restart it between two batches: on a GPU of "
+                "another vendor or chip, or with another environment or Python; same as HEGM_ALLOW_RESTART=1",
             ),
             Option(
-                "--restart-tries", kind=POSITIVE, metavar="NUMBER", doc="start it so often in a place; 2 if not given"
+                "--restart-tries",
+                kind=POSITIVE,
+                metavar="NUMBER",
+                doc="number of start attempts per target; default: 2",
             ),
             Option(
                 "--ready",
                 kind=TEXT,
                 metavar="WHEN",
                 choices=READY_WHEN,
-                doc="when the next Python of a restart imports PyTorch: in-turn, while the job stands; beforehand, "
-                "once one is asked for, the job training on for 15 s at most; or always, from its first batch on, "
-                "which is the soonest and takes some 0.5 GB of memory; as the daemon is configured if not given",
+                doc="when the next Python of a restart imports PyTorch: in-turn, while the job is parked; beforehand, "
+                "once a restart is requested, while the job trains for at most 15 s; or always, from its first "
+                "batch on, which is fastest and takes about 0.5 GB of memory; default: the daemon's setting",
             ),
             Option(
                 "--nvls",
@@ -90,9 +101,14 @@ MOVING = (
                 doc="multicast by NVLink in NCCL: off, as the driver cannot checkpoint its memory; or keep, and then "
                 "ranks on several GPUs cannot be moved; off if not given and NCCL_NVLS_ENABLE is not set",
             ),
-            Option("--resume", kind=TEXT, metavar="ID", doc="begin from the state that a suspended operation holds"),
-            Option("--simulate", kind=TEXT, metavar="SPEC", doc="if a daemon is started, with such GPUs: 2x8GiB"),
-            Option("--no-daemon-start", doc="start no daemon; the agent looks out for one"),
+            Option("--resume", kind=TEXT, metavar="ID", doc="continue from the saved state of a suspended operation"),
+            Option(
+                "--simulate",
+                kind=TEXT,
+                metavar="SPEC",
+                doc="simulated GPUs for a daemon that is started, such as 2x8GiB",
+            ),
+            Option("--no-daemon-start", doc="start no daemon; the agent connects when one starts"),
         ),
         tail="COMMAND",
         examples=(
@@ -100,68 +116,74 @@ MOVING = (
             ("hegmctl run --gpu gpu1 -- torchrun train.py", "its ranks move as one"),
             (
                 "hegmctl run --allow-restart -- python3 train.py",
-                "one that can be started again elsewhere too",
+                "a training that can also be restarted elsewhere",
             ),
             (
                 "hegmctl run --checkpoint-every 10min --dir /images -- python3 train.py",
-                "the last three images of it are in /images",
+                "keep its last three images in /images",
             ),
         ),
     ),
     Verb(
         "migrate",
         "move running jobs to another GPU",
-        "Stops the job between two batches, moves it, and lets it go on; done means that its next batch was seen. "
-        "Whatever fails, the job ends up running where it was. Ctrl-C asks whether to turn back or to leave it going. "
-        "Of a process on several GPUs, --to names one for each, as `hegmctl ps` has them, or which takes whose place.",
+        "Quiesces the job between two batches, moves it and resumes it; it is done when the next batch has run. If a "
+        "step fails, the job is rolled back and runs where it was. Ctrl-C asks whether to roll back or to let it "
+        "finish. For a process on several GPUs, --to takes a GPU for each, in the order of `hegmctl ps`, or OLD=NEW "
+        "pairs.",
         request="migrate",
         render=_OPERATION,
         handler="move_commands:migrate",
         options=(
-            Of("to", complete=PLACES, doc="the GPU to go to, or cpu; GPU,GPU or OLD=NEW"),
-            Of("via", metavar="WAY", choices=("restart",), doc="leave, and be started again from its state"),
-            Of("allow_restart", doc="let it be a restart where there is no better way"),
-            Of("unset", names=("--env",), metavar="NAME=VALUE", doc="restart with it so; NAME alone: without it"),
+            Of("to", complete=PLACES, doc="target GPU, or cpu; GPU,GPU or OLD=NEW"),
+            Of("via", metavar="WAY", choices=("restart",), doc="move by a restart from its saved state"),
+            Of("allow_restart", doc="allow a restart if no other method is possible"),
+            Of(
+                "unset",
+                names=("--env",),
+                metavar="NAME=VALUE",
+                doc="set this variable for the restart; NAME alone unsets it",
+            ),
             Of("python", kind=PATH, metavar="PATH", complete=FILES, doc="restart with this Python"),
         ),
         examples=(
-            ("hegmctl migrate 4711 --to gpu1", "move process 4711, and the others of its job"),
-            ("hegmctl migrate 4711 --to gpu1 --dry-run", "what that would take"),
-            ("hegmctl migrate 4711 --to gpu1 --carrier host", "by way of the pool, also where NVLink is faster"),
+            ("hegmctl migrate 4711 --to gpu1", "move the job of process 4711"),
+            ("hegmctl migrate 4711 --to gpu1 --dry-run", "show the plan only"),
+            ("hegmctl migrate 4711 --to gpu1 --carrier host", "go through the pool, even if NVLink is faster"),
             ("hegmctl migrate 4711 --to gpu2,gpu3", "move process 4711, which is on gpu0 and gpu1"),
-            ("hegmctl migrate 4711 --to gpu0=gpu2", "move what it has on gpu0 only"),
+            ("hegmctl migrate 4711 --to gpu0=gpu2", "move only its part on gpu0"),
             (
                 "hegmctl migrate 4711 --via restart --to gpu1 --python /opt/rocm/bin/python3",
                 "to another vendor, with a Python that can use it",
             ),
-            ("hegmctl migrate 4711 --via restart --to cpu", "off the GPUs, training on; --to gpu0 brings it back"),
+            ("hegmctl migrate 4711 --via restart --to cpu", "continue on the CPU; --to gpu0 moves it back"),
         ),
     ),
     Verb(
         "suspend",
-        "take running jobs off their GPUs",
-        "Stops the job between two batches and holds its bytes in the pool until `resume`; meanwhile its memory is "
-        "free for others. With --spill the bytes go on to disk and take no memory either; that can be asked of a job "
-        "that is suspended already. Where the disk has no room, they stay in memory, and the command fails.",
+        "suspend running jobs and free their GPUs",
+        "Quiesces the job between two batches and keeps its bytes in the pool until `resume`; meanwhile its GPU "
+        "memory is free. With --spill the bytes are written to disk and take no host memory either; this also works "
+        "for a job that is already suspended. If the disk is full, they stay in memory, and the command fails.",
         request="suspend",
         render=_OPERATION,
         options=(_SPILL,),
         examples=(
-            ("hegmctl suspend 4711", "take 4711 off its GPU"),
-            ("hegmctl suspend --spill 4711", "and have its bytes on disk"),
+            ("hegmctl suspend 4711", "free the GPU of job 4711"),
+            ("hegmctl suspend --spill 4711", "and keep its bytes on disk"),
         ),
     ),
     Verb(
         "quiesce",
-        "let running jobs stand between two batches",
-        "Stops the job at its next boundary and leaves all that it has where it is; it is done when the job stands. "
-        "After --hold seconds the job goes on by itself, and before that with `resume`. What else is asked of it "
-        "meanwhile, such as `offload`, `checkpoint` or `migrate`, begins from where it stands.",
+        "park running jobs between two batches",
+        "Parks the job at its next boundary and leaves its memory in place; it is done when the job is parked. After "
+        "--hold seconds, or with `resume`, the job resumes. Other commands meanwhile, such as `offload`, `checkpoint` "
+        "or `migrate`, start from that boundary.",
         request="quiesce",
         render=_OPERATION,
         options=(
-            Of("hold_s", doc="let it go on by itself after so long; 60 if not given"),
-            Of("wait", doc="do not wait until it stands; `hegmctl op` shows it"),
+            Of("hold_s", doc="resume it automatically after this time; default: 60"),
+            Of("wait", doc="do not wait until the job is parked; `hegmctl op` shows it"),
         ),
         examples=(
             ("hegmctl quiesce 4711 --timeout 30 --hold 300", "at a boundary within 30 s, for 5 minutes at most"),
@@ -169,9 +191,9 @@ MOVING = (
     ),
     Verb(
         "offload",
-        "take running jobs off their GPUs: `suspend`, as one step of several",
-        "The step between `quiesce` and `handoff`, or a `suspend` by itself: they are the same. --timeout is how long "
-        "the wait for a boundary may take, of a job that does not stand at one already.",
+        "suspend running jobs, as one step of several",
+        "The step between `quiesce` and `handoff`; the same as `suspend`. --timeout limits the wait for a boundary of "
+        "a job that is not parked yet.",
         request="suspend",
         render=_OPERATION,
         options=(_SPILL,),
@@ -179,62 +201,63 @@ MOVING = (
     Verb(
         "handoff",
         "write a suspended job into an image on disk",
-        "The second half of `checkpoint`: of a job that is off its GPU already. Its processes end when the image was "
-        "read back; if that cannot be, or takes longer than --timeout, the job stays suspended and no image is left.",
+        "The second half of `checkpoint`, for a suspended job. Its processes end once the image is verified; if that "
+        "fails, or takes longer than --timeout, the job stays suspended and no image is left.",
         request="handoff",
         render=_OPERATION,
         arguments=(
             Of("pid"),
-            Of("path", doc="the directory that the image is to have; it must not be there yet"),
+            Of("path", doc="directory of the image; it must not exist yet"),
         ),
         examples=(("hegmctl handoff 4711 /images/train --timeout 600", "within ten minutes, or not at all"),),
     ),
     Verb(
         "resume",
-        "let a suspended job go on, or one that only stands",
-        "Done means that its next batch was seen. If its bytes are not back after --timeout, it is suspended again.",
+        "resume a suspended or quiesced job",
+        "It is done when the next batch has run. If its bytes are not reloaded within --timeout, it is suspended "
+        "again.",
         request="resume",
         render=_OPERATION,
-        options=(Of("to", complete=PLACES, doc="the GPU to go on at; else where it was"),),
+        options=(Of("to", complete=PLACES, doc="target GPU; default: its former GPU"),),
         arguments=(Of("pid", complete=""),),
-        examples=(("hegmctl resume 4711 --to gpu1", "let it go on, on gpu1"),),
+        examples=(("hegmctl resume 4711 --to gpu1", "resume it on gpu1"),),
     ),
     Verb(
         "drain",
         "move everything off a GPU",
-        "One job after the other, each to a GPU that takes it, with a summary at the end. Only processes on that GPU "
-        "move; the others of their jobs stand by.",
+        "Moves one job after the other to a suitable GPU, and prints a summary. Only processes on that GPU move; the "
+        "others of their jobs wait.",
         exits="The exit status is that of the first job that was not moved.",
         request="drain",
         render="operating_text:drained_text",
         handler="move_commands:drain",
         options=(
-            Of("to", splits=True, doc="only to this GPU; else to any"),
-            Of("wait", doc="begin all moves at once and wait for no end; `hegmctl ops` shows them"),
+            Of("to", splits=True, doc="target GPUs; default: any"),
+            Of("wait", doc="start all moves at once and do not wait; `hegmctl ops` shows them"),
         ),
         interrupted="; the jobs after it stay",
         examples=(("hegmctl drain gpu0 --to gpu1,gpu2", "empty gpu0 before its maintenance"),),
     ),
     Verb(
         "swap",
-        "let two jobs change places",
-        "Where there is not room for one beside the other, the first waits in the pool while the second moves. Once "
-        "begun it is carried out to its end, also when hegmctl is interrupted.",
+        "exchange the GPUs of two jobs",
+        "If both do not fit on one GPU, the first waits in the pool while the second moves. The daemon finishes a "
+        "swap even if hegmctl is interrupted.",
         request="swap",
         render="operating_text:swapped_text",
-        options=(Of("wait", doc="do not wait for the end; the steps after the first follow by themselves"),),
+        options=(Of("wait", doc="do not wait for the end; the daemon carries out the later steps"),),
         arguments=(
             Of("first", name="PID", kind=PID, complete=PIDS),
             Of("second", name="OTHER", kind=PID, complete=PIDS),
         ),
         interrupted="; the swap is carried out by the daemon: see `hegmctl ops`",
-        examples=(("hegmctl swap 4711 4712", "each goes where the other is"),),
+        examples=(("hegmctl swap 4711 4712", "move each job to the GPU of the other"),),
     ),
     Verb(
         "ops",
-        "show the operations, and what needs a person",
-        "Those under way, the suspended, and the last ones that are over; below them what was found on the node and "
-        "belongs to none, each with the command that does something about it.",
+        "show the operations, and what needs your attention",
+        "Running and suspended operations, and the latest that ended; below them orphaned processes and memory, each "
+        "with the command that handles it.",
         request="operations",
         render="operating_text:operations_text",
     ),
@@ -248,31 +271,30 @@ MOVING = (
             Form("--follow", request="operation", prints=AFTER_PROGRESS, call=""),
         ),
         options=(
-            Of("follow", names=("-f", "--follow"), doc="wait until it has come to rest, and show how it comes on"),
+            Of("follow", names=("-f", "--follow"), doc="wait until it ends or is suspended, and show its progress"),
             Option("--story", doc="tell the story in full: when, how long it took, who, and what they did"),
         ),
     ),
     Verb(
         "cancel",
-        "have an operation turned back",
-        "The job is brought back to how it was. Refused where going on is shorter than going back. With --drop the "
-        "state of a restart is given up that nobody has gone on from, and its memory given back: there is no way back.",
+        "cancel an operation and roll it back",
+        "Rolls the job back. Refused when finishing takes less time than a rollback. With --drop, discards the saved "
+        "state of a restart and frees its memory; this cannot be undone.",
         request="operation.cancel",
         handler="move_commands:cancel",
         forms=(Form(request="operation.cancel", call="cancel"),),
         options=(
-            Of("drop", doc="give up for good the state that it holds, whose process is gone"),
-            Option("-y", "--yes", doc="do not ask before that"),
+            Of("drop", doc="discard the saved state of a process that has exited"),
+            Option("-y", "--yes", doc="do not ask for confirmation"),
         ),
-        examples=(("hegmctl cancel 4 --drop", "let go of the state that operation 4 holds"),),
+        examples=(("hegmctl cancel 4 --drop", "discard the saved state of operation 4"),),
     ),
     Verb(
         "adopt",
-        "bring back what no operation has",
-        "Without a PID, lists what was found on the node and belongs to no operation: processes that stand, or that "
-        "the CUDA driver has locked or checkpointed, and bytes in memory or on disk. With a PID, makes an operation "
-        "of that process and the others of its job and lets them go on. Nothing of it is ever deleted unless --drop "
-        "says so.",
+        "resume orphaned jobs, or list them",
+        "Without a PID, lists orphans: parked processes, processes that the CUDA driver has locked or checkpointed, "
+        "and bytes in memory or on disk, if no operation owns them. With a PID, makes an operation of that process "
+        "and the rest of its job, and resumes them. Nothing is deleted without --drop.",
         request="adopt",
         handler="move_commands:adopt",
         forms=(
@@ -281,14 +303,14 @@ MOVING = (
             Form("--drop", request="orphans.drop", render="operating_text:dropped_text", call="drop_orphan"),
         ),
         options=(
-            Of("to", doc="the GPU to go on at; else the job's own"),
-            Option("--drop", kind=TEXT, metavar="NAME", doc="give up these bytes for good"),
-            Option("-y", "--yes", doc="do not ask before that"),
+            Of("to", doc="target GPU; default: the job's own"),
+            Option("--drop", kind=TEXT, metavar="NAME", doc="delete these bytes"),
+            Option("-y", "--yes", doc="do not ask for confirmation"),
         ),
         arguments=(Argument("PID", many=True, kind=PID, doc="a process of the job", field="pid"),),
         examples=(
             ("hegmctl adopt", "what there is"),
-            ("hegmctl adopt 4711 --to gpu0", "let process 4711 go on, on gpu0"),
+            ("hegmctl adopt 4711 --to gpu0", "resume process 4711 on gpu0"),
         ),
     ),
 )

@@ -1,13 +1,12 @@
 """CRIU's command lines. Pure.
 
-The command line is used and not CRIU's RPC (`criu swrk`), though both can all that is wanted. What an operator finds in
-the log can be run again by hand; nothing has to speak protobuf; and a transient unit can be given arguments, but no
-connected socket, so that the RPC would need a process in between. What the RPC has beyond it are notifications in the
-middle, and nothing here waits for those: the job is parked and its GPU state off before a dump begins, and what comes
-after a restore comes after CRIU has ended.
+The command line is used and not CRIU's RPC (`criu swrk`); both can do what is needed. Commands in the log can be run
+again by hand, nothing has to speak protobuf, and a transient unit can get arguments but no connected socket, so the RPC
+would need another process. The RPC also has notifications, but nothing here waits for those: the job is parked and off
+its GPU before a dump begins, and the rest of a restore follows after CRIU has ended.
 
-Directories are opened by the descriptors that the daemon has of them (/proc/PID/fd/N): they lead to the very directory
-that was checked, whatever stands at its path now, and out of any mount namespace. CRIU gets them opened.
+Directories are opened by the daemon's descriptors of them (/proc/PID/fd/N): these lead to the directory that was
+checked, whatever is at its path now, and out of any mount namespace. CRIU gets them opened.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ __all__ = [
 
 DUMP_LOG = "dump.log"
 RESTORE_LOG = "restore.log"
-# Where CRIU finds its directories, opened for it by the attendant: with a user's rights it gets to none by path.
+# CRIU's directories, which parent.py opens for it: with a user's rights CRIU can reach none by path.
 IMAGES_FD, LOGS_FD = 8, 9
 IMAGES, LOGS = f"/proc/self/fd/{IMAGES_FD}", f"/proc/self/fd/{LOGS_FD}"
 FIRST_OUTLET_FD = 10
@@ -69,7 +68,7 @@ def _always(*, as_user: bool) -> tuple[str, ...]:
 
 
 def opened(needs: Needs, outlets: Mapping[str, str]) -> list[str]:
-    """What the attendant opens for the outlets: a way to the file named for its key, or /dev/null."""
+    """Return the arguments by which parent.py opens the outlets: the file for each outlet's key, or /dev/null."""
     words: list[str] = []
     for number, outlet in enumerate(needs.outlets, FIRST_OUTLET_FD):
         path = outlets.get(outlet.key)
@@ -78,7 +77,7 @@ def opened(needs: Needs, outlets: Mapping[str, str]) -> list[str]:
 
 
 def folder(number: int, fd: int) -> list[str]:
-    """What the attendant opens for a directory that this process has open as `fd`."""
+    """Return the arguments by which parent.py opens a directory that this process has open as `fd`."""
     return ["--open", f"{number}:d:{place_of(fd)}"]
 
 

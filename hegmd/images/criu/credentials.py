@@ -1,16 +1,15 @@
-"""With whose rights a tree would come back, read from CRIU's own files.
+"""The rights that a restored process tree would have, read from CRIU's own files.
 
-CRIU is root's and gives each thread the users, groups and capabilities that its files say. So for a caller who is not
-root these are read before CRIU is started, from the very files that it will read, and everything that the caller has
-not is told. A manifest says less than that, and the caller's own process is asked nothing: it could be another one
-before it has answered, or one that has just dropped what it is asked for.
+CRIU runs as root and gives each thread the users, groups and capabilities in its files. So for a caller who is not
+root, these files are read before CRIU is started, and every right that the caller lacks is reported. A manifest says
+less, and the caller's own process is not asked: it could be another one by then, or have just dropped the right.
 
-What is compared is what a user cannot get without root: other users, other groups, and any capability in the effective,
-permitted or inheritable set (the ambient one is within these). The bounding set is no right but a limit, which
-processes of one user can lift for one another, and is not compared.
+Compared is what a user cannot get without root: other users, other groups, and capabilities in the effective, permitted
+or inheritable set (which include the ambient one). The bounding set is a limit and no right; processes of one user can
+lift it for one another, so it is not compared.
 
-The files are protobuf. Three fields of it are wanted, so what reads them is here; a field that is not known is skipped,
-and what cannot be read is refused. Blocks.
+The files are protobuf. Only three fields are needed, so their reader is here; unknown fields are skipped, and
+unreadable ones refused. Blocks.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ _ENDED = frozenset({2, 6})  # dead, and a zombie: it comes back as that, and run
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What one thread comes back with. Capabilities as a mask for each set."""
+    """The rights of one restored thread. Capabilities as a mask for each set."""
 
-    name: str  # of the file
+    name: str  # the file's
     uids: frozenset[int]
     gids: frozenset[int]  # real, effective, saved and of its files
     groups: tuple[int, ...]  # further ones, in the kernel's order
@@ -56,7 +55,7 @@ class Credentials:
 
 
 def credentials_in(dir_fd: int) -> list[Credentials]:
-    """Of every thread in that directory of CRIU's that will run again. Raises HegmError for what cannot be read."""
+    """Return the rights of every thread in CRIU's directory that will run again. Raises HegmError if unreadable."""
     found: list[Credentials] = []
     for name in sorted(os.listdir(dir_fd)):
         if name.startswith("creds-"):
@@ -99,7 +98,7 @@ def _content(name: str, dir_fd: int) -> bytes:
 
 
 def _read(name: str, data: bytes) -> Credentials | None:
-    """Of one thread; None for one that has ended. Raises ValueError, IndexError and struct.error."""
+    """Return the rights of one thread; None if it has exited. Raises ValueError, IndexError and struct.error."""
     if data[: len(_MAGIC)] != _MAGIC:
         raise ValueError("it does not begin as such a file does")
     (size_bytes,) = struct.unpack_from("<I", data, len(_MAGIC))
@@ -108,7 +107,7 @@ def _read(name: str, data: bytes) -> Credentials | None:
         raise ValueError(f"{len(data) - start} bytes are there, and {size_bytes} should be")
     core = _fields(data[start:])
     threads, tasks = core.get(_THREAD, []), core.get(_TASK, [])
-    # Protobuf joins what is there twice. CRIU writes nothing twice, so nobody has to know how.
+    # Protobuf merges duplicate fields. CRIU writes none, so merging is not implemented.
     if len(threads) > 1 or len(tasks) > 1:
         raise ValueError("it has a part twice")
     held = _fields(_part(threads[0])).get(_CREDENTIALS, []) if threads else []

@@ -1,9 +1,9 @@
-"""What CRIU has written of each process, as far as it decides whose an image may be.
+"""Which users may own an image, according to what CRIU has written of each process.
 
-Who is in a tree can change until CRIU holds it still: one more process, or another program with other rights in one
-that was looked at. So what was dumped is looked at once more, in CRIU's own words. Of a process's memory (`mm-PID.img`)
-it says whether the kernel let its user read it. The file is two magic numbers, a length and a protobuf message
-(images/mm.proto of CRIU 4), of which one field is read here. Blocks no longer than the disk does.
+A process tree can change until CRIU stops it: a process may be added, or start a program with other rights. So the dump
+is checked once more, in CRIU's own files. `mm-PID.img` says whether the kernel let the process's user read its memory.
+The file is two magic numbers, a length and a protobuf message (images/mm.proto of CRIU 4), of which one field is read
+here. Blocks only for the disk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hegmd.errors import UNAVAILABLE, HegmError
 __all__ = ["dumped_processes", "is_open", "strangers"]
 
 _NAME = re.compile(r"mm-(\d+)\.img")
-_HEAD = struct.Struct("<III")  # of all images, of this kind, and the message's length
+_HEAD = struct.Struct("<III")  # magic of all images, magic of this kind, length of the message
 _MAGICS = (0x54564319, 0x57492820)
 _DUMPABLE = 15
 _VARINT, _EIGHT, _COUNTED, _FOUR = 0, 1, 2, 5
@@ -42,9 +42,9 @@ def dumped_processes(dir_fd: int) -> dict[int, bool]:
 
 
 def strangers(dumped: Mapping[int, bool], known: Collection[int], *, may_read_all: bool) -> list[int]:
-    """Who is in an image and was not looked at before, or may not be read by whoever gets it.
+    """Return the processes in an image that were not checked before, or that its owner may not read.
 
-    Root may read anybody; but a process that the manifest does not name would be nobody's once it has come back.
+    Root may read all; but a process that the manifest does not name would have no owner after a restore.
     """
     return sorted(pid for pid, is_readable in dumped.items() if pid not in known or not (is_readable or may_read_all))
 

@@ -1,8 +1,8 @@
-"""What CRIU's errors mean: from the end of its log to one sentence and the next step.
+"""Explains CRIU's errors: from the end of its log to one sentence and a hint.
 
-CRIU says many things when it fails, the reason somewhere among them and its consequences after it. The table knows the
-commonest reasons, each from a log of CRIU 4.2.1 that a test brings about again where that can be; what it does not know
-is told in CRIU's own words. Pure.
+CRIU logs a lot when it fails, with the reason in the middle and its consequences after it. The table has the most
+frequent reasons, each from a log of CRIU 4.2.1 that a test reproduces where possible. Others are reported in CRIU's own
+words. Pure.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class _Known(dict[str, str | None]):
 
 
 def had_numbers_taken(log: str) -> bool:
-    """Whether a restore has failed because somebody had one of the job's numbers by then."""
+    """True if a restore failed because a pid or thread id of the job was in use."""
     return re.search(r"Unable to create a thread: -17|Can't fork for \d+: File exists", log) is not None
 
 

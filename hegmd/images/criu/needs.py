@@ -1,10 +1,10 @@
-"""What a tree of processes needs of CRIU, and what stands against dumping it: decided from what was read of it.
+"""Decides what CRIU needs for a process tree, and what prevents its dump, from what was read of the tree.
 
-Options are given because something was seen that needs them, never to be on the safe side: each makes CRIU do something
-that is wrong where it is not needed. What CRIU would refuse after the job has been stopped is found here
-before, as far as it can be seen from outside; for the rest there is `error_messages`. Pure.
+An option is given because something was seen that needs it, never as a precaution: each one does harm where it is not
+needed. What CRIU would refuse after the job was stopped is found here before, as far as it can be seen from outside;
+`error_messages` explains the rest. Pure.
 
-The needs go into an image's manifest, because the restore has to be told the same again: they have a plain form.
+The needs are stored in an image's manifest, since the restore needs the same options: they have a plain form.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
 GHOST_LIMIT = "4095M"  # the largest that CRIU 4 takes
 
 _KEPT = "inotify [eventfd] [eventpoll] [fanotify] [pidfd] [signalfd] [timerfd]".split()
-# null, zero, full, random, urandom, kmsg, and the terminal of whoever asks, by major and minor number.
+# null, zero, full, random, urandom, kmsg and the controlling terminal, by major and minor number.
 _PLAIN_DEVICES = frozenset([(1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (1, 11), (5, 0), (5, 2)])
 # A control group is not CRIU's business here, and a time namespace only matters if the others differ too.
 _OWN_NAMESPACES = frozenset({"ipc", "mnt", "net", "pid", "user", "uts"})
@@ -50,7 +50,7 @@ class OpenFile:
     path: str
     size_bytes: int
     is_written: bool
-    is_appended: bool = False  # by everybody who has it open: then CRIU takes it at any size
+    is_appended: bool = False  # by every process that has it open: then CRIU dumps it at any size
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Needs:
     outlets: tuple[Outlet, ...] = ()
     files: tuple[OpenFile, ...] = ()
     reasons: tuple[Reason, ...] = ()
-    # What CRIU can neither take nor bring back with a user's rights instead of root's.
+    # What CRIU can neither dump nor restore without root rights.
     only_by_root: tuple[Reason, ...] = ()
 
     def plain(self) -> dict[str, Any]:
@@ -121,11 +121,11 @@ def needs_of(
     agent_sockets: Collection[str] = (),
     close_connections: bool = False,
 ) -> Needs:
-    """What that tree needs.
+    """Return what that tree needs.
 
-    `gpu_pids` are processes whose GPU state a driver will have taken off by then, `agent_sockets` the names of sockets
-    that agents are connected to and will have left. With `close_connections`, TCP connections to outside are let go of:
-    after the restore they are closed.
+    `gpu_pids` are processes whose GPU state a driver will have checkpointed by then. `agent_sockets` are the names of
+    sockets that agents are connected to and will have left. With `close_connections`, TCP connections to other jobs are
+    dropped: they are closed after the restore.
     """
     outlets = tuple(outlets_of(tree))
     reasons = [

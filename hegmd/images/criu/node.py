@@ -1,9 +1,8 @@
-"""What a node has to have in common with the one that a job was dumped on, for the job to go on there.
+"""What a node must share with the node of the dump, for the job to continue there.
 
-A restored process runs on with the very instructions and addresses that it had: every program and library that it has
-mapped must be the same build, and the processor must know what the job has found out that it knows. All of this is
-looked at before anything is started, so that one list tells everything that differs. Blocks: the files may be on disks
-that hang.
+A restored process continues with the same instructions and addresses: every program and library that it has mapped must
+be the same build, and the processor needs the features that the job has detected. All differences are found before
+anything starts, and reported at once. Blocks: the files may be on disks that hang.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from hegmd.system.elf import NotElf, build_id
 
 __all__ = ["Differences", "describe", "differences"]
 
-# What libraries choose their code by; the other flags are the kernel's business, or of no consequence.
+# Processor features by which libraries choose their code; the other flags do not matter.
 _CHOSEN_BY = (
     "adx",
     "aes",
@@ -45,7 +44,7 @@ _LISTED = 8
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """What stands against going on here, and what only differs."""
+    """The reasons against a restore on this node, and the harmless differences."""
 
     refusals: tuple[Reason, ...]
     notes: tuple[str, ...]
@@ -68,9 +67,9 @@ def describe(tree: Tree, *, tell: Tell = silent) -> dict[str, Any]:
 
 
 def differences(then: Mapping[str, Any], *, root: Path = Path("/"), tell: Tell = silent) -> Differences:
-    """What is not here as it was there. `root` is where the job will find its files: a sandbox may show others.
+    """Return how this node differs from `then`. `root` is where the job finds its files: a sandbox may show others.
 
-    Raises KeyError and TypeError when `then` is no description.
+    Raises KeyError and TypeError if `then` is no such description.
     """
     known = os.uname()
     if then["machine"] != known.machine:

@@ -1,38 +1,38 @@
-"""What stands before and behind CRIU: a small program of its own, by path, with the standard library alone.
+"""The parent of CRIU and of a restored job: a separate program, run by path, with the standard library alone.
 
 Longer than 400 lines because it is one file that is run by its path, and imports nothing of ours.
 
 parent.py start [WISHES] -- PROGRAM ARGUMENTS...
-    Sees to the wishes and becomes the program.
+    Applies the wishes and becomes the program.
 
 parent.py unit PID_FILE PID [WISHES] -- PROGRAM ARGUMENTS...
-    The same, and when the program has succeeded, tells the service manager who the main process of the unit is that
-    the program leaves behind: CRIU itself, with a user's rights, could not write there.
+    The same, and when the program has succeeded, tells the service manager the main process of the unit, which the
+    program leaves behind: CRIU itself, with a user's rights, could not write there.
 
 parent.py tend FD PID [WISHES] -- PROGRAM ARGUMENTS...
-    The same, and stays as the parent of what the program leaves behind: without a service manager somebody has to
-    wait for a restored job, whether or not a daemon lives. Says on FD that the program has succeeded, reaps whoever
-    ends, until nobody is left, and ends as PID did, the job's root. If the program fails, everybody who came of it
-    is ended: being their nearest reaper, it knows who they are, where a number alone could by then be a stranger's.
-    The program ends with it when it is killed: what came back then would be nobody's.
-    On SIGTERM before that, the program has some time to come to its end, since CRIU leaves files behind when it is
-    cut off, and then the same is done. So it is on SIGUSR1, at any time, and when nobody is at FD to hear of success.
+    The same, and stays as the parent of what the program leaves behind: without a service manager, a restored job
+    needs a parent that reaps it, whether or not a daemon lives. Reports the program's success on FD, reaps all
+    processes until none is left, and exits like PID, the job's root. If the program fails, all its descendants are
+    killed: as their reaper it knows them, while a pid alone could be another process by then.
+    The program is killed with it: its restored processes would belong to no one.
+    On SIGTERM before that, the program has some time to finish, since CRIU leaves files behind when it is killed, and
+    then the same is done. SIGUSR1 does so at any time, and so does a closed FD.
 
-The wishes, each seen to before the program is there:
+The wishes, each applied before the program starts:
 
 --spare
-    It is not chosen by the kernel when memory is short, and gets its turn before others: CRIU in the middle of a dump
-    works inside the job's processes, and its end there can be theirs.
+    The kernel's OOM killer does not choose it, and it has a higher priority: CRIU works inside the job's processes
+    during a dump, and killing it there can kill them.
 --open FD:MODE:PATH
-    It has that file open under that number. A unit of the service manager gets no descriptors from the daemon; they
-    are opened by the daemon's /proc entries, which lead to the very same files. Instead of a file, mode `t` gives one
-    side of a new terminal, `p` of a pipe and `s` of a socket, and a process that copies what is said there to the end
-    of the file: a job that had a terminal would not be restored without one, and asks it for its size and modes; and
-    CRIU opens anew what it is given, from its beginning, with the flags of the job's own. Mode `d` is a directory of
-    the daemon's, which belongs to the program's user from then on, with the files in it.
+    Opens that file as that descriptor. A unit of the service manager gets no descriptors from the daemon; they are
+    opened by the daemon's /proc entries, which lead to the same files. Mode `t` opens one end of a new terminal
+    instead, `p` of a pipe and `s` of a socket, with a process that appends its output to the file: a job that had a
+    terminal is not restored without one, and asks it for its size and modes; and CRIU reopens a file from its
+    beginning, with the flags of the job. Mode `d` is a directory of the daemon, which is given to the program's user
+    with its files.
 --as UID:GID:GROUPS:CAPABILITIES
-    It has this user, group, further groups and capabilities, by number, and nothing else; its limits may be raised
-    again as far as they go, since a restored job has those that it had.
+    Gives it this user, group, further groups and capabilities, by number, and nothing else. Its limits are raised as
+    far as possible, since a restored job keeps those that it had.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
-# A terminal that output is led to is not to become the terminal of whoever opens it.
+# A terminal opened for output must not become the controlling terminal.
 MODES = {"r": os.O_RDONLY | os.O_NOCTTY, "a": os.O_WRONLY | os.O_APPEND | os.O_NOCTTY, "u": os.O_RDWR | os.O_NOCTTY}
 PR_SET_PDEATHSIG = 1
 PR_SET_KEEPCAPS = 8
 PR_SET_CHILD_SUBREAPER = 36
 PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 47, 2
 CAPABILITY_VERSION = 0x20080522  # the third, with two words a set
-LIMITS = 16  # that Linux has
+LIMITS = 16  # the number of limits on Linux
 # A processor's tiles (AMX), for which every program has to ask: arch/x86/kernel/fpu/xstate.c of Linux, from 5.16 on.
 ARCH_PRCTL, ARCH_GET_XCOMP_SUPP, ARCH_REQ_XCOMP_PERM, TILES = 158, 0x1021, 0x1023, 18
 PTRACE_TRACEME, PTRACE_PEEKTEXT, PTRACE_POKETEXT, PTRACE_CONT = 0, 1, 4, 7
@@ -141,14 +141,14 @@ def tend(told: int, root: int, words: list[str]) -> int:
     os.chdir("/")
     try:
         os.write(told, b"restored")
-    except BrokenPipeError:  # the daemon has ended meanwhile, and nobody knows of this job
+    except BrokenPipeError:  # the daemon has exited, and no one else knows this job
         _end_descendants()
     os.closerange(3, 1 << 16)
     return _reap(root)
 
 
 def _reap(root: int) -> int:
-    """Until there is nobody left; how the root ended."""
+    """Reap processes until none is left. Returns the status of the root."""
     ended = 0
     while True:
         try:
@@ -200,9 +200,9 @@ def _descendants() -> set[int]:
 
 
 def _has_tiles() -> bool:
-    """Whether a job here may have asked for the processor's tiles, and whether we can have a program ask for them.
+    """True if a job may have requested the processor's tiles, and we can have a program request them.
 
-    Who has not CAP_SYS_PTRACE leaves it: a program would get no rights by its file with them behind it.
+    Without CAP_SYS_PTRACE it is False: a traced program would get no rights from its file.
     """
     import ctypes
 
@@ -222,12 +222,12 @@ def _be_followed() -> None:
 
 
 def _follow(program: int) -> int:
-    """Wait for it to end, and have it ask for the processor's tiles, as CRIU does not; its status as waitpid has it.
+    """Wait for the program to end, and have it request the processor's tiles, since CRIU does not. Returns its status.
 
-    That may be done is passed on by a fork, which is how CRIU makes a job again, and lost by becoming a program, which
-    is how CRIU is started. A job that had asked would end by SIGILL at its next such instruction; PyTorch asks at its
-    first product of bfloat16 on a processor. One that had not asked is none the worse, but for a stack of its own for
-    signals that is too small for tiles: Linux does without that stack then.
+    A fork inherits that permission, which is how CRIU recreates a job; an exec drops it, which is how CRIU is started.
+    A job with the permission would die of SIGILL at its next such instruction; PyTorch requests it at its first
+    bfloat16 product on a CPU. A job without it is not harmed, except that an alternative signal stack too small for
+    tiles is dropped by Linux.
     """
     while True:
         status = os.waitpid(program, 0)[1]
@@ -287,9 +287,9 @@ def _opened(mode: str, path: str, uid: int | None) -> int:
     if os.fork() == 0:
         os.close(theirs)
         os.setsid()
-        # What the job has said last is still to be copied when its unit is stopped because it has ended.
+        # The job's last output must still be copied when its unit is stopped because it has ended.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if uid is not None:  # it has what it needs, and is nobody's way to more
+        if uid is not None:  # it needs no more rights, and must give none to the job
             os.setgroups([])
             os.setresgid(_NOBODY, _NOBODY, _NOBODY)
             os.setresuid(uid, uid, uid)
@@ -303,7 +303,10 @@ def _opened(mode: str, path: str, uid: int | None) -> int:
 
 
 def _handed_over(folder: int, uid: int | None) -> int:
-    """That directory, which is the user's from now on. Nobody else gets there: it lies in one of the daemon's own."""
+    """Give that directory to the user and return it.
+
+    No other user can reach it: it is inside one of the daemon's own.
+    """
     if uid is not None:
         os.fchown(folder, uid, -1)
         for name in os.listdir(folder):
@@ -318,12 +321,12 @@ def _socketpair() -> tuple[int, int]:
     return ours.detach(), theirs.detach()
 
 
-# What gives our end and the job's of something that is copied.
+# The functions that return our end and the job's end of a copied stream.
 _ENDS = {"t": os.openpty, "p": os.pipe, "s": _socketpair}
 
 
 def _copy(ours: int, said: int) -> None:
-    """Until nobody has the other side any more. Nobody types anything."""
+    """Copy the job's output to the file until the last writer closes it. Nothing is written back."""
     keep = sorted((ours, said))
     os.closerange(3, keep[0])
     os.closerange(keep[0] + 1, keep[1])
@@ -397,7 +400,7 @@ def _end_with(parent: int) -> None:
 def _raise_limits() -> None:
     import resource
 
-    most = {resource.RLIMIT_NOFILE: 1 << 20}  # fs.nr_open, as it is unless somebody has set it
+    most = {resource.RLIMIT_NOFILE: 1 << 20}  # the default of fs.nr_open
     with suppress(OSError, ValueError), open("/proc/sys/fs/nr_open") as file:
         most[resource.RLIMIT_NOFILE] = int(file.read())
     for which in range(LIMITS):

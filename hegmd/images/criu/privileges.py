@@ -1,18 +1,17 @@
-"""Whose rights CRIU has: those of who asks, and what CRIU cannot do without.
+"""The rights of CRIU: those of the caller, and what CRIU cannot do without.
 
-For a user it has that user, the group and groups of the job, and two capabilities: to choose process numbers and look
-at what is mapped (CAP_CHECKPOINT_RESTORE), and to give up what the job did not have (CAP_SETPCAP). For root it has the
-same of the job's own user, where one user has all of the job and that is enough, and else root's rights. CRIU opens
-the files of a job by their paths, makes those anew that had no name, binds sockets and takes old ones away, and whoever
-owns a folder on such a path can have put a link there. With the user's own rights it gets nowhere where the user could
-not: the kernel looks at each of these when it is done, which nothing could that looks before or after. What is run for
-a user is CRIU's code alone; the capabilities are gone before the job's own code runs, and nobody may trace a process
-that has them.
+For a user, CRIU has that user, the group and groups of the job, and two capabilities: to choose pids and inspect
+mappings (CAP_CHECKPOINT_RESTORE), and to drop what the job did not have (CAP_SETPCAP). For root, it has the rights of
+the job's user, if one user has the whole job and that suffices, and otherwise root's. CRIU opens a job's files by path,
+recreates deleted ones, binds sockets and removes old ones, and the owner of a folder on such a path can have put a link
+there. With the user's rights it reaches nothing that the user could not: the kernel checks each access when it happens,
+which no check before or after can do. Only CRIU's code runs with these rights; the capabilities are dropped before the
+job's own code runs, and no one may trace a process that has them.
 
-Rejected: to have root's CRIU held (--action-script post-restore) until every open file was found to be the one of
-that name. By then root has opened devices, made and unlinked files and changed owners by paths of the user's.
+Rejected: to keep root's CRIU stopped (--action-script post-restore) until every open file is found to be the named one.
+By then root has opened devices, created and unlinked files and changed owners by paths of the user.
 
-What the kernel gives to root alone cannot be brought back so: see `needs`.
+What the kernel only lets root do cannot be restored this way: see `needs`.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def worn_by_root(tree: Tree, needs: Needs) -> CriuPrivileges | None:
 
 
 def to_dump(tree: Tree, groups: tuple[int, ...], *, proc_root: str = "/proc") -> CriuPrivileges:
-    """For a tree of one user's with one group, as one that this user, in these further groups, may have an image of is.
+    """Return the rights for a tree of one user with one group, when that user, in these groups, gets its image.
 
     Yama (kernel.yama.ptrace_scope) lets users trace their descendants only, if at all, which a job is not.
     """
@@ -95,7 +94,9 @@ def to_restore(found: Sequence[Credentials], uid: int) -> CriuPrivileges:
 
 
 def closed_to(tree: Tree, uid: int, gids: frozenset[int]) -> Iterator[Reason]:
-    """Against each file that was opened for the job by somebody else, and that this user could not open so again."""
+    """Yield a reason for each file that another user opened for the job, and that this user could not open the same
+    way.
+    """
     told: set[str] = set()
     for each in tree.descriptors:
         if stat.S_ISREG(each.mode) and each.target.startswith("/") and each.target not in told:

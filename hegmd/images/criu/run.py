@@ -1,16 +1,15 @@
-"""Dumping and restoring a tree of processes: CRIU is run, outside of the daemon's sandbox, and its outcome told.
+"""Dumps and restores a process tree: runs CRIU outside of the daemon's sandbox, and reports its outcome.
 
 Under a service manager CRIU is a transient unit, and a restored job is a unit of its own that `systemctl status` shows:
-it has the full rights of the node, which the sandbox does not. Without one, CRIU has a session of its own, and a
-restored job a parent of ours (parent.py) that stays with it and reaps it.
+units have all rights of the node, which the sandbox lacks. Otherwise CRIU has a session of its own, and a restored job
+has parent.py as its parent, which reaps it.
 
-A dump is never cut off: it is waited for, however long it takes and also when nobody wants it any more, because CRIU
-works inside the job's processes and its end by force could come at an instruction at which they cannot do without it.
-One that takes long is told of in the log, again and again. After a failed dump the processes are looked at, and whoever
-was left stopped goes on. A restore that nobody wants any more is waited for too, because CRIU that is cut off leaves
-files behind; then what it made is ended.
+A dump is never interrupted: it is awaited, however long it takes and even if it was cancelled, because CRIU works
+inside the job's processes, and killing it could leave them in a state in which they cannot run without it. A long dump
+is logged repeatedly. After a failed dump the processes are checked, and those left stopped are resumed. A cancelled
+restore is awaited too, because CRIU leaves files behind when killed; then its processes are killed.
 
-With a guise (`guise`) CRIU has a user's rights instead of root's. The directories are that user's from then on.
+With CriuPrivileges, CRIU has a user's rights instead of root's. The directories then belong to that user.
 """
 
 from __future__ import annotations
@@ -86,9 +85,9 @@ class Dumped:
 
 @dataclass(frozen=True, slots=True)
 class Revived:
-    """A restored tree: its processes with their new start times, and what has all of it, whoever it makes besides.
+    """A restored tree: its processes with their new start times, and what holds all its descendants.
 
-    That is a unit of the service manager, or the attendant, by number and start time.
+    That is a unit of the service manager, or parent.py, by pid and start time.
     """
 
     pid: int
@@ -99,7 +98,7 @@ class Revived:
 
 
 class LeftBehind(HegmError):
-    """A restore has failed because the attendant was killed: nobody has ended what CRIU had made by then."""
+    """A restore failed because parent.py was killed: nothing has killed the processes that CRIU had created."""
 
 
 async def dump(
@@ -113,11 +112,12 @@ async def dump(
     guise: CriuPrivileges | None = None,
     is_long_s: float = DUMP_IS_LONG_S,
 ) -> Dumped:
-    """Write the tree's images and CRIU's log into that directory, which is one opened outside of the daemon's sandbox:
-    a descriptor leads to the mount that it was opened in, and those of the sandbox are read-only.
+    """Write the tree's images and CRIU's log into that directory, opened outside of the daemon's sandbox.
 
-    Afterwards the tree goes on, or stands still with `leave_stopped`, until `population.let_go` or `end_all`. Raises
-    HegmError, and then it goes on in any case. Cancellation is seen only when CRIU has ended.
+    A descriptor leads to the mount that it was opened in, and those of the sandbox are read-only.
+
+    Afterwards the tree runs, or stays stopped with `leave_stopped`, until `population.let_go` or `end_all`. Raises
+    HegmError, and then the tree runs in any case. Cancellation takes effect only when CRIU has ended.
     """
     started = time.monotonic()
     before = await run_detached(lambda _: population_of(needs.pids), name="look at the job")
@@ -203,7 +203,7 @@ async def _restore_once(
             is_killed = begun.status is None or begun.status < 0
             raise LeftBehind(error.code, error.message, error.hint, error.facts) if is_killed else error
         attendant = begun.pid
-    with anyio.CancelScope(shield=True):  # they are there: until it is known who they are, nobody else can end them
+    with anyio.CancelScope(shield=True):  # they exist now, and only this code can find them
         try:
             came, attended = await run_detached(lambda _: _came(needs, attendant), name="look at the job")
             if needs.pids[0] not in came.start_ticks:
@@ -231,7 +231,7 @@ async def _end_unseen(unit: str | None, attendant: int | None) -> None:
 
 
 async def end(back: Revived) -> None:
-    """End all that came back, and whoever they have made since. Raises nothing; not to be cancelled."""
+    """Kill all restored processes and their descendants. Raises nothing; cannot be cancelled."""
     with anyio.CancelScope(shield=True):
         if back.unit is not None:
             await stop_unit(back.unit)
@@ -249,7 +249,7 @@ def _worn(guise: CriuPrivileges | None) -> list[str]:
 
 
 async def _tell_of_long(root_pid: int, is_long_s: float) -> None:
-    """Tell whoever reads the log how long a dump takes, for as long as it does."""
+    """Log how long a dump takes, repeatedly."""
     began = anyio.current_time()
     while True:
         await anyio.sleep(is_long_s)
@@ -272,9 +272,9 @@ async def _restore_in_unit(
             done = await start_unit(argv, name, pid_file=pid_file, description=description, deadline_s=deadline_s)
             if done.status != 0:
                 raise _failed("restore", _log(log_dir_fd, RESTORE_LOG), "", done.status)
-        await anyio.lowlevel.checkpoint()  # whoever does not want it any more is seen here
+        await anyio.lowlevel.checkpoint()  # a cancellation takes effect here
     except UnitTaken:
-        raise  # somebody else's
+        raise  # belongs to another operation
     except BaseException:
         with anyio.CancelScope(shield=True):
             await stop_unit(name)
@@ -282,7 +282,7 @@ async def _restore_in_unit(
 
 
 def _threads_in(images_dir_fd: int, pids: Collection[int]) -> tuple[int, ...]:
-    """The numbers of its threads but for the first of each process: CRIU makes each under its own."""
+    """Return the thread ids in the image except the first of each process: CRIU recreates each thread with its id."""
     try:
         cores = [re.fullmatch(r"core-(\d+)\.img", name) for name in os.listdir(images_dir_fd)]
     except OSError:  # CRIU will say what is wrong with it
@@ -314,7 +314,7 @@ async def _take_numbers(needs: Needs, thread_numbers: Sequence[int]) -> None:
 
 
 def _failed(step: str, log: str, output: str, status: int | None) -> HegmError:
-    """What went wrong, with the end of CRIU's log in ours: its own goes with the image, or with the try."""
+    """Return the error, and log the end of CRIU's log: its file is removed with the image or the attempt."""
     return _logged(failure(step, log, output, status), log, output)
 
 

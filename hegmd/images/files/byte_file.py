@@ -1,18 +1,19 @@
-"""Bytes of a job's video memory as a file: in chunks, holes for zeros, a sum for each, marked as its image's.
+"""Bytes of a job's GPU memory as a file: in chunks, with holes for zeros, a checksum for each, and the mark of its
+image.
 
-Layout, all in blocks of 4096 bytes: a head (magic, version, sizes, mark, CRC-32 of itself), the chunks, each in its own
-place, then for each chunk how many bytes are stored of it and the CRC-32 of what it stands for, and the CRC-32 of that
-table. Of a chunk of zeros nothing is stored: it is a hole. Places do not depend on what is stored, so that several
-threads write without a word to one another. A chunk's sum starts from its number, so that two that changed places are
-found; the table's SHA-256 is in the manifest, so that a file of another image is.
+Layout, all in blocks of 4096 bytes: a head (magic, version, sizes, mark, CRC-32 of itself); the chunks, each at its own
+offset; then for each chunk its stored size and the CRC-32 of its content; and the CRC-32 of that table. A chunk of
+zeros is a hole. Offsets do not depend on what is stored, so several threads write without synchronisation. A chunk's
+checksum starts from its number, so that exchanged chunks are found; the manifest has the table's SHA-256, so that a
+file of another image is found.
 
-CRC-32 because what it guards against is damage: it runs at 6.4 GB/s a core here, SHA-256 (with the processor's own
-instructions) at 1.1 and BLAKE2b at 0.9, and a disk at 1.9. Whoever forges the bytes forges what lies in their own
-job's video memory, and nothing else.
+CRC-32, because it guards against damage: it runs at 6.4 GB/s a core here, SHA-256 (with the processor's own
+instructions) at 1.1 and BLAKE2b at 0.9, and a disk at 1.9. A forger of these bytes only changes the GPU memory of their
+own job.
 
-The memory is copied to buffers that stay: to map it was three times as slow where it is in small pages, each of which
-is a fault, and no faster beside a disk where it is in huge ones. Only what hugetlbfs holds has to be mapped to be
-written to; whoever cuts it meanwhile kills the process that does this, and no other: never call this in the daemon.
+The memory is copied to buffers that are reused: mapping it was three times as slow with small pages, each of which is a
+fault, and no faster beside a disk with huge ones. Only hugetlbfs files must be mapped to be written to; truncating one
+meanwhile kills the process that does this: never call this in the daemon.
 """
 
 from __future__ import annotations

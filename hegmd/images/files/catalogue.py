@@ -1,7 +1,6 @@
-"""Images as they lie about: which there are, whether they are good, and taking them away.
+"""The images on disk: which exist, whether they are good, and removing them.
 
-What hegmctl does with its user's own rights, without a daemon, and what is cleaned up after a writer that was killed.
-Everything blocks.
+hegmctl runs this with its user's rights, without a daemon. It also removes what killed writers left. Everything blocks.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ def require_removable(path: str) -> None:
 
 
 def sweep(path: str) -> list[str]:
-    """Take away what killed writers left of an image of that path; what is held by one that lives stays."""
+    """Remove what killed writers left of an image of that path; what a live writer has locked stays."""
     parent, name = split(path)
     gone: list[str] = []
     with told(parent, "looked into"):
@@ -128,9 +127,9 @@ def sweep(path: str) -> list[str]:
 
 
 def trim(path: str, series: str, keep: int) -> list[str]:
-    """Take away all whole images of a series but the newest; which are gone. One that is in use stays.
+    """Remove all complete images of a series but the newest, and return the removed ones. One in use stays.
 
-    They are named `SERIES.STAMP`, and in the order of their stamps. Nobody else's and nothing broken is touched.
+    Their names are `SERIES.STAMP`, in the order of their stamps. Nothing else and nothing broken is touched.
     """
     named = re.compile(re.escape(series) + r"\.[0-9]{8}T[0-9]{6}Z")
     mine = [seen for seen in look_into(path) if named.fullmatch(os.path.basename(seen.path))]
@@ -140,7 +139,7 @@ def trim(path: str, series: str, keep: int) -> list[str]:
         try:
             remove(old)
         except HegmError as error:
-            if error.code is not BUSY:  # somebody has it in hand; it goes the next time
+            if error.code is not BUSY:  # in use; removed the next time
                 raise
             continue
         gone.append(old)
@@ -148,7 +147,7 @@ def trim(path: str, series: str, keep: int) -> list[str]:
 
 
 def size_of(manifest: Manifest) -> int:
-    """The bytes that an image stands for."""
+    """Return the uncompressed size of an image in bytes."""
     return sum(file.size_bytes for file in (*manifest.criu_files, *manifest.byte_files))
 
 
@@ -191,7 +190,7 @@ def _is_one(path: str) -> bool:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             return False
         return is_left_over(os.path.basename(path)) is not None or MANIFEST in os.listdir(path)
-    except OSError:  # somebody else's, or gone meanwhile
+    except OSError:  # no permission, or removed meanwhile
         return False
 
 

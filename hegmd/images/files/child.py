@@ -1,10 +1,10 @@
-"""The process that touches images: with the rights of whoever owns them, killable at any moment.
+"""The process that accesses images: it has the rights of their owner and can be killed at any moment.
 
     python -m hegmd.images.files.child DESCRIPTOR
 
-It writes one image, or reads one, and holds its lock until it ends, which it does with its socket. Where it has the
-daemon's own rights instead, it copies and sums CRIU's files in the daemon's private folder, so that root's CRIU reads
-nothing that a caller could change meanwhile. It trusts whoever is at its socket, and nothing that it finds on disk.
+It writes or reads one image, and holds its lock until it exits, which it does with its socket. With the daemon's own
+rights instead, it copies and sums CRIU's files in the daemon's private folder, so that root's CRIU reads nothing that a
+caller could change meanwhile. It trusts the peer of its socket, and nothing that it finds on disk.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Work:
                 self._changed.notify_all()
 
     def _wanted(self, progress: Progress) -> Progress:
-        """That progress, which ends what is under way once nobody wants it."""
+        """Wrap `progress` so that it ends the running request once that is cancelled."""
 
         def tell(done_bytes: int) -> None:
             self._require_wanted()
@@ -121,7 +121,7 @@ class Work:
     # -- writing one ---------------------------------------------------------------------------------------------------
 
     def room(self, request: Request) -> Answer:
-        """What there is for an image at that path."""
+        """Return the free space for an image at that path."""
         return Answer({"free_bytes": free_bytes_at(str(request.args["path"]))})
 
     def make(self, request: Request) -> Answer:
@@ -144,7 +144,7 @@ class Work:
             return _copied(request, self.folder.criu_fd, request.fds.view(), self._wanted(progress_of(request)))
 
     def sum(self, request: Request) -> Answer:
-        """What CRIU has written into the image itself."""
+        """Return the checksums of CRIU's files in the image itself."""
         with self._busy(), told(self.folder.path, "read"):
             return Answer({"files": plain_value(self.folder.sum_criu_files(self._wanted(progress_of(request))))})
 
@@ -158,7 +158,7 @@ class Work:
         return Answer({})
 
     def discard(self, request: Request) -> Answer:
-        """Leave nothing of it. What is under way for somebody who no longer waits is ended first."""
+        """Remove the image. A running request that was cancelled is ended first."""
         with self._changed:
             self._unwanted = True
             self._changed.wait_for(lambda: not self._under_way)
@@ -171,7 +171,7 @@ class Work:
     # -- reading one ---------------------------------------------------------------------------------------------------
 
     def open(self, request: Request) -> Answer:
-        """One that is there, the caller's own, locked and with every file; its manifest as it is written."""
+        """Open an existing image of the caller: locked, with every file present. Returns its manifest as written."""
         folder = find(str(request.args["path"]))
         try:
             with told(folder.path, "opened"):
@@ -219,7 +219,7 @@ class Work:
         return Answer({}, fds)
 
     def sweep(self, request: Request) -> Answer:
-        """What killed writers left."""
+        """Remove what killed writers left."""
         return Answer({"gone": list(sweep(str(request.args["path"])))})
 
     def trim(self, request: Request) -> Answer:
@@ -236,7 +236,7 @@ class Work:
             return _copied(request, dir_fd, tuple(files), progress_of(request))
 
     def sum_of(self, request: Request) -> Answer:
-        """What CRIU has written into the private folder that came along."""
+        """Return the checksums of CRIU's files in the private folder that was sent along."""
         (dir_fd,) = request.fds.view()
         with told("the daemon's private folder", "read"):
             files = summed(dir_fd, progress_of(request))

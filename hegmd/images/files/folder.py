@@ -1,17 +1,17 @@
-"""The directory of an image on disk: how it is laid out, how it comes to be, and what it takes to trust what is there.
+"""The directory of an image on disk: its layout, how it is created, and what makes its content trustworthy.
 
-    DIR/manifest.json   what it is (`hegmd.protocol.images`); written last
-    DIR/seal            the manifest's SHA-256, and whose key has signed it
-    DIR/lock            held by whoever writes, restores or removes it
+    DIR/manifest.json   its description (`hegmd.protocol.images`); written last
+    DIR/seal            the manifest's SHA-256, and its signature
+    DIR/lock            locked while the image is written, restored or removed
     DIR/criu/           CRIU's files
-    DIR/bytes/          the bytes of the GPUs, a file for each piece
+    DIR/bytes/          the GPUs' bytes, a file for each pool segment
 
-It is written under another name beside its own (`.NAME.hegm-new-…`), synced, read back from the disk, and renamed:
-what has its own name has been seen to be whole. Whatever is under another name and held by nobody is left over from a
-writer that was killed, and can be told from everything else by its name.
+It is written under another name (`.NAME.hegm-new-…`), synced, verified from the disk, and renamed: an image with its
+own name has been verified. A directory with the other name and no lock is left over from a writer that was killed, and
+is recognised by that name.
 
-Runs with the rights of the image's owner, in a process of its own or in hegmctl, never in the daemon. All is opened
-relative to a directory that was opened once, and no link is followed below it. Everything blocks.
+Runs with the rights of the image's owner, in a process of its own or in hegmctl, never in the daemon. Everything is
+opened relative to a directory that was opened once, and no link below it is followed. Everything blocks.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Folder:
         return fd
 
     def close(self) -> None:
-        """Let go of it, and of the lock. Closing twice is fine."""
+        """Close it, and release the lock. Closing twice is fine."""
         fds, self._fds = self._fds, []
         for fd in fds:
             os.close(fd)
@@ -91,13 +91,13 @@ class Folder:
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES):
                 raise
-            fd = os.dup(self.fd)  # nobody writes here; this keeps out others of this node
+            fd = os.dup(self.fd)  # nothing is written here; this excludes others on this node
         self._fds.append(fd)
         lock_alone(fd, self.path)
 
     @property
     def owner_uid(self) -> int:
-        """Whose directory it is."""
+        """Return the uid that owns the directory."""
         return os.fstat(self.fd).st_uid
 
     def require_own(self, uid: int) -> None:
@@ -145,7 +145,10 @@ class Folder:
                 raise self._broken(f"{LOCK} is no file")
 
     def foreign(self, manifest: Manifest) -> list[str]:
-        """What lies in it and is not part of it, by path within it. It does no harm, and no restore reads it."""
+        """Return the files that are no part of the image, by path within it.
+
+        They do no harm, and no restore reads them.
+        """
         known = {file.name for file in manifest.byte_files}
         beside = [name for name in os.listdir(self.fd) if name not in KNOWN]
         return sorted([*beside, *(f"{BYTES}/{name}" for name in os.listdir(self.bytes_fd) if name not in known)])
@@ -183,7 +186,7 @@ class Folder:
         return ByteFile(self.bytes_fd, checked_name(name), f"{image_id}/{name}")
 
     def sum_criu_files(self, progress: Progress) -> list[ImageFile]:
-        """What CRIU has written: made private, synced and summed. Raises HegmError and OSError."""
+        """Make CRIU's files private, sync them and return their checksums. Raises HegmError and OSError."""
         return summed(self.criu_fd, progress)
 
     def _parts(self, manifest: Manifest) -> Iterator[tuple[str, int, Sequence[ImageFile]]]:
@@ -311,7 +314,7 @@ def checked_name(name: str) -> str:
 
 
 def listed(fd: int) -> list[tuple[str, os.stat_result]]:
-    """What is in that directory, by name, and not what is behind links."""
+    """Return the entries of that directory by name, without following links."""
     return [(name, os.stat(name, dir_fd=fd, follow_symlinks=False)) for name in sorted(os.listdir(fd))]
 
 
@@ -366,7 +369,7 @@ def _require_free(parent_fd: int, name: str, path: str) -> None:
     if stat.S_ISDIR(status.st_mode):
         fd = os.open(name, DIRECTORY, dir_fd=parent_fd)
         try:
-            if not os.listdir(fd):  # such as one that was made for it; renaming puts the image in its place
+            if not os.listdir(fd):  # such as one created for the image; renaming replaces it
                 return
         finally:
             os.close(fd)

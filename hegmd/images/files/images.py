@@ -1,7 +1,6 @@
-"""The daemon's side of images: where they are written and opened, with whose hands, and who may have one opened.
+"""The daemon's side of images: where they are written and opened, by which process, and who may have one opened.
 
-What becomes of an image that is being written, or was opened, is `open_image`'s. Belongs to the event loop;
-`Images.run` has to be running.
+`open_image` has images that are being written or were opened. Belongs to the event loop; `Images.run` must be running.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ PRIVATE_NAME = "images"
 
 
 class Images:
-    """Where images are written and opened. What CRIU wrote for an earlier daemon goes while this runs."""
+    """Where images are written and opened. CRIU's files of an earlier daemon are removed while this runs."""
 
     def __init__(
         self, state_dir: Path, *, in_unit: bool, key_file: Path | None = None, hands: UserProcesses | None = None
@@ -62,9 +61,10 @@ class Images:
     async def require_space(
         self, path: str, rights: Rights, *, criu_bytes: int, bytes_of_gpus: int, apart: bool = False
     ) -> None:
-        """Raise HegmError unless an image of about that size could be made there now: before anybody is stopped for it.
+        """Raise HegmError unless an image of about that size fits there now. Call it before any process is stopped for
+        it.
 
-        Zeros take no room, so what is refused here might just have fitted; half of an image is of no use to anybody.
+        Zeros take no space, so an image that would just fit may be refused; half an image is useless.
         """
         hand = await self._hands.start(rights)
         try:
@@ -121,7 +121,10 @@ class Images:
             raise
 
     def own_folder(self) -> Private:
-        """A folder of the daemon's own; the caller's to close. One that a killed daemon leaves the next takes away."""
+        """Return a new folder of the daemon's own, for the caller to close.
+
+        The next daemon removes those of a killed one.
+        """
         return Private(self._private)
 
     async def sweep(self, path: str, rights: Rights) -> list[str]:
@@ -175,7 +178,7 @@ class Images:
 
     @staticmethod
     def _is_other(rights: Rights) -> bool:
-        """Whether the caller is somebody else than the daemon."""
+        """True if the caller is another user than the daemon."""
         return rights.uid != os.geteuid()
 
 

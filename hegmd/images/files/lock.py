@@ -1,4 +1,4 @@
-"""The lock on an image: whoever writes, restores or removes it is alone with it."""
+"""The lock on an image: its holder alone writes, restores or removes it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def lock_alone(
     within_s: float = LOCKS_WITHIN_S,
     pause: Callable[[], object] = lambda: time.sleep(_POLL_INTERVAL_S),
 ) -> None:
-    """Have that lock and nobody else any. Raises HegmError BUSY.
+    """Lock `fd` exclusively. Raises HegmError BUSY.
 
-    Who lists images takes a lock for a moment to see whether there is one, and is not to turn anybody away by that.
+    Retries for a moment: listing images locks one briefly to see whether it is in use.
     """
     end = time.monotonic() + within_s
     while True:

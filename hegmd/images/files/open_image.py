@@ -1,15 +1,14 @@
-"""An image in hand: one that is being written, and one that was opened; both to be read against one another.
+"""Images that are being written or were opened.
 
-Three hands touch bytes. The caller's own hand writes and reads the image, so nothing happens that the caller could
-not do. CRIU must neither write into a directory that a caller could put links into nor read files that a caller could
-change: where the caller is not who the daemon is, or CRIU has not the caller's rights, CRIU has a folder of the
-daemon's own, and the daemon's hand sums what CRIU wrote there before the caller's hand copies it, or copies what it
-will read and sums the copy. The manifest is composed here, from these sums, and signed. That costs a copy of CRIU's
-files, which have no video memory in them; what was rejected is to lend a directory of the caller's to root, which
-fails on file systems where root is nobody (NFS), and on those that the caller runs (FUSE), and would have to be given
-back after every crash.
+Three processes touch bytes. The caller's own process writes and reads the image, so nothing happens that the caller
+could not do. CRIU must neither write into a directory that a caller could put links into nor read files that a caller
+could change. So if the caller is not the daemon's user, or CRIU lacks the caller's rights, CRIU gets a folder of the
+daemon's own. The daemon's process sums CRIU's files there before the caller's process copies them, or copies what CRIU
+will read and sums the copy. The manifest is composed here, from these checksums, and signed. This costs a copy of
+CRIU's files, which contain no GPU memory. Rejected: to lend a directory of the caller to root. That fails on file
+systems where root has no rights (NFS) or that the caller runs (FUSE), and it would have to be undone after every crash.
 
-Belongs to the event loop. Whoever has a Lent or an Image, by `Images`, ends it, in any case.
+Belongs to the event loop. Whoever gets an ImageWriter or an Image from `Images` must end it.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int], object]
 
-# A disk that does not answer keeps nobody for good.
+# Time limit, so that a disk that hangs blocks no caller without end.
 DISCARD_WITHIN_S = 30.0
 _FILES_IN_A_MESSAGE = MAX_IN_A_MESSAGE - 13
 
@@ -60,7 +59,7 @@ class OpenImage:
         self._criu_dir_fd = criu_dir_fd
 
     async def end(self) -> None:
-        """Let go of it and of its lock. What was not made whole stays as a left-over.
+        """Close it and release its lock. What was not completed stays as a left-over.
 
         Twice is fine; cannot be cancelled half-way.
         """
@@ -99,7 +98,7 @@ class ImageWriter(OpenImage):
             (self._criu_dir_fd,) = answer.fds.take()
 
     async def give_way(self) -> None:
-        """Have whoever works on it leave the processors to others from now on. Raises HegmError."""
+        """Lower the priority of its processes from now on. Raises HegmError."""
         for hand in (self._hand, self._own):
             if hand is not None:
                 await hand.call("give-way")
@@ -144,9 +143,9 @@ class ImageWriter(OpenImage):
         return manifest
 
     async def discard(self) -> None:
-        """Leave nothing of it, as far as that can be done in some time; what stays is known as left over.
+        """Remove it, as far as that is possible in time; what remains is recognised as left over.
 
-        Never raises; goes on when its caller is cancelled.
+        Never raises; continues when its caller is cancelled.
         """
         with anyio.CancelScope(shield=True):
             with anyio.move_on_after(DISCARD_WITHIN_S), contextlib.suppress(HegmError):
@@ -180,7 +179,7 @@ class Image(OpenImage):
     ) -> None:
         super().__init__(path, hand, criu_dir_fd, own, private)
         self.manifest = manifest
-        #: What lies in its directory and is no part of it.
+        #: Files in its directory that are no part of it.
         self.foreign = tuple(foreign)
         self._is_good = False
 
@@ -206,9 +205,10 @@ class Image(OpenImage):
         return file.size_bytes
 
     async def private_criu_dir(self, on_progress: Progress = ignore) -> int:
-        """The directory for CRIU to read, every byte of it found right; it stays this object's. Raises HegmError.
+        """Return a descriptor of CRIU's files, all verified. It belongs to this object. Raises HegmError.
 
-        It is the image's own where the caller is who the daemon is, and else a copy that nobody else can reach.
+        It is the image's own directory if the caller is the daemon's user, and otherwise a copy that no one else can
+        reach.
         """
         if not self._is_good:
             began = time.monotonic()

@@ -1,7 +1,6 @@
-"""The daemon's own place for CRIU's files, between CRIU and the directories of callers.
+"""The daemon's own folders for CRIU's files, between CRIU and the directories of callers.
 
-A folder for each image, in the state directory: nobody else can get to it, and nothing in it outlives the image's being
-worked on.
+One for each image, in the state directory: no other user can reach it, and it is removed when the image is closed.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Private:
 
     @property
     def free_bytes(self) -> int:
-        """Room on its disk."""
+        """Return the free space on its disk."""
         status = os.fstatvfs(self.fd)
         return status.f_bavail * status.f_frsize
 
@@ -60,7 +59,7 @@ class Private:
 
 
 def require_bytes(folder: str, needed_bytes: int, free_bytes: int) -> None:
-    """Raise Refused when there is too little room."""
+    """Raise Refused if there is too little space."""
     if free_bytes < needed_bytes:
         raise Refused(
             f"{folder} has {free_bytes >> 20} MiB free, and {needed_bytes >> 20} MiB are needed for the image",

@@ -1,7 +1,7 @@
-"""What stands in the way of a directory for an image, or of reading one, in a sentence with the next step.
+"""Explains why a directory cannot hold an image, or why one cannot be read, with a hint.
 
-What is in the way is looked at once more, with the rights of whoever wanted it, when the system has refused: its word
-does not tell which part of a path was meant.
+After a system error the path is checked once more, with the rights of the caller: the error does not say which part of
+the path is meant.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KINDS = {
 
 @contextlib.contextmanager
 def told(path: str, what: str) -> Generator[None]:
-    """What the system refuses, as a sentence with the next step."""
+    """Turn an OSError of the block into a HegmError with a hint."""
     try:
         yield
     except OSError as error:
@@ -78,7 +78,7 @@ def _step(path: str, what: str) -> str:
 
 
 def _obstacle(path: str) -> str | None:
-    """What of that path is no directory, or is not there before its end; None where there is nothing of the kind."""
+    """Return which part of that path is no directory or does not exist; None if there is none."""
     seen = "/"
     for name in path.strip("/").split("/"):
         seen = os.path.join(seen, name)

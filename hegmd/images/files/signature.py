@@ -1,8 +1,8 @@
-"""What makes an image known: its manifest's bytes, their sum, and the signature of whose key is shared by the nodes.
+"""What identifies an image: its manifest's bytes, their checksum, and the signature by a key that nodes may share.
 
-A CRIU image makes root's CRIU open and write whatever is written in it. So one that anybody could have written is
-brought to life for root alone; for others only one with a signature (HMAC-SHA-256) of this node's key, or of the one
-that several nodes share. The manifest has the sums of CRIU's files: signed with them, nothing of these can be another.
+A CRIU image makes root's CRIU open and write whatever the image says. So an image that anyone could have written is
+only restored for root. Other users need a signature (HMAC-SHA-256) with this node's key, or with the one that several
+nodes share. The manifest has the checksums of CRIU's files, so the signature covers these.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hegmd.protocol.images import FORMAT, VERSION, Manifest
 from hegmd.protocol.record import BadValue, as_map
 
 KEY_NAME = "image.key"
-MAX_BYTES = 8 << 20  # of a manifest; it travels in one message
+MAX_BYTES = 8 << 20  # of a manifest; it is sent in one message
 _KEY_BYTES = 32
 _LINES = re.compile(rb"sha256 [0-9a-f]{64}\nhmac-sha256 [0-9a-f]{64}\n")
 _PURPOSE = b"hegm-image-manifest\0"
@@ -82,7 +82,7 @@ def load_key(path: Path, *, make: bool) -> Key:
 
 
 def _make(path: Path) -> None:
-    """A key of random bytes, whole or not there; one that is there stays."""
+    """Create a key of random bytes atomically, unless there is one."""
     fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     if path.exists():
         return

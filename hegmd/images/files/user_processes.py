@@ -1,11 +1,11 @@
-"""Processes of ours with somebody's rights, through which the daemon touches what callers name.
+"""Processes with a user's rights, through which the daemon accesses what callers name.
 
-The daemon opens no path of a caller: whatever it could open itself, a link could lead it to. A hand has the caller's
-user, group and groups, as the kernel told them of the connection, and may do what they may. Under systemd it is a
-transient unit: the daemon's own sandbox has neither the right to become another user nor a disk that can be written.
-Its socket is its standard input, which systemd-run passes on; so it ends with the daemon, whoever its parent is.
+The daemon opens no path of a caller: a link could lead it to anything that it may open. A user process has the caller's
+user, group and groups, as the kernel reported them for the connection. Under systemd it is a transient unit: the
+daemon's own sandbox may not change its user and has no writable disk. Its socket is its standard input, which
+systemd-run passes on; so it ends with the daemon, whatever its parent is.
 
-Belongs to the event loop, which it never blocks. `Hands.run` has to be running.
+Belongs to the event loop, which it never blocks. `UserProcesses.run` must be running.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ ROLE = Role(
 # Not the user's own site-packages: what is in them would run with descriptors of the daemon's.
 PROGRAM = (sys.executable, "-s", "-m", "hegmd.images.files.child")
 START_WITHIN_S = 30.0
-# One that is in the middle of a disk that does not answer is left to the kernel.
+# A process that waits for a disk that hangs is left to the kernel.
 END_WITHIN_S = 10.0
 
 
 class UserProcess:
-    """One such process. It ends when it is let go, with its locks and whatever it was doing."""
+    """One such process. It exits when it is closed, with its locks and its running request."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -60,9 +60,9 @@ class UserProcess:
         fds: Sequence[int] = (),
         on_progress: OnProgress | None = None,
     ) -> Answer:
-        """Have it do that. No deadline of its own: a disk takes as long as it takes, and whoever waits can cancel.
+        """Call the process. No time limit of its own, since a disk may be slow; the caller can cancel.
 
-        Cancelled, it goes on by itself until it is let go. Raises what it failed with, and HelperLost.
+        When cancelled, the request continues until the process is closed. Raises its error, and HelperLost.
         """
         return await self._session.call(op, args or {}, math.inf, fds, on_progress)
 
@@ -117,7 +117,7 @@ class UserProcesses(BackgroundTasks):
 def unit_command(
     program: Sequence[str], environment: Mapping[str, str], rights: Rights, number: int
 ) -> tuple[str, ...]:
-    """What has systemd run the program with these rights and our standard input, and waits for it."""
+    """Return the command by which systemd runs the program with these rights and our standard input."""
     properties = ["NoNewPrivileges=yes", "UMask=0077", "LimitCORE=0"]
     if rights.uid:
         properties.append("CapabilityBoundingSet=")

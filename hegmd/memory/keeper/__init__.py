@@ -1,6 +1,6 @@
-"""The keeper: a small process that holds descriptors by name while there is no daemon to hold them.
+"""The keeper: a small process that holds descriptors by name while no daemon runs.
 
-For nodes without systemd, whose descriptor store does the same. There is one for each state directory, started by the
-daemon on demand; it outlives the daemon however that ends, and ends by itself when it holds nothing and nobody is
-connected. It looks into nothing that it holds.
+For nodes without systemd, whose descriptor store does the same. One for each state directory, started by the daemon on
+demand. It outlives the daemon, and exits when it holds nothing and no daemon is connected. It does not read what it
+holds.
 """

@@ -1,9 +1,8 @@
-"""`python -m hegmd.memory.keeper STATE_DIR`: leaves its starter, listens, and serves until there is nothing to stay
-for.
+"""`python -m hegmd.memory.keeper STATE_DIR`: detaches, listens, and serves until it holds nothing.
 
-The starter's command ends with status 0 as soon as a keeper listens there, this one or one that was there before. The
-keeper itself is in a session of its own by then, with nothing open that it was started with: it is to outlive the
-terminal, the daemon and the daemon's control of its children. A lock makes it the only one in the directory.
+The starter's command exits with status 0 as soon as a keeper listens there, a new or an existing one. The keeper then
+runs in a session of its own, with no inherited descriptors: it outlives the terminal, the daemon and the daemon's
+control of its children. A lock makes it the only one in the directory.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from hegmd.memory.keeper.serving import Keeper
 from hegmd.memory.keeper.wire import LOCK_NAME, SOCKET_NAME
 
 FIRST_CALLER_S = 5.0
-# How long whoever has the lock may take: to end, where it has nothing left to stay for, or to listen.
+# How long the lock's holder may take to exit, if it holds nothing, or to listen.
 LOCK_LIMIT_S = 10.0
 _POLL_INTERVAL_S = 0.02
 BACKLOG = 16
@@ -29,7 +28,7 @@ BACKLOG = 16
 def main(folder: str) -> int:
     """The exit status of the command; in the keeper's own process, of the keeper."""
     os.umask(0o077)
-    # By its own descriptor, so that the socket's path is short however long the directory's is.
+    # By descriptor, so that the socket's path is short even in a long directory.
     at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     path = f"/proc/self/fd/{at}/{SOCKET_NAME}"
     lock = os.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=at)
@@ -54,9 +53,9 @@ def main(folder: str) -> int:
 
 
 def _take(lock: int, path: str) -> bool:
-    """Whether the lock is ours now; false when a keeper listens there. Raises TimeoutError if neither comes to be.
+    """Take the lock. Returns False if a keeper listens there. Raises TimeoutError if neither happens.
 
-    Who has the lock keeps it for as long as it serves, and may not listen yet: so not its end alone is waited for.
+    A holder keeps the lock while it serves, and may not listen yet: so both are polled.
     """
     deadline = time.monotonic() + LOCK_LIMIT_S
     while True:
