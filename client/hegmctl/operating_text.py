@@ -59,7 +59,7 @@ def progress_text(progress: OperationProgress, style: Style) -> list[str]:
 
 
 def _bar(progress: OperationProgress, share: float, what: str, style: Style) -> str:
-    full = round(min(1.0, share) * BAR_COLUMNS)
+    full = BAR_COLUMNS if share >= 1 else min(round(share * BAR_COLUMNS), BAR_COLUMNS - 1)  # full only at the end
     bar = "#" * full + "." * (BAR_COLUMNS - full)
     name = f"operation {printable(progress.id)}  " if progress.id else ""  # nothing is begun by a dry run
     return f"{name}[{style.paint(bar, 'cyan')}]  {printable(what)}"

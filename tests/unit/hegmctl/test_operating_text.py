@@ -227,7 +227,7 @@ def test_the_bar_goes_on_with_phases_and_bytes() -> None:
     filled = [line.count("#") for line in lines]
     assert filled == sorted(filled)
     assert filled[-2] < filled[-1] == 24
-    assert lines[2] == "operation 7  [###########.............]  offloading  1.0 GiB of 2.0 GiB"
+    assert lines[2] == "operation 7  [##########..............]  offloading  1.0 GiB of 2.0 GiB"
     assert "GiB" not in lines[1], "no bytes go while it waits for a boundary"
 
 
