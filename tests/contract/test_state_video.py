@@ -220,6 +220,7 @@ def test_a_state_in_video_memory(case: str, tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.wide
 @pytest.mark.thorough
 def test_the_program_that_compares_the_ways_of_a_state_runs(tmp_path: Path) -> None:
     """It is run where a machine with a GPU is lent, which is no time to find out."""

@@ -86,6 +86,7 @@ def test_no_kill_during_a_restart_loses_a_training_or_has_it_run_twice(socket_di
     assert tally.kills[DAEMON] == 1, tally
 
 
+@pytest.mark.wide
 def test_no_kill_around_an_image_leaves_half_of_one_or_half_a_job(socket_dir: Path) -> None:
     """A choice of them that is always the same, of those that the job itself survives; but CRIU's last may end it."""
     with ImageNode(socket_dir, criu_or_skip(), nameless=False) as node:

@@ -84,7 +84,10 @@ def test_every_gpu_of_the_driver_is_in_the_map(tmp_path: Path) -> None:
         assert list(node.vram(watched.pid)) == ["gpu3"]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage",
+    telling(((stage,) for stage in STAGES), [(stage,) for stage in ("cuMemCreate", "step:lock", RESTORE, UNLOCK)]),
+)
 def test_a_helper_that_is_killed_anywhere_costs_no_job(node: DrivenNode, tmp_path: Path, stage: str) -> None:
     _interrupted(node, tmp_path, stage, lambda: helper_of(node).kill())
 

@@ -20,6 +20,7 @@ def run(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[s
     return rehearse("image_run", folder, *criu, "--sizes", "1", *words, **more)
 
 
+@pytest.mark.wide
 def test_jobs_go_through_images_onto_the_other_gpu_and_what_was_done_is_not_done_again(tmp_path: Path) -> None:
     """Checkpoint by the driver, video memory by us or through CRIU, and a GPU that somebody else has meanwhile."""
     skip_without(SHARED_MEMORY, 768 * MIB)

@@ -18,6 +18,7 @@ def run(folder: Path, *words: str, program: str = "moves_run", **more: str) -> s
     return rehearse(program, folder, *words, **more)
 
 
+@pytest.mark.wide
 def test_the_run_moves_jobs_kills_the_daemon_and_goes_on_where_it_was_cut(tmp_path: Path) -> None:
     results = tmp_path / "state"
     cases = ["migrate-plain-peer", "suspend-plain", "migrate-two", "helper-offloading", "keeper-reloading-peer"]
@@ -32,6 +33,7 @@ def test_the_run_moves_jobs_kills_the_daemon_and_goes_on_where_it_was_cut(tmp_pa
     assert [result["wrong"] for result in found.values()] == [""] * 6
 
 
+@pytest.mark.wide
 def test_jobs_that_say_anything_else_than_undisturbed_fail_their_cases_though_side_by_side(tmp_path: Path) -> None:
     state = tmp_path / "state"
     words = ["--state", str(state), "--only", "migrate-amp,migrate-plain-peer"]

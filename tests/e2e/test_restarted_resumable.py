@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.restarted import LEFT_STATUS, Restarts
+from tests.wide import telling
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("restarts"), pytest.mark.timeout(120)]
 
@@ -83,6 +84,8 @@ FORMS = {
         IN_EPOCHS.format(made="tqdm(hegm.resumable(loader), disable=True)"),
     ),
 }
+# The others go the same ways: `make test-wide` has them all.
+ALONE = ("in-a-function", "imported-by-its-name", "shuffled", "replayed", "above-the-loop")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +94,7 @@ def restarts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Restarts]:
         yield running
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", telling(((form,) for form in FORMS), [(form,) for form in ALONE]))
 def test_a_loop_over_resumable_was_entered_in_another_way(restarts: Restarts, tmp_path: Path, form: str) -> None:
     """Issue 14, row 6: no form came back; `enumerate` in its place did."""
     if form == "under-a-bar":
