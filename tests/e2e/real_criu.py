@@ -38,6 +38,7 @@ def _without_a_space(program: Path) -> str:
     if " " not in str(program):
         return str(program)
     folder = Path(tempfile.mkdtemp(prefix="hegm-criu-", dir="/var/tmp"))
+    folder.chmod(0o755)  # CRIU is run with the rights of others, too
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     shutil.copytree(program.parents[1], folder / "criu", symlinks=True)
     return str(folder / "criu" / "bin" / "criu")

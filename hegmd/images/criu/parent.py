@@ -154,6 +154,7 @@ def _reap(root: int) -> int:
         try:
             pid, status = os.wait()
         except ChildProcessError:
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)  # one that comes while Python ends would kill this process
             return ended
         if pid == root:
             ended = _status(status)
