@@ -59,7 +59,7 @@ async def test_a_job_that_was_killed_in_the_middle_was_told_as_a_refusal(
         operation = await ended_at(node, process, order, command)
         assert operation.failure is not None
         assert operation.failure.code == NOT_FOUND.name
-        assert f"process {process.pid} is gone" in operation.failure.message
+        assert f"process {process.pid} exited" in operation.failure.message
 
 
 @pytest.mark.parametrize("killed", ["first", "second"])
