@@ -162,7 +162,7 @@ async def test_a_process_that_cannot_be_taken_off_a_full_gpu_runs_on_and_it_is_s
     async with rigged(parts) as rig:
         await rig.method.reserve(rig.subject, "gpu1", REST_BYTES)
         fill(filler)
-        with pytest.raises(Refused, match=r"which somebody has filled: .* failed with 999"):
+        with pytest.raises(Refused, match=r"gpu0 has no free memory: .* failed with 999"):
             await rig.method.checkpoint(rig.subject)
         assert await rig.state(rig.moved) == "running"
         filler.close()

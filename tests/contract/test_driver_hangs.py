@@ -36,7 +36,7 @@ async def test_a_process_that_was_stopped_in_a_call_held_it_for_five_minutes_and
         seen: list[Stuck] = []
 
         async def checkpoint() -> None:
-            with pytest.raises(Stuck, match=r"`lock` .* threads are stopped by a signal") as raised:
+            with pytest.raises(Stuck, match=r"`lock` .* are stopped by a signal") as raised:
                 await rig.method.checkpoint(rig.subject)
             seen.append(raised.value)
 
@@ -61,7 +61,7 @@ async def test_a_checkpoint_in_which_nothing_moves_is_given_up_and_comes_out_rig
         await rig.method.reserve(rig.subject, "gpu1", REST_BYTES)
 
         async def checkpoint() -> None:
-            with pytest.raises(Stuck, match=r"at `checkpoint` of process .* nothing has moved"):
+            with pytest.raises(Stuck, match=r"at `checkpoint` of process .* made no progress"):
                 await rig.method.checkpoint(rig.subject)
             given_up.set()
 

@@ -58,7 +58,7 @@ def test_a_job_is_ended_and_comes_back_on_another_gpu_with_every_loss_the_same(
         assert len(job.losses) < len(expected)
         plan = job.command("restore", "--dry-run", str(image))["plan"]
         assert plan["kind"] == "restore"
-        assert [line for line in plan["hazards"] if "its stdout led to somebody who is gone" in line]
+        assert [line for line in plan["hazards"] if "its stdout is not connected" in line]
         refused = job.command("restore", str(image), "--stderr", str(log), status=6)["error"]
         assert "its stderr does not lead out of it" in refused["message"].replace("the job's", "its")
         late = job.command("restore", str(image), "--timeout", "0.05", status=TIMEOUT.exit_status)["error"]

@@ -189,7 +189,7 @@ def test_a_process_that_is_killed_while_suspended_leaves_nothing_behind(socket_d
         job.process.wait()
         ended = _at_its_end(daemon, job, suspended["id"])
         assert [process["state"] for process in ended["processes"]] == ["lost"]
-        assert "is gone" in ended["failure"]["message"]
+        assert "exited" in ended["failure"]["message"]
         assert str(pid) in job.refusal("resume", str(pid))["message"]
         assert (_used_bytes(daemon, "gpu0"), _used_bytes(daemon, "gpu1")) == (0, 0)
 

@@ -279,7 +279,7 @@ def test_a_supervisor_that_is_killed_leaves_a_process_that_goes_on_and_nobody_el
             env=job.environ, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
         )  # fmt: skip
         assert refused.returncode == 98
-        assert "is there still" in refused.stderr
+        assert "is still running" in refused.stderr
         job.let_in()
         assert _followed(job, daemon, op_id)["phase"] == "done"
         assert job.trains() == second
