@@ -206,7 +206,7 @@ def test_a_job_that_the_kernel_ends_as_it_comes_back_is_lost_and_nothing_is_held
         on_a_gpu(daemon, job.process.pid)
         job.operation("suspend", pid)
         group.limit(group.used_bytes + 64 * MIB)
-        ended = job.operation("resume", pid, status=6)
+        ended = job.operation("resume", pid, status=5)
         assert job.process.wait(HANG_S) == -signal.SIGKILL
         assert ended["phase"] == "lost"
         assert "while its state was offloaded" in ended["failure"]["message"]
