@@ -249,7 +249,7 @@ def test_what_is_not_clear_or_would_lose_it_is_refused(tmp_path: Path) -> None:
         assert "cannot both move to gpu2" in refused(pid, "gpu2,gpu2")
         assert "cannot both move to gpu1" in refused(pid, "gpu0=gpu1")
         assert "not on gpu2" in refused(pid, "gpu2=gpu1")
-        assert "does not say which" in refused(pid, "gpu0=,gpu1=gpu2")
+        assert "does not map each source GPU" in refused(pid, "gpu0=,gpu1=gpu2")
         assert "there is no GPU gpu9" in refused(pid, "gpu0=gpu9")
         assert "already" in refused(pid, "gpu0,gpu1")
         assert "hegmctl run" in refused(bare.pid, "gpu1,gpu2")
