@@ -107,7 +107,9 @@ class GroupBackend:
         """
         pointer: Any = getattr(self._backend, "_comm_ptr", None)
         found: list[int] = []
-        for gpu in _gpus_in_use(self._torch) if pointer is not None else ():
+        if pointer is None:
+            return found
+        for gpu in _gpus_in_use(self._torch):
             with self._torch.cuda.device(gpu):
                 if int(pointer() or 0):
                     found.append(gpu)
@@ -195,14 +197,13 @@ class GroupBackend:
     def _make(self, store: Any) -> Any:
         """A new backend with the options of the old one."""
         place = (store, int(self._group.rank()), self.size)
-        old = getattr(self._backend, "options", None)
+        old: Any = getattr(self._backend, "options", None)
         if self.kind == GLOO:
             timeout = getattr(old, "_timeout", None) or self._torch.distributed.distributed_c10d.default_pg_timeout
             made = type(self._backend)(*place, timeout=timeout)
             _copy(old, getattr(made, "options", None), ("global_ranks_in_group", "group_name"))
         else:
-            kind: Any = type(old)
-            options = kind()
+            options: Any = old.__class__()
             names = ("is_high_priority_stream", "_timeout", "global_ranks_in_group", "group_name", "config")
             _copy(old, options, names)
             made = type(self._backend)(*place, options)
