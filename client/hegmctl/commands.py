@@ -1,8 +1,7 @@
 """Handlers of commands: ask, hand the answer to the sink, return the exit status.
 
-`ask` serves every command whose row says all there is to it. What a command needs beyond the connection it imports
-itself, so that no command pays for another. Errors are not handled here: they go up to `cli`, which tells the user and
-knows the exit status of each.
+`ask` serves every command that its row describes completely. Each handler imports what only it needs: no command pays
+for another. Errors propagate to `cli`, which prints them and knows the exit status of each.
 """
 
 from __future__ import annotations

@@ -30,11 +30,11 @@ _LEFT_OUT = ("follow",)
 
 
 class SyncCalls:
-    """What a Connection can be asked."""
+    """The calls of a Connection."""
 
 
 class AsyncCalls:
-    """What an AsyncConnection can be asked: the same calls, awaited; so is `on_progress`."""
+    """The calls of an AsyncConnection: the same ones, awaited. They await `on_progress` too."""
 
 
 def calls_of(rows: Iterable[Verb]) -> dict[str, type[Request]]:

@@ -106,7 +106,7 @@ def cancel(session: Session) -> int:
 
 
 def op(session: Session) -> int:
-    """`hegmctl op`, as it is now, or once it has ended."""
+    """Run `hegmctl op`: show the operation now, or follow it to its end."""
     from hegmctl.story_text import whole_story_text
 
     request = of_kind(session.arguments.request(), Story)

@@ -359,6 +359,6 @@ def orphans_lines(orphans: tuple[Orphan, ...], style: Style) -> list[str]:
 
 
 def dropped_text(reply: Dropped, style: Style) -> list[str]:
-    """That it is gone."""
+    """Confirm that the orphan was deleted."""
     size = "" if reply.size_bytes is None else f", {binary_size(reply.size_bytes)}"
     return [f"given up: {printable(reply.name)}{size}"]

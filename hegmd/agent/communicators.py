@@ -9,7 +9,7 @@ changed anything. After a failure in between, each rank states how its groups ar
 state on all ranks get new backends. Every step ends at its limit: library calls that wait for other ranks run in a
 thread, which is abandoned if it does not return; no other step begins before it does.
 
-Owns the groups' state. What the agent is told to do, and when, is `orders`' business.
+Owns the groups' state. `orders` decides when each step runs.
 """
 
 from __future__ import annotations

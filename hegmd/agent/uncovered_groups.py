@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .nccl_library import Library
 
 _MAPS = "/proc/self/maps"
+_NCCL_FILE = "libnccl.so"
 _WRAPPER = "_ProcessGroupWrapper"
 # Libraries that connect GPUs by themselves, and what each belongs to. PyTorch maps libnvshmem_host without using it.
 _FOREIGN_FILES = {"deep_ep": "DeepEP", "libmscclpp": "MSCCL++"}
@@ -38,7 +39,7 @@ _REGISTERING = ("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "NCCL_USE_TENSO
 
 def loaded() -> list[str]:
     """Paths of all copies of NCCL that are mapped into this process, each once."""
-    return _mapped("libnccl.so")
+    return _mapped(_NCCL_FILE)
 
 
 def reasons(torch: Any, groups: list[GroupBackend], library: Library | None) -> list[str]:
@@ -95,13 +96,14 @@ def _registered(torch: Any, alive: frozenset[type[object]]) -> Iterator[str]:
 
 def _foreign(torch: Any, alive: frozenset[type[object]]) -> Iterator[str]:
     """Communicators that torch.distributed does not list."""
-    copies = loaded()
+    mapped = {path: path.rpartition("/")[2] for path in _mapped(_NCCL_FILE, *_FOREIGN_FILES)}
+    copies = [path for path, name in mapped.items() if name.startswith(_NCCL_FILE)]
     if len(copies) > 1:
         yield f"{len(copies)} copies of NCCL are loaded ({', '.join(copies)}), so another library has communicators"
-    for path in _mapped(*_FOREIGN_FILES):
-        name = path.rpartition("/")[2]
-        owner = next(owner for start, owner in _FOREIGN_FILES.items() if name.startswith(start))
-        yield f"{owner} is loaded ({path}), which connects GPUs by itself"
+    for path, name in mapped.items():
+        for start, owner in _FOREIGN_FILES.items():
+            if name.startswith(start):
+                yield f"{owner} is loaded ({path}), which connects GPUs by itself"
     for module, names in _FOREIGN_CLASSES.items():
         if module in sys.modules and (not names or _is_alive(module, names, alive)):
             yield f"{module} is in use, which has communicators of its own"

@@ -219,11 +219,11 @@ class OrphansReply(Record):
 
 
 class Orphans(Request, op="orphans", reply=OrphansReply):
-    """What needs a person: bytes of the pool that no operation owns, processes that stand and that none claims."""
+    """List the orphans: pool bytes and parked processes that belong to no operation, so a person has to decide."""
 
 
 class Adopt(Request, op="adopt", reply=OperationReply, event=OperationProgress, changes_state=True):
-    """Make an operation of a process that stands and that none claims, and resume the job."""
+    """Make an operation of a parked process that belongs to none, and resume the job."""
 
     pid: int = field("the process; the others of its job come along")
     to: str | None = field("the GPU to go on at; nil for the one that it was started for", default=None)
@@ -232,7 +232,7 @@ class Adopt(Request, op="adopt", reply=OperationReply, event=OperationProgress, 
 
 
 class Dropped(Record):
-    """Bytes were given back to the node; nobody can have them any more."""
+    """The orphaned bytes were deleted. They cannot be recovered."""
 
     name: str = field("what they were called")
     size_bytes: int | None = field("how many; nil if that was not known", default=None)

@@ -146,7 +146,7 @@ class Operation(Record):
         "how long the training threads stood; nil as long as that is not over", default=None
     )
     took_s: float | None = field(
-        "from the request to the end; nil as long as it is not over. An image is written beyond `downtime_s`",
+        "from the request to the end; nil until the operation ends. Includes writing an image after `downtime_s`",
         default=None,
     )
     failure: Reason | None = field("why it did not, or will not, get to what was asked", default=None)

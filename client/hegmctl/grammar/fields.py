@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from hegmd.protocol.record import Field
 
-# How a field is written wherever it occurs. What the text of the field says for programs is said here for people.
+# The option of each field, for every command that has it. The doc here is for people; the field's own is for programs.
 _WORDS: dict[str, dict[str, Any]] = {
     "pid": {"name": "PID", "kind": PID, "complete": PIDS, "doc": "a process of the job"},
     "pids": {"name": "PID", "kind": PID, "complete": PIDS},

@@ -71,7 +71,7 @@ from hegmd.migration.machine.operation import Operation
 from hegmd.migration.machine.stages import STAGES
 from hegmd.migration.machine.wording import otherwise
 
-__all__ = ["EVENTS", "PHASES", "TABLE", "TERMINAL", "Event", "Operation", "Result", "Row", "handle", "row_for"]
+__all__ = ["EVENTS", "PHASES", "TABLE", "TERMINAL", "Event", "Operation", "Result", "Row", "handle"]
 
 ACTIVE = tuple(stage.phase for stage in STAGES)
 PHASES = (PLANNED, *ACTIVE, SUSPENDED, *TERMINAL)
@@ -124,11 +124,6 @@ def _ended(op: Operation, event: Ending, action: Callable[..., Operation]) -> Op
     left = op.replace(pending=tuple([other for other in op.pending if other is not pending]))
     changed: Operation = action(left, worker, pending, event)
     return changed
-
-
-def row_for(op: Operation, event: Event) -> Row:
-    """Return the table's row for that event in the operation's phase."""
-    return TABLE[op.phase, event.tag]
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------

@@ -182,10 +182,6 @@ class Place:
                 found.extend([(module, function, first, line) for line in lines])
         return found
 
-    def enclosing(self) -> tuple[tuple[tuple[str, str, int, int], ...], tuple[int, ...]]:
-        """The path with the lines of the loops: what two visits of the same place have in common."""
-        return self.path, tuple(loop.line for loop in self.loops)
-
 
 # ---- what an iterator has given so far ------------------------------------------------------------------------------
 

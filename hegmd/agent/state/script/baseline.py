@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 #: Places that are remembered. A script has a loop for training and some for evaluation.
 MAX_PLACES = 128
-_FIRST_STEP = "first step"
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SIZED = (list, dict, set, bytearray)
 _known: dict[Any, Baseline] = {}

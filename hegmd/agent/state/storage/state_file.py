@@ -64,11 +64,6 @@ class State:
         self._table_at = HEADER_BYTES + len(self._tree.data)
         self._places, self.size_bytes = _layout(self._table_at, self._sizes)
 
-    @property
-    def raw_bytes(self) -> int:
-        """What of it is raw bytes, which progress counts."""
-        return sum(self._sizes)
-
     def write(self, fd: int, progress: Progress | None = None) -> int:
         """Write it; a descriptor that is too small is made larger. Raises OSError."""
         if os.fstat(fd).st_size < self.size_bytes:
