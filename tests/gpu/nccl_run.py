@@ -2,9 +2,9 @@
 
     PYTHONPATH=.:client python3 -m tests.gpu.nccl_run --out FILE [--budget-s N] [--agent-only] [--gib N] [KIND...]
 
-Trainings of `training/ranked.py` (DDP and FSDP2) run under torchrun with hegmd's agent. They exchange their GPUs, are
-suspended and resumed, and every loss of both ranks has to be the one of an undisturbed run, bit for bit. A hegmd of its
-own does the moves. With --agent-only there is none: this program parks both ranks, has their agents disconnect, calls
+Trainings of `training/ranked.py` (DDP and FSDP2) run under torchrun with hegmd's agent, each after an undisturbed run of
+the same training. They exchange their GPUs, are suspended and resumed, and every loss of both ranks has to equal the
+undisturbed one, bit for bit. A hegmd of its own does the moves. With --agent-only there is none: this program parks both ranks, has their agents disconnect, calls
 the driver for both, and has them reconnect, which proves the agent and the driver without the daemon. FILE has all
 results as JSON after each step, so that a run that is cut still tells what it saw. Without a GPU, --agent-only is a
 rehearsal: the ranks use gloo, and no driver is called.
@@ -38,8 +38,8 @@ from tests.gpu.moves_node import ROOT, Gpus, Node, WentWrongError, until
 
 TRAINING = Path(__file__).with_name("training") / "ranked.py"
 RANKS = 2
-STEPS, PACE_S = 6000, 0.02
-READY_WITHIN_S, STEP_WITHIN_S, ORDER_WITHIN_S = 120.0, 60.0, 30.0
+REFERENCE_STEPS, ENDLESS_STEPS, PACE_S = 600, 1_000_000, 0.05
+READY_WITHIN_S, STEP_WITHIN_S, ORDER_WITHIN_S, REFERENCE_WITHIN_S = 120.0, 60.0, 30.0, 300.0
 # How many boundaries later than the one that was told last both ranks can surely stop at.
 AHEAD = 25
 LOCK_MS = 10_000
@@ -84,8 +84,10 @@ class RankedJob:
     ) -> None:
         self.path = folder / name
         kind, *traits = KINDS[name.partition("@")[0]]
-        pace = [] if name.endswith("@alone") else [f"pace={PACE_S}"]
-        words = [str(TRAINING), kind, str(asked.steps), str(asked.gib), str(self.path), *traits, *pace]
+        is_reference = name.endswith("@alone")
+        pace = [] if is_reference else [f"pace={asked.pace_s}"]
+        steps = asked.reference_steps if is_reference else ENDLESS_STEPS
+        words = [str(TRAINING), kind, str(steps), str(asked.gib), str(self.path), *traits, *pace]
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
         self._errors = (folder / f"{name}.log").open("w+")
         self.process = subprocess.Popen(
@@ -130,7 +132,8 @@ class RankedJob:
         """It trains on, and each loss is the undisturbed one; how many. Raises WentWrongError."""
         self.wait_for(self.steps() + more, STEP_WITHIN_S)
         count = self.steps()
-        reference.wait_for(count, READY_WITHIN_S)
+        if count > reference.steps():
+            raise WentWrongError(f"the reference has {reference.steps()} steps: ask for more than {count}")
         for rank in range(RANKS):
             pairs = zip(self.lines(rank)[:count], reference.lines(rank)[:count], strict=True)
             for step, (said, wanted) in enumerate(pairs):
@@ -297,6 +300,8 @@ class ByDaemon:
             answer = node.hegmctl(*words)
             seen["took_s"] = round(time.monotonic() - began, 3)
             seen["answer"] = shortened(answer)
+            if operation := answer.get("operation"):
+                seen["story"] = told_times(node, operation["id"])
             if on is not None:
                 places = [sorted(node.gpus.account().places(pid)) for pid in job.pids()]
                 wanted = [[gpu] for gpu in on] or [[]] * RANKS
@@ -322,29 +327,35 @@ def shortened(answer: dict[str, Any]) -> dict[str, Any]:
     return short or answer
 
 
+def told_times(node: Node, op_id: str) -> list[str]:
+    """Each event of an operation with the seconds since its beginning."""
+    lines = node.story(op_id).story
+    return [f"{line.utc - lines[0].utc:.3f} {line.event or 'planned'} {line.phase}" for line in lines]
+
+
 def go_through(asked: argparse.Namespace, results: Results, folder: Path) -> Iterator[str]:
     """Each kind in turn; the names of those that are left when the time is over."""
     ends = time.monotonic() + asked.budget_s
-    with ExitStack() as kept:
-        plain = {**os.environ, **nccl_settings(None), "PYTHONPATH": ""}
-        references = {name: RankedJob(f"{name}@alone", folder, asked, plain, []) for name in asked.kinds}
-        for reference in references.values():
-            kept.callback(reference.close)
-        for name in asked.kinds:
-            if time.monotonic() > ends:
-                yield name
-                continue
-            try:
-                references[name].wait_for(min(asked.steps, 100), READY_WITHIN_S)
-                with ExitStack() as held:
-                    kind = AgentsAlone if asked.agent_only else ByDaemon
-                    kind(name, folder, asked, results, references[name]).run(held)
-            except Exception as error:  # noqa: BLE001 - the next kind is worth its time on such a machine
-                traceback.print_exc()
-                told = type(error).__name__ if isinstance(error, Gone) else f"{type(error).__name__}: {error}"
-                log = folder / f"{name}.log"
-                said = log.read_text(errors="replace")[-3000:].splitlines() if log.exists() else []
-                results.note(name, "failed", wrong=told[:1500], job=said)
+    plain = {**os.environ, **nccl_settings(None), "PYTHONPATH": ""}
+    for name in asked.kinds:
+        if time.monotonic() > ends:
+            yield name
+            continue
+        try:
+            with ExitStack() as held:
+                reference = RankedJob(f"{name}@alone", folder, asked, plain, [])
+                held.callback(reference.close)
+                reference.wait_for(asked.reference_steps, REFERENCE_WITHIN_S)
+                reference.process.wait(READY_WITHIN_S)
+                results.note(name, "reference", steps=reference.steps())
+                kind = AgentsAlone if asked.agent_only else ByDaemon
+                kind(name, folder, asked, results, reference).run(held)
+        except Exception as error:  # noqa: BLE001 - the next kind is worth its time on such a machine
+            traceback.print_exc()
+            told = type(error).__name__ if isinstance(error, Gone) else f"{type(error).__name__}: {error}"
+            log = folder / f"{name}.log"
+            said = log.read_text(errors="replace")[-3000:].splitlines() if log.exists() else []
+            results.note(name, "failed", wrong=told[:1500], job=said)
 
 
 def parsed(argv: list[str]) -> argparse.Namespace:
@@ -355,7 +366,8 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--agent-only", action="store_true", help="without a hegmd")
     parser.add_argument("--gib", type=float, default=1.0, help="weights, gradients and moments of each rank")
     parser.add_argument("--rounds", type=int, default=4, help="so many exchanges of each kind")
-    parser.add_argument("--steps", type=int, default=STEPS, help="how long each training is at most")
+    parser.add_argument("--reference-steps", type=int, default=REFERENCE_STEPS, help="steps of the undisturbed run")
+    parser.add_argument("--pace-s", type=float, default=PACE_S, help="pause after each step of the job that is moved")
     asked = parser.parse_args(argv)
     if unknown := [kind for kind in asked.kinds if kind not in KINDS]:
         parser.error(f"there is no kind {', '.join(unknown)}; write some of {', '.join(KINDS)}")
