@@ -2,12 +2,14 @@
 
     PYTHONPATH=.:client python3 -m tests.gpu.nccl_run --out FILE [--budget-s N] [--agent-only] [--gib N] [KIND...]
 
-Trainings of `training/ranked.py` (DDP and FSDP2) run under torchrun with hegmd's agent, each after an undisturbed run of
-the same training. They exchange their GPUs, are suspended and resumed, and every loss of both ranks has to equal the
-undisturbed one, bit for bit. A hegmd of its own does the moves. With --agent-only there is none: this program parks both ranks, has their agents disconnect, calls
-the driver for both, and has them reconnect, which proves the agent and the driver without the daemon. FILE has all
-results as JSON after each step, so that a run that is cut still tells what it saw. Without a GPU, --agent-only is a
-rehearsal: the ranks use gloo, and no driver is called.
+Trainings of `training/ranked.py` (DDP and FSDP2) run under torchrun with hegmd's agent, each after an undisturbed run
+of the same training. They exchange their GPUs, are suspended and resumed, and every loss of both ranks has to equal
+the undisturbed one, bit for bit. A hegmd of its own does the moves.
+
+With --agent-only there is none: this program parks both ranks, has their agents disconnect, calls the driver for both,
+and has them reconnect, which proves the agent and the driver without the daemon. FILE has all results as JSON after
+each step, so that a run that is cut still tells what it saw. Without a GPU, --agent-only is a rehearsal: the ranks use
+gloo, and no driver is called.
 """
 
 # ruff: noqa: T201 - printing is what this program is for
