@@ -106,6 +106,50 @@ def test_a_broken_link_would_be_seen(tmp_path: Path) -> None:
     ]
 
 
+def _packages() -> list[Path]:
+    """The folders below which documents name files: the checkout, the daemon and the client."""
+    return [ROOT, ROOT / "hegmd", ROOT / "client"]
+
+
+def missing_paths(text: str) -> list[str]:
+    """The files and folders of this project that a document names and that do not exist.
+
+    Each word below a folder of the checkout, the daemon or the client counts. In code, a relative path that ends with /
+    or .py counts too. `gpu_helper/cuda` may leave out .py, and a pattern has to match a file.
+    """
+    tracked = {
+        part
+        for path in files()
+        for base in _packages()
+        if path.is_relative_to(base)
+        for part in path.relative_to(base).parts[:-1][:1]
+    }
+    below = "|".join(re.escape(folder) for folder in sorted(tracked))
+    named = set(re.findall(rf"(?<![\w./\-$}}<>~])(?:{below})/[\w\-.*/]*", text))
+    named.update(word for word in re.findall(r"`([a-z_][a-z_.*/]*/[a-z_.*/]*)`", text) if word.endswith(("/", ".py")))
+    ends = [word.rstrip(".") for word in sorted(named)]
+    return [word for word in ends if not any([*base.glob(word), *base.glob(f"{word}.py")] for base in _packages())]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_relative)
+def test_a_document_names_files_that_exist(path: Path) -> None:
+    """Issue 15: the table of packages named folders that had been moved."""
+    assert missing_paths(path.read_text()) == []
+
+
+def test_a_path_that_does_not_exist_would_be_seen() -> None:
+    assert (
+        missing_paths("`hegmd/node/`, hegmd/app.py, `gpu_helper/cuda`, memory/pool*.py, and `x/lock` or /run/x/") == []
+    )
+    assert missing_paths("`helper/`, hegmd/pool.py, `gpu_helper/gone`, docs/gone*.md, see hegmd/gone.") == [
+        "docs/gone*.md",
+        "gpu_helper/gone",
+        "hegmd/gone",
+        "hegmd/pool.py",
+        "helper/",
+    ]
+
+
 def test_the_change_log_has_a_place_for_the_next_change() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     versions = re.findall(r"(?m)^## \[?([^\]\n]+?)\]?(?: - (\d{4}-\d{2}-\d{2}))?$", text)
