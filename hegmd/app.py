@@ -350,6 +350,7 @@ class App:
             simulated=self._simulator is not None,
             user_mode=self._user_mode,
             under_systemd=self._manager.present,
+            ready_bytes=self._moving.pool.ready.size_bytes,
         )
 
     def _count_look(self, snapshot: NodeSnapshot, took_s: float) -> None:

@@ -234,6 +234,12 @@ class PoolSettings:
         "The most memory that the pool may hold, in bytes; 0 for half of what is available when it is needed.",
         reloads=False,
     )
+    ready_bytes: int = setting(
+        Amount(0, 1 << 50),
+        0,
+        "Host memory to have ready for the next suspend, in bytes: a job's bytes and 4 %; 0 to get it when asked.",
+        reloads=False,
+    )
     memory: str = setting(
         OneOf(("named", "nameless")),
         "named",

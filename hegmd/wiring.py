@@ -18,7 +18,9 @@ from hegmd.memory.descriptor_store import ManagerStore, Store
 from hegmd.memory.keeper.client import KeeperStore
 from hegmd.memory.pool import MemoryKeeping, Pool
 from hegmd.memory.pool_checksums import SumFolder
+from hegmd.memory.pool_memory import read_huge_free_bytes
 from hegmd.memory.pool_places import Place, find_places
+from hegmd.memory.ready_memory import ReadyMemory
 from hegmd.memory.spill_file import SpillFolder
 from hegmd.migration.carriers.prestart import Ready
 from hegmd.node.devices.base import PROVIDERS, DeviceProvider
@@ -70,6 +72,7 @@ def node_facts(
     user_mode: bool,
     under_systemd: bool,
     systemd_runs: str = SYSTEMD_RUNS,
+    ready_bytes: int = 0,
 ) -> NodeFacts:
     """What the doctor is told of the node. A manager that takes our reports need not be systemd, which starts units."""
     return NodeFacts(
@@ -83,6 +86,8 @@ def node_facts(
         image_dir=config.doctor.image_dir,
         criu=config.images.criu,
         group=config.daemon.group,
+        ready_bytes=ready_bytes,
+        ready_wanted_bytes=config.pool.ready_bytes,
     )
 
 
@@ -155,7 +160,10 @@ def moving_for(
     """What moves jobs. `managed` says whether a service manager has started us."""
     return Moving(
         state_dir=config.daemon.state_dir,
-        pool=Pool(config.pool.budget_bytes),
+        pool=Pool(
+            config.pool.budget_bytes,
+            ready=ReadyMemory(config.pool.ready_bytes, huge_free_bytes=read_huge_free_bytes),
+        ),
         simulator=simulator,
         inventory=inventory,
         workers=workers,

@@ -160,7 +160,9 @@ def _plan(plan: Plan, style: Style) -> list[str]:
         of_free = "unknown" if free is None else binary_size(free)
         lines.append(f"room on {printable(gpu)}: {binary_size(needed_bytes)} needed, {of_free} free")
     if plan.pool_needed_bytes:
-        lines.append(f"pool: {binary_size(plan.pool_needed_bytes)} needed, {binary_size(plan.pool_free_bytes)} free")
+        ready = f", {binary_size(plan.pool_ready_bytes)} ready" if plan.pool_ready_bytes else ""
+        needed = binary_size(plan.pool_needed_bytes)
+        lines.append(f"pool: {needed} needed, {binary_size(plan.pool_free_bytes)} free{ready}")
     lines.append(_estimate(plan))
     if plan.is_distributed:
         lines.append("its ranks stop at one boundary, all together")

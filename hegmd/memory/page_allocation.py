@@ -18,7 +18,7 @@ import os
 from types import TracebackType
 
 from hegmd.memory.sizes import HUGE_PAGE_BYTES
-from hegmd.system.thread_pool import share_out, threads_for
+from hegmd.system.thread_pool import MAX_THREADS, share_out, threads_for
 
 _SLICE_BYTES = 64 << 20
 
@@ -37,14 +37,15 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-def populate(fd: int, size_bytes: int) -> None:
-    """Have all pages of a file in memory present, zeroed by several threads. Blocks.
+def populate(fd: int, size_bytes: int, *, start: int = 0, max_threads: int = MAX_THREADS) -> None:
+    """Have all pages of a file in memory present from `start`, a multiple of a huge page, zeroed by threads. Blocks.
 
     Raises OSError when they cannot be had.
     """
     population = _Population(fd, size_bytes)
-    starts = range(0, size_bytes, _SLICE_BYTES)
-    share_out(starts, lambda: population.work, threads=threads_for(len(starts)), name="pool pages")
+    starts = range(start, size_bytes, _SLICE_BYTES)
+    threads = min(max_threads, threads_for(len(starts)))
+    share_out(starts, lambda: population.work, threads=threads, name="pool pages")
 
 
 class _Population:

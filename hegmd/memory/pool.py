@@ -22,6 +22,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 
 from hegmd.errors import BUSY, CANCELLED, NOT_FOUND, UNAVAILABLE, HegmError, Refused
@@ -29,6 +30,7 @@ from hegmd.memory.pool_checksums import compare, sums_of
 from hegmd.memory.pool_memory import Memory, make_memory, read_available_bytes, read_huge_free_bytes
 from hegmd.memory.pool_names import NONCE_BYTES, Key, PieceName, Source
 from hegmd.memory.pool_piece import MemoryKeeping, Piece
+from hegmd.memory.ready_memory import LOOK_S, RETRY_S, ReadyMemory
 from hegmd.memory.sizes import MIB, whole_size
 from hegmd.memory.spill_file import SpillFolder
 from hegmd.memory.spilling import Progress, read_into, say_nothing, with_memory, write_out
@@ -54,10 +56,12 @@ class Pool:
         budget_bytes: int = 0,
         *,
         keep: MemoryKeeping | None = None,
+        ready: ReadyMemory | None = None,
         available_bytes: Callable[[], int | None] = read_available_bytes,
         huge_free_bytes: Callable[[], int] = read_huge_free_bytes,
     ) -> None:
         self.keep = keep or MemoryKeeping()
+        self.ready = ready or ReadyMemory()
         self.free_memory: Callable[[int], Awaitable[object]] | None = None
         self._given_budget_bytes = budget_bytes
         self._available_bytes = available_bytes
@@ -71,7 +75,7 @@ class Pool:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory that it holds, or is about to."""
+        """Bytes of memory that it holds for owners, or is about to."""
         pieces = (*self._held.values(), *self._unclaimed.values())
         return sum(_memory_bytes(piece) for piece in pieces) + sum(self._coming.values())
 
@@ -86,15 +90,20 @@ class Pool:
         if self._given_budget_bytes:
             return self._given_budget_bytes
         available = self._available_bytes()
-        return self.held_bytes + int((available or 0) * SHARE_OF_AVAILABLE)
+        return self.held_bytes + self.ready.size_bytes + int((available or 0) * SHARE_OF_AVAILABLE)
 
     def free_bytes(self) -> int:
-        """How much more it may hold."""
+        """How much more it may hold; memory that is ready is free."""
         return max(0, self.budget_bytes() - self.held_bytes)
 
     def figures(self) -> Mapping[str, int]:
         """Bytes by what they are, for whoever watches the node."""
-        return {"memory": self.held_bytes, "disk": self.spilled_bytes, "budget": self.budget_bytes()}
+        return {
+            "memory": self.held_bytes,
+            "disk": self.spilled_bytes,
+            "budget": self.budget_bytes(),
+            "ready": self.ready.size_bytes,
+        }
 
     def held_for(self, key: Key) -> int:
         """Bytes of storages that the piece of that owner was made for, wherever it is; 0 when there is none."""
@@ -190,8 +199,27 @@ class Pool:
                 piece.memory.close()
         self._held.clear()
         self._unclaimed.clear()
+        self.ready.close()
         for place in self.keep.places:
             place.leave()
+
+    # -- memory that is ready ------------------------------------------------------------------------------------------
+
+    async def adjust_ready(self, *, may_grow: bool = True) -> bool:
+        """Make one step towards as much ready memory as the settings, the budget and the node allow; True if there
+        are more."""
+        async with self._taking:
+            return await self.ready.adjust(self.budget_bytes() - self.held_bytes, self.keep, may_grow=may_grow)
+
+    async def keep_ready(self, is_busy: Callable[[], bool]) -> None:
+        """Fill the ready memory while the daemon is not busy, and give it back if the node needs it, until cancelled.
+
+        Ends at once if nothing is to be ready.
+        """
+        while await self.adjust_ready(may_grow=not is_busy()) or self.ready.wanted_bytes:
+            while not is_busy() and await self.adjust_ready():
+                await anyio.lowlevel.checkpoint()
+            await anyio.sleep(RETRY_S if self.ready.is_short else LOOK_S)
 
     # -- on disk -------------------------------------------------------------------------------------------------------
 
@@ -271,6 +299,8 @@ class Pool:
         """Take back what an earlier run of the daemon left. What no operation owns is kept apart."""
         for piece in sorted(found, key=lambda one: -one.size_bytes):
             key = piece.name.key
+            if self.ready.enter(piece):
+                continue
             if owned(key) and key not in self._held:
                 self._held[key] = piece
             else:
@@ -326,13 +356,13 @@ class Pool:
         await self._request_memory(key, whole_bytes)
         async with self._taking:
             self._refuse_over_budget(key, asked_bytes, whole_bytes)
+            limit_bytes = self.budget_bytes() - self._others_bytes(key) - whole_bytes
             self._coming[key] = whole_bytes
             try:
-                huge = self._huge_free_bytes() >= whole_bytes
-                places = self.keep.places
-                memory = await anyio.to_thread.run_sync(
-                    lambda: make_memory(name, whole_bytes, places=places, huge=huge, fill=fill)
-                )
+                memory = await self.ready.take(name, whole_bytes, fill, self.keep)
+                await self.ready.give_back(self.ready.size_bytes - limit_bytes, self.keep)
+                if memory is None:
+                    memory = await self._make_new(name, whole_bytes, fill)
             finally:
                 del self._coming[key]
         try:
@@ -349,6 +379,12 @@ class Pool:
             extra=fields(size_bytes=whole_bytes, huge=memory.huge),
         )
         return memory
+
+    async def _make_new(self, name: PieceName, whole_bytes: int, fill: Callable[[Memory], None] | None) -> Memory:
+        huge, places = self._huge_free_bytes() >= whole_bytes, self.keep.places
+        return await anyio.to_thread.run_sync(
+            lambda: make_memory(name, whole_bytes, places=places, huge=huge, fill=fill)
+        )
 
     async def _put(self, name: str, memory: Memory) -> None:
         """Have the store hold it. Without one the worker's own descriptor keeps its bytes if the daemon ends."""

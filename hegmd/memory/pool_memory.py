@@ -20,8 +20,9 @@ from pathlib import Path
 from hegmd.errors import Refused
 from hegmd.memory.page_allocation import populate
 from hegmd.memory.pool_names import PieceName
-from hegmd.memory.pool_places import Place
+from hegmd.memory.pool_places import UNFINISHED, Place
 from hegmd.memory.sizes import HUGE_PAGE_BYTES, MIB
+from hegmd.system.thread_pool import MAX_THREADS
 
 logger = logging.getLogger(__name__)
 
@@ -82,16 +83,61 @@ class Memory:
             self.place.remove(name)
         self.close()
 
+    def resize(self, size_bytes: int, *, max_threads: int = MAX_THREADS) -> None:
+        """Have so many bytes, in whole huge pages, with pages present. Only before a job has a descriptor of it.
+
+        Raises OSError; then it has what it had.
+        """
+        had_bytes = self.size_bytes
+        os.ftruncate(self.fd, size_bytes)
+        try:
+            populate(self.fd, size_bytes, start=min(had_bytes, size_bytes), max_threads=max_threads)
+        except OSError:
+            os.ftruncate(self.fd, had_bytes)
+            raise
+        self.size_bytes = size_bytes
+
+    def hand_over(self, name: str, to: PieceName, whole_bytes: int, fill: Fill | None) -> None:
+        """Make a piece of that name and size of memory that has been ready as `name`.
+
+        Raises OSError; then nothing is left of it.
+        """
+        place, new = self.place, str(to)
+        try:
+            if place is not None:
+                place.rename(name, new + UNFINISHED)
+            self.resize(whole_bytes)
+            if place is None:
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            if fill is not None:
+                fill(self)
+            if place is not None:
+                place.finish(new)
+        except BaseException:
+            self.close()
+            if place is not None:
+                place.remove(name)
+                place.abandon(new)
+            raise
+
 
 def make_memory(
-    name: PieceName, whole_bytes: int, *, places: Sequence[Place], huge: bool, fill: Fill | None = None
+    name: PieceName,
+    whole_bytes: int,
+    *,
+    places: Sequence[Place],
+    huge: bool,
+    fill: Fill | None = None,
+    sealed: bool = True,
 ) -> Memory:
     """Memory of that size with its pages present, zeroed or filled, under that name where a place takes it.
+
+    `sealed` False leaves memory without a name so that it can be resized.
 
     Raises Refused with numbers when it cannot be had; then nothing is left of it.
     """
     error = OSError("there is nowhere to take it from")
-    for attempt in _attempts(places, huge=huge):
+    for attempt in _attempts(places, huge=huge, sealed=sealed):
         try:
             return attempt(str(name), whole_bytes, fill)
         except OSError as refusal:
@@ -104,14 +150,16 @@ def make_memory(
     )
 
 
-def _attempts(places: Sequence[Place], *, huge: bool) -> Iterator[Callable[[str, int, Fill | None], Memory]]:
+def _attempts(
+    places: Sequence[Place], *, huge: bool, sealed: bool
+) -> Iterator[Callable[[str, int, Fill | None], Memory]]:
     # Pages by file first, the large ones before: what has a name outlives everybody.
     for place in sorted(places, key=lambda one: not one.huge):
         if huge or not place.huge:
             yield _FileMaker(place)
     if huge:
-        yield _NamelessMaker(os.MFD_HUGETLB)
-    yield _NamelessMaker(0)
+        yield _NamelessMaker(os.MFD_HUGETLB, sealed=sealed)
+    yield _NamelessMaker(0, sealed=sealed)
 
 
 class _FileMaker:
@@ -138,15 +186,17 @@ class _FileMaker:
 class _NamelessMaker:
     """Makes memory that has no name, with its size sealed."""
 
-    def __init__(self, huge_flag: int) -> None:
+    def __init__(self, huge_flag: int, *, sealed: bool) -> None:
         self._huge_flag = huge_flag
+        self._sealed = sealed
 
     def __call__(self, name: str, whole_bytes: int, fill: Fill | None) -> Memory:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | self._huge_flag)
         memory = Memory(fd, whole_bytes, huge=bool(self._huge_flag))
         try:
             os.ftruncate(fd, whole_bytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            if self._sealed:
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             populate(fd, whole_bytes)
             if fill is not None:
                 fill(memory)

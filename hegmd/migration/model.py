@@ -132,6 +132,7 @@ class PoolMemory(Record):
 
     budget_bytes: int = field("the most that it may hold")
     free_bytes: int = field("what of that is not taken")
+    ready_bytes: int = field("what of that has its pages present", default=0)
 
 
 class Rates(Record):
@@ -224,6 +225,7 @@ class MigrationPlan(Record):
     respawn: Respawn | None = field("of a restart: what is to be different afterwards", default=None)
     image_s: float | None = field("how much of that is for an image", default=None)
     ends: bool = field("whether the job ends with it", default=False)
+    pool_ready_bytes: int = field("of the free bytes of the pool, those that take no time to get", default=0)
     reserves_late: bool = field(
         "whether ranks take memory on their targets only when all have left: one has it from another", default=False
     )

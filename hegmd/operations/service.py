@@ -41,7 +41,7 @@ from hegmd.migration.carriers.state import StateCarrier
 from hegmd.migration.carriers.worker import WorkerCarrier
 from hegmd.migration.contracts import Carrier, Method
 from hegmd.migration.journal.disk import Disk
-from hegmd.migration.machine.next_effects import TERMINAL
+from hegmd.migration.machine.next_effects import SUSPENDED, TERMINAL
 from hegmd.migration.methods.driver import DriverMethod
 from hegmd.migration.methods.driver_calls import Steps
 from hegmd.migration.methods.gpus import Gpus
@@ -162,6 +162,7 @@ class Moving:
         self, lookout: PlanSurvey, handoff: JobDumper, *, restart_always: bool, max_park_s: float | None
     ) -> None:
         """Create the services that accept requests."""
+        self.pool.ready.job_bytes = self._job_bytes
         self.runner.over = self.attendance.drop_ended
         self.operations = Operations(
             self._inventory,
@@ -291,6 +292,13 @@ class Moving:
     async def _trim_images(self, path: str, series: str, keep: int, rights: Rights) -> list[str]:
         return await self._opened_images().trim(path, series, keep, rights)
 
+    def _is_moving(self) -> bool:
+        """Whether an operation is at work, and not only suspended."""
+        return any(op.phase != SUSPENDED for op in self.runner.under_way())
+
+    def _job_bytes(self) -> list[int]:
+        return [worker.size_bytes or 0 for worker in self._workers if worker.connected and not worker.held_bytes]
+
     def _is_in_hand(self, pid: int) -> bool:
         """Whether an operation has that process, or is about to."""
         return self.runner.of_process(pid) is not None or self._reviving.is_coming(pid)
@@ -377,6 +385,7 @@ class Moving:
                     await inner.start(self.restarts.run)
                     self.restarts.take_over()
                     await inner.start(self.resting.run)
+                    inner.start_soon(self.pool.keep_ready, self._is_moving)
                     await inner.start(self.sequences.run)
                     await inner.start(self.periodic.run)
                     inner.start_soon(self.attendance.run)

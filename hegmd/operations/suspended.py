@@ -129,7 +129,8 @@ class SuspendedOperations:
     def pool_memory(self) -> PoolMemory:
         """Return the pool's free memory, including what it would free rather than refuse a request."""
         free_bytes = self._pool.free_bytes() + self.reclaimable_bytes()
-        return PoolMemory(budget_bytes=self._pool.budget_bytes(), free_bytes=free_bytes)
+        budget_bytes, ready_bytes = self._pool.budget_bytes(), self._pool.ready.size_bytes
+        return PoolMemory(budget_bytes=budget_bytes, free_bytes=free_bytes, ready_bytes=ready_bytes)
 
     def reclaimable_bytes(self) -> int:
         """Return the bytes that the pool would free rather than refuse a request."""

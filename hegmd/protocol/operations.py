@@ -90,6 +90,7 @@ class Plan(Record):
         "how much of that is for writing or reading the image; nil where there is none", default=None
     )
     ends: bool = field("whether the job ends with it", default=False)
+    pool_ready_bytes: int = field("of the free bytes of the pool, those that take no time to get", default=0)
 
 
 # The phases of an operation that is under way, in their order: that of the machine's stages. `reading` is a restore's

@@ -16,6 +16,7 @@ import anyio.abc
 from hegmd.memory.pool import MemoryKeeping, Pool
 from hegmd.memory.pool_checksums import SumFolder
 from hegmd.memory.pool_places import Place
+from hegmd.memory.ready_memory import ReadyMemory
 from hegmd.memory.spill_file import SpillFolder
 from hegmd.migration.journal.disk import Disk
 from hegmd.node.devices.simulated import SimulatedProvider
@@ -56,6 +57,7 @@ class Node:
         spill: str = "asked",
         spare_bytes: int = 0,
         disk: Disk | None = None,
+        ready: ReadyMemory | None = None,
     ) -> None:
         state_dir.mkdir(exist_ok=True)
         self.simulator = SimulatedProvider(parse_topology(spec))
@@ -78,7 +80,7 @@ class Node:
         )
         self.moving = Moving(
             state_dir=state_dir,
-            pool=Pool(64 * MIB, keep=keep),
+            pool=Pool(64 * MIB, keep=keep, ready=ready),
             spill=spill,
             simulator=self.simulator,
             inventory=self.inventory,
@@ -129,12 +131,18 @@ class Node:
 
 @asynccontextmanager
 async def running(
-    state_dir: Path, spec: str = "2x1GiB", *, spill: str = "asked", spare_bytes: int = 0, disk: Disk | None = None
+    state_dir: Path,
+    spec: str = "2x1GiB",
+    *,
+    spill: str = "asked",
+    spare_bytes: int = 0,
+    disk: Disk | None = None,
+    ready: ReadyMemory | None = None,
 ) -> AsyncIterator[Node]:
     """A node that runs; leaving it is the daemon's end, as far as operations can tell a kill."""
     await anyio.Path(state_dir).mkdir(parents=True, exist_ok=True)
     async with anyio.create_task_group() as tasks:
-        node = Node(state_dir, tasks, spec, spill=spill, spare_bytes=spare_bytes, disk=disk)
+        node = Node(state_dir, tasks, spec, spill=spill, spare_bytes=spare_bytes, disk=disk, ready=ready)
         async with node.inventory:
             await node.moving.open()
             await node.inventory.refresh()

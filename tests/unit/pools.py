@@ -8,6 +8,7 @@ from hegmd.memory.pool import Key, MemoryKeeping, Pool
 from hegmd.memory.pool_checksums import SumFolder
 from hegmd.memory.pool_found import find_pieces
 from hegmd.memory.pool_places import Place
+from hegmd.memory.ready_memory import ReadyMemory
 from hegmd.memory.sizes import MIB
 from hegmd.memory.spill_file import SpillFolder
 from tests.unit.descriptor_store import DescriptorStore
@@ -26,12 +27,12 @@ def keep_in(folder: Path, store: DescriptorStore | None = None) -> MemoryKeeping
     )
 
 
-def opened(keep: MemoryKeeping) -> Pool:
-    return Pool(64 * MIB, keep=keep, huge_free_bytes=lambda: 0)
+def opened(keep: MemoryKeeping, ready: ReadyMemory | None = None) -> Pool:
+    return Pool(64 * MIB, keep=keep, ready=ready, huge_free_bytes=lambda: 0)
 
 
-async def found_again(keep: MemoryKeeping, *owned: Key) -> Pool:
-    pool = opened(keep)
+async def found_again(keep: MemoryKeeping, *owned: Key, ready: ReadyMemory | None = None) -> Pool:
+    pool = opened(keep, ready)
     pool.enter((await find_pieces(keep)).pieces, lambda key: key in owned)
     return pool
 

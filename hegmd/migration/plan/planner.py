@@ -418,6 +418,7 @@ def _plan(draft: Draft, kind: str, members: tuple[Candidate, ...]) -> MigrationP
         gpu_free_bytes=free,
         pool_needed_bytes=0 if kind == RESUME else _pool_needed(draft),
         pool_free_bytes=draft.snapshot.pool.free_bytes,
+        pool_ready_bytes=draft.snapshot.pool.ready_bytes,
         estimate_s=estimate.estimate_s(moving, kind, draft.snapshot.rates, draft.snapshot)
         + communicator_rules.seconds(members, kind),
         is_distributed=world > 1 or are_ranks or restart_rules.are_launched(draft, members),

@@ -86,6 +86,9 @@ class NodeFacts:
     # The only CRIU that is used, where one is configured.
     criu: Path | None = None
     group: str = "hegm"
+    # Host memory that is ready for the next suspend, and as much as is configured.
+    ready_bytes: int = 0
+    ready_wanted_bytes: int = 0
     # Where programs are looked for, and where the interpreters that jobs may use are.
     program_path: str = SYSTEM_PATH
     python_path: str = "/usr/local/bin:/usr/bin:/bin"

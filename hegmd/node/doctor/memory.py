@@ -85,6 +85,20 @@ def host(facts: NodeFacts) -> Finding:
     return ok(f"{size_text(usable_bytes)} of host memory: room to park {fitting} of {len(sizes)} full GPUs")
 
 
+def ready(facts: NodeFacts) -> Finding:
+    """As much host memory is ready for the next suspend as is configured."""
+    wanted_bytes, ready_bytes = facts.ready_wanted_bytes, facts.ready_bytes
+    if not wanted_bytes:
+        return skip("pool.ready_bytes is 0: to get host memory for a suspend takes up to 0.2 s for each GiB")
+    if ready_bytes < wanted_bytes:
+        return warn(
+            f"{size_text(ready_bytes)} of {size_text(wanted_bytes)} of host memory are ready for the next suspend",
+            "wait until hegmd has filled it; otherwise free host memory, raise pool.budget_bytes, or lower "
+            "pool.ready_bytes",
+        )
+    return ok(f"{size_text(ready_bytes)} of host memory are ready for the next suspend")
+
+
 def meminfo(facts: NodeFacts) -> dict[str, int]:
     """/proc/meminfo: bytes where it gives a unit, plain numbers where it counts pages."""
     values: dict[str, int] = {}

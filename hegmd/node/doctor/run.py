@@ -70,6 +70,7 @@ CHECKS: tuple[Row, ...] = (
     Ask("criu.check", criu.check),
     Look("memory.host", memory.host),
     Look("memory.hugepages", memory.hugepages),
+    Look("memory.ready", memory.ready),
     Look("memory.cgroup", cgroups.own_memory),
     Look("cgroup.hierarchy", cgroups.hierarchy),
     Look("kernel.version", kernel.version),

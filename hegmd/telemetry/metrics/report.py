@@ -224,7 +224,9 @@ def _kept(out: Exposition, tallies: Tallies) -> None:
         ended.add(count, {"kind": kind, "way": way, "end": end})
     lost = out.family("hegmd_audit_records_lost_total", "counter", "Audit records that are in the log only.")
     lost.add(tallies.audit_lost)
-    pool = out.family("hegmd_pool_bytes", "gauge", "What the pool has: held in memory, on disk, and its budget.")
+    pool = out.family(
+        "hegmd_pool_bytes", "gauge", "What the pool has: held in memory, on disk, its budget, and ready for a suspend."
+    )
     _by_word(pool, "what", tallies.pool_bytes)
     orphans = out.family("hegmd_orphans", "gauge", "Bytes and processes that no operation has and that need a person.")
     orphans.add(tallies.orphans)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -9,12 +10,29 @@ import anyio
 import pytest
 
 from hegmd.errors import REFUSED, HegmError, Refused
-from hegmd.memory.pool import Key
+from hegmd.memory.pool import Key, MemoryKeeping
+from hegmd.memory.ready_memory import ReadyMemory
 from hegmd.operations.suspended import ALWAYS, FULL
 from tests.patience import HANG_S
 from tests.unit.moving_node import MIB, Node, running
 
 Child = subprocess.Popen[bytes]
+
+
+class TellingReadyMemory(ReadyMemory):
+    """Sets `full` when there is nothing more to make ready."""
+
+    full = anyio.Event()
+
+    def __init__(self, wanted_bytes: int, *, step_bytes: int) -> None:
+        super().__init__(wanted_bytes, step_bytes=step_bytes)
+        type(self).full = anyio.Event()
+
+    async def adjust(self, limit_bytes: int, keep: MemoryKeeping, *, may_grow: bool) -> bool:
+        more = await super().adjust(limit_bytes, keep, may_grow=may_grow)
+        if self.size_bytes == self.wanted_bytes:
+            self.full.set()
+        return more
 
 
 def spilled_files(state_dir: Path) -> list[str]:
@@ -41,6 +59,29 @@ async def test_a_suspended_job_is_told_to_stay_however_long_no_daemon_is_there(t
         assert (agent.resting, agent.entrusted) == (True, False)
         await node.operations.resume(process.pid, None, node.asked())
         assert agent.data == b"weights"
+
+
+async def test_a_suspend_takes_memory_that_was_ready_and_the_next_daemon_finds_the_rest(
+    tmp_path: Path, process: Child
+) -> None:
+    async with running(tmp_path, ready=TellingReadyMemory(12 * MIB, step_bytes=4 * MIB)) as node:
+        agent = await node.attend(process.pid)
+        ready = node.moving.pool.ready
+        await TellingReadyMemory.full.wait()
+        assert ready.size_bytes == 12 * MIB
+        planned = await node.operations.suspend([process.pid], node.asked(dry_run=True))
+        assert planned.plan is not None
+        assert planned.plan.pool_ready_bytes == 12 * MIB
+        inode = os.fstat(ready.segments[0].memory.fd).st_ino
+        answer = await node.operations.suspend([process.pid], node.asked())
+        assert answer.operation is not None
+        memory = node.moving.pool.memory(Key(answer.operation.id, str(process.pid)))
+        assert os.fstat(memory.fd).st_ino == inode
+        await node.operations.resume(process.pid, None, node.asked())
+        assert agent.data == b"weights"
+    async with running(tmp_path, ready=TellingReadyMemory(12 * MIB, step_bytes=4 * MIB)) as node:
+        await TellingReadyMemory.full.wait()
+        assert (node.moving.pool.ready.size_bytes, node.moving.pool.unclaimed()) == (12 * MIB, {})
 
 
 async def test_spilled_it_takes_no_memory_and_comes_back_with_its_bytes(tmp_path: Path, process: Child) -> None:

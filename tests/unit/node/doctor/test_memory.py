@@ -161,3 +161,21 @@ def test_the_hierarchy(node: FileNode, files: dict[str, str], status: str, words
     found = cgroups.hierarchy(node.facts())
     assert found.status == status
     assert words in found.summary
+
+
+# -- memory that is ready ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ready_gib", "wanted_gib", "status", "summary"),
+    [
+        (0, 0, "skip", "pool.ready_bytes is 0: "),
+        (8, 36, "warn", "8 GiB of 36 GiB of host memory are ready"),
+        (36, 36, "ok", "36 GiB of host memory are ready"),
+    ],
+)
+def test_memory_that_is_ready(node: FileNode, ready_gib: int, wanted_gib: int, status: str, summary: str) -> None:
+    found = memory.ready(node.facts(ready_bytes=ready_gib * GIB, ready_wanted_bytes=wanted_gib * GIB))
+    assert found.status == status
+    assert found.summary.startswith(summary)
+    assert (found.fix is not None) == (status == "warn")
