@@ -60,8 +60,8 @@ class VideoSpace:
         """Let go of the first of those that are left; how many bytes. What is left keeps its place."""
         if pieces > len(self._sizes):
             raise Refused(
-                f"{pieces} pieces of video memory were to be let go, {len(self._sizes)} are left",
-                "look at the lane again",
+                f"{pieces} allocations of GPU memory were to be freed, {len(self._sizes)} are left",
+                "ask for the state of the copy session again",
             )
         before_bytes = self._gone_bytes
         for _ in range(pieces):
@@ -88,6 +88,6 @@ class VideoSpace:
 def outside(at: int, size_bytes: int, start: int, end: int) -> Bug:
     """A copy was to go beyond its space."""
     return Bug(
-        f"a copy of {size_bytes} bytes at {at} is not within the {start} to {end} that are mapped",
+        f"a copy of {size_bytes} bytes at {at} is outside the mapped range {start} to {end}",
         facts={"at": at, "size_bytes": size_bytes},
     )

@@ -134,7 +134,7 @@ def joined(places: Iterable[Sequence[int]], handles: int) -> list[Place]:
 
 def _place(told: Sequence[int], handles: int) -> Place:
     if len(told) != len(Place._fields) or min(told) < 0 or told[0] >= handles:
-        raise HegmError(BAD_REQUEST, f"{told!r} is no place within {handles} allocations", "look at the agent's report")
+        raise HegmError(BAD_REQUEST, f"{told!r} is no place within {handles} allocations", "read the agent's report")
     return Place(*told)
 
 
@@ -150,6 +150,6 @@ def _beyond(place: Place, size_bytes: int) -> HegmError:
     return HegmError(
         BAD_REQUEST,
         f"{place.size_bytes} bytes at {place.offset} are beyond the {size_bytes} of allocation {place.handle}",
-        "look at the agent's report: nothing outside of what it has shown is copied",
+        "read the agent's report: only memory that it has exported is copied",
         {"offset": place.offset, "size_bytes": place.size_bytes, "allocation_bytes": size_bytes},
     )

@@ -28,7 +28,7 @@ class Role(NamedTuple):
 
 GPU_ROLE = Role(
     "the GPU helper",
-    "the next call starts a new one; if it happens again, look for an Xid in `dmesg` and at hegmd's log",
+    "repeat the command, which starts a new helper; if it fails again, look for an Xid in `dmesg` and read hegmd's log",
 )
 
 
@@ -88,5 +88,5 @@ class Call:
         if self.error is not None:
             raise self.error
         if self.answer is None:
-            raise Bug("a call to the helper ended with nothing", facts={"op": self.op})
+            raise Bug("a call to the helper returned neither a result nor an error", facts={"op": self.op})
         return self.answer

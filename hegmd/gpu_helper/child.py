@@ -54,7 +54,7 @@ class Child:
                 number, op, args = int(message["id"]), str(message["op"]), dict(message["args"])
             except (KeyError, TypeError, ValueError) as error:
                 fds.close()
-                raise senseless(f"no request: {error!r}") from error
+                raise senseless(f"a message that is no request: {error!r}") from error
             with self._guard:
                 self._under_way[number] = time.monotonic()
             threading.Thread(target=self._see_through, args=(number, op, args, fds), name=op, daemon=True).start()
@@ -97,7 +97,7 @@ class Child:
     def _handler(self, op: str) -> Handler:
         handler = self._requests.get(op)
         if handler is None:
-            raise senseless(f"the request {op!r}, which this helper does not know")
+            raise senseless(f"the unknown request {op!r}")
         return handler
 
     def _say(self, message: Mapping[str, object], fds: tuple[int, ...] = ()) -> None:
@@ -127,7 +127,9 @@ def run(requests: Callable[[], tuple[Mapping[str, Handler], Callable[[], int], M
 
 def _unexpected(op: str, error: Exception) -> HegmError:
     return HegmError(
-        INTERNAL, f"hegmd's helper failed at `{op}`: {error!r}", "report this with what the daemon's log says around it"
+        INTERNAL,
+        f"hegmd's helper failed at `{op}`: {error!r}",
+        "report this with the lines of the daemon's log around it",
     )
 
 

@@ -80,7 +80,7 @@ class CopyClient:
     async def attach_video(self, gpu: str, pieces: Sequence[Held]) -> None:
         """Have that held video memory as the space, each piece at its own place. Raises as `open` does."""
         if not pieces:
-            raise Refused("no video memory is held that bytes could go to", "hold some first")
+            raise Refused("no GPU memory is reserved for the bytes", "reserve it first")
         args = {"gpu": gpu, "sizes": [piece.size_bytes for piece in pieces], "start": pieces[0].at}
         await self._call("attach-video", args, _OPEN_S, [piece.fd for piece in pieces])
 

@@ -128,7 +128,7 @@ class CopySession:
         with self._guard:
             self._refuse_closed()
             if self._video is not None:
-                raise Refused("the lane has video memory already", "let go of all of it first")
+                raise Refused("the copy session has GPU memory already", "free all of it first")
             self._provisions.provide(PACE.streams)
             self._video = VideoSpace(ordinal, self._contexts, pieces, start=start, peer=self.peer)
 
@@ -136,7 +136,9 @@ class CopySession:
         """Let go of the first pieces of its video memory, or of all of it (None); bytes."""
         with self._guard:
             if self._video is None:
-                raise Refused("the lane has no video memory to let go of", "look at the lane again")
+                raise Refused(
+                    "the copy session has no GPU memory to free", "ask for the state of the copy session again"
+                )
             if pieces is not None:
                 return self._video.detach(pieces)
             space, self._video = self._video, None
@@ -209,13 +211,13 @@ class CopySession:
             if isinstance(self._shifted, Exception):
                 raise self._shifted
             if self._shifted is None:
-                raise Refused("the lane has begun no copy of its own", "begin one first")
+                raise Refused("the copy session has started no copy", "start one first")
             return self._shifted
 
     def _shift(self, direction: str, places: Sequence[Sequence[int]], tell: Callable[[int], None]) -> Done:
         host, video = self._piece(), self._video
         if video is None:
-            raise Refused("the lane has no video memory to copy to or from", "attach it first")
+            raise Refused("the copy session has no GPU memory to copy to or from", "attach it first")
         streams = self._provisions.streams(video.ordinal)
 
         def shift() -> Done:
@@ -245,13 +247,16 @@ class CopySession:
         named = spaces if through is None else {through: spaces.get(through)}
         (space, *others) = named.values() or (None,)
         if space is None or others:
-            raise Refused(f"the lane has no space to copy to or from, or not one: {', '.join(spaces)}", "name one")
+            raise Refused(
+                f"the copy session needs exactly one address space to copy to or from, and has: {', '.join(spaces)}",
+                "name one",
+            )
         return space
 
     def _piece(self) -> HostSpace:
         self._refuse_closed()
         if self._host is None:
-            raise Refused("the lane has no piece of the host pool", "open it with one")
+            raise Refused("the copy session has no segment of the host pool", "open it with a segment")
         return self._host
 
     def close(self) -> None:
@@ -267,12 +272,15 @@ class CopySession:
 
     def _context(self, ordinal: int) -> Any:
         if ordinal not in self._contexts:
-            raise Refused(f"GPU {ordinal} is none of this lane's", "open the lane with every GPU that it is to touch")
+            raise Refused(
+                f"GPU {ordinal} does not belong to this copy session",
+                "open the copy session with every GPU that it uses",
+            )
         return self._contexts[ordinal]
 
     def _refuse_closed(self) -> None:
         if self._closed:
-            raise Refused("the lane is closed", "open it again")
+            raise Refused("the copy session is closed", "open it again")
 
 
 def _call(work: Callable[[], None]) -> None:

@@ -83,7 +83,7 @@ class Copy:
         `processors` are those of a GPU, by its ordinal, as far as they can copy.
         """
         if direction not in {OUT, IN}:
-            raise HegmError(BAD_REQUEST, f"{direction!r} is no direction of a copy", "it is `out` or `in`")
+            raise HegmError(BAD_REQUEST, f"{direction!r} is not a direction of a copy", "use `out` or `in`")
         self._context = context
         self._space = space
         self._direction = direction

@@ -69,7 +69,7 @@ def start() -> int:
     try:
         _checked("cuInit", _cuda().cuInit(0))
     except RuntimeError as error:
-        raise CudaError("cuInit", None, f"there is no libcuda.so.1 to load: {error}") from None
+        raise CudaError("cuInit", None, f"libcuda.so.1 cannot be loaded: {error}") from None
     return int(_call("cuDriverGetVersion"))
 
 
@@ -102,7 +102,7 @@ def restore_thread(pid: int) -> int:
 def lock(pid: int, timeout_ms: int) -> None:
     """Have the process's CUDA calls wait, once its work is done. NOT_READY: not done in time, and all goes on."""
     if timeout_ms < 1:
-        raise ValueError(f"a lock without a limit (timeout_ms={timeout_ms}) could wait for ever")
+        raise ValueError(f"a lock without a limit (timeout_ms={timeout_ms}) could block without end")
     arguments = _cuda().CUcheckpointLockArgs()
     arguments.timeoutMs = timeout_ms
     _call("cuCheckpointProcessLock", pid, arguments)
@@ -410,7 +410,7 @@ def _uuid(text: str) -> Any:
     """The driver's form of `GPU-01234567-89ab-...`."""
     raw = bytes.fromhex(text.removeprefix("GPU-").replace("-", ""))
     if not text.startswith("GPU-") or len(raw) != _UUID_BYTES:
-        raise ValueError(f"{text!r} is not the UUID of a GPU")
+        raise ValueError(f"{text!r} is not a GPU UUID")
     uuid = _cuda().CUuuid()
     ctypes.memmove(int(uuid.getPtr()), raw, _UUID_BYTES)
     return uuid

@@ -99,14 +99,14 @@ class Link(BackgroundTasks):
         helper ended first. Cancelled, the request goes on by itself, its deadline too, and its answer is dropped.
         """
         if helper is not None and not self._is_there(helper):
-            raise HelperLost("is not the one any more in which this was begun", [op], None, "")
+            raise HelperLost("was replaced after this was started", [op], None, "")
         session = await self._ready()
         return await session.call(op, args or {}, deadline_s, fds, on_progress, watch)
 
     def kill(self, why: str) -> None:
         """End the helper now, with everything it has. Fine when there is none."""
         if self._session is not None:
-            self._session.lose(f"was ended: {why}")
+            self._session.lose(f"was stopped: {why}")
 
     def _is_there(self, number: int) -> bool:
         session = self._session

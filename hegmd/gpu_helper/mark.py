@@ -39,7 +39,7 @@ def read_mark(found: bytes) -> Mark | None:
     if not size_text.isdigit() or not owner:
         raise HegmError(
             UNAVAILABLE,
-            f"a piece of the pool is marked as being elsewhere, and not where: {found[:80]!r}",
-            "it is left as it is; report this with the log of hegmd",
+            f"a pool segment says that its bytes are elsewhere, but not where: {found[:80]!r}",
+            "report this with the log of hegmd; the segment was not changed",
         )
     return Mark(owner, int(size_text))

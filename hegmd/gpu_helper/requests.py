@@ -170,7 +170,7 @@ class Requests:
             map_host = functools.partial(_mapped, fd, size_bytes)
         with self._guard:
             if name in self._lanes:
-                raise Refused(f"the lane {name} is open already", "close it first")
+                raise Refused(f"the copy session {name} is already open", "close it first")
             lane = self._lanes[name] = CopySession(self._contexts, ordinals, map_host)
         return Answer({"peer": lane.peer})
 
@@ -231,7 +231,7 @@ class Requests:
         name = str(request.args["lane"])
         lane = self._lanes.get(name)
         if lane is None:
-            raise Refused(f"there is no lane {name}", "open it first; it goes with the helper that it was opened in")
+            raise Refused(f"there is no copy session {name}", "open it first; a new helper has no open copy sessions")
         return lane
 
 
@@ -242,8 +242,8 @@ def _mapped(fd: int, size_bytes: int) -> HostMemory:
         errno = error.errno if isinstance(error, OSError) else None
         why = error.strerror if isinstance(error, OSError) else error
         raise Refused(
-            f"{size_bytes // MIB} MiB of the host pool cannot be mapped: {why or error}",
-            "look at the node's free memory and huge pages, and at MemoryMax= of hegmd.service",
+            f"{size_bytes // MIB} MiB of the host pool cannot be mapped into the GPU helper: {why or error}",
+            "check the node's free memory and huge pages, and MemoryMax= of hegmd.service",
             {"size_bytes": size_bytes, "errno": errno},
         ) from error
 
@@ -258,7 +258,7 @@ def _exported(ordinal: int, size_bytes: int) -> int:
 
 def _out_of_memory(gpu: str, sizes: Sequence[int], got_bytes: int) -> Refused:
     return Refused(
-        f"{gpu} has no room for {sum(sizes) // MIB} MiB: there were {got_bytes // MIB} MiB to be had",
-        "free video memory there, choose another GPU, or suspend a job that is on it",
+        f"{gpu} has only {got_bytes // MIB} MiB free of the {sum(sizes) // MIB} MiB that are needed",
+        "free GPU memory there, choose another GPU, or suspend a job that is on it",
         {"asked_bytes": sum(sizes), "got_bytes": got_bytes, "gpu": gpu},
     )

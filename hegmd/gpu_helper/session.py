@@ -106,7 +106,7 @@ class Session:
                 self._tasks.start_soon(self._rest)
                 self._tasks.start_soon(self._listen)
         finally:
-            self.lose("was ended with hegmd")
+            self.lose("was stopped with hegmd")
             self._stream.close()
             self.over.set()
 
@@ -160,7 +160,7 @@ class Session:
                 while (payload := reader.next_payload()) is not None:
                     self._take(decode(payload), stream)
         except PeerError as error:
-            self.lose(f"was ended: {error.message}")
+            self.lose(f"was stopped: {error.message}")
             return
         except (OSError, anyio.ClosedResourceError) as error:
             self.lose(f"cannot be reached: {error!r}")
@@ -173,10 +173,10 @@ class Session:
         with anyio.move_on_after(within_s):
             await self.settled.wait()
             return
-        self.lose(f"was not ready after {within_s:g} s, and was ended")
+        self.lose(f"was not ready within {within_s:g} s and was stopped")
 
     async def _rest(self) -> None:
-        """End a helper that has had nothing to do for a while and holds nothing."""
+        """End a helper that has was idle for a while and holds nothing."""
         await self.settled.wait()
         while True:
             self._changed = anyio.Event()
@@ -184,7 +184,7 @@ class Session:
             with anyio.move_on_after(self._idle_after_s if idle else math.inf):
                 await self._changed.wait()
                 continue
-            self.lose(f"had nothing to do for {self._idle_after_s:g} s", quietly=True)
+            self.lose(f"was idle for {self._idle_after_s:g} s", quietly=True)
             return
 
     async def _listen(self) -> None:
@@ -202,7 +202,7 @@ class Session:
             with anyio.move_on_after(float(beat_s)):
                 await self._spoke.wait()
             missed = 0 if self._spoke.is_set() or not self._calls else missed + 1
-        self.lose(f"has work and has not said a word for {_BEATS_MISSED * beat_s:g} s, and was ended")
+        self.lose(f"has work, reported nothing for {_BEATS_MISSED * beat_s:g} s, and was stopped")
 
     # -- what it says --------------------------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class Session:
         self._held = whole(message.get("held"))
         stream.claim(whole(message.get("fds", 0))).close()
         self._changed.set()
-        logger.info("%s has ended a call that nobody waits for", self._role.name, extra=fields(helper_pid=self.pid))
+        logger.info("%s finished a call that was cancelled", self._role.name, extra=fields(helper_pid=self.pid))
 
     def _take_hello(self, hello: Any) -> None:
         self.hello = mapping(hello)
@@ -255,7 +255,7 @@ class Session:
             error = error_told(message["err"])
             call.end(None, error)
             if isinstance(error, DriverFailed) and error.number in RUINOUS:
-                self.lose(f"was ended: {error.message}, after which every call in that context fails")
+                self.lose(f"was stopped: after {error.message}, every call in that context fails")
             return
         values = mapping(message.get("ok"))
         fds = stream.claim(whole(message.get("fds", 0)))
@@ -274,7 +274,7 @@ class Session:
     ) -> Answer:
         """Ask, and wait for the answer, or until `watch` says that there will be none."""
         if self._tasks is None or self._stream is None:
-            raise Bug("a helper is asked that was not started")
+            raise Bug("a helper is called that was not started")
         self.require()
         number = next(self._numbers)
         call = Call(op, on_progress)
@@ -322,7 +322,7 @@ class Session:
         except (OSError, anyio.ClosedResourceError) as error:
             self.lose(f"cannot be reached: {error!r}")
         except HegmError as error:
-            self.lose(f"was ended: it takes nothing in: {error.message}")
+            self.lose(f"was stopped: it reads no requests: {error.message}")
 
     async def _limit(self, call: Call, deadline_s: float) -> None:
         with anyio.move_on_after(deadline_s):

@@ -254,7 +254,7 @@ class StagedCopy:
         What is near is closed with the copy.
         """
         if direction not in {OUT, IN}:
-            raise HegmError(BAD_REQUEST, f"{direction!r} is no direction of a copy", "it is `out` or `in`")
+            raise HegmError(BAD_REQUEST, f"{direction!r} is not a direction of a copy", "use `out` or `in`")
         self._context = context
         self._host = host
         self._direction = direction

@@ -32,15 +32,15 @@ _READ_BYTES = 64 * 1024
 
 # The driver's numbers that say what to do next; any other is for the driver's own documentation.
 _HINTS = {
-    2: "the GPU has no room for it: free video memory there, or choose another GPU",
-    3: "the process uses no CUDA, or hegmd's own helper was not initialised; look at `hegmctl ps`",
-    100: "the driver shows no GPU to this process: look at /dev/nvidia* and DeviceAllow= of hegmd.service",
-    304: "the process has ended, or hegmd may not act on it: another user's needs root with CAP_DAC_OVERRIDE",
-    401: "the process is in another state than was thought: ask for its state again",
-    600: "the process's kernels did not come to an end in that time; it goes on running",
-    801: "the process holds something that the driver cannot restore, such as peer-to-peer NCCL communicators",
-    803: "the driver's library and its kernel module are of different versions: restart hegmd, or the node",
-    999: "look for an Xid in `dmesg`, and at the GPU with nvidia-smi",
+    2: "free GPU memory there, or choose another GPU",
+    3: "run: hegmctl ps; the process uses no CUDA, or the GPU helper was not initialised",
+    100: "check /dev/nvidia* and DeviceAllow= of hegmd.service: the driver shows no GPU to this process",
+    304: "check that the process runs; if it belongs to another user, hegmd needs root with CAP_DAC_OVERRIDE",
+    401: "run: hegmctl ps; the process is in another state than expected",
+    600: "try again: the GPU kernels of the process did not finish in time, and it continues to run",
+    801: "close what the driver cannot restore in the process, such as peer-to-peer NCCL communicators",
+    803: "restart hegmd, or the node: the driver's library and its kernel module have different versions",
+    999: "look for an Xid in `dmesg`, and check the GPU with nvidia-smi",
 }
 # Errors after which a context is of no more use, for anybody in the process: uncorrectable memory or links, an illegal
 # address, a launch that failed. Only the process's end gets rid of them.
@@ -49,7 +49,7 @@ RUINOUS = frozenset({214, 220, 226, 700, 702, 709, 714, 715, 716, 717, 718, 719}
 
 def _hint(number: int | None) -> str:
     if number is None:
-        return "the driver or the package cuda-bindings is missing or too old: see `hegmctl doctor`"
+        return "run: hegmctl doctor; the driver or the package cuda-bindings is missing or too old"
     return _HINTS.get(number, f"look up {number} among CUDA's error codes (CUresult), and for an Xid in `dmesg`")
 
 
@@ -142,7 +142,9 @@ def whole(value: object) -> int:
 
 def senseless(what: str) -> PeerError:
     """The other end does not keep to this module: one of the two is from another version, or broken."""
-    return PeerError(BAD_REQUEST, f"between hegmd and its helper came {what}", "restart hegmd; report it if that stays")
+    return PeerError(
+        BAD_REQUEST, f"hegmd and its GPU helper exchanged {what}", "restart hegmd; if it happens again, report it"
+    )
 
 
 class Channel:

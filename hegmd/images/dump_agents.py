@@ -63,7 +63,7 @@ class DumpAgents:
             return
         left = ", ".join(str(worker.pid) for worker in workers if worker.connected)
         raise HegmError(
-            TIMEOUT, f"the agent of process {left} did not hang up", "read the log of the job, and ask again"
+            TIMEOUT, f"the agent of process {left} did not disconnect", "read the output of the job, then try again"
         )
 
     async def bystanders(self, op: Operation, wish: Wish) -> list[AgentConnection]:
@@ -108,11 +108,11 @@ class DumpAgents:
     def _attending(self, op: Operation, member: Member) -> AgentConnection:
         worker = self._workers.find(member.pid)
         if worker is None or worker.token != member.token or not worker.connected:
-            raise AgentAway(member.pid, "it cannot be told to step aside")
+            raise AgentAway(member.pid, "it cannot be told to disconnect")
         if member.offloaded and not self._pool.outlives(Key(op.id, member.name)):
             raise Refused(
-                f"the bytes of process {member.pid} are held by hegmd alone, and would be lost if it ended meanwhile",
-                "give hegmd a place that outlives it: hugetlbfs or /dev/shm, or start it by systemd",
+                f"only hegmd holds the bytes of process {member.pid}: they would be lost if it ended now",
+                "start hegmd by systemd, or give it hugetlbfs or /dev/shm",
             )
         return worker
 

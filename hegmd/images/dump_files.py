@@ -123,7 +123,7 @@ class Dumping:
             )
         attending = {member.pid: self._agents.told(member) for member in op.live}
         if guise != await self._looks.at(lambda _: guise_for(tree, needs, rights_of(wish)), name="hegmd-guise"):
-            raise Refused("the job has got other rights meanwhile", "ask again when it starts no programs")
+            raise Refused("the job changed its rights during the dump", "try again when the job starts no programs")
         stopped = frozenset(member.pid for member in tree.members if member.state == "T")
         people = ProcessSet({member.pid: member.start_ticks for member in tree.members}, stopped)
         self._remember(op, people)
@@ -153,9 +153,9 @@ class Dumping:
         try:
             tree = await self._looks.at(lambda tell: read_tree(wish.root_pid, tell=tell), name="hegmd-tree")
         except ProcessLookupError as error:
-            raise HegmError(NOT_FOUND, f"process {wish.root_pid} has ended", "read the log of the job") from error
+            raise HegmError(NOT_FOUND, f"process {wish.root_pid} has ended", "read the output of the job") from error
         if tree.member(wish.root_pid).start_ticks != wish.root_ticks:
-            raise HegmError(NOT_FOUND, f"process {wish.root_pid} has ended", "read the log of the job")
+            raise HegmError(NOT_FOUND, f"process {wish.root_pid} has ended", "read the output of the job")
         return tree, needs_of(tree, gpu_pids=[member.pid for member in op.live], agent_sockets=sockets)
 
     async def _look_once_hung_up(self, op: Operation, wish: Wish) -> tuple[Tree, Needs]:
@@ -237,7 +237,7 @@ def require_unmarked(memory: Memory, pid: int) -> None:
     """Raises HegmError where a piece says that its bytes are elsewhere: an image of it would be without them."""
     if read_mark(os.pread(memory.fd, MARK_BYTES, memory.size_bytes - MARK_BYTES)) is not None:
         raise Refused(
-            f"the bytes of process {pid} are not in the pool, by what its piece says",
-            "ask again; if it is so once more, resume the job and suspend it, then read the log of hegmd",
+            f"the pool segment of process {pid} says that its bytes are elsewhere",
+            "try again; if it fails again, resume and suspend the job, and read the log of hegmd",
             {"pid": pid},
         )

@@ -212,12 +212,12 @@ class JobDumper:
                     raise
                 await self._leave_none(wish, error)
             return
-        what = f"the image in {wish.path} was not written, and is removed"
+        what = f"the image in {wish.path} was not written and is removed"
         try:
             progress_of = parts_of(on_progress)
             out = [partial(self._dumping.write_bytes, op, each, left.lent, progress_of(each.name)) for each in left.out]
             await in_concert(*out)
-            what = f"the image for {wish.path} was not finished, and nothing is left of it"
+            what = f"the image for {wish.path} was not finished; its files are removed"
             manifest = await left.lent.finish(left.manifest, on_progress)
         except BaseException as error:
             with anyio.CancelScope(shield=True):
@@ -225,7 +225,7 @@ class JobDumper:
             if not isinstance(error, HegmError):
                 raise
             raise HegmError(
-                error.code, f"{what}: {error.message}", f"the job goes on; {error.hint}", error.facts
+                error.code, f"{what}: {error.message}", f"{error.hint}; the job continues", error.facts
             ) from error
         self._noted(LEFT, sum(file.size_bytes for file in manifest.criu_files), left.took_s)
 
@@ -249,7 +249,7 @@ class JobDumper:
                 try:
                     return await self._let_go(op, wish)
                 except HegmError as error:  # lack of a descriptor or thread; the job stays stopped until there is one
-                    logger.error("operation %s cannot let its job go yet: %s; %s", op.id, error.message, error.hint)
+                    logger.error("operation %s cannot end its job yet: %s; %s", op.id, error.message, error.hint)
                     await anyio.sleep(_LET_GO_AGAIN_S)
 
     async def _let_go(self, op: Operation, wish: Wish) -> None:
@@ -295,7 +295,10 @@ class JobDumper:
         image = await self._images().open(wish.path, rights_of(wish))
         try:
             if not is_of(image.manifest, op):
-                raise Refused(f"{wish.path} is another image", "nothing was done to it")
+                raise Refused(
+                    f"{wish.path} is the image of another operation",
+                    "name another directory; that image was not changed",
+                )
             return image.manifest
         finally:
             await image.end()
@@ -307,8 +310,8 @@ class JobDumper:
         if not isinstance(error, HegmError):
             raise error
         raise Refused(
-            f"hegmd was stopped before the image in {wish.path} was whole: {error.message}",
-            "ask for it again; the job goes on",
+            f"hegmd was stopped before the image in {wish.path} was complete: {error.message}",
+            "repeat the command; the job continues",
         ) from error
 
     async def end(self, op: Operation, member: Member) -> None:
@@ -317,7 +320,7 @@ class JobDumper:
         try:
             await run_detached(lambda _: self._tell_controllers(op, wish), name="hegmd-lock")
         except HegmError as error:  # the image is whole, and so the job ends all the same
-            logger.error("no lock file tells of operation %s: %s; %s", op.id, error.message, error.hint)
+            logger.error("the lock file of operation %s was not written: %s; %s", op.id, error.message, error.hint)
         await self._agents.leave_places(op, wish)  # they are stopped, and will not look there any more
         dumped = await self._dumped(op, wish)
         await run_detached(lambda _: end_tree(wish, member, dumped), name="hegmd-end")
@@ -341,10 +344,10 @@ class JobDumper:
         try:
             await run_detached(lambda _: self._locks.remove(mark_in(manifest)), name="hegmd-lock")
         except HegmError as error:
-            logger.error("a lock file still tells of a job that is back: %s; %s", error.message, error.hint)
+            logger.error("the lock file of a restored job was not removed: %s; %s", error.message, error.hint)
 
 
 def _wish_of(op: Operation) -> Wish:
     if op.image is None:
-        raise Bug(f"operation {op.id} is to be handed over, and nobody has said where to")
+        raise Bug(f"operation {op.id} is to be dumped without a directory")
     return op.image

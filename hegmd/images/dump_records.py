@@ -42,7 +42,10 @@ class DumpRecords:
                 json.dump(note, file)
         except OSError as error:
             logger.warning(
-                "no note tells who stands for operation %s: %s; look at the disk of %s", op_id, error, self._folder
+                "the record of the processes stopped for operation %s was not written: %s; check the disk of %s",
+                op_id,
+                error,
+                self._folder,
             )
 
     def people(self, op_id: str) -> ProcessSet | None:
@@ -67,7 +70,9 @@ class DumpRecords:
         try:
             (self._folder / op_id).unlink(missing_ok=True)
         except OSError as error:
-            logger.warning("a note of who stood cannot be taken away: %s; see the disk of %s", error, self._folder)
+            logger.warning(
+                "a record of stopped processes was not removed: %s; check the disk of %s", error, self._folder
+            )
 
     def keep_only(self, op_ids: Collection[str]) -> None:
         """Remove the records of all other operations, at the start of a daemon. Raises nothing."""

@@ -37,12 +37,12 @@ def tree_of(pids: Sequence[int], tell: Tell) -> tuple[int, Tree]:
         root = next((pid for pid in lines[0] if pid in common), None)
         if root is None or root == 1:
             raise Refused(
-                f"processes {', '.join(map(str, pids))} have no common parent that could be taken with them",
-                "start the ranks of a job by one launcher, as torchrun is",
+                f"processes {', '.join(map(str, pids))} have no common parent that can be dumped with them",
+                "start the ranks of a job by one launcher, such as torchrun",
             )
         return root, read_tree(root, tell=tell)
     except (ProcessLookupError, FileNotFoundError) as error:
-        raise HegmError(NOT_FOUND, f"a process of the job has ended: {error}", "read the log of the job") from error
+        raise HegmError(NOT_FOUND, f"a process of the job has ended: {error}", "read the output of the job") from error
 
 
 def told_of_kin(tree: Tree) -> Iterator[str]:
@@ -53,8 +53,8 @@ def told_of_kin(tree: Tree) -> Iterator[str]:
     for holder in holders_of(tree.pids):
         if holder.pid not in tree.pids:
             yield (
-                f"process {holder.pid}, which is not in the job, has its number {holder.number} as its {holder.what}: "
-                "where it is still there, the job comes back only when that has ended"
+                f"process {holder.pid}, which is not in the job, uses its number {holder.number} as its {holder.what}: "
+                "the job can be restored only after that process ends"
             )
 
 
@@ -106,13 +106,13 @@ def not_theirs(tree: Tree, needs: Needs, rights: Rights) -> list[Reason]:
 
 def _not_theirs_reason(member: Process, rights: Rights) -> Reason:
     hint = "run the command as its owner or as root: an image contains all memory of a process"
-    message = f"process {member.pid} runs as uid {member.uid}, and its image would be yours, of uid {rights.uid}"
+    message = f"process {member.pid} runs as uid {member.uid}, and the image would belong to you, uid {rights.uid}"
     if member.uid == rights.uid:
         message = (
             f"process {member.pid} has other rights or another group (gid {member.gid}) than uid {rights.uid} here, or "
             "hides its memory from its own user"
         )
-        hint = "end it first (as sudo, su, passwd or ssh-agent), or have root make the image"
+        hint = "end it first (sudo, su, passwd and ssh-agent are such processes), or have root write the image"
     return Reason(code=DENIED.name, message=message, hint=hint, pid=member.pid)
 
 
@@ -121,8 +121,8 @@ def require_no_more(dumped: Mapping[int, bool], tree: Tree, rights: Rights) -> N
     if strange := strangers(dumped, tree.pids, may_read_all=rights.uid == 0):
         raise HegmError(
             DENIED if rights.uid != 0 else REFUSED,
-            f"process {strange[0]} has come to the job while its image was made, or has got other rights",
-            "ask again when the job starts no programs; the job goes on as before",
+            f"process {strange[0]} joined the job or changed its rights while the image was written",
+            "try again when the job starts no programs; the job continues",
             {"pids": strange},
         )
 
@@ -135,7 +135,9 @@ def let_all_go(wish: Wish, dumped: ProcessSet) -> None:
     try:
         found = population_of(pids_below(wish.root_pid)).start_ticks
     except OSError as error:
-        logger.warning("who belongs to process %d cannot be seen: %s; who is known goes on", wish.root_pid, error)
+        logger.warning(
+            "the children of process %d cannot be read: %s; those that are known continue", wish.root_pid, error
+        )
         found = {wish.root_pid: wish.root_ticks}
     if found.get(wish.root_pid) != wish.root_ticks:
         found = {}

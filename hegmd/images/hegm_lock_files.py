@@ -43,8 +43,8 @@ class LockFiles:
                 with _own_folder(str(parent_pid), folder_fd, inner) as fd:
                     _write(fd, f"{image}\n{mark}\n", _beginning(mark))
             except NotADirectoryError as error:
-                message = f"{inner} is there and is no directory, so that no lock file can be made in it"
-                raise HegmError(EXTERNAL, message, f"see what it is, and remove it: ls -l {inner}") from error
+                message = f"{inner} is not a directory, so no lock file can be created in it"
+                raise HegmError(EXTERNAL, message, f"check what it is and remove it: ls -l {inner}") from error
         return inner / LOCK
 
     def remove(self, mark: str) -> list[Path]:
@@ -81,7 +81,7 @@ class LockFiles:
             raise HegmError(
                 EXTERNAL,
                 f"{folder}, where controllers look for lock files, cannot be written: {error.strerror}",
-                f"make it: install -d -m 0755 {folder}; under systemd name it in ReadWritePaths= as well",
+                f"create it: install -d -m 0755 {folder}; under systemd name it in ReadWritePaths= as well",
                 {"path": str(folder)},
             ) from error
 
@@ -94,8 +94,8 @@ def _own_folder(name: str, dir_fd: int | None, path: Path) -> Generator[int]:
         status = os.fstat(fd)
         if status.st_uid not in (0, os.geteuid()) or stat.S_IMODE(status.st_mode) & 0o022:
             raise Refused(
-                f"{path} can be written by others than root, who could lead its lock files elsewhere",
-                f"chown root {path}; chmod 0755 {path}",
+                f"{path} can be written by other users than root, who could redirect its lock files",
+                f"run: chown root {path}; chmod 0755 {path}",
                 {"path": str(path)},
             )
         yield fd

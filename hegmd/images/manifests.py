@@ -21,7 +21,7 @@ from hegmd.protocol.images import ImageGpu, ImageProcess, ImageWorker, Manifest
 from hegmd.protocol.record import as_list
 from hegmd.protocol.snapshots import Gpu
 
-_NOT_READ = "the image was written by another version of hegmd; restore it with that one"
+_NOT_READ = "restore the image with the version of hegmd that wrote it"
 
 
 _MAX_PID = 1 << 22
@@ -137,7 +137,7 @@ def needs_in(manifest: Manifest) -> Needs:
     try:
         return Needs.from_plain(plain)
     except (KeyError, TypeError, ValueError) as error:
-        message = f"the image does not say what CRIU needs for its processes: {type(error).__name__} {error}"
+        message = f"the manifest lacks what CRIU needs for its processes: {type(error).__name__} {error}"
         raise HegmError(UNAVAILABLE, message, _NOT_READ) from error
 
 
@@ -165,7 +165,7 @@ def meeting_in(manifest: Manifest) -> str:
     """The folder in which its agents look for whom to come to. Raises HegmError."""
     found = (manifest.more or {}).get("meeting")
     if not isinstance(found, str) or not found.startswith("/"):
-        raise HegmError(UNAVAILABLE, "the image does not say where its agents wait", _NOT_READ)
+        raise HegmError(UNAVAILABLE, "the manifest does not say where its agents wait", _NOT_READ)
     return found
 
 

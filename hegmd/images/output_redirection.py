@@ -21,8 +21,8 @@ STREAMS: Mapping[str, int] = {"stdout": 1, "stderr": 2}
 def named_streams(names: Sequence[str], fds: Sequence[int]) -> dict[str, int]:
     """Return each descriptor by the name of its stream. Raises HegmError if one is not writable."""
     if len(names) != len(fds) or len(set(names)) != len(names) or not set(names) <= set(STREAMS):
-        message = f"{len(fds)} descriptors came for the outlets {', '.join(names)[:80] or 'of no name'}"
-        hint = f"send one descriptor for each, in their order; they are {' and '.join(STREAMS)}"
+        message = f"{len(fds)} descriptors came for the streams {', '.join(names)[:80] or 'without a name'}"
+        hint = f"send one descriptor for each stream, in their order: {' and '.join(STREAMS)}"
         raise HegmError(BAD_REQUEST, message, hint)
     for name, fd in zip(names, fds, strict=True):
         _require_writable(name, fd)
@@ -39,8 +39,8 @@ def led_elsewhere(outlets: Sequence[Outlet], streams: Mapping[str, int]) -> dict
         ends = _ends_of(outlets, STREAMS[name])
         if not ends:
             raise Refused(
-                f"the job's {name} does not lead out of it: it is a file, which comes back by itself, or it is closed",
-                f"leave --{name} out; `hegmctl images show DIR --json` lists the files that it has open",
+                f"the job's {name} cannot be redirected: it is closed, or a file that is restored anyway",
+                f"leave out --{name}; to list the files that the job has open, run: hegmctl images show DIR --json",
             )
         for end in ends:
             led.setdefault(end.key, fd)
@@ -61,7 +61,7 @@ def _require_writable(name: str, fd: int) -> None:
     if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_PATH or _access(fd) == os.O_RDONLY:
         raise Refused(f"the descriptor for {name} is not open for writing", "open it for writing")
     if stat.S_ISSOCK(os.fstat(fd).st_mode):
-        raise Refused(f"the descriptor for {name} is a socket, which cannot be opened anew", "use a file or a pipe")
+        raise Refused(f"the descriptor for {name} is a socket, which cannot be opened again", "use a file or a pipe")
 
 
 def _access(fd: int) -> int:

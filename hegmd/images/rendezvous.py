@@ -62,7 +62,7 @@ class Rendezvous:
 
     def _place(self, token: str, folder: Path | None) -> Path:
         if not _TOKEN.fullmatch(token):
-            raise Refused(f"an agent calls itself {token[:40]!r}, which is no token", "see the log of its job")
+            raise Refused(f"an agent sent {token[:40]!r}, which is no token", "read the output of its job")
         return (folder or self.folder) / token
 
     def _write(self, place: Path, content: bytes) -> str:
@@ -84,8 +84,8 @@ class Rendezvous:
         except OSError as error:
             raise HegmError(
                 UNAVAILABLE,
-                f"the meeting place {place} cannot be made: {error.strerror}",
-                f"see whether {place.parent} can be written by hegmd",
+                f"the directory {place}, where agents reconnect, cannot be created: {error.strerror}",
+                f"check that hegmd can write {place.parent}",
             ) from error
         return str(place)
 
@@ -128,6 +128,6 @@ def _require_trusted(folder: Path, status: os.stat_result, *, is_last: bool) -> 
     is_others = bool(status.st_mode & _OTHERS_MAY_WRITE) and (is_last or not status.st_mode & stat.S_ISVTX)
     if status.st_uid not in {0, os.geteuid()} or is_others:
         raise Refused(
-            f"the agents of the image look for whom to come to in {folder}, where others than root may put things",
-            "restore it under a daemon with the same socket as then, in a folder of root's",
+            f"the agents of the image reconnect in {folder}, which other users than root can write",
+            "restore it under a daemon with the same socket path, in a folder that only root can write",
         )

@@ -88,10 +88,10 @@ class RestoreCheck:
         found += await run_detached(lambda _: list(_taken(needs)), name="hegmd-restore")
         needed_bytes = sum(whole_size(pool_bytes_in(manifest, one)) for one in manifest.workers if one.bytes)
         if needed_bytes > self._pool.free_bytes():
-            message = (
-                f"{needed_bytes >> 20} MiB of the pool are needed, and {self._pool.free_bytes() >> 20} MiB are free"
+            message = f"{needed_bytes >> 20} MiB of the pool are needed; {self._pool.free_bytes() >> 20} MiB are free"
+            found.append(
+                Reason(code=BUSY.name, message=message, hint="resume a suspended job, or raise pool.budget_bytes")
             )
-            found.append(Reason(code=BUSY.name, message=message, hint="resume what is suspended, or raise its budget"))
         grown: list[GrownFile] = []
         notes: list[str] = []
         changed = partial(_changed_files, needs, self._root, as_then=as_then)
@@ -102,7 +102,7 @@ class RestoreCheck:
             if minds or as_then:
                 found.append(reason)
             else:
-                notes.append(f"{reason.message}: what it has written since stays in it")
+                notes.append(f"{reason.message}: what was written to it since then stays in it")
         differing = await self._looks.at(lambda tell: _differing(manifest, self._root, tell), name="hegmd-node")
         return RestoreProblems((*found, *differing.refusals), tuple(grown), (*notes, *differing.notes))
 
@@ -110,7 +110,7 @@ class RestoreCheck:
         if rights.uid != 0 and not self._by_owner:
             yield Reason(
                 code=DENIED.name,
-                message="this node has its images restored by root alone (images.restored_by)",
+                message="on this node only root restores images (images.restored_by)",
                 hint="have root restore it",
             )
         as_user = rights.uid != 0 or is_of_user(manifest)
@@ -121,7 +121,7 @@ class RestoreCheck:
             if process.uid != rights.uid:
                 yield Reason(
                     code=DENIED.name,
-                    message=f"process {process.pid} of the image runs as uid {process.uid}, and you are {rights.uid}",
+                    message=f"process {process.pid} of the image runs as uid {process.uid}; you are uid {rights.uid}",
                     hint="have root restore it",
                     pid=process.pid,
                 )
@@ -130,16 +130,16 @@ class RestoreCheck:
         methods = {(worker.more or {}).get("method") for worker in manifest.workers}
         if self._simulated != (methods == {SIMULATED}):
             here = "simulated" if self._simulated else "real"
-            hint = "restore it under a daemon of the same kind as it was made by"
+            hint = "restore it under a daemon of the same kind"
             yield Reason(
-                code=REFUSED.name, message=f"it was made on other GPUs than these, which are {here}", hint=hint
+                code=REFUSED.name, message=f"it was written on other GPUs; those of this daemon are {here}", hint=hint
             )
         elsewhere = Path(meeting_in(manifest)) != self._meeting
         if elsewhere and rights.uid != 0:
             yield Reason(
                 code=DENIED.name,
-                message=f"its agents look for whom to come to in {meeting_in(manifest)}, which is another daemon's",
-                hint="have root restore it, or restore it under a daemon with the same socket as then",
+                message=f"its agents reconnect in {meeting_in(manifest)}, which belongs to another daemon",
+                hint="have root restore it, or restore it under a daemon with the same socket path",
             )
 
 
@@ -152,15 +152,15 @@ def _taken(needs: Needs) -> Iterator[Reason]:
             yield Reason(
                 code=REFUSED.name,
                 message=_told_holder(holder),
-                hint="end that one, or restore in a fresh pid namespace: unshare --pid --fork --mount-proc",
+                hint="end that process, or restore in a new pid namespace: unshare --pid --fork --mount-proc",
                 pid=holder.number,
             )
 
 
 def _told_holder(holder: DescriptorHolder) -> str:
     if holder.pid == holder.number:
-        return f"there is a process {holder.pid}, whose number the job had: the job itself if it goes on, or a stranger"
-    return f"the job had the number {holder.number}, which process {holder.pid} has as its {holder.what}"
+        return f"the job needs the number of process {holder.pid}, which runs: it is the job itself or another process"
+    return f"the job needs the number {holder.number}, which is the {holder.what} of process {holder.pid}"
 
 
 def _differing(manifest: Manifest, root: Path, tell: Tell) -> Differences:
@@ -168,8 +168,8 @@ def _differing(manifest: Manifest, root: Path, tell: Tell) -> Differences:
     try:
         return differences(manifest.node or {}, root=root, tell=tell)
     except (KeyError, TypeError) as error:
-        message = f"the image does not say what its node was like: {type(error).__name__} {error}"
-        hint = "it was written by another version of hegmd; restore it with that one"
+        message = f"the manifest does not describe its node: {type(error).__name__} {error}"
+        hint = "restore it with the version of hegmd that wrote it"
         raise HegmError(UNAVAILABLE, message, hint) from error
 
 
@@ -182,8 +182,8 @@ def _changed_files(
         try:
             size_bytes = _size_bytes(root, file.path)
         except OSError as error:
-            message = f"{file.path}, which the job has open, is not there: {error.strerror}"
-            hint = "put it where it was when the image was made"
+            message = f"{file.path}, which the job has open, does not exist: {error.strerror}"
+            hint = "put it where it was when the image was written"
             yield Reason(code=REFUSED.name, message=message, hint=hint), None, True
             continue
         if size_bytes == file.size_bytes:
@@ -191,8 +191,8 @@ def _changed_files(
         has_grown = size_bytes > file.size_bytes and file.is_written
         reason = Reason(
             code=REFUSED.name,
-            message=f"{file.path} has {size_bytes} bytes and had {file.size_bytes} when the image was made",
-            hint=_to_cut_back(as_then=as_then) if has_grown else "put it back as it was then",
+            message=f"{file.path} has {size_bytes} bytes; it had {file.size_bytes} when the image was written",
+            hint=_to_cut_back(as_then=as_then) if has_grown else "restore that version of the file",
         )
         minds = not (file.is_appended and has_grown)
         yield reason, GrownFile(file.path, file.size_bytes, reason) if has_grown else None, minds
@@ -201,7 +201,7 @@ def _changed_files(
 def _to_cut_back(*, as_then: bool) -> str:
     """Return the hint about a file that has grown; `as_then`: the caller requested truncation already."""
     if as_then:
-        return "--truncate-outputs cuts it back when nothing else is in the way; if it has, somebody still writes there"
+        return "solve the other problems first; if there are none, end the process that writes to it: fuser -v FILE"
     return "restore with --truncate-outputs to cut it back"
 
 
@@ -215,7 +215,7 @@ def _size_bytes(root: Path, path: str) -> int:
         status = os.fstat(fd)
         found = os.readlink(f"/proc/self/fd/{fd}").removeprefix(str(root).rstrip("/"))
         if found != path or stat.S_ISLNK(status.st_mode):
-            raise OSError(ELOOP, "a link leads elsewhere now")
+            raise OSError(ELOOP, "a link now leads to another file")
         return status.st_size
     finally:
         os.close(fd)

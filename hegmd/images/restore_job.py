@@ -273,8 +273,8 @@ async def until_there(
     late = missing()
     raise HegmError(
         TIMEOUT,
-        f"the agent of process {late[0]} did not come within {within_s:g} s after the restore",
-        "the image is whole; restore it again, and read the log of hegmd",
+        f"the agent of process {late[0]} did not connect within {within_s:g} s after the restore",
+        "restore it again, and read the log of hegmd; the image is complete",
         {"pids": late},
     )
 
@@ -287,8 +287,10 @@ def _require_alive(pids: Sequence[int], ticks: Mapping[int, int]) -> None:
         except HegmError:
             continue
         if found is None or found != ticks.get(pid, found):
-            message = f"process {pid} has ended before its agent came back"
-            raise HegmError(NOT_FOUND, message, "the image is whole; read the log of the job, and restore it again")
+            message = f"process {pid} ended before its agent connected"
+            raise HegmError(
+                NOT_FOUND, message, "read the output of the job, then restore it again; the image is complete"
+            )
 
 
 def _is_there(worker: AgentConnection | None, token: str | None, start_ticks: int | None) -> bool:
@@ -302,7 +304,7 @@ def forget_mark(memory: Memory) -> None:
     try:
         memory.zero(memory.size_bytes - MARK_BYTES, MARK_BYTES)
     except (OSError, ValueError) as error:  # the latter of a file that was cut
-        message = f"the end of what was read from the image cannot be cleared: {error}"
+        message = f"the end of the last page of the image's bytes cannot be cleared: {error}"
         raise HegmError(UNAVAILABLE, message, "restore it again, and read the log of hegmd") from error
 
 
@@ -318,6 +320,6 @@ def guise_in(dir_fd: int, rights: Rights) -> CriuPrivileges:
         gids = frozenset(gid for each in found for gid in (*each.gids, *each.groups))
     reasons = list(beyond(found, uid, gids))
     if reasons or uid == 0:
-        what = "\n".join(reason.message for reason in reasons) or "the image is said to be a user's, and is root's"
-        raise HegmError(DENIED, what, "use another image, or make it anew")
+        what = "\n".join(reason.message for reason in reasons) or "the image is opened as a user's, and belongs to root"
+        raise HegmError(DENIED, what, "use another image, or write it again")
     return to_restore(found, uid)

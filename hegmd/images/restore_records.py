@@ -64,8 +64,8 @@ class RestoreRecords:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            message = f"the note of a restore cannot be written: {error.strerror or error}"
-            raise HegmError(UNAVAILABLE, message, f"look at the disk of {self._folder}") from error
+            message = f"the record of a restore cannot be written: {error.strerror or error}"
+            raise HegmError(UNAVAILABLE, message, f"check the disk of {self._folder}: df -h, dmesg") from error
 
     def forget(self, op_id: str) -> None:
         """Remove the record of a restore that has an operation or was undone.
@@ -77,9 +77,7 @@ class RestoreRecords:
         except FileNotFoundError:
             pass
         except OSError as error:
-            logger.warning(
-                "the note of a restore cannot be taken away: %s; look at the disk of %s", error, self._folder
-            )
+            logger.warning("the record of a restore cannot be removed: %s; check the disk of %s", error, self._folder)
 
     async def end_left(self, op_id: str) -> None:
         """End what is left of a restore whose attendant was killed. Raises nothing: what stays has the job's numbers,
@@ -89,14 +87,14 @@ class RestoreRecords:
                 if not await run_detached(lambda _: self._end_found(op_id), name="hegmd-end"):
                     return
             except (HegmError, OSError) as error:
-                logger.error("it cannot be seen what a restore has left: %s", error)
+                logger.error("what a restore left cannot be read: %s", error)
 
     def _end_found(self, op_id: str) -> bool:
         """Whether there was anybody."""
         came = [_of(note) for name, note in self._found() if name == op_id]
         if not came or not came[0]:
             return False
-        logger.warning("a restore has failed and left processes, which end: %s", sorted(came[0]))
+        logger.warning("a restore failed; the processes that it left are ended: %s", sorted(came[0]))
         end_all(ProcessSet(came[0]))
         return True
 
@@ -119,9 +117,11 @@ class RestoreRecords:
         if came is None:
             return
         if not came.keys().isdisjoint({pid for pid, ticks in taken if came.get(pid) == ticks}):
-            logger.warning("the note of operation %s is an old one: its job came back as another operation", op_id)
+            logger.warning("the record of operation %s is outdated: its job was restored as another operation", op_id)
             return
-        logger.warning("hegmd was stopped while it restored a job as operation %s: what came of it ends", op_id)
+        logger.warning(
+            "hegmd was stopped while it restored a job as operation %s: the job's processes are ended", op_id
+        )
         if isinstance(note.get("unit"), str):
             await stop_unit(str(note["unit"]))
         await run_detached(lambda _: _end(came, attendants_of(note)), name="hegmd-end")
@@ -138,7 +138,7 @@ class RestoreRecords:
 def _end(came: Mapping[int, int], attendants: Mapping[int, int]) -> None:
     """Kill them and, through their parent.py, everything that they or CRIU have created."""
     for pid, ticks in attendants.items():
-        logger.warning("CRIU's attendant, process %d, is told to end what it restores", pid)
+        logger.warning("the parent of a restored job, process %d, is told to end the job", pid)
         ask(pid, ticks, signal.SIGUSR1)
     end_all(ProcessSet(came))
 

@@ -258,7 +258,7 @@ def _head_of(file: int, file_bytes: int) -> FoundSpill:
             return FoundSpill("", 0, "it is no spill file")
         end = _HEAD.size + length
         if end + _SUM.size > BLOCK_BYTES or _SUM.unpack_from(block, end)[0] != zlib.crc32(block[:end]):
-            return FoundSpill("", 0, "its head does not fit its checksum")
+            return FoundSpill("", 0, "its head does not match its checksum")
         name = block[_HEAD.size : end].decode("utf-8", "replace")
     if version != VERSION or chunk_bytes != CHUNK_BYTES:
         return FoundSpill(name, size_bytes, f"it is of version {version}, and this hegmd reads {VERSION}")
@@ -273,7 +273,7 @@ def _sums_of(file: int, path: Path, size_bytes: int) -> list[int]:
     with mmap.mmap(-1, rounded_up(used + _SUM.size)) as block:
         got = os.preadv(file, [block], BLOCK_BYTES + rounded_up(size_bytes))
         if got < used + _SUM.size or _SUM.unpack_from(block, used)[0] != zlib.crc32(block[:used]):
-            raise _damaged(path, "its table of checksums does not fit its own")
+            raise _damaged(path, "its table of checksums does not match its own checksum")
         return [one for (one,) in _SUM.iter_unpack(block[:used])]
 
 
@@ -357,7 +357,7 @@ def _copy_in(
     def copy(number: int, view: memoryview, length: int) -> None:
         got = read_whole(file, view, BLOCK_BYTES + number * CHUNK_BYTES)
         if got < length or zlib.crc32(view, number + 1) != sums[number]:
-            raise _damaged(path, f"chunk {number} of {len(sums)} does not fit its checksum")
+            raise _damaged(path, f"chunk {number} of {len(sums)} does not match its checksum")
         with view[:length] as bytes_of_it:
             into(number * CHUNK_BYTES, bytes_of_it)
 

@@ -60,7 +60,7 @@ def test_a_job_is_ended_and_comes_back_on_another_gpu_with_every_loss_the_same(
         assert plan["kind"] == "restore"
         assert [line for line in plan["hazards"] if "its stdout is not connected" in line]
         refused = job.command("restore", str(image), "--stderr", str(log), status=6)["error"]
-        assert "its stderr does not lead out of it" in refused["message"].replace("the job's", "its")
+        assert "its stderr cannot be redirected" in refused["message"].replace("the job's", "its")
         late = job.command("restore", str(image), "--timeout", "0.05", status=TIMEOUT.exit_status)["error"]
         assert "only its image is left" in late["message"]
         assert job.pid not in population_of([job.pid]).start_ticks
@@ -330,7 +330,7 @@ def test_an_image_that_cannot_be_written_any_more_is_removed_and_told_of_while_i
     """The disk has filled up since the job went on, or whoever writes is killed. The next image is made."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    harms = ((_fill, "No space left on device"), (_kill_writers, "the process that touches images"))
+    harms = ((_fill, "No space left on device"), (_kill_writers, "the image writer"))
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2g", "none", str(disk)], check=True)
     try:
         with HandedJob(tmp_path / "job", halted.socket_path) as job:
@@ -346,7 +346,7 @@ def test_an_image_that_cannot_be_written_any_more_is_removed_and_told_of_while_i
                     assert client.wait(ENDS_WITHIN_S) != 0
                 op = job.operation("op", str(number), status=None)
                 assert (op["phase"], op["processes"][0]["state"]) == ("rolled-back", "running")
-                assert f"the image in {disk}/image was not written, and is removed" in op["failure"]["message"]
+                assert f"the image in {disk}/image was not written and is removed" in op["failure"]["message"]
                 assert why in op["failure"]["message"]
                 assert [name for name in os.listdir(disk) if "image" in name] == []
                 (disk / "somebody else's").unlink(missing_ok=True)

@@ -84,7 +84,7 @@ def test_nobody_but_root_takes_or_restores_what_is_not_theirs(daemon: RunningDae
         shutil.copytree(image, theirs)
         handed_to(BOB, theirs)
         refused = said(job, BOB, "restore", str(theirs))[1]
-        assert "was made for uid 0" in refused["error"]["message"], refused
+        assert "belongs to uid 0" in refused["error"]["message"], refused
         manifest = theirs / "manifest.json"
         manifest.write_bytes(manifest.read_bytes().replace(b'"uid": 0', b'"uid": %d' % BOB))
         refused = said(job, BOB, "restore", str(theirs))[1]
@@ -117,7 +117,7 @@ def test_a_users_job_goes_into_an_image_and_back_with_its_own_rights_and_every_l
         (folder / "secret").chmod(0o600)
         losses.symlink_to(folder / "secret")
         refused = said(job, asker, "restore", "--dry-run", str(images / "one"))[1]["error"]
-        assert "a link leads elsewhere now" in refused["message"]  # and not how large root's file is
+        assert "a link now leads to another file" in refused["message"]  # and not how large root's file is
         assert "4711" not in refused["message"]
         were.rename(losses)
         status, done = said(job, asker, "restore", str(images / "one"))

@@ -116,7 +116,7 @@ async def test_a_restore_under_numbers_that_are_taken_leaves_those_alone(tmp_pat
         assert counter.line() == "ready"
         needs = counter.needs()
         await run.dump(criu, counter.pid, images, needs, leave_stopped=False, in_unit=False)
-        with pytest.raises(HegmError, match=f"number {counter.pid}, which is taken as the process of") as failed:
+        with pytest.raises(HegmError, match=f"number {counter.pid}, which is the process of") as failed:
             await run.restore(criu, images, needs, log_dir_fd=images, unit_name=None)
         assert "unshare --pid" in failed.value.hint
         tell(counter.pid)

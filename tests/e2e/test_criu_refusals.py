@@ -51,7 +51,7 @@ CASES = (
         "a connected TCP socket",
         "import socket\nheld = socket.create_connection(('127.0.0.1', int(sys.argv[1])))",
         "has a TCP connection to 127.0.0.1:",
-        "the job has a TCP connection to outside of itself",
+        "the job has a TCP connection to a process outside the job",
     ),
     Case(
         "a connected unix socket",
@@ -63,7 +63,7 @@ CASES = (
         "io_uring",
         "import ctypes\nassert ctypes.CDLL(None).syscall(425, 4, ctypes.create_string_buffer(512)) >= 0, 'no io_uring'",
         "has io_uring open",
-        "something open that the kernel does not hand to anybody else, as io_uring is",
+        "the job has a descriptor open that the kernel passes to no other process, such as io_uring",
     ),
     Case(
         "a device",
@@ -168,7 +168,7 @@ def test_a_job_from_outside_of_its_pid_namespace_was_found_out_by_criu_alone(tmp
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == "process 2 is in a session whose leader is outside of this pid namespace\n"
+    assert ran.stdout == "process 2 is in a session whose leader is outside this pid namespace\n"
     assert "is outside of its pid namespace" in (tmp_path / "log").read_text()
 
 
@@ -213,9 +213,9 @@ async def test_an_image_that_is_none_or_of_another_version_is_said_to_be_so(tmp_
         whole = (tmp_path / "image" / "inventory.img").read_bytes()
         # The version of images is the first field: its value follows magic, size and tag.
         (tmp_path / "image" / "inventory.img").write_bytes(whole[:9] + b"\x63" + whole[10:])
-        assert "a version, or a form, that this CRIU does not know" in (await _refusal(images, needs)).message
+        assert "this CRIU does not know the version or format of the image" in (await _refusal(images, needs)).message
         (tmp_path / "image" / "inventory.img").write_bytes(b"not an image of anything at all")
-        assert "a version, or a form, that this CRIU does not know" in (await _refusal(images, needs)).message
+        assert "this CRIU does not know the version or format of the image" in (await _refusal(images, needs)).message
 
 
 async def test_a_job_of_a_shell_needs_to_be_said_to_be_one(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ async def test_a_job_of_a_shell_needs_to_be_said_to_be_one(tmp_path: Path) -> No
         needs = needs_of(read_tree(pid))
         bare = replace(needs, dump_options=tuple(word for word in needs.dump_options if word != "--shell-job"))
         assert bare != needs
-        with pytest.raises(HegmError, match="a session whose leader is outside of it"):
+        with pytest.raises(HegmError, match="the job has a terminal or a session whose leader is outside the job"):
             await run.dump(criu, pid, images, bare, leave_stopped=False, in_unit=False)
         tell(pid)
         assert started.line() == "goes on"
@@ -252,8 +252,8 @@ async def test_a_full_disk_is_said_to_be_full_and_the_job_goes_on(tmp_path: Path
     criu = criu_or_skip()
     with small_disk(tmp_path) as folder, job(python(GOES_ON)) as started, directory(folder) as images:
         assert started.line() == "ready"
-        with pytest.raises(HegmError, match="no room left") as failed:
+        with pytest.raises(HegmError, match="the disk of the image is full") as failed:
             await run.dump(criu, started.pid, images, started.needs(), leave_stopped=True, in_unit=False)
-        assert "make room" in failed.value.hint
+        assert "free space there" in failed.value.hint
         tell(started.pid)
         assert started.line() == "goes on"

@@ -107,7 +107,7 @@ def test_a_fault_of_ours_was_said_to_be_somebodys_who_cut_the_memory(tmp_path: P
     (file,) = image.manifest.byte_files
     with find(str(tmp_path / "image")) as folder:
         byte_file = folder.byte_file(file.name, image.manifest.id)
-        with pytest.raises(Bug, match="memory of 6291456 bytes was taken for them"):
+        with pytest.raises(Bug, match="6291456 bytes of memory were reserved for it"):
             byte_file.read(file.size_bytes, file.sum, memory.fd, ignore)
     memory.close()
 

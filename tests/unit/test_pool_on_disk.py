@@ -144,7 +144,7 @@ async def test_a_damaged_file_is_told_of_and_stays(keep: MemoryKeeping, tmp_path
     with file.open("r+b") as stream:
         stream.seek(1 << 20)
         stream.write(b"!")
-    with pytest.raises(HegmError, match="does not fit its checksum"):
+    with pytest.raises(HegmError, match="does not match its checksum"):
         await pool.fetch(KEY)
     assert files_under(tmp_path) == [file]
     assert pool.held_bytes == 0, "half of it stayed in memory"

@@ -59,7 +59,7 @@ def credentials_in(dir_fd: int) -> list[Credentials]:
     found: list[Credentials] = []
     for name in sorted(os.listdir(dir_fd)):
         if name.startswith("creds-"):
-            raise _unread(name, "it is of a CRIU from before 2.0")
+            raise _unread(name, "it was written by a CRIU older than 2.0")
         if name.startswith("core-"):
             try:
                 read = _read(name, _content(name, dir_fd))
@@ -83,7 +83,7 @@ def beyond(found: Sequence[Credentials], uid: int, gids: frozenset[int]) -> Iter
         if what:
             yield Reason(
                 code=DENIED.name,
-                message=f"{each.name} of the image would come back with {', '.join(what)}, which uid {uid} has not",
+                message=f"{each.name} of the image has {', '.join(what)}, which uid {uid} does not have",
                 hint="have root restore it",
             )
 
@@ -100,7 +100,7 @@ def _content(name: str, dir_fd: int) -> bytes:
 def _read(name: str, data: bytes) -> Credentials | None:
     """Return the rights of one thread; None if it has exited. Raises ValueError, IndexError and struct.error."""
     if data[: len(_MAGIC)] != _MAGIC:
-        raise ValueError("it does not begin as such a file does")
+        raise ValueError("its first bytes are not those of a CRIU file")
     (size_bytes,) = struct.unpack_from("<I", data, len(_MAGIC))
     start = len(_MAGIC) + 4
     if start + size_bytes != len(data):
@@ -109,12 +109,12 @@ def _read(name: str, data: bytes) -> Credentials | None:
     threads, tasks = core.get(_THREAD, []), core.get(_TASK, [])
     # Protobuf merges duplicate fields. CRIU writes none, so merging is not implemented.
     if len(threads) > 1 or len(tasks) > 1:
-        raise ValueError("it has a part twice")
+        raise ValueError("it has a field twice")
     held = _fields(_part(threads[0])).get(_CREDENTIALS, []) if threads else []
     if not held and tasks and _whole(_fields(_part(tasks[0])), _TASK_STATE) in _ENDED:
         return None
     if len(held) != 1:
-        raise ValueError("it does not say whose it is")
+        raise ValueError("it names no process")
     said = _fields(_part(held[0]))
     return Credentials(
         name,
@@ -199,7 +199,7 @@ def _wholes(values: Sequence[int | bytes]) -> list[int]:
 def _unread(name: str, why: str) -> HegmError:
     return HegmError(
         UNAVAILABLE,
-        f"{name} of the image does not tell whose rights its processes come back with: {why}",
-        "have root restore it, who may have any; or make the image anew",
+        f"{name} of the image does not say with which rights its processes are restored: {why}",
+        "have root restore it, or write the image again",
         {"file": name},
     )

@@ -34,9 +34,9 @@ def dumped_processes(dir_fd: int) -> dict[int, bool]:
                 with open(fd, "rb") as file:
                     found[int(named[1])] = is_open(file.read())
     except (OSError, ValueError, IndexError, struct.error) as error:
-        message = f"CRIU's image does not say whose memory is in it: {error}"
+        message = f"CRIU's image does not name the process of its memory: {error}"
         raise HegmError(
-            UNAVAILABLE, message, "have root make the image, and report this with CRIU's version"
+            UNAVAILABLE, message, "have root write the image, and report this with CRIU's version"
         ) from error
     return found
 

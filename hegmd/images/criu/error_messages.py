@@ -27,52 +27,52 @@ class _Row:
     hint: str
 
 
-_DUMP_AGAIN = "have the script close it, then checkpoint again; the job goes on as before"
+_DUMP_AGAIN = "have the script close it, then checkpoint again; the job continues"
 _TABLE: tuple[_Row, ...] = (
     _Row(
         r"File (?P<path>\S+) has bad size (?P<now>\d+) \(expect (?P<then>\d+)\)",
-        "{path} has {now} bytes and had {then} when the image was made",
+        "{path} has {now} bytes; it had {then} when the image was written",
         "put that file back as it was, or restore with --truncate-outputs if it only grew",
     ),
     _Row(
         r"File (?P<path>\S+) has (?:a )?bad build-?ID",
-        "{path} is not the file that it was when the image was made: its build id differs",
-        "restore where the same version of it is installed: the same container image, the same packages",
+        "{path} is another build than when the image was written: its build id differs",
+        "restore where the same version is installed: in the same container image, or with the same packages",
     ),
     _Row(
         r"Can't open file (?P<path>\S+)(?: on restore)?: No such file or directory",
-        "{path} is not there",
-        "put that file where it was when the image was made",
+        "{path} does not exist",
+        "put that file where it was when the image was written",
     ),
     _Row(
         r"Can't open file (?P<path>\S+)(?: on restore)?: Permission denied",
-        "the job's user may not open {path}",
-        "see who owns it, and the folders and links on the way to it; the job had it open when the image was made",
+        "the job's user has no permission to open {path}",
+        "check the owner of the file and of the folders and links above it; the job had it open",
     ),
     _Row(
         r"Can't create ghost regfile: (?:Permission denied|Operation not permitted)",
-        "the job's user may not make files in a folder where the job had one whose name is gone",
-        "see who owns the folders where it had such files, such as temporary ones",
+        "the job's user has no permission to create files in a folder where the job had an unlinked file open",
+        "check the owner of the folders where the job keeps temporary files",
     ),
     _Row(
         r"Connected TCP socket",
-        "the job has a TCP connection to outside of itself",
+        "the job has a TCP connection to a process outside the job",
         f"ask for connections to be closed, or {_DUMP_AGAIN}",
     ),
     _Row(
         r"(?:half of stream unix connection|External socket is used|unix: FATAL: Peer \d+ unresolved)",
-        "the job has a unix socket that is connected to outside of itself",
+        "the job has a Unix socket connected to a process outside the job",
         _DUMP_AGAIN,
     ),
     _Row(
         r"(?:Can't fork for (?P<pid>\d+): File exists|Pid (?P<other>\d+) do not match expected)",
-        "the process number {pid} is taken, as a process, a group or a session",
-        "end what has it (ps -eo pid,pgid,sid), or restore in a fresh pid namespace: unshare --pid --fork --mount-proc",
+        "the number {pid} is in use by another process, process group or session",
+        "end its process (ps -eo pid,pgid,sid), or restore in a new pid namespace: unshare --pid --fork --mount-proc",
     ),
     _Row(
         r"Unable to create a thread: -17",
-        "the number of one of the job's threads is taken by another thread or process",
-        "restore it again: such numbers come and go; or restore in a fresh pid namespace: "
+        "the number of a thread of the job is in use by another thread or process",
+        "restore it again when the number is free, or restore in a new pid namespace: "
         "unshare --pid --fork --mount-proc",
     ),
     _Row(
@@ -82,22 +82,22 @@ _TABLE: tuple[_Row, ...] = (
     ),
     _Row(
         r"(?:send_fds failed \(-22\)|Can't retrieve FDs from socket)",
-        "the job has something open that the kernel does not hand to anybody else, as io_uring is",
-        "switch it off in the library that uses it, then checkpoint again; the job goes on as before",
+        "the job has a descriptor open that the kernel passes to no other process, such as io_uring",
+        "switch it off in the library that uses it, then checkpoint again; the job continues",
     ),
     _Row(
         r"(?:session leader of (?P<pid>\d+)|dangling tty|--shell-job|isn't tty|tty: .*(?:inherit|standard stream))",
-        "the job belongs to a terminal or a session whose leader is outside of it",
-        "start it without a terminal (setsid, nohup, a unit), or checkpoint what started it",
+        "the job has a terminal or a session whose leader is outside the job",
+        "start it without a terminal (setsid, nohup, a unit), or checkpoint the process that started it",
     ),
     _Row(
         r"cg: .*(?i:fail|can't|error|not found)",
-        "CRIU cannot deal with the job's control groups",
-        "hegmd tells CRIU to leave them alone: see that no --manage-cgroups stands in the configuration of CRIU",
+        "CRIU failed on the job's control groups",
+        "remove manage-cgroups from CRIU's configuration files: hegmd tells CRIU to leave control groups alone",
     ),
     _Row(
         r"pidfd pid (?P<pid>\d+) is not a part of process tree",
-        "the job has a pidfd of process {pid} open, which is not in it",
+        "the job has a pidfd of process {pid} open, which is not in the job",
         _DUMP_AGAIN,
     ),
     _Row(
@@ -108,64 +108,64 @@ _TABLE: tuple[_Row, ...] = (
     ),
     _Row(
         r"(?:mnt: .*(?i:can't|unable|failed|doesn't|isn't))",
-        "CRIU cannot deal with a mount that the job sees",
+        "CRIU failed on a mount in the job's mount namespace",
         "run the job in the node's own mount namespace, or checkpoint it by its container runtime",
     ),
     _Row(
         r"SysVIPC shmem map",
         "the job has System V shared memory mapped, which belongs to the whole node",
-        "use memory shared by a file or a memfd instead; the job goes on as before",
+        "share memory through a file or a memfd instead; the job continues",
     ),
     _Row(
         r"net: .*(?:failed|can't)",
-        "CRIU cannot deal with the job's network",
-        "close connections before, or run the job in the node's own network namespace",
+        "CRIU failed on the job's network",
+        "close the job's connections first, or run the job in the node's own network namespace",
     ),
     _Row(
         r"(?:Not supported images version|Unknown image|[Mm]agic|Failed unpacking object|version .*not supported)",
-        "the image is of a version, or a form, that this CRIU does not know",
-        "use the CRIU that the image names, or a newer one; `hegmctl images verify` tells whether it is whole",
+        "this CRIU does not know the version or format of the image",
+        "use the CRIU that the image names, or a newer one; to check the image, run: hegmctl images verify",
     ),
     _Row(
         r"Can't dump ghost file .* of (?P<size>\d+) size",
-        "the job holds a deleted file of {size} bytes, too large to be kept in the image",
+        "the job holds a deleted file of {size} bytes, too large for the image",
         _DUMP_AGAIN,
     ),
     _Row(
         r"Can't dump file (?P<fd>\d+) of that type \[(?P<mode>\w+)\] \((?P<what>.*)\)",
-        "the job has something open that CRIU cannot dump: descriptor {fd}, {what}",
+        "the job has descriptor {fd} open, which CRIU cannot dump: {what}",
         _DUMP_AGAIN,
     ),
     _Row(
         r"Can't create ghost regfile: File exists",
-        "a restore that was cut off has left a file there that it had made for a deleted one",
-        "remove the files that end in .cr.N.ghost, beside where the job's deleted files were, then restore again",
+        "an interrupted restore left a file in place of a deleted one",
+        "remove the files named *.cr.N.ghost in the folders of the job's deleted files, then restore again",
     ),
     _Row(
         r"No space left on device",
-        "there is no room left where the image is written",
-        "make room there, or name another directory; the job goes on as before",
+        "the disk of the image is full",
+        "free space there, or name another directory; the job continues",
     ),
     _Row(
         r"(?:Cannot allocate memory|Out of memory)",
-        "there is not enough memory",
+        "the node or the control group is out of memory",
         "free memory on the node, or raise the limit of the control group",
     ),
     _Row(
         r"(?:Can't bind|bind\(\)|Address already in use)",
-        "an address that the job listened at is in use",
-        "end what listens there (ss -ltnp), then restore again",
+        "an address at which the job listened is in use",
+        "end the process that listens there (ss -ltnp), then restore again",
     ),
     _Row(
         r"vdso: ",
         "this CRIU does not know this kernel's vDSO",
-        "get a newer one: contrib/criu/install.sh",
+        "install a newer CRIU: contrib/criu/install.sh",
     ),
     _Row(
         r"(?:Operation not permitted|Permission denied)",
-        "the kernel refuses CRIU something",
-        "see `hegmctl doctor` and the end of CRIU's log in hegmd's; security modules and a container's own limits are "
-        "the usual cause",
+        "the kernel denied CRIU an operation",
+        "run: hegmctl doctor; then read the end of CRIU's log in hegmd's log: security modules and limits of a "
+        "container are the usual causes",
     ),
 )
 
@@ -173,7 +173,7 @@ _TABLE: tuple[_Row, ...] = (
 def failure(step: str, log: str, output: str, status: int | None) -> HegmError:
     """The error for a dump or a restore that failed."""
     errors = [line for line in (*log.splitlines(), *output.splitlines()) if is_error(line)]
-    ended = "was ended before it was done" if status is None else f"failed with status {status}"
+    ended = "was stopped before it was done" if status is None else f"failed with status {status}"
     facts = {"status": status, "log_tail": log.splitlines()[-_TAIL_LINES:]}
     for row in _TABLE:
         for line in errors:
@@ -181,19 +181,15 @@ def failure(step: str, log: str, output: str, status: int | None) -> HegmError:
                 sentence = row.message.format_map(_Known(found.groupdict()))
                 message = f"CRIU's {step} {ended}: {sentence}"
                 return HegmError(EXTERNAL, message, row.hint, {**facts, "complaint": bare_error(line)})
-    reason = bare_error(errors[0]) if errors else "it says nothing about why"
-    hint = (
-        "see the end of CRIU's log in hegmd's: journalctl -u hegmd"
-        if errors
-        else "see whether CRIU works here: hegmctl doctor"
-    )
+    reason = bare_error(errors[0]) if errors else "CRIU logged no reason"
+    hint = "read the end of CRIU's log: journalctl -u hegmd" if errors else "run: hegmctl doctor"
     return HegmError(EXTERNAL, f"CRIU's {step} {ended}: {reason}", hint, facts)
 
 
 def not_there(pid: int) -> HegmError:
     """The error for a job that is not there once CRIU has said that it is restored."""
-    message = f"CRIU calls the restore done, and the job's process {pid} is not there: it ended as soon as it went on"
-    hint = "see its own output for its last words and the kernel's (dmesg) for how it ended; the image is as it was"
+    message = f"CRIU reported success, but the job's process {pid} does not exist: it ended as soon as it continued"
+    hint = "read the job's output and the kernel's log (dmesg); the image is unchanged"
     return HegmError(EXTERNAL, message, hint, {"pid": pid})
 
 

@@ -168,7 +168,7 @@ def _reasons_of_members(tree: Tree) -> Iterator[Reason]:
         if member.tracer:
             yield refusal(
                 f"process {member.pid} is traced by process {member.tracer}",
-                "end the debugger or strace: a process has one tracer, and CRIU has to be it",
+                "end the debugger or strace: a process can have one tracer only, and CRIU needs to trace it",
                 member.pid,
             )
         own = sorted(
@@ -179,30 +179,30 @@ def _reasons_of_members(tree: Tree) -> Iterator[Reason]:
         if own:
             yield refusal(
                 f"process {member.pid} has namespaces of its own: {', '.join(own)}",
-                "it runs in a container or a sandbox; run hegmd in there, or use the container runtime's checkpoint",
+                "run hegmd inside the container or sandbox, or use the container runtime's checkpoint",
                 member.pid,
             )
     root = tree.member(tree.root)
     if root.state in {"Z", "X"}:
-        yield refusal(f"process {root.pid} has ended", "see `hegmctl ps` for the job's processes", root.pid)
+        yield refusal(f"process {root.pid} has ended", "run: hegmctl ps", root.pid)
     for member in tree.members:
         if member.session == 0:
             yield refusal(
-                f"process {member.pid} is in a session whose leader is outside of this pid namespace",
-                "it was started from outside of the container (kubectl exec, docker exec, nsenter): start such jobs in "
-                "a session of their own, with setsid",
+                f"process {member.pid} is in a session whose leader is outside this pid namespace",
+                "start the job with setsid: it was started from outside the container (kubectl exec, docker exec, "
+                "nsenter)",
                 member.pid,
             )
         elif member.session not in tree.pids and member.session != root.session:
             yield refusal(
                 f"process {member.pid} is in session {member.session}, whose leader is neither in the job nor its own",
-                "checkpoint the process that started it, so that the whole of the job is taken",
+                "checkpoint the process that started it, so that the image has the whole job",
                 member.pid,
             )
         elif member.has_terminal and member.session in tree.pids and not has_pty_master(tree):
             yield refusal(
-                f"process {member.pid} has a controlling terminal whose other side is outside of the job",
-                "start such jobs without a terminal (setsid, nohup, a unit), or checkpoint one that a shell started",
+                f"process {member.pid} has a controlling terminal whose other side is outside the job",
+                "start the job without a terminal (setsid, nohup, a unit), or checkpoint the shell that started it",
                 member.pid,
             )
 
@@ -215,8 +215,8 @@ def _reasons_of_confined(tree: Tree) -> Iterator[Reason]:
 
 def _of_root(pid: int, what: str) -> Reason:
     return refusal(
-        f"process {pid} has {what}, which CRIU cannot take with a user's rights",
-        "have root make the image, and restore it",
+        f"process {pid} has {what}, which CRIU cannot dump with a user's rights",
+        "have root write and restore the image",
         pid,
     )
 
@@ -234,31 +234,31 @@ def _reasons_of_descriptors(tree: Tree, gpu_pids: Collection[int]) -> Iterator[R
     for each in tree.descriptors:
         if each.trouble is not None:
             yield refusal(
-                f"process {each.pid} has {each.target} open (descriptor {each.fd}), which cannot be looked at: "
+                f"process {each.pid} has {each.target} open (descriptor {each.fd}), which cannot be inspected: "
                 f"{each.trouble}",
-                "see what serves that file (mount, ps): a network disk or a FUSE program may be gone",
+                "check the server of that file (mount, ps): a network disk or a FUSE program may have ended",
                 each.pid,
             )
         elif each.target.startswith("anon_inode:") and each.target.removeprefix("anon_inode:") not in _KEPT:
             what = each.target.removeprefix("anon_inode:").strip("[]")
             yield refusal(
                 f"process {each.pid} has {what} open (descriptor {each.fd}), which CRIU cannot dump",
-                "have the script close it before, or use a library without it (io_uring: a loader or server setting; "
-                "torchrun has none with USE_LIBUV=0 under hegmctl run)",
+                "have the script close it first, or switch it off in the library (io_uring: a setting of a loader or "
+                "server; torchrun uses none with USE_LIBUV=0 under hegmctl run)",
                 each.pid,
             )
         elif each.refers_to > 0 and each.refers_to not in tree.pids:
             yield refusal(
                 f"process {each.pid} has a pidfd of process {each.refers_to} open (descriptor {each.fd}), which is not "
                 "in the job",
-                "have the script close it before: that process will not be there when the job comes back",
+                "have the script close it first: that process will not exist when the job is restored",
                 each.pid,
             )
         elif stat.S_ISCHR(each.mode) and not _is_dumpable_device(each):
             if not each.path.startswith(GPU_DEVICES):
                 yield refusal(
                     f"process {each.pid} has {each.path} open (descriptor {each.fd}), a device that CRIU cannot dump",
-                    "have the script close it before",
+                    "have the script close it first",
                     each.pid,
                 )
             elif each.pid not in gpu_pids:
@@ -272,8 +272,8 @@ def _is_dumpable_device(each: Descriptor) -> bool:
 def _left_of_gpu(pid: int, what: str) -> Reason:
     return refusal(
         f"process {pid} has {what}, which CRIU cannot dump",
-        "a forked child keeps its parent's GPU descriptors and mappings: start the job with `hegmctl run`, whose agent "
-        "drops them there",
+        "start the job with `hegmctl run`: its agent drops the GPU descriptors and mappings that a forked child "
+        "inherits",
         pid,
     )
 
@@ -288,7 +288,7 @@ def _reasons_of_mappings(tree: Tree, gpu_pids: Collection[int]) -> Iterator[Reas
         elif each.path.startswith("/SYSV"):
             yield refusal(
                 f"process {each.pid} has a System V shared memory segment mapped, which belongs to the whole node",
-                "CRIU takes these only with a whole container; use memory shared by a file or a memfd instead",
+                "share memory through a file or a memfd: CRIU dumps System V memory only with a whole container",
                 each.pid,
             )
 

@@ -73,12 +73,12 @@ def differences(then: Mapping[str, Any], *, root: Path = Path("/"), tell: Tell =
     """
     known = os.uname()
     if then["machine"] != known.machine:
-        message = f"the job is of a node with {then['machine']} processors, and this one has {known.machine}"
-        return Differences((_refusal(message, "restore it on a node of the same kind"),), ())
+        message = f"the image was written on a node with {then['machine']} processors; this node has {known.machine}"
+        return Differences((_refusal(message, "restore it on a node with the same kind of processor"),), ())
     missing = sorted(frozenset(then["processor"]) - _flags())
     refusals = list(_changed(then["files"], root, tell))
     if missing:
-        message = f"this node's processor has not {_listed(missing)}, which the job may have chosen its code by"
+        message = f"this node's processor lacks {_listed(missing)}, which the job may use"
         refusals.append(_refusal(message, "restore it on a node with the same processor, or a newer one"))
     notes: list[str] = []
     if then["kernel"] != known.release:
@@ -87,12 +87,12 @@ def differences(then: Mapping[str, Any], *, root: Path = Path("/"), tell: Tell =
 
 
 def _changed(files: Mapping[str, Mapping[str, Any]], root: Path, tell: Tell) -> Iterator[Reason]:
-    same = "restore it where the same packages are installed, such as in the same container image"
+    same = "restore it where the same packages are installed, for example in the same container image"
     for path, before in files.items():
         tell(path)
         now = _look(root, path)
         if now is None:
-            yield _refusal(f"{path} is not there, and the job has it mapped", same)
+            yield _refusal(f"{path} does not exist, and the job has it mapped", same)
         elif before["build_id"] != now["build_id"]:
             yield _refusal(
                 f"{path} is another build: its build id was {before['build_id'] or 'none'} and is "

@@ -87,7 +87,7 @@ def to_restore(found: Sequence[Credentials], uid: int) -> CriuPrivileges:
     if len(kinds) != 1 or len(gids) != 1:
         raise HegmError(
             DENIED,
-            f"threads of the job had {len(kinds)} kinds of groups, and CRIU can give them one with a user's rights",
+            f"threads of the job had {len(kinds)} different sets of groups; with a user's rights CRIU can restore one",
             "have root restore it",
         )
     return CriuPrivileges(uid, next(iter(gids)), groups)
@@ -107,8 +107,8 @@ def closed_to(tree: Tree, uid: int, gids: frozenset[int]) -> Iterator[Reason]:
                 told.add(each.target)
                 yield Reason(
                     code=DENIED.name,
-                    message=f"process {each.pid} has {each.path} open, which uid {uid} may not open so by itself",
-                    hint="have the job's user open its files (a shell of theirs does), or have root make the image",
+                    message=f"process {each.pid} has {each.path} open, which uid {uid} has no permission to open",
+                    hint="start the job from a shell of its own user, or have root write the image",
                     pid=each.pid,
                 )
 
@@ -137,6 +137,6 @@ def rights_missing(uids: frozenset[int], *, as_user: bool, in_unit: bool, proc_r
     hint = "add it to the capabilities of hegmd's container, as with --cap-add in Docker"
     return Reason(
         code=REFUSED.name,
-        message=f"CRIU needs {' and '.join(lacking)}{whom}, which hegmd cannot give it",
-        hint=hint if as_user else f"have their own user ask for it, or {hint}",
+        message=f"CRIU needs {' and '.join(lacking)}{whom}, which hegmd does not have",
+        hint=hint if as_user else f"have that user run the command, or {hint}",
     )

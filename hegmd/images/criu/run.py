@@ -172,7 +172,7 @@ async def restore(  # noqa: PLR0913 - what it takes, each by its name
         log = _log(log_dir_fd, RESTORE_LOG)
         if not had_left_overs(log) and not had_numbers_taken(log):
             raise
-        logger.info("CRIU's restore failed for what may be gone by now, and is tried once more: %s", error.message)
+        logger.info("CRIU's restore failed for a cause that may be temporary; it is tried once more: %s", error.message)
         return await once()
 
 
@@ -254,8 +254,8 @@ async def _tell_of_long(root_pid: int, is_long_s: float) -> None:
     while True:
         await anyio.sleep(is_long_s)
         logger.warning(
-            "CRIU has been dumping process %d for %d s: it is not cut off, because that could end the job; "
-            "look at the disk that the image is on, and whether somebody has stopped CRIU: ps -C criu",
+            "CRIU has been dumping process %d for %d s: it is not stopped, because that could end the job; "
+            "check the disk of the image, and whether a signal has stopped CRIU: ps -C criu",
             root_pid,
             anyio.current_time() - began,
         )
@@ -300,15 +300,15 @@ async def _take_numbers(needs: Needs, thread_numbers: Sequence[int]) -> None:
         first = held[0]
         whom = f"a zombie, {first.pid}, that its parent does not reap" if first.is_zombie else f"process {first.pid}"
         raise Refused(
-            f"the job had the number {first.number}, which is taken as the {first.what} of {whom}",
-            "end what has it (ps -eo pid,pgid,sid,stat,args), or restore in a fresh pid namespace: "
+            f"the job needs the number {first.number}, which is the {first.what} of {whom}",
+            "end that process (ps -eo pid,pgid,sid,stat,args), or restore in a new pid namespace: "
             "unshare --pid --fork --mount-proc",
         )
     taken = await run_detached(lambda _: wait_for_thread_numbers(thread_numbers), name="wait for free numbers")
     if taken is not None:
         raise Refused(
-            f"a thread of the job had the number {taken[0]}, which one of process {taken[1]} has",
-            "end what has it (ps -eLo pid,tid,args), or restore in a fresh pid namespace: "
+            f"a thread of the job needs the number {taken[0]}, which is a thread of process {taken[1]}",
+            "end that process (ps -eLo pid,tid,args), or restore in a new pid namespace: "
             "unshare --pid --fork --mount-proc",
         )
 
@@ -319,7 +319,9 @@ def _failed(step: str, log: str, output: str, status: int | None) -> HegmError:
 
 
 def _logged(error: HegmError, log: str, output: str) -> HegmError:
-    logger.warning("%s; CRIU's log ends so:\n%s", error.message, "\n".join([*log.splitlines()[-_LOG_LINES:], output]))
+    logger.warning(
+        "%s; the end of CRIU's log:\n%s", error.message, "\n".join([*log.splitlines()[-_LOG_LINES:], output])
+    )
     return error
 
 

@@ -107,7 +107,7 @@ class ByteFile:
             table = self._table(file, size_bytes, table_sum)
             held_bytes = os.fstat(memory_fd).st_size
             if held_bytes < size_bytes:  # nobody but hegmd has had a descriptor of it
-                raise Bug(f"{self.name} has {size_bytes} bytes, and memory of {held_bytes} bytes was taken for them")
+                raise Bug(f"{self.name} has {size_bytes} bytes, and {held_bytes} bytes of memory were reserved for it")
 
             def copy(number: int, buffer: memoryview, length: int) -> None:
                 self._fetch(file, table, number, buffer, length)
@@ -137,7 +137,7 @@ class ByteFile:
         with buffer[:length] as view:
             found = zlib.crc32(view, number + 1)
         if found != wanted:
-            raise self._damaged(f"chunk {number} of {len(table)} does not fit its checksum")
+            raise self._damaged(f"chunk {number} of {len(table)} does not match its checksum")
 
     def _write_ends(self, file: int, size_bytes: int, packed: bytes) -> None:
         title = self.mark.encode()
@@ -156,9 +156,9 @@ class ByteFile:
                 got = read_whole(file, view, BLOCK_BYTES + rounded_up(size_bytes))
             packed = block[:used]
             if got < used + _SUM.size or _SUM.unpack_from(block, used)[0] != zlib.crc32(packed):
-                raise self._damaged("its table of checksums does not fit its own")
+                raise self._damaged("its table of checksums does not match its own checksum")
         if hashlib.sha256(packed).hexdigest() != table_sum:
-            raise self._damaged("its bytes are not those that the manifest is of: another file was put in its place")
+            raise self._damaged("its checksums differ from those of the manifest: the file was replaced")
         return [_ENTRY.unpack_from(packed, place) for place in range(0, used, _ENTRY.size)]
 
     def _check_head(self, file: int, size_bytes: int) -> None:
@@ -169,19 +169,21 @@ class ByteFile:
             magic, version, length, found_bytes, chunk_bytes = _HEAD.unpack_from(block)
             end = _HEAD.size + length
             if got < BLOCK_BYTES or magic != MAGIC:
-                raise self._damaged("it is cut short" if got < BLOCK_BYTES else "it is no byte file of an image")
+                raise self._damaged("it is cut short" if got < BLOCK_BYTES else "it is not a byte file of an image")
             if end + _SUM.size > BLOCK_BYTES or _SUM.unpack_from(block, end)[0] != zlib.crc32(block[:end]):
-                raise self._damaged("its head does not fit its checksum")
+                raise self._damaged("its header does not match its checksum")
             mark = block[_HEAD.size : end].decode("utf-8", "replace")
         if version != VERSION or chunk_bytes != CHUNK_BYTES:
             raise HegmError(
                 INCOMPATIBLE,
-                f"{self.name} is of version {version} with chunks of {chunk_bytes} bytes; this hegmd reads {VERSION} "
-                f"with {CHUNK_BYTES}",
+                f"{self.name} has version {version} and chunks of {chunk_bytes} bytes; this hegmd reads version "
+                f"{VERSION} and {CHUNK_BYTES}",
                 "restore the image with the hegmd that wrote it; the manifest names its version",
             )
         if mark != self.mark or found_bytes != size_bytes:
-            raise self._damaged(f"it is of {mark}, with {found_bytes} bytes, and not of {self.mark}, with {size_bytes}")
+            raise self._damaged(
+                f"it belongs to {mark}, with {found_bytes} bytes, and not of {self.mark}, with {size_bytes}"
+            )
         if file_bytes < _file_bytes(size_bytes):
             raise self._damaged(f"it has {file_bytes} bytes and should have {_file_bytes(size_bytes)}")
 
@@ -189,7 +191,7 @@ class ByteFile:
         return HegmError(
             UNAVAILABLE,
             f"the byte file {self.name} is damaged: {why}",
-            "use another image, or put the file back from a copy of this one; look at the disk: dmesg, smartctl",
+            "use another image, or restore the file from a copy of this one; check the disk: dmesg, smartctl",
             {"file": self.name},
         )
 

@@ -40,8 +40,8 @@ def manifest_in(folder: Folder) -> Manifest:
         except FileNotFoundError as error:
             raise HegmError(
                 NOT_FOUND,
-                f"{folder.path} is no image, or was never finished: it has no {MANIFEST} with a {SEAL}",
-                "see `hegmctl images ls` for what is there",
+                f"{folder.path} is not a finished image: it has no {MANIFEST} with a {SEAL}",
+                "run: hegmctl images ls",
             ) from error
         manifest = read_manifest(folder.path, data, seal)
         folder.require_whole(manifest)
@@ -79,7 +79,7 @@ def verify(path: str, progress: Callable[[int, int], object]) -> ImageVerified:
 
 def look_into(path: str) -> list[ImageSeen]:
     """The image at that path, or those in it, and what is left of some. Raises HegmError."""
-    with told(path, "looked into"):
+    with told(path, "read"):
         names = sorted(os.listdir(path))
     if MANIFEST in names:
         return [_look_at(path)]
@@ -117,7 +117,7 @@ def sweep(path: str) -> list[str]:
     """Remove what killed writers left of an image of that path; what a live writer has locked stays."""
     parent, name = split(path)
     gone: list[str] = []
-    with told(parent, "looked into"):
+    with told(parent, "read"):
         for found in sorted(os.listdir(parent)):
             left = os.path.join(parent, found)
             if is_left_over(found) == name and not _is_held(left):
@@ -158,7 +158,9 @@ def stored_of(manifest: Manifest) -> int:
 
 def _look_at(path: str) -> ImageSeen:
     if is_left_over(os.path.basename(path)) is not None:
-        state, why = ("in-use", None) if _is_held(path) else ("left-over", "its writer ended before it was whole")
+        state, why = (
+            ("in-use", None) if _is_held(path) else ("left-over", "its writer ended before the image was complete")
+        )
         return _seen(path, state, why, None)
     try:
         manifest = read(path)
@@ -210,9 +212,9 @@ def _is_held(path: str) -> bool:
 
 def _require_image(path: str, name: str, found: list[str]) -> None:
     if is_left_over(name) is None and MANIFEST not in found:
-        raise Refused(f"{path} is no image: it has no {MANIFEST}", "remove it yourself if you want it gone: rm -r")
+        raise Refused(f"{path} is not an image: it has no {MANIFEST}", "remove it yourself: rm -r")
     if strange := sorted(set(found) - KNOWN):
-        raise Refused(f"{path} holds more than an image: {', '.join(strange[:3])}", "take that out of it first")
+        raise Refused(f"{path} has files that belong to no image: {', '.join(strange[:3])}", "move them away first")
 
 
 def _take_away(parent_fd: int, name: str, fd: int, path: str) -> None:

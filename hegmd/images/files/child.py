@@ -83,7 +83,7 @@ class Work:
     @property
     def folder(self) -> Folder:
         if self._folder is None:
-            raise Bug("an image is spoken of that was not opened")
+            raise Bug("a request names an image that was not opened")
         return self._folder
 
     @contextlib.contextmanager
@@ -110,7 +110,9 @@ class Work:
 
     def _require_wanted(self) -> None:
         if self._unwanted:
-            raise HegmError(CANCELLED, "the image is not wanted any more", "nothing is left of it")
+            raise HegmError(
+                CANCELLED, "the image was cancelled", "repeat the command to write it; its files are removed"
+            )
 
     def give_way(self, request: Request) -> Answer:
         """From now on others come first. Threads have it of who starts them, and that is the first of this process."""

@@ -46,8 +46,8 @@ def _each(file: int, size_bytes: int, then: Callable[[int, memoryview, int], Non
         if read_whole(file, view, place) < length:
             raise HegmError(
                 UNAVAILABLE,
-                f"a file of CRIU's ends within chunk {number} of {len(sums)}: it should have {size_bytes} bytes",
-                "use another image, or a whole copy of this one",
+                f"a CRIU file ends within chunk {number} of {len(sums)}: it should have {size_bytes} bytes",
+                "use another image, or a complete copy of this one",
             )
         with view[:length] as data:
             sums[number] = hashlib.sha256(data).digest()

@@ -109,13 +109,13 @@ class Folder:
             if status.st_uid != uid:
                 raise HegmError(
                     DENIED,
-                    f"{self.path}: {name} belongs to uid {status.st_uid}, and not to uid {uid}",
-                    "restore it as its owner; an image runs with the rights that are written in it",
+                    f"{self.path}: {name} belongs to uid {status.st_uid}, not to uid {uid}",
+                    "restore it as its owner: an image runs with the rights that are written in it",
                 )
             if stat.S_IMODE(status.st_mode) & _OTHERS_MAY_WRITE:
                 raise Refused(
                     f"{self.path}: {name} can be written by others (mode {stat.S_IMODE(status.st_mode):04o})",
-                    f"if you trust what is in it: chmod -R go-w {self.path}",
+                    f"run, if you trust its contents: chmod -R go-w {self.path}",
                 )
 
     # -- what is in it -------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class Folder:
         """A file at the top, whole. Raises OSError, and Refused when it is larger than any manifest."""
         with opened_plain(name, self.fd) as fd:
             if os.fstat(fd).st_size > MAX_BYTES:
-                raise Refused(f"{self.path}/{name} has over {MAX_BYTES} bytes", "this is no image of hegmd's")
+                raise Refused(f"{self.path}/{name} has more than {MAX_BYTES} bytes", "name an image that hegmd wrote")
             with open(fd, "rb", closefd=False) as file:
                 return file.read()
 
@@ -135,14 +135,14 @@ class Folder:
             for file in files:
                 status = found.pop(checked_name(file.name), None)
                 if status is None or not stat.S_ISREG(status.st_mode):
-                    raise self._broken(f"{folder}/{file.name} is {'missing' if status is None else 'no file'}")
+                    raise self._broken(f"{folder}/{file.name} is {'missing' if status is None else 'not a file'}")
                 if folder == CRIU and status.st_size != file.size_bytes:
                     raise self._broken(f"{folder}/{file.name} has {status.st_size} bytes instead of {file.size_bytes}")
             if found and folder == CRIU:
                 raise self._broken(f"{folder} holds {', '.join(sorted(found)[:3])}, which is not in the manifest")
         with contextlib.suppress(FileNotFoundError):  # a lock that is missing is made again
             if not stat.S_ISREG(os.stat(LOCK, dir_fd=self.fd, follow_symlinks=False).st_mode):
-                raise self._broken(f"{LOCK} is no file")
+                raise self._broken(f"{LOCK} is not a file")
 
     def foreign(self, manifest: Manifest) -> list[str]:
         """Return the files that are no part of the image, by path within it.
@@ -160,7 +160,7 @@ class Folder:
         for file in manifest.criu_files:
             with opened(file.name, os.O_RDONLY, dir_fd=self.criu_fd) as fd:
                 if sum_of(fd, file.size_bytes, after(before_bytes, progress)) != file.sum:
-                    raise self._broken(f"{CRIU}/{file.name} does not fit its checksum")
+                    raise self._broken(f"{CRIU}/{file.name} does not match its checksum")
             before_bytes += file.size_bytes
         self.verify_byte_files(manifest, after(before_bytes, progress))
 
@@ -178,7 +178,7 @@ class Folder:
         for file in manifest.criu_files:
             with opened_plain(file.name, self.criu_fd) as fd:
                 if sum_of(fd, file.size_bytes, after(before_bytes, progress), from_disk=False) != file.sum:
-                    raise self._broken(f"{CRIU}/{file.name} does not fit its checksum")
+                    raise self._broken(f"{CRIU}/{file.name} does not match its checksum")
             before_bytes += file.size_bytes
 
     def byte_file(self, name: str, image_id: str) -> ByteFile:
@@ -197,7 +197,7 @@ class Folder:
         return HegmError(
             UNAVAILABLE,
             f"{self.path} is damaged: {why}",
-            "use another image, or copy this one again from where it was whole",
+            "use another image, or copy this one again from a complete copy",
             {"path": self.path},
         )
 
@@ -282,8 +282,8 @@ def find(path: str) -> Folder:
         except FileNotFoundError as error:
             if not os.path.isdir(path):
                 raise
-            hint = "see `hegmctl images ls` for what is there"
-            raise HegmError(NOT_FOUND, f"{path} is no image: it has no {CRIU} and {BYTES}", hint) from error
+            hint = "run: hegmctl images ls"
+            raise HegmError(NOT_FOUND, f"{path} is not an image: it has no {CRIU} and {BYTES}", hint) from error
 
 
 def _require_outside(parent: str, path: str) -> None:
@@ -292,8 +292,8 @@ def _require_outside(parent: str, path: str) -> None:
     while inner != os.path.dirname(inner):
         if all(os.path.lexists(os.path.join(inner, name)) for name in (MANIFEST, SEAL)):
             raise Refused(
-                f"{path} would be within the image {inner}, which could not be restored any more",
-                "name a directory outside of it",
+                f"{path} is inside the image {inner}, which could then not be restored",
+                "name a directory outside the image",
             )
         inner = os.path.dirname(inner)
 
@@ -308,7 +308,8 @@ def checked_name(name: str) -> str:
     """The name, if it can be one of a file in an image: it may come from a manifest that anybody wrote."""
     if _NAME.fullmatch(name) is None:
         raise Refused(
-            f"{name!r:.140} is no name of a file in an image", "use another image; this one is not to be trusted"
+            f"{name!r:.140} is not a file name that an image can have",
+            "use another image: this one was tampered with or damaged",
         )
     return name
 
@@ -324,7 +325,7 @@ def opened_plain(name: str, dir_fd: int) -> Generator[int]:
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise Refused(f"{name} is not a regular file", "use another image; this one is not to be trusted")
+            raise Refused(f"{name} is not a regular file", "use another image: this one was tampered with or damaged")
         yield fd
     finally:
         os.close(fd)
@@ -354,10 +355,12 @@ def split(path: str) -> tuple[str, str]:
     """Its parent and its name. Raises Refused for what cannot be an image's path."""
     parent, name = os.path.split(os.path.normpath(path))
     if (length_bytes := len(os.fsencode(name))) > MAX_NAME_BYTES:
-        message = f"the name {name!r:.60} has {length_bytes} bytes, and that of an image has {MAX_NAME_BYTES} at most"
-        raise Refused(message, "give a shorter name: while it is written its directory has a longer one")
+        message = f"the name {name!r:.60} has {length_bytes} bytes; the name of an image has at most {MAX_NAME_BYTES}"
+        raise Refused(message, "give a shorter name")
     if not os.path.isabs(path) or "\0" in path or name in ("", ".."):
-        raise Refused(f"{path!r:.200} cannot be the directory of an image", "give a whole path with a name at its end")
+        raise Refused(
+            f"{path!r:.200} cannot be the directory of an image", "give an absolute path that ends with a name"
+        )
     return parent, name
 
 

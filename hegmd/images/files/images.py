@@ -42,7 +42,9 @@ class Images:
             self._earlier = list(self._private.iterdir())
         except OSError as error:
             raise HegmError(
-                UNAVAILABLE, f"{self._private} cannot be made: {error.strerror}", f"look at the disk of {state_dir}"
+                UNAVAILABLE,
+                f"{self._private} cannot be created: {error.strerror}",
+                f"check the disk of {state_dir}: df -h, dmesg",
             ) from error
         self._key = load_key(key_file or state_dir / KEY_NAME, make=key_file is None)
         self._hands = UserProcesses(in_unit=in_unit) if hands is None else hands
@@ -152,14 +154,14 @@ class Images:
         if not self._key.has_signed(data, seal):
             raise HegmError(
                 DENIED,
-                f"{path} is not signed with this node's key: it is from another node, or was changed",
-                "have root restore it, or give the nodes one key (image.key_file) and make it anew",
+                f"{path} is not signed with this node's key: it comes from another node or was changed",
+                "have root restore it, or give the nodes one key (image.key_file) and write the image again",
                 {"path": path},
             )
         if manifest.uid != rights.uid:
             raise HegmError(
                 DENIED,
-                f"{path} was made for uid {manifest.uid}, and you are uid {rights.uid}",
+                f"{path} belongs to uid {manifest.uid}; you are uid {rights.uid}",
                 "have its owner restore it, or root",
                 {"path": path, "uid": manifest.uid},
             )

@@ -31,7 +31,7 @@ def lock_alone(
             if time.monotonic() >= end:
                 raise HegmError(
                     BUSY,
-                    f"{path} is in use: somebody writes, restores or removes it just now",
-                    "wait for that to end; `hegmctl ops` shows what this node does",
+                    f"{path} is being written, restored or removed by another process",
+                    "wait until that is done; to see the operations of this node, run: hegmctl ops",
                 ) from error
         pause()

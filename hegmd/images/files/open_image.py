@@ -111,7 +111,7 @@ class ImageWriter(OpenImage):
         logger.debug("image %s: wrote %d bytes in %.1f ms", self.path, size_bytes, (time.monotonic() - began) * 1e3)
         stored_bytes, total = int(answer.values["stored_bytes"]), str(answer.values["sum"])
         if not answer.values["direct"]:
-            logger.info("%s is written by the page cache: its file system takes no O_DIRECT", self.path)
+            logger.info("%s is written through the page cache: its file system does not support O_DIRECT", self.path)
         self._byte_files[name] = ImageFile(name=name, size_bytes=size_bytes, stored_bytes=stored_bytes, sum=total)
 
     async def finish(self, manifest: Manifest, on_progress: Progress = ignore) -> Manifest:
@@ -138,7 +138,7 @@ class ImageWriter(OpenImage):
         data = written(manifest)
         args = {"manifest": data, "seal": self._key.seal(data)}
         await self._hand.call("finish", args, on_progress=_so_far(on_progress))
-        logger.debug("image %s: made whole in %.1f ms", self.path, (time.monotonic() - began) * 1e3)
+        logger.debug("image %s: completed in %.1f ms", self.path, (time.monotonic() - began) * 1e3)
         await self.end()
         return manifest
 
@@ -195,7 +195,7 @@ class Image(OpenImage):
         file = next((file for file in self.manifest.byte_files if file.name == name), None)
         if file is None:
             raise Refused(
-                f"{self.path} has no bytes called {name!r:.140}", f"see `hegmctl images show {shlex.quote(self.path)}`"
+                f"{self.path} has no byte file {name!r:.140}", f"run: hegmctl images show {shlex.quote(self.path)}"
             )
         args = {"name": name, "size_bytes": file.size_bytes, "sum": file.sum, "id": self.manifest.id}
         began = time.monotonic()
@@ -221,7 +221,7 @@ class Image(OpenImage):
                     await self._copy(some, self._own, self._private, on_progress)
             self._is_good = True
             took_ms = (time.monotonic() - began) * 1e3
-            logger.debug("image %s: found what CRIU reads right in %.1f ms", self.path, took_ms)
+            logger.debug("image %s: checked CRIU's files in %.1f ms", self.path, took_ms)
         return self._criu_dir_fd if self._private is None else self._private.fd
 
     async def _copy(self, some: Sequence[ImageFile], own: UserProcess, private: Private, on_progress: Progress) -> None:
@@ -260,8 +260,8 @@ def _require_same(files: Sequence[ImageFile], sums: Sequence[object], path: str)
     if wrong := [file.name for file, found in zip(files, sums, strict=True) if file.sum != found]:
         raise HegmError(
             UNAVAILABLE,
-            f"criu/{wrong[0]} of {path} does not fit its checksum: it is damaged, or was changed",
-            "use another image, or copy this one again from where it was whole",
+            f"criu/{wrong[0]} of {path} does not match its checksum: it is damaged or was changed",
+            "use another image, or copy this one again from a complete copy",
             {"path": path, "files": wrong},
         )
 

@@ -28,7 +28,7 @@ class Private:
         except OSError as error:
             raise HegmError(
                 UNAVAILABLE,
-                f"{self.path} cannot be made: {error.strerror or error}",
+                f"{self.path} cannot be created: {error.strerror or error}",
                 f"free space on the disk of {parent}: df -h",
             ) from error
 
@@ -46,7 +46,7 @@ class Private:
         except OSError as error:
             for fd in fds:
                 os.close(fd)
-            raise HegmError(UNAVAILABLE, f"{self.path} cannot be read: {error}", "look at that disk: dmesg") from error
+            raise HegmError(UNAVAILABLE, f"{self.path} cannot be read: {error}", "check that disk: dmesg") from error
         return fds
 
     async def close(self) -> None:

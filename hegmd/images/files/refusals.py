@@ -19,7 +19,7 @@ __all__ = ["taken", "told"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
-_TO_READ = ("opened", "read", "looked into")
+_TO_READ = ("opened", "read")
 _NO_DIRECTORY = (errno.ELOOP, errno.ENOTDIR)
 _KINDS = {
     stat.S_IFREG: "a file",
@@ -53,28 +53,28 @@ def told(path: str, what: str) -> Generator[None]:
         if error.errno in _NO_DIRECTORY:
             message = f"{path} cannot be {what}: {_obstacle(path) or 'it is a link or no directory'}"
             raise Refused(message, _step(path, what), facts) from error
-        raise HegmError(UNAVAILABLE, message, "look at the disk: dmesg, df -h", facts) from error
+        raise HegmError(UNAVAILABLE, message, "check the disk: dmesg, df -h", facts) from error
 
 
 def taken(path: str) -> Refused:
     """There is something of that name where an image is to be made."""
-    hint, facts = "name a directory that is not there yet", {"path": path}
+    hint, facts = "name a new directory", {"path": path}
     if (found := _obstacle(path)) is not None:
-        return Refused(f"{path} is there already: {found}", hint, facts)
+        return Refused(f"{path} already exists: {found}", hint, facts)
     with contextlib.suppress(OSError):
         if {"manifest.json", "seal"} <= {*os.listdir(path)}:
-            hint = f"{hint}; `hegmctl images rm {shlex.quote(path)}` removes that one"
-            return Refused(f"{path} is there already: it is an image", hint, facts)
-    return Refused(f"{path} is there already, and is not an empty directory", hint, facts)
+            hint = f"{hint}; or remove that image: hegmctl images rm {shlex.quote(path)}"
+            return Refused(f"{path} already exists: it is an image", hint, facts)
+    return Refused(f"{path} already exists and is not an empty directory", hint, facts)
 
 
 def _step(path: str, what: str) -> str:
     parent = os.path.dirname(path)
     if what != "made":
-        return "name the directory itself; see `hegmctl images ls` for what is there"
+        return "name the directory itself; to list the images, run: hegmctl images ls"
     if os.path.lexists(parent):
-        return "name a directory that is not there yet, in one that is"
-    return f"make it first, or name another place: mkdir -p {shlex.quote(parent)}"
+        return "name a new directory in one that exists"
+    return f"create it first, or name another directory: mkdir -p {shlex.quote(parent)}"
 
 
 def _obstacle(path: str) -> str | None:
@@ -88,8 +88,8 @@ def _obstacle(path: str) -> str | None:
         except OSError as error:
             return f"there is no {seen}" if error.errno == errno.ENOENT and seen != path else None
         if kind == stat.S_IFLNK and (it == "it" or not os.path.isdir(seen)):
-            leads = "" if os.path.exists(seen) else ", where nothing is"
+            leads = "" if os.path.exists(seen) else ", which does not exist"
             return f"{it} is a link to {os.readlink(seen)}{leads}"
         if kind in _KINDS:
-            return f"{it} is {_KINDS[kind]} and no directory"
+            return f"{it} is {_KINDS[kind]} and not a directory"
     return None

@@ -60,15 +60,15 @@ def load_key(path: Path, *, make: bool) -> Key:
     except OSError as error:
         raise HegmError(
             BAD_CONFIG,
-            f"the key of images {path} cannot be read: {error.strerror or error}",
-            f"make one and copy it to the other nodes: openssl rand -hex {_KEY_BYTES} > {path}; chmod 0600 {path}",
+            f"the image key {path} cannot be read: {error.strerror or error}",
+            f"create one and copy it to the other nodes: openssl rand -hex {_KEY_BYTES} > {path}; chmod 0600 {path}",
         ) from error
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid not in (0, os.geteuid()) or mode & 0o077:
         raise HegmError(
             BAD_CONFIG,
-            f"the key of images {path} is not private (uid {status.st_uid}, mode {mode:04o})",
-            f"whoever has it can make root open any file: make another, chown it to uid {os.geteuid()}, chmod 0600",
+            f"the image key {path} is not private (uid {status.st_uid}, mode {mode:04o})",
+            f"create a new key of uid {os.geteuid()} with mode 0600: with this one a user can make root open any file",
         )
     with contextlib.suppress(ValueError):
         secret = bytes.fromhex(text.decode("ascii", "replace").strip())
@@ -76,8 +76,8 @@ def load_key(path: Path, *, make: bool) -> Key:
             return Key(secret)
     raise HegmError(
         BAD_CONFIG,
-        f"the key of images {path} is not {2 * _KEY_BYTES} hexadecimal digits or more",
-        f"make one: openssl rand -hex {_KEY_BYTES} > {path}",
+        f"the image key {path} is not {2 * _KEY_BYTES} hexadecimal digits or more",
+        f"create one: openssl rand -hex {_KEY_BYTES} > {path}",
     )
 
 
@@ -103,8 +103,8 @@ def written(manifest: Manifest) -> bytes:
     data = json.dumps(manifest.to_plain(), indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n"
     if len(data) > MAX_BYTES:
         raise Refused(
-            f"the manifest would have {len(data)} bytes, and {MAX_BYTES} are the most that is read",
-            f"report this: {len(manifest.processes)} processes and {len(manifest.byte_files)} files of bytes",
+            f"the manifest would have {len(data)} bytes; the limit is {MAX_BYTES}",
+            f"report this: {len(manifest.processes)} processes, {len(manifest.byte_files)} byte files",
         )
     return data
 
@@ -114,26 +114,26 @@ def read_manifest(path: str, data: bytes, seal: bytes) -> Manifest:
     if not _is_sound(seal):
         raise HegmError(
             UNAVAILABLE,
-            f"{path} is damaged: {path}/seal does not fit its own checksum",
-            "copy the image again from where it was whole; a seal is not to be changed",
+            f"{path} is damaged: {path}/seal does not match its own checksum",
+            "copy the image again from a complete copy; never edit a seal",
             {"path": path},
         )
     if _lines(seal).get("sha256") != hashlib.sha256(data).hexdigest():
         raise HegmError(
             UNAVAILABLE,
-            f"{path} is damaged: its manifest does not fit its checksum in {path}/seal",
-            "copy the image again from where it was whole; a manifest is not to be changed",
+            f"{path} is damaged: its manifest does not match its checksum in {path}/seal",
+            "copy the image again from a complete copy; never edit a manifest",
             {"path": path},
         )
     try:
         plain = as_map(json.loads(data))
         if plain is None or plain.get("format") != FORMAT:
-            raise Refused(f"{path} is no image of hegmd's: its manifest is of something else", "name another directory")
+            raise Refused(f"{path} is not an image of hegmd: its manifest has another format", "name another directory")
         version = plain.get("version")
         if type(version) is not int or version > VERSION:
             raise HegmError(
                 INCOMPATIBLE,
-                f"{path} is of version {version!r:.20}; this hegmd reads up to {VERSION}",
+                f"{path} has version {version!r:.20}; this hegmd reads versions up to {VERSION}",
                 f"restore it with hegmd {plain.get('hegmd_version')!s:.40} or a later one",
                 {"path": path, "version": version if type(version) is int else None},
             )
@@ -141,8 +141,8 @@ def read_manifest(path: str, data: bytes, seal: bytes) -> Manifest:
     except (ValueError, RecursionError, BadValue) as error:
         raise HegmError(
             UNAVAILABLE,
-            f"{path} is damaged: its manifest makes no sense: {error!s:.200}",
-            "use another image, or copy this one again from where it was whole",
+            f"{path} is damaged: its manifest is not valid: {error!s:.200}",
+            "use another image, or copy this one again from a complete copy",
             {"path": path},
         ) from error
 

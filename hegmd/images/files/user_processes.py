@@ -28,8 +28,8 @@ from hegmd.system.background_tasks import BackgroundTasks
 from hegmd.system.programs import SYSTEM_PATH, Rights, find_program
 
 ROLE = Role(
-    "the process that touches images",
-    "see what it said in hegmd's log; nothing is lost with it, and what it left is shown by `hegmctl images ls`",
+    "the image writer",
+    "read hegmd's log; to see what it left, run: hegmctl images ls",
 )
 # Not the user's own site-packages: what is in them would run with descriptors of the daemon's.
 PROGRAM = (sys.executable, "-s", "-m", "hegmd.images.files.child")
@@ -68,7 +68,7 @@ class UserProcess:
 
     def let_go(self) -> None:
         """End it now. Fine when it has ended."""
-        self._session.lose("is not needed any more", quietly=True)
+        self._session.lose("is no longer needed", quietly=True)
 
     async def ended(self) -> None:
         """Wait until it is gone, and its locks with it. Twice is fine.
@@ -96,7 +96,7 @@ class UserProcesses(BackgroundTasks):
     async def start(self, rights: Rights | None) -> UserProcess:
         """A hand with these rights; None: with the daemon's own, inside its sandbox. Raises HegmError."""
         if self._tasks is None:
-            raise Bug("a process that touches images is started before its room runs")
+            raise Bug("an image writer is started before its task group runs")
         number = next(self._numbers)
         session = Session(number, math.inf, ROLE)
         program, environment, become = self._program, self._environment, None
@@ -108,7 +108,7 @@ class UserProcesses(BackgroundTasks):
         try:
             await session.settled.wait()
         except anyio.get_cancelled_exc_class():
-            session.lose("is not needed any more", quietly=True)
+            session.lose("is no longer needed", quietly=True)
             raise
         session.require()
         return UserProcess(session)

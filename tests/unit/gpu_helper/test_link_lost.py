@@ -62,7 +62,7 @@ async def test_a_helper_that_is_stopped_altogether_is_killed_too() -> None:
 async def test_a_helper_that_could_not_run_any_more_was_noticed_by_the_deadlines_of_its_calls_alone() -> None:
     async with linked("brisk") as link:
         first = (await link.start())["pid"]
-        with pytest.raises(HelperLost, match=r"has not said a word for 0\.2 s"), anyio.fail_after(SOON_S):
+        with pytest.raises(HelperLost, match=r"reported nothing for 0\.2 s"), anyio.fail_after(SOON_S):
             await link.call("stop", deadline_s=600)
         assert await ask(link, "ping") == {"pong": {}}
         assert has_ended(first)
@@ -168,8 +168,8 @@ async def test_an_answer_that_nobody_waits_for_is_closed() -> None:
     ("op", "args", "why"),
     [
         ("leave", {"status": 7}, "ended with status 7: the last words"),
-        ("nonsense", {"bytes": b"\xff\xff\xff\xff", "leave": False}, "was ended: frame of 4294967295 bytes"),
-        ("nonsense", {"bytes": b"\0\0\0\1\xc0", "leave": False}, "was ended: malformed payload"),
+        ("nonsense", {"bytes": b"\xff\xff\xff\xff", "leave": False}, "was stopped: frame of 4294967295 bytes"),
+        ("nonsense", {"bytes": b"\0\0\0\1\xc0", "leave": False}, "was stopped: malformed payload"),
         ("nonsense", {"bytes": b"\0\0\0\5\x81\xa2id\x63", "leave": False}, "request 99, which is not in flight"),
         ("nonsense", {"bytes": b"\0\0\1\0half a fr", "leave": True}, "ended with status 0"),
     ],
@@ -228,7 +228,7 @@ async def test_a_helper_that_breaks_down_at_its_start() -> None:
 
 async def test_a_helper_that_does_not_get_ready() -> None:
     async with linked("deaf", start_within_s=0.3) as link:
-        with pytest.raises(HelperLost, match=r"was not ready after 0\.3 s"):
+        with pytest.raises(HelperLost, match=r"was not ready within 0\.3 s"):
             await link.start()
 
 

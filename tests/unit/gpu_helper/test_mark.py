@@ -27,7 +27,7 @@ def test_a_mark_that_makes_no_sense_is_not_taken_for_none(damaged: bytes) -> Non
     """What is in the pool would be taken for a job's bytes."""
     whole = packed_mark(Mark("7.1.passing", 1))
     start = whole[: whole.index(b"1 7.1")]
-    with pytest.raises(HegmError, match="marked as being elsewhere, and not where") as refused:
+    with pytest.raises(HegmError, match="a pool segment says that its bytes are elsewhere, but not where") as refused:
         read_mark((start + damaged).ljust(MARK_BYTES, b"\0"))
     assert refused.value.hint
 

@@ -67,7 +67,7 @@ def test_what_is_broken_or_left_over_is_told_with_an_exit_status(tmp_path: Path)
     states = {Path(seen["path"]).name.partition("-")[0]: seen["state"] for seen in json.loads(done.stdout)["images"]}
     assert states == {".job.hegm": "left-over", "broken": "broken", "flipped": "whole"}
     status, message = error(hegmctl("verify", str(tmp_path / "flipped")))
-    assert (status, message) == (14, "the byte file 4711.0 is damaged: chunk 0 of 2 does not fit its checksum")
+    assert (status, message) == (14, "the byte file 4711.0 is damaged: chunk 0 of 2 does not match its checksum")
     assert error(hegmctl("rm", "--yes"))[0] == 2
     assert error(hegmctl("show", str(tmp_path / "nowhere")))[0] == 5
 
@@ -135,4 +135,4 @@ def test_nobody_is_asked_to_confirm_the_end_of_what_is_not_there(tmp_path: Path)
         f"{tmp_path}/nope cannot be removed: No such file or directory",
     )
     status, message = error(hegmctl("rm", str(tmp_path / "folder")))
-    assert (status, "is no image" in message) == (REFUSED.exit_status, True)
+    assert (status, "is not an image" in message) == (REFUSED.exit_status, True)

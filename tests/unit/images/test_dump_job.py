@@ -104,7 +104,7 @@ async def test_a_job_that_has_ended_is_in_no_image(tmp_path: Path, paused: int) 
     with pytest.raises(HegmError, match="a process of the job has ended"):
         await handoff.against([1 << 22], "/images/one", 0, Rights(0, 0, ()))
     stranger = os.getppid()
-    with pytest.raises(Refused, match="have no common parent that could be taken with them"):
+    with pytest.raises(Refused, match="have no common parent that can be dumped with them"):
         await handoff.against([1, stranger], "/images/one", 0, Rights(0, 0, ()))
 
 
@@ -114,7 +114,7 @@ def test_bytes_that_are_elsewhere_by_their_mark_are_put_in_no_image() -> None:
         os.pwrite(memory.fd, bytes(memory.size_bytes), 0)
         require_unmarked(memory, 4321)
         os.pwrite(memory.fd, packed_mark(Mark("1.4321.passing", 9)), memory.size_bytes - MARK_BYTES)
-        with pytest.raises(Refused, match="bytes of process 4321 are not in the pool"):
+        with pytest.raises(Refused, match="the pool segment of process 4321 says"):
             require_unmarked(memory, 4321)
     finally:
         memory.close()
@@ -122,7 +122,7 @@ def test_bytes_that_are_elsewhere_by_their_mark_are_put_in_no_image() -> None:
 
 async def test_an_agent_that_is_not_there_cannot_step_aside(tmp_path: Path, paused: int) -> None:
     lent = Borrowed()
-    with pytest.raises(AgentAway, match="it cannot be told to step aside"):
+    with pytest.raises(AgentAway, match="it cannot be told to disconnect"):
         await handoff_with(lent, tmp_path, some_criu).dump(wished(paused), lambda _: None)
     assert lent.ends == ["discarded"]
 
@@ -134,7 +134,7 @@ async def test_an_agent_that_does_not_hang_up_is_told_of_and_the_job_goes_on(tmp
         agent = ModelAgent(workers, paused)
         await agent.attend(tasks)
         handoff = handoff_with(lent, tmp_path, some_criu, workers=workers)
-        with pytest.raises(HegmError, match=f"the agent of process {paused} did not hang up") as refused:
+        with pytest.raises(HegmError, match=f"the agent of process {paused} did not disconnect") as refused:
             await handoff.dump(attended(paused), lambda _: None)
         assert refused.value.code is TIMEOUT
         assert (agent.seen, lent.ends) == (["aside"], ["discarded"])
@@ -155,7 +155,7 @@ async def test_bytes_that_would_be_lost_with_the_daemon_are_no_agents_to_step_as
             agent = ModelAgent(workers, paused)
             await agent.attend(tasks)
             handoff = handoff_with(lent, tmp_path, some_criu, workers=workers, pool=pool)
-            with pytest.raises(Refused, match=f"the bytes of process {paused} are held by hegmd alone"):
+            with pytest.raises(Refused, match=f"only hegmd holds the bytes of process {paused}"):
                 await handoff.dump(op, lambda _: None)
             assert (agent.seen, lent.ends) == ([], ["discarded"])
             tasks.cancel_scope.cancel()
@@ -214,7 +214,7 @@ async def test_a_job_that_gets_other_rights_while_it_steps_aside_is_in_no_image(
 
         tasks.start_soon(come_back)
         handoff = handoff_with(lent, tmp_path, some_criu, workers=workers)
-        with pytest.raises(Refused, match="the job has got other rights meanwhile"):
+        with pytest.raises(Refused, match="the job changed its rights during the dump"):
             await handoff.dump(attended(hiding.pid), lambda _: None)
         assert lent.ends == ["discarded"]
         tasks.cancel_scope.cancel()
@@ -223,8 +223,11 @@ async def test_a_job_that_gets_other_rights_while_it_steps_aside_is_in_no_image(
 async def test_what_an_earlier_daemon_has_written_of_an_image_is_none(tmp_path: Path, paused: int) -> None:
     """Nobody has read it back. One of another operation at that path stays as it is."""
     op = wished(paused, leave_running=True, begun=True, written=True)
-    for shelf, why in ((Shelf(), "is no image"), (Shelf(Manifest(more={"operation": "another"})), "is another image")):
-        with pytest.raises(Refused, match=f"hegmd was stopped before the image in /images/one was whole: .*{why}"):
+    for shelf, why in (
+        (Shelf(), "is no image"),
+        (Shelf(Manifest(more={"operation": "another"})), "is the image of another operation"),
+    ):
+        with pytest.raises(Refused, match=f"hegmd was stopped before the image in /images/one was complete: .*{why}"):
             await handoff_with(shelf, tmp_path).seal(op, lambda _: None)
         assert shelf.swept == ["/images/one"]
     whole = Shelf(Manifest(more={"operation": op.id, "asked_utc": op.created_utc}))

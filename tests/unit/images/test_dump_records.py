@@ -32,7 +32,7 @@ async def test_a_child_of_a_job_that_was_killed_with_its_daemon_before_the_image
     if how == "abandon":
         await handoff.abandon(op)
     else:
-        with pytest.raises(Refused, match="hegmd was stopped before the image in /images/one was whole"):
+        with pytest.raises(Refused, match="hegmd was stopped before the image in /images/one was complete"):
             await handoff.find(op)
     assert state(stopped) != "T"
     assert DumpRecords(tmp_path).people(op.id) is None
@@ -95,7 +95,7 @@ def test_an_image_is_made_where_no_note_can_be(tmp_path: Path, caplog: pytest.Lo
     """Its operation has begun, and has had its room in the journal from the beginning."""
     (tmp_path / "standing").write_text("a file")
     DumpRecords(tmp_path).note("1", ProcessSet({7: 70}))
-    assert "no note tells who stands for operation 1" in caplog.text
+    assert "the record of the processes stopped for operation 1" in caplog.text
     assert DumpRecords(tmp_path).people("1") is None
 
 

@@ -28,7 +28,7 @@ from tests.unit.migration.operations import worker
     ("uid", "changes", "why"),
     [
         (1000, {}, None),
-        (1001, {}, "process 7 runs as uid 1000, and its image would be yours, of uid 1001"),
+        (1001, {}, "process 7 runs as uid 1000, and the image would belong to you, uid 1001"),
         (1000, {"is_guarded": True}, "hides its memory from its own user"),
         (1000, {"gid": 5}, "has other rights or another group"),
         (0, {"is_guarded": True}, None),
@@ -48,7 +48,7 @@ def test_an_image_holds_nothing_that_its_reader_could_not_have(
 @pytest.mark.parametrize("uid", [0, 1000])
 def test_who_comes_to_a_job_while_its_image_is_made_is_in_none(uid: int) -> None:
     tree = Tree(7, (Process(7, 1, 70, "S", 7, 7),))
-    with pytest.raises(HegmError, match="process 8 has come to the job while its image was made") as refused:
+    with pytest.raises(HegmError, match="process 8 joined the job or changed its rights") as refused:
         require_no_more({7: True, 8: True}, tree, Rights(uid, uid, ()))
     assert refused.value.code is (DENIED if uid else REFUSED)
     require_no_more({7: True}, tree, Rights(uid, uid, ()))
@@ -106,7 +106,7 @@ def test_what_a_job_had_started_for_good_was_told_of_only_when_the_job_could_not
             end_all(population_of([kin]))
             job.kill()
     assert [line.partition(":")[0] for line in told] == [
-        f"process {kin}, which is not in the job, has its number {job.pid} as its group"
+        f"process {kin}, which is not in the job, uses its number {job.pid} as its group"
     ]
 
 

@@ -44,7 +44,9 @@ def test_a_file_with_a_number_for_its_name_kept_the_lock_files_of_jobs_that_were
     made = locks.make(4711, "/images/one", "7 1700000000.5")
     assert made is not None
     for number in (1, 2):
-        with pytest.raises(HegmError, match=f"{folder}/{number} is there and is no directory"):
+        with pytest.raises(
+            HegmError, match=f"{folder}/{number} is not a directory, so no lock file can be created in it"
+        ):
             locks.make(number, "/images/two", "8 1700000000.5")
     assert locks.remove("7 1700000000.5") == [made]
 
@@ -105,14 +107,14 @@ def test_nothing_is_written_where_others_could_lead_it_elsewhere(folder: Path, t
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (folder / "4711").symlink_to(elsewhere)
-    with pytest.raises(HegmError, match="4711 is there and is no directory"):
+    with pytest.raises(HegmError, match="4711 is not a directory"):
         LockFiles(folder).make(4711, "/images/one", "7 1.0")
     (folder / "4712").mkdir()
     (folder / "4712").chmod(0o777)
-    with pytest.raises(HegmError, match="can be written by others"):
+    with pytest.raises(HegmError, match="can be written by other users"):
         LockFiles(folder).make(4712, "/images/one", "7 1.0")
     folder.chmod(0o1777)
-    with pytest.raises(HegmError, match="can be written by others"):
+    with pytest.raises(HegmError, match="can be written by other users"):
         LockFiles(folder).make(4713, "/images/one", "7 1.0")
     assert os.listdir(elsewhere) == []
     assert os.listdir(folder / "4712") == []

@@ -48,7 +48,7 @@ def test_what_leads_nowhere_is_named() -> None:
 
 
 def test_a_stream_that_is_a_file_comes_back_by_itself() -> None:
-    with pytest.raises(HegmError, match="the job's stdout does not lead out of it"):
+    with pytest.raises(HegmError, match="the job's stdout cannot be redirected"):
         led_elsewhere((ERR, INPUT), {"stdout": 1})
 
 

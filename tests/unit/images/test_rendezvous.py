@@ -48,7 +48,7 @@ def test_a_meeting_place_out_of_an_image_was_made_where_somebody_had_put_a_link(
     places = Rendezvous(tmp_path / "hegmd.sock")
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    with pytest.raises(HegmError, match="cannot be made"):
+    with pytest.raises(HegmError, match="cannot be created"):
         places.hold(TOKEN, tmp_path / "link" / "aside")
     assert list((tmp_path / "real").iterdir()) == []
     (tmp_path / "real" / TOKEN).touch()
@@ -69,7 +69,7 @@ def test_a_folder_where_others_may_write_is_no_meeting_place(owner: int, mode: i
     folder.mkdir()
     folder.chmod(mode)
     os.chown(folder, owner, owner)
-    with pytest.raises(Refused, match="others than root may put things"):
+    with pytest.raises(Refused, match="which other users than root can write"):
         Rendezvous(tmp_path / "hegmd.sock").hold(TOKEN, folder)
     assert list(folder.iterdir()) == []
 

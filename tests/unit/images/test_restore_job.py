@@ -136,8 +136,8 @@ async def test_a_number_that_is_taken_a_full_pool_and_no_criu_are_told_at_once(
     manifest = _manifest(tmp_path, node, replace(FREE, pids=(os.getpid(),)))
     manifest = manifest.replace(workers=(manifest.workers[0].replace(size_bytes=1 << 30),))
     said = _said(await _against(_reviving(tmp_path, criu=_none), manifest))
-    assert f"there is a process {os.getpid()}, whose number the job had" in said
-    assert f"{BUSY.name}: 1060 MiB of the pool are needed, and 8 MiB are free" in said
+    assert f"the job needs the number of process {os.getpid()}, which runs" in said
+    assert f"{BUSY.name}: 1060 MiB of the pool are needed; 8 MiB are free" in said
     assert "there is no CRIU" in said
 
 
@@ -146,7 +146,7 @@ async def test_an_image_of_other_gpus_is_not_for_a_daemon_of_simulated_ones(
 ) -> None:
     manifest = _manifest(tmp_path, node)
     manifest = manifest.replace(workers=(manifest.workers[0].replace(more={"method": "driver"}),))
-    assert "it was made on other GPUs than these, which are simulated" in _said(
+    assert "it was written on other GPUs; those of this daemon are simulated" in _said(
         await _against(_reviving(tmp_path), manifest)
     )
 
@@ -158,9 +158,9 @@ async def test_a_user_restores_what_runs_as_that_user_comes_to_this_daemon_and_m
     manifest = _manifest(tmp_path / "another", node, processes=processes)
     found = await _against(_reviving(tmp_path, by_owner=False), manifest, SOMEBODY)
     said = _said(found)
-    assert "this node has its images restored by root alone (images.restored_by)" in said
-    assert f"process {FREE.pids[0]} of the image runs as uid 0, and you are 4711" in said
-    assert "which is another daemon's" in said
+    assert "on this node only root restores images (images.restored_by)" in said
+    assert f"process {FREE.pids[0]} of the image runs as uid 0; you are uid 4711" in said
+    assert "which belongs to another daemon" in said
     assert {reason.code for reason in found.reasons} >= {DENIED.name}
     assert _said(await _against(_reviving(tmp_path, by_owner=False), manifest)) == ""
 
@@ -177,21 +177,21 @@ async def test_files_that_are_gone_shorter_or_longer_are_told_by_name(tmp_path: 
     manifest = _manifest(tmp_path, node, needs)
     found = await _against(_reviving(tmp_path), manifest)
     said = _said(found)
-    assert f"{tmp_path}/gone, which the job has open, is not there: No such file or directory" in said
-    assert f"{tmp_path}/shorter has 3 bytes and had 4 when the image was made" in said
-    assert f"{tmp_path}/longer has 6 bytes and had 4" in said
+    assert f"{tmp_path}/gone, which the job has open, does not exist: No such file or directory" in said
+    assert f"{tmp_path}/shorter has 3 bytes; it had 4 when the image was written" in said
+    assert f"{tmp_path}/longer has 6 bytes; it had 4" in said
     assert [Path(file.path).name for file in found.grown] == ["longer", "appended"]
     assert [note for note in found.notes if f"{tmp_path}/appended has 6 bytes" in note]
     assert {file.reason.hint for file in found.grown} == {"restore with --truncate-outputs to cut it back"}
     as_then = await _against(_reviving(tmp_path), manifest, as_then=True)
     assert f"{tmp_path}/appended has 6 bytes" in _said(as_then)
-    followed = "--truncate-outputs cuts it back when nothing else is in the way"
+    followed = "solve the other problems first"
     assert all(file.reason.hint.startswith(followed) for file in as_then.grown), "a hint that was followed already"
 
 
 async def test_an_image_that_does_not_say_what_its_node_was_like_is_of_another_version(tmp_path: Path) -> None:
     for node in ({}, {"architecture": 7}):
-        with pytest.raises(HegmError, match="the image does not say what its node was like"):
+        with pytest.raises(HegmError, match="the manifest does not describe its node"):
             await _against(_reviving(tmp_path), _manifest(tmp_path, node))
 
 
@@ -217,7 +217,7 @@ async def test_an_agent_that_does_not_come_after_a_restore_is_named(process: sub
         )
         for wanted, known in others:
             with pytest.raises(
-                HegmError, match=f"the agent of process {process.pid} did not come within 0.01 s"
+                HegmError, match=f"the agent of process {process.pid} did not connect within 0.01 s"
             ) as late:
                 await until_there(workers, [wanted], known, within_s=0.01)
             assert (late.value.code, late.value.facts["pids"]) == (TIMEOUT, [process.pid])
@@ -232,13 +232,13 @@ async def test_an_agent_that_does_not_come_after_a_restore_is_named(process: sub
 async def test_a_job_that_was_killed_as_it_came_back_was_waited_for_as_if_its_agent_could_still_come() -> None:
     """Its restore took a minute to say so."""
     (gone,) = FREE.pids
-    with pytest.raises(HegmError, match=f"process {gone} has ended before its agent came back"):
+    with pytest.raises(HegmError, match=f"process {gone} ended before its agent connected"):
         await until_there(Workers(start_ticks), [_wanted(gone)], {gone: 7}, within_s=10.0)
 
 
 async def test_whoever_had_the_number_of_a_job_that_was_killed_as_it_came_back_was_taken_for_it() -> None:
     me = os.getpid()
-    with pytest.raises(HegmError, match=f"process {me} has ended before its agent came back"):
+    with pytest.raises(HegmError, match=f"process {me} ended before its agent connected"):
         await until_there(Workers(start_ticks), [_wanted(me)], {me: 7}, within_s=10.0)
 
 
@@ -267,7 +267,7 @@ def test_criu_has_the_rights_of_the_image_and_of_who_asks_and_none_besides(tmp_p
         assert guise_in(dir_fd, ROOT) == own, "an image that was made as a user's comes back as one"
         for rights, why in ((Rights(ME, 1000, ()), "group 100"), (SOMEBODY, f"uid {ME}, group 100, group 1000")):
             with pytest.raises(
-                HegmError, match=f"would come back with {why}, which uid {rights.uid} has not"
+                HegmError, match=f"of the image has {why}, which uid {rights.uid} does not have"
             ) as refused:
                 guise_in(dir_fd, rights)
             assert refused.value.code is DENIED
@@ -277,7 +277,10 @@ def test_an_image_that_is_said_to_be_a_users_and_is_roots_is_refused(tmp_path: P
     """Whoever may write there could have said so, to have CRIU run with less than it takes."""
     names = ("uid", "gid", "euid", "egid", "suid", "sgid", "fsuid", "fsgid")
     (tmp_path / "core-1.img").write_bytes(core(credentials(**dict.fromkeys(names, 0))))
-    with directory(tmp_path) as dir_fd, pytest.raises(HegmError, match="is said to be a user's, and is root's"):
+    with (
+        directory(tmp_path) as dir_fd,
+        pytest.raises(HegmError, match="the image is opened as a user's, and belongs to root"),
+    ):
         guise_in(dir_fd, ROOT)
 
 

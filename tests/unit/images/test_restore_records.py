@@ -98,7 +98,7 @@ async def test_criu_that_was_still_at_work_on_a_restore_went_on_after_its_daemon
 def test_a_restore_that_no_note_could_be_written_of_does_not_begin(tmp_path: Path) -> None:
     """A daemon that is killed then would leave a job behind that nobody knows of."""
     (tmp_path / FOLDER_NAME).write_text("a file")
-    with pytest.raises(HegmError, match="the note of a restore cannot be written: File exists"):
+    with pytest.raises(HegmError, match="the record of a restore cannot be written: File exists"):
         RestoreRecords(tmp_path).note(OP, Manifest(), None)
 
 

@@ -202,7 +202,7 @@ async def test_a_damaged_file_leaves_it_suspended_and_says_so(tmp_path: Path, pr
         assert answer.operation is not None
         assert answer.operation.phase == "suspended"
         assert answer.operation.failure is not None
-        assert "does not fit its checksum" in answer.operation.failure.message
+        assert "does not match its checksum" in answer.operation.failure.message
         assert path.exists()
         assert agent.data is None
         with path.open("r+b") as file:  # put right again, as from a copy

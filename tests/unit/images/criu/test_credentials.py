@@ -93,13 +93,13 @@ def test_what_every_login_gives_is_no_right_of_roots(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path: Path, content: bytes) -> None:
-    with pytest.raises(HegmError, match=r"core-1\.img of the image does not tell"):
+    with pytest.raises(HegmError, match=r"core-1\.img of the image does not say"):
         said(tmp_path, content)
 
 
 def test_files_without_any_thread_are_refused(tmp_path: Path) -> None:
     (tmp_path / "creds-1.img").write_bytes(b"")
-    with pytest.raises(HegmError, match=r"before 2\.0"):
+    with pytest.raises(HegmError, match=r"older than 2\.0"):
         said(tmp_path, core(credentials()))
     (tmp_path / "core-1.img").unlink()
     (tmp_path / "creds-1.img").unlink()

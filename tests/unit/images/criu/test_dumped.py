@@ -39,7 +39,7 @@ def test_each_process_is_told_of(tmp_path: Path) -> None:
 )
 def test_what_is_no_such_image_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "mm-100.img").write_bytes(data)
-    with pytest.raises(HegmError, match="does not say whose"):
+    with pytest.raises(HegmError, match="does not name the process"):
         _of(tmp_path)
 
 

@@ -19,32 +19,32 @@ AFTER = "(00.072246) Error (criu/cr-restore.c:2331): Restoring FAILED.\n"
     [
         (
             "(00.05)   77: Error (criu/files-reg.c:2122): File srv/out.log has bad size 300 (expect 200)",
-            "/srv/out.log has 300 bytes and had 200 when the image was made",
+            "/srv/out.log has 300 bytes; it had 200 when the image was written",
             "--truncate-outputs",
         ),
         (
             "(0.05) Error (criu/files-reg.c:2316): Can't open file srv/out.log on restore: No such file or directory",
-            "/srv/out.log is not there",
+            "/srv/out.log does not exist",
             "put that file where it was",
         ),
         (
             "(00.07) Error (criu/sk-inet.c:191): inet: Connected TCP socket, consider using --tcp-established option.",
-            "a TCP connection to outside",
+            "the job has a TCP connection to a process outside the job",
             "connections to be closed",
         ),
         (
             "(00.07) Error (criu/sk-unix.c:874): unix: Can't dump half of stream unix connection.",
-            "a unix socket that is connected to outside",
+            "the job has a Unix socket connected to a process outside the job",
             "have the script close it",
         ),
         (
             "(00.07) Error (criu/cr-restore.c:1237): Can't fork for 1448: File exists",
-            "the process number 1448 is taken",
+            "the number 1448 is in use",
             "unshare --pid",
         ),
         (
             "(00.38) pie: 4534: Error (criu/pie/restorer.c:2185): Unable to create a thread: -17",
-            "the number of one of the job's threads is taken",
+            "the number of a thread of the job is in use by another thread or process",
             "restore it again",
         ),
         (
@@ -54,18 +54,18 @@ AFTER = "(00.072246) Error (criu/cr-restore.c:2331): Restoring FAILED.\n"
         ),
         (
             "(00.07) Error (criu/files.c:457): Can't dump file 5 of that type [20600] (chr 10:229)",
-            "descriptor 5, chr 10:229",
+            "descriptor 5 open, which CRIU cannot dump: chr 10:229",
             "have the script close it",
         ),
         (
             "(00.07) Error (criu/files-reg.c:352): Can't create ghost regfile: File exists",
-            "has left a file there",
+            "an interrupted restore left a file in place of a deleted one",
             ".ghost",
         ),
         (
             "(00.07) Error (criu/cgroup.c:741): cg: Failed walking /sys/fs/cgroup for empty cgroups",
             "the job's control groups",
-            "--manage-cgroups",
+            "manage-cgroups",
         ),
         (
             "(00.07) Error (criu/pidfd.c:148): pidfd: pidfd pid 6677 is not a part of process tree..",
@@ -79,8 +79,8 @@ AFTER = "(00.072246) Error (criu/cr-restore.c:2331): Restoring FAILED.\n"
         ),
         (
             "(00.07) Error (criu/image.c:112): write failed: No space left on device",
-            "no room left",
-            "make room",
+            "the disk of the image is full",
+            "free space there",
         ),
     ],
 )
@@ -95,18 +95,18 @@ def test_a_known_reason_is_told_with_the_next_step(line: str, sentence: str, hin
 def test_an_unknown_reason_is_told_in_criu_s_own_words() -> None:
     error = failure("dump", NOISE + "(00.1) Error (criu/x.c:1): the moon is full\n" + AFTER, "", 1)
     assert error.message == "CRIU's dump failed with status 1: the moon is full"
-    assert error.hint == "see the end of CRIU's log in hegmd's: journalctl -u hegmd"
+    assert error.hint == "read the end of CRIU's log: journalctl -u hegmd"
 
 
 def test_no_reason_at_all() -> None:
     error = failure("dump", "", "", None)
-    assert error.message == "CRIU's dump was ended before it was done: it says nothing about why"
+    assert error.message == "CRIU's dump was stopped before it was done: CRIU logged no reason"
     assert "hegmctl doctor" in error.hint
 
 
 def test_what_it_says_instead_of_a_log_counts_too() -> None:
     error = failure("dump", "", "Error (criu/util.c:1): Can't create log: No space left on device\n", 1)
-    assert "no room left" in error.message
+    assert "the disk of the image is full" in error.message
 
 
 def test_a_number_that_was_taken_just_before_criu_came_to_it_is_worth_another_try() -> None:

@@ -75,7 +75,7 @@ def test_a_job_that_was_started_from_outside_of_its_container_was_stopped_before
 def test_a_file_on_a_dead_disk_was_an_internal_error_and_is_named() -> None:
     found = needs_of(tree(Descriptor(100, 3, "/mnt/gone/x", trouble="Stale file handle")))
     assert messages(found) == [
-        "process 100 has /mnt/gone/x open (descriptor 3), which cannot be looked at: Stale file handle"
+        "process 100 has /mnt/gone/x open (descriptor 3), which cannot be inspected: Stale file handle"
     ]
 
 
@@ -92,7 +92,7 @@ def test_what_takes_roots_rights_is_said_apart() -> None:
     found = needs_of(tree(members=(ROOT, replace(CHILD, is_confined=True))))
     assert found.reasons == ()
     assert [reason.message for reason in found.only_by_root] == [
-        "process 101 has a filter of system calls (seccomp), which CRIU cannot take with a user's rights"
+        "process 101 has a filter of system calls (seccomp), which CRIU cannot dump with a user's rights"
     ]
 
 

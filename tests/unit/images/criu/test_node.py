@@ -53,7 +53,7 @@ def test_another_build_of_a_library_is_refused_by_name(there: dict[str, Any]) ->
 def test_a_library_that_is_not_there(there: dict[str, Any]) -> None:
     there["files"]["/nowhere/libtorch.so"] = {"size_bytes": 7, "build_id": None}
     (reason,) = differences(there).refusals
-    assert reason.message == "/nowhere/libtorch.so is not there, and the job has it mapped"
+    assert reason.message == "/nowhere/libtorch.so does not exist, and the job has it mapped"
 
 
 def test_a_mapped_file_of_another_size(there: dict[str, Any], tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_mapped_file_of_another_size(there: dict[str, Any], tmp_path: Path) ->
 def test_a_lesser_processor_is_refused_and_a_better_one_is_not(there: dict[str, Any]) -> None:
     there["processor"] = [*there["processor"], "avx10_9"]
     (reason,) = differences(there).refusals
-    assert "has not avx10_9" in reason.message
+    assert "lacks avx10_9" in reason.message
     there["processor"] = []
     assert differences(there).refusals == ()
 

@@ -48,7 +48,7 @@ def test_a_user_needs_no_more_than_two_capabilities_and_a_third_where_yama_keeps
 
 def test_criu_gets_the_groups_that_the_job_had() -> None:
     assert to_restore([thread(100, 4, 27), thread(100, 4, 27)], BOB) == CriuPrivileges(BOB, 100, (4, 27))
-    with pytest.raises(HegmError, match="2 kinds of groups"):
+    with pytest.raises(HegmError, match="2 different sets of groups"):
         to_restore([thread(100), thread(BOB)], BOB)
 
 

@@ -101,7 +101,7 @@ def test_what_is_missing_or_too_much_is_told_by_name(tmp_path: Path) -> None:
     assert "files.img, which is not in the manifest" in refusal(tmp_path / "more", UNAVAILABLE)
     built(tmp_path / "bare")
     (tmp_path / "bare" / "seal").unlink()
-    assert "was never finished" in refusal(tmp_path / "bare", NOT_FOUND)
+    assert "is not a finished image: it has no" in refusal(tmp_path / "bare", NOT_FOUND)
     assert "No such file" in refusal(tmp_path / "nowhere", NOT_FOUND)
 
 
@@ -134,18 +134,20 @@ def test_the_bytes_of_another_image_are_not_taken_for_this_ones(tmp_path: Path) 
     built(tmp_path / "other", manifest=manifest.replace(id="b" * 32))
     built(tmp_path / "twin")
     shutil.copy(tmp_path / "other" / "bytes" / "4711.0", tmp_path / "one" / "bytes" / "4711.0")
-    assert f"it is of {'b' * 32}/4711.0" in refusal(tmp_path / "one", UNAVAILABLE)
+    assert f"it belongs to {'b' * 32}/4711.0" in refusal(tmp_path / "one", UNAVAILABLE)
     shutil.copy(tmp_path / "twin" / "bytes" / "4711.0", tmp_path / "one" / "bytes" / "4711.0")
-    assert "another file was put in its place" in refusal(tmp_path / "one", UNAVAILABLE)
+    assert "its checksums differ from those of the manifest: the file was replaced" in refusal(
+        tmp_path / "one", UNAVAILABLE
+    )
 
 
 def test_a_manifest_of_a_later_version_of_something_else_or_of_nonsense_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "image"
     plain = built(path).to_plain()
     rewritten(path, json.dumps({**plain, "version": 2, "hegmd_version": "9.1"}).encode())
-    assert "is of version 2; this hegmd reads up to 1" in refusal(path, INCOMPATIBLE)
+    assert "has version 2; this hegmd reads versions up to 1" in refusal(path, INCOMPATIBLE)
     rewritten(path, json.dumps({**plain, "format": "tar"}).encode())
-    assert "is no image of hegmd's" in refusal(path, REFUSED)
+    assert "is not an image of hegmd" in refusal(path, REFUSED)
     for text in (b"[" * 100_000, b"{", b"{}", b"\xff", json.dumps({**plain, "workers": 1}).encode()):
         rewritten(path, text)
         assert refusal(path, REFUSED if text == b"{}" else UNAVAILABLE)
@@ -160,7 +162,7 @@ def test_a_name_in_a_manifest_leads_nowhere_else(tmp_path: Path, name: str) -> N
     manifest = built(path)
     (file,) = manifest.byte_files
     rewritten(path, json.dumps(manifest.replace(byte_files=(file.replace(name=name),)).to_plain()).encode())
-    assert "is no name of a file in an image" in refusal(path, REFUSED)
+    assert "is not a file name that an image can have" in refusal(path, REFUSED)
 
 
 def refused_making(path: Path | str, code: Code) -> str:
@@ -177,7 +179,7 @@ def test_nothing_that_is_there_is_written_over(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for name in ("image", "file", "link", "loop"):
-        assert "is there already" in refused_making(tmp_path / name, REFUSED)
+        assert "already exists" in refused_making(tmp_path / name, REFUSED)
     refused_making(tmp_path / "nowhere" / "image", NOT_FOUND)
     refused_making(tmp_path / "file" / "image", REFUSED)
     for path in ("image", "", "/"):
@@ -191,11 +193,11 @@ def test_what_is_to_be_typed_removed_another_directory_where_the_name_had_a_spac
     built(tmp_path / "old train")
     with pytest.raises(HegmError) as refused:
         make(str(tmp_path / "old train"))
-    assert f"`hegmctl images rm '{tmp_path}/old train'`" in refused.value.hint
+    assert f"hegmctl images rm '{tmp_path}/old train'" in refused.value.hint
 
 
 def test_a_name_that_was_too_long_was_said_to_be_no_whole_path(tmp_path: Path) -> None:
-    assert "has 201 bytes, and that of an image has 200 at most" in refused_making(tmp_path / ("x" * 201), REFUSED)
+    assert "has 201 bytes; the name of an image has at most 200" in refused_making(tmp_path / ("x" * 201), REFUSED)
 
 
 def test_an_image_within_another_left_that_one_damaged(tmp_path: Path) -> None:
@@ -205,7 +207,7 @@ def test_an_image_within_another_left_that_one_damaged(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(image / "criu")
     for within in (image / "other", image / "criu" / "other", tmp_path / "link" / "other"):
         for asked in (free_bytes_at, make):
-            with pytest.raises(HegmError, match="would be within the image") as refused:
+            with pytest.raises(HegmError, match="which could then not be restored") as refused:
                 asked(str(within))
             assert refused.value.code is REFUSED
     assert catalogue.verify(str(image), ignore)
@@ -215,7 +217,7 @@ def test_a_directory_that_came_meanwhile_is_not_written_over(tmp_path: Path) -> 
     with make(str(tmp_path / "image")) as folder:
         built(tmp_path / "image")
         before = catalogue.read(str(tmp_path / "image"))
-        with pytest.raises(HegmError, match="is there already"):
+        with pytest.raises(HegmError, match="already exists"):
             folder.publish(b"{}", b"")
     assert catalogue.read(str(tmp_path / "image")) == before
 
@@ -248,7 +250,7 @@ def test_one_image_is_restored_by_one_at_a_time(tmp_path: Path) -> None:
             other.lock()
         assert refused.value.code is BUSY
         assert states(path) == [("in-use", "python train.py")]
-        with pytest.raises(HegmError, match="is in use"):
+        with pytest.raises(HegmError, match="is being written, restored or removed"):
             catalogue.remove(str(path))
     assert states(path) == [("whole", "python train.py")]
     with find(str(path)) as other:
@@ -262,7 +264,7 @@ def test_whoever_listed_images_turned_a_restore_away(tmp_path: Path) -> None:
     lister, restorer = (os.open(path, os.O_RDWR | os.O_CLOEXEC) for _ in range(2))
     try:
         fcntl.flock(lister, fcntl.LOCK_SH)
-        with pytest.raises(HegmError, match="is in use"):
+        with pytest.raises(HegmError, match="is being written, restored or removed"):
             lock_alone(restorer, str(path), within_s=0)
         lock_alone(restorer, str(path), within_s=60, pause=lambda: fcntl.flock(lister, fcntl.LOCK_UN))
         with pytest.raises(BlockingIOError):
@@ -304,7 +306,12 @@ def test_only_images_are_removed(tmp_path: Path) -> None:
     (tmp_path / "image" / "thesis.txt").touch()
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "image")
-    for name, why in (("image", "thesis.txt"), ("folder", "is no image"), ("link", "a link"), ("nowhere", "No such")):
+    for name, why in (
+        ("image", "thesis.txt"),
+        ("folder", "is not an image"),
+        ("link", "a link"),
+        ("nowhere", "No such"),
+    ):
         with pytest.raises(HegmError, match=why):
             catalogue.remove(str(tmp_path / name))
     (tmp_path / "image" / "thesis.txt").unlink()
@@ -370,7 +377,7 @@ def test_a_key_that_is_no_secret_is_refused(tmp_path: Path, text: str, mode: int
 
 def test_a_directory_that_is_none_was_said_not_to_be_there(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    with pytest.raises(HegmError, match="folder is no image: it has no criu and bytes"):
+    with pytest.raises(HegmError, match="folder is not an image: it has no criu and bytes"):
         catalogue.read(str(tmp_path / "folder"))
     with pytest.raises(HegmError, match="No such file"):
         catalogue.read(str(tmp_path / "nowhere"))

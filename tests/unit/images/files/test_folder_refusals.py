@@ -35,15 +35,15 @@ def test_bytes_that_a_later_hegmd_wrote_are_not_guessed_at(tmp_path: Path) -> No
         struct.pack_into("<I", head, end, zlib.crc32(head[:end]))
         file.seek(0)
         file.write(head)
-    assert "4711.0 is of version 7 with chunks of 8388608 bytes" in refusal(path, INCOMPATIBLE)
+    assert "4711.0 has version 7 and chunks of 8388608 bytes" in refusal(path, INCOMPATIBLE)
 
 
 def test_a_manifest_that_is_too_large_is_neither_read_nor_written(tmp_path: Path) -> None:
     path = tmp_path / "image"
     built(path)
     os.truncate(path / "manifest.json", MAX_BYTES + 1)
-    assert f"manifest.json has over {MAX_BYTES} bytes" in refusal(path, REFUSED)
-    with pytest.raises(HegmError, match=f"and {MAX_BYTES} are the most that is read"):
+    assert f"manifest.json has more than {MAX_BYTES} bytes" in refusal(path, REFUSED)
+    with pytest.raises(HegmError, match=f"the limit is {MAX_BYTES}"):
         written(MANIFEST.replace(host="x" * MAX_BYTES))
 
 
@@ -55,7 +55,7 @@ def test_a_manifest_that_is_too_large_is_neither_read_nor_written(tmp_path: Path
         (errno.EROFS, DENIED, "name a directory that you may write"),
         (errno.ENOENT, NOT_FOUND, "hegmctl images ls"),
         (errno.ELOOP, REFUSED, "name the directory itself"),
-        (errno.EIO, UNAVAILABLE, "look at the disk"),
+        (errno.EIO, UNAVAILABLE, "check the disk"),
     ],
 )
 def test_what_a_disk_refuses_is_told_with_the_next_step(number: int, code: Code, words: str) -> None:
@@ -76,16 +76,24 @@ def test_who_may_not_look_into_a_directory_was_told_to_name_one_to_write() -> No
 @pytest.mark.parametrize(
     ("name", "why", "step"),
     [
-        ("file", "is there already: it is a file and no directory", "name a directory that is not there yet"),
-        ("file/x", "cannot be made: {}/file is a file and no directory", "that is not there yet, in one that is"),
-        ("pipe", "is there already: it is a pipe and no directory", "name a directory that is not there yet"),
-        ("dangling", "is there already: it is a link to gone, where nothing is", "name a directory that is not there"),
-        ("dangling/x", "cannot be made: {}/dangling is a link to gone, where nothing is", "in one that is"),
-        ("round/x", "cannot be made: {}/round is a link to round, where nothing is", "in one that is"),
-        ("to-full", "is there already: it is a link to full", "name a directory that is not there yet"),
+        ("file", "already exists: it is a file and not a directory", "name a new directory"),
+        ("file/x", "cannot be made: {}/file is a file and not a directory", "name a new directory in one that exists"),
+        ("pipe", "already exists: it is a pipe and not a directory", "name a new directory"),
+        (
+            "dangling",
+            "already exists: it is a link to gone, which does not exist",
+            "name a new directory",
+        ),
+        (
+            "dangling/x",
+            "cannot be made: {}/dangling is a link to gone, which does not exist",
+            "name a new directory in one that exists",
+        ),
+        ("round/x", "cannot be made: {}/round is a link to round, which does not exist", "in one that exists"),
+        ("to-full", "already exists: it is a link to full", "name a new directory"),
         ("gone/x", "cannot be made: there is no {}/gone", "mkdir -p {}/gone"),
-        ("full", "is there already, and is not an empty directory", "name a directory that is not there yet"),
-        ("image", "is there already: it is an image", "`hegmctl images rm {}/image` removes that one"),
+        ("full", "already exists and is not an empty directory", "name a new directory"),
+        ("image", "already exists: it is an image", "or remove that image: hegmctl images rm {}/image"),
     ],
 )
 def test_to_remove_what_is_no_image_was_named_as_the_way_to_put_one_there(
@@ -103,8 +111,8 @@ def test_to_remove_what_is_no_image_was_named_as_the_way_to_put_one_there(
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("file", "it is a file and no directory"),
-        ("dangling", "it is a link to gone, where nothing is"),
+        ("file", "it is a file and not a directory"),
+        ("dangling", "it is a link to gone, which does not exist"),
         ("to-full", "it is a link to full"),
         ("gone", "No such file or directory"),
         ("gone/x", "there is no {}/gone"),

@@ -197,7 +197,7 @@ async def test_what_criu_reads_for_a_user_is_what_was_signed_byte_for_byte(
         await made(images, path, memory[0], NOBODY)
         flip(path / "criu" / "core-4711.img", 500)
         image = await images.open(str(path), NOBODY)
-        with pytest.raises(HegmError, match=r"criu/core-4711\.img of .* does not fit its checksum"):
+        with pytest.raises(HegmError, match=r"criu/core-4711\.img of .* does not match its checksum"):
             await image.private_criu_dir()
         await image.end()
 
@@ -220,7 +220,7 @@ async def test_a_caller_gets_nowhere_that_they_could_not_get_by_themselves(
         (others / "root's").chmod(0o770)
         await made(images, others / "root's" / "theirs", memory[0], Rights(NOBODY.uid, NOBODY.gid, (4711,)))
         assert (await refusal(images, others / "root's" / "theirs")).message.endswith(
-            "belongs to uid 65534, and not to uid 0"
+            "belongs to uid 65534, not to uid 0"
         )
 
 
@@ -231,7 +231,7 @@ async def test_what_has_no_room_is_refused_before_anybody_is_stopped_for_it(tmp_
     (tmp_path / "taken").write_bytes(b"")
     async with room(tmp_path / "state") as images:
         await images.require_space(str(tmp_path / "image"), SELF, criu_bytes=1, bytes_of_gpus=1)
-        for name, size_bytes, why in (("image", much_bytes, "MiB free, and"), ("taken", 1, "is there already")):
+        for name, size_bytes, why in (("image", much_bytes, "MiB free, and"), ("taken", 1, "already exists")):
             with pytest.raises(HegmError, match=why):
                 await images.require_space(str(tmp_path / name), SELF, criu_bytes=1, bytes_of_gpus=size_bytes)
     assert entries(tmp_path) == ["state", "state/image.key", "state/images", "taken"]
@@ -308,7 +308,7 @@ async def test_criu_is_given_nothing_that_is_damaged(tmp_path: Path, memory: tup
         await made(images, tmp_path / "image", memory[0])
         flip(tmp_path / "image" / "criu" / "pages-1.img", CHUNK_BYTES)
         image = await images.open(str(tmp_path / "image"), SELF)
-        with pytest.raises(HegmError, match=r"criu/pages-1\.img does not fit its checksum"):
+        with pytest.raises(HegmError, match=r"criu/pages-1\.img does not match its checksum"):
             await image.private_criu_dir()
         await image.end()
 
@@ -368,7 +368,7 @@ async def test_bytes_that_an_image_does_not_have_are_not_read(tmp_path: Path, me
         await made(images, tmp_path / "image", memory[0])
         image = await images.open(str(tmp_path / "image"), SELF)
         try:
-            with pytest.raises(Refused, match=r"has no bytes called '4712.0'"):
+            with pytest.raises(Refused, match=r"has no byte file '4712.0'"):
                 await image.read_bytes("4712.0", memory[0])
         finally:
             await image.end()
@@ -376,9 +376,9 @@ async def test_bytes_that_an_image_does_not_have_are_not_read(tmp_path: Path, me
 
 def test_a_state_directory_that_is_none_is_told_with_its_disk(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file")
-    with pytest.raises(HegmError, match="images cannot be made: Not a directory"):
+    with pytest.raises(HegmError, match="images cannot be created: Not a directory"):
         Images(tmp_path / "state", in_unit=False)
-    with pytest.raises(HegmError, match=r"state/[0-9a-f]{16} cannot be made: Not a directory"):
+    with pytest.raises(HegmError, match=r"state/[0-9a-f]{16} cannot be created: Not a directory"):
         Private(tmp_path / "state")
 
 
