@@ -30,6 +30,7 @@ from hegmd.migration.machine.operation import (
     Operation,
     Respawn,
 )
+from hegmd.migration.machine.wording import no_such_process
 from hegmd.migration.model import Candidate, MigrationPlan, NodeSnapshotForPlan, PlanRequest
 from hegmd.migration.plan.planner import planned, planned_resume
 from hegmd.migration.run.runner import Runner
@@ -437,11 +438,11 @@ class Operations:
 
 
 def not_suspended(pid: int, op: Operation | None, hint: str) -> HegmError:
-    """Why a process cannot be resumed: it has ended, is in no operation, or in one of another phase."""
+    """Why a process cannot be resumed: it does not exist, is in no operation, or in one of another phase."""
+    if op is None and start_ticks_of(pid) is None:
+        return HegmError(NOT_FOUND, *no_such_process(pid), {"pid": pid})
     if op is not None:
         state, code = f"is not suspended: operation {op.id} has it, which is {op.phase}", REFUSED
-    elif start_ticks_of(pid) is None:
-        state, code = "has ended", NOT_FOUND
     else:
         state, code = "is not suspended: no operation has it", NOT_FOUND
     return HegmError(code, f"process {pid} {state}", hint, {"pid": pid})

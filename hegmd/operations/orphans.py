@@ -14,6 +14,7 @@ from hegmd.errors import DENIED, NOT_FOUND, HegmError, Refused
 from hegmd.memory.pool import Pool
 from hegmd.memory.pool_found import Distrusted
 from hegmd.migration.machine.adoption import Driven, Standing, on_real_gpu
+from hegmd.migration.machine.wording import no_such_process
 from hegmd.node.processes.procfs import start_ticks_of
 from hegmd.operations.orphaned_memory import OrphanedMemory
 from hegmd.protocol.operations import Orphan
@@ -132,8 +133,9 @@ class ParkedOrphans:
         """Return that process and the other parked ones of its job, each surveyed. Raises HegmError."""
         worker = self._workers.find(pid)
         if worker is None or not worker.connected:
-            state = "has exited" if start_ticks_of(pid) is None else "has no connected agent"
-            raise HegmError(NOT_FOUND, f"process {pid} {state}", "see: hegmctl adopt", {"pid": pid})
+            if start_ticks_of(pid) is None:
+                raise HegmError(NOT_FOUND, *no_such_process(pid), {"pid": pid})
+            raise HegmError(NOT_FOUND, f"process {pid} has no connected agent", "see: hegmctl adopt", {"pid": pid})
         others = [other for other in self._workers if other is not worker and _is_same_job(worker, other)]
         found = [await self._asked(one) for one in (worker, *others) if one is worker or self.is_orphan(one)]
         if not self.is_orphan(worker):

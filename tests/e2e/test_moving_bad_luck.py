@@ -43,7 +43,7 @@ def test_bad_requests_are_refused_with_a_next_step_and_the_job_trains_on(socket_
             ("migrate", pid, "--to", "gpu1"): "pool",  # 4 MiB are not enough for it
             ("suspend", pid): "pool",
             ("migrate", str(os.getpid()), "--to", "gpu1"): "is on no GPU",
-            ("migrate", "4194304", "--to", "gpu1"): "has ended",
+            ("migrate", "4194304", "--to", "gpu1"): "process 4194304 does not exist",
             ("resume", pid): "not suspended",
             ("swap", pid, str(os.getpid())): str(os.getpid()),
             ("drain", "gpu9"): "no GPU",

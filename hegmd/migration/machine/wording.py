@@ -31,6 +31,11 @@ def named(candidate: Candidate) -> str:
     return candidate.name or str(candidate.pid)
 
 
+def no_such_process(pid: int) -> tuple[str, str]:
+    """Return message and hint for a pid that no process has: it may never have had one."""
+    return f"process {pid} does not exist", "if it was a job, it has ended: read its log; hegmctl ps lists the others"
+
+
 def otherwise(op: Operation) -> str:
     """Return what a user can do with a suspended operation, as a hint."""
     drop = f"; or discard its state for good: hegmctl cancel {op.id} --drop"

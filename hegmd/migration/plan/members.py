@@ -14,7 +14,7 @@ from hegmd.migration.machine.describe import in_hand
 from hegmd.migration.machine.machine import HOLDING
 from hegmd.migration.machine.next_effects import SUSPENDED
 from hegmd.migration.machine.operation import CHECKPOINT, QUIESCE, RESTART
-from hegmd.migration.machine.wording import gigabytes, listed, otherwise
+from hegmd.migration.machine.wording import gigabytes, listed, no_such_process, otherwise
 from hegmd.migration.model import Candidate, NodeSnapshotForPlan, Unreachable
 from hegmd.migration.plan.draft import Draft, candidate_of
 
@@ -70,7 +70,7 @@ def members_named(draft: Draft) -> Iterator[Candidate]:
             draft.against(*_against_unreachable(unreachable), pid=pid)
             continue
         if candidate is None and pid in draft.snapshot.ended:
-            draft.against(NOT_FOUND, f"process {pid} has ended", "see its log; hegmctl ps lists the others", pid=pid)
+            draft.against(NOT_FOUND, *no_such_process(pid), pid=pid)
             continue
         if candidate is None:
             draft.against(NOT_FOUND, f"process {pid} is on no GPU", "run: hegmctl ps", pid=pid)

@@ -93,6 +93,7 @@ async def test_a_job_that_had_ended_was_said_to_be_on_no_gpu(tmp_path: Path, pro
     async with running(tmp_path) as node:
         process.kill()
         process.wait()
-        with pytest.raises(HegmError, match=f"process {process.pid} (has ended|has exited)") as caught:
+        with pytest.raises(HegmError, match=f"process {process.pid} does not exist") as caught:
             await COMMANDS[command](node, process.pid)
         assert caught.value.code == NOT_FOUND
+        assert "if it was a job, it has ended" in caught.value.hint
