@@ -89,11 +89,14 @@ def test_a_change_that_a_test_notices_is_found_and_another_survives(tmp_path: Pa
 
     equal, wrong = change("<", "<="), change("a < b", "not (a < b)")
     hangs = change("    return", "    while True: pass\n    return")
-    assert [copies.passes(["test_least.py"], change) for change in (None, equal, wrong, None)] == [
+    ran = copies.watched(["test_least.py"], [Path("least.py")])
+    assert ran is not None
+    assert ran.of(wrong) == ["test_least.py::test"]
+    assert [copies.passes([["test_least.py"]], change) for change in (None, equal, wrong, None)] == [
         True,
         True,
         False,
         True,
     ]
-    assert not Copies(root, tmp_path / "copies", limit_s=3).passes(["test_least.py"], hangs)
+    assert not Copies(root, tmp_path / "copies", limit_s=3).passes([["test_least.py"]], hangs)
     assert (root / "least.py").read_text() == before
