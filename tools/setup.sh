@@ -105,6 +105,8 @@ fish fish
 zsh zsh
 mandoc mandoc
 TABLE
+    # The page of a timeline is opened in it. Ubuntu has it as a snap only; there that test is skipped.
+    command -v chromium >/dev/null || ! grep -qx 'ID=debian' /etc/os-release 2>/dev/null || echo chromium
     # A user's own service manager does not start without it.
     compgen -G '/usr/lib/*/security/pam_systemd.so' >/dev/null || echo libpam-systemd
 }

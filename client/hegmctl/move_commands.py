@@ -106,14 +106,37 @@ def cancel(session: Session) -> int:
 
 
 def op(session: Session) -> int:
-    """Run `hegmctl op`: show the operation now, or follow it to its end."""
-    from hegmctl.story_text import whole_story_text
-
-    request = of_kind(session.arguments.request(), Story)
+    """Run `hegmctl op`: show the operation now, or follow it to its end; write its timeline where that is asked for."""
+    arguments = session.arguments
+    svg, html = arguments.text("svg"), arguments.text("html")
+    if (svg or html) and not arguments.flag("timeline"):
+        raise HegmError(USAGE, "--svg and --html are for a timeline", "say --timeline as well")
+    request = of_kind(arguments.request(), Story)
     with session.connect() as connection:
         reply = _follow(session, connection, request.id) if request.follow else connection.call(request, StoryReply)
-    session.sink.answer(reply, whole_story_text if session.arguments.flag("story") else story_text)
+    if svg or html:
+        from hegmctl.timeline_svg import html_of, svg_of, write_file
+
+        for path, drawn in ((svg, svg_of), (html, html_of)):
+            if path:
+                write_file(path, drawn(reply))
+                session.sink.note(f"the timeline of operation {request.id} is in {path}")
+        return 0
+    session.sink.answer(reply, _story_view(session))
     return 0
+
+
+def _story_view(session: Session) -> Callable[[StoryReply, Style], list[str]]:
+    """The renderer for what is asked of a story. Each loads what only it needs."""
+    if session.arguments.flag("timeline"):
+        from hegmctl.timeline_text import timeline_text
+
+        return timeline_text
+    if session.arguments.flag("story"):
+        from hegmctl.story_text import whole_story_text
+
+        return whole_story_text
+    return story_text
 
 
 def _environment(words: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:

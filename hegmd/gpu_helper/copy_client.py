@@ -7,11 +7,13 @@ copied before. What a call that was in flight had copied of its part is unknown:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from hegmd.errors import Refused
 from hegmd.gpu_helper.link import Answer, HelperLost, Link
+from hegmd.telemetry.step_timings import COPIES, note_step
 
 __all__ = ["HOST", "VIDEO", "Copied", "HelperLost", "CopyClient"]
 
@@ -58,6 +60,8 @@ class CopyClient:
         self._lane = lane
         self._helper = helper
         self._size_bytes = size_bytes
+        #: Direction and begin of the copy that goes on by itself.
+        self._started: tuple[str, float] = "in", 0.0
         #: Whether its GPUs reach each other's memory directly; copies between them go through the host otherwise.
         self.peer = peer
         #: Whose video memory its carrier has attached, and which version of it.
@@ -99,22 +103,26 @@ class CopyClient:
     async def copy_regions(self, direction: str, size_bytes: int) -> Copied:
         """Copy so much `out` of its video memory to its piece of the host pool, or `in`. Raises as `open` does."""
         deadline_s = _COPY_S + size_bytes / _COPY_BYTES_PER_S
+        began = time.monotonic()
         answer = await self._call("shift", {"direction": direction, "size_bytes": size_bytes}, deadline_s)
-        return _copied(answer)
+        return _copied(answer, direction, began)
 
     async def shift_places(self, direction: str, places: Sequence[tuple[int, int, int]]) -> Copied:
         """The same of some places: where each is in the video memory, where in the piece, and its bytes."""
         deadline_s = _COPY_S + sum(place[2] for place in places) / _COPY_BYTES_PER_S
         args = {"direction": direction, "size_bytes": 0, "places": [list(place) for place in places]}
-        return _copied(await self._call("shift", args, deadline_s))
+        began = time.monotonic()
+        return _copied(await self._call("shift", args, deadline_s), direction, began)
 
     async def start_copy(self, direction: str, size_bytes: int) -> None:
         """The same, going on by itself when this returns. Calls that come next wait for its end, `close` too."""
+        self._started = direction, time.monotonic()
         await self._call("begin-shift", {"direction": direction, "size_bytes": size_bytes}, _COPY_S)
 
     async def finish_copy(self, size_bytes: int) -> Copied:
         """What came of that, of so many bytes, when it is over. Raises what it failed with."""
-        return _copied(await self._call("shifted", {}, _COPY_S + size_bytes / _COPY_BYTES_PER_S))
+        answer = await self._call("shifted", {}, _COPY_S + size_bytes / _COPY_BYTES_PER_S)
+        return _copied(answer, *self._started)
 
     async def copy(
         self,
@@ -138,10 +146,11 @@ class CopyClient:
             "handles": list(handles),
             "places": list(places),
         }
+        began = time.monotonic()
         answer = await self._call(
             "copy", args, deadline_s, on_progress=lambda event: on_progress(int(event["copied_bytes"]))
         )
-        return _copied(answer)
+        return _copied(answer, direction, began)
 
     async def close(self) -> None:
         """Nothing of it is left in the helper, contexts included. Fine when the helper is gone."""
@@ -168,5 +177,7 @@ class CopyClient:
         )
 
 
-def _copied(answer: Answer) -> Copied:
-    return Copied(**{name: answer.values[name] for name in Copied._fields})
+def _copied(answer: Answer, direction: str, began: float) -> Copied:
+    copied = Copied(**{name: answer.values[name] for name in Copied._fields})
+    note_step(COPIES, direction, began, began + copied.copy_s, copied.copied_bytes)
+    return copied

@@ -16,6 +16,7 @@ import logging
 import math
 import signal
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,9 +42,12 @@ from hegmd.protocol.frames import FrameReader
 from hegmd.system.programs import Companion, Rights
 from hegmd.system.stream import PeerStream
 from hegmd.telemetry.log import fields
+from hegmd.telemetry.step_timings import DRIVER, HELPER, note_step
 
 logger = logging.getLogger(__name__)
 
+# Requests in which the helper has the driver act on a process.
+DRIVER_CALLS = frozenset({"state", "lock", "checkpoint", "restore", "unlock"})
 # A helper whose socket has ended is on its way out, and how it ended is the better reason.
 _END_WITHIN_S = 1.0
 _TAKE_WITHIN_S = 10.0
@@ -289,13 +293,17 @@ class Session:
             raise
         if not call.over.is_set():
             self._tasks.start_soon(self._limit, call, deadline_s)
-        began = anyio.current_time()
+        began = time.monotonic()
         try:
             await self._until_over(number, call, watch)
         except anyio.get_cancelled_exc_class():
             call.drop()
             raise
-        logger.debug("helper: %s took %.1f ms", op, (anyio.current_time() - began) * 1e3)
+        ended = time.monotonic()
+        note_step(HELPER, op, began, ended)
+        if op in DRIVER_CALLS:
+            note_step(DRIVER, op, began, ended)
+        logger.debug("helper: %s took %.1f ms", op, (ended - began) * 1e3)
         return call.outcome()
 
     async def _until_over(self, number: int, call: Call, watch: Watch | None) -> None:

@@ -11,6 +11,7 @@ import mmap
 import os
 import select
 import socket
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.memory.pool_memory import Fill, Memory
 from hegmd.memory.spill_file import SpillFolder, Unwanted
 from hegmd.system.threads import run_detached
+from hegmd.telemetry.step_timings import COPIES, note_step
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,9 @@ async def write_out(
             unwanted="is not written to disk any further",
         )
 
+    began = time.monotonic()
     await _told(copy, progress)
+    note_step(COPIES, "to disk", began, size_bytes=size_bytes)
 
 
 async def with_memory(fd: int, work: Callable[[int, Callable[[], bool]], T], *, name: str, unwanted: str) -> T | None:
@@ -95,7 +99,10 @@ async def read_into(
     async def copy(tell: Progress) -> Memory:
         return await make(lambda memory: _fill(folder, name, size_bytes, memory, tell))
 
-    return await _told(copy, progress)
+    began = time.monotonic()
+    memory = await _told(copy, progress)
+    note_step(COPIES, "from disk", began, size_bytes=size_bytes)
+    return memory
 
 
 def _fill(folder: SpillFolder, name: str, size_bytes: int, memory: Memory, tell: Progress) -> None:

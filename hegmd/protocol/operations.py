@@ -157,6 +157,16 @@ class Operation(Record):
     note: str | None = field("once it is over: what is to be known beside that, in words", default=None)
 
 
+class Timing(Record):
+    """One step that an event reports: who did it, from when to when, and how many bytes it moved."""
+
+    lane: str = field("who: agent, helper (the GPU helper), driver (by the helper) or copies")
+    name: str = field("what was done: the order to the agent, the request to the helper, or out or in for a copy")
+    began_utc: float = field("when it began, in seconds since 1970")
+    took_s: float = field("how long it took")
+    size_bytes: int = field("bytes that it moved; 0 if it moves none", default=0)
+
+
 class StoryLine(Record):
     """One event in an operation's life."""
 
@@ -166,6 +176,7 @@ class StoryLine(Record):
     detail: str = field("what it said", default="")
     phase: str = field("where the operation was after it")
     effects: tuple[str, ...] = field("what was to be done then", default=())
+    timings: tuple[Timing, ...] = field("the steps of what has ended with this event, by their begin", default=())
 
 
 class OperationProgress(Record):

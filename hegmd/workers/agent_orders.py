@@ -22,6 +22,8 @@ DONE, FAILED, PROGRESS = "done", "failed", "progress"
 
 # Orders that move bytes: while one is under way in a worker, nothing else is to be believed of it.
 MOVING = frozenset({"offload", "reload", "free", "make", "copy", "save"})
+# Those in which the process itself copies all of its storages, and which way these go.
+COPIED = {"offload": "out", "reload": "in", "save": "out"}
 # Those that take communicators down and up: while one is under way, the groups are in no state that lasts.
 COLLECTIVE = frozenset({"disconnect", "reconnect"})
 # Those that an agent answers within a limit of its own, whatever its training does.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +27,10 @@ from hegmd.protocol.messages import AgentAttend, AgentReport, Communicators, Cud
 from hegmd.protocol.snapshots import AgentInfo
 from hegmd.system.condition import Condition
 from hegmd.telemetry.log import fields
+from hegmd.telemetry.step_timings import AGENT, COPIES, note_step
 from hegmd.workers.agent_orders import (
     COLLECTIVE,
+    COPIED,
     DONE,
     LIMITED,
     MOVING,
@@ -129,13 +132,17 @@ class AgentConnection:
         `how` are the other fields of `Order`, such as `limit_s`. An agent keeps to that of a survey by itself; one that
         does not is not waited for any longer. Raises TIMEOUT then.
         """
-        began = anyio.current_time()
+        began = time.monotonic()
         given = await self.give(do, fds=fds, on_progress=on_progress, **how)
         with anyio.CancelScope() as in_time:
             if do in LIMITED:
                 in_time.deadline = given.deadline
             report = await given.report()
-            logger.debug("process %d: %s took %.1f ms", self.pid, do, (anyio.current_time() - began) * 1e3)
+            ended = time.monotonic()
+            note_step(AGENT, do, began, ended)
+            if do in COPIED:
+                note_step(COPIES, COPIED[do], began, ended, report.size_bytes or 0)
+            logger.debug("process %d: %s took %.1f ms", self.pid, do, (ended - began) * 1e3)
             for part, took_ms in tuple(report.spent_ms.items())[:MAX_PARTS]:
                 logger.debug("process %d: %s.%s took %.1f ms", self.pid, do, part[:20], took_ms)
             return report

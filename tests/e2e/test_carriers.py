@@ -16,7 +16,7 @@ import pytest
 from hegmctl.connection import Connection
 from hegmd.errors import HegmError
 from hegmd.protocol import operations as told
-from hegmd.protocol.messages import Migrate, OperationReply, Operations, OperationsReply
+from hegmd.protocol.messages import Migrate, OperationReply, Operations, OperationsReply, Story, StoryReply
 from tests.e2e.driven import GIB, LOOKS, DrivenNode, DrivenProgram, Watched, at_rest, helper_of, only_its_own
 from tests.looks import pause
 from tests.wide import telling
@@ -60,8 +60,23 @@ def test_a_job_is_moved_there_and_back_by_each_carrier(node: DrivenNode, carrier
             assert (moved.phase, moved.failure, moved.processes[0].gpu) == ("done", None, to)
             watched.is_whole()
             only_its_own(node, watched)
+        _has_timings(connection, moved.id, carrier)
         carried = ["export", "free", "make", "filled"] if carrier != "driver" else []
         assert seen(program) == [*carried, "release"] * 2
+
+
+def _has_timings(connection: Connection, op_id: str, carrier: str) -> None:
+    """The story of the move has the steps of agent, helper, driver and copies, each within the operation."""
+    story = connection.call(Story(id=op_id), StoryReply).story
+    steps = [step for line in story for step in line.timings]
+    assert {step.name for step in steps if step.lane == "driver"} >= {"checkpoint", "restore"}
+    assert {step.name for step in steps if step.lane == "agent"} >= {"park", "survey"}
+    copies = {step.name: step.size_bytes for step in steps if step.lane == "copies"}
+    assert set(copies) == (set() if carrier == "driver" else {"out", "in"})
+    assert all(size_bytes > 0 for size_bytes in copies.values())
+    assert {step.name for step in steps if step.lane == "helper"} >= ({"copy"} if copies else {"checkpoint"})
+    least_utc, last_utc = story[0].utc - 0.1, story[-1].utc + 0.1
+    assert all(least_utc <= step.began_utc <= step.began_utc + step.took_s <= last_utc for step in steps)
 
 
 def test_a_suspended_job_leaves_nothing_on_any_gpu_and_resumes_on_another(node: DrivenNode) -> None:

@@ -273,6 +273,29 @@ MOVING = (
         options=(
             Of("follow", names=("-f", "--follow"), doc="wait until it ends or is suspended, and show its progress"),
             Option("--story", doc="tell the story in full: when, how long it took, who, and what they did"),
+            Option(
+                "--timeline",
+                doc="draw it as bars, a lane each for job, agent, daemon, helper, driver and copies; with sizes and "
+                "speeds",
+            ),
+            Option(
+                "--svg",
+                kind=PATH,
+                metavar="FILE",
+                complete=FILES,
+                doc="with --timeline: write the drawing to FILE, for light and dark pages",
+            ),
+            Option(
+                "--html",
+                kind=PATH,
+                metavar="FILE",
+                complete=FILES,
+                doc="with --timeline: write a page to FILE that any browser opens, without a network",
+            ),
+        ),
+        examples=(
+            ("hegmctl op 4 --timeline", "what took how long in operation 4"),
+            ("hegmctl op 4 --timeline --html move.html", "the same, as a page for a browser"),
         ),
     ),
     Verb(

@@ -60,6 +60,7 @@ from hegmd.system.programs import run
 from hegmd.system.task_group import accompanied
 from hegmd.system.threads import run_detached
 from hegmd.system.transient_units import UnitTaken, start_unit, stop_unit, systemd_run
+from hegmd.telemetry.step_timings import HELPER, note_step
 
 __all__ = ["DUMP_IS_LONG_S", "RESTORE_DEADLINE_S", "Dumped", "LeftBehind", "Revived", "dump", "end", "restore"]
 
@@ -136,6 +137,7 @@ async def dump(
             await run_detached(lambda _: let_go(before), name="let the job go on")
             raise
     took_s = time.monotonic() - started
+    note_step(HELPER, "criu dump", started)
     logger.debug("CRIU dumped process %d in %.1f ms", root_pid, took_s * 1e3)
     return Dumped(took_s, criu.version)
 
@@ -212,6 +214,7 @@ async def _restore_once(
             await _end_unseen(unit_name, attendant)
             raise
     took_s = time.monotonic() - started
+    note_step(HELPER, "criu restore", started)
     logger.debug("CRIU restored process %d in %.1f ms", needs.pids[0], took_s * 1e3)
     return Revived(needs.pids[0], came.start_ticks, unit_name, took_s, attended)
 

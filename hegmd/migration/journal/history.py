@@ -8,7 +8,8 @@ and starts none.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -33,10 +34,19 @@ RETRY_S = 1.0
 class Ledger:
     """The operations of the node, oldest first. `open` comes before everything else."""
 
-    def __init__(self, folder: Path, log: EventLog, *, disk: Disk | None = None, retry_s: float = RETRY_S) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        log: EventLog,
+        *,
+        disk: Disk | None = None,
+        retry_s: float = RETRY_S,
+        utc: Callable[[], float] = time.time,
+    ) -> None:
         self._file = JournalFile(folder, disk)
         self._log = log
         self._retry_s = retry_s
+        self._utc = utc
         self._histories: dict[str, History] = {}
         #: Operations whose first record is not on disk yet: a journal that is written anew must not have them already.
         self._opening: set[str] = set()
@@ -48,6 +58,7 @@ class Ledger:
         """Read the journal. Blocks. Raises HegmError if it cannot be trusted."""
         reading = self._file.open()
         self._histories = dict(reading.histories)
+        self.forget_oldest()
         if reading.torn:
             logger.warning("the journal ended within a record: the daemon was stopped while it wrote it")
         self._tell_of_trouble()
@@ -124,9 +135,8 @@ class Ledger:
             self._opening.discard(history.operation.id)
 
     def forget_oldest(self) -> None:
-        """Forget all but the newest of the operations that have ended."""
-        over = [op_id for op_id, known in self._histories.items() if known.operation.phase in TERMINAL]
-        for old in over[: -records.REMEMBERED]:
+        """Forget ended operations beyond the number and age that are remembered. The next compaction drops them."""
+        for old in records.forgotten(self._histories.values(), self._utc()):
             del self._histories[old]
 
     def _tell_of_trouble(self) -> None:

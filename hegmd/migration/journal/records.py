@@ -26,6 +26,7 @@ from hegmd.migration.machine.events import Event
 from hegmd.migration.machine.next_effects import TERMINAL
 from hegmd.migration.machine.operation import Operation
 from hegmd.protocol import codec
+from hegmd.protocol.operations import Timing
 from hegmd.protocol.record import Record, field, plain_value
 
 VERSION = 2
@@ -35,9 +36,12 @@ _HEAD = struct.Struct(">II")
 _HEAD_BYTES = _HEAD.size + 4
 _END = b"\xe5"
 MAX_PAYLOAD_BYTES = 16 * 1024 * 1024
-# Lines of its story that an operation keeps, and operations that are over that are remembered.
+# Lines of its story that an operation keeps.
 STORY_LINES = 200
+# Ended operations that are remembered: so many at most, and none that ended longer ago. The newest one is always
+# remembered, so that no id is used again.
 REMEMBERED = 100
+REMEMBERED_S = 30 * 86400.0
 
 
 class JournalBroken(HegmError):
@@ -91,6 +95,7 @@ class Line(Record):
     detail: str = field("what it said", default="")
     phase: str = field("where the operation was after it")
     effects: tuple[str, ...] = field("what was to be done then", default=())
+    timings: tuple[Timing, ...] = field("the steps of the effect that this event ends", default=())
 
 
 class Entry(Record):
@@ -144,7 +149,14 @@ def opening(operation: Operation, utc: float) -> bytes:
 
 
 def step(
-    before: Operation, event: Event, after: Operation, wanted: Iterable[Effect], *, now: float, utc: float
+    before: Operation,
+    event: Event,
+    after: Operation,
+    wanted: Iterable[Effect],
+    *,
+    now: float,
+    utc: float,
+    timings: tuple[Timing, ...] = (),
 ) -> tuple[bytes, Line]:
     """The record of one event, and its line in the story."""
     wanted = tuple(wanted)
@@ -155,6 +167,7 @@ def step(
         detail=_detail(event),
         phase=after.phase,
         effects=tuple([f"{effect.tag} {effect.worker}" for effect in wanted]),
+        timings=timings,
     )
     entry = Entry(
         op=after.id,
@@ -172,10 +185,23 @@ def step(
 def compacted(histories: Iterable[History]) -> bytes:
     """A whole journal with one record for each operation that is not over, and for the newest that are."""
     kept = list(histories)
-    over = [history for history in kept if history.operation.phase in TERMINAL]
-    dropped = {history.operation.id for history in over[: max(0, len(over) - REMEMBERED)]}
+    dropped = forgotten(kept)
     records = [_framed(_whole(history)) for history in kept if history.operation.id not in dropped]
     return b"".join([MAGIC, *records])
+
+
+def forgotten(histories: Iterable[History], now_utc: float | None = None) -> set[str]:
+    """Return the ids of the ended operations to forget: those beyond the number, and at `now_utc` those too old."""
+    over = [history for history in histories if history.operation.phase in TERMINAL]
+    return {
+        history.operation.id
+        for newer, history in enumerate(reversed(over))
+        if newer >= REMEMBERED or (newer and now_utc is not None and now_utc - _last_utc(history) > REMEMBERED_S)
+    }
+
+
+def _last_utc(history: History) -> float:
+    return history.story[-1].utc if history.story else history.operation.created_utc
 
 
 def _whole(history: History) -> Entry:

@@ -41,10 +41,11 @@ from hegmd.migration.machine.next_effects import TERMINAL
 from hegmd.migration.machine.operation import RESTART, Operation
 from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.migration.run.executor import EffectExecutor
-from hegmd.migration.run.task import AT_REST, SETTLED, EndedWell, OperationTask, PendingEffect, nobody_knows
+from hegmd.migration.run.task import AT_REST, SETTLED, Asking, EndedWell, OperationTask, PendingEffect, nobody_knows
 from hegmd.protocol import operations as told
 from hegmd.telemetry.events import EventLog
 from hegmd.telemetry.log import fields
+from hegmd.telemetry.step_timings import StepTimings, collected
 from hegmd.workers.workers import BACK, CAME, ENDED, LEFT, AgentConnection
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class Runner:
         clock: Callable[[], float] = time.monotonic,
         utc: Callable[[], float] = time.time,
     ) -> None:
-        self._ledger = Ledger(folder, log, disk=disk)
+        self._ledger = Ledger(folder, log, disk=disk, utc=utc)
         self._performer = performer
         self._log = log
         self._ended_well = ended_well
@@ -313,7 +314,7 @@ class Runner:
                 asking = await running.next(self._clock)
                 running.taking = True
                 try:
-                    wanted = await self._handle(running, asking.event)
+                    wanted = await self._handle(running, asking)
                 except HegmError as refusal:
                     asking.settle(refusal)
                     continue
@@ -337,15 +338,16 @@ class Runner:
         await ended(member.pid, lambda: self._performer.lives(member))
         running.enqueue(events.WorkerExited(worker=member.name, cause="the process"))
 
-    async def _handle(self, running: OperationTask, event: Event) -> tuple[Effect, ...]:
+    async def _handle(self, running: OperationTask, asking: Asking) -> tuple[Effect, ...]:
         """Handle one event and have what follows on disk. Raises Refused, with nothing changed."""
         now = self._clock()
-        before = running.op
+        before, event = running.op, asking.event
         after, wanted = handle(before, event, now)
         if after is before:
             return ()
         after = timed(event, after, now)
-        record, line = records.step(before, event, after, wanted, now=now, utc=self._utc())
+        utc, timings = self._utc(), asking.timings
+        record, line = records.step(before, event, after, wanted, now=now, utc=utc, timings=timings)
         history = running.history.after(after, line)
         await self._ledger.write(history, record)
         took_ms = (self._clock() - now) * 1e3
@@ -375,13 +377,31 @@ class Runner:
                     await earlier.over.wait()
                 await anyio.lowlevel.checkpoint_if_cancelled()
                 began = self._clock()
-                ending = await self._performer.perform(running.op, effect, on_progress, errand.heard)
+                with collected() as found:
+                    ending = await self._performer.perform(running.op, effect, on_progress, errand.heard)
                 took_ms = (self._clock() - began) * 1e3
                 logger.debug("operation %s: %s took %.1f ms", running.op.id, effect.tag, took_ms)
                 member = running.op.worker(effect.worker)
-                running.enqueue(ending, None if member is None else self._performer.connection(member))
+                connection = None if member is None else self._performer.connection(member)
+                running.enqueue(ending, connection, self._timings(found))
         finally:
             running.end(errand)
+
+    def _timings(self, found: StepTimings) -> tuple[told.Timing, ...]:
+        """Return the steps with the wall time of their begin."""
+        offset_s = self._utc() - time.monotonic()
+        return tuple(
+            [
+                told.Timing(
+                    lane=step.lane,
+                    name=step.name,
+                    began_utc=step.began + offset_s,
+                    took_s=max(0.0, step.ended - step.began),
+                    size_bytes=step.size_bytes,
+                )
+                for step in found.steps
+            ]
+        )
 
     def _finish(self, running: OperationTask) -> None:
         """The operation is over."""

@@ -21,6 +21,7 @@ from hegmd.migration.machine.machine import HOLDING
 from hegmd.migration.machine.next_effects import SUSPENDED, TERMINAL
 from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.migration.machine.operation import Operation
+from hegmd.protocol.operations import Timing
 from hegmd.system.condition import Condition
 
 AT_REST = frozenset((SUSPENDED, *TERMINAL))
@@ -40,12 +41,13 @@ async def nobody_knows(_uid: int, _run: str | None, _pid: int) -> bool:
 class Asking:
     """An event in the inbox of an operation whose sender waits until it is handled.
 
-    `connection` is the agent connection that reported it, if any.
+    `connection` is the agent connection that reported it, if any. `timings` are the steps of the effect that it ends.
     """
 
-    def __init__(self, event: Event, connection: int | None = None) -> None:
+    def __init__(self, event: Event, connection: int | None = None, timings: tuple[Timing, ...] = ()) -> None:
         self.event = event
         self.connection = connection
+        self.timings = timings
         self.settled = anyio.Event()
         self.refusal: HegmError | None = None
 
@@ -108,9 +110,9 @@ class OperationTask:
     def op(self) -> Operation:
         return self.history.operation
 
-    def enqueue(self, event: Event, connection: int | None = None) -> Asking:
+    def enqueue(self, event: Event, connection: int | None = None, timings: tuple[Timing, ...] = ()) -> Asking:
         """Something happened."""
-        asking = Asking(event, connection)
+        asking = Asking(event, connection, timings)
         self.inbox.append(asking)
         self.news.set()
         return asking

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -36,9 +37,9 @@ class FailingOnce(ModelDisk):
         super().sync(fd)
 
 
-def _opened() -> tuple[Ledger, FailingOnce, EventLog]:
+def _opened(utc: Callable[[], float] = lambda: 1.0) -> tuple[Ledger, FailingOnce, EventLog]:
     disk, log = FailingOnce(Random(1)), EventLog()
-    ledger = Ledger(FOLDER, log, disk=disk, retry_s=0.0)
+    ledger = Ledger(FOLDER, log, disk=disk, retry_s=0.0, utc=utc)
     ledger.open()
     return ledger, disk, log
 
@@ -137,6 +138,22 @@ async def test_only_the_newest_that_are_over_are_known() -> None:
     assert "2" not in ledger.histories
     assert "3" in ledger.histories
     ledger.close()
+
+
+async def test_an_ended_operation_is_known_after_a_restart_until_it_is_too_old() -> None:
+    """The newest one stays however old it is: its id must not be used again. One that has not ended stays too."""
+    day_s = 86400.0
+    ledger, disk, log = _opened(lambda: 20 * day_s)
+    for op_id, phase, ended_utc in (("1", "done", 1.0), ("2", "suspended", 1.0), ("3", "lost", 5 * day_s)):
+        op = operation(id=op_id).replace(phase=phase, created_utc=ended_utc)
+        await ledger.enter(History(op), records.opening(op, ended_utc))
+    ledger.close()
+    for now_days, known in ((30, {"1", "2", "3"}), (31, {"2", "3"}), (90, {"2", "3"})):
+        again = Ledger(FOLDER, log, disk=disk, utc=iter([now_days * day_s]).__next__)
+        again.open()
+        assert set(again.histories) == known
+        assert again.next_id() == "4"
+        again.close()
 
 
 @pytest.mark.thorough
