@@ -1,11 +1,13 @@
 """Orders about what a parked process holds: its bytes, out of it and back into it, and its communicator groups.
 
-Each is done at once, with the training thread parked and nothing else pending, which `standing` sees to. Owns what an
+Each is done at once, with the training thread parked and nothing else pending, which `standing` sees to. Only a step of
+the communicators takes its time in a thread of its own, so that bytes can move meanwhile. Owns what an
 order of that kind has to be told with and what is said of it; how bytes go is `carrying`'s business.
 """
 
 from __future__ import annotations
 
+from ..errors import HegmError
 from ..protocol.agents import unpacked_spans
 from . import departing
 from .answers import counted
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
     from ..protocol.messages import Order
     from .answers import Answers
+    from .group_step import Step
     from .order_state import Standing
 
 
@@ -27,6 +30,8 @@ class ByteOrders:
         self._standing = standing
         self._carrying = standing.carrying
         self._answers = answers
+        #: The step of its communicators that is under way, and the order that it answers.
+        self._stepping: tuple[int, Step] | None = None
 
     def table(self) -> dict[str, Callable[[Order, int | None], None]]:
         """What is done for each."""
@@ -110,12 +115,39 @@ class ByteOrders:
         self._answers.done(order.order, size_bytes=size_bytes)
 
     def _disconnect(self, order: Order, _fd: int | None) -> None:
-        """Take its communicator groups down, together with the other ranks."""
+        """Begin to take its communicator groups down, together with the other ranks."""
         self._standing.require_parked("disconnect")
-        self._answers.done(order.order, communicators=self._standing.groups.disconnect(order.limit_s))
+        self._begin(order, self._standing.groups.begin_disconnect(order.limit_s, self._wake))
 
     def _reconnect(self, order: Order, _fd: int | None) -> None:
-        """Bring them up again, together with the other ranks; also after a disconnect that failed."""
+        """Begin to bring them up again, together with the other ranks; also after a disconnect that failed."""
         self._standing.require_parked("reconnect")
-        told = self._standing.groups.reconnect(order.generation, order.limit_s)
-        self._answers.done(order.order, communicators=told)
+        self._begin(order, self._standing.groups.begin_reconnect(order.generation, order.limit_s, self._wake))
+
+    def _wake(self) -> None:
+        self._standing.gate.on_change()
+
+    # ---- a step of its communicators; bytes can move meanwhile ----------------------------------------------------
+
+    def _begin(self, order: Order, step: Step) -> None:
+        self._stepping = order.order, step
+        self.tick()
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has to be called at the latest."""
+        return None if self._stepping is None else self._stepping[1].is_due
+
+    def tick(self) -> None:
+        """Answer the step that is over."""
+        if self._stepping is not None and self._stepping[1].is_over:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the step, at most until its limit, and answer it."""
+        if self._stepping is None:
+            return
+        (order, step), self._stepping = self._stepping, None
+        try:
+            self._answers.done(order, communicators=step.result())
+        except HegmError as error:
+            self._answers.failed(order, error)

@@ -6,8 +6,7 @@ in use the groups on GPUs are meant. Elsewhere gloo's groups play NCCL's, on sim
 
 Both steps begin and end with an agreement of all ranks. A rank that cannot take part says so before any rank has
 changed anything. After a failure in between, each rank states how its groups are, and groups that are not in the same
-state on all ranks get new backends. Every step ends at its limit: library calls that wait for other ranks run in a
-thread, which is abandoned if it does not return; no other step begins before it does.
+state on all ranks get new backends. Every step ends at its limit (`group_step`).
 
 Owns the groups' state. `orders` decides when each step runs.
 """
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import os
 import sys
-from _thread import allocate_lock, start_new_thread
 from time import monotonic, sleep
 
 from ..errors import HegmError
@@ -35,6 +33,7 @@ from .group_backend import (
     kind_of,
     torch_distributed,
 )
+from .group_step import HINT_AGAIN, Step, no_news
 from .notes import note
 from .rank_agreement import Agreement, DisagreementError, Ranks
 from .refusals import refusal
@@ -42,15 +41,10 @@ from .refusals import refusal
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any, TypeVar
+    from typing import Any
 
     from .nccl_library import Library
 
-    Result = TypeVar("Result")
-
-LIMIT_S = 60.0
-# How much of a limit the agreements of a step have, and how much longer its report may take: the daemon waits a second.
-_OF_LIMIT, _BEYOND_S = 0.9, 0.5
 # For how long a rank whose groups are up waits for others to ask how they are.
 _UP_LIMIT_S = 15.0
 # NCCL's watchdog looks at finished work every 100 ms, and may not make a CUDA call while the driver has the process.
@@ -58,7 +52,6 @@ _WATCHDOG_S = 0.2
 _MULTICAST_SUPPORTED = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 _MULTICAST = "NCCL may use NVLink multicast (NVLS), and the driver's checkpoint hangs with live multicast memory"
 _HINT_UNCOVERED = "nothing was changed; use a restart instead: hegmctl run --allow-restart"
-_HINT_AGAIN = "nothing was changed; ask again at a later boundary"
 
 
 class ProcessGroups:
@@ -71,13 +64,17 @@ class ProcessGroups:
         self._has_failed = False  # a disconnect failed, and the other ranks may be told to undo it
         # The generation that this rank came through; ranks that did not are told to connect in a later one.
         self._generation: int | None = None
-        self._busy: _Bounded | None = None
+        self._step: Step | None = None
         self._told: Communicators | None = None
 
     @property
     def is_down(self) -> bool:
         """True while a group of this process is disconnected, or may be."""
-        return self._is_down or self._is_unsure
+        return self._is_down or self._is_unsure or self._is_stepping
+
+    @property
+    def _is_stepping(self) -> bool:
+        return self._step is not None and not self._step.has_ended
 
     # ---- what there is ----------------------------------------------------------------------------------------------
 
@@ -129,23 +126,24 @@ class ProcessGroups:
     # ---- down -------------------------------------------------------------------------------------------------------
 
     def disconnect(self, limit_s: float | None) -> Communicators | None:
-        """Take all groups down, together with the other ranks. Done at once where they are down. Raises HegmError.
+        """Take all groups down, and wait until that is done. Raises what the step of `begin_disconnect` raises."""
+        return self.begin_disconnect(limit_s, no_news).result()
 
-        After a failure `reconnect` has to follow on all ranks, unless the message says that nothing was changed.
+    def begin_disconnect(self, limit_s: float | None, on_end: Callable[[], object]) -> Step:
+        """Begin to take all groups down, together with the other ranks. Raises HegmError.
+
+        The step has ended already where they are down. After it failed, `reconnect` has to follow on all ranks, unless
+        the message says that nothing was changed.
         """
-        if self._is_down:
-            return self._told
         self._require_idle()
         world = torch_distributed()
-        if world is None:
-            return None
-        step = self._bounded(limit_s)
+        if self._is_down or world is None:
+            return Step.ended(self._told if self._is_down else None)
+        step = self._step = Step(limit_s, on_end)
         self._has_failed = True  # until it has not
-        told = step.run(lambda: self._disconnect(world, step))
-        self._has_failed = False
-        return told
+        return step.start(lambda: self._disconnect(world, step))
 
-    def _disconnect(self, world: Any, step: _Bounded) -> Communicators:
+    def _disconnect(self, world: Any, step: Step) -> Communicators:
         torch, library = _torch(), _library()
         groups = self._groups(torch, world)
         told = self._tell(groups, library)
@@ -179,41 +177,49 @@ class ProcessGroups:
             sleep(_WATCHDOG_S)
         self._generation = None
         self._conclude(world, "disconnected", failure, step)
+        self._has_failed = False
         note(f"{len(groups)} groups are disconnected")
         return told
 
     # ---- up ---------------------------------------------------------------------------------------------------------
 
     def reconnect(self, generation: int | None, limit_s: float | None) -> Communicators | None:
-        """Bring all groups up, together with the other ranks. Done at once where they are up. Raises HegmError.
+        """Bring all groups up, and wait until that is done. Raises what the step of `begin_reconnect` raises."""
+        return self.begin_reconnect(generation, limit_s, no_news).result()
 
-        May be repeated after a failure: groups that are not in the same state on all ranks then get new backends.
-        The generation is in the names under which new backends meet; what makes these unique is the agreement.
+    def begin_reconnect(self, generation: int | None, limit_s: float | None, on_end: Callable[[], object]) -> Step:
+        """Begin to bring all groups up, together with the other ranks. Raises HegmError.
+
+        The step has ended already where they are up. May be repeated after a failure: groups that are not in the same
+        state on all ranks then get new backends. The generation is in the names under which new backends meet; what
+        makes these unique is the agreement.
         """
+        self._require_idle()
         is_another = generation is not None and self._generation not in (None, generation)
         if not self.is_down and not self._has_failed and not is_another:
-            return self._told
-        self._require_idle()
+            return Step.ended(self._told)
         world = torch_distributed()
         if world is None:
             raise refusal("its process group is gone, which cannot be connected again", "restart the job")
-        step = self._bounded(limit_s)
-        if self.is_down:
-            return step.run(lambda: self._reconnect(world, generation or 0, step))
-        # No rank can be down, since this one never agreed to it. Others may have to hear that from it.
+        step = self._step = Step(limit_s, on_end)
+        call = self._reconnect if self.is_down else self._confirm_up
+        return step.start(lambda: call(world, generation, step))
+
+    def _confirm_up(self, world: Any, generation: int | None, step: Step) -> Communicators | None:
+        """No rank can be down, since this one never agreed to it. Others may have to hear that from it."""
         step.deadline = min(step.deadline, monotonic() + _UP_LIMIT_S)
         try:
-            return step.run(lambda: self._reconnect(world, generation or 0, step))
+            return self._reconnect(world, generation, step)
         except HegmError as error:
             note(f"its groups are up, and the other ranks did not ask: {error.message}")
             self._has_failed, self._is_unsure, self._generation = False, False, generation
             return self._told
 
-    def _reconnect(self, world: Any, generation: int, step: _Bounded) -> Communicators | None:
+    def _reconnect(self, world: Any, generation: int | None, step: Step) -> Communicators | None:
         library = _library()
         groups = list(self._known)
         states = {group.name: [group.state, 0] for group in groups}
-        mine = {"groups": states, "refusal": "", "generation": generation}
+        mine = {"groups": states, "refusal": "", "generation": generation or 0}
         agreed = self._agree(world, "reconnect", mine, step)
         label = f"{max(stated['generation'] for stated in agreed.statements)}/{agreed.label}"
         failure: HegmError | None = None
@@ -230,13 +236,13 @@ class ProcessGroups:
                 break
         self._conclude(world, "reconnected", failure, step)
         self._is_down = self._has_failed = False
-        self._generation = generation
+        self._generation = generation or 0
         note(f"{len(groups)} groups are connected")
         return self._told
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
-    def _agree(self, world: Any, name: str, statement: dict[str, Any], step: _Bounded) -> Agreement:
+    def _agree(self, world: Any, name: str, statement: dict[str, Any], step: Step) -> Agreement:
         """Agree with all ranks of the job. Raises HegmError."""
         group = world._get_default_group()
         store = _torch().distributed.PrefixStore("hegm/ranks/", world._world.pg_map[group][1])
@@ -250,7 +256,7 @@ class ProcessGroups:
             raise error.error from error
         return agreed
 
-    def _conclude(self, world: Any, name: str, failure: HegmError | None, step: _Bounded) -> None:
+    def _conclude(self, world: Any, name: str, failure: HegmError | None, step: Step) -> None:
         """Tell the other ranks how this one came through, and hear it of them. Raises HegmError."""
         message = "" if failure is None else failure.message
         agreed = self._agree(world, name, {"refusal": message}, step)
@@ -260,64 +266,12 @@ class ProcessGroups:
         self._is_unsure = False
 
     def _require_idle(self) -> None:
-        if self._busy is not None and not self._busy.has_ended:
+        if self._is_stepping:
             raise refusal(
                 "an earlier step of its communicators still waits in a library call",
                 "end the job, or wait until the library gives up",
             )
-        self._busy = None
-
-    def _bounded(self, limit_s: float | None) -> _Bounded:
-        self._busy = _Bounded(LIMIT_S if limit_s is None else limit_s)
-        return self._busy
-
-
-class _Bounded:
-    """Runs a call in a thread and waits for it no longer than its limit."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._ended = allocate_lock()
-        self._ended.acquire()
-        self._result: Any = None
-        self._failure: BaseException | None = None
-        self.deadline = monotonic() + limit_s * _OF_LIMIT
-        self.is_abandoned = False
-
-    @property
-    def has_ended(self) -> bool:
-        """True once the call has returned."""
-        return not self._ended.locked()
-
-    def run(self, call: Callable[[], Result]) -> Result:
-        """Its result. Raises what it raises, or HegmError at the limit."""
-
-        def live() -> None:
-            try:
-                self._result = call()
-            except BaseException as error:  # noqa: BLE001 - carried over to the thread that waits for this one
-                self._failure = error
-            self._ended.release()
-
-        start_new_thread(live, ())
-        if not self._ended.acquire(timeout=self._limit_s + _BEYOND_S):
-            self.is_abandoned = True
-            raise refusal(
-                f"its communicators still wait in a library call after {self._limit_s:g} s",
-                "check that every rank is running: hegmctl ps",
-            )
-        self._ended.release()
-        if isinstance(self._failure, HegmError):
-            raise self._failure
-        if self._failure is not None:
-            raise refusal(f"its communicators could not be handled: {self._failure!r}", _HINT_AGAIN)
-        result: Result = self._result
-        return result
-
-    def require_time(self) -> None:
-        """Raises HegmError once the order was answered: what follows would surprise the daemon."""
-        if self.is_abandoned:
-            raise refusal("the limit passed before its communicators were handled", _HINT_AGAIN)
+        self._step = None
 
 
 def _torch() -> Any:
@@ -363,7 +317,7 @@ def _require_agreement(agreed: Agreement, groups: list[GroupBackend]) -> None:
             raise refusal(f"group {group.name} has {group.size} ranks, and {len(counts)} know it", _HINT_UNCOVERED)
         if len(set(counts.values())) > 1:
             told = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(counts.items()))
-            raise refusal(f"collectives of group {group.name} are not finished ({told})", _HINT_AGAIN)
+            raise refusal(f"collectives of group {group.name} are not finished ({told})", HINT_AGAIN)
 
 
 def _require_all(agreed: Agreement) -> None:

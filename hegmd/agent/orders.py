@@ -1,12 +1,11 @@
-"""What the daemon may ask of this process, and what becomes of it. Runs in the agent's thread only.
+"""Orders of the daemon to this process, and their answers. Runs in the agent's thread only.
 
-Owns what is done for each order, when to stop waiting, and coming back by itself. Knows neither socket nor frames
-(`channel` has those) and finds out about the training thread through the gate; how the process stands between two
-orders is in `order_state`, orders about its bytes are `byte_orders`'. Every order is answered once: at once, or by
-`tick` when the gate has news or a limit passes.
+Owns what each order does, when a wait ends, and the return without a daemon. Knows neither socket nor frames (`channel`
+does), and learns about the training thread from the gate; `order_state` has the state between two orders, and
+`byte_orders` has the orders about bytes. Every order is answered once: at once, or by `tick`.
 
-Whatever goes wrong, the process ends up training with all its bytes, or parked with all of them held: a daemon that is
-gone for too long, or a signal that the script wants to handle, makes the agent bring everything back by itself.
+Whatever fails, the process ends up training with all its bytes, or parked with all of them held. If the daemon is gone
+for too long, or a signal waits for the script's handler, the agent brings everything back by itself.
 """
 
 from __future__ import annotations
@@ -52,6 +51,7 @@ class Orders:
         self._answers = Answers(gate)
         self._standing = Standing(gate)
         self._carrying = self._standing.carrying
+        self._bytes = ByteOrders(self._standing, self._answers)
         self._alone_deadline: float | None = None
         self._signal: int | None = None
         self._weighed: departing.Weight | HegmError | None = None
@@ -71,7 +71,7 @@ class Orders:
             "weigh": self._weigh,
             "beforehand": self._tell_beforehand,
             "leave": self._leave,
-            **ByteOrders(self._standing, self._answers).table(),
+            **self._bytes.table(),
         }
 
     @property
@@ -105,8 +105,9 @@ class Orders:
         if self._answers.send is None:
             return
         self._answers.send = None
-        # First of all: whatever is raised below, nobody stands for good.
+        # First of all: whatever is raised below, the process is not parked for good.
         self._alone_deadline = monotonic() + _park_limit_s()
+        self._bytes.finish()  # the next daemon must find the communicators in a state that lasts
         pending = self._standing.take_pending()
         if pending is not None and not self._gate.parked:
             self._gate.withdraw()
@@ -156,11 +157,9 @@ class Orders:
                 os.close(fd)
 
     def _survey(self, order: Order, _fd: int | None) -> None:
-        out = self._carrying.out
-        if out is not None:
-            sizes = {"held_bytes": out.size_bytes, "size_bytes": out.required_bytes}
-            told = {**sizes, "communicators": self._standing.groups.inventory()}
-            self._answers.done(order.order, parked=True, storages=len(out), **told)
+        if (out := self._carrying.out) is not None:
+            told = {"held_bytes": out.size_bytes, "size_bytes": out.required_bytes, "storages": len(out)}
+            self._answers.done(order.order, parked=True, communicators=self._standing.groups.inventory(), **told)
         elif self._gate.parked:
             self._standing.found = self._standing.look()
             self._tell_found(order.order, self._standing.found)
@@ -178,8 +177,7 @@ class Orders:
             self._answers.done(order.order)
             return
         self._standing.require_all_here("reload it first")
-        before = self._standing.pending
-        if before is not None and before.do == "park":
+        if (before := self._standing.pending) is not None and before.do == "park":
             self._standing.pending = None
             another = refusal("another boundary to park at was named", "nothing needs to be done")
             self._answers.failed(before.order, another)
@@ -246,8 +244,8 @@ class Orders:
             self._gate.let_others_go()  # one of them may have a lock that the script's own code needs here
             self._answers.weight(order.order, departing.weigh())
         else:
-            self._wait_for(order, order.limit_s or SURVEY_LIMIT_S)
             self._weighed = None
+            self._wait_for(order, order.limit_s or SURVEY_LIMIT_S)
             self._gate.ask(Asked(CALL, call=self._weigh_in_passing))
 
     def _tell_beforehand(self, order: Order, _fd: int | None) -> None:
@@ -264,7 +262,7 @@ class Orders:
 
     def next_deadline(self) -> float | None:
         """When `tick` has to be called at the latest."""
-        deadlines = [self._alone_deadline]
+        deadlines = [self._alone_deadline, self._bytes.next_deadline()]
         pending = self._standing.pending
         if pending is not None:
             deadlines.append(pending.deadline)
@@ -274,6 +272,7 @@ class Orders:
 
     def tick(self) -> None:
         """Look at the gate and at the clock, and answer what can be answered."""
+        self._bytes.tick()
         if self._signal is not None:
             number, self._signal = self._signal, None
             if self._gate.parked:
@@ -341,6 +340,7 @@ class Orders:
         # Before anything that could raise, whatever that is: then it is tried again.
         self._alone_deadline = monotonic() + _TRY_AGAIN_S
         pending = self._standing.take_pending()
+        self._bytes.finish()
         if self._carrying.out is not None:
             try:
                 self._carrying.reload(None, lambda _so_far_bytes: None)

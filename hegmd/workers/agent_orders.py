@@ -26,6 +26,8 @@ MOVING = frozenset({"offload", "reload", "free", "make", "copy", "save"})
 COPIED = {"offload": "out", "reload": "in", "save": "out"}
 # Those that take communicators down and up: while one is under way, the groups are in no state that lasts.
 COLLECTIVE = frozenset({"disconnect", "reconnect"})
+# Those that an agent obeys while its communicators are taken down or up.
+_BESIDE_COLLECTIVE = MOVING | {"export", "filled", "part"}
 # Those that an agent answers within a limit of its own, whatever its training does.
 LIMITED = frozenset({"survey", "weigh", "beforehand"}) | COLLECTIVE
 # Those that an agent answers when its training thread has come to a boundary, however long that takes without a limit.
@@ -113,7 +115,8 @@ class Link(OrderLink[Order, Given]):
             self.given.pop(number).end()
         return super().enter(given)
 
-    def in_the_way(self) -> Iterator[Given]:
-        """What is under way and not overdue, oldest first."""
+    def in_the_way(self, do: str) -> Iterator[Given]:
+        """What is under way and not overdue, and that an order to do this has to wait for, oldest first."""
         now = anyio.current_time()
-        return (given for given in tuple(self.given.values()) if given.deadline > now)
+        beside = COLLECTIVE if do in _BESIDE_COLLECTIVE else _BESIDE_COLLECTIVE if do in COLLECTIVE else ()
+        return (given for given in tuple(self.given.values()) if given.deadline > now and given.do not in beside)

@@ -161,7 +161,7 @@ class AgentConnection:
         that comes back meanwhile may have gone on by itself, and has to be asked how it stands before.
         """
         link = self._link
-        while do != "withdraw" and (before := self._under_way()) is not None and (do, before.do) != ("park", "park"):
+        while do != "withdraw" and (before := self._under_way(do)) is not None and (do, before.do) != ("park", "park"):
             with anyio.CancelScope(deadline=before.deadline):
                 await before.over.wait()
         if link is None or self._link is not link:
@@ -179,8 +179,8 @@ class AgentConnection:
             raise
         return given
 
-    def _under_way(self) -> Given | None:
-        return None if self._link is None else next(self._link.in_the_way(), None)
+    def _under_way(self, do: str) -> Given | None:
+        return None if self._link is None else next(self._link.in_the_way(do), None)
 
     def take(self, link: object, report: AgentReport) -> None:
         """Take a report that came on that connection; one of an order that nobody waits for changes nothing."""

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from hegmctl.connection import Connection
 from hegmd.migration.run.task import AT_REST
+from hegmd.protocol.operations import Operation
 from tests.e2e.agented import SCRIPTS, undisturbed
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.references import TWO_RANKS
@@ -48,7 +50,11 @@ def _halted(job: Job, path: Path, pid: int, phase: str) -> Iterator[str]:
     try:
         with fifo.open("wb", buffering=0) as there:  # opens when rank 1 waits
             with job.connect() as hegmd:
-                (op,) = [one for one in hegmd.operations().operations if one.phase not in AT_REST]
+                op = _under_way(hegmd)
+                bytes_are = {"disconnecting": "out", "reconnecting": "parked"}[phase]
+                while {process.state for process in op.processes} != {bytes_are}:  # they move meanwhile
+                    pause()
+                    op = _under_way(hegmd)
             assert op.phase == phase
             yield op.id
             try:
@@ -58,6 +64,11 @@ def _halted(job: Job, path: Path, pid: int, phase: str) -> Iterator[str]:
     finally:
         asked.kill()
         asked.wait()
+
+
+def _under_way(hegmd: Connection) -> Operation:
+    (op,) = [one for one in hegmd.operations().operations if one.phase not in AT_REST]
+    return op
 
 
 def _end(job: Job, op_id: str) -> str:

@@ -47,6 +47,7 @@ AHEAD = 25
 LOCK_MS = 10_000
 KINDS = {
     "ddp": ("ddp",),
+    "ddp-views": ("ddp", "views"),
     "fsdp": ("fsdp",),
     "ddp-groups": ("ddp", "groups"),
     "ddp-device-id": ("ddp", "device-id", "groups"),

@@ -49,8 +49,14 @@ def is_away(op: Operation) -> bool:
 def _settling(op: Operation, worker: JobProcess) -> Iterator[Want]:
     # While an image is written, no worker can be asked: the agents are disconnected, and the processes may be stopped.
     begun = op.image is not None and op.image.begun
-    if worker.needs_inspection and not worker.has_exited and not (op.hands_over and begun) and not op.ends_workers:
+    is_needed = worker.needs_inspection and not worker.has_exited
+    is_moving = any(pending.worker == worker.name and pending.effect in _SIDE_BY_SIDE for pending in op.pending)
+    if is_needed and not is_moving and not (op.hands_over and begun) and not op.ends_workers:
         yield effects.Inspect, {}
+
+
+# A worker can have one of each pair under way. If one fails, the worker is inspected when the other has ended.
+_SIDE_BY_SIDE = frozenset(one.tag for one in (effects.Disconnect, effects.Offload, effects.Reload, effects.Reconnect))
 
 
 def _arming(op: Operation, worker: JobProcess) -> Iterator[Want]:
@@ -132,10 +138,16 @@ def _measuring(op: Operation, worker: JobProcess) -> Iterator[Want]:
 
 
 def _disconnecting(op: Operation, worker: JobProcess) -> Iterator[Want]:
-    # All ranks, whichever of them have a way to go: a communicator is taken down on all its ranks or on none.
-    is_up = worker.communicators and worker.is_connected is not False
-    if is_up and worker.is_parked and any(_is_to_leave(op, other) for other in op.live):
+    if _is_to_disconnect(op, worker):
         yield effects.Disconnect, {"limit_s": op.limits.connect_s * AGENT_SHARE}
+    if any(_is_to_disconnect(op, other) for other in op.live):
+        yield from _offloading(op, worker)  # the bytes need no communicator
+
+
+def _is_to_disconnect(op: Operation, worker: JobProcess) -> bool:
+    """True for every rank, also one that stays: a communicator is disconnected on all its ranks or on none."""
+    is_up = worker.communicators and worker.is_connected is not False and not worker.has_exited
+    return bool(is_up and worker.is_parked and any(_is_to_leave(op, other) for other in op.live))
 
 
 def _locking(op: Operation, worker: JobProcess) -> Iterator[Want]:
@@ -154,7 +166,7 @@ def _reconnecting(op: Operation, worker: JobProcess) -> Iterator[Want]:
     # A group that has lost a rank is not connected again: the others go on, and fail as they would have without hegmd.
     if op.direction == HOLD or not worker.is_unlinked or any(other.has_exited for other in op.workers):
         return
-    if all(is_arrived(other) for other in op.live):
+    if all(other.gpu is not None and other.gpu == other.target_gpu and not other.must_exit for other in op.live):
         yield effects.Reconnect, {"generation": op.generation, "limit_s": op.limits.connect_s * AGENT_SHARE}
 
 
@@ -211,8 +223,14 @@ def _restoring(op: Operation, worker: JobProcess) -> Iterator[Want]:
 
 
 def _reloading(op: Operation, worker: JobProcess) -> Iterator[Want]:
-    if worker.offloaded and worker.target_gpu is not None and not worker.has_exited:
+    if _is_to_reload(worker):
         yield effects.Reload, {}
+    if any(_is_to_reload(other) for other in op.live):
+        yield from _reconnecting(op, worker)  # communicators need no bytes
+
+
+def _is_to_reload(worker: JobProcess) -> bool:
+    return worker.offloaded and worker.target_gpu is not None and not worker.has_exited
 
 
 def _releasing(op: Operation, worker: JobProcess) -> Iterator[Want]:
@@ -282,9 +300,9 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "disconnecting",
         _disconnecting,
-        ("disconnect",),
+        ("disconnect", "offload"),
         "connect_s",
-        "the ranks of a job take their communicators down, all of them",
+        "the ranks of a job take their communicators down, all of them; meanwhile their bytes leave",
     ),
     Stage("offloading", _offloading, ("offload",), "move_s", "the bytes go to the pool and leave the process"),
     Stage(
@@ -312,7 +330,13 @@ STAGES: tuple[Stage, ...] = (
     Stage("ending", _ending, ("end",), "retry_s", "the processes that are in an image that is whole end"),
     Stage("restoring", _restoring, ("restore",), "move_s", "the driver brings the process back, where it is to be"),
     Stage("unlocking", _unlocking, ("unlock",), "retry_s", "ranks that the driver locked and left where they were run"),
-    Stage("reloading", _reloading, ("reload",), "move_s", "the bytes go back into the process, and stay in the pool"),
+    Stage(
+        "reloading",
+        _reloading,
+        ("reload", "reconnect"),
+        "move_s",
+        "the bytes go back into the process, and stay in the pool; meanwhile ranks connect their communicators",
+    ),
     Stage(
         "reconnecting",
         _reconnecting,

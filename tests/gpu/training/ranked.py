@@ -1,7 +1,8 @@
-"""Ranks that train on a GPU each and know nothing of hegm: ranked.py KIND STEPS GIB PATH [pace=S] [device-id] [groups]
+"""Ranks that train on a GPU each and know nothing of hegm: ranked.py KIND STEPS GIB PATH [pace=S] [WORD...]
 
 KIND is ddp or fsdp. Each rank writes its process and then each loss, bit for bit, into PATH.RANK. With `device-id` NCCL
-connects its ranks at once; with `groups` the losses are summed in a group of their own. Without a GPU it is gloo.
+connects its ranks at once; with `groups` the losses are summed in a group of their own; with `views` DDP keeps no
+second copy of the gradients. Without a GPU it is gloo.
 """
 
 import os
@@ -29,7 +30,9 @@ with device:
     body = [module for _ in range(depth) for module in (torch.nn.Linear(WIDE, WIDE), torch.nn.ReLU())]
     model = torch.nn.Sequential(*body, torch.nn.Linear(WIDE, 8))
 if kind == "ddp":
-    trained = torch.nn.parallel.DistributedDataParallel(model, device_ids=[device.index] if on_gpu else None)
+    trained = torch.nn.parallel.DistributedDataParallel(
+        model, device_ids=[device.index] if on_gpu else None, gradient_as_bucket_view="views" in sys.argv
+    )
 else:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

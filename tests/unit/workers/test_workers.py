@@ -68,6 +68,22 @@ async def test_bytes_go_over_by_descriptor_and_come_back(process: subprocess.Pop
     os.close(memory)
 
 
+async def test_bytes_leave_while_the_agent_disconnects_its_communicators(process: subprocess.Popen[bytes]) -> None:
+    memory = os.memfd_create("bytes")
+    async with attended(process.pid) as (workers, agent, _, tasks):
+        worker = workers.find(process.pid)
+        assert worker is not None
+        await worker.order("park")
+        agent.slow.add("disconnect")
+        tasks.start_soon(worker.order, "disconnect")
+        await agent.waiting.wait()
+        await worker.order("offload", fds=[memory])
+        assert worker.held_bytes == 7
+        assert worker.busy
+        agent.go_on.set()
+    os.close(memory)
+
+
 async def test_an_agent_that_cannot_says_why(process: subprocess.Popen[bytes]) -> None:
     async with attended(process.pid) as (workers, agent, _, _):
         agent.refuses["park"] = "no boundary within 3 s"
