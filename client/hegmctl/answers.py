@@ -58,3 +58,19 @@ class DoctorAnswer(Record):
     warn: int = field("how many are warnings")
     fail: int = field("how many failed")
     skip: int = field("how many do not apply here")
+
+
+class AttachedProcess(Record):
+    """A process that has the agent since `hegmctl attach`."""
+
+    pid: int = field("process id")
+    python_version: str = field("version of its Python, such as 3.14")
+    framework_version: str = field("version of its PyTorch")
+    is_connected: bool = field("whether the daemon has heard of its agent; it can be moved once that is so")
+    unknown: tuple[str, ...] = field("what the agent cannot know, which blocks restarts but no move")
+
+
+class AttachAnswer(Record):
+    """The answer of `hegmctl attach`."""
+
+    processes: tuple[AttachedProcess, ...] = field("in the order in which they were named; the ranks of a launcher")

@@ -29,7 +29,7 @@ from .quiesce import Gate
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 SYSTEM_SOCKET = "/run/hegm/hegmd.sock"
 FIRST_PAUSE_S = 0.1
@@ -73,8 +73,10 @@ def next_pause_s(pause_s: float, lasted_s: float, *, was_of_use: bool) -> float:
 class Channel:
     """Owns the thread, its socket and the pipe that wakes it."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Gate, environ: Mapping[str, str], unknown: Sequence[str] | None = None) -> None:
         self._gate = gate
+        self._environ = environ
+        self._unknown = unknown
         self._orders = Orders(gate)
         self._token = os.urandom(16).hex()
         self._woken, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -211,7 +213,7 @@ class Channel:
                 return _connect(self._elsewhere)
             except OSError as error:
                 note(f"nobody at {self._elsewhere}: {error}")
-        return _connect(socket_path(os.environ))
+        return _connect(socket_path(self._environ))
 
     def describe(self) -> AgentAttend:
         """What is said of this process when it attends; told anew at each connection, since it changes."""
@@ -221,12 +223,12 @@ class Channel:
             framework=framework[0] if framework else None,
             framework_version=framework[1] if framework else None,
             python_version=platform.python_version(),
-            job=os.environ.get("HEGM_JOB") or None,
-            run=os.environ.get("HEGM_RUN") or None,
-            rank=_number("RANK"),
-            world_size=_number("WORLD_SIZE"),
-            gpu=os.environ.get("HEGM_GPU") or None,
-            images=periodic_images(os.environ.get("HEGM_IMAGES")),
+            job=self._environ.get("HEGM_JOB") or None,
+            run=self._environ.get("HEGM_RUN") or None,
+            rank=_number(self._environ, "RANK"),
+            world_size=_number(self._environ, "WORLD_SIZE"),
+            gpu=self._environ.get("HEGM_GPU") or None,
+            images=periodic_images(self._environ.get("HEGM_IMAGES")),
             size_bytes=self._orders.known_bytes,
             boundary=self._gate.count,
             parked=self._gate.parked,
@@ -235,6 +237,7 @@ class Channel:
             mark=self._orders.mark,
             revived=self._is_revived,
             restarted=self._restarted,
+            unknown=None if self._unknown is None else tuple(self._unknown),
         )
 
     def next_turn(self, connected: socket.socket) -> bool:
@@ -341,9 +344,9 @@ def periodic_images(text: str | None) -> PeriodicImages | None:
         return None
 
 
-def _number(name: str) -> int | None:
+def _number(environ: Mapping[str, str], name: str) -> int | None:
     """A whole number from the environment, as torchrun puts them there."""
     try:
-        return int(os.environ[name])
+        return int(environ[name])
     except (KeyError, ValueError):
         return None

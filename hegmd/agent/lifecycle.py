@@ -17,6 +17,8 @@ from .signals import let_go_in_child
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from .channel import Channel
 
 PAUSE_S = 1.0
@@ -36,25 +38,36 @@ def gate() -> Gate:
 
 def start() -> Gate:
     """Bring the agent's thread to life, once; the gate that its hooks go to. Never raises."""
-    global _is_started, _channel  # noqa: PLW0603 - one agent a process
+    global _is_started  # noqa: PLW0603 - one agent a process
     made = gate()
     if _is_started:
         return made
     _is_started = True
     try:
-        # Python takes the thread that imports `threading` first for its main thread, and 3.9 waits for it at its end.
-        __import__("threading")
-        # Imported here and not in our thread: beside a busy loop every file read there costs a turn of the interpreter.
-        from . import storage_transfer
-        from .channel import Channel
-
-        storage_transfer.load()
-        _channel = Channel(made)
-        os.register_at_fork(after_in_child=_orphan)
-        start_new_thread(_live, (_channel,))
+        begin(os.environ)
     except Exception as error:  # noqa: BLE001 - the edge: the script goes on, with hooks that nobody asks anything of
         note(f"not started: {error!r}")
     return made
+
+
+def begin(environ: Mapping[str, str], unknown: Sequence[str] | None = None) -> Gate:
+    """Start the agent's thread with those variables; `unknown` is what it does not know of a process it came into.
+
+    Raises what keeps it from starting.
+    """
+    global _is_started, _channel  # noqa: PLW0603 - one agent a process
+    # Python takes the thread that imports `threading` first for its main thread, and 3.9 waits for it at its end.
+    __import__("threading")
+    # Imported here and not in our thread: beside a busy loop every file read there costs a turn of the interpreter.
+    from . import storage_transfer
+    from .channel import Channel
+
+    storage_transfer.load()
+    _channel = Channel(gate(), environ, unknown)
+    _is_started = True
+    os.register_at_fork(after_in_child=_orphan)
+    start_new_thread(_live, (_channel,))
+    return gate()
 
 
 def note_restarted() -> None:

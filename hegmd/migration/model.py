@@ -85,6 +85,9 @@ class AgentSurvey(Record):
     begin_anew: tuple[str, ...] | None = field(
         "variables that a restart would not keep; nil if not known", default=None
     )
+    unknown: tuple[str, ...] | None = field(
+        "what it cannot know, because it was attached to a process that ran already; nil for any other", default=None
+    )
 
 
 class Surroundings(Record):

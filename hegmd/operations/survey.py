@@ -339,6 +339,7 @@ def _told(worker: AgentConnection) -> AgentSurvey:
         refusals=worker.refusals,
         unweighed=worker.unweighed,
         begin_anew=worker.begin_anew,
+        unknown=worker.about.unknown,
     )
 
 

@@ -135,6 +135,11 @@ class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order)
         "byte on; empty where the daemon copied them, or none are out; nil from an agent that does not say",
         default=None,
     )
+    unknown: tuple[str, ...] | None = field(
+        "of an agent that `hegmctl attach` brought into a process that ran already: what it cannot know, one phrase "
+        "each; nil for an agent that began with its process",
+        default=None,
+    )
 
 
 class CudaDevice(Record):

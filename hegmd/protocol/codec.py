@@ -32,6 +32,8 @@ _PURE = "fallback.py"
 def load_msgpack(package: str) -> ModuleType:
     """The module with `unpackb` and `Packer`, for hegmd under that package name. Raises ImportError."""
     if package != "hegmd":
+        if _PRIVATE in sys.modules:  # lent to a Python whose environment names none: agent/attached.py
+            return _load_pure("")
         for folder in _own_folders():
             if os.path.exists(os.path.join(folder, _PURE)):
                 return _load_pure(folder)

@@ -128,6 +128,11 @@ class AgentInfo(Record):
     on_cpu: bool = field(
         "whether it trains without a GPU, as far as it says: it can be started again on one", default=False
     )
+    unknown: tuple[str, ...] | None = field(
+        "of an agent that `hegmctl attach` brought into a process that ran already: what it cannot know, which blocks "
+        "restarts but no move; None for an agent that began with its process",
+        default=None,
+    )
 
 
 class Way(Record):

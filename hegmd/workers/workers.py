@@ -232,6 +232,7 @@ class AgentConnection:
             held_bytes=self.held_bytes,
             image_missed=self.image_missed,
             on_cpu=self.gpu is None and bool(self.on_cpu),
+            unknown=self.about.unknown,
         )
 
     # -- for Workers ---------------------------------------------------------------------------------------------------

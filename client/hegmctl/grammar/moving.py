@@ -125,6 +125,25 @@ MOVING = (
         ),
     ),
     Verb(
+        "attach",
+        "give a running training the agent",
+        "For a training that was started without `hegmctl run`, in CPython 3.14 or later: its Python is asked to load "
+        "hegmd's agent between two instructions (PEP 768). Afterwards it can be moved, suspended and saved as any "
+        "other job. It cannot be restarted, because the agent does not know how the script began. For a launcher such "
+        "as torchrun, the agent goes to each of its ranks. Takes the caller's own processes; as root, those of any "
+        "user. A process for which it is refused is not changed.",
+        handler="attaching:attach",
+        forms=(Form(record="hegmctl.answers:AttachAnswer"),),
+        options=(Option("--name", kind=TEXT, metavar="NAME", doc="name of the job"),),
+        arguments=(
+            Argument("PID", many=True, kind=PID, complete=PIDS, doc="the processes of one training, or its launcher"),
+        ),
+        examples=(
+            ("hegmctl attach 4711", "then, for example: hegmctl migrate 4711 --to gpu1"),
+            ("hegmctl attach --timeout 300 4711", "wait up to 5 minutes for its main thread"),
+        ),
+    ),
+    Verb(
         "migrate",
         "move running jobs to another GPU",
         "Quiesces the job between two batches, moves it and resumes it; it is done when the next batch has run. If a "

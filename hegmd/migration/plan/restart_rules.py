@@ -65,6 +65,10 @@ def place(draft: Draft, candidate: Candidate) -> None:
     if agent is None:
         draft.against(REFUSED, f"process {pid} has no agent, which a restart needs", _SUPERVISED, pid=pid)
         return
+    if agent.unknown is not None:
+        message = f"process {pid} was attached while it ran, so a restart does not know {listed(agent.unknown)}"
+        draft.against(REFUSED, message, f"move it without a restart, or {_SUPERVISED}", pid=pid)
+        return
     if candidate.supervisor is None:
         draft.against(REFUSED, f"process {pid} has no supervisor that would restart it", _SUPERVISED, pid=pid)
         return

@@ -26,13 +26,13 @@ ROOT = Path(__file__).parents[3]
 PATIENCE_S = HANG_S
 # A process that has put a state back and makes batches one by one, with the agent's connection in a thread of its own.
 RESTARTED = """
-import threading
+import os, threading
 from hegmd.agent.channel import Channel
 from hegmd.agent.quiesce import Gate
 from hegmd.agent.state.values import inherited as given
 given.claim()
 gate = Gate()
-channel = Channel(gate)
+channel = Channel(gate, os.environ)
 given.forget()
 channel.note_restarted("4")
 threading.Thread(target=channel.run, daemon=True).start()

@@ -22,7 +22,7 @@ class _Broken(Channel):
 def test_an_agent_that_could_not_hang_up_ended_and_left_its_job_standing() -> None:
     """And what failed each time was tried again without a pause, which took the job's processor."""
     began = monotonic()
-    channel = _Broken(Gate())
+    channel = _Broken(Gate(), {})
     attend(channel)
     channel.close_in_child()
     assert monotonic() - began >= PAUSE_S

@@ -122,6 +122,14 @@ def test_a_restart_may_stay_where_it_is_and_the_operation_has_all_that_it_is_to_
     assert (op.workers[0].run, op.workers[0].must_exit) == ("run", True)
 
 
+def test_what_attaching_cannot_know_blocks_a_restart_and_no_move() -> None:
+    """Issue 19, outcome 7."""
+    snapshot = node({"unknown": ("its first random state", "its command")})
+    refused = said(planned(snapshot, ask("gpu2", via=RESTART)))
+    assert "attached while it ran, so a restart does not know its first random state and its command" in refused
+    assert plan_of(planned(snapshot, ask("gpu1"))).workers[0].method != RESTART
+
+
 def test_everything_that_stands_against_it_is_said() -> None:
     via = ask("gpu2", via=RESTART)
     assert "process 7 has no supervisor that would restart it" in said(planned(node(supervisor=None), via))

@@ -1,0 +1,363 @@
+"""`hegmctl attach`: gives the agent to trainings that were started without `hegmctl run`.
+
+Every reason against it is looked for first, in /proc and in the target's runtime; until then nothing of the target is
+touched. Then its Python is asked to run `hegmd/agent/arrival.py`. The wait for that has a limit, and what was asked is
+withdrawn when the limit is over. The files are handled through a descriptor of their folder: it may belong to another
+user, when root attaches.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from contextlib import suppress
+from tempfile import gettempdir
+from time import monotonic
+
+from hegmctl.answers import AttachAnswer, AttachedProcess
+from hegmctl.endpoint import find_endpoint
+from hegmctl.remote_python import FIRST_VERSION, NoPython, RemotePython, gone, mapped_names, python_named_by
+from hegmctl.running import inject_folder, msgpack_folder
+from hegmd.errors import EXTERNAL, TIMEOUT, HegmError, Refused
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from typing_extensions import Self
+
+    from hegmctl.cli import Session
+    from hegmctl.connection import Connection
+    from hegmctl.tables import Style
+
+WITHIN_S = 30.0
+# An agent looks for its daemon when it begins; a busy training has the interpreter meanwhile.
+SEEN_WITHIN_S = 10.0
+_POLL_INTERVAL_S = 0.02
+_ASKED, _TAKEN, _SCRIPT, _ANSWER = "asked", "taken", "script.py", "answer"
+_MAX_ANSWER_BYTES = 65_536
+_SLOWER = "the driver alone moves it, more slowly: hegmctl migrate {pid} --to GPU"
+_OVER = "start it with the agent next time: hegmctl run -- COMMAND"
+
+
+class Target:
+    """What /proc shows of a process that is to be attached. Raises HegmError where there is none."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        try:
+            with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+                fields = dict(line.split(":", 1) for line in file if ":" in line)
+        except OSError as error:
+            raise gone(pid) from error
+        self.state = fields["State"].split()[0]
+        self.tracer = int(fields["TracerPid"])
+        self.uids = tuple(int(uid) for uid in fields["Uid"].split())
+        self.gid = int(fields["Gid"].split()[0])
+
+    def environ(self) -> dict[str, str]:
+        """What it was started with; empty where that cannot be read."""
+        try:
+            with open(f"/proc/{self.pid}/environ", "rb") as file:
+                entries = os.fsdecode(file.read()).split("\0")
+        except OSError:
+            return {}
+        return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+    def judge(self) -> None:
+        """Raise Refused for what can be seen without a look into its memory."""
+        caller = os.geteuid()
+        if caller and set(self.uids) != {caller}:
+            message = f"process {self.pid} belongs to user {_user(self.uids[0])}"
+            raise Refused(message, f"attach to your own processes, or run: sudo hegmctl attach {self.pid}")
+        if self.state in "ZX":
+            raise gone(self.pid)
+        if self.tracer:
+            message = f"process {self.pid} is under a debugger: process {self.tracer} ({_name(self.tracer)}) traces it"
+            raise Refused(message, "detach the debugger, then retry")
+        if self.state in "Tt":
+            raise Refused(f"process {self.pid} is stopped by a signal", f"continue it: kill -CONT {self.pid}")
+        if not _is_same(f"/proc/{self.pid}/ns/mnt", "/proc/self/ns/mnt") or not _is_same(f"/proc/{self.pid}/root", "/"):
+            message = f"process {self.pid} sees other files than hegmctl, as in a container"
+            raise Refused(message, "run hegmctl attach inside its container")
+
+
+def attach(session: Session) -> int:
+    """Attach to each process that was named, or to the ranks of each launcher that was."""
+    named = session.arguments.wholes("PID")
+    within_s = session.arguments.seconds("timeout") or WITHIN_S
+    socket_path = os.path.abspath(find_endpoint(session.arguments.text("socket")).path)
+    with session.connect() as connection:
+        targets = [target for pid in dict.fromkeys(named) for target in _ranks_of(Target(pid)) or [Target(pid)]]
+        agents = {process.pid: process.agent for process in connection.processes().processes}
+        for target in targets:
+            target.judge()
+            _require_no_agent(target.pid, agents.get(target.pid) is not None)
+            with _opened(target):
+                pass
+        environ = {"HEGM_SOCKET": socket_path, "HEGM_RUN": os.urandom(8).hex()}
+        if (name := session.arguments.text("name")) is not None:
+            environ["HEGM_JOB"] = name
+        attached = [_attach_one(target, environ, within_s, connection) for target in targets]
+    session.sink.answer(AttachAnswer(processes=tuple(attached)), _text)
+    return 0
+
+
+def _require_no_agent(pid: int, has_agent: bool) -> None:
+    if has_agent:
+        message = f"process {pid} has an agent already"
+        raise Refused(message, f"move it: hegmctl migrate {pid} --to GPU")
+
+
+def _opened(target: Target) -> RemotePython:
+    """Its Python, which can run scripts for us. Raises Refused for each reason why it cannot."""
+    pid = target.pid
+    named = python_named_by(pid)
+    try:
+        python = RemotePython(pid)
+    except NoPython:
+        if named is None:
+            raise Refused(f"process {pid} runs no CPython", "name the process that trains: hegmctl ps") from None
+        raise _too_old(pid, named) from None
+    try:
+        version = ".".join(map(str, python.version))
+        if python.version < FIRST_VERSION:
+            raise _too_old(pid, version)
+        if not python.is_known:
+            message = f"process {pid} runs Python {version}, which this release of hegmctl does not know"
+            raise Refused(message, f"upgrade hegmd; until then {_SLOWER.format(pid=pid)}")
+        if not python.is_enabled():
+            message = f"process {pid} was started with remote debugging disabled{_disabled_by(target)}"
+            raise Refused(message, f"{_SLOWER.format(pid=pid)}; or {_OVER}")
+        if not any("torch" in name for name in mapped_names(pid)):
+            raise _no_torch(pid)
+    except BaseException:
+        python.close()
+        raise
+    return python
+
+
+def _too_old(pid: int, version: str) -> Refused:
+    needed = ".".join(map(str, FIRST_VERSION))
+    message = f"process {pid} runs Python {version}, and attaching needs CPython {needed} or later"
+    return Refused(message, f"{_SLOWER.format(pid=pid)}; or {_OVER}")
+
+
+def _disabled_by(target: Target) -> str:
+    if "PYTHON_DISABLE_REMOTE_DEBUG" in target.environ():
+        return " (PYTHON_DISABLE_REMOTE_DEBUG)"
+    with suppress(OSError), open(f"/proc/{target.pid}/cmdline", "rb") as file:
+        if b"disable_remote_debug" in file.read().replace(b"-", b"_"):
+            return " (-X disable-remote-debug)"
+    return ""
+
+
+def _no_torch(pid: int) -> Refused:
+    return Refused(f"process {pid} has not loaded PyTorch", "name the process that trains: hegmctl ps")
+
+
+def _ranks_of(target: Target) -> list[Target]:
+    """The ranks that it has started, if it is a launcher such as torchrun; none if it is not."""
+    if "RANK" in target.environ():
+        return []
+    found: list[Target] = []
+    for pid in _children(target.pid):
+        with suppress(HegmError):
+            child = Target(pid)
+            if "RANK" in child.environ():
+                found.append(child)
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
+                found += map(int, file.read().split())
+    return sorted(found)
+
+
+# ---- one process ----------------------------------------------------------------------------------------------------
+
+
+def _attach_one(target: Target, environ: Mapping[str, str], within_s: float, connection: Connection) -> AttachedProcess:
+    until = monotonic() + within_s
+    pidfd = _pidfd(target.pid)
+    try:
+        with _opened(target) as python, _Folder(target) as folder:
+            folder.write(_SCRIPT, _script(folder.path, until, environ))
+            folder.write(_ASKED, "")
+            python.request(f"{folder.path}/{_SCRIPT}")
+            said = _await_answer(target.pid, pidfd, python, folder, until, within_s)
+            version = ".".join(map(str, python.version))
+        is_seen = _await_agent(target.pid, pidfd, connection)
+    finally:
+        os.close(pidfd)
+    return AttachedProcess(
+        pid=target.pid,
+        python_version=version,
+        framework_version=said["framework_version"][0],
+        is_connected=is_seen,
+        unknown=tuple(said.get("unknown", ())),
+    )
+
+
+def _script(folder: str, until: float, environ: Mapping[str, str]) -> str:
+    """The text of the agent's arrival, with the call of it."""
+    root = os.path.dirname(os.path.dirname(inject_folder()))
+    with open(f"{root}/agent/arrival.py", encoding="utf-8") as file:
+        text = file.read()
+    return f"{text}\n\narrive({folder!r}, {root!r}, {until!r}, {dict(environ)!r}, {msgpack_folder()!r})\n"
+
+
+def _await_answer(
+    pid: int, pidfd: int, python: RemotePython, folder: _Folder, until: float, within_s: float
+) -> dict[str, list[str]]:
+    """What the agent says of its arrival. Raises HegmError, and then nothing is left to be run."""
+    while (text := folder.read(_ANSWER)) is None:
+        if _has_ended(pidfd):
+            raise HegmError(EXTERNAL, f"process {pid} ended while hegmctl attached to it", _OVER)
+        if monotonic() > until:
+            if folder.withdraw():
+                folder.is_left = not python.withdraw()
+                message = f"the main thread of process {pid} ran no Python code for {within_s:g} s"
+                hint = (
+                    f"retry between two steps, with a longer --timeout; nothing was changed; {_SLOWER.format(pid=pid)}"
+                )
+                raise HegmError(TIMEOUT, message, hint)
+            if monotonic() > until + within_s:
+                folder.is_left = True
+                message = f"the agent did not arrive in process {pid} within {2 * within_s:g} s"
+                raise HegmError(TIMEOUT, message, f"see later whether it has: hegmctl ps {pid}")
+    return _answered(pid, text)
+
+
+def _answered(pid: int, text: str) -> dict[str, list[str]]:
+    said: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        key, _, value = line.partition(" ")
+        said.setdefault(key, []).append(value)
+    refused = said.get("refused", [])
+    if "agent" in refused:
+        _require_no_agent(pid, has_agent=True)
+    if "torch" in refused:
+        raise _no_torch(pid)
+    if "importing" in refused:
+        raise Refused(f"process {pid} is importing PyTorch", "retry when it trains")
+    if "framework_version" not in said:
+        why = " ".join(said.get("failed", ["it gave no reason"]))
+        hint = "check that its user can read hegmd's files: hegmctl doctor"
+        raise HegmError(EXTERNAL, f"the agent did not start in process {pid}: {why}", hint)
+    return said
+
+
+def _await_agent(pid: int, pidfd: int, connection: Connection) -> bool:
+    """Whether the daemon has heard of the agent in time."""
+    until = monotonic() + SEEN_WITHIN_S
+    while monotonic() < until and not _has_ended(pidfd):
+        if any(process.pid == pid and process.agent for process in connection.processes().processes):
+            return True
+    return False
+
+
+def _pidfd(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        raise gone(pid) from error
+
+
+def _has_ended(pidfd: int) -> bool:
+    """Whether the process has; waits a moment for it."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(_POLL_INTERVAL_S * 1000))
+
+
+class _Folder:
+    """A folder of the target's user, with what is given to the target and what it answers. Removed with the context."""
+
+    def __init__(self, target: Target) -> None:
+        self._owner = (target.uids[1], target.gid)
+        self.is_left = False  # the target may still run the script: it removes the folder itself
+        self.path = os.path.join(gettempdir(), f"hegm-attach-{os.urandom(8).hex()}")
+        try:
+            os.mkdir(self.path, 0o700)
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            os.fchown(self._fd, *self._owner)
+        except OSError as error:
+            message = f"{self.path} cannot be made: {error.strerror}"
+            raise HegmError(EXTERNAL, message, "set TMPDIR to a folder that both users can reach") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        if not self.is_left:
+            for name in (_ASKED, _TAKEN, _SCRIPT, _ANSWER):
+                with suppress(OSError):
+                    os.unlink(name, dir_fd=self._fd)
+            with suppress(OSError):
+                os.rmdir(self.path)
+        os.close(self._fd)
+
+    def write(self, name: str, text: str) -> None:
+        """Make a file that the target's user can read."""
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=self._fd)
+        with open(fd, "w", encoding="utf-8") as file:
+            os.fchown(fd, *self._owner)
+            file.write(text)
+
+    def read(self, name: str) -> str | None:
+        """What the target wrote there; None before it has."""
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._fd)
+        except OSError:
+            return None
+        with open(fd, "rb") as file:
+            return file.read(_MAX_ANSWER_BYTES).decode(errors="replace")
+
+    def withdraw(self) -> bool:
+        """Take the right to come in back; whether the target had not taken it."""
+        try:
+            os.unlink(_ASKED, dir_fd=self._fd)
+        except OSError:
+            return False
+        return True
+
+
+def _is_same(path: str, other: str) -> bool:
+    try:
+        return os.path.samefile(path, other)
+    except OSError:
+        return True  # not to be read: the look into its memory tells why
+
+
+def _user(uid: int) -> str:
+    from pwd import getpwuid
+
+    try:
+        return getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _name(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return "unknown"
+
+
+def _text(answer: AttachAnswer, _style: Style) -> list[str]:
+    lines: list[str] = []
+    for one in answer.processes:
+        what = f"Python {one.python_version}, PyTorch {one.framework_version}"
+        lines.append(f"attached to process {one.pid} ({what})")
+        if not one.is_connected:
+            lines.append("  its agent has not reached the daemon yet; look for it with: hegmctl ps")
+        lines += [f"  not known: {phrase}" for phrase in one.unknown]
+    first = answer.processes[0].pid
+    return [*lines, f"it can be moved, but not restarted: hegmctl migrate {first} --to GPU"]

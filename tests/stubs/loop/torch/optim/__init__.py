@@ -1,0 +1,5 @@
+"""As in PyTorch, the package of optimizers, in the module that the agent hooks."""
+
+from . import optimizer
+
+__all__ = ["optimizer"]

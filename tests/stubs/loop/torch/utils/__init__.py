@@ -1,0 +1,5 @@
+"""As in PyTorch, the package of the data loaders, in the module that the agent hooks."""
+
+from . import data
+
+__all__ = ["data"]
