@@ -51,6 +51,7 @@ class SyncCalls:
         dry_run: bool = ...,
         carrier: str | None = ...,
         spill: bool = ...,
+        keep_context: bool = ...,
         on_progress: Callable[[OperationProgress], object] | None = None,
     ) -> m.OperationReply: ...
     def quiesce(
@@ -182,6 +183,7 @@ class AsyncCalls:
         dry_run: bool = ...,
         carrier: str | None = ...,
         spill: bool = ...,
+        keep_context: bool = ...,
         on_progress: Callable[[OperationProgress], Awaitable[object]] | None = None,
     ) -> m.OperationReply: ...
     async def quiesce(

@@ -103,9 +103,18 @@ def _figures(operation: Operation) -> str:
     is_telling = operation.kind in ("checkpoint", "restore") and operation.took_s is not None
     took = f"{operation.took_s:.1f} s in all" if is_telling else ""
     where = _journeys(operation)
-    told = (where, binary_size(operation.size_bytes), downtime, took)
+    told = (where, binary_size(operation.size_bytes), _kept(operation), downtime, took)
     parts = [part for part in told if part not in ("", operation.phase)]
     return f" ({', '.join(parts)})"
+
+
+def _kept(operation: Operation) -> str:
+    """What processes that keep their CUDA contexts have on their GPUs while they are suspended; empty if none does."""
+    kept = [process for process in operation.processes if process.stays_bytes]
+    if operation.phase != "suspended" or not kept:
+        return ""
+    places = printable(", ".join(dict.fromkeys(process.began_on or UNKNOWN for process in kept)))
+    return f"{binary_size(sum(process.stays_bytes or 0 for process in kept))} stays on {places}"
 
 
 def _journeys(operation: Operation) -> str:
@@ -149,7 +158,7 @@ def _plan(plan: Plan, style: Style) -> list[str]:
             worker.gpu or UNKNOWN,
             worker.to or UNKNOWN,
             binary_size(worker.size_bytes),
-            binary_size(worker.left_alone_bytes),
+            binary_size(max(worker.left_alone_bytes, worker.stays_bytes or 0)),
             worker.carrier,
         ]
         for worker in plan.workers

@@ -117,6 +117,9 @@ class MigratedProcess:
     driver_bytes_by_gpu: tuple[int, ...] = ()
     #: Reservations for its storages on each of several GPUs, in their order, if a carrier moves them.
     storage_bytes_by_gpu: tuple[int, ...] = ()
+    #: True if it keeps its CUDA context on its GPU; and what is planned to stay there.
+    keeps_context: bool = False
+    stays_bytes: int = 0
     #: True if its storages only fit in rounds, as its carrier frees memory.
     in_rounds: bool = False
     #: True if memory on the GPU that it leaves is to be reserved for a rollback.
@@ -181,6 +184,8 @@ class CheckpointResult:
     driver_bytes: int | None = None
     #: The part of that on each of several GPUs, in their order.
     driver_bytes_by_gpu: tuple[int, ...] = ()
+    #: With keep-context, what it has on its GPU now; None if the vendor's library does not say.
+    stays_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,6 +205,7 @@ class PlanRequest(Record):
     )
     placement: Mapping[str, str] = field("the same for single ones, by pid; before `to`", default={})
     carrier: str | None = field("peer, host, worker or driver, where it is not to be chosen", default=None)
+    keep_context: bool = field("whether the processes keep their CUDA contexts on their GPUs", default=False)
     via: str | None = field("restart, where nothing else is to be thought of", default=None)
     allow_restart: bool = field("whether it may be a restart where there is no better way", default=False)
     respawn: Respawn = field("of a restart: what is to be different for whoever is started anew", default=Respawn())
@@ -304,6 +305,7 @@ def _worker(planned: PlannedProcess, candidate: Candidate, chips: Mapping[str, s
         driver_bytes_by_gpu=planned.driver_bytes_by_gpu,
         storage_bytes_by_gpu=planned.storage_bytes_by_gpu,
         overlap_bytes=planned.overlap_bytes,
+        stays_bytes=planned.stays_bytes,
         communicators=planned.communicators,
         reservations={gpu: planned.reservation_bytes} if gpu and gpu != CPU else {},
         run=candidate.job if planned.method == RESTART else None,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import anyio
 
-from hegmd.errors import BAD_REQUEST, CANCELLED, DENIED, INTERNAL, REFUSED, TIMEOUT, HegmError
+from hegmd.errors import BAD_REQUEST, CANCELLED, DENIED, INTERNAL, REFUSED, TIMEOUT, HegmError, Refused
 from hegmd.images.dump_job import JobDumper, Looked
 from hegmd.images.files.catalogue import size_of
 from hegmd.images.files.open_image import Image
@@ -28,6 +28,7 @@ from hegmd.migration.machine.next_effects import SUSPENDED
 from hegmd.migration.machine.operation import CHECKPOINT, RESUME, Failure, Operation
 from hegmd.migration.machine.operation import ImageRequest as Wish
 from hegmd.migration.model import MigrationPlan, NodeSnapshotForPlan, PlanRequest
+from hegmd.migration.plan import keep_context_rules
 from hegmd.migration.plan.estimate import from_image, with_image
 from hegmd.migration.plan.planner import planned, planned_resume
 from hegmd.migration.plan.throughput import IN, Paces
@@ -111,6 +112,8 @@ class Checkpoints:
         if op is None or op.phase != SUSPENDED:
             hint = f"run: hegmctl offload {pid}; or, for both steps: hegmctl checkpoint {pid} DIR"
             raise not_suspended(pid, op, hint)
+        if (against := keep_context_rules.against_image(op)) is not None:
+            raise Refused(*against, {"pid": pid})
         pids = [member.pid for member in op.live]
         plan = planned_handoff(op)
         looked = await self._handoff.against(pids, path, plan.size_bytes, rights)

@@ -128,7 +128,9 @@ class Operations:
         plan = plan_or_raise(planned(snapshot, PlanRequest(kind=QUIESCE, pids=tuple(pids))))
         return await self.carry_out(plan, snapshot, asked, limits=limits)
 
-    async def suspend(self, pids: Sequence[int], asked: RequestContext, *, spill: bool = False) -> OperationResult:
+    async def suspend(
+        self, pids: Sequence[int], asked: RequestContext, *, spill: bool = False, keep_context: bool = False
+    ) -> OperationResult:
         """Take jobs off their GPUs, or only their bytes to disk. Raises HegmError with every reason why not."""
         pids = await self.named(pids)
         suspended = [self.runner.of_process(pid) for pid in pids] if spill else []
@@ -139,7 +141,7 @@ class Operations:
                 await self._see_spilled(op_id, self._resting.spill(op_id), asked)
             # The failure that left it suspended is not a failure of this request.
             return OperationResult(self.runner.describe(op_ids[-1]).replace(failure=None), None)
-        request = PlanRequest(kind=SUSPEND, pids=tuple(pids), carrier=asked.carrier)
+        request = PlanRequest(kind=SUSPEND, pids=tuple(pids), carrier=asked.carrier, keep_context=keep_context)
         answer = await self._perform(request, asked, spill=spill)
         if asked.wait and answer.operation is not None and answer.operation.phase == SUSPENDED:
             if spill:

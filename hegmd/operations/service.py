@@ -45,6 +45,7 @@ from hegmd.migration.machine.next_effects import SUSPENDED, TERMINAL
 from hegmd.migration.methods.driver import DriverMethod
 from hegmd.migration.methods.driver_calls import Steps
 from hegmd.migration.methods.gpus import Gpus
+from hegmd.migration.methods.keep_context import KeepContextMethod, SimulatedKeepContext
 from hegmd.migration.methods.other_processes import MAX_PAUSE_S, OtherProcesses
 from hegmd.migration.methods.progress_probe import is_stopped
 from hegmd.migration.methods.restart import RestartMethod
@@ -194,7 +195,8 @@ class Moving:
             books = SimulatedMethod(self.simulated_memory)
             restarting, by_state = self._restarting(books)
             carried: dict[str, Carrier] = {by_worker.name: by_worker, by_state.name: by_state}
-            return {books.name: books, restarting.name: restarting}, carried
+            keeping = SimulatedKeepContext(self.simulated_memory)
+            return {method.name: method for method in (books, restarting, keeping)}, carried
         gpus = Gpus(self._look, self._inventory.expire)
         steps = Steps(self.helper, gpus, self._other_processes)
         method = DriverMethod(steps, self.memory, gpus, self._other_processes)
@@ -203,7 +205,8 @@ class Moving:
         self.memory.free_memory = host.free_memory
         peer = PeerCarrier(self.helper, gpus, self.memory, self.pool)
         carriers: tuple[Carrier, ...] = (by_worker, by_state, DriverCarrier(), host, peer)
-        return {method.name: method, restarting.name: restarting}, {carrier.name: carrier for carrier in carriers}
+        methods: tuple[Method, ...] = (method, restarting, KeepContextMethod(gpus))
+        return {one.name: one for one in methods}, {carrier.name: carrier for carrier in carriers}
 
     def _restarting(self, by: Method) -> tuple[RestartMethod, StateCarrier]:
         workers, supervisors, pool = self._workers, self.supervisors, self.pool

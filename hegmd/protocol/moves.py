@@ -83,6 +83,11 @@ class Suspend(Request, op="suspend", reply=OperationReply, event=OperationProgre
         "peer, host, worker or driver, where the choice of how the bytes go is not hegmd's", default=None
     )
     spill: bool = field("whether their bytes are to go to disk", default=False)
+    keep_context: bool = field(
+        "whether the processes keep their CUDA contexts on their GPUs: no driver call is made, communicators stay "
+        "connected, and the jobs can resume on the same GPUs only",
+        default=False,
+    )
 
 
 class Checkpoint(Request, op="checkpoint", reply=OperationReply, event=OperationProgress, changes_state=True):

@@ -24,6 +24,8 @@ class Reason(Record):
 
 # The carriers that a request can name, the fastest first. What each needs is in CARRIERS of hegmd.migration.model.
 PEER, HOST, WORKER, BY_DRIVER = "peer", "host", "worker", "driver"
+# The method with which a process keeps its CUDA context while its storages are off the GPU.
+KEEP_CONTEXT = "keep-context"
 CARRIER_NAMES = (PEER, HOST, WORKER, BY_DRIVER)
 
 
@@ -37,7 +39,14 @@ class PlannedProcess(Record):
     size_bytes: int = field("bytes to carry")
     left_alone_bytes: int = field("bytes that stay in the process", default=0)
     carrier: str = field(f"how the bytes go: {', '.join(CARRIER_NAMES)}, or none for one that only stands by")
-    method: str = field("how it leaves its GPU and comes back: simulated or driver", default="simulated")
+    method: str = field(
+        "how it leaves its GPU and comes back: simulated, driver, restart, or keep-context", default="simulated"
+    )
+    stays_bytes: int | None = field(
+        "with keep-context, what stays on its GPU: its CUDA context, and memory that its agent does not offload; nil "
+        "if that is not known",
+        default=None,
+    )
     driver_bytes: int = field(
         "room that it needs besides its storages: what the driver carries, with a margin", default=0
     )
@@ -120,6 +129,10 @@ class OperationProcess(Record):
     state: str = field(
         "running; parked: it stands at a boundary; out: its bytes are in the pool; off: the driver has taken it off "
         "its GPU; gone; lost"
+    )
+    stays_bytes: int | None = field(
+        "of one that keeps its CUDA context while it is suspended: what it has on its GPU; nil if that is not known",
+        default=None,
     )
 
 

@@ -72,7 +72,10 @@ class OperationHandlers:
     async def suspend(self, call: Call, request: m.Suspend) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         asked = replace(asked, carrier=request.carrier)
-        return _reply(await self._operations.suspend(request.pids, asked, spill=request.spill))
+        keep_context = request.keep_context
+        return _reply(
+            await self._operations.suspend(request.pids, asked, spill=request.spill, keep_context=keep_context)
+        )
 
     async def resume(self, call: Call, request: m.Resume) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)

@@ -72,3 +72,10 @@ def rows_of(output: str) -> list[list[str]]:
     """The first cells of the first table, whose head begins so."""
     table = output[output.index("| GiB |") :].partition("\n\n")[0]
     return [[cell.strip() for cell in line.split("|")[1:6]] for line in table.splitlines()[2:]]
+
+
+def test_a_suspend_that_keeps_contexts_frees_the_rest_and_every_loss_is_the_same(tmp_path: Path) -> None:
+    words = ["--sizes", "1", "--repeat", "1", "--modes", "keep-context", "--ready", "on"]
+    ran = run(tmp_path / "node", *words, program="bench_suspend")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert re.search(r"\| 1 \| keep-context \| on \|.*\| 512 \(512\) \|", ran.stdout), ran.stdout

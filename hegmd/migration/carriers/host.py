@@ -160,7 +160,7 @@ class HostCarrier(CopyingCarrier):
     async def _take_passing(self, subject: MigratedProcess, size_bytes: int, needed_bytes: int) -> bool:
         """Whether so much is held for what passes. Never while some of it has the bytes."""
         owner, gpu = staging_out_owner(subject), subject.gpu
-        if gpu is None or not self._marks.is_unmarked(subject):
+        if gpu is None or subject.keeps_context or not self._marks.is_unmarked(subject):
             return False
         if self._near.where(owner) == await self.gpus.uuid_of(gpu) and self._near.held_bytes(owner) >= size_bytes:
             if await self._near.fits(owner, gpu, needed_bytes):  # others may have taken what was free when it was taken
@@ -215,7 +215,7 @@ class HostCarrier(CopyingCarrier):
     def _may_go_ahead(self, subject: MigratedProcess) -> bool:
         """Whether the bytes are in the pool, and it is known where they go."""
         is_to_come = subject.gpu is None and subject.target_gpu is not None and not subject.gpu_unknown
-        return is_to_come and subject.size_bytes > 0 and self._marks.of(subject) is None
+        return is_to_come and not subject.keeps_context and subject.size_bytes > 0 and self._marks.of(subject) is None
 
     async def _take_ahead(self, subject: MigratedProcess, gpu: str) -> bool:
         size_bytes = self._reach_bytes(subject)

@@ -176,6 +176,7 @@ def process_of(member: Member) -> told.OperationProcess:
         to=member.target_gpu,
         size_bytes=member.carried_bytes,
         state=state,
+        stays_bytes=member.stays_bytes if member.gpu is None and not member.has_exited else None,
     )
 
 

@@ -212,7 +212,7 @@ class Unlocked(Ending, tag="unlocked"):
 
 
 class Checkpointed(Ending, tag="checkpointed"):
-    """The process has nothing on any GPU any more."""
+    """The process has nothing on any GPU any more; with keep-context, nothing but what it keeps there."""
 
     reserved_bytes: int | None = field(
         "room that is held for it on the GPU that it left; nil if all that it had is still its own", default=None
@@ -222,6 +222,9 @@ class Checkpointed(Ending, tag="checkpointed"):
     )
     driver_bytes_by_gpu: tuple[int, ...] = field(
         "of one on several GPUs: the part of that on each, in order", default=()
+    )
+    stays_bytes: int | None = field(
+        "of one that keeps its CUDA context: what it has on its GPU; nil if that is not known", default=None
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from hegmd.memory.sizes import RESTORE_MARGIN_BYTES
 from hegmd.node.gpu_sets import added
-from hegmd.protocol.operations import BY_DRIVER
+from hegmd.protocol.operations import BY_DRIVER, KEEP_CONTEXT
 from hegmd.protocol.record import Record, field
 
 MIGRATE, SUSPEND, RESUME, CHECKPOINT, QUIESCE = "migrate", "suspend", "resume", "checkpoint", "quiesce"
@@ -106,7 +106,9 @@ class JobProcess(Record):
     pid: int = field("process id")
     start_ticks: int = field("start time in clock ticks since boot: with the pid, its identity")
     token: str = field("what its agent calls itself; empty for a process without one")
-    method: str = field("how it leaves its GPU and comes back: simulated, driver or restart", default="simulated")
+    method: str = field(
+        "how it leaves its GPU and comes back: simulated, driver, keep-context or restart", default="simulated"
+    )
     carrier: str = field(
         "how the bytes of its storages go: peer, host, worker, driver with the rest, or state with a restart",
         default="worker",
@@ -150,6 +152,10 @@ class JobProcess(Record):
     needs_inspection: bool = field("whether how it stands has to be found out first", default=False)
     recount_memory: bool = field("whether room and pool have to be counted anew, as after a restart", default=False)
     waits: str | None = field("what it waits for before anything is tried again: agent or retry", default=None)
+    stays_bytes: int | None = field(
+        "of one that keeps its CUDA context: what stays on its GPU, as planned or as measured; nil if not known",
+        default=None,
+    )
     kept_gpu: str | None = field("a GPU whose room is kept while it is suspended", default=None)
     communicators: str = field(
         "how its agent takes down its communicators with other ranks: suspend or replace; empty for one that has none",
@@ -191,6 +197,11 @@ class JobProcess(Record):
     def restarts(self) -> bool:
         """True if the process is moved by a restart: it exits, and a new process continues."""
         return self.method == RESTART
+
+    @property
+    def keeps_context(self) -> bool:
+        """True if it keeps its CUDA context on its GPU while its storages are off it."""
+        return self.method == KEEP_CONTEXT
 
     @property
     def is_absent(self) -> bool:

@@ -115,6 +115,7 @@ def checkpointed(op: Operation, worker: JobProcess, pending: Pending, event: eve
         reservations=reservations,
         driver_bytes=driver_bytes,
         driver_bytes_by_gpu=driver_bytes_by_gpu,
+        stays_bytes=worker.stays_bytes if event.stays_bytes is None else event.stays_bytes,
         is_locked=False,
     )
     return op.replace(waiting_for=None).with_worker(off)

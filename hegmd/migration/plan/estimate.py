@@ -13,7 +13,7 @@ from hegmd.migration.model import CARRIERS, Candidate, MigrationPlan, NodeSnapsh
 from hegmd.migration.plan import carrier_choice, restart_rules
 from hegmd.migration.plan.draft import Draft, candidate_of
 from hegmd.migration.plan.throughput import IN, LEFT, OUT, image_s
-from hegmd.protocol.operations import BY_DRIVER, WORKER, PlannedProcess
+from hegmd.protocol.operations import BY_DRIVER, KEEP_CONTEXT, WORKER, PlannedProcess
 
 SIMULATED = "simulated"
 DRIVER = "driver"
@@ -31,6 +31,10 @@ _DRIVER_STEPS = {
     SUSPEND: "{out}lock and checkpoint; verify that its GPU memory is free",
     RESUME: "reserve GPU memory; restore and unlock; {in}verify that it runs there",
     CHECKPOINT: "{out}lock and checkpoint; write process and bytes",
+}
+_KEEPING_STEPS = {
+    SUSPEND: "reserve pool memory; quiesce; offload by {carrier}; verify that the memory of its storages is free",
+    RESUME: "check that GPU memory is free; reload by {carrier}; resume; verify a boundary; release pool memory",
 }
 # The last steps of a checkpoint after which the job trains on.
 _LEFT_RUNNING = (
@@ -70,15 +74,15 @@ def estimate_s(
 
     Without a snapshot of the node, no copies overlap the driver's calls.
     """
-    by_driver = [worker for worker in moving if worker.method == DRIVER]
-    size_bytes = sum(worker.size_bytes for worker in moving if worker.method != DRIVER)
+    by_driver = [worker for worker in moving if worker.method in (DRIVER, KEEP_CONTEXT)]
+    size_bytes = sum(worker.size_bytes for worker in moving if worker not in by_driver)
     seconds = [_driver_s(worker, kind, rates, snapshot) for worker in by_driver]
     # Ranks leave their GPUs and return at the same time; those on one GPU share its link.
     by_gpu: dict[str | None, float] = {}
     for worker, took_s in zip(by_driver, seconds, strict=True):
         place = worker.to if worker.gpu is None else worker.gpu
         by_gpu[place] = by_gpu.get(place, 0.0) + took_s
-    are_ranks = bool(by_driver) and all(worker.communicators for worker in by_driver)
+    are_ranks = bool(by_driver) and all(worker.communicators or worker.method == KEEP_CONTEXT for worker in by_driver)
     driver_s = max(by_gpu.values()) if are_ranks else sum(seconds)
     out_s = size_bytes / rates.out_bytes_per_s if kind != RESUME else 0.0
     in_s = size_bytes / rates.in_bytes_per_s if kind not in (SUSPEND, CHECKPOINT) else 0.0
@@ -87,6 +91,8 @@ def estimate_s(
 
 
 def _driver_s(worker: PlannedProcess, kind: str, rates: Rates, snapshot: NodeSnapshotForPlan | None) -> float:
+    if worker.method == KEEP_CONTEXT:  # no call of the driver, so no copy overlaps one
+        rates, snapshot = rates.replace(driver_out_s=0.0, driver_in_s=0.0), None
     return carrier_choice.estimate_s(
         kind,
         CARRIERS[worker.carrier],
@@ -122,6 +128,8 @@ def _steps(moving: list[PlannedProcess], kind: str) -> str:
         return "unlock; verify that it runs"
     if _is_restart(moving) and kind != RESUME:
         return restart_rules.STEPS
+    if all(worker.method == KEEP_CONTEXT for worker in moving):
+        return _KEEPING_STEPS[kind].format(carrier=listed(tuple(dict.fromkeys(worker.carrier for worker in moving))))
     if all(worker.method != DRIVER for worker in moving):
         return _STEPS[kind]
     carriers = listed(tuple(dict.fromkeys(w.carrier for w in moving if w.carrier != BY_DRIVER)))

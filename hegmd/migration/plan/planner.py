@@ -19,7 +19,15 @@ from hegmd.memory.sizes import CONTEXT_BYTES, whole_size
 from hegmd.migration.machine.operation import CHECKPOINT, QUIESCE, RESTART, RESUME, SUSPEND, JobProcess, Operation
 from hegmd.migration.machine.wording import gigabytes, listed, named, resuming
 from hegmd.migration.model import Candidate, GpuMemory, MigrationPlan, NodeSnapshotForPlan, PlanRequest
-from hegmd.migration.plan import carrier_choice, communicator_rules, driver_rules, estimate, restart_rules, targets
+from hegmd.migration.plan import (
+    carrier_choice,
+    communicator_rules,
+    driver_rules,
+    estimate,
+    keep_context_rules,
+    restart_rules,
+    targets,
+)
 from hegmd.migration.plan.carrier_choice import Choice, Refusal
 from hegmd.migration.plan.draft import Draft, candidate_of, left_by_others, memory_needed
 from hegmd.migration.plan.estimate import DRIVER, SIMULATED
@@ -59,7 +67,7 @@ def _place_members(draft: Draft) -> tuple[Candidate, ...]:
     for candidate in members:
         if can_be_stopped(draft, candidate):
             (_place if draft.request.kind != QUIESCE else _leave_in_place)(draft, candidate)
-    if draft.request.kind != QUIESCE and draft.request.via != RESTART:
+    if draft.request.kind != QUIESCE and draft.request.via != RESTART and not draft.request.keep_context:
         communicator_rules.judge(draft, members, driven=any(worker.method == DRIVER for worker in draft.workers))
     return members
 
@@ -164,7 +172,9 @@ def _place(draft: Draft, candidate: Candidate) -> None:
         targets.judge_place(draft, to, source, own[0].vendor, own[0].chip)
     if not own:
         return
-    if own[0].vendor == NVIDIA:
+    if request.keep_context:
+        keep_context_rules.place(draft, candidate, own)
+    elif own[0].vendor == NVIDIA:
         _place_by_driver(draft, candidate, own, to)
     elif own[0].vendor == SIMULATED and candidate.agent is not None:
         _place_simulated(draft, candidate, to)
@@ -230,8 +240,9 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuMemory, .
     source = place_of(candidate.gpus)
     stays = to == source
     for gpu in () if stays else own:
-        for reason in driver_rules.against_leaving(draft.snapshot, candidate, gpu):
-            draft.against(*reason, pid=candidate.pid, gpu=gpu.id)
+        for code, message, hint in driver_rules.against_leaving(draft.snapshot, candidate, gpu):
+            way_out = keep_context_rules.offered(draft, candidate, hint)
+            draft.against(code, message, way_out, pid=candidate.pid, gpu=gpu.id)
         for reason in () if to is None else driver_rules.against_moving(gpu):
             draft.against(*reason, pid=candidate.pid, gpu=gpu.id)
     choice = carrier_choice.choose_as_asked(draft.snapshot, draft.request, candidate, own[0], left_by_others(draft, to))
@@ -274,7 +285,7 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuMemory, .
 
 def _place_suspended(draft: Draft, worker: JobProcess, candidate: Candidate | None) -> None:
     to = _place_resumed(draft, worker)
-    if to is None:
+    if to is None or keep_context_rules.is_elsewhere(draft, worker, to):
         return
     target = draft.gpu(next(iter(gpus_of(to)), None))
     targets.judge_place(
@@ -300,6 +311,7 @@ def _place_suspended(draft: Draft, worker: JobProcess, candidate: Candidate | No
             driver_bytes_by_gpu=worker.driver_bytes_by_gpu,
             storage_bytes_by_gpu=worker.storage_bytes_by_gpu,
             overlap_bytes=worker.overlap_bytes,
+            stays_bytes=worker.stays_bytes,
             communicators=worker.communicators,
         )
     )
@@ -407,6 +419,7 @@ def _plan(draft: Draft, kind: str, members: tuple[Candidate, ...]) -> MigrationP
     world = max((c.agent.world_size or 1 for c in members if c.agent), default=1)
     free = {gpu.id: gpu.free_bytes for gpu in draft.snapshot.gpus if gpu.id in needed and gpu.free_bytes is not None}
     are_ranks = any(worker.communicators for worker in draft.workers)
+    keep_notes = tuple(keep_context_rules.notes(draft, kind))
     late = draft.reserves_late
     costs = tuple(communicator_rules.costs(members, kind, reserves_late=late)) if are_ranks else ()
     return MigrationPlan(
@@ -420,9 +433,9 @@ def _plan(draft: Draft, kind: str, members: tuple[Candidate, ...]) -> MigrationP
         pool_free_bytes=draft.snapshot.pool.free_bytes,
         pool_ready_bytes=draft.snapshot.pool.ready_bytes,
         estimate_s=estimate.estimate_s(moving, kind, draft.snapshot.rates, draft.snapshot)
-        + communicator_rules.seconds(members, kind),
+        + (0.0 if keep_notes else communicator_rules.seconds(members, kind)),
         is_distributed=world > 1 or are_ranks or restart_rules.are_launched(draft, members),
-        hazards=(*estimate.hazards(draft, members, world), *costs),
+        hazards=(*keep_notes, *estimate.hazards(draft, members, world), *costs),
         steps=estimate.steps(moving, kind),
         reserves_late=late,
         respawn=draft.request.respawn if any(worker.method == RESTART for worker in moving) else None,

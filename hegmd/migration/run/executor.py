@@ -44,7 +44,7 @@ from hegmd.migration.run.agent_effects import SURVEY_LIMIT_S, AgentEffects
 from hegmd.migration.run.image_effects import ImageEffects
 from hegmd.migration.run.image_service import Imager
 from hegmd.migration.run.participants import Participants
-from hegmd.protocol.operations import BY_DRIVER
+from hegmd.protocol.operations import BY_DRIVER, KEEP_CONTEXT
 from hegmd.system.resource_errors import scarcity
 from hegmd.telemetry.log import error_ref, fields
 from hegmd.workers.workers import AgentAway, OrderFailed, Workers
@@ -274,6 +274,7 @@ class EffectExecutor:
             reserved_bytes=left.reserved_bytes,
             driver_bytes=left.driver_bytes,
             driver_bytes_by_gpu=left.driver_bytes_by_gpu,
+            stays_bytes=left.stays_bytes,
         )
 
     async def _hold(self, op: Operation, _: Member, effect: effects.Hold, __: Progress) -> Event:
@@ -409,7 +410,7 @@ class EffectExecutor:
         self, member: Member, direction: str, driver_bytes: int, took_s: float, copied: OverlappedCopy
     ) -> None:
         """A step of the driver, and the copy beside it. A step that had one says nothing of those without."""
-        if member.method in (SIMULATED, RESTART):
+        if member.method in (SIMULATED, RESTART, KEEP_CONTEXT):
             return
         if copied.size_bytes:
             self.paces.note_beside(member.carrier, direction, copied.size_bytes, copied.took_s)

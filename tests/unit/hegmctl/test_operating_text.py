@@ -249,3 +249,11 @@ def test_a_plan_says_what_becomes_of_the_job_and_how_long_its_image_takes() -> N
     assert said(kind="restore", image_s=1.0) == (
         "the job would train again after about 1.2 s, 1.0 s of it for the image"
     )
+
+
+def test_a_suspend_that_keeps_contexts_says_what_stays_and_where() -> None:
+    kept = [process(None, None, "out", pid).replace(stays_bytes=600 << 20) for pid in (4711, 4712)]
+    (line,) = operation_text(m.OperationReply(operation=operation("suspended", *kept, kind="suspend")), PIPE)
+    assert "(gpu0 -> pool, 2.0 GiB, 1.2 GiB stays on gpu0)" in line
+    (back,) = operation_text(m.OperationReply(operation=operation("done", *kept, kind="resume")), PIPE)
+    assert "stays" not in back

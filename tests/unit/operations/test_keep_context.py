@@ -1,0 +1,77 @@
+"""A suspend that keeps CUDA contexts, through the whole daemon: away, restarted, back, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hegmd.errors import HegmError, Refused
+from hegmd.protocol.operations import KEEP_CONTEXT
+from hegmd.system.programs import Rights
+from tests.unit.moving_node import running
+
+Child = subprocess.Popen[bytes]
+
+
+async def test_it_frees_the_gpu_and_resumes_there(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        (home,) = node.reservations(process.pid)
+        answer = await node.operations.suspend([process.pid], node.asked(), keep_context=True)
+        assert answer.plan is not None
+        assert answer.operation is not None
+        assert answer.plan.workers[0].method == KEEP_CONTEXT
+        assert answer.operation.phase == "suspended"
+        assert answer.operation.processes[0].stays_bytes == 0, "a simulated context takes no memory"
+        assert (agent.data, agent.parked, agent.resting) == (None, True, True)
+        assert node.reservations(process.pid) == {}
+        assert "disconnect" not in agent.seen
+        other = "gpu1" if home == "gpu0" else "gpu0"
+        with pytest.raises(HegmError, match=f"can resume there only, not on {other}"):
+            await node.operations.resume(process.pid, other, node.asked())
+        with pytest.raises(Refused, match="which an image cannot have"):
+            await node.moving.checkpoints.handoff(process.pid, str(tmp_path / "image"), Rights(0, 0), node.asked())
+        assert agent.data is None, "a refusal has changed something"
+        ended = await node.operations.resume(process.pid, None, node.asked())
+        assert ended.operation is not None
+        assert (ended.operation.phase, agent.data, agent.parked) == ("done", b"weights", False)
+        assert node.moving.pool.held_bytes == 0
+
+
+async def test_it_stays_suspended_over_a_restart_of_the_daemon(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        await node.operations.suspend([process.pid], node.asked(), keep_context=True)
+        await agent.leave()
+    async with running(tmp_path) as node:
+        agent.workers = node.workers
+        await agent.attend(node.tasks)
+        (op,) = node.operations.runner.under_way()
+        assert (await node.at_rest(op.id)).phase == "suspended"
+        assert agent.data is None
+        assert node.moving.pool.held_bytes
+        await node.operations.resume(process.pid, None, node.asked())
+        assert (agent.data, agent.parked) == (b"weights", False)
+
+
+async def test_its_bytes_can_be_on_disk(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        await node.operations.suspend([process.pid], node.asked(), keep_context=True, spill=True)
+        assert agent.entrusted
+        assert node.moving.pool.held_bytes == 0
+        await node.operations.resume(process.pid, None, node.asked())
+        assert agent.data == b"weights"
+
+
+async def test_a_copy_that_fails_leaves_it_training(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        agent.refuses["offload"] = "no memory to copy to"
+        answer = await node.operations.suspend([process.pid], node.asked(), keep_context=True)
+        assert answer.operation is not None
+        assert answer.operation.phase == "rolled-back"
+        assert (agent.data, agent.parked) == (b"weights", False)
+        assert node.moving.pool.held_bytes == 0
