@@ -240,6 +240,12 @@ class PoolSettings:
         "Host memory to have ready for the next suspend, in bytes: a job's bytes and 4 %; 0 to get it when asked.",
         reloads=False,
     )
+    ready_helper: str = setting(
+        OneOf(("started", "contexts", "off")),
+        "started",
+        "With ready_bytes: a GPU helper that is started, also has a context (0.5 GiB) on each GPU with a job; or off.",
+        reloads=False,
+    )
     memory: str = setting(
         OneOf(("named", "nameless")),
         "named",

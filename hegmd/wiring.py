@@ -173,6 +173,7 @@ def moving_for(
         max_pause_s=config.other_processes.max_pause_s,
         max_park_s=config.quiesce.max_park_s,
         restart_always=config.restart.allowed == "always",
+        ready_helper=config.pool.ready_helper if config.pool.ready_bytes else "off",
         ready=Ready(config.restart.ready, config.restart.ready_within_s),
         images_by=ImageMeans(
             config.daemon.socket,

@@ -22,6 +22,7 @@ import anyio.to_thread
 
 from hegmd.errors import Bug
 from hegmd.gpu_helper.link import Link
+from hegmd.gpu_helper.ready_helper import OFF, ReadyHelper
 from hegmd.images.dump_job import JobDumper
 from hegmd.images.dump_records import DumpRecords
 from hegmd.images.files.images import Images
@@ -113,6 +114,7 @@ class Moving:
         max_park_s: float | None = None,
         restart_always: bool = False,
         ready: Ready | None = None,
+        ready_helper: str = OFF,
         images_by: ImageMeans | None = None,
         disk: Disk | None = None,
     ) -> None:
@@ -120,13 +122,13 @@ class Moving:
         self._workers, self._inventory, self._events = workers, inventory, events
         self._start_ticks, self._ready, self.pool = start_ticks, ready or Ready(), pool
         self.simulated_memory = SimulatedMemory(simulator, gpus=self._gpus, changed=inventory.expire)
-        self.helper = Link()
+        self.helper, self.supervisors = Link(), Supervisors(start_ticks)
+        self._ready_helper = ReadyHelper(self.helper, OFF if simulator else ready_helper, self._job_gpus)
         self.memory = VideoMemory(self.helper, pool.keep.store)
         self._other_processes = OtherProcesses(
             self.helper, state_dir, start_ticks=start_ticks, is_stopped=is_stopped, max_pause_s=max_pause_s
         )
         simulated = simulator is not None
-        self.supervisors = Supervisors(start_ticks)
         handoff, self._reviving = self._make_imaging(simulated=simulated)
         performer, ended_well = self._make_performer(handoff, simulated=simulated), self.supervisors.exited_cleanly
         self.runner = Runner(state_dir, performer, events, disk=disk, ended_well=ended_well)
@@ -155,7 +157,6 @@ class Moving:
             criu=self._images_by.criu,
         )
         self._make_desks(lookout, handoff, restart_always=restart_always, max_park_s=max_park_s)
-        self.periodic = self._make_periodic(events)
         for part in (self.attendance, self.runner, self.resting, self.orphans, self.periodic):
             workers.listen(part.hear)
 
@@ -164,6 +165,7 @@ class Moving:
     ) -> None:
         """Create the services that accept requests."""
         self.pool.ready.job_bytes = self._job_bytes
+        self.periodic = self._make_periodic(self._events)
         self.runner.over = self.attendance.drop_ended
         self.operations = Operations(
             self._inventory,
@@ -302,6 +304,15 @@ class Moving:
     def _job_bytes(self) -> list[int]:
         return [worker.size_bytes or 0 for worker in self._workers if worker.connected and not worker.held_bytes]
 
+    def _job_gpus(self) -> list[str]:
+        """The UUIDs of the GPUs on which a process with an agent was seen last."""
+        latest = self._inventory.latest
+        if latest is None:
+            return []
+        pids = {worker.pid for worker in self._workers if worker.connected}
+        names = {use.gpu for process in latest.processes if process.pid in pids for use in process.gpus}
+        return [gpu.uuid for gpu in latest.gpus if gpu.id in names]
+
     def _is_in_hand(self, pid: int) -> bool:
         """Whether an operation has that process, or is about to."""
         return self.runner.of_process(pid) is not None or self._reviving.is_coming(pid)
@@ -389,6 +400,7 @@ class Moving:
                     self.restarts.take_over()
                     await inner.start(self.resting.run)
                     inner.start_soon(self.pool.keep_ready, self._is_moving)
+                    inner.start_soon(self._ready_helper.run)
                     await inner.start(self.sequences.run)
                     await inner.start(self.periodic.run)
                     inner.start_soon(self.attendance.run)

@@ -2,15 +2,15 @@
 save?
 
     PYTHONPATH=.:client python3 -m tests.gpu.bench_suspend [--sizes 32,1] [--repeat 5] [--modes keep-context,whole]
-                                                           [--ready off,on]
+                                                           [--ready off,on,contexts]
 
 A training that holds so many GiB is suspended and resumed by a real hegmd: with --keep-context and with the driver's
-checkpoint, each without ready memory and with enough of it (`pool.ready_bytes`). Of each suspend it prints the seconds
-until the pool's memory is reserved, by the daemon's own story; from the request until NVML shows the memory free; until
-the reply; and of the resume, from the request until the training's next step. What the training prints, losses bit for
-bit and digests of all that it holds, is compared with an undisturbed run. Ends with status 1 if anything differs, if
-the memory is not free, or if more stays than the plan says. Runs over the stub driver too, where its figures say
-nothing.
+checkpoint, each without ready memory, with enough of it (`pool.ready_bytes`), and with contexts of the GPU helper
+beside it (`pool.ready_helper`). Of each suspend it prints the seconds until the pool's memory is reserved, by the
+daemon's own story; from the request until NVML shows the memory free; until the reply; and of the resume, from the
+request until the training's next step. What the training prints, losses bit for bit and digests of all that it holds,
+is compared with an undisturbed run. Ends with status 1 if anything differs, if the memory is not free, or if more stays
+than the plan says. Runs over the stub driver too, where its figures say nothing.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--sizes", default="32,1", help="in GiB")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--modes", default=",".join(MODES))
-    parser.add_argument("--ready", default="off,on")
+    parser.add_argument("--ready", default="off,on,contexts")
     return parser.parse_args()
 
 
@@ -175,10 +175,11 @@ def main() -> int:
     print(HEAD, flush=True)
     for ready in asked.ready.split(","):
         held_gib = 0 if on_stub() else max(sizes)
-        most_bytes = whole_size(held_gib * GIB + GIB) if ready == "on" else 0
+        most_bytes = 0 if ready == "off" else whole_size(held_gib * GIB + GIB)
+        helper = "contexts" if ready == "contexts" else "started"
         with tempfile.TemporaryDirectory(prefix="hegm-suspend-") as name:
             folder = Path(name)
-            with Node(folder, settings=f"ready_bytes = {most_bytes}\n") as node:
+            with Node(folder, settings=f'ready_bytes = {most_bytes}\nready_helper = "{helper}"\n') as node:
                 for size_gib in sizes:
                     rows = [Row(size_gib, mode, ready) for mode in asked.modes.split(",")]
                     try:

@@ -1,0 +1,74 @@
+"""Keeps the GPU helper ready for the next copy, beside host memory that is ready (`pool.ready_helper`).
+
+A helper that is started for a suspend takes 0.5 s and more until it can copy: its start, the driver's `cuInit`, a
+context on the GPU and pinned memory. `started` keeps a helper with `cuInit` behind it, which takes no GPU memory.
+`contexts` also keeps a context on each GPU with a job (about 0.5 GiB there), and has the pages of the pinned ring
+present. While a helper runs, the driver's device files are open: nobody can unload the driver or reset a GPU.
+
+Uses a copy session of its own, which no operation has; a helper that is lost is started again at the next look.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+import anyio
+
+from hegmd.errors import HegmError
+from hegmd.gpu_helper.copy_client import CopyClient
+from hegmd.gpu_helper.link import Link
+from hegmd.telemetry.log import limited
+
+logger = logging.getLogger(__name__)
+
+OFF, STARTED, CONTEXTS = "off", "started", "contexts"
+LOOK_S = 2.0
+RETRY_S = 30.0
+#: Sessions of operations have the operation's number in their names.
+_LANE, _RING_LANE = "ready", "ready-ring"
+# A session makes a ring only beside a piece of host memory.
+_RING_PIECE_BYTES = 2 << 20
+
+
+class ReadyHelper:
+    """Looks again and again. `gpus` returns the UUIDs of the GPUs with jobs; it is only called for `contexts`."""
+
+    def __init__(self, link: Link, how: str, gpus: Callable[[], Sequence[str]]) -> None:
+        self._link = link
+        self._how = how
+        self._gpus = gpus
+        self._held: tuple[int | None, tuple[str, ...]] | None = None
+
+    async def run(self) -> None:
+        """Keep it ready until cancelled; ends at once if it is not to be."""
+        while self._how != OFF:
+            try:
+                await self.look()
+                pause_s = LOOK_S
+            except HegmError as error:
+                limited(logger, "ready-helper", logging.WARNING, "no GPU helper is ready: %s", error.message)
+                pause_s = RETRY_S
+            await anyio.sleep(pause_s)
+
+    async def look(self) -> None:
+        """Have a helper, and with `contexts` its contexts, unless it has them. Raises HegmError."""
+        gpus = tuple(sorted(self._gpus())) if self._how == CONTEXTS else ()
+        if self._held is not None and self._held == (self._link.pid, gpus):
+            return
+        self._held = None
+        await CopyClient.open(self._link, _LANE, gpus)
+        if gpus:
+            await self._make_ring(gpus)
+        self._held = (self._link.pid, gpus)
+
+    async def _make_ring(self, gpus: Sequence[str]) -> None:
+        """Have the helper make the memory of a ring, which it keeps for the next session."""
+        fd = os.memfd_create("hegm-ready-ring", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, _RING_PIECE_BYTES)
+            session = await CopyClient.open(self._link, _RING_LANE, gpus[:1], fd, _RING_PIECE_BYTES)
+            await session.close()
+        finally:
+            os.close(fd)
