@@ -26,6 +26,7 @@ def mount() -> None:
         "torch.utils.data.dataloader": _meet_loader,
         "torch.optim.optimizer": _meet_optimizer,
         "torch.distributed.elastic.rendezvous.registry": _meet_launcher,
+        "torch.nn.parallel.distributed": _meet_data_parallel,
     }
     finder = FrameworkFinder(wanted)
     sys.meta_path.insert(0, finder)
@@ -140,6 +141,12 @@ def _meet_launcher(module: ModuleType) -> None:
     from . import no_io_uring
 
     no_io_uring.choose_stores(module)
+
+
+def _meet_data_parallel(module: ModuleType) -> None:
+    from . import reducer_buckets
+
+    reducer_buckets.watch(module)
 
 
 def _guarded(action: Callable[[ModuleType], None], module: ModuleType) -> None:

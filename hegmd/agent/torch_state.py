@@ -7,7 +7,8 @@ Where CUDA is in use its storages are meant, and `cuda_state` has a say; elsewhe
 simulated GPUs.
 
 Tensors that only C++ knows of, as the saved ones of a graph that has not been backwarded, are not found and stay where
-they are. A storage that they share with a tensor found here has more owners than Python knows of and is left alone.
+they are. A storage that they share with a tensor found here has more owners than Python knows of and is left alone,
+except the gradient buckets that `reducer_buckets` knows.
 
 Call it while the training thread is parked or in that thread itself: `.grad` is written by PyTorch without any lock.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 import gc
 import sys
 
-from . import addresses, cuda_state
+from . import addresses, cuda_state, reducer_buckets
 from .notes import note
 from .timings import Laps
 
@@ -44,7 +45,18 @@ ADDRESS_KEPT = "the script has their address outside of PyTorch, such as from da
 class Found:
     """The storages of this process: those vouched for, with their sizes, and the others by reason."""
 
-    __slots__ = ("addresses", "cuda", "laps", "left_alone", "numbers", "own", "segments", "sizes", "storages")
+    __slots__ = (
+        "addresses",
+        "buckets",
+        "cuda",
+        "laps",
+        "left_alone",
+        "numbers",
+        "own",
+        "segments",
+        "sizes",
+        "storages",
+    )
 
     def __init__(self) -> None:
         self.storages: list[Any] = []
@@ -57,6 +69,8 @@ class Found:
         #: Addresses that the script keeps outside of PyTorch, in order, and numbers that may be such.
         self.addresses: list[int] = []
         self.numbers: list[int] = []
+        #: Storages whose owners in C++ find their bytes through them, as gradient buckets.
+        self.buckets: set[int] = set()
         #: The parts of that whose storages this process copies itself: where each begins, and its bytes.
         self.own: list[tuple[int, int]] = []
         #: What the parts of the look took.
@@ -150,6 +164,9 @@ def _owners(torch: Any, found: Found) -> dict[int, tuple[Any, set[int]]]:
         storages.setdefault(storage._cdata, (storage, set()))[1].add(tensor._cdata)
     for storage in bare:
         storages.setdefault(storage._cdata, (storage, set()))
+    for bucket in reducer_buckets.storages(torch):
+        found.buckets.add(bucket._cdata)
+        storages.setdefault(bucket._cdata, (bucket, set()))
     return storages
 
 
@@ -200,7 +217,8 @@ def _judge_all(
                 continue
             if segments is not None and storage.device.type == "cpu":
                 continue  # it is not on the GPU, so it is not in the way
-            why = _reason_against(torch, storage, len(tensors), segments)
+            owners = sys.maxsize - 1 if storage._cdata in found.buckets else len(tensors)
+            why = _reason_against(torch, storage, owners, segments)
             address = storage.data_ptr() if why is None else 0
         except Exception as error:  # noqa: BLE001 - storages of any class and make; this one is left alone
             note(f"a storage cannot be looked at: {error!r}")
@@ -220,8 +238,8 @@ def _judge_all(
             found.leave(reason, size_bytes)
 
 
-def _reason_against(torch: Any, storage: Any, tensors: int, segments: cuda_state.Segments | None) -> str | None:
-    """Why this storage is left alone; None if it need not be."""
+def _reason_against(torch: Any, storage: Any, owners: int, segments: cuda_state.Segments | None) -> str | None:
+    """Why this storage, which may have so many owners, is left alone; None if it need not be."""
     if storage.device.type != ("cpu" if segments is None else "cuda"):
         return OTHER_DEVICE
     if segments is None and storage.is_shared():  # one of CUDA says so of itself always
@@ -231,6 +249,6 @@ def _reason_against(torch: Any, storage: Any, tensors: int, segments: cuda_state
     count_owners = getattr(torch._C, "_storage_Use_Count", None)
     if count_owners is None:
         return OLD_TORCH
-    if count_owners(storage._cdata) > tensors + 1:  # the one is the Python object of the storage itself
+    if count_owners(storage._cdata) > owners + 1:  # the one is the Python object of the storage itself
         return UNSEEN_OWNER
     return None if segments is None else segments.reason_against(storage)

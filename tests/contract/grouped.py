@@ -2,8 +2,9 @@
 
     python -m torch.distributed.run --nproc-per-node N -m tests.contract.grouped FOLDER
 
-Each kind of training runs undisturbed first and then disturbed, in the same processes. A rank that has seen all to be
-right writes its number into FOLDER. A failed assertion ends all ranks, by torchrun.
+Each kind of training runs undisturbed first and then disturbed, in the same processes. While its groups are
+disconnected, all bytes leave it and return, the gradient buckets of DDP too. A rank that has seen all to be right
+writes its number into FOLDER. A failed assertion ends all ranks, by torchrun.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import distributed
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 
+from hegmd.agent import reducer_buckets, torch_state, transfer
 from hegmd.agent.communicators import ProcessGroups
 from hegmd.errors import HegmError
 
@@ -90,6 +92,7 @@ class Disturber:
     def __init__(self) -> None:
         self._groups = ProcessGroups()
         self._times = 0
+        self.buckets = 0
 
     def __call__(self, step: int) -> None:
         if step % EVERY:
@@ -100,11 +103,22 @@ class Disturber:
         assert (told.mechanism, told.uncovered) == ("replace", ()), told
         assert self._groups.is_down
         assert self._groups.disconnect(LIMIT_S) == told  # done already
+        self._move_bytes()
         self._groups.reconnect(self._times, LIMIT_S)
         assert not self._groups.is_down
         self._groups.reconnect(self._times, LIMIT_S)  # done already
         names = {group.group_name for group in distributed.distributed_c10d._world.pg_map}
         assert names == set(distributed.distributed_c10d._world.pg_names.values())
+
+    def _move_bytes(self) -> None:
+        found = torch_state.find()
+        self.buckets += sum(storage._cdata in found.buckets for storage in found.storages)
+        memory = os.memfd_create("bytes")
+        os.truncate(memory, transfer.required_bytes(found.sizes))
+        out = transfer.offload(memory, found.storages, found.sizes, lambda _so_far_bytes: None)
+        assert not any(storage.nbytes() for storage in found.storages)
+        out.bring_back(memory, lambda _so_far_bytes: None)
+        out.close()
 
 
 def one_rank_is_missing(step: int, groups: ProcessGroups, missing: int) -> None:
@@ -147,6 +161,7 @@ def one_rank_has_pending_work(step: int, groups: ProcessGroups) -> None:
 
 
 def main(folder: Path) -> None:
+    reducer_buckets.watch(torch.nn.parallel.distributed)
     distributed.init_process_group("gloo")
     rank, size = distributed.get_rank(), distributed.get_world_size()
     ends = distributed.new_group([0, size - 1])
@@ -154,13 +169,15 @@ def main(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (size,))
     kinds: dict[str, Callable[[], Iterator[str]]] = {"ddp": lambda: ddp(pair), "fsdp": lambda: fsdp(mesh)}
     wanted = {name: run(begin(), lambda _step: None) for name, begin in kinds.items()}
-    betweens: list[tuple[str, Between]] = [("ddp", Disturber()), ("fsdp", Disturber())]
+    of_ddp = Disturber()
+    betweens: list[tuple[str, Between]] = [("ddp", of_ddp), ("fsdp", Disturber())]
     betweens += [("ddp", partial(one_rank_is_missing, groups=ProcessGroups(), missing=size - 1))]
     betweens += [("ddp", partial(one_rank_has_pending_work, groups=ProcessGroups()))]
     for name, between in betweens:
         found = run(kinds[name](), between)
         assert found == wanted[name], (name, found, wanted[name])
     assert len(set(wanted["ddp"])) == STEPS
+    assert of_ddp.buckets
     (folder / str(rank)).touch()
     distributed.barrier()
     os._exit(0)  # about one in six processes with gloo aborts while the interpreter ends (torch 2.13)
