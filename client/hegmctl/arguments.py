@@ -13,6 +13,7 @@ from hegmctl.grammar import (
     FLAG,
     GLOBAL_OPTIONS,
     GROUPS,
+    JOB,
     PID,
     POSITIVE,
     SECONDS,
@@ -134,7 +135,9 @@ def _value(field: Field, place: Option | Argument, typed: list[Any]) -> object:
 
 def _missing(verb: Verb, name: str) -> HegmError:
     hint = (
-        "hegmctl ps lists the processes on the GPUs" if name == "PID" else f"`hegmctl {verb.name} --help` explains it"
+        "hegmctl jobs lists the jobs, hegmctl ps the processes"
+        if name == "JOB"
+        else f"`hegmctl {verb.name} --help` explains it"
     )
     return usage_error(f"{verb.name} needs a {name}", hint)
 
@@ -174,6 +177,9 @@ class _Reader:
                 self._take_long(word)
             elif len(word) > 1 and word[0] == "-":
                 self._take_short(word)
+            elif self._begins_tail():
+                tail = tuple(self._words[self._next - 1 :])
+                break
             else:
                 self._take_positional(word)
         if self._verb is not None and not self._verb.tail and tail:
@@ -191,8 +197,13 @@ class _Reader:
                     f"there is no {self._verb.tail} after `--`", f"write the {self._verb.tail}, or leave `--` out"
                 )
             if tail and not tail[0]:
-                raise usage_error(f"the {self._verb.tail} after `--` is empty", "name the program to run")
+                raise usage_error(f"the {self._verb.tail} is empty", "name the program to run")
         return Arguments(self._verb, self._values, tail or ())
+
+    def _begins_tail(self) -> bool:
+        """Whether this word is the first of the command that is to be run: options after it are that command's."""
+        verb = self._verb
+        return verb is not None and bool(verb.tail) and len(self._positionals) == len(verb.arguments)
 
     def _take_long(self, word: str) -> None:
         name, equals, value = word.partition("=")
@@ -263,8 +274,6 @@ class _Reader:
                 raise usage_error(f"{verb.name} needs {argument.name}", f"`hegmctl {verb.name} --help` explains it")
         if waiting:
             hint = f"`hegmctl {verb.name} --help` shows what it takes"
-            if verb.tail:
-                hint = f"put `--` before the {verb.tail} that is to be run"
             raise usage_error(f"{verb.name} does not take {waiting[0]!r}", hint)
 
     def _unknown_option(self, name: str) -> HegmError:
@@ -283,7 +292,7 @@ def _checked(argument: Argument, word: str) -> object:
 
 def convert(kind: str, text: str, what: str) -> object:
     """The value that the text gives for that kind. `what` names it in the error."""
-    if kind in (COUNT, POSITIVE, PID):
+    if kind in (COUNT, PID, POSITIVE) or (kind == JOB and text.lstrip("-").isdigit()):
         return _whole(kind, text, what)
     if kind == SECONDS:
         return _seconds(text, what)
@@ -301,7 +310,7 @@ def convert(kind: str, text: str, what: str) -> object:
         return size_bytes
     if not text:
         raise usage_error(f"{what.rstrip()} is empty", "give it a value")
-    if kind == TEXT and not _is_utf8(text):
+    if kind in (TEXT, JOB) and not _is_utf8(text):
         raise usage_error(f"{what} is not UTF-8", "write it as the daemon shows it")
     return text
 
@@ -320,7 +329,8 @@ def _whole(kind: str, text: str, what: str) -> int:
     if is_number and not 0 <= number <= MAX_NUMBER:
         raise usage_error(f"{what}: the number is too large", f"write one of at most {MAX_NUMBER}")
     if number < (0 if kind == COUNT else 1):
-        raise usage_error(f"{what}: {kind} is needed", "write it in digits, such as 4711")
+        needed = PID if kind == JOB else kind
+        raise usage_error(f"{what}: {needed} is needed", "write it in digits, such as 4711")
     return number
 
 

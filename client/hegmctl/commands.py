@@ -75,7 +75,7 @@ def ps(session: Session) -> int:
         with session.connect() as connection:
             reply = look(connection)
     except HegmError as error:
-        if error.code is NOT_FOUND and interval_s is not None and len(pids) == 1 and pids[0] < 1000:
+        if error.code is NOT_FOUND and interval_s is not None and len(pids) == 1 and pids[0] in range(1000):
             raise HegmError(
                 error.code, error.message, f"a number of seconds is written as --watch={pids[0]}", error.facts
             ) from error
@@ -234,7 +234,9 @@ def complete(session: Session) -> int:
             if what in ("gpus", "places"):
                 write_lines([*[gpu.id for gpu in connection.gpus().gpus], *(["cpu"] if what == "places" else [])])
             else:
-                write_lines([str(process.pid) for process in connection.processes().processes])
+                jobs = connection.jobs().jobs if what == "jobs" else ()
+                names = [name for job in jobs for name in (job.name, job.id)]
+                write_lines([*names, *[str(process.pid) for process in connection.processes().processes]])
     except HegmError:
         return 0
     return 0

@@ -25,7 +25,7 @@ def usage(verb: Verb) -> str:
         words.append("[OPTION]...")
     words += [f"[{argument.name}]..." if argument.many else argument.name for argument in verb.arguments]
     if verb.tail:
-        words.append(f"[-- {verb.tail}...]")
+        words.append(f"[--] {verb.tail}...")
     return " ".join(words)
 
 

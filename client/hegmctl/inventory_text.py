@@ -79,7 +79,7 @@ def _gpu_remarks(reply: GpusReply, style: Style) -> list[str]:
         if gpu.state == "lost" and not gpu.health.notes:
             remarks.append(f"{gpu.id}: lost; it fell off the bus and the driver does not reach it")
         remarks += [f"{gpu.id}: {note}" for note in gpu.health.notes]
-    return _below(remarks + _vendor_remarks(reply.vendors), style)
+    return below(remarks + _vendor_remarks(reply.vendors), style)
 
 
 def _vendor_remarks(vendors: Iterable[Vendor], *, absent: bool = False) -> list[str]:
@@ -97,7 +97,8 @@ def _vendor_remarks(vendors: Iterable[Vendor], *, absent: bool = False) -> list[
     return remarks
 
 
-def _below(remarks: Sequence[str], style: Style) -> list[str]:
+def below(remarks: Sequence[str], style: Style) -> list[str]:
+    """What stands under a table."""
     lines: list[str] = []
     for remark in remarks:
         text = printable(remark)
@@ -217,10 +218,15 @@ def _command(process: GpuProcess) -> str:
 
 
 def _on_gpus(process: GpuProcess) -> str:
-    """The GPUs' ids, runs of numbers drawn together: `gpu0-3,5`; `cpu` for one that trains on none."""
+    """The ids of its GPUs; `cpu` for one that trains on none."""
     if not process.gpus and process.agent is not None and process.agent.on_cpu:
         return "cpu"
-    names = list(dict.fromkeys(use.gpu for use in process.gpus))
+    return gpus_as_text([use.gpu for use in process.gpus])
+
+
+def gpus_as_text(gpus: Iterable[str]) -> str:
+    """Ids of GPUs, runs of numbers drawn together: `gpu0-3,5`."""
+    names = list(dict.fromkeys(gpus))
     numbers = sorted(int(name[3:]) for name in names if name.startswith("gpu") and name[3:].isdigit())
     if len(numbers) != len(names) or not numbers:
         return ",".join(names) or UNKNOWN
@@ -258,7 +264,7 @@ def _process_remarks(reply: ProcessesReply, style: Style) -> list[str]:
         if process.agent is not None and process.agent.image_missed:
             by_note.setdefault(process.agent.image_missed, []).append(str(process.pid))
     notes = [f"{', '.join(pids)}: {note}" for note, pids in by_note.items()]
-    return _below(notes + _vendor_remarks(reply.vendors), style)
+    return below(notes + _vendor_remarks(reply.vendors), style)
 
 
 def ways_text(reply: ProcessesReply, style: Style, on_gpus: Sequence[str] = ()) -> list[str]:

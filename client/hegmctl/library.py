@@ -12,7 +12,7 @@ Type checkers and editors read library.pyi, which `make docs` writes from the sa
 from __future__ import annotations
 
 from hegmctl.grammar import VERBS
-from hegmd.protocol.messages import REQUESTS
+from hegmd.protocol.messages import REQUESTS, WaitForJob
 from hegmd.protocol.operations import OperationProgress
 from hegmd.protocol.record import REQUIRED, as_map
 
@@ -55,6 +55,11 @@ def is_operation(kind: type[Request]) -> bool:
     return kind.event is OperationProgress and kind.changes_state
 
 
+def waits(kind: type[Request]) -> bool:
+    """Whether the reply may take as long as a job: what it does until then is told."""
+    return is_operation(kind) or kind is WaitForJob
+
+
 def add_calls(sync: type, asynchronous: type, rows: Iterable[Verb]) -> None:
     """Give the two classes the calls of these rows."""
     for name, kind in calls_of(rows).items():
@@ -87,9 +92,9 @@ def _sync(kind: type[Request]) -> Callable[..., Any]:
 
     def begin(self: Any, *given: Any, on_progress: Callable[[Any], object] | None = None, **named: Any) -> Any:
         request, fds = _request(kind, placed, given, named)
-        return self.converse(request, OperationProgress, kind.reply, on_progress, fds=fds, patient=True)
+        return self.converse(request, kind.event, kind.reply, on_progress, fds=fds, patient=True)
 
-    return begin if is_operation(kind) else call
+    return begin if waits(kind) else call
 
 
 def _async(kind: type[Request]) -> Callable[..., Coroutine[Any, Any, Any]]:
@@ -101,9 +106,9 @@ def _async(kind: type[Request]) -> Callable[..., Coroutine[Any, Any, Any]]:
 
     async def begin(self: Any, *given: Any, on_progress: Any = None, **named: Any) -> Any:
         request, fds = _request(kind, placed, given, named)
-        return await self.converse(request, OperationProgress, kind.reply, on_progress, fds=fds)
+        return await self.converse(request, kind.event, kind.reply, on_progress, fds=fds)
 
-    return begin if is_operation(kind) else call
+    return begin if waits(kind) else call
 
 
 add_calls(SyncCalls, AsyncCalls, VERBS.values())

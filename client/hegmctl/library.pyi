@@ -9,17 +9,21 @@ from hegmd.protocol.operations import OperationProgress
 def calls_of(rows: Iterable[Verb]) -> dict[str, type[m.Request]]: ...
 def parameters(kind: type[m.Request]) -> tuple[list[str], list[str]]: ...
 def is_operation(kind: type[m.Request]) -> bool: ...
+def waits(kind: type[m.Request]) -> bool: ...
 def add_calls(sync: type, asynchronous: type, rows: Iterable[Verb]) -> None: ...
 
 class SyncCalls:
     def gpus(self) -> m.GpusReply: ...
     def processes(
         self,
-        pids: int | Iterable[int] = ...,
+        pids: int | str | Iterable[int | str] = ...,
         gpus: Iterable[str] = ...,
         *,
         ways: bool = ...,
     ) -> m.ProcessesReply: ...
+    def jobs(self, *, jobs: int | str | Iterable[int | str] = ..., all: bool = ...) -> m.JobsReply: ...
+    def job(self, job: int | str) -> m.JobReply: ...
+    def job_wait(self, job: int | str, *, on_progress: Callable[[m.Job], object] | None = None) -> m.JobReply: ...
     def config(self) -> m.ConfigReply: ...
     def reload(self) -> m.ReloadReply: ...
     def metrics(self) -> m.MetricsReply: ...
@@ -28,7 +32,7 @@ class SyncCalls:
     def simulate_fault(self, target: str, fault: str) -> m.FaultReply: ...
     def migrate(
         self,
-        pids: int | Iterable[int],
+        pids: int | str | Iterable[int | str],
         to: str | None = ...,
         *,
         limit_s: float | None = ...,
@@ -44,7 +48,7 @@ class SyncCalls:
     ) -> m.OperationReply: ...
     def suspend(
         self,
-        pids: int | Iterable[int],
+        pids: int | str | Iterable[int | str],
         *,
         limit_s: float | None = ...,
         wait: bool = ...,
@@ -56,7 +60,7 @@ class SyncCalls:
     ) -> m.OperationReply: ...
     def quiesce(
         self,
-        pids: int | Iterable[int],
+        pids: int | str | Iterable[int | str],
         *,
         hold_s: float | None = ...,
         limit_s: float | None = ...,
@@ -66,7 +70,7 @@ class SyncCalls:
     ) -> m.OperationReply: ...
     def handoff(
         self,
-        pid: int,
+        pid: int | str,
         path: str,
         *,
         limit_s: float | None = ...,
@@ -76,7 +80,7 @@ class SyncCalls:
     ) -> m.OperationReply: ...
     def resume(
         self,
-        pid: int,
+        pid: int | str,
         to: str | None = ...,
         *,
         limit_s: float | None = ...,
@@ -96,8 +100,8 @@ class SyncCalls:
     ) -> m.Drained: ...
     def swap(
         self,
-        first: int,
-        second: int,
+        first: int | str,
+        second: int | str,
         *,
         limit_s: float | None = ...,
         wait: bool = ...,
@@ -110,7 +114,7 @@ class SyncCalls:
     def orphans(self) -> m.OrphansReply: ...
     def adopt(
         self,
-        pid: int,
+        pid: int | str,
         to: str | None = ...,
         *,
         wait: bool = ...,
@@ -120,7 +124,7 @@ class SyncCalls:
     def drop_orphan(self, name: str) -> m.Dropped: ...
     def checkpoint(
         self,
-        pid: int,
+        pid: int | str,
         path: str,
         *,
         leave_running: bool = ...,
@@ -147,11 +151,19 @@ class AsyncCalls:
     async def gpus(self) -> m.GpusReply: ...
     async def processes(
         self,
-        pids: int | Iterable[int] = ...,
+        pids: int | str | Iterable[int | str] = ...,
         gpus: Iterable[str] = ...,
         *,
         ways: bool = ...,
     ) -> m.ProcessesReply: ...
+    async def jobs(self, *, jobs: int | str | Iterable[int | str] = ..., all: bool = ...) -> m.JobsReply: ...
+    async def job(self, job: int | str) -> m.JobReply: ...
+    async def job_wait(
+        self,
+        job: int | str,
+        *,
+        on_progress: Callable[[m.Job], Awaitable[object]] | None = None,
+    ) -> m.JobReply: ...
     async def config(self) -> m.ConfigReply: ...
     async def reload(self) -> m.ReloadReply: ...
     async def metrics(self) -> m.MetricsReply: ...
@@ -160,7 +172,7 @@ class AsyncCalls:
     async def simulate_fault(self, target: str, fault: str) -> m.FaultReply: ...
     async def migrate(
         self,
-        pids: int | Iterable[int],
+        pids: int | str | Iterable[int | str],
         to: str | None = ...,
         *,
         limit_s: float | None = ...,
@@ -176,7 +188,7 @@ class AsyncCalls:
     ) -> m.OperationReply: ...
     async def suspend(
         self,
-        pids: int | Iterable[int],
+        pids: int | str | Iterable[int | str],
         *,
         limit_s: float | None = ...,
         wait: bool = ...,
@@ -188,7 +200,7 @@ class AsyncCalls:
     ) -> m.OperationReply: ...
     async def quiesce(
         self,
-        pids: int | Iterable[int],
+        pids: int | str | Iterable[int | str],
         *,
         hold_s: float | None = ...,
         limit_s: float | None = ...,
@@ -198,7 +210,7 @@ class AsyncCalls:
     ) -> m.OperationReply: ...
     async def handoff(
         self,
-        pid: int,
+        pid: int | str,
         path: str,
         *,
         limit_s: float | None = ...,
@@ -208,7 +220,7 @@ class AsyncCalls:
     ) -> m.OperationReply: ...
     async def resume(
         self,
-        pid: int,
+        pid: int | str,
         to: str | None = ...,
         *,
         limit_s: float | None = ...,
@@ -228,8 +240,8 @@ class AsyncCalls:
     ) -> m.Drained: ...
     async def swap(
         self,
-        first: int,
-        second: int,
+        first: int | str,
+        second: int | str,
         *,
         limit_s: float | None = ...,
         wait: bool = ...,
@@ -242,7 +254,7 @@ class AsyncCalls:
     async def orphans(self) -> m.OrphansReply: ...
     async def adopt(
         self,
-        pid: int,
+        pid: int | str,
         to: str | None = ...,
         *,
         wait: bool = ...,
@@ -252,7 +264,7 @@ class AsyncCalls:
     async def drop_orphan(self, name: str) -> m.Dropped: ...
     async def checkpoint(
         self,
-        pid: int,
+        pid: int | str,
         path: str,
         *,
         leave_running: bool = ...,

@@ -55,7 +55,7 @@ def migrate(session: Session) -> int:
     arguments = session.arguments
     to, via = arguments.text("to"), arguments.text("via")
     if to is None and via is None:
-        raise HegmError(USAGE, "migrate needs --to and a GPU", "hegmctl gpus lists them: hegmctl migrate PID --to gpu1")
+        raise HegmError(USAGE, "migrate needs --to and a GPU", "hegmctl gpus lists them: hegmctl migrate JOB --to gpu1")
     python = arguments.text("python")
     changed, without = _environment(arguments.texts("env"))
     if via is None and (python is not None or changed or without):
@@ -76,10 +76,10 @@ def drain(session: Session) -> int:
 def adopt(session: Session) -> int:
     """`hegmctl adopt`: the list, one job, or the end of some bytes."""
     arguments = session.arguments
-    pids, name = arguments.wholes("PID"), arguments.text("drop")
-    if len(pids) > 1 or (pids and name is not None):
-        raise HegmError(USAGE, "adopt takes one PID, or --drop and one name", "hegmctl adopt lists what there is")
-    if pids:
+    jobs, name = arguments.values("JOB"), arguments.text("drop")
+    if len(jobs) > 1 or (jobs and name is not None):
+        raise HegmError(USAGE, "adopt takes one JOB, or --drop and one name", "hegmctl adopt lists what there is")
+    if jobs:
         return carry_out(session, arguments.request())
     request: Request = Orphans()
     if name is not None:

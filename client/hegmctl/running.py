@@ -16,7 +16,8 @@ from time import monotonic, sleep
 from hegmctl.endpoint import SYSTEM_SOCKET, Endpoint, find_endpoint, is_private, own_socket
 from hegmctl.exec_command import become, require
 from hegmctl.grammar.moving import NVLS, READY_WHEN
-from hegmd.errors import EXTERNAL, NO_DAEMON, NOT_FOUND, REFUSED, USAGE, HegmError, Refused
+from hegmd.errors import BAD_REQUEST, EXTERNAL, INCOMPATIBLE, NO_DAEMON, NOT_FOUND, REFUSED, USAGE, HegmError, Refused
+from hegmd.protocol.names import gpu_named
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from hegmctl.arguments import Arguments
     from hegmctl.cli import Session
+    from hegmctl.connection import Connection
     from hegmd.protocol.snapshots import Gpu
 
 # What is started so is on no GPU.
@@ -35,6 +37,8 @@ _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1"}
 DAEMON_UP_WITHIN_S = 20.0
 _POLL_INTERVAL_S = 0.02
 _LOG_TAIL_BYTES = 2000
+# Of the command, which may be long, so much is told to the daemon: it shows the first 500 characters.
+MAX_WORDS, MAX_WORD_BYTES = 100, 500
 # Of images that are taken every so often: how many are kept if nothing is said, and the least from one to the next.
 KEPT = 3
 # Tells every Python of the command that it has a supervisor; and, set beforehand, makes `hegmctl run` one.
@@ -50,16 +54,18 @@ def run(session: Session) -> int:
     supervised = _is_supervised(arguments)
     command = arguments.tail
     if not command:
-        raise HegmError(USAGE, "run needs a command after `--`", "hegmctl run -- python3 train.py")
+        raise HegmError(USAGE, "run needs a command", "hegmctl run python3 train.py")
     images = periodic_images(arguments)
     nccl = nccl_settings(arguments.text("nvls"))
     asked = gpus_asked(arguments.text("gpu"))
+    _require_name(arguments.text("name"))
     require(command)
     if supervised:
         _require_agent(session, command)
     endpoint = find_endpoint(arguments.text("socket"))
+    run_id = os.urandom(8).hex()
     try:
-        visible = _look_at_daemon(session, asked)
+        seen = _look_at_daemon(session, asked, run_id)
     except HegmError as error:
         if error.code is not NO_DAEMON:
             raise
@@ -68,20 +74,28 @@ def run(session: Session) -> int:
                 hint = "leave --gpu out, and set CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES yourself"
                 raise HegmError(NO_DAEMON, f"{error.message}; only a daemon knows {', '.join(asked)}", hint) from error
             session.sink.note(f"{error.message}; the job runs, and its agent looks out for a daemon")
-            visible = {}
+            seen = Seen(asked, {}, arguments.text("name"))
         else:
             endpoint = _start_daemon(endpoint, arguments.text("simulate"))
             session.sink.note(f"started hegmd at {endpoint.path} for this job")
-            visible = _look_at_daemon(session, asked, endpoint.path)
-    prepare(os.environ, endpoint.path, arguments.text("name"), ",".join(asked) or None, images)
+            seen = _look_at_daemon(session, asked, run_id, endpoint.path)
+    prepare(os.environ, endpoint.path, seen.name, ",".join(seen.gpus) or None, images, run_id=run_id)
     for variable, value in nccl.items():
         os.environ.setdefault(variable, value)
-    for note in place(os.environ, visible):
+    for note in place(os.environ, seen.visible):
         session.sink.note(note)
     if not supervised:
         os.environ.pop(ALLOW_RESTART, None)
         become(command)
-    return _stay_with(session, endpoint.path, command)
+    return _stay_with(session, endpoint.path, command, seen.gpus)
+
+
+def _require_name(name: str | None) -> None:
+    from hegmd.protocol.names import why_no_name
+
+    why = None if name is None else why_no_name(name)
+    if why is not None:
+        raise HegmError(USAGE, f"--name {name}: {why}", "choose another, such as --name train")
 
 
 def _is_supervised(arguments: Arguments) -> bool:
@@ -109,7 +123,7 @@ def _require_agent(session: Session, command: Sequence[str]) -> None:
     session.sink.note(f"`{word}` keeps hegmd's agent out of {command[0]}: the job runs, and cannot be restarted")
 
 
-def _stay_with(session: Session, path: str, command: Sequence[str]) -> int:
+def _stay_with(session: Session, path: str, command: Sequence[str], gpus: Sequence[str]) -> int:
     """Be the parent of the command; its exit status."""
     from hegmctl.output import flush
     from hegmctl.restart_client import TRIES, DaemonDesk
@@ -124,7 +138,7 @@ def _stay_with(session: Session, path: str, command: Sequence[str]) -> int:
         say=session.sink.note,
         tries=arguments.whole("restart-tries") or TRIES,
         resumes=arguments.text("resume"),
-        gpu=",".join(gpus_asked(arguments.text("gpu"))) or None,
+        gpu=",".join(gpus) or None,
         ready=arguments.text("ready"),
     )
     flush()
@@ -166,7 +180,13 @@ def nccl_settings(nvls: str | None) -> dict[str, str]:
 
 
 def prepare(
-    environ: MutableMapping[str, str], socket_path: str, name: str | None, gpu: str | None, images: str | None = None
+    environ: MutableMapping[str, str],
+    socket_path: str,
+    name: str | None,
+    gpu: str | None,
+    images: str | None = None,
+    *,
+    run_id: str | None = None,
 ) -> None:
     """What the command's environment needs besides its own."""
     for variable in OF_ONE_START:
@@ -179,7 +199,7 @@ def prepare(
     # A launcher's store with io_uring keeps its whole job out of every image; see hegmd/agent/no_io_uring.py.
     environ.setdefault("USE_LIBUV", "0")
     # Two runs are two jobs, whatever they are called, and each moves by itself; one run within another is its own too.
-    environ["HEGM_RUN"] = os.urandom(8).hex()
+    environ["HEGM_RUN"] = run_id or os.urandom(8).hex()
     for variable, value in (("HEGM_JOB", name), ("HEGM_GPU", gpu), ("HEGM_IMAGES", images)):
         environ.pop(variable, None)
         if value is not None:
@@ -210,12 +230,50 @@ def gpus_asked(text: str | None) -> tuple[str, ...]:
     return names
 
 
-def _look_at_daemon(session: Session, asked: Sequence[str], socket: str | None = None) -> dict[str, str]:
-    """See that a daemon serves us; by which variables a process sees those GPUs and no others. Raises HegmError."""
+class Seen:
+    """What the daemon said: the ids of the GPUs that were named, by which variables a process sees them and no others,
+    and the name of the job."""
+
+    __slots__ = ("gpus", "name", "visible")
+
+    def __init__(self, gpus: tuple[str, ...], visible: dict[str, str], name: str | None) -> None:
+        self.gpus = gpus
+        self.visible = visible
+        self.name = name
+
+
+def _look_at_daemon(session: Session, asked: tuple[str, ...], run_id: str, socket: str | None = None) -> Seen:
+    """See that a daemon serves us, and have it enter this process as a job. Raises HegmError."""
     with session.connect(socket=socket) as connection:
-        if not asked:
-            return {}
-        return visible(asked, connection.gpus().gpus)
+        gpus, variables = asked, dict[str, str]()
+        if asked:
+            known = connection.gpus().gpus
+            gpus = tuple(one if one == CPU else gpu_named(one, known) for one in asked)
+            if len(set(gpus)) < len(gpus):
+                raise HegmError(USAGE, f"--gpu {','.join(asked)} names a GPU twice", "write each once")
+            variables = visible(gpus, known)
+        return Seen(gpus, variables, _register(session, connection, run_id))
+
+
+def _register(session: Session, connection: Connection, run_id: str) -> str | None:
+    """Have the daemon enter this process as a job; its name, which a daemon of an earlier release does not give."""
+    from hegmd.protocol.messages import JobRegistered, RegisterJob
+
+    arguments = session.arguments
+    wanted = arguments.text("name")
+    words = [os.fsencode(word)[:MAX_WORD_BYTES].decode("utf-8", "replace") for word in arguments.tail[:MAX_WORDS]]
+    request = RegisterJob(run=run_id, name=wanted, command=tuple(words), resumes=arguments.text("resume"))
+    try:
+        job = connection.call(request, JobRegistered)
+    except HegmError as error:
+        if error.code in (BAD_REQUEST, NOT_FOUND):
+            raise
+        if error.code is not INCOMPATIBLE:  # as a daemon of an earlier release says
+            session.sink.note(f"{error.message}; the job runs, and is named once its agent connects")
+        return wanted
+    if wanted is not None and job.name != wanted:
+        session.sink.note(f"another job is called {wanted}: this one is {job.name} ({job.id})")
+    return job.name
 
 
 def visible(asked: Sequence[str], known: Sequence[Gpu]) -> dict[str, str]:
@@ -226,12 +284,10 @@ def visible(asked: Sequence[str], known: Sequence[Gpu]) -> dict[str, str]:
     """
     if tuple(asked) == (CPU,):
         return {} if all(gpu.vendor == SIMULATED for gpu in known) else dict(_NO_GPU)
-    by_name = {name: gpu for gpu in known for name in (gpu.id, gpu.uuid)}
+    by_name = {gpu.id: gpu for gpu in known}
     found: list[Gpu] = []
     for name in asked:
-        gpu = by_name.get(name)
-        if gpu is None:
-            raise _no_gpu(name, [gpu.id for gpu in known])
+        gpu = by_name[gpu_named(name, known)]
         if gpu.state == "lost":
             others = [gpu.id for gpu in known if gpu.state == "ok"]
             hint = f"use another: {', '.join(others)}" if others else "hegmctl doctor says what can be done"
@@ -243,14 +299,6 @@ def visible(asked: Sequence[str], known: Sequence[Gpu]) -> dict[str, str]:
         raise HegmError(REFUSED, message, "a process has the GPUs of one; name GPUs of one vendor")
     variable = _VISIBLE.get(vendors.pop())
     return {} if variable is None else {variable: ",".join([gpu.uuid for gpu in found])}
-
-
-def _no_gpu(name: str, have: Sequence[str]) -> HegmError:
-    from hegmctl.suggestions import closest
-
-    close = closest(name, have)
-    hint = f"did you mean {close}? run: hegmctl gpus" if close else "run: hegmctl gpus"
-    return HegmError(NOT_FOUND, f"no GPU {name!r}; this node has {', '.join(have) or 'none'}", hint)
 
 
 def place(environ: MutableMapping[str, str], visible: Mapping[str, str]) -> list[str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from hegmctl.grammar import GROUPS, PROGRAM, VERBS, Argument, Option, Verb
 from hegmd.errors import USAGE, HegmError
+from hegmd.protocol.names import closest
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
 
 def _shown() -> list[Verb]:
@@ -52,30 +53,3 @@ def unknown_choice(argument: Argument, word: str) -> HegmError:
         f"{argument.name} cannot be {word!r}",
         f"did you mean {close}? {listed}" if close else f"write another: {listed}",
     )
-
-
-def closest(word: str, candidates: Sequence[str]) -> str | None:
-    """The candidate that was probably meant, or None."""
-    lowered = word.lower()
-    scored = [(distance(lowered, candidate), candidate) for candidate in candidates]
-    allowed = max(1, len(word) // 3)
-    near = sorted(pair for pair in scored if pair[0] <= allowed)
-    if near:
-        return near[0][1]
-    started = [candidate for candidate in candidates if len(lowered) > 1 and candidate.startswith(lowered)]
-    return started[0] if len(started) == 1 else None
-
-
-def distance(first: str, second: str) -> int:
-    """Edits from one word to the other: a letter more, less, other, or two swapped."""
-    before: list[int] = []
-    row = list(range(len(second) + 1))
-    for i, letter in enumerate(first, 1):
-        after = [i]
-        for j, other in enumerate(second, 1):
-            cost = min(row[j] + 1, after[j - 1] + 1, row[j - 1] + (letter != other))
-            if i > 1 and j > 1 and letter == second[j - 2] and first[i - 2] == other:
-                cost = min(cost, before[j - 2] + 1)
-            after.append(cost)
-        before, row = row, after
-    return row[-1]

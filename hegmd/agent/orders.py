@@ -56,12 +56,12 @@ class Orders:
         self._signal: int | None = None
         self._weighed: departing.Weight | HegmError | None = None
         self._left_alone: str | None = None
-        self.known_bytes = 0
-        self.obeyed = 0
+        self.known_bytes = self.obeyed = 0
         self.changed_by_itself = False
         #: Set once it was told to step aside: the connection is to end, and whom to come back to is to be seen there.
         self.aside: Aside | None = None
         self._do: dict[str, Callable[[Order, int | None], None]] = {
+            "count": lambda order, _fd: self._answers.done(order.order),  # every report has the count
             "survey": self._survey,
             "park": self._park,
             "withdraw": self._withdraw,

@@ -62,6 +62,7 @@ from hegmd.node.devices.simulated import SimulatedProvider
 from hegmd.node.inventory import Inventory, NodeSnapshot
 from hegmd.operations.driver_orphans import DriverOrphans
 from hegmd.operations.image_requests import Checkpoints
+from hegmd.operations.job_requests import JobOperationsOf, JobRequests
 from hegmd.operations.operations import Operations
 from hegmd.operations.orphaned_memory import OrphanedMemory, VideoOrphans
 from hegmd.operations.orphans import Orphans, ParkedOrphans, PoolOrphans, Source, UntrustedFiles
@@ -77,6 +78,7 @@ from hegmd.protocol.snapshots import AgentInfo, Gpu
 from hegmd.system.programs import Rights
 from hegmd.telemetry.events import EventLog
 from hegmd.workers.job_names import JobNames
+from hegmd.workers.jobs import Jobs
 from hegmd.workers.supervisors import SupervisorAway, Supervisors
 from hegmd.workers.workers import AgentConnection, Workers
 
@@ -160,10 +162,20 @@ class Moving:
         for part in (self.attendance, self.runner, self.resting, self.orphans, self.periodic):
             workers.listen(part.hear)
 
+    def _make_jobs(self) -> None:
+        """Create the register of jobs, and the service that shows and names them."""
+        workers, supervisors, operations = self._workers, self.supervisors, JobOperationsOf(self.runner)
+        self.jobs = Jobs(workers, supervisors, self._start_ticks, operations)
+        self._names = JobNames(workers, supervisors)
+        self.job_requests = JobRequests(
+            self.jobs, self._names, operations, self._inventory, workers, supervisors, self.runner
+        )
+
     def _make_desks(
         self, lookout: PlanSurvey, handoff: JobDumper, *, restart_always: bool, max_park_s: float | None
     ) -> None:
         """Create the services that accept requests."""
+        self._make_jobs()
         self.pool.ready.job_bytes = self._job_bytes
         self.periodic = self._make_periodic(self._events)
         self.runner.over = self.attendance.drop_ended
@@ -176,7 +188,7 @@ class Moving:
             resting=self.resting,
             standing=self._standing,
             restart_allowed=lambda: restart_always,
-            jobs=JobNames(self._workers, self.supervisors),
+            jobs=self._names,
             max_park_s=max_park_s,
         )
         self.restarts = Restarts(
@@ -353,6 +365,7 @@ class Moving:
         A simulated driver loses its reservations with the daemon. Bytes that no operation owns are kept.
         """
         await anyio.to_thread.run_sync(self.runner.open)
+        await anyio.to_thread.run_sync(self.jobs.open, self._state_dir)
         self._images = Images(self._state_dir, in_unit=self._images_by.in_unit, key_file=self._images_by.key_file)
         self.places.open()
         unended = [op.id for op in self.runner.operations() if op.phase not in TERMINAL]
@@ -396,6 +409,7 @@ class Moving:
                     await inner.start(self._workers.run)
                     await inner.start(self._opened_images().run)
                     await inner.start(self.runner.run)
+                    await inner.start(self.jobs.run)
                     await inner.start(self.restarts.run)
                     self.restarts.take_over()
                     await inner.start(self.resting.run)

@@ -38,6 +38,7 @@ from hegmd.node.processes.roll import has_ended
 from hegmd.node.processes.surroundings import nearest_ancestor, parent_of, read_outside
 from hegmd.protocol.snapshots import Gpu, GpuProcess, Way
 from hegmd.system.threads import Looks, run_detached
+from hegmd.workers.job_names import run_of
 from hegmd.workers.supervisors import Supervisor, SupervisorAway, Supervisors
 from hegmd.workers.workers import AgentConnection, Workers
 
@@ -249,7 +250,7 @@ class PlanSurvey:
                 start_ticks=process.start_ticks,
                 uid=process.uid,
                 name=process.name,
-                job=None if worker is None else _run(worker),
+                job=None if worker is None else run_of(worker),
                 gpus=tuple(use.gpu for use in process.gpus),
                 on_cpu=worker is not None and bool(worker.on_cpu),
                 kinds=tuple(use.kind for use in process.gpus),
@@ -298,14 +299,9 @@ def _with_stopped(candidates: tuple[Candidate, ...], pids: Collection[int]) -> t
     return tuple([one.replace(stopped=True) if one.pid in stopped else one for one in candidates])
 
 
-def _run(worker: AgentConnection) -> str | None:
-    """Return what the processes of a job share; an agent of an earlier release knows only its job's name."""
-    return worker.about.run or worker.about.job
-
-
 def _job(worker: AgentConnection) -> tuple[int, str] | None:
     """The job that it belongs to; None for a process that is one of its own."""
-    run = _run(worker)
+    run = run_of(worker)
     return None if run is None else (worker.identity.uid, run)
 
 
@@ -315,7 +311,7 @@ def _nowhere(worker: AgentConnection) -> Candidate:
         pid=worker.pid,
         start_ticks=worker.identity.start_ticks,
         uid=worker.identity.uid,
-        job=_run(worker),
+        job=run_of(worker),
         gpus=(),
         agent=_told(worker),
     )

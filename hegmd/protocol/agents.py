@@ -31,7 +31,7 @@ class Order(Record):
     order: int = field("number of the order, counted by the daemon on this connection")
     do: str = field(
         "survey, park, withdraw, offload, reload, export, free, make, copy, filled, part, rest, entrust, aside, "
-        "release, weigh, beforehand, save, disconnect, reconnect, leave or dismiss"
+        "release, weigh, beforehand, save, disconnect, reconnect, leave, count or dismiss"
     )
     at: int | None = field("park: at this boundary by count, or the next one after it; nil for the next", default=None)
     limit_s: float | None = field(
@@ -104,6 +104,8 @@ class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order)
     to `disconnect` its groups; after the restore each is told to `reconnect` them. Both orders wait for the other
     ranks. Both change nothing when the groups are in the wanted state already. `reconnect` also undoes a `disconnect`
     that succeeded on some of the ranks only.
+
+    One that is told to `count` reports its boundary at once, from the agent's own thread.
 
     For a restart it is told to `weigh` what its state comes to, or to say `beforehand` only what the next process may
     import before its turn; parked, to `save` that into the descriptor that comes

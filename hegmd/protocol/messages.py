@@ -8,7 +8,7 @@ Glossary, one word per thing on the wire, in logs and in the CLI:
 
 A request class carries its wire tag (`op`), the record that answers it, the record that may come in between, and
 whether it changes state, in which case the daemon keeps an audit record of it. To add a message: add a class here, or
-in `moves`, `agents` or `supervision`, whose messages are gathered here, so that all are found in this one place.
+in `moves`, `jobs`, `agents` or `supervision`, whose messages are gathered here, so that all are in this one place.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .agents import (
     Order,
     Place,
 )
+from .jobs import InspectJob, Job, JobRegistered, JobReply, Jobs, JobsReply, RegisterJob, WaitForJob
 from .moves import (
     Adopt,
     CancelOperation,
@@ -74,6 +75,12 @@ __all__ = [
     "DropOrphan",
     "Dropped",
     "Handoff",
+    "InspectJob",
+    "Job",
+    "JobRegistered",
+    "JobReply",
+    "Jobs",
+    "JobsReply",
     "LeftAlone",
     "Migrate",
     "Noted",
@@ -83,6 +90,7 @@ __all__ = [
     "Order",
     "Place",
     "Quiesce",
+    "RegisterJob",
     "Request",
     "Restore",
     "Resume",
@@ -96,6 +104,7 @@ __all__ = [
     "SupervisorOrder",
     "Suspend",
     "Swap",
+    "WaitForJob",
 ]
 
 PROTOCOL_VERSION = 2
@@ -196,7 +205,7 @@ class ProcessesReply(Record):
 class Processes(Request, op="processes", reply=ProcessesReply):
     """The processes on the node's GPUs. A pid that is asked for and not on any GPU is the error `not-found`."""
 
-    pids: tuple[int, ...] = field("only these; empty for all", default=())
+    pids: tuple[int | str, ...] = field("only these, or those of these jobs; empty for all", default=())
     gpus: tuple[str, ...] = field("only those on these GPUs; empty for all", default=())
     ways: bool = field(
         "whether the agents of the caller's processes are asked first what they hold now, within a second; without it "

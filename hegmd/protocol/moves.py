@@ -28,7 +28,7 @@ class Migrate(Request, op="migrate", reply=OperationReply, event=OperationProgre
     operation going. An operation that is turned back is a reply too: its `phase` and `failure` say so.
     """
 
-    pids: tuple[int, ...] = field("the processes; the others of their jobs come along")
+    pids: tuple[int | str, ...] = field("the jobs: of each its id, its name, or the pid of one of its processes")
     to: str | None = field(
         "the GPU to go to; of a process on several one for each, `gpu2,gpu3`, or for some, `gpu0=gpu2`; nil only with "
         "a restart, to stay",
@@ -61,7 +61,7 @@ class Quiesce(Request, op="quiesce", reply=OperationReply, event=OperationProgre
     `resume`. A `suspend`, `migrate` or `checkpoint` meanwhile begins where they stand, under the same operation.
     """
 
-    pids: tuple[int, ...] = field("the processes; the others of their jobs come along")
+    pids: tuple[int | str, ...] = field("the jobs: of each its id, its name, or the pid of one of its processes")
     hold_s: float | None = field("how long they are to stand at most; nil for the daemon's own", default=None)
     limit_s: float | None = field("how long the wait for a boundary may take; nil for the daemon's own", default=None)
     wait: bool = field("whether to wait until they stand", default=True)
@@ -75,7 +75,7 @@ class Suspend(Request, op="suspend", reply=OperationReply, event=OperationProgre
     cannot be, the jobs are suspended with their bytes in memory and the reply is an error that says why.
     """
 
-    pids: tuple[int, ...] = field("the processes; the others of their jobs come along")
+    pids: tuple[int | str, ...] = field("the jobs: of each its id, its name, or the pid of one of its processes")
     limit_s: float | None = field("how long the wait for a boundary may take; nil for the daemon's own", default=None)
     wait: bool = field("whether to wait for the end", default=True)
     dry_run: bool = field("whether only the plan is wanted", default=False)
@@ -99,7 +99,7 @@ class Checkpoint(Request, op="checkpoint", reply=OperationReply, event=Operation
     For the owner of all its processes, and for root: an image holds their memory.
     """
 
-    pid: int = field("one of its processes; the others come along")
+    pid: int | str = field("the job: its id, its name, or the pid of one of its processes")
     path: str = field("the directory that the image is to have, absolute; written with the caller's rights")
     leave_running: bool = field("whether the job is to go on after it", default=False)
     limit_s: float | None = field("how long the wait for a boundary may take; nil for the daemon's own", default=None)
@@ -114,7 +114,7 @@ class Handoff(Request, op="handoff", reply=OperationReply, event=OperationProgre
     For the owner of all its processes, and for root.
     """
 
-    pid: int = field("one of its processes")
+    pid: int | str = field("the job: its id, its name, or the pid of one of its processes")
     path: str = field("the directory that the image is to have, absolute; written with the caller's rights")
     limit_s: float | None = field("how long that may take; nil for the daemon's own", default=None)
     wait: bool = field("whether to wait for the end", default=True)
@@ -141,7 +141,7 @@ class Restore(Request, op="restore", reply=OperationReply, event=OperationProgre
 class Resume(Request, op="resume", reply=OperationReply, event=OperationProgress, changes_state=True):
     """Let a suspended job go on, or one that only stands at a boundary."""
 
-    pid: int = field("one of its processes")
+    pid: int | str = field("the job: its id, its name, or the pid of one of its processes")
     to: str | None = field("the GPU to go on at; nil for where it was", default=None)
     limit_s: float | None = field("after how long to suspend it again, its bytes not back; nil: never", default=None)
     wait: bool = field("whether to wait for the end", default=True)
@@ -173,8 +173,8 @@ class Swap(Request, op="swap", reply=Drained, event=OperationProgress, changes_s
     meanwhile. Once begun it is carried out to its end, whoever leaves; without `wait`, the reply has its first step.
     """
 
-    first: int = field("a process of the one job")
-    second: int = field("a process of the other")
+    first: int | str = field("the one job: its id, its name, or the pid of one of its processes")
+    second: int | str = field("the other")
     limit_s: float | None = field("how long each wait for a boundary may take", default=None)
     wait: bool = field("whether to wait for the end", default=True)
     dry_run: bool = field("whether only the plans are wanted", default=False)
@@ -230,7 +230,7 @@ class Orphans(Request, op="orphans", reply=OrphansReply):
 class Adopt(Request, op="adopt", reply=OperationReply, event=OperationProgress, changes_state=True):
     """Make an operation of a parked process that belongs to none, and resume the job."""
 
-    pid: int = field("the process; the others of its job come along")
+    pid: int | str = field("the job: its id, its name, or the pid of one of its processes")
     to: str | None = field("the GPU to go on at; nil for the one that it was started for", default=None)
     wait: bool = field("whether to wait for the end", default=True)
     dry_run: bool = field("whether only the plan is wanted", default=False)

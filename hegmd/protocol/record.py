@@ -6,8 +6,8 @@ form for the wire, the check of what came from the wire, and the reference in do
 Python start, and every `hegmctl` call and every worker would pay that.
 
 Field types are a small language, read from the annotations once, when a class is first decoded or described:
-int, float, bool, str, bytes, object (any plain value), the name of a record, `tuple[X, ...]`, `Mapping[str, X]`, and
-`X | None` for "may be unknown".
+int, float, bool, str, bytes, object (any plain value), `int | str`, the name of a record, `tuple[X, ...]`,
+`Mapping[str, X]`, and `X | None` for "may be unknown".
 """
 
 from __future__ import annotations
@@ -226,6 +226,14 @@ def _check_float(value: object, where: str) -> float:
     return value
 
 
+def _check_int_or_str(value: object, where: str) -> int | str:
+    if isinstance(value, str):
+        return value
+    if type(value) is not int:
+        raise BadValue(where, f"an integer or a string is needed, not {_kind_of(value)}")
+    return _check_int(value, where)
+
+
 def _exactly(wanted: type, words: str) -> Check:
     def check(value: object, where: str) -> object:
         if type(value) is not wanted:
@@ -237,6 +245,7 @@ def _exactly(wanted: type, words: str) -> Check:
 
 _SCALARS: dict[str, Check] = {
     "int": _check_int,
+    "int | str": _check_int_or_str,
     "float": _check_float,
     "bool": _exactly(bool, "true or false"),
     "str": _exactly(str, "a string"),

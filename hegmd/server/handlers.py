@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,13 +13,15 @@ from hegmd.errors import INCOMPATIBLE, NOT_FOUND, HegmError
 from hegmd.node.devices.simulated import SimulatedProvider
 from hegmd.node.inventory import Inventory, NodeSnapshot
 from hegmd.operations.image_requests import Checkpoints
+from hegmd.operations.job_requests import JobRequests
 from hegmd.operations.operations import Operations
 from hegmd.operations.orphans import Orphans
 from hegmd.operations.restart_requests import Restarts
 from hegmd.operations.sequences import MultiStepOperations
 from hegmd.operations.survey import May, nobody
 from hegmd.protocol import messages as m
-from hegmd.protocol.snapshots import AgentInfo, Check, GpuProcess, Way
+from hegmd.protocol.names import gpu_named, place_named
+from hegmd.protocol.snapshots import AgentInfo, Check, Gpu, GpuProcess, Way
 from hegmd.server.auth import Policy
 from hegmd.server.dispatch import Handler
 from hegmd.server.operation_handlers import OperationHandlers
@@ -44,6 +47,7 @@ class Services:
     checkpoints: Checkpoints
     orphans: Orphans
     restarts: Restarts
+    jobs: JobRequests
     simulator: SimulatedProvider | None
     limits: m.Limits
     doctor: Callable[[Callable[[Check], Awaitable[None]]], Awaitable[tuple[Check, ...]]]
@@ -76,8 +80,13 @@ class Handlers:
             m.AgentReport: self.agent_report,
             m.Supervise: self.supervise,
             m.SuperviseReport: self.supervise_report,
+            m.RegisterJob: self.register_job,
+            m.Jobs: self.jobs,
+            m.InspectJob: self.inspect_job,
+            m.WaitForJob: self.wait_for_job,
             **OperationHandlers(
-                self._s.policy, self._s.operations, self._s.sequences, self._s.checkpoints, self._s.orphans
+                *(self._s.policy, self._s.operations, self._s.sequences, self._s.checkpoints, self._s.orphans),
+                *(self._s.jobs, self._s.inventory),
             ).table(),
         }
 
@@ -122,9 +131,10 @@ class Handlers:
 
     async def processes(self, call: Call, request: m.Processes) -> m.ProcessesReply:
         snapshot = await self._s.inventory.fresh(FRESH_S)
-        _check_known(request, snapshot)
         # Sets, because a peer may name 65,536 of them, and each would be compared with each process of the node.
-        pids, gpus = frozenset(request.pids), frozenset(request.gpus)
+        gpus = frozenset(gpu_named(gpu, snapshot.gpus) for gpu in request.gpus)
+        pids = frozenset(await self._s.jobs.pids(request.pids, partial(self._s.policy.may_act_on, call.peer)))
+        _check_known(pids, snapshot)
         wanted = [process for process in snapshot.processes if _is_wanted(process, pids, gpus)]
         may = partial(self._s.policy.may_act_on, call.peer) if request.ways else nobody
         ways = await self._s.ways(snapshot, wanted, may)
@@ -134,6 +144,21 @@ class Handlers:
             processes=tuple(self._s.policy.visible(call.peer, process) for process in wanted),
             vendors=snapshot.vendors,
         )
+
+    async def register_job(self, call: Call, request: m.RegisterJob) -> m.JobRegistered:
+        return await self._s.jobs.register(call.peer.pid, call.peer.uid, request)
+
+    async def jobs(self, call: Call, request: m.Jobs) -> m.JobsReply:
+        may = partial(self._s.policy.may_act_on, call.peer)
+        jobs = await self._s.jobs.jobs(request.jobs, may, ended=request.all)
+        return m.JobsReply(taken_utc=time.time(), jobs=jobs)
+
+    async def inspect_job(self, call: Call, request: m.InspectJob) -> m.JobReply:
+        return m.JobReply(job=await self._s.jobs.one(request.job, partial(self._s.policy.may_act_on, call.peer)))
+
+    async def wait_for_job(self, call: Call, request: m.WaitForJob) -> m.JobReply:
+        may = partial(self._s.policy.may_act_on, call.peer)
+        return m.JobReply(job=await self._s.jobs.wait(request.job, may, call.emit))
 
     async def events(self, call: Call, request: m.Events) -> m.EventsReply:
         require_kinds(request.kinds)
@@ -161,7 +186,8 @@ class Handlers:
 
     async def simulate_hold(self, call: Call, request: m.SimulateHold) -> m.HoldReply:
         simulator = self._simulator()
-        held_bytes = simulator.hold(call.session, call.peer.pid, request.gpu, request.vram_bytes)
+        gpu = place_named(request.gpu, self._gpus())
+        held_bytes = simulator.hold(call.session, call.peer.pid, gpu, request.vram_bytes)
 
         def give_back() -> None:
             simulator.release(call.session)
@@ -169,12 +195,16 @@ class Handlers:
 
         call.session.at_end("simulate.hold", give_back)
         self._s.inventory.expire()
-        return m.HoldReply(gpu=request.gpu, vram_bytes=held_bytes)
+        return m.HoldReply(gpu=gpu, vram_bytes=held_bytes)
 
     async def simulate_fault(self, call: Call, request: m.SimulateFault) -> m.FaultReply:
-        faults = self._simulator().set_fault(request.target, request.fault)
+        faults = self._simulator().set_fault(place_named(request.target, self._gpus()), request.fault)
         self._s.inventory.expire()
         return m.FaultReply(faults=faults)
+
+    def _gpus(self) -> Sequence[Gpu]:
+        latest = self._s.inventory.latest
+        return () if latest is None else latest.gpus
 
     def _simulator(self) -> SimulatedProvider:
         if self._s.simulator is None:
@@ -186,15 +216,10 @@ class Handlers:
         return self._s.simulator
 
 
-def _check_known(request: m.Processes, snapshot: NodeSnapshot) -> None:
-    """Raise NOT_FOUND for pids and GPUs that are not there."""
-    gpus = {gpu.id for gpu in snapshot.gpus}
-    for gpu in request.gpus:
-        if gpu not in gpus:
-            have = f"this node has {', '.join(sorted(gpus))}" if gpus else "this node has no GPU that hegmd can see"
-            raise HegmError(NOT_FOUND, f"no GPU {gpu[:40]!r}; {have}", "run: hegmctl gpus", {"gpu": gpu[:40]})
+def _check_known(pids: frozenset[int], snapshot: NodeSnapshot) -> None:
+    """Raise NOT_FOUND for pids that are on no GPU."""
     present = {process.pid for process in snapshot.processes}
-    missing = [pid for pid in request.pids if pid not in present]
+    missing = sorted(pids - present)
     if missing:
         some = ", ".join(str(pid) for pid in missing[:10])
         raise HegmError(

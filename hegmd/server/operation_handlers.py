@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from hegmd.node.inventory import Inventory
 from hegmd.operations.image_requests import Checkpoints, Wished
+from hegmd.operations.job_requests import JobRequests
 from hegmd.operations.operations import Operations
 from hegmd.operations.orphans import Orphans
 from hegmd.operations.request_context import OperationResult, RequestContext, Restarting
 from hegmd.operations.sequences import MultiStepOperations, Outcome
 from hegmd.protocol import messages as m
+from hegmd.protocol.names import place_named
 from hegmd.protocol.operations import StoryLine
 from hegmd.server.auth import Policy
 from hegmd.server.dispatch import Handler
@@ -32,7 +35,11 @@ class OperationHandlers:
         sequences: MultiStepOperations,
         checkpoints: Checkpoints,
         orphans: Orphans,
+        jobs: JobRequests,
+        inventory: Inventory,
     ) -> None:
+        self._jobs = jobs
+        self._inventory = inventory
         self._checkpoints = checkpoints
         self._policy = policy
         self._operations = operations
@@ -63,50 +70,55 @@ class OperationHandlers:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         asked = replace(asked, carrier=request.carrier)
         restart = Restarting(request.via, request.allow_restart, request.set, request.unset, request.python)
-        return _reply(await self._operations.migrate(request.pids, request.to, asked, restart))
+        pids, to = await self._jobs.pids(request.pids, asked.may), await self._place(request.to)
+        return _reply(await self._operations.migrate(pids, to, asked, restart))
 
     async def quiesce(self, call: Call, request: m.Quiesce) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
-        return _reply(await self._operations.quiesce(request.pids, request.hold_s, asked))
+        pids = await self._jobs.pids(request.pids, asked.may)
+        return _reply(await self._operations.quiesce(pids, request.hold_s, asked))
 
     async def suspend(self, call: Call, request: m.Suspend) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         asked = replace(asked, carrier=request.carrier)
-        keep_context = request.keep_context
-        return _reply(
-            await self._operations.suspend(request.pids, asked, spill=request.spill, keep_context=keep_context)
-        )
+        pids, keep_context = await self._jobs.pids(request.pids, asked.may), request.keep_context
+        return _reply(await self._operations.suspend(pids, asked, spill=request.spill, keep_context=keep_context))
 
     async def resume(self, call: Call, request: m.Resume) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
-        return _reply(await self._operations.resume(request.pid, request.to, asked))
+        pid, to = await self._jobs.pid(request.pid, asked.may), await self._place(request.to)
+        return _reply(await self._operations.resume(pid, to, asked))
 
     async def checkpoint(self, call: Call, request: m.Checkpoint) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         asked = replace(asked, carrier=request.carrier)
-        rights = _rights(call)
+        pid, rights = await self._jobs.pid(request.pid, asked.may), _rights(call)
         answer = await self._checkpoints.checkpoint(
-            request.pid, request.path, rights, asked, leave_running=request.leave_running
+            pid, request.path, rights, asked, leave_running=request.leave_running
         )
         return _reply(answer)
 
     async def handoff(self, call: Call, request: m.Handoff) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
-        return _reply(await self._checkpoints.handoff(request.pid, request.path, _rights(call), asked))
+        pid = await self._jobs.pid(request.pid, asked.may)
+        return _reply(await self._checkpoints.handoff(pid, request.path, _rights(call), asked))
 
     async def restore(self, call: Call, request: m.Restore) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         outlets, fds = request.outlets, tuple(call.fds.view())
-        wish = Wished(request.path, request.to, as_then=request.as_then, outlets=outlets, fds=fds)
+        to = await self._place(request.to)
+        wish = Wished(request.path, to, as_then=request.as_then, outlets=outlets, fds=fds)
         return _reply(await self._checkpoints.restore(wish, _rights(call), asked))
 
     async def drain(self, call: Call, request: m.Drain) -> m.Drained:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
-        return _drained(await self._sequences.drain(request.gpu, request.to, asked))
+        gpu, *to = [str(await self._place(name)) for name in (request.gpu, *request.to)]
+        return _drained(await self._sequences.drain(gpu, tuple(to), asked))
 
     async def swap(self, call: Call, request: m.Swap) -> m.Drained:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
-        return _drained(await self._sequences.swap(request.first, request.second, asked))
+        first, second = [await self._jobs.pid(one, asked.may) for one in (request.first, request.second)]
+        return _drained(await self._sequences.swap(first, second, asked))
 
     async def operations(self, call: Call, _: m.Operations) -> m.OperationsReply:
         await self._orphans.look(thorough=False, within_s=OPERATIONS_S)
@@ -132,11 +144,19 @@ class OperationHandlers:
 
     async def adopt(self, call: Call, request: m.Adopt) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run)
-        return _reply(await self._operations.adopt(request.pid, request.to, asked))
+        pid, to = await self._jobs.pid(request.pid, asked.may), await self._place(request.to)
+        return _reply(await self._operations.adopt(pid, to, asked))
 
     async def drop_orphan(self, call: Call, request: m.DropOrphan) -> m.Dropped:
         freed_bytes = await self._orphans.drop(request.name, self._asked(call).may)
         return m.Dropped(name=request.name, size_bytes=freed_bytes)
+
+    async def _place(self, text: str | None) -> str | None:
+        """A target with the ids of its GPUs, however they were named."""
+        if text is None:
+            return None
+        snapshot = self._inventory.latest or await self._inventory.fresh(0.0)
+        return place_named(text, snapshot.gpus)
 
     def _asked(
         self, call: Call, *, wait: bool = True, dry_run: bool = False, limit_s: float | None = None

@@ -29,7 +29,9 @@ COLLECTIVE = frozenset({"disconnect", "reconnect"})
 # Those that an agent obeys while its communicators are taken down or up.
 _BESIDE_COLLECTIVE = MOVING | {"export", "filled", "part"}
 # Those that an agent answers within a limit of its own, whatever its training does.
-LIMITED = frozenset({"survey", "weigh", "beforehand"}) | COLLECTIVE
+LIMITED = frozenset({"survey", "weigh", "beforehand", "count"}) | COLLECTIVE
+# Waits for no other order, and no other order waits for it: the agent's own thread answers it.
+COUNT = "count"
 # Those that an agent answers when its training thread has come to a boundary, however long that takes without a limit.
 _AT_A_BOUNDARY = frozenset({"park", "release"})
 # Beyond the limit that an agent keeps to by itself.
@@ -118,5 +120,8 @@ class Link(OrderLink[Order, Given]):
     def in_the_way(self, do: str) -> Iterator[Given]:
         """What is under way and not overdue, and that an order to do this has to wait for, oldest first."""
         now = anyio.current_time()
-        beside = COLLECTIVE if do in _BESIDE_COLLECTIVE else _BESIDE_COLLECTIVE if do in COLLECTIVE else ()
+        if do == COUNT:
+            return iter(())
+        beside = COLLECTIVE if do in _BESIDE_COLLECTIVE else _BESIDE_COLLECTIVE if do in COLLECTIVE else frozenset()
+        beside |= {COUNT}
         return (given for given in tuple(self.given.values()) if given.deadline > now and given.do not in beside)

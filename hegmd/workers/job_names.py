@@ -1,19 +1,23 @@
-"""Which job a pid names: any process of a job stands for it, its launcher, its supervisor and its loaders' workers too.
+"""What a job is called by its command, and which job a pid names.
 
-A user has the pid of what they started, which under `torchrun` is the launcher and with `--allow-restart` the
-supervisor. Neither is on a GPU. Knows a process by its agent, by its supervisor, or by the HEGM_RUN that it was started
-with, and then by the same user only.
+Any process of a job stands for it, its launcher, its supervisor and its loaders' workers too. A user has the pid of
+what they started, which under `torchrun` is the launcher and with `--allow-restart` the supervisor. Neither is on a
+GPU. Knows a process by its agent, by its supervisor, or by the HEGM_RUN that it was started with, and then by the same
+user only.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from collections.abc import Sequence
 
 import anyio
 
 from hegmd.errors import HegmError
 from hegmd.node.processes.surroundings import variables_of
+from hegmd.protocol.names import MAX_NAME_CHARS, why_no_name
 from hegmd.system.threads import run_detached
 from hegmd.workers.supervisors import Supervisors
 from hegmd.workers.workers import AgentConnection, Workers
@@ -21,8 +25,69 @@ from hegmd.workers.workers import AgentConnection, Workers
 RUN = "HEGM_RUN"
 # Reading a process's environment waits for the lock on its memory map.
 LOOK_S = 1.0
+MAX_COMMAND_CHARS = 500
+_NAMELESS = "job"
+
+# What starts a script and is not the job: interpreters, launchers of ranks, and what only sets something first.
+_INTERPRETER = re.compile(r"(?:python|pypy)[0-9.]*|(?:ba|da|z|k)?sh")
+_STARTERS = frozenset(
+    ("accelerate", "composer", "deepspeed", "env", "hegmctl", "mpiexec", "mpirun", "nice", "nohup", "numactl", "poetry")
+) | {"srun", "stdbuf", "taskset", "time", "timeout", "torchrun", "uv", "xvfb-run"}
+_LAUNCHING_MODULES = frozenset(("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"))
+_TAKE_A_VALUE = ("-W", "-X")
+_SCRIPT = (".py", ".sh", ".pyc", ".pyz")
 
 Job = tuple[int, str | None]  # uid and run
+
+
+def script_of(command: Sequence[str]) -> tuple[str, ...]:
+    """The script of a command with its arguments, without what starts it; the whole command without a script."""
+    words = tuple(command)
+    program = os.path.basename(words[0]) if words else ""
+    if not (_INTERPRETER.fullmatch(program) or program in _STARTERS):
+        return words
+    for at, word in enumerate(words):
+        if at and word == "-c":
+            break
+        if at and words[at - 1] == "-m" and word not in _LAUNCHING_MODULES:
+            return words[at - 1 :]
+        if at and word.endswith(_SCRIPT) and not word.startswith("-"):
+            return words[at:]
+    plain = [
+        at for at, word in enumerate(words) if at and not word.startswith("-") and words[at - 1] not in _TAKE_A_VALUE
+    ]
+    if _INTERPRETER.fullmatch(program) and plain and "-c" not in words[: plain[0]]:
+        return words[plain[0] :]
+    return (program, *words[1:])
+
+
+def shown_command(command: Sequence[str]) -> str:
+    """The script and its arguments as one text of at most MAX_COMMAND_CHARS."""
+    text = " ".join(word if word.isprintable() and word and " " not in word else shlex.quote(word) for word in command)
+    return text if len(text) <= MAX_COMMAND_CHARS else text[: MAX_COMMAND_CHARS - 1] + "…"
+
+
+def name_of(script: Sequence[str]) -> str:
+    """What a job is called whose script that is: the file without its ending, or the module, in plain characters."""
+    words = script[1:] if script[:1] == ("-m",) else script
+    stem = os.path.basename(words[0] if words else "")
+    for ending in _SCRIPT:
+        stem = stem.removesuffix(ending)
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip("-.")[: MAX_NAME_CHARS // 2]
+    return name if name and why_no_name(name) is None else f"{_NAMELESS}-{name}".rstrip("-")
+
+
+def run_of(worker: AgentConnection) -> str | None:
+    """What the processes of its job share; None for one that no `hegmctl run` started, which is a job of its own.
+
+    An agent of an earlier release knows only its job's name.
+    """
+    return worker.about.run or worker.about.job
+
+
+def trains(worker: AgentConnection) -> bool:
+    """Whether it has come to a batch, or has bytes of a training."""
+    return bool(worker.boundary or worker.size_bytes)
 
 
 class JobNames:
@@ -35,24 +100,20 @@ class JobNames:
     async def processes_of(self, pid: int) -> Sequence[int]:
         """The training processes of the job that this one belongs to; none if it trains itself, or has no such job."""
         worker = self._workers.find(pid)
-        if worker is not None and _trains(worker):
+        if worker is not None and trains(worker):
             return ()
-        job = self._known(pid, worker)
-        if job is None:
-            job = await _seen_from_outside(pid)
+        job = await self.job_of(pid)
         if job is None or job[1] is None:
             return ()
-        return [one.pid for one in self._workers if (one.identity.uid, one.about.run) == job and _trains(one)]
+        return [one.pid for one in self._workers if (one.identity.uid, one.about.run) == job and trains(one)]
 
-    def _known(self, pid: int, worker: AgentConnection | None) -> Job | None:
+    async def job_of(self, pid: int) -> Job | None:
+        """The uid and the run of the job that this process belongs to; None if it belongs to none."""
         supervisor = self._supervisors.of_pid(pid)
         if supervisor is not None:
             return supervisor.uid, supervisor.run
-        return None if worker is None else (worker.identity.uid, worker.about.run)
-
-
-def _trains(worker: AgentConnection) -> bool:
-    return bool(worker.boundary or worker.size_bytes)
+        worker = self._workers.find(pid)
+        return await _seen_from_outside(pid) if worker is None else (worker.identity.uid, worker.about.run)
 
 
 async def _seen_from_outside(pid: int) -> Job | None:

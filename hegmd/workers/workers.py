@@ -71,17 +71,14 @@ class AgentConnection:
         self.identity = identity
         self.program = program
         self.about = about
-        self.token = about.token
-        self.ended = False
+        self.token, self.ended = about.token, False
         #: How its process has ended, in words, where that could be seen.
         self.how_ended: str | None = None
         #: The GPU that it is on, as far as somebody has settled that; the operations and the simulation write it.
         self.gpu: str | None = None
         #: Whether it trains without one; None before that is known. Attendance writes it.
         self.on_cpu: bool | None = None
-        self.boundary = about.boundary
-        self.parked = about.parked
-        self.held_bytes = about.held_bytes
+        self.boundary, self.parked, self.held_bytes = about.boundary, about.parked, about.held_bytes
         #: Bytes of the storages that its agent vouches for; None before it has counted them.
         self.size_bytes: int | None = about.size_bytes or None
         self.left_alone: tuple[LeftAlone, ...] = ()
@@ -214,10 +211,8 @@ class AgentConnection:
             self.imports, self.path = report.imports, report.path
         if do == "filled" and report.held_bytes is not None:
             self.held_bytes = report.held_bytes
-        if do in {"offload", "free"}:
-            self.held_bytes = report.size_bytes or 0
-        if do == "reload":
-            self.held_bytes = 0
+        if do in {"offload", "free", "reload"}:
+            self.held_bytes = 0 if do == "reload" else report.size_bytes or 0
 
     def info(self) -> AgentInfo:
         """What is shown of its agent."""

@@ -182,7 +182,7 @@ assert "  shake " in program_help(80)
 assert "--strength SECONDS" in verb_help(VERBS["shake"], 80)
 assert "shake it for so long" in verb_help(VERBS["shake"], 80)
 assert all("shake" in text and "strength" in text for text in completions().values())
-assert ".SS hegmctl shake [OPTION]... PID" in client_page("2026-11-21")
+assert ".SS hegmctl shake [OPTION]... JOB" in client_page("2026-11-21")
 assert "| `hegmctl shake --json` | [Shaken](#shaken) | one document |" in reference()
 signature = "def shake(self, pid: int, *, strength_s: float | None = ..., dry_run: bool = ...) -> m.Shaken: ..."
 assert stub().count(signature) == 2

@@ -7,7 +7,7 @@ Loads the protocol, which every command that has a request needs anyway.
 
 from __future__ import annotations
 
-from hegmctl.grammar.words import COUNT, FILES, FLAG, GPUS, PID, PIDS, SECONDS, TEXT, Argument, Of, Option
+from hegmctl.grammar.words import COUNT, FILES, FLAG, GPUS, JOB, JOBS, SECONDS, TEXT, Argument, Of, Option
 from hegmd.protocol.messages import REQUESTS
 from hegmd.protocol.operations import CARRIER_NAMES
 from hegmd.protocol.record import REQUIRED
@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 
     from hegmd.protocol.record import Field
 
+_JOB = {"name": "JOB", "kind": JOB, "complete": JOBS, "doc": "the job: its id, its name, or a pid of it"}
 # The option of each field, for every command that has it. The doc here is for people; the field's own is for programs.
 _WORDS: dict[str, dict[str, Any]] = {
-    "pid": {"name": "PID", "kind": PID, "complete": PIDS, "doc": "a process of the job"},
-    "pids": {"name": "PID", "kind": PID, "complete": PIDS},
+    "job": _JOB,
+    "jobs": _JOB,
+    "pid": _JOB,
+    "pids": _JOB,
     "path": {"name": "DIR", "complete": FILES},
     "id": {"name": "ID", "doc": "the operation"},
     "gpu": {"name": "GPU", "complete": GPUS},

@@ -3,10 +3,34 @@
 from __future__ import annotations
 
 from hegmctl.grammar.rows import LINES, Form, Verb
-from hegmctl.grammar.words import GPUS, POSITIVE, SECONDS, SIZE, Of, Option
+from hegmctl.grammar.words import GPUS, POSITIVE, SECONDS, SIZE, TEXT, Of, Option
 
 FAULTS = ("lost", "error", "hang", "unknown-memory", "ecc", "xid", "none")
 EVENT_KINDS = ("config", "events", "gpu", "inventory", "operation", "pool", "process", "vendor")
+
+_WATCH = Option(
+    "-w",
+    "--watch",
+    kind=SECONDS,
+    metavar="SECONDS",
+    implied="2",
+    doc="repeat every 2 seconds, or as given, until interrupted; waits while the daemon restarts",
+)
+_FILTER = Option(
+    "--filter",
+    kind=TEXT,
+    metavar="KEY=VALUE",
+    repeats=True,
+    doc="only jobs with this value, such as state=training, gpu=1, user=ada or name=train*; of several with one key, "
+    "any; with different keys, all",
+)
+_FORMAT = Option(
+    "--format",
+    kind=TEXT,
+    metavar="FORMAT",
+    doc="json; or a template such as '{{.ID}} {{.State}}', or 'table {{.ID}}\\t{{.Name}}', of ID, Name, State, GPU, "
+    "VRAM, Steps, Age, Command, User, PID, Status and Operation",
+)
 
 LOOKING = (
     Verb(
@@ -30,23 +54,57 @@ LOOKING = (
         options=(
             Of("gpus", names=("--gpu",), metavar="GPU", splits=True, complete=GPUS, doc="only processes on this GPU"),
             Of("ways", doc="show which methods can move each process, and why the others cannot"),
-            Option(
-                "-w",
-                "--watch",
-                kind=SECONDS,
-                metavar="SECONDS",
-                implied="2",
-                doc="repeat every 2 seconds, or as given, until interrupted; waits while the daemon restarts",
-            ),
+            _WATCH,
         ),
         request="processes",
         handler="commands:ps",
         forms=(Form(request="processes"), Form("--watch", request="processes", prints=LINES)),
-        arguments=(Of("pids", doc="only these processes"),),
+        arguments=(Of("pids", doc="only these processes, or those of these jobs"),),
         examples=(
             ("hegmctl ps --gpu gpu0 --watch", "watch one GPU"),
             ("hegmctl ps --ways 4711", "how process 4711 can be moved"),
         ),
+    ),
+    Verb(
+        "jobs",
+        "show the jobs of this node",
+        "One line for each job: what it does, its GPUs, its total GPU memory, its batches a second, how long it has "
+        "run, and its script. A job is what one `hegmctl run` started, with all its processes; its id stays the same "
+        "when it is suspended, restarted or restored. Every command takes the id, the name, or a pid of the job.",
+        request="jobs",
+        handler="job_commands:jobs",
+        forms=(Form(request="jobs"), Form("--watch", request="jobs", prints=LINES)),
+        options=(
+            Of("all", names=("-a", "--all"), doc="also jobs that have ended, with their exit status"),
+            _FILTER,
+            _FORMAT,
+            _WATCH,
+        ),
+        arguments=(Of("jobs", doc="only these jobs: id, name, or a pid"),),
+        examples=(
+            ("hegmctl jobs", "the jobs in a table"),
+            ("hegmctl jobs --filter state=suspended --format '{{.ID}}'", "the ids of those that are suspended"),
+            ("hegmctl jobs --all --format 'table {{.Name}}\\t{{.Status}}'", "the exit status of those that ended"),
+        ),
+    ),
+    Verb(
+        "inspect",
+        "show all that is known of a job",
+        "Its state, its processes and what they do, what stands against a restart, and of a job that has ended when "
+        "and how.",
+        request="job",
+        handler="job_commands:inspect",
+        options=(_FORMAT,),
+        examples=(("hegmctl inspect train", "the job `train`"),),
+    ),
+    Verb(
+        "wait",
+        "wait until a job has ended",
+        "Waits also while the daemon restarts.",
+        exits="The exit status is the job's, or 128 and the number of the signal that ended it; 14 if it is not known.",
+        request="job.wait",
+        handler="job_commands:wait",
+        examples=(("hegmctl wait train && hegmctl run python3 evaluate.py", "evaluate once it is trained"),),
     ),
     Verb(
         "events",
@@ -125,7 +183,7 @@ LOOKING = (
         request="simulate.hold",
         handler="commands:simulate_hold",
         arguments=(
-            Of("gpu", doc="the GPU, such as gpu0"),
+            Of("gpu", doc="the GPU, such as gpu0 or 0"),
             Of("vram_bytes", name="SIZE", kind=SIZE, doc="how much to hold, such as 512MiB or 2GiB"),
         ),
         tail="COMMAND",

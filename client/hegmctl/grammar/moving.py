@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 from hegmctl.grammar.rows import AFTER_PROGRESS, ONE, Form, Verb
-from hegmctl.grammar.words import FILES, PATH, PID, PIDS, PLACES, POSITIVE, SECONDS, TEXT, Argument, Of, Option
+from hegmctl.grammar.words import (
+    FILES,
+    JOB,
+    JOBS,
+    PATH,
+    PID,
+    PIDS,
+    PLACES,
+    POSITIVE,
+    SECONDS,
+    TEXT,
+    Argument,
+    Of,
+    Option,
+)
 
 _OPERATION = "operating_text:operation_text"
 _SPILL = Of("spill", doc="keep the bytes on disk, with checksums, until `resume`")
@@ -62,7 +76,13 @@ MOVING = (
                 complete=PLACES,
                 doc="the only GPUs that the command sees, or cpu; overrides CUDA_VISIBLE_DEVICES",
             ),
-            Option("--name", kind=TEXT, metavar="NAME", doc="name of the job; two runs with one name are two jobs"),
+            Option(
+                "--name",
+                kind=TEXT,
+                metavar="NAME",
+                doc="name of the job; default: that of its script. A number is added while another job has the name: "
+                "train, train-2",
+            ),
             Option(
                 "--checkpoint-every",
                 kind=SECONDS,
@@ -116,8 +136,8 @@ MOVING = (
         ),
         tail="COMMAND",
         examples=(
-            ("hegmctl run -- python3 train.py", "a training that can be moved, suspended and resumed"),
-            ("hegmctl run --gpu gpu1 -- torchrun train.py", "its ranks move as one"),
+            ("hegmctl run python3 train.py", "a training that can be moved, suspended and resumed"),
+            ("hegmctl run --gpu gpu1 --name llama torchrun train.py", "its ranks move as one, as the job `llama`"),
             (
                 "hegmctl run --allow-restart -- python3 train.py",
                 "a training that can also be restarted elsewhere",
@@ -152,8 +172,8 @@ MOVING = (
         "move running jobs to another GPU",
         "Quiesces the job between two batches, moves it and resumes it; it is done when the next batch has run. If a "
         "step fails, the job is rolled back and runs where it was. Ctrl-C asks whether to roll back or to let it "
-        "finish. For a process on several GPUs, --to takes a GPU for each, in the order of `hegmctl ps`, or OLD=NEW "
-        "pairs.",
+        "finish. A GPU is named by its id, its number, `cuda:1`, its UUID or its PCI address. For a process on several "
+        "GPUs, --to takes a GPU for each, in the order of `hegmctl ps`, or OLD=NEW pairs.",
         request="migrate",
         render=_OPERATION,
         handler="move_commands:migrate",
@@ -170,7 +190,8 @@ MOVING = (
             Of("python", kind=PATH, metavar="PATH", complete=FILES, doc="restart with this Python"),
         ),
         examples=(
-            ("hegmctl migrate 4711 --to gpu1", "move the job of process 4711"),
+            ("hegmctl migrate train --to gpu1", "move the job `train`"),
+            ("hegmctl migrate 4711 --to 1", "move the job of process 4711"),
             ("hegmctl migrate 4711 --to gpu1 --dry-run", "show the plan only"),
             ("hegmctl migrate 4711 --to gpu1 --carrier host", "go through the pool, even if NVLink is faster"),
             ("hegmctl migrate 4711 --to gpu2,gpu3", "move process 4711, which is on gpu0 and gpu1"),
@@ -195,7 +216,7 @@ MOVING = (
         render=_OPERATION,
         options=(_SPILL, _KEEP_CONTEXT),
         examples=(
-            ("hegmctl suspend 4711", "free the GPU of job 4711"),
+            ("hegmctl suspend train", "free the GPU of the job `train`"),
             ("hegmctl suspend --keep-context 4711", "free all but its CUDA context, about 0.5 GiB"),
             ("hegmctl suspend --spill 4711", "and keep its bytes on disk"),
         ),
@@ -274,8 +295,8 @@ MOVING = (
         render="operating_text:swapped_text",
         options=(Of("wait", doc="do not wait for the end; the daemon carries out the later steps"),),
         arguments=(
-            Of("first", name="PID", kind=PID, complete=PIDS),
-            Of("second", name="OTHER", kind=PID, complete=PIDS),
+            Of("first", name="JOB", kind=JOB, complete=JOBS),
+            Of("second", name="OTHER", kind=JOB, complete=JOBS),
         ),
         interrupted="; the swap is carried out by the daemon: see `hegmctl ops`",
         examples=(("hegmctl swap 4711 4712", "move each job to the GPU of the other"),),
@@ -342,14 +363,14 @@ MOVING = (
     Verb(
         "adopt",
         "resume orphaned jobs, or list them",
-        "Without a PID, lists orphans: parked processes, processes that the CUDA driver has locked or checkpointed, "
-        "and bytes in memory or on disk, if no operation owns them. With a PID, makes an operation of that process "
-        "and the rest of its job, and resumes them. Nothing is deleted without --drop.",
+        "Without a JOB, lists orphans: parked processes, processes that the CUDA driver has locked or checkpointed, "
+        "and bytes in memory or on disk, if no operation owns them. With a JOB, makes an operation of its "
+        "processes, and resumes them. Nothing is deleted without --drop.",
         request="adopt",
         handler="move_commands:adopt",
         forms=(
             Form(request="orphans", render="operating_text:orphans_text"),
-            Form("PID", request="adopt", render=_OPERATION),
+            Form("JOB", request="adopt", render=_OPERATION),
             Form("--drop", request="orphans.drop", render="operating_text:dropped_text", call="drop_orphan"),
         ),
         options=(
@@ -357,7 +378,7 @@ MOVING = (
             Option("--drop", kind=TEXT, metavar="NAME", doc="delete these bytes"),
             Option("-y", "--yes", doc="do not ask for confirmation"),
         ),
-        arguments=(Argument("PID", many=True, kind=PID, doc="a process of the job", field="pid"),),
+        arguments=(Argument("JOB", many=True, kind=JOB, doc="the job: its id, its name, or a pid of it", field="pid"),),
         examples=(
             ("hegmctl adopt", "what there is"),
             ("hegmctl adopt 4711 --to gpu0", "resume process 4711 on gpu0"),

@@ -15,12 +15,14 @@ POSITIVE = "a whole number over 0"
 SECONDS = "a number of seconds"
 SIZE = "a size such as 2GiB"
 PID = "a process id"
+JOB = "a job: its id, its name, or a process id"
 
-# What the shell can offer for a value; `gpus`, `places`, `pids` and `event-kinds` are asked of the daemon.
+# What the shell can offer for a value; `gpus`, `places`, `jobs`, `pids` and `event-kinds` are asked of the daemon.
 FILES = "files"
 GPUS = "gpus"
 PLACES = "places"
 PIDS = "pids"
+JOBS = "jobs"
 COMMANDS = "commands"
 
 

@@ -16,6 +16,7 @@ from hegmd.migration.model import GpuMemory
 from hegmd.migration.plan.draft import Draft
 from hegmd.migration.plan.members import NVIDIA
 from hegmd.node.gpu_sets import CPU, gpus_of, is_several, place_of
+from hegmd.protocol.names import gpu_meant
 
 _TO = "="
 
@@ -125,8 +126,11 @@ def judge_target(draft: Draft, to: str, vendor: str, chip: str | None, *, stays:
     """Add the reasons against that GPU."""
     target = draft.gpu(to)
     if target is None:
-        here = listed(tuple(gpu.id for gpu in draft.snapshot.gpus)) or "none"
-        draft.against(NOT_FOUND, f"there is no GPU {to}", f"the GPUs here: {here}", gpu=to)
+        ids = tuple(gpu.id for gpu in draft.snapshot.gpus)
+        close = gpu_meant(to, ids)
+        meant = f"did you mean {close}? " if close else ""
+        hint = f"{meant}the GPUs here: {listed(ids) or 'none'}"
+        draft.against(NOT_FOUND, f"there is no GPU {to}", hint, gpu=to)
     elif stays:
         return
     elif target.state != "ok":

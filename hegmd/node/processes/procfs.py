@@ -12,8 +12,10 @@ of its own, which the table never calls and `lookups` does.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
+import struct
 import time
 from dataclasses import dataclass
 
@@ -25,6 +27,9 @@ __all__ = [
     "Unreadable",
     "Vanished",
     "boot_time_utc",
+    "ending_in_words",
+    "exit_status",
+    "how_ended",
     "read_command",
     "read_kernel_facts",
     "read_start",
@@ -44,6 +49,10 @@ _STOPPED_STATES = ("T", "t")
 # Fields of /proc/PID/stat, counted from the one after the name.
 _STATE, _START_TICKS = 0, 19
 _EXIT_CODE = 49
+# struct pidfd_info of linux/pidfd.h in its first form: the mask, what is not read here, and the exit code.
+_PIDFD_INFO = struct.Struct("=Q52si")
+_PIDFD_INFO_EXIT = 1 << 3
+_PIDFD_GET_INFO = (3 << 30) | (_PIDFD_INFO.size << 16) | (0xFF << 8) | 11  # _IOWR(0xFF, 11, struct pidfd_info)
 _SIGNALS = {int(number): number.name for number in signal.Signals}
 
 
@@ -126,6 +135,41 @@ def start_ticks_of(pid: int, proc_root: str = "/proc") -> int | None:
 
 def how_ended(pid: int, start_ticks: int, proc_root: str = "/proc") -> str | None:
     """How a process has ended, in words; None unless it waits for its parent to ask the same, and may be looked at."""
+    code = _zombie_status(pid, start_ticks, proc_root)
+    return None if code is None else ending_in_words(code)
+
+
+def ending_in_words(status: int) -> str:
+    """How a process has ended with that exit status, or minus a signal."""
+    if status >= 0:
+        return f"it ended with exit status {status}"
+    return f"it was ended by signal {-status}" + (f" ({_SIGNALS[-status]})" if -status in _SIGNALS else "")
+
+
+def exit_status(pidfd: int, pid: int, start_ticks: int) -> int | None:
+    """The exit status of a process that has ended, or minus the signal that ended it; None where that is not known.
+
+    The kernel tells of one that its parent has reaped from Linux 6.15 on (PIDFD_INFO_EXIT), of one that waits for that
+    always. In between the two looks it may have been reaped.
+    """
+    for look in (_reaped_status, lambda _: _zombie_status(pid, start_ticks), _reaped_status):
+        status = look(pidfd)
+        if status is not None:
+            return status
+    return None
+
+
+def _reaped_status(pidfd: int) -> int | None:
+    info = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, bytes(52), 0))
+    try:
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
+    except OSError:
+        return None  # an older kernel, or it was not reaped yet
+    mask, _, status = _PIDFD_INFO.unpack(info)
+    return os.waitstatus_to_exitcode(status) if mask & _PIDFD_INFO_EXIT else None
+
+
+def _zombie_status(pid: int, start_ticks: int, proc_root: str = "/proc") -> int | None:
     try:
         fields = _read(proc_root, pid, "stat", _STAT_MAX_BYTES).rpartition(b")")[2].split()
         state, ticks = fields[_STATE].decode("ascii", "replace"), int(fields[_START_TICKS])
@@ -135,10 +179,7 @@ def how_ended(pid: int, start_ticks: int, proc_root: str = "/proc") -> str | Non
         return None
     if state not in _ENDED_STATES or ticks != start_ticks or not may_look:
         return None
-    code = os.waitstatus_to_exitcode(status)
-    if code >= 0:
-        return f"it ended with exit status {code}"
-    return f"it was ended by signal {-code}" + (f" ({_SIGNALS[-code]})" if -code in _SIGNALS else "")
+    return os.waitstatus_to_exitcode(status)
 
 
 def read_command(proc_root: str, pid: int) -> str:

@@ -68,7 +68,7 @@ class FakeDaemon:
         self, path: Path, answers: dict[type[m.Request], Answerer], *, first_words: bytes | None = None
     ) -> None:
         self.path = path
-        self.answers = answers
+        self.answers: dict[type[m.Request], Answerer] = {m.RegisterJob: registering, **answers}
         self.first_words = first_words
         self.asked: list[m.Request] = []
         self.callers: list[Caller] = []
@@ -180,6 +180,12 @@ class FakeDaemon:
 
 def unanswered(_caller: Caller, _asked: Asked) -> None:
     """Say nothing."""
+
+
+def registering(_caller: Caller, asked: Asked) -> m.JobRegistered:
+    """What `hegmctl run` is told of its job."""
+    assert isinstance(asked.request, m.RegisterJob)
+    return m.JobRegistered(id="j1", name=asked.request.name or "job")
 
 
 def saying(reply: Record) -> Answerer:

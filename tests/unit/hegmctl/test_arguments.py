@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from hegmctl.arguments import parse
 from hegmctl.grammar import GLOBAL_OPTIONS, VERBS
-from hegmctl.suggestions import closest, distance
 from hegmd.errors import USAGE, HegmError
+from hegmd.protocol.names import closest, distance
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_options_may_stand_anywhere_and_be_written_in_two_ways(line: str) -> Non
     assert not arguments.flag("ways")
     assert arguments.seconds("timeout") == 5.0
     assert arguments.texts("gpu") == ("gpu0",)
-    assert arguments.wholes("PID") == (4711, 12)
+    assert arguments.wholes("JOB") == (4711, 12)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_an_implied_value_is_taken_unless_another_is_attached(line: str, seconds
 def test_a_value_that_is_not_attached_is_never_taken_for_an_implied_one() -> None:
     arguments = parse(["ps", "--watch", "4711"])
     assert arguments.seconds("watch") == 2.0
-    assert arguments.wholes("PID") == (4711,)
+    assert arguments.wholes("JOB") == (4711,)
 
 
 def test_short_options_can_be_drawn_together() -> None:
@@ -60,6 +60,9 @@ def test_an_option_that_repeats_keeps_all_values_and_another_the_last() -> None:
 
 
 def test_what_follows_two_dashes_is_handed_on_as_it_is() -> None:
+    for dashes in (["--"], []):
+        told = parse(["simulate", "hold", "gpu0", "2GiB", *dashes, "python3", "--json", "--", "-x"])
+        assert (told.tail, told.flag("json")) == (("python3", "--json", "--", "-x"), False)
     arguments = parse(["simulate", "hold", "gpu0", "2GiB", "--", "python3", "--json", "--", "-x"])
     assert arguments.verb is VERBS["simulate hold"]
     assert arguments.required("GPU") == "gpu0"
@@ -96,9 +99,8 @@ def test_help_is_given_without_what_the_command_needs() -> None:
         ("gpus --socket", "--socket needs PATH", "write --socket PATH"),
         ("gpus --socket=", "--socket is empty", "give it a value"),
         ("gpus gpu0", "gpus does not take 'gpu0'", "`hegmctl gpus --help` shows what it takes"),
-        ("ps abc", "PID abc: a process id is needed", "write it in digits"),
-        ("ps -- -5", "PID -5: a process id is needed", "write it in digits"),
-        ("ps 0", "PID 0: a process id is needed", "write it in digits"),
+        ("ps -- -5", "JOB -5: a process id is needed", "write it in digits"),
+        ("ps 0", "JOB 0: a process id is needed", "write it in digits"),
         ("ping -c 0", "-c 0: a whole number over 0 is needed", "write it in digits"),
         ("events --since -1", "--since -1: a whole number is needed", "write it in digits"),
         ("gpus --timeout 0", "--timeout 0: a number of seconds over 0 is needed", "write it as 5, 0.5 or 10min"),
@@ -107,7 +109,7 @@ def test_help_is_given_without_what_the_command_needs() -> None:
         ("gpus --timeout inf", "--timeout inf: longer than anything can wait", "write at most 1,000,000 seconds"),
         ("ps --watch=1e300", "--watch 1e300: longer than anything can wait", "write at most 1,000,000 seconds"),
         ("ps --watch=1000001", "--watch 1000001: longer than anything can wait", "write at most 1,000,000 seconds"),
-        (f"ps {10**20}", f"PID {10**20}: the number is too large", "write one of at most 9007199254740992"),
+        (f"ps {10**20}", f"JOB {10**20}: the number is too large", "write one of at most 9007199254740992"),
         (
             f"events --since {2**53 + 1}",
             f"--since {2**53 + 1}: the number is too large",
@@ -116,9 +118,8 @@ def test_help_is_given_without_what_the_command_needs() -> None:
         ("simulate hold gpu0 9000TiB", "SIZE 9000TiB: more than any GPU has", "write a size below 8 PiB"),
         ("simulate hold gpu0", "simulate hold needs SIZE", "`hegmctl simulate hold --help` explains it"),
         ("simulate hold gpu0 much", "SIZE much: a size such as 2GiB is needed", "write bytes, or a number with"),
-        ("simulate hold gpu0 1GiB sleep", "simulate hold does not take 'sleep'", "put `--` before the COMMAND"),
         ("simulate hold gpu0 1GiB --", "there is no COMMAND after `--`", "write the COMMAND, or leave `--` out"),
-        ("simulate hold gpu0 1GiB -- ", "the COMMAND after `--` is empty", "name the program to run"),
+        ("simulate hold gpu0 1GiB -- ", "the COMMAND is empty", "name the program to run"),
         ("ps --gpu \udcff", "--gpu \udcff is not UTF-8", "write it as the daemon shows it"),
         ("simulate fault gpu0 lsot", "FAULT cannot be 'lsot'", "did you mean lost?"),
         ("-- gpus", "a command is needed before `--`", "`hegmctl --help` lists the commands"),

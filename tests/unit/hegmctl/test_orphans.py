@@ -59,8 +59,8 @@ def test_nothing_from_outside_reaches_the_terminal_raw() -> None:
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        (("adopt", "1", "2"), 2, "one PID"),
-        (("adopt", "1", "--drop", "x"), 2, "one PID"),
+        (("adopt", "1", "2"), 2, "one JOB"),
+        (("adopt", "1", "--drop", "x"), 2, "one JOB"),
         (("adopt", "--drop", "x"), 2, "--yes"),  # nobody is at the terminal to be asked
         (("cancel", "4", "--drop"), 2, "--yes"),
     ],

@@ -129,7 +129,7 @@ def test_what_type_checkers_read_of_the_library_is_fresh() -> None:
 
 
 def test_the_reference_covers_every_command_that_answers() -> None:
-    answering = {command.split(" --")[0].removesuffix(" PID") for command, _record, _how in printed()}
+    answering = {command.split(" --")[0].removesuffix(" JOB") for command, _record, _how in printed()}
     silent = {"help", "run"}  # the one explains, the other is another program by then
     assert answering == {verb.name for verb in VERBS.values() if not verb.hidden} - silent
 

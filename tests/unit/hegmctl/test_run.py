@@ -52,7 +52,7 @@ print(json.dumps({
 }))
 """
 WORDS = [sys.executable, "-I", "-S", "-c", PROBE, "an argument", "", "--json", "--", "$HOME"]
-ADDED = {f"HEGM_{name}" for name in ("RUN", "SOCKET", "MSGPACK")} | {"USE_LIBUV", "PYTHONPATH", *NCCL}
+ADDED = {f"HEGM_{name}" for name in ("JOB", "RUN", "SOCKET", "MSGPACK")} | {"USE_LIBUV", "PYTHONPATH", *NCCL}
 # Takes every signal that it can, and says which came.
 LISTENER = """
 import os, signal
@@ -295,6 +295,7 @@ BOTH = node.GPUS.replace(gpus=(node.GPU0, SECOND.replace(vendor="amd")))
         (HEALTHY, "gpu1", "GPU-0001", "none"),
         (HEALTHY, "gpu1,gpu0", "GPU-0001,GPU-0000", "none"),
         (HEALTHY, "GPU-0001", "GPU-0001", "none"),
+        (HEALTHY, "cuda:1,0", "GPU-0001,GPU-0000", "none"),
         (HEALTHY, "cpu", "", "-1"),
         (AMDS, "gpu1", "none", "GPU-0001"),
     ],
@@ -323,8 +324,9 @@ def test_without_a_gpu_the_callers_own_choice_stays(daemon: FakeDaemon) -> None:
     [
         (node.GPUS, "gpu1", 6, "gpu1 is lost: it fell off the bus; use another: gpu0"),
         (node.GPUS, "gpu0,gpu1", 6, "gpu1 is lost"),
-        (HEALTHY, "gpu7", 5, "did you mean gpu0?"),
-        (HEALTHY, "0,1", 5, "no GPU '0'; this node has gpu0, gpu1"),
+        (HEALTHY, "gpo1", 5, "did you mean gpu1?"),
+        (HEALTHY, "0,7", 5, "no GPU '7'; this node has gpu0, gpu1"),
+        (HEALTHY, "1,gpu1", 2, "names a GPU twice"),
         (HEALTHY, "gpu0,", 2, "write each once: --gpu gpu0,gpu1"),
         (HEALTHY, "gpu0,gpu0", 2, "write each once"),
         (HEALTHY, "gpu0,cpu", 2, "write each once"),
@@ -357,16 +359,8 @@ def test_what_the_agent_is_to_know_is_in_the_environment(daemon: FakeDaemon) -> 
     assert rest == ["bert", "gpu1"]
     again = hegmctl("run", *print_it, socket=daemon.path, environ=stale)
     other, *rest = again.stdout.strip().split(",")
-    assert rest == ["", ""], "a run within another is a job of its own"
+    assert rest == ["job", ""], "a run within another is a job of its own"
     assert len({run, other, "before", ""}) == 4
-
-
-def test_run_without_a_command_says_how(daemon: FakeDaemon) -> None:
-    for words in (("run",), ("run", "--gpu", "gpu0")):
-        ran = hegmctl(*words, socket=daemon.path)
-        assert ran.returncode == 2
-        assert "hegmctl run -- python3 train.py" in ran.stderr
-    assert "put `--` before the COMMAND" in hegmctl("run", "true", socket=daemon.path).stderr
 
 
 @pytest.mark.parametrize("words", [("--ready", "always"), ("--resume", "4"), ("--restart-tries", "3")])

@@ -172,7 +172,7 @@ def test_versions_are_negotiated_down_to_the_highest_in_common() -> None:
         ({"v": 3, "id": 5, "op": "ping", "args": {}}, INCOMPATIBLE),
         ({"id": 5, "op": "ping"}, INCOMPATIBLE),
         ({"v": 2, "id": 5, "op": ["ping"]}, BAD_REQUEST),
-        ({"v": 2, "id": 5, "op": "processes", "args": {"pids": ["x"]}}, BAD_REQUEST),
+        ({"v": 2, "id": 5, "op": "processes", "args": {"pids": [1.5]}}, BAD_REQUEST),
         ({"v": 2, "id": 5, "op": "hello", "args": {"versions": [2], "name": "again"}}, BAD_REQUEST),
     ],
 )

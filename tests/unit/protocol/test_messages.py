@@ -2,20 +2,28 @@
 
 import pytest
 
-from hegmd.protocol import messages, operations, snapshots
+from hegmd.protocol import jobs, messages, operations, snapshots
 from hegmd.protocol.codec import decode, encode
 from hegmd.protocol.record import REQUIRED, BadValue, Record
 
 EVERY_RECORD = sorted(
     {
         value
-        for module in (messages, operations, snapshots)
+        for module in (jobs, messages, operations, snapshots)
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, Record) and value not in (Record, messages.Request)
     },
     key=lambda record: record.__name__,
 )
-SAMPLES: dict[str, object] = {"int": 7, "float": 0.25, "bool": True, "str": "é", "bytes": b"\x00", "object": [1, {}]}
+SAMPLES: dict[str, object] = {
+    "int": 7,
+    "int | str": "j7",
+    "float": 0.25,
+    "bool": True,
+    "str": "é",
+    "bytes": b"\x00",
+    "object": [1, {}],
+}
 
 
 def sample(type_text: str) -> object:
@@ -27,7 +35,7 @@ def sample(type_text: str) -> object:
         return {"key": sample(text[13:-1])}
     if text in SAMPLES:
         return SAMPLES[text]
-    return full({**vars(snapshots), **vars(operations), **vars(messages)}[text])
+    return full({**vars(snapshots), **vars(operations), **vars(jobs), **vars(messages)}[text])
 
 
 def full(record: type[Record]) -> Record:

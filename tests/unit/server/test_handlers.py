@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -16,6 +16,7 @@ from hegmd.migration.model import PoolMemory
 from hegmd.node.processes.roll import has_ended
 from hegmd.node.processes.table import NOTE_ENDED
 from hegmd.operations.image_requests import Checkpoints
+from hegmd.operations.job_requests import JobRequests
 from hegmd.operations.operations import Operations
 from hegmd.operations.orphans import Orphans
 from hegmd.operations.restart_requests import Restarts
@@ -67,6 +68,12 @@ def _lookout_of(node: Node) -> PlanSurvey:
     )
 
 
+def _only_pids(node: Node) -> JobRequests:
+    """For requests that name pids."""
+    nothing: Any = None
+    return JobRequests(nothing, nothing, nothing, node.inventory, nothing, nothing, nothing)
+
+
 def handlers_of(node: Node) -> Handlers:
     services = Services(
         policy=Policy(daemon_uid=0),
@@ -79,6 +86,7 @@ def handlers_of(node: Node) -> Handlers:
         checkpoints=cast(Checkpoints, None),
         orphans=Orphans([], node.events),
         restarts=cast(Restarts, None),
+        jobs=_only_pids(node),
         simulator=None,
         limits=Limits(frame_bytes=65_536, requests_in_flight=4),
         doctor=_nothing,

@@ -16,6 +16,7 @@ from hegmctl.grammar import (
     GLOBAL_OPTIONS,
     GPUS,
     GROUPS,
+    JOBS,
     PIDS,
     PLACES,
     PROGRAM,
@@ -26,7 +27,7 @@ from hegmctl.grammar import (
 )
 
 # What the daemon is asked for.
-ASKED = (GPUS, PLACES, PIDS)
+ASKED = (GPUS, PLACES, JOBS, PIDS)
 _HEAD = "Completion of hegmctl for {of}, made from its grammar by `python3 -m tools.docs.hegmctl completions`."
 
 

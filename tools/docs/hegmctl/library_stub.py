@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from hegmctl.grammar import VERBS
 from hegmctl.grammar.rows import Verb
-from hegmctl.library import calls_of, is_operation, parameters
+from hegmctl.library import calls_of, parameters, waits
 from hegmd.protocol import messages
+from hegmd.protocol.operations import OperationProgress
 from hegmd.protocol.record import REQUIRED, Field
 
 _HEAD = """\
@@ -22,6 +23,7 @@ from hegmd.protocol.operations import OperationProgress
 def calls_of(rows: Iterable[Verb]) -> dict[str, type[m.Request]]: ...
 def parameters(kind: type[m.Request]) -> tuple[list[str], list[str]]: ...
 def is_operation(kind: type[m.Request]) -> bool: ...
+def waits(kind: type[m.Request]) -> bool: ...
 def add_calls(sync: type, asynchronous: type, rows: Iterable[Verb]) -> None: ...
 """
 
@@ -46,8 +48,9 @@ def _call(name: str, kind: type[messages.Request], start: str, heard: str) -> li
     placed, named = parameters(kind)
     given = [_parameter(fields[each]) for each in placed]
     by_name = [_parameter(fields[each]) for each in named]
-    if is_operation(kind):
-        by_name.append(f"on_progress: Callable[[OperationProgress], {heard}] | None = None")
+    if waits(kind) and kind.event is not None:
+        told = "OperationProgress" if kind.event is OperationProgress else f"m.{kind.event.__name__}"
+        by_name.append(f"on_progress: Callable[[{told}], {heard}] | None = None")
     every = ["self", *given, *(["*", *by_name] if by_name else [])]
     reply = f"m.{kind.reply.__name__}"
     one_line = f"    {start} {name}({', '.join(every)}) -> {reply}: ..."
@@ -62,5 +65,5 @@ def _parameter(field: Field) -> str:
         kind = "Mapping[str, int] | None"  # the descriptors, by the names that the request has
     elif kind.startswith("tuple["):
         inner = kind.removeprefix("tuple[").removesuffix(", ...]")
-        kind = f"{inner} | Iterable[{inner}]" if inner == "int" else f"Iterable[{inner}]"
+        kind = f"{inner} | Iterable[{inner}]" if inner.startswith("int") else f"Iterable[{inner}]"
     return f"{field.name}: {kind}" if field.default is REQUIRED else f"{field.name}: {kind} = ..."

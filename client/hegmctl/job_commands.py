@@ -1,0 +1,100 @@
+"""The commands about jobs: `jobs`, `inspect` and `wait`."""
+
+from __future__ import annotations
+
+from time import sleep
+
+from hegmctl.connection import of_kind
+from hegmctl.jobs_text import ended_text, filtered, job_text, jobs_text, templated
+from hegmd.errors import UNAVAILABLE, HegmError
+from hegmd.protocol.messages import InspectJob, Job, JobReply, Jobs, JobsReply, WaitForJob
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from hegmctl.cli import Session
+    from hegmctl.connection import Connection
+    from hegmctl.output import Sink
+    from hegmctl.tables import Style
+
+JSON = "json"
+_OF_A_SIGNAL = 128
+
+
+def jobs(session: Session) -> int:
+    """`hegmctl jobs`, once or again and again."""
+    arguments = session.arguments
+    request, filters, template = of_kind(arguments.request(), Jobs), arguments.texts("filter"), _template(session)
+    filtered((), filters)  # a mistake in it is told before the daemon is asked
+    write = None if template is None else templated(template)
+
+    def look(connection: Connection) -> JobsReply:
+        reply = connection.call(request, JobsReply)
+        return reply.replace(jobs=tuple(filtered(reply.jobs, filters)))
+
+    def view(reply: JobsReply, style: Style) -> list[str]:
+        return jobs_text(reply, style) if write is None else write(reply.jobs, reply.taken_utc, style)
+
+    interval_s = arguments.seconds("watch")
+    if interval_s is not None:
+        from hegmctl.watch import watch
+
+        return watch(session, interval_s, look, view)
+    with session.connect() as connection:
+        reply = look(connection)
+    _sink(session).answer(reply, view)
+    return 0
+
+
+def inspect(session: Session) -> int:
+    """`hegmctl inspect`."""
+    from time import time
+
+    template = _template(session)
+    write = None if template is None else templated(template)
+    with session.connect() as connection:
+        reply = connection.call(session.arguments.request(), JobReply)
+
+    def view(reply: JobReply, style: Style) -> list[str]:
+        return job_text(reply, style) if write is None else write((reply.job,), time(), style)
+
+    _sink(session).answer(reply, view)
+    return 0
+
+
+def wait(session: Session) -> int:
+    """`hegmctl wait`: the exit status is the job's. A daemon that restarts is waited for."""
+    from hegmctl.watch import RETRY_S, Reconnecting
+
+    wanted = of_kind(session.arguments.request(), WaitForJob).job
+
+    def look(connection: Connection) -> JobReply:
+        nonlocal wanted  # another job may have that name, or that pid, before this one has ended
+        wanted = connection.call(InspectJob(job=wanted), JobReply).job.id
+        return connection.converse(WaitForJob(job=wanted), Job, JobReply, None, patient=True)
+
+    link = Reconnecting(session)
+    try:
+        while (reply := link.ask(look, session.sink.note)) is None:
+            sleep(RETRY_S)
+    finally:
+        link.close()
+    job = reply.job
+    if job.status is None:
+        hint = "the kernel tells it from Linux 6.15 on, or with: hegmctl run --allow-restart"
+        how = job.end or "ended, and its exit status is not known"
+        raise HegmError(UNAVAILABLE, f"job {job.id} ({job.name}) {how}", hint, {"job": job.id})
+    session.sink.answer(reply, ended_text)
+    return job.status if job.status >= 0 else _OF_A_SIGNAL - job.status
+
+
+def _template(session: Session) -> str | None:
+    text = session.arguments.text("format")
+    return None if text in (None, JSON, "table") else text
+
+
+def _sink(session: Session) -> Sink:
+    """The sink, which is that of --json for `--format json` as well."""
+    from hegmctl.output import sink_for
+
+    as_json = session.arguments.text("format") == JSON
+    return sink_for(json=True, quiet=session.sink.quiet, colour=None) if as_json else session.sink

@@ -1,0 +1,362 @@
+"""The requests on jobs: which there are and what each does, which processes a job's name stands for, and its end.
+
+Puts together what the register of jobs, the agents, the operations and the inventory know. Decides nothing about
+operations. Agents are asked for their count of boundaries only when somebody wants to see jobs, and answer without the
+training thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import anyio
+
+from hegmd.errors import DENIED, NOT_FOUND, HegmError, Refused
+from hegmd.migration.machine.machine import HOLDING
+from hegmd.migration.machine.next_effects import DONE, SUSPENDED, TERMINAL
+from hegmd.migration.machine.operation import Operation
+from hegmd.migration.run.runner import Runner
+from hegmd.node.gpu_sets import CPU
+from hegmd.node.inventory import Inventory
+from hegmd.operations.survey import May
+from hegmd.protocol import jobs as told
+from hegmd.protocol.messages import RegisterJob
+from hegmd.protocol.snapshots import GpuProcess
+from hegmd.workers.job_file import JobRecord
+from hegmd.workers.job_names import JobNames, trains
+from hegmd.workers.jobs import Jobs
+from hegmd.workers.supervisors import Supervisors
+from hegmd.workers.workers import AgentConnection, Workers
+
+FRESH_S = 0.25
+# How long an agent is waited for that is asked for its count, and at the first look how long until it is asked again.
+COUNT_S, APART_S = 0.3, 0.5
+# The rate is taken since the oldest of the samples, which are this old at most.
+RATE_OVER_S, MAX_SAMPLES = 60.0, 64
+
+Sample = tuple[float, int]
+
+
+class JobOperationsOf:
+    """What the operations of a runner know of jobs."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def of(self, job: JobRecord) -> Operation | None:
+        """The operation that has the job, by one of its processes or by its run."""
+        known = {*job.members, f"{job.pid}-{job.start_ticks}"}
+        for op in self._runner.under_way():
+            if op.owner_uid in (None, job.uid):
+                for member in op.live:
+                    is_one = f"{member.pid}-{member.start_ticks}" in known
+                    if is_one or (member.run and member.run in job.runs):
+                        return op
+        return None
+
+    def holds(self, job: JobRecord) -> bool:
+        """Whether an operation that is not over has the job, its processes gone or not."""
+        return self.of(job) is not None
+
+    def end_of(self, job: JobRecord) -> str | None:
+        """How an operation ended the job, in words; None if none did."""
+        known = {*job.members, f"{job.pid}-{job.start_ticks}"}
+        for op in reversed(self._runner.operations()):
+            image = op.image
+            if image is None or image.leave_running or op.phase != DONE:
+                continue
+            members = (f"{member.pid}-{member.start_ticks}" for member in op.workers)
+            if not known.isdisjoint((f"{image.root_pid}-{image.root_ticks}", *members)):
+                return f"written into the image {image.path} by operation {op.id}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a view of jobs is made from: the processes that the inventory shows, and held bytes, by pid."""
+
+    processes: Mapping[int, GpuProcess]
+    held: Mapping[int, int]
+    workers: Mapping[int, Sequence[AgentConnection]]
+
+
+class JobRequests:
+    """Asked with ids, names and pids. `may` is called with the owner of each job."""
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        names: JobNames,
+        operations: JobOperationsOf,
+        inventory: Inventory,
+        workers: Workers,
+        supervisors: Supervisors,
+        runner: Runner,
+    ) -> None:
+        self._jobs = jobs
+        self._names = names
+        self._operations = operations
+        self._inventory = inventory
+        self._workers = workers
+        self._supervisors = supervisors
+        self._runner = runner
+        self._samples: WeakKeyDictionary[AgentConnection, deque[Sample]] = WeakKeyDictionary()
+
+    # -- what is asked -------------------------------------------------------------------------------------------------
+
+    async def pids(self, wanted: Sequence[int | str], may: May) -> tuple[int, ...]:
+        """The processes of these jobs that a command acts on. A pid stands for itself. Raises HegmError."""
+        found: dict[int, None] = {}
+        for one in wanted:
+            pid = int(one) if isinstance(one, int) or (one.isascii() and one.isdigit() and len(one) < 20) else None
+            found.update(dict.fromkeys((pid,) if pid is not None else await self._processes_of(str(one), may)))
+        return tuple(found)
+
+    async def pid(self, wanted: int | str, may: May) -> int:
+        """The same where one process is wanted: the first."""
+        return (await self.pids((wanted,), may))[0]
+
+    async def _processes_of(self, text: str, may: May) -> tuple[int, ...]:
+        job = self._allowed(self._jobs.named(text, may), may)
+        if not job.lives:
+            raise HegmError(NOT_FOUND, f"job {job} {self._jobs.told_end(job)}", "run: hegmctl jobs", {"job": job.id})
+        workers = [worker for worker in self._jobs.workers_of(job) if trains(worker)]
+        if not workers:  # it may have come to its first batch since an agent last said anything
+            await self._sample([worker for worker in self._jobs.workers_of(job) if worker.connected])
+            workers = [worker for worker in self._jobs.workers_of(job) if trains(worker)]
+        op = self._operations.of(job)
+        if op is not None and not workers:
+            return tuple([member.pid for member in op.live])
+        if workers:
+            return tuple([worker.pid for worker in sorted(workers, key=_rank)])
+        latest = self._inventory.latest
+        listed = () if latest is None else latest.processes
+        own = {job.pid, *(worker.pid for worker in self._jobs.workers_of(job))}
+        on_gpus = tuple([process.pid for process in listed if process.pid in own and process.gpus])
+        if on_gpus:
+            return on_gpus
+        raise Refused(
+            f"job {job} is starting: it has not come to its first batch",
+            "wait until `hegmctl jobs` shows it training; for a hand-written loop, call hegm.boundary() once a batch",
+            {"job": job.id},
+        )
+
+    async def jobs(self, wanted: Sequence[int | str], may: May, *, ended: bool) -> tuple[told.Job, ...]:
+        """These jobs, or all that have not ended, or all. Raises HegmError for one that there is not."""
+        if wanted:
+            numbers = {(await self._one(one, may)).number for one in wanted}
+            records = [job for job in self._jobs if job.number in numbers]
+        else:
+            records = [job for job in self._jobs if ended or job.lives]
+        return await self._views(sorted(records, key=lambda job: job.number), may)
+
+    async def one(self, wanted: int | str, may: May) -> told.Job:
+        """That job. Raises HegmError."""
+        return (await self._views([self._allowed(await self._one(wanted, may), may)], may))[0]
+
+    async def wait(self, wanted: int | str, may: May, emit: Callable[[told.Job], Awaitable[None]]) -> told.Job:
+        """That job once it has ended; what it does until then is told. Raises HegmError."""
+        number = self._allowed(await self._one(wanted, may), may).number
+        state = ""
+        while True:
+            news = self._jobs.news.next
+            record = next((job for job in self._jobs if job.number == number), None)
+            if record is None:
+                raise HegmError(NOT_FOUND, f"job j{number} has ended and is no longer remembered", "run: hegmctl jobs")
+            view = (await self._views([record], may))[0]
+            if not record.lives:
+                return view
+            if view.state != state:
+                state = view.state
+                await emit(view)
+            await news.wait()
+
+    async def register(self, pid: int, uid: int, asked: RegisterJob) -> told.JobRegistered:
+        """Enter the job of a `hegmctl run`. Raises HegmError."""
+        goes_on = None
+        if asked.resumes is not None:
+            op = self._runner.history(asked.resumes).operation
+            runs = [member.run for member in op.workers if member.run and op.owner_uid == uid]
+            goes_on = self._jobs.of_run(uid, runs[0]) if runs else None
+        job = await self._jobs.register(pid, uid, asked, goes_on)
+        return told.JobRegistered(id=job.id, name=job.name)
+
+    async def _one(self, wanted: int | str, may: May) -> JobRecord:
+        if isinstance(wanted, str) and not (wanted.isascii() and wanted.isdigit()):
+            return self._jobs.named(wanted, may)
+        pid = int(str(wanted)[:20])
+        job = self._jobs.of_pid(pid)
+        if job is None:
+            job = self._jobs.of_run(*(await self._names.job_of(pid) or (None, None)))
+        if job is None:
+            hint = "run: hegmctl jobs; `hegmctl ps` shows processes on GPUs that no `hegmctl run` started"
+            raise HegmError(NOT_FOUND, f"process {pid} belongs to no job", hint, {"pid": pid})
+        return job
+
+    def _allowed(self, job: JobRecord, may: May) -> JobRecord:
+        if may(job.uid):
+            return job
+        message = f"job {job} belongs to uid {job.uid}"
+        raise HegmError(DENIED, message, "ask its owner, or an administrator of hegmd", {"uid": job.uid})
+
+    # -- what is shown -------------------------------------------------------------------------------------------------
+
+    async def _views(self, records: Sequence[JobRecord], may: May) -> tuple[told.Job, ...]:
+        numbers = {job.number for job in records if job.lives}
+        workers: dict[int, list[AgentConnection]] = {}
+        for worker in self._workers:
+            job = self._jobs.of_worker(worker)
+            if job is not None and job.number in numbers:
+                workers.setdefault(job.number, []).append(worker)
+        await self._count([worker for ones in workers.values() for worker in ones])
+        snapshot = await self._inventory.fresh(FRESH_S)
+        seen = _Seen({process.pid: process for process in snapshot.processes}, self._runner.held_bytes(), workers)
+        current = {job.number: job for job in self._jobs}
+        views = [self._view(current.get(job.number, job), seen) for job in records]
+        return tuple([view if may(view.uid) else _for_others(view) for view in views])
+
+    def _view(self, job: JobRecord, seen: _Seen) -> told.Job:
+        workers = sorted(seen.workers.get(job.number, ()), key=_rank)
+        op = self._operations.of(job) if job.lives else None
+        processes = tuple(self._processes(job, workers, op, seen))
+        listed = [seen.processes[process.pid] for process in processes if process.pid in seen.processes]
+        gpus = tuple(dict.fromkeys(gpu for process in processes for gpu in process.gpus))
+        on_cpu = any(worker.on_cpu and worker.gpu is None for worker in workers)
+        waits = None if op is None else self._runner.describe(op.id).waits
+        orphan = any(worker.parked or worker.held_bytes for worker in workers) and op is None
+        boundaries = [worker.boundary for worker in workers if worker.boundary]
+        if boundaries:
+            self._jobs.note_training(job)
+        state = _state(job, op, is_waiting=waits is not None or orphan, has_trained=bool(boundaries) or job.has_trained)
+        vram = [use.vram_bytes for process in listed for use in process.gpus]
+        return told.Job(
+            id=job.id,
+            name=job.name,
+            state=state,
+            waits="an orphan: run hegmctl adopt" if orphan else None if waits is None else waits.why,
+            uid=job.uid,
+            user=next((process.user for process in listed if process.uid == job.uid), None),
+            gpus=gpus or ((CPU,) if on_cpu else ()),
+            vram_bytes=sum(size for size in vram if size is not None) if vram and None not in vram else None,
+            held_bytes=sum(seen.held.get(process.pid, 0) for process in processes),
+            boundary=min(boundaries, default=None),
+            steps_per_s=self._rate(workers) if state == told.TRAINING else None,
+            command=job.command,
+            started_utc=job.started_utc,
+            ended_utc=job.ended_utc,
+            status=None if job.lives else job.status,
+            end=None if job.lives else self._jobs.told_end(job),
+            pid=None if job.is_gone else job.pid,
+            processes=processes,
+            operation=None if op is None else op.id,
+            notes=tuple(dict.fromkeys(note for worker in workers for note in _notes(worker))),
+        )
+
+    def _processes(
+        self, job: JobRecord, workers: Sequence[AgentConnection], op: Operation | None, seen: _Seen
+    ) -> Iterable[told.JobProcess]:
+        """Its processes: the first one, those with an agent, and those that only an operation knows."""
+        members = {} if op is None else {member.pid: member.rank for member in op.live if not member.is_absent}
+        by_pid = {worker.pid: worker for worker in workers}
+        has_ranks = any(worker.about.rank is not None for worker in workers)
+        first = () if job.is_gone or job.pid is None else (job.pid,)
+        for pid in dict.fromkeys((*first, *by_pid, *members)):
+            worker, listed = by_pid.get(pid), seen.processes.get(pid)
+            rank = members.get(pid) if worker is None else worker.about.rank
+            uses = () if listed is None else listed.gpus
+            sizes = [use.vram_bytes for use in uses]
+            yield told.JobProcess(
+                pid=pid,
+                role=self._role(pid, worker, rank, has_ranks=has_ranks),
+                rank=rank,
+                gpus=tuple([use.gpu for use in uses]),
+                vram_bytes=sum(size for size in sizes if size is not None) if sizes and None not in sizes else None,
+                boundary=None if worker is None else worker.boundary,
+                framework=None if worker is None or worker.about.framework is None else _framework(worker),
+            )
+
+    def _role(self, pid: int, worker: AgentConnection | None, rank: int | None, *, has_ranks: bool) -> str:
+        if self._supervisors.of_pid(pid) is not None:
+            return told.SUPERVISOR
+        if rank is not None:
+            return told.RANK
+        if worker is not None and (trains(worker) or not has_ranks):
+            return told.WORKER
+        return told.LAUNCHER if has_ranks else told.COMMAND
+
+    # -- how fast ------------------------------------------------------------------------------------------------------
+
+    async def _count(self, workers: Sequence[AgentConnection]) -> None:
+        """Have each say how many boundaries it has passed; twice at the first look at one, so that it has a rate."""
+        asked = [worker for worker in workers if worker.connected]
+        await self._sample(asked)
+        fresh = [worker for worker in asked if worker.boundary and len(self._samples.get(worker, ())) == 1]
+        if fresh:
+            await anyio.sleep(APART_S)
+            await self._sample(fresh)
+
+    async def _sample(self, workers: Sequence[AgentConnection]) -> None:
+        async with anyio.create_task_group() as tasks:
+            for worker in workers:
+                tasks.start_soon(self._sample_one, worker)
+
+    async def _sample_one(self, worker: AgentConnection) -> None:
+        with anyio.move_on_after(COUNT_S) as waiting, suppress(HegmError):
+            await worker.order("count", limit_s=COUNT_S)
+        if waiting.cancelled_caught or not worker.boundary:
+            return
+        now = anyio.current_time()
+        samples = self._samples.setdefault(worker, deque(maxlen=MAX_SAMPLES))
+        if samples and samples[-1][1] > worker.boundary:
+            samples.clear()  # it has gone back to an earlier batch
+        while len(samples) > 1 and now - samples[0][0] > RATE_OVER_S:
+            samples.popleft()
+        if not samples or now - samples[-1][0] >= APART_S / 2:
+            samples.append((now, worker.boundary))
+
+    def _rate(self, workers: Sequence[AgentConnection]) -> float | None:
+        """Boundaries in a second, of the slowest; None while that is not known."""
+        rates: list[float] = []
+        for worker in workers:
+            samples = self._samples.get(worker)
+            if samples and len(samples) > 1 and samples[-1][1] > samples[0][1]:
+                rates.append((samples[-1][1] - samples[0][1]) / (samples[-1][0] - samples[0][0]))
+        return min(rates, default=None)
+
+
+def _rank(worker: AgentConnection) -> tuple[bool, int, int]:
+    return worker.about.rank is None, worker.about.rank or 0, worker.pid
+
+
+def _state(job: JobRecord, op: Operation | None, *, is_waiting: bool, has_trained: bool) -> str:
+    if not job.lives:
+        return told.ENDED
+    if op is not None and op.phase not in TERMINAL:
+        at_rest = {HOLDING: told.QUIESCED, SUSPENDED: told.SUSPENDED}
+        return at_rest.get(op.phase, told.WAITING if is_waiting else told.MOVING)
+    if is_waiting:
+        return told.WAITING
+    return told.TRAINING if has_trained else told.STARTING
+
+
+def _framework(worker: AgentConnection) -> str:
+    return " ".join(part for part in (worker.about.framework, worker.about.framework_version) if part)
+
+
+def _notes(worker: AgentConnection) -> Iterable[str]:
+    yield from worker.refusals
+    if worker.unweighed is not None:
+        yield worker.unweighed[0]
+    if worker.begin_anew:
+        yield f"a restart begins these variables anew: {', '.join(worker.begin_anew)}"
+    if worker.image_missed:
+        yield worker.image_missed
+
+
+def _for_others(job: told.Job) -> told.Job:
+    """A job as users see it who may not act on it: command lines hold secrets."""
+    return job.replace(command=None, waits=None, notes=(), end=None, operation=None, processes=())

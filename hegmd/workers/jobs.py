@@ -1,0 +1,385 @@
+"""Jobs: which there are, what they are called, and how they ended. They outlive the daemon (`job_file`).
+
+A job is known from the moment at which its `hegmctl run` registers it, or its first agent attends. It has ended once
+its first process has, no agent and no supervisor of it is left, and no operation has it. One that comes back, from an
+image or because an agent connects late, is the same job again. Owns ids and names. What a job does at the moment, and
+on which GPUs, is for `hegmd.operations.job_requests` to say.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import anyio
+import anyio.abc
+
+from hegmd.errors import BAD_REQUEST, NOT_FOUND, HegmError
+from hegmd.node.processes.procfs import Unreadable, Vanished, exit_status, read_command
+from hegmd.protocol.messages import RegisterJob
+from hegmd.protocol.names import closest, job_number, why_no_name
+from hegmd.system.background_tasks import BackgroundTasks
+from hegmd.system.condition import Condition
+from hegmd.system.threads import run_detached
+from hegmd.workers.job_file import JobRecord, JobSaving
+from hegmd.workers.job_names import name_of, run_of, script_of, shown_command
+from hegmd.workers.supervisors import Supervisor, Supervisors
+from hegmd.workers.workers import CAME, ENDED, LEFT, AgentConnection, Workers
+
+logger = logging.getLogger(__name__)
+
+# Of jobs that have ended so many are remembered, for so long; of each user at most so many.
+MAX_ENDED, MAX_ENDED_OF_USER, MAX_ENDED_S = 500, 100, 30 * 86400.0
+MAX_RUNS, MAX_RUN_CHARS = 8, 64
+# Ranks and their loaders' workers; those that came last, as a restart's.
+MAX_MEMBERS = 256
+# After a start of the daemon: agents and supervisors of jobs whose first process is gone have so long to connect.
+RETURN_WITHIN_S = 15.0
+_LOOK_INTERVAL_S = 2.0
+_COMMAND_WITHIN_S = 1.0
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+May = Callable[[int | None], bool]
+
+
+class JobOperations(Protocol):
+    """What operations know of jobs."""
+
+    def holds(self, job: JobRecord) -> bool:
+        """Whether an operation that is not over has the job, its processes gone or not."""
+        ...
+
+    def end_of(self, job: JobRecord) -> str | None:
+        """How an operation ended the job, in words; None if none did."""
+        ...
+
+
+class Jobs(BackgroundTasks):
+    """Every job of the node. `open` it before agents connect, then `run` it."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        supervisors: Supervisors,
+        start_ticks: Callable[[int], int | None],
+        operations: JobOperations,
+        *,
+        utc: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__()
+        self._workers = workers
+        self._supervisors = supervisors
+        self._start_ticks = start_ticks
+        self._operations = operations
+        self._utc = utc
+        self._saving = JobSaving()
+        self._boot = ""
+        self._next = 1
+        self._jobs: dict[int, JobRecord] = {}
+        self._by_run: dict[tuple[int, str], int] = {}
+        #: Jobs of before whose first process was gone when this daemon started, until they had time to come back.
+        self._awaited: set[int] = set()
+        #: Told when a job comes, goes or changes.
+        self.news = Condition()
+        workers.listen(self._hear)
+        supervisors.listen(self._hear_supervisor)
+
+    # -- the life of the part ------------------------------------------------------------------------------------------
+
+    def open(self, folder: Path) -> None:
+        """Read the jobs of before. Blocks."""
+        self._boot = _BOOT_ID.read_text().strip()
+        self._next, known = self._saving.open(folder)
+        for job in known:
+            self._jobs[job.number] = job
+            self._by_run.update({(job.uid, run): job.number for run in job.runs})
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Watch the jobs and write down what changes, until cancelled."""
+        try:
+            async with anyio.create_task_group() as self._tasks:
+                self._take_over()
+                self._tasks.start_soon(self._saving.run)
+                self._tasks.start_soon(self._look_again)
+                task_status.started()
+                await anyio.sleep_forever()
+        finally:
+            self._tasks = None
+
+    def _take_over(self) -> None:
+        for job in tuple(self._jobs.values()):
+            is_there = job.pid is not None and job.boot == self._boot and self._start_ticks(job.pid) == job.start_ticks
+            if job.lives and not job.is_gone and is_there:
+                self._watch_soon(job)
+            elif job.lives:
+                self._awaited.add(job.number)
+                self._put(job.replace(is_gone=True))
+
+    async def _look_again(self) -> None:
+        """See which jobs without a first process have ended: their agents and operations are gone by then."""
+        await anyio.sleep(RETURN_WITHIN_S)
+        self._awaited.clear()
+        while True:
+            for job in tuple(self._jobs.values()):
+                self._end_if_over(job.number)
+            await anyio.sleep(_LOOK_INTERVAL_S)
+
+    # -- who is there --------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[JobRecord]:
+        return iter(tuple(self._jobs.values()))
+
+    def of_run(self, uid: int | None, run: str | None) -> JobRecord | None:
+        """The job of that run of that user."""
+        number = None if uid is None or run is None else self._by_run.get((uid, run))
+        return None if number is None else self._jobs.get(number)
+
+    def of_worker(self, worker: AgentConnection) -> JobRecord | None:
+        """The job that this worker belongs to."""
+        return self.of_run(worker.identity.uid, run_of(worker) or worker.name)
+
+    def workers_of(self, job: JobRecord) -> Iterator[AgentConnection]:
+        """Its processes with an agent."""
+        return (worker for worker in self._workers if (found := self.of_worker(worker)) and found.number == job.number)
+
+    def of_pid(self, pid: int) -> JobRecord | None:
+        """The job whose first process that is, or one of whose workers or supervisors it is."""
+        first = next((job for job in self._jobs.values() if job.pid == pid and not job.is_gone), None)
+        worker, supervisor = self._workers.find(pid), self._supervisors.of_pid(pid)
+        if first is None and worker is not None:
+            return self.of_worker(worker)
+        return first if supervisor is None or first is not None else self.of_run(supervisor.uid, supervisor.run)
+
+    def named(self, text: str, may: May) -> JobRecord:
+        """The job with that id or name: of several that had the name, the one that has not ended.
+
+        Jobs for which the caller may act come first. Raises NOT_FOUND, and BAD_REQUEST with a list to choose from.
+        """
+        number = job_number(text)
+        found = [job for job in self._jobs.values() if job.number == number or job.name == text]
+        found = [job for job in found if may(job.uid)] or found
+        chosen = [job for job in found if job.lives] or found
+        if not chosen:
+            raise self._not_found(text, may)
+        if len(chosen) == 1:
+            return chosen[0]
+        listed = ", ".join(f"{job.id} ({'lives' if job.lives else self.told_end(job)})" for job in chosen[-10:])
+        raise HegmError(
+            BAD_REQUEST,
+            f"{len(chosen)} jobs were called {text[:60]!r}: {listed}",
+            f"write the id of one, such as {chosen[-1].id}; see: hegmctl jobs --all",
+            {"jobs": [job.id for job in chosen]},
+        )
+
+    def _not_found(self, text: str, may: May) -> HegmError:
+        own = [job for job in self._jobs.values() if may(job.uid)]
+        known = [job.name for job in own if job.lives] + [job.id for job in own if job.lives]
+        close = closest(text, known) or closest(text, [job.name for job in own])
+        hint = f"did you mean {close}? run: hegmctl jobs" if close else "run: hegmctl jobs --all"
+        return HegmError(NOT_FOUND, f"there is no job {text[:60]!r}", hint, {"job": text[:60]})
+
+    def told_end(self, job: JobRecord) -> str:
+        """How and when a job ended, in words."""
+        how = job.end or ("its exit status is not known" if job.status is None else _status_text(job.status))
+        return f"ended {_ago(self._utc() - (job.ended_utc or 0.0))} ago, {how}"
+
+    # -- who comes and goes --------------------------------------------------------------------------------------------
+
+    async def register(self, pid: int, uid: int, asked: RegisterJob, goes_on: JobRecord | None = None) -> JobRecord:
+        """Enter the job of a process; its id and name are on disk when this returns. Raises BAD_REQUEST.
+
+        `goes_on` is the job from whose state it goes on.
+        """
+        if not 0 < len(asked.run) <= MAX_RUN_CHARS:
+            raise HegmError(BAD_REQUEST, "a job needs the id of its run", "HEGM_RUN is what its processes have it from")
+        why = None if asked.name is None else why_no_name(asked.name)
+        if why is not None:
+            raise HegmError(
+                BAD_REQUEST, f"a job cannot be called {str(asked.name)[:80]!r}: {why}", "choose another name"
+            )
+        ticks = self._start_ticks(pid)
+        first = self.of_pid(pid)
+        same = first if first is not None and (first.pid, first.uid) == (pid, uid) else None
+        known = self.of_run(uid, asked.run) or goes_on or same  # a run within a run takes its place
+        script = script_of(asked.command)
+        job = self._enter(uid, asked.run, asked.name or name_of(script), shown_command(script), known, asked.name)
+        self._take_first(job, pid, ticks)
+        await self._saving.until_saved()
+        return self._jobs[job.number]
+
+    def _enter(
+        self, uid: int, run: str, name: str, command: str, known: JobRecord | None = None, given: str | None = None
+    ) -> JobRecord:
+        """The record of that run: a new one, or the known job with that run too."""
+        if known is None:
+            job = JobRecord(
+                number=self._next,
+                name=self._unique(name, None),
+                uid=uid,
+                runs=(run,),
+                command=command,
+                started_utc=self._utc(),
+                boot=self._boot,
+            )
+            self._next += 1
+        else:
+            runs = (*(one for one in known.runs if one != run), run)[-MAX_RUNS:]
+            kept = known.name if given is None else self._unique(given, known)
+            job = self._back(known).replace(runs=runs, name=kept, command=command)
+        self._by_run[uid, run] = job.number
+        self._put(job)
+        self._trim()
+        return job
+
+    def _unique(self, name: str, but_for: JobRecord | None) -> str:
+        """That name, with a number where a job that has not ended has it."""
+        taken = {
+            job.name for job in self._jobs.values() if job.lives and (but_for is None or job.number != but_for.number)
+        }
+        number, made = 1, name
+        while made in taken:
+            number += 1
+            made = f"{name}-{number}"
+        return made
+
+    def _back(self, job: JobRecord) -> JobRecord:
+        """The record of a job that is there again, if it had ended: another may have its name by now."""
+        if job.lives:
+            return job
+        return job.replace(ended_utc=None, status=None, end=None, name=self._unique(job.name, job))
+
+    def _hear(self, news: str, worker: AgentConnection) -> None:
+        """An agent came or left, or its process ended. Told from the event loop, must not wait."""
+        job = self.of_worker(worker)
+        if news == ENDED:
+            if job is not None:
+                self._end_if_over(job.number)
+        elif job is None and news == CAME and self._tasks is not None:
+            self._tasks.start_soon(self._enter_worker, worker)
+        elif job is not None and news != LEFT:
+            self._take_in(job, worker)
+
+    def _hear_supervisor(self, supervisor: Supervisor) -> None:
+        job = self.of_run(supervisor.uid, supervisor.run)
+        if job is not None and supervisor.lives:
+            self._come_back(job, supervisor.pid, supervisor.start_ticks)
+        elif job is not None:
+            self._end_if_over(job.number)
+
+    def _take_in(self, job: JobRecord, worker: AgentConnection) -> None:
+        self._come_back(job, worker.pid, worker.identity.start_ticks)
+        job = self._jobs[job.number]
+        if worker.name not in job.members:
+            self._put(job.replace(members=(*job.members, worker.name)[-MAX_MEMBERS:]))
+
+    def note_training(self, job: JobRecord) -> None:
+        """It was seen to come to a batch."""
+        if not job.has_trained:
+            self._put(job.replace(has_trained=True))
+
+    def _come_back(self, job: JobRecord, pid: int, ticks: int) -> None:
+        """A process of it is there: it has not ended, and one without a first process has that one."""
+        self._awaited.discard(job.number)
+        if not job.lives:
+            job = self._back(job)
+            self._put(job)
+        if job.is_gone:
+            self._take_first(job, pid, ticks)
+
+    async def _enter_worker(self, worker: AgentConnection) -> None:
+        """Enter the job of a worker that nobody registered: its `hegmctl run` found no daemon, or an older one."""
+        words: Sequence[str] = ()
+        with anyio.move_on_after(_COMMAND_WITHIN_S):
+            try:
+                words = (await run_detached(lambda _: read_command("/proc", worker.pid), name="hegmd-job")).split(" ")
+            except (HegmError, Vanished, Unreadable) as error:
+                logger.debug("the command of process %d is not known: %s", worker.pid, error)
+        if worker.ended or self.of_worker(worker) is not None:
+            return
+        script, given = script_of(words), worker.about.job
+        name = given if given is not None and why_no_name(given) is None else name_of(script)
+        run = run_of(worker) or worker.name
+        job = self._enter(worker.identity.uid, run, name, shown_command(script))
+        self._take_in(job, worker)
+
+    # -- ends ----------------------------------------------------------------------------------------------------------
+
+    def _take_first(self, job: JobRecord, pid: int, ticks: int | None) -> None:
+        if ticks is None or (job.pid, job.start_ticks, job.is_gone) == (pid, ticks, False):
+            return
+        job = job.replace(pid=pid, start_ticks=ticks, boot=self._boot, is_gone=False, status=None)
+        self._put(job)
+        self._watch_soon(job)
+
+    def _watch_soon(self, job: JobRecord) -> None:
+        if self._tasks is not None and job.pid is not None and job.start_ticks is not None:
+            self._tasks.start_soon(self._watch, job.number, job.pid, job.start_ticks)
+
+    async def _watch(self, number: int, pid: int, ticks: int) -> None:
+        """Wait for the end of a job's first process, and note its exit status."""
+        status = None
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            while self._start_ticks(pid) == ticks:  # noqa: ASYNC110 - no descriptor is to be had, so nothing wakes us
+                await anyio.sleep(_LOOK_INTERVAL_S)
+        else:
+            try:
+                if self._start_ticks(pid) == ticks:
+                    await anyio.wait_readable(pidfd)
+                status = exit_status(pidfd, pid, ticks)
+            finally:
+                anyio.notify_closing(pidfd)
+                os.close(pidfd)
+        job = self._jobs.get(number)
+        if job is not None and (job.pid, job.start_ticks) == (pid, ticks):
+            self._put(job.replace(is_gone=True, status=status))
+            self._end_if_over(number)
+
+    def _end_if_over(self, number: int) -> None:
+        job = self._jobs.get(number)
+        if job is None or not job.lives or not job.is_gone or number in self._awaited:
+            return
+        has_supervisor = any(self._supervisors.find(job.uid, run) is not None for run in job.runs)
+        if any(True for _ in self.workers_of(job)) or has_supervisor or self._operations.holds(job):
+            return
+        end = self._operations.end_of(job)
+        status = job.status if end is None else None
+        self._put(job.replace(ended_utc=self._utc(), end=end, status=status, members=()))
+        self._trim()
+
+    def _trim(self) -> None:
+        """Forget the oldest jobs that have ended, beyond what is remembered."""
+        ended = sorted((job for job in self._jobs.values() if not job.lives), key=lambda job: -(job.ended_utc or 0.0))
+        of_user: dict[int, int] = {}
+        for place, job in enumerate(ended):
+            of_user[job.uid] = of_user.get(job.uid, 0) + 1
+            is_old = self._utc() - (job.ended_utc or 0.0) > MAX_ENDED_S
+            if is_old or place >= MAX_ENDED or of_user[job.uid] > MAX_ENDED_OF_USER:
+                del self._jobs[job.number]
+                for run in job.runs:
+                    if self._by_run.get((job.uid, run)) == job.number:
+                        del self._by_run[job.uid, run]
+
+    def _put(self, job: JobRecord) -> None:
+        self._jobs[job.number] = job
+        self._note_change()
+
+    def _note_change(self) -> None:
+        self._saving.change(self._next, tuple(self._jobs.values()))
+        self.news.notify_all()
+
+
+def _status_text(status: int) -> str:
+    return f"with exit status {status}" if status >= 0 else f"by signal {-status}"
+
+
+def _ago(seconds: float) -> str:
+    for unit, size_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size_s:
+            return f"{seconds / size_s:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"

@@ -1,0 +1,267 @@
+"""Jobs keep their ids, their names and their ends, whatever becomes of their processes and of the daemon."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import anyio
+import pytest
+
+from hegmd.errors import BAD_REQUEST, DENIED, NOT_FOUND, REFUSED, HegmError
+from hegmd.protocol import jobs as told
+from hegmd.protocol.messages import RegisterJob
+from hegmd.workers.job_file import DAMAGED_NAME, NAME, JobFile, JobRecord
+from hegmd.workers.job_names import MAX_COMMAND_CHARS, name_of, script_of, shown_command
+from hegmd.workers.jobs import MAX_ENDED_OF_USER
+from tests.patience import HANG_S
+from tests.unit.moving_node import Node, running
+
+Child = subprocess.Popen[bytes]
+UID = os.geteuid()
+
+
+def mine(uid: int | None) -> bool:
+    return uid == UID
+
+
+def nobodys(_uid: int | None) -> bool:
+    return False
+
+
+async def registered(node: Node, pid: int, run: str, *words: str, name: str | None = None, uid: int = UID) -> str:
+    asked = RegisterJob(run=run, name=name, command=words or ("python3", "train.py", "--epochs", "5"))
+    return (await node.moving.jobs.register(pid, uid, asked)).id
+
+
+async def seen(node: Node, *, ended: bool = False) -> dict[str, told.Job]:
+    return {job.id: job for job in await node.moving.job_requests.jobs((), mine, ended=ended)}
+
+
+async def until(node: Node, holds: Callable[[], bool]) -> None:
+    with anyio.fail_after(HANG_S):
+        while not holds():
+            news = node.moving.jobs.news.next
+            if not holds():
+                await news.wait()
+
+
+def waiting_to_exit(status: int) -> Child:
+    """A process that exits with that status once its input ends."""
+    return subprocess.Popen(["sh", "-c", f"read x; exit {status}"], stdin=subprocess.PIPE)
+
+
+def end_now(child: Child, *, killed: bool = False) -> None:
+    if killed:
+        child.kill()
+    child.communicate()
+
+
+def has_ended(node: Node, job_id: str) -> bool:
+    return any(job.id == job_id and not job.lives for job in node.moving.jobs)
+
+
+@pytest.mark.parametrize(
+    ("command", "shown", "name"),
+    [
+        ("python train.py --epochs 5", "train.py --epochs 5", "train"),
+        ("/usr/bin/python3.11 -u src/train.py", "src/train.py", "train"),
+        ("torchrun --nproc-per-node 2 train.py --lr 1", "train.py --lr 1", "train"),
+        ("python -m torch.distributed.run --nproc-per-node 2 -m pkg.train a", "-m pkg.train a", "pkg.train"),
+        ("python -W ignore main --x", "main --x", "main"),
+        ("python -c pass", "python -c pass", "python"),
+        ("env A=1 python3 t.py", "t.py", "t"),
+        ("bash run.sh a", "run.sh a", "run"),
+        ("/opt/bin/llama --config conf.py", "/opt/bin/llama --config conf.py", "llama"),
+        ("python 4711", "4711", "job-4711"),
+        ("python j7.py", "j7.py", "job-j7"),
+    ],
+)
+def test_a_job_is_shown_and_named_by_its_script(command: str, shown: str, name: str) -> None:
+    script = script_of(command.split())
+    assert (shown_command(script), name_of(script)) == (shown, name)
+
+
+def test_a_command_of_any_length_and_content_is_one_short_line() -> None:
+    assert len(shown_command(("x" * 9999,))) == MAX_COMMAND_CHARS
+    assert shown_command(("a b", "\x1b[2J", "")) == "'a b' '\x1b[2J' ''"
+    assert name_of(("/",)) == name_of(()) == "job"
+
+
+async def test_two_jobs_of_one_script_have_names_of_their_own(tmp_path: Path, process: Child, other: Child) -> None:
+    async with running(tmp_path) as node:
+        assert await registered(node, process.pid, "one") == "j1"
+        assert await registered(node, other.pid, "two") == "j2"
+        assert await registered(node, other.pid, "two") == "j2", "the same run is the same job"
+        jobs = await seen(node)
+        assert [(job.name, job.state, job.command) for job in jobs.values()] == [
+            ("train", "starting", "train.py --epochs 5"),
+            ("train-2", "starting", "train.py --epochs 5"),
+        ]
+
+
+async def test_a_job_keeps_its_id_when_the_daemon_is_killed(tmp_path: Path, process: Child, other: Child) -> None:
+    async with running(tmp_path) as node:
+        await registered(node, process.pid, "one", name="mine")
+        await registered(node, other.pid, "two")
+        kept = await anyio.Path(tmp_path / NAME).read_bytes()
+        other.kill()
+        other.wait()
+        await until(node, lambda: has_ended(node, "j2"))
+    (tmp_path / NAME).write_bytes(kept)  # as a kill would leave it, before the end of j2 was seen
+    async with running(tmp_path) as node:
+        jobs = await seen(node, ended=True)
+        assert {job.id: job.name for job in jobs.values()} == {"j1": "mine", "j2": "train"}
+        agent = await node.attend(process.pid, run="one")
+        assert (await seen(node))["j1"].state == "training"
+        await agent.leave()
+        assert await registered(node, process.pid, "three") == "j1", "a run within a run takes its place"
+
+
+async def test_a_damaged_file_is_kept_and_none_of_its_ids_is_used_again(tmp_path: Path, process: Child) -> None:
+    file = JobFile(tmp_path)
+    job = JobRecord(number=41, name="a", uid=0, runs=("r",), command="", started_utc=0.0, boot="")
+    file.save(42, [job])
+    assert file.load() == (42, [job])
+    whole = (tmp_path / NAME).read_bytes()
+    for at in (0, 12, len(whole) // 2, len(whole) - 1):
+        (tmp_path / NAME).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        number, jobs = file.load()
+        assert (number >= 42 or at == len(whole) // 2, jobs) == (True, [])
+        assert (tmp_path / DAMAGED_NAME).exists()
+    (tmp_path / NAME).write_bytes(whole[:-9])
+    async with running(tmp_path) as node:
+        assert await registered(node, process.pid, "one") == "j42"
+
+
+@pytest.mark.parametrize(("end", "status"), [("exit", 7), ("kill", -9)])
+async def test_the_exit_status_of_a_job_is_known_though_it_is_no_child(tmp_path: Path, end: str, status: int) -> None:
+    async with running(tmp_path) as node:
+        with waiting_to_exit(7) as child:
+            job_id = await registered(node, child.pid, "one")
+            end_now(child, killed=end == "kill")
+        with anyio.fail_after(HANG_S):
+            job = await node.moving.job_requests.wait(job_id, mine, _unheard)
+        assert (job.state, job.status) == ("ended", status)
+
+
+async def _unheard(_job: told.Job) -> None:
+    pass
+
+
+async def test_a_job_that_ended_says_so_to_whoever_names_it(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
+        with waiting_to_exit(3) as child:
+            await registered(node, child.pid, "one")
+        await until(node, lambda: has_ended(node, "j1"))
+        for name in ("j1", "train"):
+            with pytest.raises(HegmError, match=r"job j1 \(train\) ended .* ago, with exit status 3") as refused:
+                await node.moving.job_requests.pids((name,), mine)
+            assert refused.value.code is NOT_FOUND
+        with pytest.raises(HegmError, match="there is no job 'traim'") as refused:
+            await node.moving.job_requests.pids(("traim",), mine)
+        assert "did you mean train?" in refused.value.hint
+
+
+async def test_a_name_that_two_jobs_had_is_the_running_one_or_a_choice(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        for run in ("one", "two"):
+            with waiting_to_exit(3) as child:
+                job_id = await registered(node, child.pid, run)
+            await until(node, lambda job_id=job_id: has_ended(node, job_id))  # type: ignore[misc] # pyright cannot tell
+        with pytest.raises(HegmError, match=r"2 jobs were called 'train': j1 \(ended .*\), j2 \(ended") as refused:
+            await node.moving.job_requests.one("train", mine)
+        assert refused.value.code is BAD_REQUEST
+        await registered(node, process.pid, "three")
+        assert (await node.moving.job_requests.one("train", mine)).id == "j3"
+
+
+async def test_a_job_that_has_not_come_to_a_batch_is_not_moved(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        await registered(node, process.pid, "one")
+        with pytest.raises(HegmError, match=r"job j1 \(train\) is starting") as refused:
+            await node.moving.job_requests.pids(("train",), mine)
+        assert refused.value.code is REFUSED
+        await node.attend(process.pid, run="one")
+        assert await node.moving.job_requests.pids(("j1", "train", str(process.pid), 7), mine) == (process.pid, 7)
+
+
+async def test_a_user_names_own_jobs_only_and_sees_no_command_of_others(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        await registered(node, process.pid, "one")
+        requests = node.moving.job_requests
+        for asked in (
+            requests.pids(("train",), nobodys),
+            requests.one("j1", nobodys),
+            requests.one(process.pid, nobodys),
+        ):
+            with pytest.raises(HegmError, match=f"belongs to uid {UID}") as refused:
+                await asked
+            assert refused.value.code is DENIED
+        (job,) = await requests.jobs((), nobodys, ended=False)
+        assert (job.id, job.command, job.processes, job.notes) == ("j1", None, (), ())
+
+
+async def test_the_ranks_of_a_job_are_one_job_and_move_by_its_name(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    async with running(tmp_path) as node:
+        await node.attend(process.pid, run="one", rank=0, world_size=2)
+        await node.attend(other.pid, token="b" * 32, run="one", rank=1, world_size=2)
+        await until(node, lambda: any(len(job.members) == 2 for job in node.moving.jobs))
+        (job,) = (await seen(node)).values()
+        assert [(one.pid, one.role, one.rank) for one in job.processes] == [
+            (process.pid, "rank", 0),
+            (other.pid, "rank", 1),
+        ]
+        assert await node.moving.job_requests.pids((job.name,), mine) == (process.pid, other.pid)
+        assert (await node.moving.job_requests.one(other.pid, mine)).id == job.id
+
+
+async def test_a_suspended_job_is_named_by_its_operation_while_no_agent_is_there(
+    tmp_path: Path, process: Child
+) -> None:
+    async with running(tmp_path) as node:
+        await registered(node, process.pid, "one")
+        await node.attend(process.pid, run="one")
+        pids = await node.moving.job_requests.pids(("train",), mine)
+        await node.operations.suspend(pids, node.asked())
+        assert (await seen(node))["j1"].state == "suspended"
+    async with running(tmp_path) as node:  # the next daemon, to which no agent has come back
+        assert (await seen(node))["j1"].state == "suspended"
+        assert await node.moving.job_requests.pids(("j1",), mine) == (process.pid,)
+
+
+async def test_ended_jobs_are_remembered_up_to_a_number_of_each_user(tmp_path: Path, process: Child) -> None:
+    old = [
+        JobRecord(
+            number=number,
+            name=f"a{number}",
+            uid=UID,
+            runs=(f"r{number}",),
+            command="",
+            started_utc=0.0,
+            boot="",
+            ended_utc=4e9 + number,
+        )
+        for number in range(1, MAX_ENDED_OF_USER + 10)
+    ]
+    JobFile(tmp_path).save(len(old) + 1, old)
+    async with running(tmp_path) as node:
+        await registered(node, process.pid, "one")
+        ended = [job for job in await seen(node, ended=True) if job != f"j{len(old) + 1}"]
+        assert len(ended) == MAX_ENDED_OF_USER
+        assert "j1" not in ended
+        assert f"j{len(old)}" in ended
+
+
+async def test_a_full_disk_does_not_keep_a_job_from_its_name(tmp_path: Path, process: Child) -> None:
+    (tmp_path / f".{NAME}.new").mkdir(parents=True)  # which no file can take the place of
+    async with running(tmp_path) as node:
+        assert await registered(node, process.pid, "one") == "j1"
+        assert not (tmp_path / NAME).exists()
+        with suppress(OSError):
+            (tmp_path / f".{NAME}.new").rmdir()
