@@ -20,6 +20,7 @@ import psutil
 from typing_extensions import Self
 
 from tests.e2e.agented import SCRIPTS
+from tests.e2e.forked import started
 from tests.e2e.moved_job import environment
 from tests.e2e.references import said_by
 from tests.patience import HANG_S
@@ -60,13 +61,8 @@ class Job:
         self.seed = seed
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the job
         words = [sys.executable, "-m", "hegmctl", "run", "--gpu", gpu, "--", sys.executable, str(script), str(seed)]
-        self.process = subprocess.Popen(
-            words,
-            env=environment(socket_path),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
+        self.process = started(
+            words, env=environment(socket_path), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors
         )
         self.pid = self.process.pid
         self._lines: list[str] = []

@@ -16,6 +16,7 @@ from types import TracebackType
 import msgpack
 from typing_extensions import Self
 
+from tests.e2e.forked import not_forked, started
 from tests.e2e.references import said_by
 from tests.patience import HANG_S
 
@@ -38,23 +39,26 @@ def environment(socket_path: Path | None, inject: str = str(INJECT), **more: str
 class Training:
     """A script that runs with the agent. Ended with the context, if it has not ended by itself."""
 
+    # Whether it may be forked from a Python that has imported PyTorch.
+    forks = True
+
     def __init__(
         self, argv: list[str], socket_path: Path, python: str = sys.executable, inject: str = str(INJECT), **more: str
     ) -> None:
         if python == sys.executable:
             more.setdefault("PYTHONPATH", str(BRISK))
-        self.process = subprocess.Popen(
+        start = started if self.forks and inject == str(INJECT) else not_forked
+        self.process = start(
             [python, *argv],
             env=environment(socket_path, inject, **more),
-            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
         )
 
     def result(self) -> tuple[int, str, str]:
         """Exit status, output and errors, once it has ended."""
         output, errors = self.process.communicate(timeout=ENDS_WITHIN_S)
+        assert self.process.returncode is not None
         return self.process.returncode, output, errors
 
     def __enter__(self) -> Self:

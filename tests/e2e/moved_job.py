@@ -26,6 +26,7 @@ from typing_extensions import Self
 
 from hegmctl.connection import connect
 from tests.e2e.daemon import RunningDaemon
+from tests.e2e.forked import not_forked, started
 from tests.e2e.references import said_by
 from tests.patience import HANG_S
 
@@ -63,21 +64,16 @@ class Script:
     pipe_bytes, pipe_flags = 1 << 20, 0
     # What its environment has besides.
     more: Mapping[str, str] = {}
+    # Whether it may be forked from a Python that has imported PyTorch.
+    forks = True
 
     def __init__(self, words: Sequence[str], socket_path: Path | None, folder: Path | None = None) -> None:
         self.environ = {**environment(socket_path), **self.more}
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         self._stdout, stdout = os.pipe2(os.O_CLOEXEC | self.pipe_flags)
         fcntl.fcntl(stdout, fcntl.F_SETPIPE_SZ, self.pipe_bytes)
-        self.process = subprocess.Popen(
-            words,
-            env=self.environ,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=self._errors,
-            start_new_session=True,
-        )
+        start = started if self.forks else not_forked
+        self.process = start(words, env=self.environ, cwd=folder, stdout=stdout, stderr=self._errors)
         os.close(stdout)
         self._begun_line = b""
         self.lines: list[str] = []

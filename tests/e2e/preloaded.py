@@ -4,13 +4,19 @@ Reads a JSON object a line: the script, its environment and folder, where its ou
 leaves its state and where, and whether all that it computes is recorded. Answers each with the exit status. With an
 agent, the agent is mounted in the child as the injected `sitecustomize` would have, and meets what is imported already;
 everything of it that follows is as in any worker.
+
+With `--socket FD` it reads from that socket, where the descriptors of a script come along, answers at once with its pid
+and later with its status, and has many at a time (forked.py).
 """
 
 # ruff: noqa: T201, BLE001 - a program of its own, which says how scripts ended whatever they raised
+import contextlib
 import gc
 import json
 import os
+import select
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -36,7 +42,8 @@ _STEADY = np.float64(0)  # NumPy is imported: scripts of their own import it too
 def main() -> None:
     torch.set_num_threads(1)
     warm_up()
-    for name in sys.argv[1:]:
+    line, names = (int(sys.argv[2]), sys.argv[3:]) if sys.argv[1:2] == ["--socket"] else (None, sys.argv[1:])
+    for name in names:
         import_module(name)
     # Whoever asks the collector for all objects, as the agent does, writes a count into each of them: a hundred
     # megabytes were copied for each script. It is not asked for what was there before the script.
@@ -44,13 +51,61 @@ def main() -> None:
     gc.freeze()
     for made in vars(weakref.finalize)["_registry"]:
         made.atexit = False  # PyTorch's libraries need not be taken apart at each script's end
-    for line in sys.stdin:
-        wanted = json.loads(line)
+    if line is not None:
+        with socket.socket(fileno=line) as asking:
+            serve(asking)
+        return
+    for request in sys.stdin:
+        wanted = json.loads(request)
         child = os.fork()
         if child == 0:
             run(wanted)
         _pid, status = os.waitpid(child, 0)
         print(wanted["number"], os.waitstatus_to_exitcode(status), flush=True)
+
+
+def serve(asking: socket.socket) -> None:
+    """Fork for each that is asked for, and tell how each has ended, until nobody asks any more; then end them all."""
+    running: dict[int, int] = {}  # by pidfd
+    poll = select.poll()
+    poll.register(asking, select.POLLIN)
+    while True:
+        for number, _ in poll.poll():
+            if number != asking.fileno():
+                poll.unregister(number)
+                os.close(number)
+                pid, status = os.waitpid(running.pop(number), 0)
+                answer(asking, {"ended": pid, "status": os.waitstatus_to_exitcode(status)})
+                continue
+            data, fds, _flags, _address = socket.recv_fds(asking, 1 << 20, 3)
+            if not data:
+                for pid in running.values():
+                    os.kill(pid, signal.SIGKILL)
+                return
+            pid = os.fork()
+            if pid == 0:
+                become(json.loads(data), fds)
+            answer(asking, {"begun": pid})
+            for given in fds:
+                os.close(given)
+            pidfd = os.pidfd_open(pid)
+            running[pidfd] = pid
+            poll.register(pidfd, select.POLLIN)
+
+
+def answer(asking: socket.socket, what: dict[str, int]) -> None:
+    with contextlib.suppress(BrokenPipeError):  # who asked has gone, which is seen next
+        asking.send(json.dumps(what).encode())
+
+
+def become(wanted: dict, fds: list[int]) -> None:
+    """In the child: take these descriptors and nothing else, and become the script. Does not come back."""
+    os.setsid()
+    for target, source in enumerate(fds):  # all of them are above these three
+        os.dup2(source, target)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.environ.clear()
+    run(wanted)
 
 
 def warm_up() -> None:
@@ -64,12 +119,8 @@ def warm_up() -> None:
 
 def run(wanted: dict) -> None:
     """In the child: become the script. Does not come back."""
-    output = os.open(wanted["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    errors = os.open(wanted["errors"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (output, 1), (errors, 2)):
-        os.dup2(source, target)
-        os.close(source)
+    if "output" in wanted:
+        open_streams(wanted)
     # Its own, and not those of this Python, whom the agent cannot find any more when it has them write what they hold.
     sys.stdout = os.fdopen(1, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, closefd=False)
     sys.stderr = os.fdopen(2, "w", encoding=sys.stderr.encoding, errors=sys.stderr.errors, buffering=1, closefd=False)
@@ -89,7 +140,12 @@ def run(wanted: dict) -> None:
         exec(compile(Path(script.__file__).read_text(), script.__file__, "exec"), vars(script))
         status = 0
     except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else 1
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        sys.stdout.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -98,10 +154,21 @@ def run(wanted: dict) -> None:
         end(status)
 
 
+def open_streams(wanted: dict) -> None:
+    """Have its output and errors in these files, and nothing to read."""
+    output = os.open(wanted["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    errors = os.open(wanted["errors"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (errors, 2)):
+        os.dup2(source, target)
+        os.close(source)
+
+
 def end(status: int) -> None:
     """As at the end of any Python: what is registered for it runs, and what is written is out."""
     import atexit
 
+    threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does: waits for the threads of the script
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

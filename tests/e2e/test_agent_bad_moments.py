@@ -15,7 +15,7 @@ from tests.e2e.scripted_daemon import ScriptedDaemon
 from tests.needs import need_torch
 from tests.patience import HANG_S
 
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
 
 
 def test_a_forked_child_has_no_agent_and_trains_on(socket_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -20,6 +21,7 @@ from hegmctl.connection import Connection, connect
 from hegmd.protocol.messages import Operations, OperationsReply
 from tests.e2e.agented import SCRIPTS, undisturbed
 from tests.e2e.daemon import RunningDaemon
+from tests.e2e.forked import not_forked, started
 from tests.e2e.moved_job import BARE, BRISK
 from tests.e2e.references import TWO_RANKS
 from tests.looks import pause, still_there
@@ -44,7 +46,7 @@ def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
 class Job:
     """A script under `hegmctl run`, and the commands about it."""
 
-    def __init__(self, daemon: RunningDaemon, argv: list[str], *options: str) -> None:
+    def __init__(self, daemon: RunningDaemon, argv: list[str], *options: str, forks: bool = True) -> None:
         self.socket_path = str(daemon.socket_path)
         self.environ = {
             **{name: value for name, value in os.environ.items() if not name.startswith("HEGM_")},
@@ -54,12 +56,12 @@ class Job:
             **BARE,
         }
         words = [sys.executable, "-m", "hegmctl", "run", *options, "--", sys.executable, *argv]
-        self.process = subprocess.Popen(
-            words, env=self.environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pipesize=PIPE_BYTES
-        )
+        start = started if forks else not_forked
+        self.process = start(words, env=self.environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        fcntl.fcntl(self.stdout, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self.lines: list[str] = []
 
     def __enter__(self) -> Self:
@@ -120,7 +122,7 @@ class Job:
 def test_moves_and_suspensions_change_no_loss(daemon: RunningDaemon, loader_workers: int) -> None:
     argv = [LONG, str(loader_workers)]
     seed = random.Random(loader_workers)
-    with Job(daemon, argv, "--gpu", "gpu0") as job:
+    with Job(daemon, argv, "--gpu", "gpu0", forks=loader_workers == 0) as job:  # one is started as users start theirs
         pid = str(job.process.pid)
         job.await_gpu()
         gpu = 0

@@ -1,0 +1,231 @@
+"""Python scripts as child processes that need not import PyTorch: they are forked from a Python that has imported it.
+
+That import takes two seconds of processor, and how a script starts proves nothing where a test is about what happens
+to it later. A forked script has the environment, the descriptors and the agent of a started one, and a session of its
+own; `hegmctl run` is not started for it, but sets its environment. Tests of starts, of restarts and of process images
+start theirs.
+
+Owns that Python (preloaded.py), one for each process that runs tests, while the fixture of that name in conftest.py is
+there.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from hegmctl.running import nccl_settings, prepare
+from tests.patience import HANG_S
+
+PRELOADED = Path(__file__).with_name("preloaded.py")
+RUN = [sys.executable, "-m", "hegmctl", "run"]
+MESSAGE_BYTES = 1 << 17
+ENDS_WITHIN_S = HANG_S
+
+_there: list[Preloaded] = []
+
+
+class Preloaded:
+    """The Python with PyTorch in it, and what it has forked."""
+
+    def __init__(self, environ: Mapping[str, str], *modules: str) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        words = [sys.executable, str(PRELOADED), "--socket", str(theirs.fileno()), *modules]
+        self._process = subprocess.Popen(words, env=dict(environ), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        theirs.close()
+        self._line = ours
+        self._statuses: dict[int, int] = {}
+
+    def close(self) -> None:
+        """End it, and what it has forked."""
+        self._line.close()
+        self._process.wait(ENDS_WITHIN_S)
+
+    def fork(self, wanted: dict[str, Any], fds: Sequence[int]) -> int:
+        """Have a script begin with these descriptors as its first three; its pid."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+        self._line.sendmsg([json.dumps(wanted).encode()], rights)
+        while True:
+            answer = self._heard(HANG_S)
+            assert answer is not None, "the Python that forks scripts does not answer"
+            if "begun" in answer:
+                self._statuses.pop(answer["begun"], None)
+                return int(answer["begun"])
+
+    def status_of(self, pid: int, limit_s: float) -> int | None:
+        """The exit status of what it has forked; None while it runs, for that long at most."""
+        while pid not in self._statuses:
+            if self._heard(limit_s) is None:
+                return None
+        return self._statuses[pid]
+
+    def _heard(self, limit_s: float) -> dict[str, int] | None:
+        self._line.settimeout(limit_s if limit_s > 0 else 0.0)
+        try:
+            data = self._line.recv(MESSAGE_BYTES)
+        except (TimeoutError, BlockingIOError):
+            return None
+        assert data, "the Python that forks scripts has ended"
+        answer: dict[str, int] = json.loads(data)
+        if "ended" in answer:
+            self._statuses[answer["ended"]] = answer["status"]
+        return answer
+
+
+class Forked:
+    """A forked script, with what tests use of `subprocess.Popen`."""
+
+    def __init__(self, python: Preloaded, wanted: dict[str, Any], stdin: Any, stdout: Any, stderr: Any) -> None:
+        self.stdin: IO[str] | None = None
+        self.stdout: IO[str] | None = None
+        self.stderr: IO[str] | None = None
+        self.args = wanted["argv"]
+        self.returncode: int | None = None
+        self._python = python
+        passed: list[int] = []
+        given: list[int] = []
+        for name, stream, mode in (("stdin", stdin, "w"), ("stdout", stdout, "r"), ("stderr", stderr, "r")):
+            if stream in (None, subprocess.DEVNULL):
+                given.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
+                passed.append(given[-1])
+            elif stream == subprocess.PIPE:
+                reads, writes = os.pipe()
+                ours, theirs = (writes, reads) if mode == "w" else (reads, writes)
+                setattr(self, name, open(ours, mode, encoding="utf-8"))  # noqa: SIM115 - as of Popen
+                given.append(theirs)
+                passed.append(theirs)
+            else:
+                passed.append(stream if isinstance(stream, int) else stream.fileno())
+        try:
+            self.pid = python.fork(wanted, passed)
+        finally:
+            for number in given:
+                os.close(number)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._python.status_of(self.pid, 0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        limit_s = HANG_S if timeout is None else timeout
+        if self.returncode is None:
+            self.returncode = self._python.status_of(self.pid, limit_s)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self.args, limit_s)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """All that it still prints, once it has ended."""
+        if self.stdin is not None:
+            self.stdin.close()
+        texts: dict[str, str] = {}
+
+        def read(name: str, stream: IO[str]) -> None:
+            with stream:
+                texts[name] = stream.read()
+
+        streams = {"stdout": self.stdout, "stderr": self.stderr}
+        readers = [
+            threading.Thread(target=read, args=(name, stream))
+            for name, stream in streams.items()
+            if stream is not None and not stream.closed
+        ]
+        for reader in readers:
+            reader.start()
+        try:
+            self.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+        finally:
+            for reader in readers:
+                reader.join()
+        return texts.get("stdout", ""), texts.get("stderr", "")
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+@contextmanager
+def preloaded_python(environ: Mapping[str, str], *modules: str) -> Iterator[None]:
+    """From here on, scripts are forked from a Python with PyTorch and these modules, which has that environment."""
+    python = Preloaded(environ, *modules)
+    _there.append(python)
+    try:
+        yield
+    finally:
+        _there.remove(python)
+        python.close()
+
+
+def started(
+    words: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: Path | None = None,
+    stdin: Any = subprocess.DEVNULL,
+    stdout: Any = None,
+    stderr: Any = None,
+) -> subprocess.Popen[str] | Forked:
+    """Start that command: forked, where it is a Python script, also under `hegmctl run`; else as any program."""
+    wanted = forked_by(words, env, cwd) if _there else None
+    if wanted is not None:
+        return Forked(_there[-1], wanted, stdin, stdout, stderr)
+    return not_forked(words, env=env, cwd=cwd, stdin=stdin, stdout=stdout, stderr=stderr)
+
+
+def not_forked(
+    words: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: Path | None = None,
+    stdin: Any = subprocess.DEVNULL,
+    stdout: Any = None,
+    stderr: Any = None,
+) -> subprocess.Popen[str]:
+    """Start that command as any program, in a session of its own as well."""
+    return subprocess.Popen(
+        words, env=env, cwd=cwd, stdin=stdin, stdout=stdout, stderr=stderr, text=True, start_new_session=True
+    )
+
+
+def forked_by(words: Sequence[str], env: Mapping[str, str], cwd: Path | None) -> dict[str, Any] | None:
+    """What the preloaded Python is told for that command; None where it has to be started."""
+    environ = dict(env)
+    if list(words[:4]) == RUN:
+        options, tail = list(words[4 : words.index("--")]), words[words.index("--") + 1 :]
+        given = dict(zip(options[::2], options[1::2], strict=True)) if len(options) % 2 == 0 else {"": ""}
+        if not given.keys() <= {"--gpu", "--name"}:
+            return None
+        prepare(environ, environ["HEGM_SOCKET"], given.get("--name"), given.get("--gpu"))
+        environ = {**nccl_settings(None), **environ}
+        words = tail
+    if len(words) < 2 or words[0] != sys.executable or not words[1].endswith(".py"):
+        return None
+    return {
+        "argv": list(words[1:]),
+        "environment": environ,
+        "folder": str(cwd or Path.cwd()),
+        "record": None,
+        "agent": "HEGM_SOCKET" in environ,
+        "at": None,
+    }
