@@ -46,6 +46,7 @@ COMPILE := $(PYTHON) -m compileall -q hegm hegmd client
 test: ## all tests but those that need a GPU; end to end ones and a real systemd included
 	@{ tools/pythons.sh || echo "make: going on with the Pythons of this machine"; \
 		$(MAKE) --no-print-directory criu || echo "make: going on with the CRIU of this machine, if there is one"; } & \
+		tools/prometheus.sh & \
 		tools/setup.sh full; status=$$?; wait; exit $$status
 	@$(COMPILE)
 	$(PYTEST) -m "not gpu and not bench and not wide" -ra $(WORKERS)

@@ -385,6 +385,7 @@ class App:
             orphans=len(self._moving.orphans.all()),
             images_missed=self._moving.periodic.missed,
             operations=self._moving.runner.ended_counts,
+            operations_now=self._moving.runner.states(),
         )
         return render(snapshot, self._counters, build=build, own=read_own_process(), tallies=tallies)
 

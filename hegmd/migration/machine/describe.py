@@ -75,6 +75,18 @@ def way_of(op: Operation) -> str:
     return "agent" if any(member.has_agent for member in op.workers) else "driver"
 
 
+def state_of(described: told.Operation) -> str:
+    """Return what an operation that is not over does: moving, quiesced, suspended, or waiting for a person.
+
+    A suspended job waits for a person only after a failure. A quiesced job resumes by itself.
+    """
+    if described.phase == HOLDING:
+        return "quiesced"
+    if described.phase == SUSPENDED and described.failure is None:
+        return "suspended"
+    return "moving" if described.waits is None else "waiting"
+
+
 def doing(op: Operation) -> str | None:
     """Return what a restart does now; None where its phase says so."""
     member = next((member for member in op.live if member.restarts), None)

@@ -32,7 +32,7 @@ from hegmd.migration.journal.disk import Disk
 from hegmd.migration.journal.history import Ledger
 from hegmd.migration.journal.records import History
 from hegmd.migration.machine import events
-from hegmd.migration.machine.describe import description, happenings, way_of
+from hegmd.migration.machine.describe import description, happenings, state_of, way_of
 from hegmd.migration.machine.downtime import timed
 from hegmd.migration.machine.effects import Effect
 from hegmd.migration.machine.events import Event
@@ -248,6 +248,10 @@ class Runner:
                 if (member.pid, member.start_ticks) == (pid, start_ticks):
                     return member
         return None
+
+    def states(self) -> Counter[str]:
+        """Count those that are not over by what they do: moving, quiesced, suspended, or waiting for a person."""
+        return Counter(state_of(self.describe(op.id)) for op in self.under_way())
 
     def held_bytes(self) -> Mapping[int, int]:
         """Bytes that are out of their processes, by pid."""

@@ -51,6 +51,7 @@ class GpuSpec:
     mig: bool | None = None
     mps: bool | None = None
     persistence: bool | None = None
+    utilisation_percent: int | None = None
     temperature_celsius: int | None = None
     power_watts: int | None = None
     power_limit_watts: int | None = None

@@ -242,6 +242,7 @@ class SimulatedProvider:
             memory_total_bytes=spec.memory_bytes,
             memory_used_bytes=used_bytes,
             memory_free_bytes=None if used_bytes is None else spec.memory_bytes - used_bytes,
+            utilisation_percent=_as_float(spec.utilisation_percent),
             temperature_celsius=_as_float(spec.temperature_celsius),
             power_watts=_as_float(spec.power_watts),
             power_limit_watts=_as_float(spec.power_limit_watts),

@@ -273,6 +273,7 @@ class _Description:
             given[key] = table.flag(key)
         for key, low, high in (
             ("numa_node", 0, 1023),
+            ("utilisation_percent", 0, 100),
             ("temperature_celsius", -50, 150),
             ("power_watts", 0, 5000),
             ("power_limit_watts", 1, 5000),

@@ -18,9 +18,11 @@ from hegmd.telemetry.metrics.counters import Counters
 from hegmd.telemetry.metrics.exposition import CONTENT_TYPE, Exposition, Family, Labels
 from hegmd.telemetry.metrics.own_process import OwnProcess
 
-__all__ = ["CONTENT_TYPE", "Build", "Snapshot", "Tallies", "render"]
+__all__ = ["CONTENT_TYPE", "OPERATION_STATES", "Build", "Snapshot", "Tallies", "render"]
 
 HEALTH_STATES = ("ok", "warn", "failed", "unknown")
+# What an operation does that is not over. One that waits for a person counts as waiting alone.
+OPERATION_STATES = ("moving", "quiesced", "suspended", "waiting")
 VENDOR_STATES = ("ok", "absent", "off", "stale", "failed")
 
 
@@ -58,6 +60,8 @@ class Tallies:
     orphans: int = 0
     images_missed: int = 0
     operations: Mapping[tuple[str, str, str], int] = field(default_factory=dict[tuple[str, str, str], int])
+    #: Operations that are not over, by what they do: OPERATION_STATES.
+    operations_now: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 # A value of a GPU that changes, by name, kind, meaning, and how it is found.
@@ -222,6 +226,11 @@ def _kept(out: Exposition, tallies: Tallies) -> None:
     ended = out.family("hegmd_operations_total", "counter", "Operations that are over, by kind, way and end.")
     for (kind, way, end), count in sorted(tallies.operations.items()):
         ended.add(count, {"kind": kind, "way": way, "end": end})
+    now = out.family(
+        "hegmd_operations", "gauge", "Operations that are not over, by what they do; waiting: for a person."
+    )
+    for state in OPERATION_STATES:
+        now.add(tallies.operations_now.get(state, 0), {"state": state})
     lost = out.family("hegmd_audit_records_lost_total", "counter", "Audit records that are in the log only.")
     lost.add(tallies.audit_lost)
     pool = out.family(

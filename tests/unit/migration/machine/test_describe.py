@@ -6,8 +6,8 @@ from pathlib import Path
 
 from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.migration.machine import events
-from hegmd.migration.machine.describe import HAPPENINGS, Happening, description, happenings, in_hand, waiting
-from hegmd.migration.machine.operation import CHECKPOINT, RESTART, SUSPEND, ImageRequest
+from hegmd.migration.machine.describe import HAPPENINGS, Happening, description, happenings, in_hand, state_of, waiting
+from hegmd.migration.machine.operation import CHECKPOINT, RESTART, SUSPEND, Failure, ImageRequest
 from tests.unit.migration.operations import Drive, operation, tags, worker
 
 
@@ -190,3 +190,14 @@ def test_how_long_it_took_is_told_once_it_is_over() -> None:
     assert description(done.replace(phase="sealing"), last_utc=108.5).took_s is None
     assert description(done).took_s is None, "of an operation whose story is forgotten nobody knows"
     assert description(done, last_utc=99.0).took_s == 0.0, "the clock was put back"
+
+
+def test_only_what_does_not_come_on_by_itself_waits_for_a_person() -> None:
+    suspended = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended").op
+    assert state_of(description(suspended)) == "suspended"
+    failed = suspended.replace(failure=Failure(code="refused", message="no memory", hint="free some"))
+    assert state_of(description(failed)) == "waiting"
+    moving = Drive(operation()).until("reloading").op
+    assert state_of(description(moving)) == "moving"
+    assert state_of(description(moving, stopped=[4711])) == "waiting"
+    assert state_of(description(moving.replace(phase="holding"))) == "quiesced"

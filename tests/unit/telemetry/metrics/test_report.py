@@ -208,6 +208,13 @@ def test_the_pool_and_what_needs_a_person_are_told() -> None:
     assert values(found, "hegmd_images_missed") == [({}, 2)]
 
 
+def test_each_state_of_an_operation_has_a_series_also_when_none_is_in_it() -> None:
+    tallies = Tallies(operations_now={"waiting": 2, "moving": 1})
+    found = parse(render(None, Counters(), build=BUILD, own=OWN, tallies=tallies))
+    told = {labels["state"]: value for labels, value in values(found, "hegmd_operations")}
+    assert told == {"moving": 1, "quiesced": 0, "suspended": 0, "waiting": 2}
+
+
 def test_before_the_first_look_at_the_node_the_daemon_tells_of_itself() -> None:
     found = metrics(None)
     assert not [name for name in found if "gpu" in name or "vendor" in name]
