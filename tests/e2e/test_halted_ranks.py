@@ -125,3 +125,25 @@ def test_eight_ranks_move_as_one(tmp_path: Path) -> None:
     words = [TWO_RANKS[0], "8", *TWO_RANKS[2:]]
     undisturbed([*words, SCRIPT, str(tmp_path / "expected"), str(len(told[0].splitlines()))])
     assert told == [(tmp_path / f"expected.{rank}").read_text() for rank in range(8)]
+
+
+def test_ranks_that_keep_their_contexts_keep_their_communicators(tmp_path: Path) -> None:
+    losses = tmp_path / "moved"
+    argv = ["-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT, str(losses)]
+    with RunningDaemon(tmp_path) as daemon, Job(daemon, argv, "--gpu", "gpu0") as job:
+        first = _ranks(job)[0]
+        suspended = job.operation("suspend", "--keep-context", str(first))
+        assert [process["state"] for process in suspended["processes"]] == ["out", "out"]
+        daemon.stop(signal.SIGKILL)
+        daemon.start()
+        assert _end(job, suspended["id"]) == "suspended"
+        resumed = job.operation("resume", str(first))
+        assert [(process["gpu"], process["state"]) for process in resumed["processes"]] == [("gpu0", "running")] * 2
+        with job.connect() as hegmd:
+            effects = {effect for line in hegmd.story(resumed["id"]).story for effect in line.effects}
+        assert not any(word in effect for effect in effects for word in ("disconnect", "reconnect", "lock"))
+        (tmp_path / "moved.stop").touch()
+        job.output()
+    moved = [(tmp_path / f"moved.{rank}").read_text() for rank in range(2)]
+    undisturbed([*TWO_RANKS, SCRIPT, str(tmp_path / "expected"), str(len(moved[0].splitlines()))])
+    assert moved == [(tmp_path / f"expected.{rank}").read_text() for rank in range(2)]

@@ -79,3 +79,14 @@ def test_a_suspend_that_keeps_contexts_frees_the_rest_and_every_loss_is_the_same
     ran = run(tmp_path / "node", *words, program="bench_suspend")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert re.search(r"\| 1 \| keep-context \| on \|.*\| 512 \(512\) \|", ran.stdout), ran.stdout
+
+
+@pytest.mark.wide
+def test_kept_contexts_survive_a_daemon_that_is_killed_and_slices(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    stages = ("offloading", "checkpointing", "suspended", "reloading")
+    cases = ["keep-context-plain", "keep-context-expandable", *(f"daemon-keep-context-{stage}" for stage in stages)]
+    ran = run(tmp_path / "node", "--state", str(state), *cases)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = {result["case"]: result["wrong"] for result in map(json.loads, state.read_text().splitlines())}
+    assert found == dict.fromkeys([*cases, "nothing-left"], "")

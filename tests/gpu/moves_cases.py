@@ -75,6 +75,20 @@ def move(trial: Trial, kind: str, carrier: str | None = None) -> None:
         trial.jobs.end(kind)  # what the driver has brought back cannot be shown; the next case wants one that can
 
 
+def keep(trial: Trial, kind: str, carrier: str | None = None) -> None:
+    """Its tensors off its GPU, its context there, and back; twice, as with time slices."""
+    job = trial.job(kind)
+    for _ in range(2):
+        source, before = job.gpu, trial.look()
+        suspended = trial.suspend(job, carrier, keep_context=True)
+        _was_carried_by(trial, carrier or KINDS[kind].suspended_by)
+        trial.kept(job, suspended, before)
+        carried = trial.found.carrier
+        trial.resume(job)
+        trial.found.carrier = carried
+        trial.arrived(job, source, before)
+
+
 def rest(trial: Trial, kind: str, carrier: str | None = None, *, elsewhere: bool = False) -> None:
     """Off its GPU, with nothing left on any, and back, or on to the other."""
     job = trial.job(kind)
@@ -205,6 +219,7 @@ def _table() -> dict[str, Case]:
         )
     for kind in ON_ONE:
         cases |= _by_choice(kind)
+    cases |= dict(_keeping_contexts())
     cases |= dict(_interruptions_by_others())
     cases |= dict(_kept_by_keeper())
     cases |= dict(_by_others())
@@ -252,6 +267,21 @@ def _interruptions_by_others() -> Iterator[tuple[str, Case]]:
             for name, act in ACTS.items():
                 run = partial(interrupted, stage=stage, act=act, carrier=carrier)
                 yield f"{name}-{stage}-{carrier}", Case(run, carrier=carrier)
+
+
+def _keeping_contexts() -> Iterator[tuple[str, Case]]:
+    """Suspensions that keep contexts, by each carrier, and what can happen to them."""
+    for kind in ("plain", "expandable", "async", "amp", "streams"):
+        yield f"keep-context-{kind}", Case(partial(keep, kind=kind), (kind,), beside="keep", quick=kind == "plain")
+    yield "keep-context-plain-worker", Case(partial(keep, kind="plain", carrier="worker"), carrier="worker")
+    for name, act in ACTS.items():
+        for stage in ("offloading", "checkpointing"):
+            run = partial(interrupted_out, stage=stage, act=act, keep_context=True)
+            yield f"{name}-keep-context-{stage}", Case(run)
+        run = partial(interrupted_in, stage="reloading", act=act, keep_context=True)
+        yield f"{name}-keep-context-reloading", Case(run)
+    run = partial(interrupted_in, stage="suspended", act=kill_daemon, keep_context=True)
+    yield "daemon-keep-context-suspended", Case(run)
 
 
 def _kept_by_keeper() -> Iterator[tuple[str, Case]]:

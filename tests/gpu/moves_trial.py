@@ -11,6 +11,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+from hegmd.memory.sizes import RESTORE_MARGIN_BYTES
 from hegmd.protocol import operations as told
 from hegmd.protocol.messages import Migrate, OperationReply, Request, Resume, Suspend
 from tests.gpu.moves_jobs import Job, Jobs
@@ -66,9 +67,12 @@ class Trial:
             return self._ended(reply, "done")
         return self._told(self.node.hegmctl("migrate", str(job.pid), "--to", place), "done")
 
-    def suspend(self, job: Job, carrier: str | None = None) -> told.Operation:
+    def suspend(self, job: Job, carrier: str | None = None, *, keep_context: bool = False) -> told.Operation:
         if carrier is not None:
-            return self._ended(self.node.ask(Suspend(pids=(job.pid,), carrier=carrier)), "suspended")
+            request = Suspend(pids=(job.pid,), carrier=carrier, keep_context=keep_context)
+            return self._ended(self.node.ask(request), "suspended")
+        if keep_context:
+            return self._told(self.node.hegmctl("suspend", "--keep-context", str(job.pid)), "suspended")
         return self._told(self.node.hegmctl("suspend", str(job.pid)), "suspended")
 
     def resume(self, job: Job, to: int | None = None) -> told.Operation:
@@ -128,6 +132,19 @@ class Trial:
         places = self.node.gpus.account().places(job.pid)
         if places:
             raise WentWrongError(f"suspended, process {job.pid} has {places} MiB")
+        self.node.settle_gpus(before)
+        self.meet()
+
+    def kept(self, job: Job, suspended: told.Operation, before: Account) -> None:
+        """Suspended, it has its context on the GPU where it was, as much as it was said to, and nobody has the rest."""
+        self.meet()
+        was, places = before.places(job.pid), self.node.gpus.account().places(job.pid)
+        freed_mib = sum(was.values()) - sum(places.values())
+        if list(places) != list(was) or freed_mib < 0.9 * (suspended.size_bytes >> 20):
+            raise WentWrongError(f"process {job.pid} had {was} MiB and has {places} MiB with its context kept")
+        stays_bytes = suspended.processes[0].stays_bytes
+        if stays_bytes is None or abs((stays_bytes >> 20) - sum(places.values())) > RESTORE_MARGIN_BYTES >> 20:
+            raise WentWrongError(f"process {job.pid} is said to keep {stays_bytes} bytes and has {places} MiB")
         self.node.settle_gpus(before)
         self.meet()
 

@@ -39,24 +39,32 @@ def interrupted(trial: Trial, stage: str, act: Act, carrier: str | None = None, 
     _forget_if_driven(trial, job, carrier)
 
 
-def interrupted_out(trial: Trial, stage: str, act: Act, carrier: str | None = None) -> None:
+def interrupted_out(
+    trial: Trial, stage: str, act: Act, carrier: str | None = None, *, keep_context: bool = False
+) -> None:
     """The same to a suspension."""
     job = trial.job()
     source, before = job.gpu, trial.look()
-    op_id = trial.begin(Suspend(pids=(job.pid,), carrier=carrier, wait=False))
+    op_id = trial.begin(Suspend(pids=(job.pid,), carrier=carrier, keep_context=keep_context, wait=False))
     _happens(trial, op_id, stage, act)
     trial.brought_home(job, trial.node.rest(op_id), source, source, before)
     _forget_if_driven(trial, job, carrier)
 
 
-def interrupted_in(trial: Trial, stage: str, act: Act, carrier: str | None = None) -> None:
+def interrupted_in(
+    trial: Trial, stage: str, act: Act, carrier: str | None = None, *, keep_context: bool = False
+) -> None:
     """The same to a resume. With the stage `suspended` it happens before that, while the job is nowhere."""
     job = trial.job()
     source, before = job.gpu, trial.look()
-    op_id = trial.suspend(job, carrier).id
+    suspended = trial.suspend(job, carrier, keep_context=keep_context)
+    op_id = suspended.id
     if stage == "suspended":
         act(trial, op_id)
-        trial.gone(job, before)
+        if keep_context:
+            trial.kept(job, suspended, before)
+        else:
+            trial.gone(job, before)
         began = time.monotonic()
         until(lambda: _begins_to_resume(trial, job), "that it can be resumed")
         trial.note(f"resumed {time.monotonic() - began:.2f} s after that")
