@@ -75,3 +75,19 @@ async def test_a_copy_that_fails_leaves_it_training(tmp_path: Path, process: Chi
         assert answer.operation.phase == "rolled-back"
         assert (agent.data, agent.parked) == (b"weights", False)
         assert node.moving.pool.held_bytes == 0
+
+
+async def test_a_job_that_is_quiesced_can_keep_its_context_and_its_bytes_can_follow_to_disk(
+    tmp_path: Path, process: Child
+) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        await node.operations.quiesce([process.pid], 60.0, node.asked())
+        answer = await node.operations.suspend([process.pid], node.asked(), keep_context=True)
+        assert answer.operation is not None
+        assert (answer.operation.phase, agent.data) == ("suspended", None)
+        assert node.operations.runner.history(answer.operation.id).operation.workers[0].keeps_context
+        await node.operations.suspend([process.pid], node.asked(), spill=True)
+        assert agent.entrusted
+        await node.operations.resume(process.pid, None, node.asked())
+        assert (agent.data, agent.parked) == (b"weights", False)
