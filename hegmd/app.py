@@ -335,6 +335,7 @@ class App:
             orphans=self._moving.orphans,
             restarts=self._moving.restarts,
             jobs=self._moving.job_requests,
+            proving=self._moving.proving,
             simulator=self._simulator,
             limits=Limits(frame_bytes=limits.frame_bytes, requests_in_flight=limits.requests_in_flight),
             doctor=self._examination.examine,

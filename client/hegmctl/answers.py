@@ -5,7 +5,7 @@ Records like those of the protocol, so that JSON, its reference in docs/json.md 
 
 from __future__ import annotations
 
-from hegmd.protocol.messages import Caller, ErrorInfo, Limits
+from hegmd.protocol.messages import Caller, ErrorInfo, Limits, Proof
 from hegmd.protocol.record import Record, field
 from hegmd.protocol.snapshots import Check
 
@@ -74,3 +74,21 @@ class AttachAnswer(Record):
     """The answer of `hegmctl attach`."""
 
     processes: tuple[AttachedProcess, ...] = field("in the order in which they were named; the ranks of a launcher")
+
+
+class NcclStep(Record):
+    """One move of the throwaway job."""
+
+    step: str = field("what was done")
+    took_s: float = field("until the job trained on, or was suspended")
+    downtime_s: float | None = field("how long the job did not train for it", default=None)
+
+
+class NcclAnswer(Record):
+    """The answer of `hegmctl doctor --nccl`."""
+
+    gpus: tuple[str, ...] = field("the GPUs of the throwaway job")
+    python: str = field("the Python that it ran with")
+    proof: Proof = field("the verdict, as the daemon keeps it")
+    steps: tuple[NcclStep, ...] = field("the moves that succeeded")
+    losses: int = field("losses that were compared and are equal")

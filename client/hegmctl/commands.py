@@ -7,7 +7,7 @@ for another. Errors propagate to `cli`, which prints them and knows the exit sta
 from __future__ import annotations
 
 from hegmctl.grammar.rows import load
-from hegmd.errors import ATTENTION, INCOMPATIBLE, NOT_FOUND, HegmError
+from hegmd.errors import ATTENTION, INCOMPATIBLE, NOT_FOUND, USAGE, HegmError
 from hegmd.protocol.operations import OperationProgress
 
 TYPE_CHECKING = False
@@ -108,6 +108,12 @@ def events(session: Session) -> int:
 
 def doctor(session: Session) -> int:
     """`hegmctl doctor`, by the daemon, or without one by ourselves."""
+    if session.arguments.flag("nccl"):
+        from hegmctl.nccl_proof import prove
+
+        return prove(session)
+    if session.arguments.text("gpu") is not None or session.arguments.text("python") is not None:
+        raise HegmError(USAGE, "--gpu and --python are for --nccl", "hegmctl doctor --nccl --gpu gpu0,gpu1")
     from hegmctl.answers import DoctorAnswer
     from hegmctl.answers_text import check_text, doctor_summary
     from hegmctl.output import TextSink

@@ -14,6 +14,7 @@ from hegmd.migration.machine.operation import CHECKPOINT, RESTART, JobProcess, L
 from hegmd.node.gpu_sets import CPU, gpus_of
 from hegmd.protocol.messages import Communicators, CudaFacts, LeftAlone
 from hegmd.protocol.operations import BY_DRIVER, HOST, PEER, WORKER, PlannedProcess
+from hegmd.protocol.proofs import Proof
 from hegmd.protocol.record import Record, field
 
 
@@ -66,6 +67,7 @@ class AgentSurvey(Record):
     """The latest report of a process's agent."""
 
     token: str = field("what it calls itself")
+    framework_version: str | None = field("version of what trains there; nil if none is there yet", default=None)
     size_bytes: int | None = field(
         "bytes of the storages that it vouches for; nil before its first survey", default=None
     )
@@ -193,6 +195,7 @@ class NodeSnapshotForPlan(Record):
     uid: int = field("as which user hegmd runs", default=0)
     available_bytes: int | None = field("memory of the node that can still be taken", default=None)
     outlived: bool = field("whether somebody keeps what hegmd holds when it ends", default=True)
+    proofs: tuple[Proof, ...] = field("the tried combinations of driver, NCCL, PyTorch, chip and links", default=())
 
 
 class PlanRequest(Record):

@@ -67,6 +67,7 @@ from hegmd.operations.operations import Operations
 from hegmd.operations.orphaned_memory import OrphanedMemory, VideoOrphans
 from hegmd.operations.orphans import Orphans, ParkedOrphans, PoolOrphans, Source, UntrustedFiles
 from hegmd.operations.prestarted import KeptReady
+from hegmd.operations.proofs import Proofs, Proving
 from hegmd.operations.request_context import OperationResult, RequestContext, refusal
 from hegmd.operations.restart_requests import Restarts
 from hegmd.operations.scheduled_images import ScheduledImages
@@ -146,9 +147,16 @@ class Moving:
         self._by_driver = None if simulated else self._driver_orphans()
         self.orphans = self._make_orphans(events)
         self.resting = SuspendedOperations(workers, pool, self.runner, events, when=spill)
+        self._make_desks(self._make_lookout(), handoff, restart_always=restart_always, max_park_s=max_park_s)
+        for part in (self.attendance, self.runner, self.resting, self.orphans, self.periodic):
+            workers.listen(part.hear)
+
+    def _make_lookout(self) -> PlanSurvey:
+        """Create what plans look at, and the service that proves combinations with NCCL."""
+        proofs = Proofs(self._state_dir)
         lookout = PlanSurvey(
-            inventory,
-            workers,
+            self._inventory,
+            self._workers,
             self.resting.pool_memory,
             count=self.attendance.count,
             running=self.runner.as_held,
@@ -157,10 +165,10 @@ class Moving:
             outlives=lambda: self.memory.store is not None,
             supervisors=self.supervisors,
             criu=self._images_by.criu,
+            proofs=proofs.all,
         )
-        self._make_desks(lookout, handoff, restart_always=restart_always, max_park_s=max_park_s)
-        for part in (self.attendance, self.runner, self.resting, self.orphans, self.periodic):
-            workers.listen(part.hear)
+        self.proving = Proving(lookout, proofs)
+        return lookout
 
     def _make_jobs(self) -> None:
         """Create the register of jobs, and the service that shows and names them."""

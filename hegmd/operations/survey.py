@@ -36,6 +36,7 @@ from hegmd.node.inventory import Inventory, NodeSnapshot
 from hegmd.node.processes.procfs import start_ticks_of
 from hegmd.node.processes.roll import has_ended
 from hegmd.node.processes.surroundings import nearest_ancestor, parent_of, read_outside
+from hegmd.protocol.proofs import Proof
 from hegmd.protocol.snapshots import Gpu, GpuProcess, Way
 from hegmd.system.threads import Looks, run_detached
 from hegmd.workers.job_names import run_of
@@ -73,7 +74,7 @@ class PlanSurvey:
 
     `pool` returns its free memory, `count` surveys one worker within a limit, `running` returns the operations with
     their reservations, `standing` the parked workers that belong to none, and `outlives` whether memory of jobs
-    outlives the daemon. `criu` is the configured program, if any.
+    outlives the daemon. `criu` is the configured program, if any. `proofs` are the tried combinations with NCCL.
     """
 
     def __init__(  # noqa: PLR0913 - what it looks at, each named
@@ -89,6 +90,7 @@ class PlanSurvey:
         outlives: Callable[[], bool] = lambda: True,
         supervisors: Supervisors,
         criu: Path | None = None,
+        proofs: Callable[[], tuple[Proof, ...]] = tuple,
     ) -> None:
         self._inventory = inventory
         self._workers = workers
@@ -100,6 +102,7 @@ class PlanSurvey:
         self._outlives = outlives
         self._supervisors = supervisors
         self._criu = criu
+        self._proofs = proofs
         self._looks = Looks(OUTSIDE_S, MAX_LOOKS)
 
     async def snapshot(
@@ -157,6 +160,7 @@ class PlanSurvey:
             pool=pool,
             running=running,
             rates=self._rates(),
+            proofs=self._proofs(),
             outlived=self._outlives(),
             uid=os.geteuid(),
             available_bytes=read_available_bytes(),
@@ -324,6 +328,7 @@ def _is_launched(pid: int, worker: AgentConnection | None, supervisor: Superviso
 def _told(worker: AgentConnection) -> AgentSurvey:
     return AgentSurvey(
         token=worker.token,
+        framework_version=worker.about.framework_version,
         size_bytes=worker.size_bytes,
         left_alone=worker.left_alone,
         boundary=worker.boundary,

@@ -49,6 +49,7 @@ from .moves import (
     Suspend,
     Swap,
 )
+from .proofs import BeginProof, Combination, EndProof, Proof
 from .record import Record, field
 from .requests import REQUESTS, Request
 from .snapshots import Check, Event, Gpu, GpuProcess, Vendor
@@ -65,8 +66,10 @@ __all__ = [
     "AgentAttend",
     "AgentDismissed",
     "AgentReport",
+    "BeginProof",
     "CancelOperation",
     "Checkpoint",
+    "Combination",
     "Communicators",
     "CudaDevice",
     "CudaFacts",
@@ -74,6 +77,7 @@ __all__ = [
     "Drained",
     "DropOrphan",
     "Dropped",
+    "EndProof",
     "Handoff",
     "InspectJob",
     "Job",
@@ -89,6 +93,7 @@ __all__ = [
     "OperationsReply",
     "Order",
     "Place",
+    "Proof",
     "Quiesce",
     "RegisterJob",
     "Request",

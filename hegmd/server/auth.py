@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hegmd.errors import DENIED, HegmError
-from hegmd.protocol.messages import Caller, Cancel, Hello, Reload, Request, SimulateFault
+from hegmd.protocol.messages import BeginProof, Caller, Cancel, EndProof, Hello, Reload, Request, SimulateFault
 from hegmd.protocol.snapshots import GpuProcess
 
 # Requests that change the node as a whole. All others may be made by whoever may connect; those that act on processes
 # check each process with `may_act_on`.
-NODE_WIDE: frozenset[type[Request]] = frozenset((Reload, SimulateFault))
+NODE_WIDE: frozenset[type[Request]] = frozenset((BeginProof, EndProof, Reload, SimulateFault))
 
 # What a connection needs in order to exist; nobody is refused these.
 ALWAYS: frozenset[type[Request]] = frozenset((Hello, Cancel))

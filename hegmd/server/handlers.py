@@ -16,6 +16,7 @@ from hegmd.operations.image_requests import Checkpoints
 from hegmd.operations.job_requests import JobRequests
 from hegmd.operations.operations import Operations
 from hegmd.operations.orphans import Orphans
+from hegmd.operations.proofs import Proving
 from hegmd.operations.restart_requests import Restarts
 from hegmd.operations.sequences import MultiStepOperations
 from hegmd.operations.survey import May, nobody
@@ -48,6 +49,7 @@ class Services:
     orphans: Orphans
     restarts: Restarts
     jobs: JobRequests
+    proving: Proving
     simulator: SimulatedProvider | None
     limits: m.Limits
     doctor: Callable[[Callable[[Check], Awaitable[None]]], Awaitable[tuple[Check, ...]]]
@@ -84,6 +86,8 @@ class Handlers:
             m.Jobs: self.jobs,
             m.InspectJob: self.inspect_job,
             m.WaitForJob: self.wait_for_job,
+            m.BeginProof: self.begin_proof,
+            m.EndProof: self.end_proof,
             **OperationHandlers(
                 *(self._s.policy, self._s.operations, self._s.sequences, self._s.checkpoints, self._s.orphans),
                 *(self._s.jobs, self._s.inventory),
@@ -205,6 +209,12 @@ class Handlers:
     def _gpus(self) -> Sequence[Gpu]:
         latest = self._s.inventory.latest
         return () if latest is None else latest.gpus
+
+    async def begin_proof(self, call: Call, request: m.BeginProof) -> m.Proof:
+        return await self._s.proving.begin(request.pid, partial(self._s.policy.may_act_on, call.peer))
+
+    async def end_proof(self, call: Call, request: m.EndProof) -> m.Proof:
+        return self._s.proving.end(request.proof)
 
     def _simulator(self) -> SimulatedProvider:
         if self._s.simulator is None:

@@ -40,6 +40,10 @@ EXCEPTIONS: dict[tuple[Rule, str], str] = {
     (rules.leaving, "hegmcompat.launcher_cli"): "the one exit of hegm-launcher",
     (rules.leaving, "hegmctl.cli"): "the client's one exit",
     (rules.leaving, "hegmctl.running"): "ends the child that stands between it and a daemon",
+    (
+        rules.leaving,
+        "hegmctl.nccl_training",
+    ): "a program of its own; with gloo some processes abort at the end of Python",
     (rules.leaving, "hegmctl.interruption"): "dies of the signal that asked it to",
     (rules.leaving, "hegmd.__main__"): "the daemon's one exit",
     (rules.leaving, "hegmd.agent.inject.sitecustomize"): "a Python that was started before its turn runs no script",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hegmctl.grammar.rows import LINES, Form, Verb
-from hegmctl.grammar.words import GPUS, POSITIVE, SECONDS, SIZE, TEXT, Of, Option
+from hegmctl.grammar.words import FILES, GPUS, PATH, PLACES, POSITIVE, SECONDS, SIZE, TEXT, Of, Option
 
 FAULTS = ("lost", "error", "hang", "unknown-memory", "ecc", "xid", "none")
 EVENT_KINDS = ("config", "events", "gpu", "inventory", "operation", "pool", "process", "vendor")
@@ -136,10 +136,34 @@ LOOKING = (
         "doctor",
         "check this node and show how to fix it",
         "Checks driver, libraries, CRIU, memory, kernel and permissions, with the daemon's rights, and prints the "
-        "command that fixes each problem. Without a daemon it uses the caller's own rights.",
+        "command that fixes each problem. Without a daemon it uses the caller's own rights. With --nccl it moves a "
+        "throwaway job of two ranks on two free GPUs instead, which takes one to two minutes: its ranks exchange their "
+        "GPUs, are suspended and resumed, and every loss is compared with an undisturbed run. The daemon keeps the "
+        "verdict on this combination of driver, NCCL, PyTorch, chip and links, for all later plans.",
         exits="The exit status is 0 when nothing fails and 15 when something does; warnings do not count.",
         handler="commands:doctor",
-        forms=(Form(record="hegmctl.answers:DoctorAnswer"),),
+        options=(
+            Option("--nccl", doc="prove that ranks with NCCL communicators can be moved here"),
+            Option(
+                "--gpu",
+                kind=TEXT,
+                metavar="GPU,GPU",
+                complete=PLACES,
+                doc="with --nccl: the two GPUs; default: two free ones",
+            ),
+            Option(
+                "--python",
+                kind=PATH,
+                metavar="PATH",
+                complete=FILES,
+                doc="with --nccl: the Python with the PyTorch to prove; default: python3 of VIRTUAL_ENV or PATH",
+            ),
+        ),
+        forms=(
+            Form(record="hegmctl.answers:DoctorAnswer"),
+            Form("--nccl", record="hegmctl.answers:NcclAnswer"),
+        ),
+        examples=(("sudo hegmctl doctor --nccl --python .venv/bin/python", "before the first job with NCCL is moved"),),
     ),
     Verb(
         "version",

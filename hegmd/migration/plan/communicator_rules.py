@@ -7,14 +7,17 @@ job is refused with every reason by name, before anything stops. Owns these rule
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import combinations
 
 from hegmd.errors import REFUSED
-from hegmd.migration.machine.operation import CHECKPOINT, RESUME, SUSPEND
+from hegmd.migration.machine.operation import CHECKPOINT, RESUME, SIMULATED, SUSPEND
 from hegmd.migration.machine.wording import listed
-from hegmd.migration.model import Candidate, NodeSnapshotForPlan
+from hegmd.migration.model import Candidate, GpuMemory, NodeSnapshotForPlan
 from hegmd.migration.plan.draft import Draft
+from hegmd.node.gpu_sets import gpus_of
 from hegmd.protocol.messages import Communicators
 from hegmd.protocol.operations import PlannedProcess
+from hegmd.protocol.proofs import FAILED, PROVEN, UNPROVEN, Combination, Proof
 
 NONE, SUSPENSION, REPLACEMENT = "none", "suspend", "replace"
 NCCL = "nccl"
@@ -22,6 +25,7 @@ NCCL = "nccl"
 SUSPEND_GROUP_S, RESUME_S = 0.42, 0.45
 ABORT_S, REPLACE_S = 1.0, 0.36
 
+_PROVE = "run: hegmctl doctor --nccl"
 _RESTART = "use a restart instead: hegmctl run --allow-restart, then hegmctl migrate --via restart"
 
 
@@ -42,12 +46,64 @@ def judge(draft: Draft, members: Sequence[Candidate], *, driven: bool) -> None:
     ranks = [candidate for candidate in members if told(candidate) is not None]
     if not ranks:
         return
+    proof = proof_of(draft.snapshot, members, [worker.to for worker in draft.workers])
+    if proof is not None and proof.verdict == FAILED:
+        message = f"process {ranks[0].pid} has {described(proof.combination)}: with these a throwaway job failed"
+        hint = f"{_PROVE} to try them once more; or {_RESTART}"
+        draft.against(REFUSED, f"{message} ({proof.detail})", hint, pid=ranks[0].pid)
     for message, hint, pid in (*_against_groups(ranks), *_against_missing(ranks, members)):
         draft.against(REFUSED, message, hint, pid=pid)
     if draft.request.kind == CHECKPOINT and driven:
         message = f"process {ranks[0].pid} has communicators with other ranks, which an image cannot have"
         hint = f"suspend the job instead: hegmctl suspend {ranks[0].pid}"
         draft.against(REFUSED, message, hint, pid=ranks[0].pid)
+
+
+def combination_of(
+    snapshot: NodeSnapshotForPlan, members: Sequence[Candidate], to: Sequence[str | None] = ()
+) -> Combination | None:
+    """What decides whether the communicators of that job survive a move; None for a job without any."""
+    groups = [found for candidate in members if (found := told(candidate)) is not None and candidate.gpus]
+    if not groups:
+        return None
+    known = {gpu.id: gpu for gpu in snapshot.gpus}
+    sources = {gpu for candidate in members for gpu in candidate.gpus if gpu in known}
+    targets = {gpu for place in to if place is not None for gpu in gpus_of(place) if gpu in known}
+    used = [known[gpu] for gpu in sorted(sources | targets)]
+    links = {_link(known[one], known[other]) for side in (sources, targets) for one, other in combinations(side, 2)}
+    versions = [candidate.agent.framework_version or "" for candidate in members if candidate.agent is not None]
+    library = next((found.library for found in groups if found.library), None)
+    return Combination(
+        driver=listed(sorted({gpu.driver_version or gpu.vendor for gpu in used})),
+        library=library or listed(sorted({name for found in groups for name in found.backends})),
+        framework_version=max(versions),
+        chip=listed(sorted({gpu.chip or gpu.vendor for gpu in used})),
+        links=listed(sorted(links)) or "none",
+    )
+
+
+def _link(one: GpuMemory, other: GpuMemory) -> str:
+    if one.vendor == SIMULATED:
+        return SIMULATED
+    return "nvlink" if other.id in one.nvlinks else "pcie"
+
+
+def proof_of(snapshot: NodeSnapshotForPlan, members: Sequence[Candidate], to: Sequence[str | None]) -> Proof | None:
+    """What is known of the combination of that job; None for a job without communicators."""
+    combination = combination_of(snapshot, members, to)
+    if combination is None:
+        return None
+    proofs = {proof.combination: proof for proof in snapshot.proofs}
+    return proofs.get(combination, Proof(combination=combination, verdict=UNPROVEN))
+
+
+def described(combination: Combination) -> str:
+    """The combination in a sentence."""
+    library = combination.library
+    return (
+        f"driver {combination.driver}, {f'NCCL {library}' if library[:1].isdigit() else library}, "
+        f"PyTorch {combination.framework_version}, chip {combination.chip} and links {combination.links}"
+    )
 
 
 def _against_groups(ranks: Sequence[Candidate]) -> Iterator[tuple[str, str, int]]:
@@ -117,7 +173,7 @@ def seconds(members: Sequence[Candidate], kind: str) -> float:
     return (0.0 if kind == RESUME else out_s) + (0.0 if kind == SUSPEND else in_s)
 
 
-def costs(members: Sequence[Candidate], kind: str, *, reserves_late: bool) -> Iterator[str]:
+def costs(draft: Draft, members: Sequence[Candidate], kind: str) -> Iterator[str]:
     """What to know of it before saying yes."""
     groups = [found for candidate in members if (found := told(candidate)) is not None]
     if groups:
@@ -136,8 +192,18 @@ def costs(members: Sequence[Candidate], kind: str, *, reserves_late: bool) -> It
         )
         if any(NCCL in found.backends for found in groups):
             yield "the job trains without NVLink multicast (NCCL_NVLS_ENABLE=0), which slows large all-reduces"
-    if reserves_late:
+    if (proof := proof_of(draft.snapshot, members, [worker.to for worker in draft.workers])) is not None:
+        yield from _verdict(proof, uses_nccl=any(NCCL in found.backends for found in groups))
+    if draft.reserves_late:
         yield (
             "ranks exchange GPUs that have no memory for both: it is reserved when all ranks have left; if another "
             "process takes it in that moment, the job waits with its bytes in host memory"
         )
+
+
+def _verdict(proof: Proof, *, uses_nccl: bool) -> Iterator[str]:
+    """Whether a throwaway job was moved with the same combination. Jobs without NCCL need none."""
+    if proof.verdict == PROVEN:
+        yield f"proven by hegmctl doctor --nccl: {described(proof.combination)}"
+    elif proof.verdict == UNPROVEN and uses_nccl:
+        yield f"not proven yet: {described(proof.combination)}; before a job that matters, {_PROVE}"

@@ -19,6 +19,9 @@ from hegmd.protocol.messages import CudaDevice
 # The checkpoint calls of libcuda came with the first of these drivers, restoring onto another GPU with the second.
 CHECKPOINT_DRIVER, MOVE_DRIVER = 570, 580
 
+# Drivers that damage a process, and how.
+DENIED_DRIVERS = {"610.57.04": "its lock can crash a process with several threads (NVIDIA/cuda-checkpoint#58)"}
+
 Against = tuple[Code, str, str]
 
 NCCL_HAZARD = "nccl-p2p"
@@ -56,6 +59,9 @@ def against_leaving(snapshot: NodeSnapshotForPlan, candidate: Candidate, gpu: Gp
     elif major < CHECKPOINT_DRIVER:
         message = f"driver {gpu.driver_version} has no checkpoint calls"
         yield REFUSED, message, f"install driver {CHECKPOINT_DRIVER} or newer; {MOVE_DRIVER} to move to another GPU"
+    elif gpu.driver_version in DENIED_DRIVERS:
+        message = f"driver {gpu.driver_version} is not used for moves: {DENIED_DRIVERS[gpu.driver_version]}"
+        yield REFUSED, message, "install another driver; or restart the job: hegmctl run --allow-restart"
     if gpu.mig or gpu.mps or "mps" in candidate.kinds:
         how = "cut into MIG instances" if gpu.mig else "shared through MPS"
         yield (

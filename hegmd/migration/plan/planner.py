@@ -421,7 +421,7 @@ def _plan(draft: Draft, kind: str, members: tuple[Candidate, ...]) -> MigrationP
     are_ranks = any(worker.communicators for worker in draft.workers)
     keep_notes = tuple(keep_context_rules.notes(draft, kind))
     late = draft.reserves_late
-    costs = tuple(communicator_rules.costs(members, kind, reserves_late=late)) if are_ranks else ()
+    costs = tuple(communicator_rules.costs(draft, members, kind)) if are_ranks else ()
     return MigrationPlan(
         kind=kind,
         way=_way(draft, members),

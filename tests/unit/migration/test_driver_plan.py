@@ -160,6 +160,7 @@ def test_the_carrier_that_is_asked_for_is_taken_or_refused() -> None:
     [
         (a_process(), {"gpus": (a_gpu("gpu0", driver_version="565.1"), a_gpu("gpu1"))}, "no checkpoint calls", "570"),
         (a_process(), {"gpus": (a_gpu("gpu0", driver_version="575.1"), a_gpu("gpu1"))}, "only restore", "580"),
+        (a_process(), {"gpus": (a_gpu("gpu0", driver_version="610.57.04"), a_gpu("gpu1"))}, "can crash", "another"),
         (a_process(), {"gpus": (a_gpu("gpu0", driver_version=None), a_gpu("gpu1"))}, "not known", "doctor"),
         (a_process(), {"gpus": (a_gpu("gpu0"), a_gpu("gpu1", chip="blackwell"))}, "another chip", "same chip"),
         (a_process(), {"gpus": (a_gpu("gpu0", mig=True), a_gpu("gpu1"))}, "MIG", "without MIG"),

@@ -5,7 +5,9 @@ import pytest
 from hegmd.errors import DENIED, HegmError
 from hegmd.protocol.messages import (
     REQUESTS,
+    BeginProof,
     Cancel,
+    EndProof,
     Gpus,
     Hello,
     Ping,
@@ -44,7 +46,7 @@ def test_anybody_else_may_act_on_their_own_and_on_nothing_of_an_unknown_owner() 
     assert not SYSTEM.may_act_on(ANYBODY, None)
 
 
-@pytest.mark.parametrize("request_class", [Reload, SimulateFault])
+@pytest.mark.parametrize("request_class", [BeginProof, EndProof, Reload, SimulateFault])
 def test_what_changes_the_node_is_refused_to_anybody_else(request_class: type[Request]) -> None:
     with pytest.raises(HegmError, match="uid 1002") as caught:
         SYSTEM.check(ANYBODY, request_class)

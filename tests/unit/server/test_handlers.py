@@ -19,6 +19,7 @@ from hegmd.operations.image_requests import Checkpoints
 from hegmd.operations.job_requests import JobRequests
 from hegmd.operations.operations import Operations
 from hegmd.operations.orphans import Orphans
+from hegmd.operations.proofs import Proving
 from hegmd.operations.restart_requests import Restarts
 from hegmd.operations.sequences import MultiStepOperations
 from hegmd.operations.survey import PlanSurvey
@@ -87,6 +88,7 @@ def handlers_of(node: Node) -> Handlers:
         orphans=Orphans([], node.events),
         restarts=cast(Restarts, None),
         jobs=_only_pids(node),
+        proving=cast(Proving, None),
         simulator=None,
         limits=Limits(frame_bytes=65_536, requests_in_flight=4),
         doctor=_nothing,

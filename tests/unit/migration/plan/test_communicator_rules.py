@@ -9,7 +9,7 @@ import pytest
 from hegmd.migration.machine.operation import Limits
 from hegmd.migration.model import Candidate, NodeSnapshotForPlan, PlanRequest, PoolMemory
 from hegmd.migration.plan.planner import planned, planned_resume
-from hegmd.protocol.messages import Communicators
+from hegmd.protocol.messages import Combination, Communicators, Proof
 from tests.unit.migration.nvidia_nodes import (
     GIB,
     SUSPENSION,
@@ -164,3 +164,56 @@ def test_ranks_with_room_for_both_go_from_gpu_to_gpu_and_others_when_all_have_le
         gpus=(a_gpu("gpu0", free_bytes=20 * GIB), a_gpu("gpu1", free_bytes=20 * GIB), a_gpu("gpu2", free_bytes=GIB))
     )
     assert the_reasons(planned(full, to("gpu1,gpu2"))), "nobody leaves gpu2"
+
+
+TRIED = Combination(
+    driver="580.159.04", library="2.29.7", framework_version="2.13.0", chip="0x10de:0x2335", links="nvlink"
+)
+
+
+def tried(verdict: str, **values: Any) -> tuple[Proof, ...]:
+    return (Proof(combination=TRIED.replace(**values), verdict=verdict, detail="suspend ended as lost"),)
+
+
+def linked(**values: Any) -> NodeSnapshotForPlan:
+    """Two ranks on two GPUs with NVLink, and the chip and version of what was tried."""
+    gpus = [
+        a_gpu(f"gpu{number}", chip=TRIED.chip, nvlinks=(f"gpu{1 - number}",), driver_version=TRIED.driver)
+        for number in range(2)
+    ]
+    job = a_job(gpus=tuple(gpus), **values)
+    versions = [
+        one.replace(agent=one.agent.replace(framework_version="2.13.0"))
+        for one in job.candidates
+        if one.agent is not None
+    ]
+    return job.replace(candidates=tuple(versions))
+
+
+def test_a_plan_says_whether_a_throwaway_job_was_moved_with_the_same_combination() -> None:
+    """Issue 16, outcome 4: no real job is the first to try a combination."""
+    known = " ".join(the_plan(planned(linked(proofs=tried("proven")), SUSPENSION)).hazards)
+    assert "proven by hegmctl doctor --nccl: driver 580.159.04, NCCL 2.29.7, PyTorch 2.13.0" in known
+    assert "links nvlink" in known
+    unknown = " ".join(the_plan(planned(linked(), SUSPENSION)).hazards)
+    assert "not proven yet" in unknown
+    assert "run: hegmctl doctor --nccl" in unknown
+
+
+@pytest.mark.parametrize("field", ["driver", "library", "framework_version", "chip", "links"])
+def test_a_proof_holds_for_the_combination_that_was_tried_only(field: str) -> None:
+    for verdict in ("proven", "failed"):
+        plan = the_plan(planned(linked(proofs=tried(verdict, **{field: "another"})), SUSPENSION))
+        assert "not proven yet" in " ".join(plan.hazards)
+
+
+def test_a_combination_with_which_the_throwaway_job_failed_is_refused_by_name() -> None:
+    (reason,) = the_reasons(planned(linked(proofs=tried("failed")), SUSPENSION))
+    assert "NCCL 2.29.7, PyTorch 2.13.0" in reason.message
+    assert "suspend ended as lost" in reason.message
+    assert "hegmctl doctor --nccl" in reason.hint
+
+
+def test_ranks_without_nccl_are_not_told_to_prove_anything() -> None:
+    told = [groups(backends=("gloo",), library=None, mechanism="replace")] * 2
+    assert "proven" not in " ".join(the_plan(planned(a_job(*told), SUSPENSION)).hazards)

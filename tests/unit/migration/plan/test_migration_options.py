@@ -106,6 +106,7 @@ REFUSALS: dict[str, Made] = {
     "version unknown": lambda: with_gpus(a_process(), a_gpu("gpu0", driver_version=None), a_gpu("gpu1")),
     "version no number": lambda: with_gpus(a_process(), a_gpu("gpu0", driver_version="x.y"), a_gpu("gpu1")),
     "driver too old": lambda: with_gpus(a_process(), a_gpu("gpu0", driver_version="550.90.07"), a_gpu("gpu1")),
+    "driver is denied": lambda: with_gpus(a_process(), a_gpu("gpu0", driver_version="610.57.04"), a_gpu("gpu1")),
     "MIG": lambda: with_gpus(a_process(), a_gpu("gpu0", mig=True), a_gpu("gpu1")),
     "MPS": lambda: with_gpus(a_process(), a_gpu("gpu0", mps=True), a_gpu("gpu1")),
     "client of MPS": lambda: a_snapshot(a_process(kinds=("mps",))),

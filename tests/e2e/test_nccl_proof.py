@@ -1,0 +1,64 @@
+"""`hegmctl doctor --nccl` on a simulated node: gloo ranks go through the same code as NCCL's on real GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.daemon import RunningDaemon
+from tests.e2e.moved_job import BARE, environment
+from tests.needs import need_torch
+from tests.patience import HANG_S
+
+pytestmark = [pytest.mark.e2e]
+
+
+def doctor(daemon: RunningDaemon, *words: str, status: int) -> dict[str, Any]:
+    ran = subprocess.run(
+        [sys.executable, "-m", "hegmctl", "doctor", "--nccl", *words, "--json"],
+        env={**environment(daemon.socket_path), **BARE, "TMPDIR": str(daemon.folder)},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
+    assert ran.returncode == status, ran.stdout + ran.stderr
+    said: dict[str, Any] = json.loads((ran.stdout or ran.stderr).splitlines()[-1])
+    return said
+
+
+def test_a_combination_is_proven_once_and_known_from_then_on(tmp_path: Path) -> None:
+    """Issue 16, outcome 4."""
+    need_torch()
+    with RunningDaemon(tmp_path) as daemon:
+        said = doctor(daemon, "--python", sys.executable, status=0)
+        assert said["proof"]["verdict"] == "proven"
+        assert said["gpus"] == ["gpu0", "gpu1"]
+        steps = [step["step"] for step in said["steps"]]
+        assert steps[-5:] == ["migrate to gpu1,gpu0", "suspend", "resume on gpu0,gpu1", "suspend", "resume"]
+        assert said["losses"] >= 2 * 80
+        (kept,) = json.loads((tmp_path / "state" / "nccl-proofs.json").read_text())
+        assert kept == said["proof"]
+        assert kept["combination"]["library"] == "gloo"
+        assert not [name for name in os.listdir(tmp_path) if name.startswith("hegm-nccl-")]
+
+
+def test_a_job_that_does_not_start_is_an_error_and_no_verdict(tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho 'ModuleNotFoundError: No module named torch' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    with RunningDaemon(tmp_path) as daemon:
+        said = doctor(daemon, "--python", str(broken), status=13)["error"]
+        assert "No module named torch" in said["message"]
+        assert "--python PYTHON" in said["hint"]
+        said = doctor(daemon, "--gpu", "gpu0", status=6)["error"]
+        assert "needs two GPUs, and 1 are named" in said["message"]
+        said = doctor(daemon, "--python", "/missing/python", status=5)["error"]
+        assert said["message"] == "/missing/python is no program"
+        assert not (tmp_path / "state" / "nccl-proofs.json").exists()

@@ -1,0 +1,67 @@
+"""The throwaway job of `hegmctl doctor --nccl` as processes: how far it is, how it ends, and that nothing is left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hegmctl.nccl_proof import MoveFailed, Ranks, compare
+from tests.patience import HANG_S
+
+# Stands for a Python with torchrun: two ranks that print as many losses as are asked for. Its last two words say that.
+RANKS = """#!/bin/sh
+shift 6
+for rank in 0 1; do for step in $(seq "$1"); do echo "0x1.$step" >>"$2.$rank"; done; done
+"""
+FAILS = "#!/bin/sh\necho 'Traceback' >&2\necho 'RuntimeError: no NCCL here' >&2\necho '====' >&2\nexit 1\n"
+TRAINS = """#!/bin/sh
+shift 6
+for rank in 0 1; do echo 0x1 >"$2.$rank"; printf 0x >>"$2.$rank"; done
+while [ ! -e "$2.stop" ]; do sleep 0.01; done
+"""
+
+
+@contextmanager
+def ranks(folder: Path, program: str, steps: int = 0) -> Iterator[Ranks]:
+    python = folder / "python"
+    python.write_text(program)
+    python.chmod(0o755)
+    job = Ranks(str(python), str(folder / "job"), os.environ, steps)
+    try:
+        yield job
+    finally:
+        job.close()
+
+
+def test_losses_are_whole_lines_of_each_rank(tmp_path: Path) -> None:
+    with ranks(tmp_path, TRAINS) as job:
+        job.wait_for_steps(1, HANG_S)
+        assert job.losses() == [["0x1\n"]] * 2
+        assert job.end(HANG_S) == 1
+
+
+def test_a_job_that_ends_early_says_its_error(tmp_path: Path) -> None:
+    with ranks(tmp_path, FAILS) as job, pytest.raises(MoveFailed, match="RuntimeError: no NCCL here"):
+        job.wait_for_steps(1, HANG_S)
+
+
+def test_a_job_that_makes_no_step_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    with ranks(tmp_path, TRAINS) as job:
+        with pytest.raises(MoveFailed, match=r"made no step for 0\.1 s"):
+            job.wait_for_steps(2, 0.1)
+        pid = job.pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_one_other_loss_is_a_failure_and_named(tmp_path: Path) -> None:
+    with ranks(tmp_path, RANKS, steps=3) as job:
+        assert job.wait(HANG_S) == 3
+        compare(job.losses(), job.losses(), 3)
+        others = [*job.losses()[:1], ["0x1.1\n", "0x1.5\n", "0x1.3\n"]]
+        with pytest.raises(MoveFailed, match="rank 1 has another loss at step 2"):
+            compare(others, job.losses(), 3)
