@@ -28,7 +28,7 @@ from hegmd.memory.pool_memory import Fill, Memory, make_memory
 from hegmd.memory.pool_names import NONCE_BYTES, Key, PieceName
 from hegmd.memory.pool_piece import MemoryKeeping, Piece
 from hegmd.memory.sizes import HUGE_PAGE_BYTES, MIB, whole_size
-from hegmd.telemetry.log import fields
+from hegmd.telemetry.log import fields, limited
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +127,7 @@ class ReadyMemory:
         self.is_short = False
         self._node_memory = node_memory
         self._huge_free_bytes = huge_free_bytes
+        self._found: list[Segment] = []
         self.segments: list[Segment] = []  # for the pool and its tests to look at
 
     @property
@@ -137,7 +138,7 @@ class ReadyMemory:
     def enter(self, piece: Piece) -> bool:
         """Take over a segment that an earlier daemon left; False if this is none.
 
-        Its last step may lack pages: it does not count, and is made again.
+        Its last step may lack pages: it does not count, and the next `adjust` gives it back.
         """
         if piece.name.key.operation != OPERATION or piece.memory is None or piece.spilled:
             return False
@@ -145,6 +146,7 @@ class ReadyMemory:
             max(0, piece.memory.size_bytes - self._step_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         )
         self.segments.append(Segment(piece.name, piece.memory))
+        self._found.append(self.segments[-1])
         return True
 
     def close(self) -> None:
@@ -211,6 +213,10 @@ class ReadyMemory:
 
         `limit_bytes` is what the budget leaves.
         """
+        while self._found:
+            segment = self._found.pop()
+            if segment in self.segments:
+                await self._shrink(segment, segment.size_bytes, keep)
         has_bytes = self.size_bytes
         # The kernel sets pages of hugetlbfs apart: they are never available to others.
         huge_bytes = sum(segment.size_bytes for segment in self.segments if segment.memory.huge)
@@ -255,7 +261,8 @@ class ReadyMemory:
                     await self._begin(step_bytes, size_bytes, keep)
             except (OSError, HegmError) as error:
                 self.is_short = True
-                logger.warning("the node has no memory to be ready: %d of %d MiB are: %s", *self._figures(), error)
+                said = "the node has no memory to be ready: %d of %d MiB are: %s"
+                limited(logger, "ready-memory", logging.WARNING, said, *self._figures(), error)
                 return False
             if self.size_bytes == sum(sizes):
                 logger.info("%d of %d MiB of memory are ready", *self._figures())

@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from random import Random
 
 import anyio
 import pytest
 
 from hegmd.errors import UNAVAILABLE, HegmError, Refused
-from hegmd.memory.pool import MemoryKeeping, Pool
+from hegmd.memory.pool import Key, MemoryKeeping, Pool
+from hegmd.memory.pool_found import find_pieces
 from hegmd.memory.pool_places import Place
 from hegmd.memory.ready_memory import NodeMemory, ReadyMemory, allowed_bytes, layout, read_node_memory
 from hegmd.memory.sizes import MIB, storages_in, whole_size
@@ -301,3 +305,40 @@ def test_unknown_memory_is_not_taken_for_plenty_or_for_none(tmp_path: Path) -> N
     assert read_node_memory(tmp_path / "none") == NodeMemory(None, None)
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemFree: 5 kB\nMemAvailable: 50 kB\n")
     assert read_node_memory(tmp_path / "meminfo") == NodeMemory(100 * 1024, 50 * 1024)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_whatever_is_taken_given_and_killed_every_byte_is_counted_once(seed: int, keep: MemoryKeeping) -> None:
+    """Daemons that end at any moment, one after the other, on a node whose memory comes and goes."""
+    random, node = Random(seed), Node()
+    owned: set[Key] = set()
+    pool = opened(keep, 24 * MIB, node=node)
+    for number in range(60):
+        act = random.choice(("adjust", "adjust", "take", "release", "job", "short", "restart"))
+        if act == "adjust":
+            await pool.adjust_ready(may_grow=random.random() < 0.8)
+        elif act == "take":
+            key = Key(str(number), "4711")
+            with suppress(Refused):
+                await pool.take(key, random.randint(1, 20) * MIB)
+                owned.add(key)
+        elif act == "release" and owned:
+            key = random.choice(sorted(owned, key=str))
+            owned.discard(key)
+            await pool.release(key)
+        elif act == "job":
+            sizes = [random.randint(1, 12) * MIB for _ in range(random.randint(0, 3))]
+            pool.ready.job_bytes = partial(list, sizes)
+        elif act == "short":
+            node.memory = NodeMemory(1000 * MIB, random.choice((20, 60, 90, 120, 900)) * MIB)
+        elif act == "restart":
+            pool.close()
+            pool = Pool(64 * MIB, keep=keep, ready=ready(24 * MIB, node), huge_free_bytes=lambda: 0)
+            pool.enter((await find_pieces(keep)).pieces, owned.__contains__)
+            await pool.adjust_ready(may_grow=False)  # the last step of each segment may lack pages
+        assert pool.unclaimed() == {}
+        assert set(pool.by_owner()) == owned
+        counted_bytes = pool.held_bytes + pool.ready.size_bytes
+        assert counted_bytes <= 64 * MIB
+        assert held_by_node(keep) == counted_bytes
+    pool.close()
