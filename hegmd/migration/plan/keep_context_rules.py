@@ -110,11 +110,17 @@ def notes(draft: Draft, kind: str) -> Iterator[str]:
         )
 
 
-def is_elsewhere(draft: Draft, worker: JobProcess, to: str) -> bool:
-    """Whether that is another GPU than the one with its context; the reason is in the draft then."""
+def cannot_resume(draft: Draft, worker: JobProcess, to: str) -> bool:
+    """Whether its context is on another GPU, or on a lost one; the reason is in the draft then."""
     home = worker.previous_gpu or worker.first_gpu
-    if not worker.keeps_context or home is None or to == home:
+    if not worker.keeps_context or home is None:
         return False
+    if to == home:
+        lost = [gpu for name in gpus_of(home) if (gpu := draft.gpu(name)) is not None and gpu.state != "ok"]
+        for gpu in lost:
+            message = f"{gpu.id} is {gpu.state}, and process {worker.pid} has its CUDA context there"
+            draft.against(REFUSED, message, "run: hegmctl doctor; its bytes are kept", pid=worker.pid, gpu=gpu.id)
+        return bool(lost)
     message = f"process {worker.pid} keeps its CUDA context on {home} and can resume there only, not on {to}"
     there = f" --to {to}" if not is_several(to) and len(gpus_of(home)) == 1 else ""
     hint = f"run: hegmctl resume {worker.pid}" + (f"; then: hegmctl migrate {worker.pid}{there}" if there else "")

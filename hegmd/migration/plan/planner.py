@@ -285,11 +285,12 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuMemory, .
 
 def _place_suspended(draft: Draft, worker: JobProcess, candidate: Candidate | None) -> None:
     to = _place_resumed(draft, worker)
-    if to is None or keep_context_rules.is_elsewhere(draft, worker, to):
+    if to is None or keep_context_rules.cannot_resume(draft, worker, to):
         return
     target = draft.gpu(next(iter(gpus_of(to)), None))
+    stays = to if worker.keeps_context else None  # then the driver restores nothing there
     targets.judge_place(
-        draft, to, None, target.vendor if target else SIMULATED, None if worker.restarts else worker.chip
+        draft, to, stays, target.vendor if target else SIMULATED, None if worker.restarts else worker.chip
     )
     left = draft.gpu(next(iter(gpus_of(worker.previous_gpu)), None))
     for reason in driver_rules.against_moving(left) if left is not None and worker.previous_gpu != to else ():

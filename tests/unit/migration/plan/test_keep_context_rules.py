@@ -161,6 +161,21 @@ def test_it_resumes_on_its_gpu_without_the_driver() -> None:
         assert plan.reservation_bytes["gpu0"] < 33 * GIB
 
 
+@pytest.mark.parametrize("gpu", [{"mig": True}, {"mps": True}])
+def test_it_resumes_where_the_driver_could_not_restore(gpu: dict[str, Any]) -> None:
+    snapshot = a_snapshot(a_process(an_agent()), gpus=(a_gpu("gpu0", **gpu), a_gpu("gpu1")))
+    assert the_plan(resumed(None, snapshot)).workers[0].to == "gpu0"
+
+
+def test_a_gpu_that_is_lost_or_gone_is_refused() -> None:
+    for gpus, message in (
+        ((a_gpu("gpu0", state="lost"), a_gpu("gpu1")), "gpu0 is lost, and process 4711 has its CUDA context there"),
+        ((a_gpu("gpu1"),), "there is no GPU gpu0"),
+    ):
+        found = the_reasons(resumed(None, a_snapshot(a_process(an_agent()), gpus=gpus)))
+        assert [reason.message for reason in found] == [message]
+
+
 def test_another_gpu_is_refused_by_name() -> None:
     (reason,) = the_reasons(resumed("gpu1", a_snapshot(a_process(an_agent()))))
     assert reason.message == "process 4711 keeps its CUDA context on gpu0 and can resume there only, not on gpu1"
