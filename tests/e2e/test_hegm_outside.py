@@ -21,7 +21,7 @@ from tests.e2e.moved_job import BARE, BRISK
 from tests.needs import need_torch
 
 need_torch()
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("HeGM's steps")]  # which are taken once for both
 
 RECORDED = Path(__file__).with_name("hegm_0_3_3.json")
 # By which a state is known to be of the same training; HeGM has no such file.

@@ -99,15 +99,24 @@ def _either(one: _Point, other: _Point, daemon: Daemon, point: str) -> bool:
     return one.count(daemon, point) | other.count(daemon, point)
 
 
-@pytest.mark.parametrize("seed", quick_first(QUIET_SEEDS, 1))
-def test_a_daemon_that_is_killed_at_any_point_of_a_quiet_move_of_ranks_breaks_no_promise(seed: int) -> None:
+# All points of the first of these lives, and every fourth of the others, of each another fourth.
+SOME_POINTS = [(seed, range(seed % 4, 10_000, 4)) for seed in QUIET_SEEDS[1:]]
+ALL_POINTS = [pytest.param(seed, range(10_000), marks=pytest.mark.wide) for seed in QUIET_SEEDS[1:]]
+
+
+@pytest.mark.parametrize(
+    ("seed", "points"), [*quick_first([(QUIET_SEEDS[0], range(10_000)), *SOME_POINTS], 1), *ALL_POINTS], ids=str
+)
+def test_a_daemon_that_is_killed_at_any_point_of_a_quiet_move_of_ranks_breaks_no_promise(
+    seed: int, points: range
+) -> None:
     """Before and after every record and every effect, one after the other; and again a few points later."""
     quiet = _Point()
     life = live_ranks(seed, odds=QUIET, points=quiet.count)
     assert life.violation is None, str(life)
     assert [op.phase for op in life.daemon.ops.values()] == ["done"]
-    for at in range(quiet.seen):
-        for later in (0, 3) if at % 4 == 0 else (0,):
+    for at in points[: len(range(points.start, quiet.seen, points.step))]:
+        for later in (0, 3) if at % 3 == 0 else (0,):
             first, second = _Point(at), _Point(at + later)
             life = live_ranks(seed, odds=QUIET, points=partial(_either, first, second))
             assert life.daemon.crashes >= 1

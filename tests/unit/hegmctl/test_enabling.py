@@ -16,6 +16,7 @@ import pytest
 
 from hegmd.agent import hegm_launcher
 from hegmd.agent.hegm_signal import ENABLED, STATE_PATH
+from tests.e2e.moved_job import BARE, BRISK
 from tests.needs import need_torch
 
 ROOT = Path(__file__).parents[3]
@@ -114,6 +115,8 @@ class _Run:
             "HEGM_SOCKET": str(folder / "none"),
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": str(BRISK),
+            **BARE,
         }
         words = [environment / "bin/python", "train.py"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
