@@ -1,11 +1,10 @@
 """Changes one place of the product at a time and looks whether a test notices: `make mutants`.
 
 A mutant is one small change to a copy of the tree: an operator exchanged, a number or truth changed, a condition turned
-round, a statement left out. The tests of each area run once on the unchanged tree, to see which of them run which lines
-(`executed_lines.py`). On a mutant run those that ran its lines, the fastest first, then those that import its module.
-Where no test ran the line in its own process, all tests of the area follow. A mutant that all of them pass survives:
-either a test is missing, or the change makes no difference to anybody. The same seed makes the same mutants from the
-same tree.
+round, a statement left out. The quick tests of each area run once on the unchanged tree, to see which of them run which
+lines (`executed_lines.py`). A mutant meets those that ran its lines, the fastest first, and then those that import its
+module; where no test ran its lines in its own process, all tests of its area. One that they all pass survives: a test
+is missing, or the change makes no difference to anybody. The same seed makes the same mutants from the same tree.
 """
 
 from __future__ import annotations
@@ -66,6 +65,8 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 MARKS = "not e2e and not gpu and not bench and not wide"
+#: By which it is seen who runs which lines.
+QUICK = f"{MARKS} and not thorough"
 _NOT_OURS = (".git", ".venv", "build", "dist", "node_modules", "__pycache__", "*_cache", ".hypothesis")
 _NO_TESTS = 5
 #: A test that a mutant has hang is ended after that time.
@@ -225,7 +226,7 @@ def stages_of(root: Path, area: str, mutant: Mutant, ran: Runs | None) -> list[l
 
 
 class Runs:
-    """Which tests ran which lines of some files, on the unchanged tree."""
+    """Which quick tests ran which lines of some files, on the unchanged tree."""
 
     def __init__(self, found: dict[str, dict[str, Any]], root: Path) -> None:
         self._tests: dict[tuple[str, int], list[str]] = {}
@@ -267,7 +268,7 @@ class Copies:
             into = copy.parent / "lines.json"
             into.unlink(missing_ok=True)
             environ = {FILES: "\n".join(str(copy / file) for file in files), INTO: str(into)}
-            self._run(copy, tests, "-p", "tools.executed_lines", **environ)
+            self._run(copy, tests, "-p", "tools.executed_lines", "-m", QUICK, **environ)
             if not into.exists():
                 return None
             noted = json.loads(into.read_text())
