@@ -94,7 +94,7 @@ def _checked(endpoint: Endpoint) -> Endpoint:
     if size_bytes > MAX_PATH_BYTES or "\0" in endpoint.path:
         raise HegmError(
             USAGE,
-            f"no socket can have a path of {size_bytes} bytes ({endpoint.origin}); {MAX_PATH_BYTES} is the most",
+            f"the path of the socket has {size_bytes} bytes ({endpoint.origin}); the limit is {MAX_PATH_BYTES}",
             "use a shorter path",
         )
     return endpoint
@@ -111,14 +111,16 @@ def unreachable(endpoint: Endpoint, error: OSError) -> HegmError:
         if not _is_socket(path):
             return HegmError(NO_DAEMON, f"{path} is not a socket", f"name the daemon's socket; {_named_by(endpoint)}")
         return HegmError(
-            NO_DAEMON, f"nobody listens at {path}: the daemon that made this socket is gone", _start(endpoint)
+            NO_DAEMON, f"no process listens at {path}: the daemon that created this socket has ended", _start(endpoint)
         )
     if error.errno == EAGAIN:
         return HegmError(
-            BUSY, f"the daemon at {path} takes no more connections just now", "try again; see `journalctl -u hegmd`"
+            BUSY,
+            f"the daemon at {path} accepts no more connections now",
+            "try again; if it fails again, run: journalctl -u hegmd",
         )
     return HegmError(
-        UNAVAILABLE, f"{path} cannot be connected to: {error.strerror or error}", "see `journalctl -u hegmd`"
+        UNAVAILABLE, f"{path} does not accept a connection: {error.strerror or error}", "run: journalctl -u hegmd"
     )
 
 
@@ -128,11 +130,11 @@ def _running(endpoint: Endpoint) -> HegmError | None:
         pid = holder(state_folders(path, SYSTEM_SOCKET, os.environ))
         by = "" if pid is None else f" (pid {pid})"
         if is_listened_at(path):
-            again = "ask again in some seconds: it makes the file again; its log says why if it cannot"
+            again = "try again in a few seconds: hegmd creates the file again, or logs why it cannot"
             return HegmError(UNAVAILABLE, f"hegmd runs{by}, but its socket file {path} is gone", again)
         if pid is not None and endpoint.origin not in ("--socket", "HEGM_SOCKET"):
-            see = "ask again if it is just starting; it may listen elsewhere: name that with --socket"
-            return HegmError(UNAVAILABLE, f"hegmd runs{by}, and does not listen at {path}", see)
+            see = "try again if it is starting; if it listens elsewhere, name that socket with --socket"
+            return HegmError(UNAVAILABLE, f"hegmd runs{by}, but does not listen at {path}", see)
     return None
 
 
@@ -172,18 +174,18 @@ def _is_socket(path: str) -> bool:
 
 def _denied(path: str) -> HegmError:
     """Tells somebody outside the group from somebody whose session is older than the membership."""
-    message = f"you may not use the daemon's socket {path}"
+    message = f"you have no permission for the daemon's socket {path}"
     user, in_group = _membership()
     if in_group:
         return HegmError(
             DENIED,
-            f"{message}: {user} is in the group {GROUP}, but this session began before that",
-            f"log in anew, or use `newgrp {GROUP}`",
+            f"{message}: {user} is in the group {GROUP}, but this session is older than that",
+            f"log in again, or run: newgrp {GROUP}",
         )
     return HegmError(
         DENIED,
         message,
-        f"join the group that may: `sudo usermod -aG {GROUP} {user}`, then log in anew; "
+        f"join the group: `sudo usermod -aG {GROUP} {user}`, then log in again; "
         "or start a daemon for your own processes: `hegmd --user`",
     )
 

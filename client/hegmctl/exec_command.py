@@ -86,9 +86,9 @@ def failure_of(command: Sequence[str], number: int) -> HegmError:
     missing = number == ENOENT
     hint = "give the full path of a program, and its arguments after it"
     if missing and os.path.isfile(command[0]):
-        hint = "its first line names an interpreter that is not there"
+        hint = "install the interpreter that its first line names"
     elif number == EACCES:
-        hint = "it has to be a file with permission to execute it: chmod +x"
+        hint = "make it an executable file: chmod +x"
     return HegmError(
         NO_COMMAND if missing else NOT_EXECUTABLE,
         f"{command[0]} cannot be run: {os.strerror(number)}",

@@ -25,7 +25,7 @@ def silent(path: str, what: str, timeout_s: float | None) -> HegmError:
     return HegmError(
         TIMEOUT,
         f"{path}: no answer to {what}{limit}",
-        "give it longer with --timeout, or see what the daemon is doing: `journalctl -u hegmd`",
+        "try a longer --timeout, or run: journalctl -u hegmd",
         {"timeout_s": timeout_s},
     )
 
@@ -36,11 +36,11 @@ def gone(path: str, what: str = "") -> HegmError:
     # To ask again would be refused, or move back what has been moved: a daemon that starts goes on from its journal.
     request = REQUESTS.get(what)
     begins = request is not None and request.event is not None and request.changes_state
-    next_step = "what was begun goes on, see `hegmctl ops`" if begins else "try again"
+    next_step = "run: hegmctl ops; an operation that was started continues" if begins else "try again"
     return HegmError(
         DISCONNECTED,
         f"{path}: the daemon ended the connection{before}",
-        f"{next_step}; `journalctl -u hegmd` tells why it went away",
+        f"{next_step}; read the log: journalctl -u hegmd",
     )
 
 
@@ -49,12 +49,12 @@ def broken(path: str, error: HegmError, welcome: Welcome | None) -> HegmError:
     if welcome is None:
         return HegmError(
             NO_DAEMON,
-            f"what answers at {path} is not hegmd: {error.message}",
+            f"the program that answers at {path} is not hegmd: {error.message}",
             "name the daemon's socket with --socket",
         )
     return HegmError(
         INCOMPATIBLE,
-        f"hegmd {welcome.daemon_version} said what hegmctl {__version__} does not understand: {error.message}",
+        f"hegmd {welcome.daemon_version} sent a reply that hegmctl {__version__} does not understand: {error.message}",
         _same_release(welcome.daemon_version),
     )
 
@@ -83,8 +83,8 @@ def with_versions(error: HegmError, welcome: Welcome) -> HegmError:
 def not_offered(capability: str, welcome: Welcome) -> HegmError:
     """The request needs what this daemon does not offer."""
     return Refused(
-        f"hegmd {welcome.daemon_version} on {welcome.node} was not started for {capability}",
-        _NEEDED_START.get(capability, "`hegmctl version` lists what it can do"),
+        f"hegmd {welcome.daemon_version} on {welcome.node} does not support {capability}",
+        _NEEDED_START.get(capability, "run: hegmctl version"),
         {"capability": capability, "offered": list(welcome.capabilities)},
     )
 
@@ -92,9 +92,9 @@ def not_offered(capability: str, welcome: Welcome) -> HegmError:
 def _same_release(daemon_version: str) -> str:
     ours, theirs = _order(__version__), _order(daemon_version)
     if theirs < ours:
-        return "the daemon is older: after an upgrade, `systemctl restart hegmd` starts the new one"
+        return "run: systemctl restart hegmd; the daemon is older than hegmctl"
     if theirs > ours:
-        return "hegmctl is older: use the one that came with the daemon"
+        return "use the hegmctl of the daemon's release: this one is older"
     return "bring hegmctl and hegmd to the same release"
 
 

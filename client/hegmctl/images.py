@@ -52,13 +52,13 @@ def rm(session: Session) -> int:
     """`hegmctl images rm`."""
     paths = [os.path.abspath(folder) for folder in session.arguments.texts("DIR")]
     if not paths:
-        raise HegmError(USAGE, "images rm needs at least one DIR", "`hegmctl images ls` shows what there is")
+        raise HegmError(USAGE, "images rm needs at least one DIR", "run: hegmctl images ls")
     for path in paths:
         catalogue.require_removable(path)
     if not session.arguments.flag("yes"):
         named = ", ".join(paths)
-        lost = f"Remove {named}? A job that was ended for it can never go on without"
-        require_yes(lost, named, "`hegmctl images show DIR` tells what is in one")
+        lost = f"Remove {named}? A job that ended for this image cannot continue without it"
+        require_yes(lost, named, "run: hegmctl images show DIR")
     for path in paths:
         catalogue.remove(path)
     session.sink.answer(ImageRemoved(paths=tuple(paths)), removed_text)

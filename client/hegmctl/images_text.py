@@ -32,7 +32,7 @@ def seen_text(answer: ImagesSeen, style: Style) -> list[str]:
     remarks = [_remark(image, image.why) for image in answer.images if image.why]
     left = any(image.state == "left-over" for image in answer.images)
     if left and style.remarks:
-        remarks.append("What is left over is of no use: hegmctl images rm DIR")
+        remarks.append("Remove unfinished images with: hegmctl images rm DIR")
     return [*table(_COLUMNS, rows, style), *(["", *remarks] if remarks else [])]
 
 
@@ -63,8 +63,8 @@ def manifest_text(manifest: Manifest, style: Style) -> list[str]:
         ("node", f"{manifest.host or UNKNOWN}, Linux {manifest.kernel or UNKNOWN}, {manifest.architecture or UNKNOWN}"),
         ("GPUs", f"{gpus or UNKNOWN}, {driver}" if gpus else UNKNOWN),
         ("CRIU", " ".join((manifest.criu_version or UNKNOWN, *manifest.criu_options))),
-        ("the job", "went on after it" if manifest.leave_running else "was ended for it"),
-        ("memory", f"{binary_size(criu_bytes)} in {len(manifest.criu_files)} files of CRIU's"),
+        ("the job", "continued after it" if manifest.leave_running else "was ended for it"),
+        ("memory", f"{binary_size(criu_bytes)} in {len(manifest.criu_files)} CRIU files"),
         *((f"pid {one.pid}", one.command or UNKNOWN) for one in manifest.processes),
         *((f"bytes {file.name}", _stored(file.size_bytes, file.stored_bytes)) for file in manifest.byte_files),
         ("id", manifest.id),
@@ -81,7 +81,7 @@ def progress_text(progress: ImageProgress, style: Style) -> list[str]:
 def verified_text(answer: ImageVerified, style: Style) -> list[str]:
     """What was found good."""
     read = f"{binary_size(answer.stored_bytes)} in {duration(answer.took_s)}"
-    whole = f"{printable(answer.path)} is whole: every byte fits its checksum ({read})"
+    whole = f"{printable(answer.path)} is complete: every byte matches its checksum ({read})"
     strange = [f"not part of the image: {printable(os.path.join(answer.path, name))}" for name in answer.foreign]
     return [whole, *strange]
 

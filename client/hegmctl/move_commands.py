@@ -59,7 +59,7 @@ def migrate(session: Session) -> int:
     python = arguments.text("python")
     changed, without = _environment(arguments.texts("env"))
     if via is None and (python is not None or changed or without):
-        raise HegmError(USAGE, "--env and --python are for a restart", "say --via restart as well")
+        raise HegmError(USAGE, "--env and --python need --via restart", "add --via restart")
     if python is not None and os.sep in python:
         python = os.path.abspath(python)
     return carry_out(session, arguments.request(set=changed, unset=without, python=python))
@@ -69,7 +69,7 @@ def drain(session: Session) -> int:
     """`hegmctl drain`."""
     request = session.arguments.request()
     if session.arguments.texts("to") and not of_kind(request, Drain).to:
-        raise HegmError(USAGE, "--to names no GPU", "hegmctl gpus lists them: hegmctl drain gpu0 --to gpu1,gpu2")
+        raise HegmError(USAGE, "--to names no GPU", "name GPUs of `hegmctl gpus`: hegmctl drain gpu0 --to gpu1,gpu2")
     return carry_out(session, request)
 
 
@@ -84,8 +84,8 @@ def adopt(session: Session) -> int:
     request: Request = Orphans()
     if name is not None:
         if not arguments.flag("yes"):
-            lost = f"Give up {name}? Whatever job these bytes are of can never go on"
-            require_yes(lost, name, "hegmctl adopt lists what there is")
+            lost = f"Drop {name}? The job of these bytes can then never continue"
+            require_yes(lost, name, "run: hegmctl adopt")
         request = DropOrphan(name=name)
     with session.connect() as connection:
         reply = connection.call(request, request.reply)
@@ -97,8 +97,8 @@ def cancel(session: Session) -> int:
     """`hegmctl cancel`."""
     op_id, drops = session.arguments.required("ID"), session.arguments.flag("drop")
     if drops and not session.arguments.flag("yes"):
-        lost = f"Give up the state of operation {op_id}? Its training can never go on from there"
-        require_yes(lost, f"the state of operation {op_id}", "hegmctl ops lists what is held")
+        lost = f"Drop the state of operation {op_id}? Its training can then never continue from there"
+        require_yes(lost, f"the state of operation {op_id}", "run: hegmctl ops")
     with session.connect() as connection:
         reply = connection.call(CancelOperation(id=op_id, drop=drops), OperationReply)
     session.sink.answer(reply, given_up_text if drops else cancelled_text)
@@ -237,11 +237,11 @@ def _watch(
     except KeyboardInterrupt:
         seen = watched.seen
         if seen and not watched.has_begun:
-            session.sink.note("what was restored so far ends again; the image stays as it is")
+            session.sink.note("the processes restored so far are ended; the image is unchanged")
             raise
         if not seen:  # it is still being planned, or has only just begun
             if not getattr(request, "dry_run", False) and watched.refusal is None:
-                session.sink.note("if anything has begun it goes on: see `hegmctl ops`")
+                session.sink.note("an operation that was started continues: run hegmctl ops")
             raise
         _interrupted(session, connection, seen[-1].id)
 
@@ -276,10 +276,10 @@ def _show(
 def _interrupted(session: Session, connection: Connection, op_id: str) -> NoReturn:
     """Ctrl-C: ask once what to do with the operation. Raises KeyboardInterrupt if it is left going."""
     rest = session.arguments.command.interrupted
-    answer = ask(f"Cancel operation {op_id}? It goes on otherwise [y/N] ")
+    answer = ask(f"Cancel operation {op_id}? Otherwise it continues [y/N] ")
     if answer is None or answer.strip().lower() not in ("y", "yes"):
         session.sink.note(
-            f"operation {op_id} goes on: see `hegmctl op {op_id}`; `hegmctl cancel {op_id}` ends it{rest}"
+            f"operation {op_id} continues: watch it with hegmctl op {op_id}, end it with hegmctl cancel {op_id}{rest}"
         )
         raise KeyboardInterrupt
     try:
@@ -289,5 +289,5 @@ def _interrupted(session: Session, connection: Connection, op_id: str) -> NoRetu
     ended = _follow(session, connection, op_id).operation
     session.sink.element(OperationReply(operation=ended), operation_text)
     if ended.failure is None:
-        raise HegmError(CANCELLED, f"operation {op_id} could not be cancelled any more", "undo it with another one")
-    raise HegmError(CANCELLED, f"operation {op_id} was cancelled{rest}", "ask for it again when it is wanted")
+        raise HegmError(CANCELLED, f"operation {op_id} could no longer be cancelled", "reverse it with another command")
+    raise HegmError(CANCELLED, f"operation {op_id} was cancelled{rest}", "run the command again to retry")

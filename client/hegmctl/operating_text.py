@@ -19,14 +19,14 @@ _MOVING = ("reading", "offloading", "handing", "spilling", "reloading", "sealing
 # Where an operation stays until something else is asked: what it was asked for has come.
 AT_REST = ("suspended", "holding")
 _OVER = ("done", "suspended", "rolled-back", "lost")
-_ONLY_A_PLAN = "nothing was done: this is only the plan"
+_ONLY_A_PLAN = "nothing was changed: this is only the plan"
 _COLOURS = {"done": "green", "suspended": "yellow", "rolled-back": "red", "lost": "red"}
 _STATES = {
     "running": "runs",
-    "parked": "stands at a boundary",
-    "out": "stands, its bytes are in the pool",
+    "parked": "is parked at a boundary",
+    "out": "is parked, its bytes are in the pool",
     "gone": "has ended",
-    "lost": "has ended while its bytes were out of it",
+    "lost": "has ended while its bytes were offloaded",
 }
 # While one is sealed the job goes on, and most of an image is still to be written; a restored one has just begun.
 _LIKE = {"sealing": "tidying", "suspended": "planned"}
@@ -98,7 +98,7 @@ def outcome(operation: Operation, style: Style) -> list[str]:
 def _figures(operation: Operation) -> str:
     # A job that comes from an image has stood for as long as it was away.
     stands = operation.downtime_s is not None and operation.kind != "restore"
-    downtime = f"stood for {operation.downtime_s:.3f} s" if stands else ""
+    downtime = f"downtime {operation.downtime_s:.3f} s" if stands else ""
     # Only of an image is much done beside the job.
     is_telling = operation.kind in ("checkpoint", "restore") and operation.took_s is not None
     took = f"{operation.took_s:.1f} s in all" if is_telling else ""
@@ -167,14 +167,14 @@ def _plan(plan: Plan, style: Style) -> list[str]:
     for gpu, needed_bytes in sorted(plan.reservation_bytes.items()):
         free = plan.gpu_free_bytes.get(gpu)
         of_free = "unknown" if free is None else binary_size(free)
-        lines.append(f"room on {printable(gpu)}: {binary_size(needed_bytes)} needed, {of_free} free")
+        lines.append(f"memory on {printable(gpu)}: {binary_size(needed_bytes)} needed, {of_free} free")
     if plan.pool_needed_bytes:
         ready = f", {binary_size(plan.pool_ready_bytes)} ready" if plan.pool_ready_bytes else ""
         needed = binary_size(plan.pool_needed_bytes)
         lines.append(f"pool: {needed} needed, {binary_size(plan.pool_free_bytes)} free{ready}")
     lines.append(_estimate(plan))
     if plan.is_distributed:
-        lines.append("its ranks stop at one boundary, all together")
+        lines.append("all ranks stop at the same boundary")
     lines += [line for hazard in plan.hazards for line in _paragraph(f"note: {hazard}", style)]
     lines += _paragraph(f"steps: {'; '.join(plan.steps)}", style)
     return lines
@@ -185,12 +185,10 @@ def _estimate(plan: Plan) -> str:
     of_image = "" if plan.image_s is None else f", {plan.image_s:.1f} s of it for the image"
     if plan.kind == "restore":
         return f"the job would train again after about {plan.estimate_s:.1f} s{of_image}"
-    stands = f"the job would stand for about {plan.estimate_s:.2f} s{of_image}"
+    stands = f"the estimated downtime is {plan.estimate_s:.2f} s{of_image}"
     if plan.ends:
         stands = f"it would take about {plan.estimate_s:.1f} s{of_image}, until the job ends"
-    return (
-        stands if plan.way == "agent" and plan.kind == "resume" else f"{stands}, after the wait for its next boundary"
-    )
+    return stands if plan.way == "agent" and plan.kind == "resume" else f"{stands}, after it reaches its next boundary"
 
 
 def _paragraph(text: str, style: Style) -> list[str]:
@@ -201,7 +199,7 @@ def drained_text(reply: Drained, style: Style) -> list[str]:
     """What became of each job, and a summary."""
     lines = [*_plans(reply, style), *_outcomes(reply, style)]
     if not (reply.plans or reply.operations or reply.left):
-        return ["there is nothing on it that could be moved"]
+        return ["there is no process on it to move"]
     count = len(reply.plans)
     if count:
         return [*lines, f"{count} could be moved, {len(reply.left)} not", _ONLY_A_PLAN]
@@ -220,10 +218,10 @@ def swapped_text(reply: Drained, style: Style) -> list[str]:
     lines = _outcomes(reply, style)
     if moved and not under_way and not failed and not reply.left:
         pids = dict.fromkeys(str(process.pid) for each in reply.operations for process in each.processes)
-        return [f"they have changed places: {', '.join(pids)} ({_which(reply)})"]
+        return [f"the jobs have changed places: {', '.join(pids)} ({_which(reply)})"]
     if under_way:
-        return [*lines, "the other steps follow by themselves: see `hegmctl ops`"]
-    return [*lines, "they have not changed places"]
+        return [*lines, "hegmd runs the other steps: watch them with hegmctl ops"]
+    return [*lines, "the jobs have not changed places"]
 
 
 def _plans(reply: Drained, style: Style) -> list[str]:
@@ -266,20 +264,20 @@ def cancelled_text(reply: OperationReply, style: Style) -> list[str]:
     operation = reply.operation
     if operation is None:
         return []
-    return [f"operation {printable(operation.id)} is turned back: {printable(_words(operation.phase))}"]
+    return [f"operation {printable(operation.id)} is rolled back: {printable(_words(operation.phase))}"]
 
 
 def given_up_text(reply: OperationReply, style: Style) -> list[str]:
     """That nobody can go on from its state any more."""
     operation = reply.operation
-    return [] if operation is None else [f"the state of operation {printable(operation.id)} is given up"]
+    return [] if operation is None else [f"the state of operation {printable(operation.id)} is dropped"]
 
 
 def operations_text(reply: OperationsReply, style: Style) -> list[str]:
     """The table of `hegmctl ops`."""
     orphans = ["", *orphans_lines(reply.orphans, style)] if reply.orphans else []
     if not reply.operations:
-        return ["There has been no operation here.", *orphans]
+        return ["There was no operation on this node.", *orphans]
     columns = (
         Column("ID", right=True),
         Column("KIND"),
@@ -354,13 +352,13 @@ def story_text(reply: StoryReply, style: Style) -> list[str]:
 def orphans_text(reply: OrphansReply, style: Style) -> list[str]:
     """All of `hegmctl adopt`."""
     if not reply.orphans:
-        return ["Nothing was found that no operation has."]
+        return ["There are no orphans."]
     return orphans_lines(reply.orphans, style)
 
 
 def orphans_lines(orphans: tuple[Orphan, ...], style: Style) -> list[str]:
     """A paragraph for each, the command in a line of its own, to be copied."""
-    lines = [style.paint("Needs a person:", "yellow")]
+    lines = [style.paint("Needs your attention:", "yellow")]
     for orphan in orphans:
         size = UNKNOWN if orphan.size_bytes is None else binary_size(orphan.size_bytes)
         text = printable(f"{orphan.kind} {orphan.name}: {size}, {orphan.where}; {orphan.why}")
@@ -372,4 +370,4 @@ def orphans_lines(orphans: tuple[Orphan, ...], style: Style) -> list[str]:
 def dropped_text(reply: Dropped, style: Style) -> list[str]:
     """Confirm that the orphan was deleted."""
     size = "" if reply.size_bytes is None else f", {binary_size(reply.size_bytes)}"
-    return [f"given up: {printable(reply.name)}{size}"]
+    return [f"dropped: {printable(reply.name)}{size}"]

@@ -262,7 +262,7 @@ def _flush_if_possible() -> None:
 
 
 def _unwritable(why: str) -> HegmError:
-    return HegmError(UNAVAILABLE, f"standard output cannot be written to: {why}", "see where it was redirected to")
+    return HegmError(UNAVAILABLE, f"standard output cannot be written to: {why}", "check where it is redirected to")
 
 
 def ask(question: str) -> str | None:
@@ -280,7 +280,9 @@ def require_yes(question: str, what: str, hint: str) -> None:
     """Ask before something is lost. Raises USAGE without a terminal, and CANCELLED unless the answer is yes."""
     answer = ask(f"{question} [y/N] ")
     if answer is None:
-        raise HegmError(USAGE, f"{what} would be gone for good, and nobody can be asked", "say --yes if that is wanted")
+        raise HegmError(
+            USAGE, f"{what} would be lost permanently, and there is no terminal to confirm it", "confirm it with --yes"
+        )
     if answer.strip().lower() not in ("y", "yes"):
         raise HegmError(CANCELLED, f"{what} stays", hint)
 

@@ -77,8 +77,8 @@ def cut_back(grown: Iterable[object], done: list[Cut]) -> None:
         except OSError as error:
             raise HegmError(
                 REFUSED,
-                f"{path} cannot be cut back to {size_bytes} bytes: {error.strerror}",
-                "have its owner do it, where there is room for what is cut off, then restore again",
+                f"{path} cannot be truncated to {size_bytes} bytes: {error.strerror}",
+                "have its owner truncate it and keep a copy of the rest, then restore again",
             ) from error
 
 

@@ -186,7 +186,7 @@ def _require_agent(environ: Mapping[str, str]) -> None:
     inject = environ.get("PYTHONPATH", "").partition(os.pathsep)[0]
     with open(os.path.join(inject, "sitecustomize.py"), encoding="utf-8") as file:
         if READY_FD not in file.read():
-            raise OSError(f"the agent in {inject} is of a release that waits for no turn")
+            raise OSError(f"the agent in {inject} is of an older release that cannot prestart")
 
 
 def _message(what: bytes, words: Sequence[str]) -> bytes:

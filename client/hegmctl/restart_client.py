@@ -31,7 +31,9 @@ FIRST_PAUSE_S = 0.25
 MAX_PAUSE_S = 5.0
 # A training that has not come to its place by then is told of, once; it is waited for all the same.
 LONG_S = 120.0
-SLOW_HINT = "it may be slow; one that another user or another container runs has no agent in it, and begins anew"
+SLOW_HINT = (
+    "wait if it starts slowly; a process of another user or container has no agent, and starts from the beginning"
+)
 TRIES = 2
 
 
@@ -115,8 +117,10 @@ class DaemonDesk:
             may_go_on = not self._held.is_back()
             self._held.note_end()
         if is_past:
-            whether = f"whether operation {self._operation} has its former state still: hegmctl op {self._operation}"
-            self._say(f"it ended with {status} after it had gone on, and is not started again; {whether}")
+            whether = (
+                f"to see whether operation {self._operation} still keeps its state, run: hegmctl op {self._operation}"
+            )
+            self._say(f"it ended with {status} after it had continued, and is not started again; {whether}")
         if not expected or not may_go_on or is_past:
             self._report(SuperviseReport(result="ended", status=status))
             self._forget()
@@ -127,9 +131,9 @@ class DaemonDesk:
         elif self._found:
             self._fail(self._found)
         elif status == 0:
-            self._fail("its command ended with 0 and no training in it has gone on from its state")
+            self._fail("its command ended with 0, but no training in it continued from the saved state")
         elif status == NOT_ITS_TURN_STATUS and self._was_ready and self._order is not None:
-            self._say("the process that was made ready could not take its turn; it is started as without one")
+            self._say("the prestarted process could not continue; a new one is started")
             self._starts -= 1  # nothing of the script has run
             self._due = True
         elif status != GAVE_UP_STATUS and self._starts < self._tries and self._order is not None:
@@ -208,7 +212,7 @@ class DaemonDesk:
             if self._left:
                 # One that was killed before it had left its state has simply ended, and so does this process.
                 status = self._status if self._launches or self._status < 0 else GAVE_UP_STATUS
-                self._give_up = GiveUp(f"operation {order.operation} is over", "see: hegmctl ops", status)
+                self._give_up = GiveUp(f"operation {order.operation} is over", "run: hegmctl ops", status)
             elif self._order is not None:
                 self._settle(self._order)
             self._forget()
@@ -234,13 +238,16 @@ class DaemonDesk:
             return
         if order.python is not None and not begins_with_python(self._command):
             hint = "leave --python out, or start the job with: hegmctl run -- PYTHON SCRIPT"
-            message = f"its command begins with {self._command[0]}, which is no Python"
+            message = f"its command begins with {self._command[0]}, which is not a Python"
             self._report(SuperviseReport(order=order.order, result="failed", message=message, hint=hint))
             return
         try:
             self._held.take(order.ranks, fds)
         except OSError as error:
-            message, hint = f"its state cannot be handed on: {error}", "see: ulimit -n"
+            message, hint = (
+                f"its state cannot be passed to the next process: {error}",
+                "raise the limit of open files: ulimit -n",
+            )
             self._report(SuperviseReport(order=order.order, result="failed", message=message, hint=hint))
             return
         self._order, self._order_line, self._key = order, self._line, order.key
@@ -293,7 +300,7 @@ class DaemonDesk:
             self._say(f"{self._found}; {HINT}")
         elif self._tells_at is not None and now >= self._tells_at:
             self._tells_at = None
-            self._say(f"it was started {LONG_S:g} s ago, and no training in it has its state back yet; {SLOW_HINT}")
+            self._say(f"it was started {LONG_S:g} s ago, but no training in it has loaded its state yet; {SLOW_HINT}")
         return None if self._found else self._lookout.look_at
 
     def _settle(self, order: SupervisorOrder) -> None:
@@ -308,7 +315,7 @@ class DaemonDesk:
     def _fail(self, message: str) -> None:
         number, self._due, self._order = self._number(), False, None
         self._held.end()
-        hint = "see what it printed"
+        hint = "read what it printed"
         report = SuperviseReport(order=number, result="failed", message=message, hint=hint, starts=self._starts)
         self._report(report)
 
@@ -365,7 +372,7 @@ class DaemonDesk:
             self._give_up = GiveUp(error.message, error.hint, error.code.exit_status)
         elif declined and not self._has_said:
             self._has_said = True
-            self._say(f"{error}; the job runs, and cannot be restarted elsewhere")
+            self._say(f"{error}; the job runs, but cannot be restarted")
         elif self._left and not self._has_said:
             self._has_said = True
             self._say(

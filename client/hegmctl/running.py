@@ -106,7 +106,7 @@ def _is_supervised(arguments: Arguments) -> bool:
         raise HegmError(USAGE, "--restart-tries, --resume and --ready are for --allow-restart", hint)
     ready = arguments.text("ready")
     if ready not in (None, *READY_WHEN):  # the daemon would take it as if nothing had been said
-        raise HegmError(USAGE, f"--ready {ready}: there is no such time", f"write one of: {', '.join(READY_WHEN)}")
+        raise HegmError(USAGE, f"--ready {ready} is not a valid value", f"write one of: {', '.join(READY_WHEN)}")
     return allowed
 
 
@@ -118,9 +118,11 @@ def _require_agent(session: Session, command: Sequence[str]) -> None:
     if word is None:
         return
     if operation is not None:
-        hint = f"leave it out: hegmctl run --allow-restart --resume {operation} -- COMMAND; the state is held still"
-        raise Refused(f"`{word}` keeps hegmd's agent out of {command[0]}: it would begin anew", hint)
-    session.sink.note(f"`{word}` keeps hegmd's agent out of {command[0]}: the job runs, and cannot be restarted")
+        hint = f"leave `{word}` out: hegmctl run --allow-restart --resume {operation} -- COMMAND; the state is kept"
+        raise Refused(
+            f"`{word}` keeps hegmd's agent out of {command[0]}: the training would start from the beginning", hint
+        )
+    session.sink.note(f"`{word}` keeps hegmd's agent out of {command[0]}: the job runs, but cannot be restarted")
 
 
 def _stay_with(session: Session, path: str, command: Sequence[str], gpus: Sequence[str]) -> int:
@@ -157,7 +159,7 @@ def periodic_images(arguments: Arguments) -> str | None:
     if every_s < MIN_PERIOD_S:
         raise HegmError(USAGE, f"every {every_s:g} s is too often", f"write at least {MIN_PERIOD_S:g}")
     if folder is None:
-        hint = "name one with --dir; every image in it is a directory of its own"
+        hint = "name one with --dir; each image is a directory in it"
         raise HegmError(USAGE, "--checkpoint-every needs a directory for the images", hint)
     path = os.path.abspath(folder)
     try:
@@ -174,7 +176,7 @@ def nccl_settings(nvls: str | None) -> dict[str, str]:
     NCCL allocates by cuMem (nccl#2350).
     """
     if nvls not in (None, *NVLS):
-        raise HegmError(USAGE, f"--nvls {nvls}: there is no such setting", f"write one of: {', '.join(NVLS)}")
+        raise HegmError(USAGE, f"--nvls {nvls} is not a valid value", f"write one of: {', '.join(NVLS)}")
     host = {"NCCL_CUMEM_HOST_ENABLE": "0"}
     return host if nvls == "keep" else {"NCCL_NVLS_ENABLE": "0", **host}
 
@@ -226,7 +228,7 @@ def gpus_asked(text: str | None) -> tuple[str, ...]:
         return ()
     names = tuple(name.strip() for name in text.split(","))
     if "" in names or len(set(names)) < len(names) or (CPU in names and len(names) > 1):
-        raise HegmError(USAGE, f"--gpu {text} is no list of GPUs", "write each once: --gpu gpu0,gpu1; or --gpu cpu")
+        raise HegmError(USAGE, f"--gpu {text} is not a list of GPUs", "write each once: --gpu gpu0,gpu1; or --gpu cpu")
     return names
 
 
@@ -290,13 +292,13 @@ def visible(asked: Sequence[str], known: Sequence[Gpu]) -> dict[str, str]:
         gpu = by_name[gpu_named(name, known)]
         if gpu.state == "lost":
             others = [gpu.id for gpu in known if gpu.state == "ok"]
-            hint = f"use another: {', '.join(others)}" if others else "hegmctl doctor says what can be done"
+            hint = f"use another: {', '.join(others)}" if others else "run: hegmctl doctor"
             raise HegmError(REFUSED, f"{gpu.id} is lost: it fell off the bus", hint, {"gpu": gpu.id})
         found.append(gpu)
     vendors = {gpu.vendor for gpu in found}
     if len(vendors) > 1:
-        message = f"{', '.join(asked)} are of several vendors: {', '.join(sorted(vendors))}"
-        raise HegmError(REFUSED, message, "a process has the GPUs of one; name GPUs of one vendor")
+        message = f"{', '.join(asked)} belong to several vendors: {', '.join(sorted(vendors))}"
+        raise HegmError(REFUSED, message, "name GPUs of one vendor")
     variable = _VISIBLE.get(vendors.pop())
     return {} if variable is None else {variable: ",".join([gpu.uuid for gpu in found])}
 
@@ -325,12 +327,12 @@ def _start_daemon(endpoint: Endpoint, simulate: str | None) -> Endpoint:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         if not named and path != SYSTEM_SOCKET and not is_private(folder):
             raise HegmError(
-                REFUSED, f"{folder} is not this user's alone: another could answer there", "name a socket with --socket"
+                REFUSED, f"{folder} is open to other users, who could answer there", "name a socket with --socket"
             )
         log = os.open(f"{path}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise HegmError(
-            EXTERNAL, f"{folder} cannot be used for a daemon: {error.strerror}", "name a socket with --socket"
+            EXTERNAL, f"{folder} cannot hold the socket of a daemon: {error.strerror}", "name a socket with --socket"
         ) from error
     words = [sys.executable, *(["-I"] if sys.flags.isolated else []), "-m", "hegmd", "--user", "--socket", path]
     words += ["--state-dir", f"{path}.state", "--until", str(os.getpid())]
@@ -363,7 +365,7 @@ def _spawn_apart(words: list[str], log: int) -> int:
     try:
         return os.pidfd_open(int(pid_text))
     except (ValueError, OSError):
-        raise HegmError(EXTERNAL, f"{words[0]} cannot be run", "see that hegmd is installed") from None
+        raise HegmError(EXTERNAL, f"{words[0]} cannot be run", "install hegmd") from None
 
 
 def _await(path: str, pidfd: int, log_path: str) -> None:
@@ -386,5 +388,7 @@ def _await(path: str, pidfd: int, log_path: str) -> None:
         os.close(pidfd)
     with open(log_path, "rb") as log:
         tail = log.read()[-_LOG_TAIL_BYTES:].decode("utf-8", "replace").strip()
-    last = tail.splitlines()[-1] if tail else "it said nothing"
-    raise HegmError(EXTERNAL, f"hegmd did not start: {last}", f"see {log_path}; --no-daemon-start runs without one")
+    last = tail.splitlines()[-1] if tail else "it logged nothing"
+    raise HegmError(
+        EXTERNAL, f"hegmd did not start: {last}", f"read {log_path}, or run without a daemon: --no-daemon-start"
+    )

@@ -19,8 +19,8 @@ def no_command(group: str) -> HegmError:
     """The usage error for a command line without a command."""
     if group:
         known = [verb.name.removeprefix(f"{group} ") for verb in _shown() if verb.name.startswith(f"{group} ")]
-        return HegmError(USAGE, f"{group} needs a command after it", f"it is {' or '.join(known)}")
-    return HegmError(USAGE, "a command is needed", f"`{PROGRAM} --help` lists them; `{PROGRAM} gpus` is a good start")
+        return HegmError(USAGE, f"{group} needs a command after it", f"use {' or '.join(known)}")
+    return HegmError(USAGE, "a command is needed", f"run: {PROGRAM} --help; or begin with: {PROGRAM} gpus")
 
 
 def unknown_command(name: str, group: str) -> HegmError:

@@ -157,7 +157,7 @@ def tour(node: Node) -> None:
         raise NotAsTold(f"the losses differ from step {first + 1} on")
     tell(f"The training has ended. All {len(losses)} losses are bit for bit those of the undisturbed run.")
     moved = next(operation for operation in operations if operation["kind"] == "migrate")
-    print(f"It stood for {moved['downtime_s'] * 1000:.0f} ms while {moved['size_bytes'] / MIB:.0f} MiB were moved.")
+    print(f"Its downtime was {moved['downtime_s'] * 1000:.0f} ms while {moved['size_bytes'] / MIB:.0f} MiB were moved.")
 
 
 def disturb(node: Node, training: Training) -> None:

@@ -223,7 +223,7 @@ class PeerAccess:
 
 _NOT_ENABLED = 705  # of CUresult
 _NO_LOAD = 4  # RTLD_NOLOAD, which `os` has only by its number on some systems
-_HINT = "start the job with HEGM_AGENT_DEBUG=FILE to see more; it goes on"
+_HINT = "start the job with HEGM_AGENT_DEBUG=FILE to log more; it continues"
 
 
 def _bound(function: Any, *kinds: Any) -> Any:

@@ -77,18 +77,19 @@ def leave() -> NoReturn:
     """End the process, its output flushed, with the exit code that tells its supervisor of a restart."""
     note("leaving for a restart")
     _part("save_and_exit").leave()
-    raise refusal("it did not end", "see its log")
+    raise refusal("it did not end", "read its log")
 
 
 def _part(name: str) -> Any:
     """A module of the package. Raises HegmError without a supervisor, or in a release that has none."""
     if os.environ.get(ALLOWED, "") in ("", "0"):
         raise refusal(
-            "this process has no supervisor that would start it again", "start it with hegmctl run --allow-restart"
+            "this process has no supervisor that can start it again", "start it with hegmctl run --allow-restart"
         )
     try:
         return __import__(f"{__package__}.state.{name}", fromlist=["__name__"])
     except (ImportError, AttributeError) as error:
         raise refusal(
-            f"its agent cannot restart it: {error}", "bring hegmd to one release, and start it anew"
+            f"its agent cannot restart it: {error}",
+            "install one release of hegmd and hegmctl, then start the job again",
         ) from error

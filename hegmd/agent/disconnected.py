@@ -44,7 +44,7 @@ class Aside:
             if seen.st_size:
                 return self._read()
             self._sleep()
-        note(f"nobody came to {self._path}")
+        note(f"no daemon connected at {self._path}")
         return None
 
     def is_revived(self) -> bool:
@@ -60,7 +60,7 @@ class Aside:
         try:
             about = os.fstat(fd)
             if about.st_mode & _KIND != _REGULAR or about.st_uid not in (0, os.geteuid()):
-                note(f"{self._path} is of uid {about.st_uid} and is not believed")
+                note(f"{self._path} is of uid {about.st_uid} and is not trusted")
                 return None
             return os.fsdecode(os.read(fd, _MAX_BYTES)).strip() or None
         finally:

@@ -138,7 +138,7 @@ class Shown:
         With `partly`, those have no handle: this process copies them itself.
         """
         if self.out:
-            raise refusal("its storages are freed already and cannot be shown", "make them first")
+            raise refusal("its storages are already freed and cannot be exported", "allocate them first")
         self.laps = Laps()
         self._wait_for_streams()
         return self._view(0, len(self._storages), self._own if partly else None)
@@ -200,7 +200,7 @@ class Shown:
             if direction not in {"out", "in"} or not first <= index < last or start + size_bytes > self._sizes[index]:
                 raise refusal(
                     f"{size_bytes} bytes at {start} of storage {index} cannot be copied {direction}",
-                    "see how it stands: storages are copied out before they are freed, and in once they are made",
+                    "ask for its state: storages are copied out before they are freed, and in after they are allocated",
                 )
         storages = [self._storages[index] for index, *_ in spans]
         medium, self._turned_to = VideoMemory(storages), None
@@ -214,7 +214,9 @@ class Shown:
             else:
                 medium.copy_in(fd, where, progress)
         except OSError as error:
-            raise refusal(f"its storages could not be copied {direction}: {error}", "it is tried again") from error
+            raise refusal(
+                f"its storages could not be copied {direction}: {error}", "wait: hegmd tries again"
+            ) from error
 
     def fill(self, first: int, count: int) -> None:
         """So many from that one on have their bytes. Fine when that is known already."""
@@ -223,7 +225,7 @@ class Shown:
         if first > self._filled or first + count > self._made:
             raise refusal(
                 f"storages {first} to {first + count - 1} cannot be filled: made {self._made}, filled {self._filled}",
-                "make the next ones first",
+                "allocate the next ones first",
             )
         self._filled = first + count
         self.out = self._filled < len(self._storages)

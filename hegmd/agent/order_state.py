@@ -73,14 +73,16 @@ class Standing:
     def require_all_here(self, hint: str) -> None:
         """Raises HegmError while bytes of it are out."""
         if self.carrying.out is not None:
-            raise refusal("the bytes of this process are out of it", hint)
+            raise refusal("the bytes of this process are offloaded", hint)
         if self.groups.is_down:
             raise refusal("the communicator groups of this process are disconnected", "reconnect them first")
 
     def found_at_rest(self, what: str) -> torch_state.Found:
         """The storages that are to leave, with nobody using them. Raises HegmError."""
         if self.carrying.out is not None:
-            raise refusal("the bytes of this process are out already", "bring them back before they are taken again")
+            raise refusal(
+                "the bytes of this process are already offloaded", "reload them before they are offloaded again"
+            )
         self.require_parked(what)
         busy = busy_thread(self.gate)
         if busy is not None:

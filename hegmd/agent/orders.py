@@ -144,7 +144,7 @@ class Orders:
             if action is None:
                 raise refusal(f"there is no order {order.do!r}", "bring hegmd and the agent to the same release")
             if self._left_alone is not None:
-                raise refusal(self._left_alone, "ask again once it has been started again")
+                raise refusal(self._left_alone, "try again once it has been restarted")
             action(order, fd)
         except HegmError as error:
             self._answers.failed(order.order, error)
@@ -179,7 +179,7 @@ class Orders:
         self._standing.require_all_here("reload it first")
         if (before := self._standing.pending) is not None and before.do == "park":
             self._standing.pending = None
-            another = refusal("another boundary to park at was named", "nothing needs to be done")
+            another = refusal("a later order named another boundary to park at", "nothing needs to be done")
             self._answers.failed(before.order, another)
         attempts = Attempts(self._gate, Asked(PARK, at=at, fits=fits), order.max_park_s)
         self._wait_for(order, order.limit_s, attempts)
@@ -217,7 +217,7 @@ class Orders:
         if self._gate.count or self._gate.parked:
             self._standing.require_parked("aside")
         if order.path is None:
-            raise refusal("no meeting place came with the order", "name the file that tells when to come back")
+            raise refusal("the order has no place to reconnect", "name the file that says when to reconnect")
         aside = Aside(order.path, order.limit_s)
         if self._carrying.out is not None:
             self._carrying.entrust()
@@ -321,7 +321,7 @@ class Orders:
             self._gate.withdraw()
             self._answers.failed(pending.order, not_parked(pending.limit_s, attempts.busy, declined), parked_s=parked_s)
         elif attempts.is_stopped_too_long:
-            note(f"{attempts.busy}; the training goes on until the next attempt")
+            note(f"{attempts.busy}; the training continues until the next attempt")
             attempts.pause()
 
     def _parked_s(self, pending: Pending | None) -> float:
@@ -357,7 +357,7 @@ class Orders:
         self._alone_deadline = None
         self.changed_by_itself = True
         if pending is not None:
-            self._answers.failed(pending.order, refusal(f"the process went on by itself: {why}", "ask again"))
+            self._answers.failed(pending.order, refusal(f"the process continued by itself: {why}", "try again"))
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 

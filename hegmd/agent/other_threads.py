@@ -140,7 +140,7 @@ def busy_threads(parked: frozenset[int], trainers: frozenset[int], held: frozens
     for ident, frame in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage] - documented all the same
         if ident in parked:
             if frame.f_code is not stand.__code__:  # the handler of a signal may still run in it
-                yield f"{_name_of(ident)} has not come to a stand"
+                yield f"{_name_of(ident)} has not stopped"
         elif ident == get_ident() or is_ours(frame):
             continue
         elif ident in trainers:

@@ -20,7 +20,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-_HINT = "it stays where it is; nothing has happened to it"
+_HINT = "leave the job on its GPUs; it was not changed"
 
 
 class Peers:
@@ -33,9 +33,9 @@ class Peers:
         """Undo all access; for how many pairs. Raises HegmError, with access as it was, when that cannot be."""
         torch = cuda_state.in_use()
         if torch is None:
-            raise refusal("nothing is known of its access from GPU to GPU: it does not use PyTorch on them", _HINT)
+            raise refusal("its access between GPUs is unknown: it does not use PyTorch on them", _HINT)
         if cuda_state.maps_for_peers(torch):
-            raise refusal("its allocator maps memory of one GPU for the others, and that cannot be undone", _HINT)
+            raise refusal("its allocator maps memory of one GPU for the others, which cannot be disabled", _HINT)
         access = PeerAccess()
         pairs = [(one, other) for one in access.devices() for other in access.devices() if one != other]
         try:
@@ -46,7 +46,7 @@ class Peers:
         except Exception as error:
             self.rejoin()
             why = error.message if isinstance(error, HegmError) else repr(error)
-            raise refusal(f"its access from GPU to GPU could not be undone: {why}", _HINT) from error
+            raise refusal(f"its access between GPUs could not be disabled: {why}", _HINT) from error
         note(f"access of {len(self._parted)} pairs of GPUs is undone")
         return len(self._parted)
 

@@ -6,8 +6,8 @@ import os
 
 from ..errors import REFUSED, HegmError
 
-DEBUG_HINT = "the job goes on; start it with HEGM_AGENT_DEBUG=FILE to see more"
-BUSY_HINT = "it has to be parked or waiting; try again at another moment"
+DEBUG_HINT = "start the job with HEGM_AGENT_DEBUG=FILE to log more; it continues"
+BUSY_HINT = "try again when it is parked or waiting"
 
 
 def refusal(message: str, hint: str) -> HegmError:
@@ -21,8 +21,8 @@ def not_made(size_bytes: int, error: BaseException, *, on_gpu: bool) -> HegmErro
     facts = {"lacks_bytes": size_bytes} if on_gpu and _is_out_of_memory(error) else {}
     return HegmError(
         REFUSED,
-        f"{size_bytes} bytes could not be brought back into process {os.getpid()}: {error}",
-        f"free memory on the {where}, then ask again; the bytes are still held",
+        f"{size_bytes} bytes could not be reloaded into process {os.getpid()}: {error}",
+        f"free memory on the {where}, then try again; the bytes are kept",
         facts,
     )
 
@@ -45,7 +45,7 @@ def not_parked(limit_s: float | None, busy: str | None, declined: str | None) ->
     """That nobody was parked: signals were not to be held back, another thread is busy, or nobody came in time."""
     if declined is not None:
         return refusal(
-            f"the thread was not parked, since its signals cannot be held back: {declined}",
-            "the job goes on; if it is short of descriptors or threads, raise its limits (ulimit -n, -u) and ask again",
+            f"the thread was not parked, because its signals cannot be blocked: {declined}",
+            "raise its limits of descriptors and threads (ulimit -n, -u), then try again; the job continues",
         )
     return no_boundary(limit_s, "") if busy is None else refusal(f"{busy}, not at rest", BUSY_HINT)

@@ -124,7 +124,7 @@ class Carrying:
     def entrust(self) -> None:
         """Close the own descriptor of what is out, if there is one. Raises HegmError when nothing is."""
         if self.out is None:
-            raise refusal("nothing of this process is out of it", "offload it first")
+            raise refusal("no bytes of this process are offloaded", "offload it first")
         if self._offloaded is not None:
             self._offloaded.close()
 
@@ -132,9 +132,9 @@ class Carrying:
         """Bring back what was offloaded. Raises HegmError, and leaves it out, when that cannot be."""
         offloaded = self._offloaded
         if offloaded is None:
-            raise refusal("nothing of this process is out of it", "offload it first")
+            raise refusal("no bytes of this process are offloaded", "offload it first")
         if fd is None and offloaded.fd < 0:
-            raise refusal("its bytes are with hegmd alone, and none came", "see: hegmctl adopt")
+            raise refusal("only hegmd has its bytes, and the order brought none", "run: hegmctl adopt")
         offloaded.bring_back(offloaded.fd if fd is None else fd, progress)
         offloaded.close()
         self._offloaded = None
@@ -148,7 +148,7 @@ class Carrying:
         Raises HegmError.
         """
         if found.segments is None:
-            raise refusal("it has no storages on a GPU to show", "let it carry its bytes itself")
+            raise refusal("it has no storages on a GPU to export", "use --carrier worker")
         shown: Shown = _showing().Shown(found.storages, found.sizes, found.segments, found.own)
         self._shown = shown
         return shown, shown.show(partly=partly)
@@ -156,7 +156,7 @@ class Carrying:
     def shown(self, what: str) -> Shown:
         """The storages that were shown. Raises HegmError if there are none."""
         if self._shown is None:
-            raise refusal(f"{what} is about storages that were shown, and none were", "export them first")
+            raise refusal(f"{what} needs exported storages, and none were exported", "export them first")
         return self._shown
 
 

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 OTHER_OWNER = "their memory belongs to something else, such as a numpy array or a mapped file"
 SHARED = "they are shared with other processes"
-OTHER_DEVICE = "they are on a device whose bytes the agent does not carry yet"
-UNSEEN_OWNER = "something outside of Python holds on to them, such as a graph that waits for its backward"
-NO_MEMORY = "they have no memory of their own, as wrapped tensors"
+OTHER_DEVICE = "they are on a device whose bytes the agent cannot copy"
+UNSEEN_OWNER = "C++ code holds a reference to them, such as an autograd graph before its backward pass"
+NO_MEMORY = "they have no memory of their own, like wrapped tensors"
 SAME_MEMORY = "two storages are over the same memory"
-OLD_TORCH = "this PyTorch is too old to say who holds on to a storage"
-UNREADABLE = "they cannot be looked at"
-OUT_OF_MEMORY = "there is no room for them where the others go"
-NO_STORAGE = "they have no storage, as sparse tensors"
+OLD_TORCH = "this PyTorch is too old to report the references to a storage"
+UNREADABLE = "they cannot be inspected"
+OUT_OF_MEMORY = "there is no memory for them where the others are copied"
+NO_STORAGE = "they have no storage, like sparse tensors"
 ADDRESS_KEPT = "the script has their address outside of PyTorch, such as from data_ptr(), and it has to stay"
 
 

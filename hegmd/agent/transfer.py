@@ -104,8 +104,8 @@ def offload(fd: int, storages: list[Any], sizes: list[int], progress: Callable[[
     if given_bytes < needed_bytes:
         raise HegmError(
             REFUSED,
-            f"process {os.getpid()} has {needed_bytes} bytes to put out and was given room for {given_bytes}",
-            "ask for a survey while the process is parked, and give it that much",
+            f"process {os.getpid()} has {needed_bytes} bytes to offload, but memory for {given_bytes} was given",
+            "survey the parked process, and give it as much memory",
             {"needed_bytes": needed_bytes, "given_bytes": given_bytes},
         )
     nonce = os.urandom(_NONCE_BYTES)
@@ -119,7 +119,7 @@ def offload(fd: int, storages: list[Any], sizes: list[int], progress: Callable[[
         raise HegmError(
             REFUSED,
             f"{sum(sizes)} bytes could not be copied out of process {os.getpid()}: {error}",
-            "the process still has them all; see whether the node is out of memory",
+            "check whether the node is out of memory; the process still has all bytes",
         ) from error
     offloaded = Offloaded(fd, storages, sizes, nonce, medium)
     try:
@@ -151,7 +151,7 @@ def _stay_out_or_undo(offloaded: Offloaded, error: Exception) -> Offloaded:
     raise HegmError(
         REFUSED,
         f"a storage of process {os.getpid()} could not be freed: {error}",
-        "the process has all its bytes again; start it with HEGM_AGENT_DEBUG=FILE to see more",
+        "start the process with HEGM_AGENT_DEBUG=FILE to log more; it has all its bytes again",
     ) from error
 
 
@@ -222,8 +222,8 @@ def _check_header(fd: int, nonce: bytes, sizes: list[int]) -> None:
     if _read_whole(fd, len(expected)) != expected or os.fstat(fd).st_size < required_bytes(sizes):
         raise HegmError(
             REFUSED,
-            f"the descriptor does not hold the {sum(sizes)} bytes that process {os.getpid()} put out",
-            "give it the descriptor of its own offload; the process waits with its bytes out",
+            f"the descriptor does not hold the {sum(sizes)} bytes that process {os.getpid()} offloaded",
+            "give it the descriptor of its own offload; its bytes stay offloaded until then",
         )
 
 

@@ -1,7 +1,7 @@
-"""Held video memory that a lane copies to and from, as one flat range of addresses.
+"""Reserved GPU memory that a copy session uses, as one flat range of addresses.
 
-It is filled through a mapping and belongs to descriptors that the daemon holds; a space that goes, by `close` or with
-the process, takes nothing along. The host pool's is in `staging`.
+The daemon holds the memory by descriptors. `close`, or the end of the process, removes the mapping and frees no memory.
+The mapping of the host pool is in `staging`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ Contexts = Mapping[int, Any]
 
 
 class VideoSpace:
-    """Pieces of held video memory, one after the other in one reserved range; the first ones can be let go early."""
+    """Allocations of GPU memory, mapped one after the other in one reserved range. The first ones can be unmapped
+    early."""
 
     def __init__(
         self, ordinal: int, contexts: Contexts, pieces: Sequence[tuple[int, int]], *, start: int, peer: bool
     ) -> None:
-        """`pieces` are descriptors, which stay the caller's, and their sizes; `start` is where the first one begins.
+        """Map `pieces`: descriptors, which the caller keeps, and their sizes. `start` is the offset of the first one.
 
-        Raises CudaError, with nothing mapped then.
+        Raises CudaError; then nothing is mapped.
         """
         self.ordinal = ordinal
         self.context = contexts[ordinal]
@@ -57,7 +58,8 @@ class VideoSpace:
             cuda.unmap(at, size_bytes)
 
     def detach(self, pieces: int) -> int:
-        """Let go of the first of those that are left; how many bytes. What is left keeps its place."""
+        """Unmap the first of the remaining allocations and return its size in bytes. The others keep their
+        addresses."""
         if pieces > len(self._sizes):
             raise Refused(
                 f"{pieces} allocations of GPU memory were to be freed, {len(self._sizes)} are left",
@@ -71,11 +73,12 @@ class VideoSpace:
 
     @property
     def left_bytes(self) -> int:
-        """What of it has not been let go of."""
+        """Return how many bytes are still mapped."""
         return sum(self._sizes)
 
     def address(self, at: int, size_bytes: int) -> int:
-        """Where that part is. Raises Bug outside of what is mapped: the driver would end every copy of this process."""
+        """Return the address of that range. Raises Bug outside the mapping: the driver would fail every copy of this
+        process."""
         if at < self._gone_bytes or at + size_bytes > self._size_bytes:
             raise outside(at, size_bytes, self._gone_bytes, self._size_bytes)
         return self._va + at
@@ -86,7 +89,7 @@ class VideoSpace:
 
 
 def outside(at: int, size_bytes: int, start: int, end: int) -> Bug:
-    """A copy was to go beyond its space."""
+    """Return the Bug for a copy beyond its address space."""
     return Bug(
         f"a copy of {size_bytes} bytes at {at} is outside the mapped range {start} to {end}",
         facts={"at": at, "size_bytes": size_bytes},

@@ -1,7 +1,7 @@
-"""Allocations of another process, opened by the handles that it told of, for as long as a copy takes.
+"""Allocations of another process, opened by CUDA IPC handles for the duration of a copy.
 
-Each is opened once, by whoever needs it first, and beside copies that are under way: that takes 0.1 ms alone and 1 ms
-while the link is busy. The bounds are the driver's, since the other process's word on them is none.
+Each handle is opened once, by the first thread that needs it, while copies run: 0.1 ms, or 1 ms on a busy link. The
+driver reports the bounds of an allocation. The bounds that the other process reports are not trusted.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from hegmd.errors import BAD_REQUEST, HegmError
 from hegmd.gpu_helper import cuda
 
 OUT, IN = "out", "in"
-#: Gives some memory back to the GPUs, for a call that has found none there; whether there was any.
+#: Release some memory on the GPUs for a call that found none. Returns False if none was left to release.
 Spend = Callable[[], bool]
 
 
 class Place(NamedTuple):
-    """A run of bytes: in the process by handle and offset, in the space by where it starts."""
+    """A run of bytes: by handle and offset in the process, and by its start in the address space."""
 
     handle: int
     offset: int
@@ -30,7 +30,8 @@ class Place(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What was copied, and what took how long. Opening goes on beside copying, so the two are not to be added up."""
+    """How many bytes were copied, and the seconds of each part. Opening overlaps copying, so the times do not add
+    up."""
 
     copied_bytes: int
     open_s: float
@@ -39,7 +40,7 @@ class Done(NamedTuple):
 
 
 class Allocations:
-    """Those handles. May be used from several threads; `close` once no copy is under way any more."""
+    """The handles of one process. Safe for several threads; call `close` after the last copy."""
 
     def __init__(
         self,
@@ -49,11 +50,11 @@ class Allocations:
         *,
         spend: Spend | None = None,
     ) -> None:
-        """`context` is of the GPU that the process is on; `elsewhere` are contexts of others, by their ordinals.
+        """`context` is that of the process's GPU; `elsewhere` maps ordinals of other GPUs to their contexts.
 
-        Memory of a process that was moved counts as its first GPU's for good. Opened on the GPU that it is on, it is
-        read from another at a quarter of the link's speed; opened on the one that it counts as, at nearly all of it
-        (580.159). So where that one is among `elsewhere`, it is opened there.
+        The driver counts memory of a process that moved as memory of its first GPU. Opened on the GPU where it is, it
+        is read from another GPU at a quarter of the link's speed. Opened on its first GPU, it is read at nearly full
+        speed (580.159). So it is opened on its first GPU if that is among `elsewhere`.
         """
         self._context = context
         self._elsewhere = elsewhere or {}
@@ -61,14 +62,14 @@ class Allocations:
         self._spend = spend
         self._guard = threading.Lock()
         self._opened: list[int] = []
-        self._known: dict[bytes, tuple[int, int]] = {}  # where each begins here, and its bytes
+        self._known: dict[bytes, tuple[int, int]] = {}  # start address and size
         self.open_s = 0.0
 
     def __len__(self) -> int:
         return len(self._handles)
 
     def address(self, place: Place) -> int:
-        """Where the place is here. Raises HegmError for what is not within its allocation, CudaError."""
+        """Return the address of `place`. Raises HegmError for a place outside its allocation, and CudaError."""
         start, size_bytes = self._open(self._handles[place.handle])
         if place.offset + place.size_bytes > size_bytes:
             raise _beyond(place, size_bytes)
@@ -82,7 +83,7 @@ class Allocations:
             if handle not in self._known:
                 started = time.monotonic()
                 address = self._open_here(handle)
-                self._opened.append(address)  # to be closed, whatever becomes of the question
+                self._opened.append(address)
                 start, size_bytes = cuda.range_of(address)
                 self._known[handle] = (address, start + size_bytes - address)
                 self.open_s += time.monotonic() - started
@@ -92,7 +93,7 @@ class Allocations:
         address = self._open_in(self._context, handle)
         if self._elsewhere:
             counts_as = self._elsewhere.get(cuda.ordinal_of(address))
-            self._elsewhere = {}  # the process has one GPU, so the first one tells
+            self._elsewhere = {}  # one GPU per process: the first handle decides
             if counts_as is not None:
                 cuda.close_ipc(address)
                 self._context = counts_as
@@ -100,7 +101,7 @@ class Allocations:
         return address
 
     def _open_in(self, context: Any, handle: bytes) -> int:
-        """On a GPU without any memory for page tables, with what there is in reserve. Raises CudaError."""
+        """Open the handle. If the GPU has no memory for page tables, spend the reserve. Raises CudaError."""
         while True:
             cuda.use(context)
             try:
@@ -110,7 +111,7 @@ class Allocations:
                     raise
 
     def close(self) -> None:
-        """Let go of all of them. Raises CudaError when one could not be, after the others."""
+        """Close all handles. Raises CudaError after the last one if any failed."""
         cuda.use(self._context)
         opened, self._opened = self._opened, []
         with ExitStack() as all_of_them:
@@ -119,7 +120,8 @@ class Allocations:
 
 
 def joined(places: Iterable[Sequence[int]], handles: int) -> list[Place]:
-    """The places in order of handle and offset, neighbours on both sides joined. Raises HegmError for what is none."""
+    """Return the places in order of handle and offset, with adjacent ones joined. Raises HegmError for an invalid
+    place."""
     found: list[Place] = []
     for place in sorted(_place(place, handles) for place in places):
         if place.size_bytes == 0:

@@ -1,7 +1,7 @@
-"""A request to a helper while it is in flight, and how it ends without an answer.
+"""A request to a helper while it is in flight, and how it can end without an answer.
 
-Two ways, and with both it is unknown whether the request took effect: the helper was lost, or the request came to
-nothing and was left alone. So whoever sees to the one sees to the other.
+The helper is lost, or the call is stuck and abandoned. In both cases it is unknown whether the request took effect, and
+callers handle both alike.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OnProgress = Callable[[Mapping[str, Any]], object]
 
 
 class Role(NamedTuple):
-    """What a helper is called, and what to do when one is lost."""
+    """The name of a helper in messages, and the hint if one is lost."""
 
     name: str
     hint: str
@@ -33,7 +33,7 @@ GPU_ROLE = Role(
 
 
 class HelperLost(HegmError):
-    """The helper ended while calls were in flight, or could not start. Whether these calls took effect is unknown."""
+    """The helper ended during calls, or could not start. It is unknown whether these calls took effect."""
 
     def __init__(
         self, why: str, in_flight: Sequence[str], pid: int | None, output_tail: str, role: Role = GPU_ROLE
@@ -50,14 +50,15 @@ class HelperLost(HegmError):
 
 
 class Stuck(HelperLost):
-    """A call was left alone that comes to nothing; the helper is there. Whether it takes effect is unknown."""
+    """A call that makes no progress was abandoned; the helper still runs. It is unknown whether the call takes
+    effect."""
 
     def __init__(self, message: str, hint: str, op: str, facts: Mapping[str, object] | None = None) -> None:
         HegmError.__init__(self, UNAVAILABLE, message, hint, {**(facts or {}), "in_flight": [op]})
         self.in_flight = (op,)
 
 
-#: Comes back when a call is not to be waited for any longer, and says why. It is cancelled when there is an answer.
+#: Returns the reason when a call is to be abandoned. Cancelled when the answer comes.
 Watch = Callable[[], Awaitable[Stuck]]
 
 
@@ -79,7 +80,7 @@ class Call:
         self.over.set()
 
     def drop(self) -> None:
-        """Nobody waits any more."""
+        """Drop the answer: the caller was cancelled."""
         self.dropped = True
         if self.answer is not None:
             self.answer.fds.close()

@@ -1,16 +1,15 @@
-"""The GPU helper's process: requests in, results out, each on a thread of its own, killable at any moment.
+"""The GPU helper's process: each request runs on a thread of its own. It can be killed at any moment.
 
     python -m hegmd.gpu_helper.child DESCRIPTOR   (0, where the daemon starts it)
 
-Driver calls block, some for seconds, some for good; here they block a thread, and the daemon kills all of this when one
-is over its time. So nothing may be here that nobody else has: what is filled belongs to descriptors that the daemon
-holds. The process ends when the socket does, without waiting for threads that are in the driver, and the kernel kills
-it when the daemon is gone, even if a call never returns.
+A driver call blocks a thread for seconds, or without end. The daemon kills the process if a call exceeds its deadline.
+So the process holds the only copy of nothing: the daemon holds descriptors of the memory that it fills. The process
+ends with its socket and does not wait for threads in the driver. The kernel kills it when the daemon ends.
 
-While it has requests under way it says so every second, from a thread that waits for nothing else: the daemon tells by
-that a driver that takes its time from a helper that cannot run any more.
+While requests run, a separate thread reports that every second. So the daemon can tell a slow driver call from a
+process that no longer runs.
 
-Owns the life of the process. What a request means is in `requests`.
+Owns the life of the process. `requests` knows what a request means.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Child:
-    """Answers requests until the socket ends. `held` counts what would be gone with this process."""
+    """Answers requests until the socket ends. `held` counts what would be lost with this process."""
 
     def __init__(self, channel: Channel, requests: Mapping[str, Handler], held: Callable[[], int] = lambda: 0) -> None:
         self._channel = channel
@@ -44,7 +43,8 @@ class Child:
         self._under_way: dict[int, float] = {}
 
     def serve(self, hello: Mapping[str, Any]) -> None:
-        """Say that it can work, then answer until the daemon is gone. Raises PeerError for what is no request."""
+        """Send hello, then answer requests until the daemon closes the socket. Raises PeerError for an invalid
+        request."""
         hello = {"pid": os.getpid(), "beat_s": BEAT_S, **hello}
         self._channel.send({"hello": hello})
         threading.Thread(target=self._beat, args=(float(hello["beat_s"]),), name="beat", daemon=True).start()
@@ -60,7 +60,7 @@ class Child:
             threading.Thread(target=self._see_through, args=(number, op, args, fds), name=op, daemon=True).start()
 
     def _beat(self, beat_s: float) -> None:
-        """Say what is under way, again and again, for as long as the process lives."""
+        """Report the running requests periodically, as long as the process lives."""
         never = threading.Event()
         while not never.wait(beat_s):
             now = time.monotonic()
@@ -103,12 +103,13 @@ class Child:
     def _say(self, message: Mapping[str, object], fds: tuple[int, ...] = ()) -> None:
         try:
             self._channel.send(message, fds)
-        except OSError:  # the daemon is gone, and so is this process in a moment
+        except OSError:  # the daemon has ended; this process ends next
             return
 
 
 def run(requests: Callable[[], tuple[Mapping[str, Handler], Callable[[], int], Mapping[str, object]]]) -> None:
-    """The whole life of the process. `requests` gets it ready: the table, what counts as held, and what hello says."""
+    """Run the process to its end. `requests` returns the request table, what counts as held, and the fields of
+    hello."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     channel = Channel(socket.socket(fileno=int(sys.argv[-1])))
     status = 1
@@ -121,7 +122,7 @@ def run(requests: Callable[[], tuple[Mapping[str, Handler], Callable[[], int], M
     except Exception:  # noqa: BLE001 - said where the daemon keeps it; the socket's end tells the rest
         traceback.print_exc()
     finally:
-        # Not by way of the interpreter: threads may be in the driver for good, and libcuda tidies up at exit.
+        # Skip the interpreter's exit: threads may be blocked in the driver, and libcuda cleans up at exit.
         os._exit(status)
 
 
@@ -134,7 +135,7 @@ def _unexpected(op: str, error: Exception) -> HegmError:
 
 
 def main() -> None:
-    """The helper as the daemon starts it."""
+    """The entry point of the helper."""
     from hegmd.gpu_helper.requests import make_ready
 
     run(make_ready)

@@ -1,8 +1,8 @@
-"""One operation's lane as the daemon sees it: opened, given a space, copied through, closed.
+"""The daemon's side of a copy session: open it, attach memory, copy, close it.
 
-A lane is gone with the helper that it was opened in. So every call after `open` is for that helper and no other, and
-fails as HelperLost when it has gone; then a new route is opened and given the same descriptors, which have all that was
-copied before. What a call that was in flight had copied of its part is unknown: it is copied again.
+A session ends with the helper that it was opened in. Every call after `open` goes to that helper and raises HelperLost
+when it has ended. The caller then opens a new session with the same descriptors, which hold all that was copied. The
+part that was being copied is copied again.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from hegmd.telemetry.step_timings import COPIES, note_step
 
 __all__ = ["HOST", "VIDEO", "Copied", "HelperLost", "CopyClient"]
 
-#: The spaces of a lane, as the helper calls them.
+#: Names of the address spaces of a session on the wire.
 VIDEO, HOST = "video", "host"
 
-# A context takes 0.1 s; page tables of a pool in small pages some 0.1 s for each gigabyte.
+# A context takes 0.1 s. Page tables of a pool in small pages take about 0.1 s per gigabyte.
 _OPEN_S = 20.0
 _MAP_BYTES_PER_S = 1e9
-# Copies that go slower than this are taken for stuck: it is a fiftieth of what the slower of the two links gives.
+# Slower copies count as stuck: a fiftieth of the speed of the slower link.
 _COPY_BYTES_PER_S = 1e9
 _COPY_S = 20.0
 _CLOSE_S = 20.0
@@ -33,7 +33,7 @@ Progress = Callable[[int], object]
 
 
 class Held(Protocol):
-    """A piece of held video memory: `vram.Piece`."""
+    """A reserved allocation of GPU memory."""
 
     @property
     def fd(self) -> int: ...
@@ -44,7 +44,7 @@ class Held(Protocol):
 
 
 class Copied(NamedTuple):
-    """What was copied, and what took how long; opening goes on beside copying."""
+    """How many bytes were copied, and the seconds of each part. Opening overlaps copying."""
 
     copied_bytes: int
     open_s: float
@@ -53,7 +53,7 @@ class Copied(NamedTuple):
 
 
 class CopyClient:
-    """Made by `open`. Not to be shared: its calls are done one after the other."""
+    """Created by `open`. Not for concurrent use: calls run one after the other."""
 
     def __init__(self, link: Link, lane: str, helper: int, *, peer: bool, size_bytes: int = 0) -> None:
         self._link = link
@@ -62,18 +62,18 @@ class CopyClient:
         self._size_bytes = size_bytes
         #: Direction and begin of the copy that goes on by itself.
         self._started: tuple[str, float] = "in", 0.0
-        #: Whether its GPUs reach each other's memory directly; copies between them go through the host otherwise.
+        #: True if its GPUs access each other's memory directly. Otherwise copies between them go through the host.
         self.peer = peer
-        #: Whose video memory its carrier has attached, and which version of it.
+        #: Owner and version of the GPU memory that the carrier attached.
         self.attached: tuple[str, int] | None = None
 
     @classmethod
     async def open(
         cls, link: Link, lane: str, gpus: Sequence[str], host_fd: int | None = None, host_bytes: int = 0
     ) -> CopyClient:
-        """Have contexts on these GPUs, by UUID, and that piece of the host pool as a space, if there is one.
+        """Create contexts on these GPUs, by UUID, and map that segment of the host pool, if there is one.
 
-        A lane of that name that was left over is closed first. Raises HelperLost, DriverFailed, Refused.
+        Closes an earlier session of that name first. Raises HelperLost, DriverFailed, Refused.
         """
         await link.call("close", {"lane": lane}, deadline_s=_CLOSE_S)
         args = {"lane": lane, "gpus": list(gpus), "host_bytes": host_bytes}
@@ -82,45 +82,47 @@ class CopyClient:
         return cls(link, lane, answer.helper, peer=bool(answer.values["peer"]), size_bytes=host_bytes)
 
     async def attach_video(self, gpu: str, pieces: Sequence[Held]) -> None:
-        """Have that held video memory as the space, each piece at its own place. Raises as `open` does."""
+        """Map that GPU memory as the session's address space. Raises as `open` does."""
         if not pieces:
             raise Refused("no GPU memory is reserved for the bytes", "reserve it first")
         args = {"gpu": gpu, "sizes": [piece.size_bytes for piece in pieces], "start": pieces[0].at}
         await self._call("attach-video", args, _OPEN_S, [piece.fd for piece in pieces])
 
     async def detach_first(self, pieces: int) -> int:
-        """Let go of the first pieces of video memory; bytes. They are free once the daemon has given them back too."""
+        """Unmap the first allocations of GPU memory and return their bytes. They are free once the daemon releases them
+        too."""
         return int((await self._call("detach-video", {"pieces": pieces}, _CLOSE_S)).values["detached_bytes"])
 
     async def detach_video(self) -> None:
-        """Let go of all of its video memory, which is free once the daemon has given it back too."""
+        """Unmap all GPU memory. It is free once the daemon releases it too."""
         await self._call("detach-video", {"pieces": None}, _CLOSE_S)
 
     async def mark(self, owner: str | None, size_bytes: int = 0) -> None:
-        """Say in its piece of the host pool under whose name video memory has so many of its bytes; None for nobody."""
+        """Record in the pool segment that GPU memory of that owner has so many of its bytes; None removes the
+        record."""
         await self._call("mark", {"owner": owner, "size_bytes": size_bytes}, _CLOSE_S)
 
     async def copy_regions(self, direction: str, size_bytes: int) -> Copied:
-        """Copy so much `out` of its video memory to its piece of the host pool, or `in`. Raises as `open` does."""
+        """Copy `size_bytes` from GPU memory to the pool segment (`out`), or back (`in`). Raises as `open` does."""
         deadline_s = _COPY_S + size_bytes / _COPY_BYTES_PER_S
         began = time.monotonic()
         answer = await self._call("shift", {"direction": direction, "size_bytes": size_bytes}, deadline_s)
         return _copied(answer, direction, began)
 
     async def shift_places(self, direction: str, places: Sequence[tuple[int, int, int]]) -> Copied:
-        """The same of some places: where each is in the video memory, where in the piece, and its bytes."""
+        """The same for places: offset in GPU memory, offset in the segment, bytes."""
         deadline_s = _COPY_S + sum(place[2] for place in places) / _COPY_BYTES_PER_S
         args = {"direction": direction, "size_bytes": 0, "places": [list(place) for place in places]}
         began = time.monotonic()
         return _copied(await self._call("shift", args, deadline_s), direction, began)
 
     async def start_copy(self, direction: str, size_bytes: int) -> None:
-        """The same, going on by itself when this returns. Calls that come next wait for its end, `close` too."""
+        """The same, in the background. Later calls, `close` included, wait for its end."""
         self._started = direction, time.monotonic()
         await self._call("begin-shift", {"direction": direction, "size_bytes": size_bytes}, _COPY_S)
 
     async def finish_copy(self, size_bytes: int) -> Copied:
-        """What came of that, of so many bytes, when it is over. Raises what it failed with."""
+        """Wait for the background copy of so many bytes. Raises its error."""
         answer = await self._call("shifted", {}, _COPY_S + size_bytes / _COPY_BYTES_PER_S)
         return _copied(answer, *self._started)
 
@@ -133,10 +135,11 @@ class CopyClient:
         on_progress: Progress = lambda _: None,
         through: str | None = None,
     ) -> Copied:
-        """Copy `out` of a process's allocations on that GPU, or `in`, each place (handle, offset, bytes, at in space).
+        """Copy allocations of a process on that GPU `out` or `in`. A place is (handle, offset, bytes, offset in the
+        space).
 
-        `through` says by which of its spaces, VIDEO or HOST, where it has both. The allocations are closed when it
-        returns or fails. Raises as `open` does.
+        `through` selects VIDEO or HOST if the session has both. The allocations are closed at the end, also after an
+        error. Raises as `open` does.
         """
         deadline_s = _COPY_S + sum(place[2] for place in places) / _COPY_BYTES_PER_S
         args = {
@@ -153,7 +156,7 @@ class CopyClient:
         return _copied(answer, direction, began)
 
     async def close(self) -> None:
-        """Nothing of it is left in the helper, contexts included. Fine when the helper is gone."""
+        """Close the session in the helper, with its contexts. Does nothing if the helper has ended."""
         try:
             await self._call("close", {}, _CLOSE_S + self._size_bytes / _MAP_BYTES_PER_S)
         except HelperLost:

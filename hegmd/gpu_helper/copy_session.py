@@ -1,11 +1,10 @@
-"""What one operation has in the helper: contexts on its GPUs, and the spaces that its bytes go to and come from.
+"""What one operation has in the helper: contexts on its GPUs, and the address spaces of its bytes.
 
-One is video memory and one a piece of the host pool; where there are both, bytes go from one to the other as well.
+One space is GPU memory, the other a segment of the host pool. With both, bytes are also copied between them.
 
-A context costs half a gigabyte on its GPU, so it is there only while some lane uses the GPU. Requests to one lane are
-done one after the other, and two lanes know nothing of each other: a lane that copies out and one that copies in have
-the link to themselves in their direction. Nothing here is needed to get a lane's bytes back: these belong to
-descriptors that the daemon holds.
+A context takes half a gigabyte on its GPU, so it exists only while a session uses the GPU. Requests to one session run
+one after the other, and sessions are independent: one that copies out and one that copies in each have the link in
+their direction. The bytes of a session do not depend on it: the daemon holds descriptors of them.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from hegmd.gpu_helper.preallocation import Provisions
 from hegmd.gpu_helper.staging import HostMemory, HostSpace, NearSpace, StagedCopy, make_ring_memory
 from hegmd.system.thread_pool import share_out
 
-# CUDA's word for two GPUs that cannot reach each other's memory; copies between them then go through the host.
+# CUDA's error for two GPUs without peer access. Copies between them go through the host.
 _PEER_ACCESS_UNSUPPORTED = 217
 
 
-#: The spaces that copies go through, as they are called on the wire.
+#: Names of the address spaces on the wire.
 VIDEO, HOST = "video", "host"
 
 
 class Contexts:
-    """The primary contexts that lanes use, each made for the first and let go with the last."""
+    """The primary contexts that sessions use. The first user creates one, the last releases it."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -43,7 +42,7 @@ class Contexts:
         self._users: dict[int, int] = {}
 
     def hold(self, ordinals: Sequence[int]) -> Mapping[int, Any]:
-        """The contexts of these GPUs, all or none. Raises CudaError."""
+        """Return the contexts of these GPUs, all or none. Raises CudaError."""
         with self._guard, ExitStack() as undo:
             self._make([ordinal for ordinal in ordinals if ordinal not in self._contexts])
             for ordinal in ordinals:
@@ -53,13 +52,13 @@ class Contexts:
             return {ordinal: self._contexts[ordinal] for ordinal in ordinals}
 
     def let_go(self, ordinals: Sequence[int]) -> None:
-        """They are used by one less."""
+        """Release one use of these contexts."""
         with self._guard:
             for ordinal in ordinals:
                 self._let_go_of(ordinal)
 
     def _make(self, ordinals: Sequence[int]) -> None:
-        """Make those contexts side by side: each takes 0.1 s, most of it waiting."""
+        """Create these contexts concurrently: each takes 0.1 s, mostly waiting."""
 
         def make(ordinal: int) -> None:
             self._contexts[ordinal] = cuda.retain(ordinal)
@@ -85,9 +84,9 @@ class CopySession:
     def __init__(
         self, contexts: Contexts, ordinals: Sequence[int], map_host: Callable[[], HostMemory] | None = None
     ) -> None:
-        """With a piece of the host pool as its space, if there is one to map, which goes on beside making contexts.
+        """Map the pool segment, if there is one, while the contexts are created.
 
-        Raises CudaError, OSError, with nothing held then.
+        Raises CudaError or OSError; then nothing is held.
         """
         self._guard = threading.Lock()
         self._closed = False
@@ -96,7 +95,7 @@ class CopySession:
         self._shifted: Done | cuda.CudaError | HegmError | None = None
         with ExitStack() as undo:
             self._contexts, memory = _opened(contexts, ordinals, map_host, undo)
-            #: Whether all its GPUs reach each other's memory directly.
+            #: True if all its GPUs access each other's memory directly.
             self.peer = self._enable_peers()
             self._provisions = Provisions(self._contexts)
             undo.callback(self._provisions.close)
@@ -123,7 +122,7 @@ class CopySession:
         return True
 
     def attach_video(self, ordinal: int, pieces: Sequence[tuple[int, int]], start: int = 0) -> None:
-        """Have held video memory of one of its GPUs as a space, by descriptor and size. Raises CudaError, Refused."""
+        """Map GPU memory of one of its GPUs, given by descriptors and sizes. Raises CudaError, Refused."""
         self._context(ordinal)
         with self._guard:
             self._refuse_closed()
@@ -133,7 +132,7 @@ class CopySession:
             self._video = VideoSpace(ordinal, self._contexts, pieces, start=start, peer=self.peer)
 
     def detach(self, pieces: int | None) -> int:
-        """Let go of the first pieces of its video memory, or of all of it (None); bytes."""
+        """Unmap the first allocations of GPU memory, or all of it (None). Returns the bytes."""
         with self._guard:
             if self._video is None:
                 raise Refused(
@@ -147,7 +146,7 @@ class CopySession:
             return size_bytes
 
     def mark(self, mark: Mark | None) -> None:
-        """Write into its piece of the host pool where the bytes are. Raises Refused."""
+        """Record in the pool segment where its bytes are. Raises Refused."""
         with self._guard:
             self._piece().memory.mark(mark)
 
@@ -160,7 +159,7 @@ class CopySession:
         places: Sequence[Sequence[int]],
         tell: Callable[[int], None],
     ) -> Done:
-        """Copy between the storages of a process on that GPU and one of its spaces: the only one, or the one named.
+        """Copy between the storages of a process on that GPU and one address space: the named one, or the only one.
 
         Raises CudaError, Refused.
         """
@@ -181,15 +180,15 @@ class CopySession:
             return self._tried_again(copy)
 
     def copy_regions(self, direction: str, places: Sequence[Sequence[int]], tell: Callable[[int], None]) -> Done:
-        """Copy of its video memory `out` to its piece of the host pool, or `in`. Raises CudaError, Refused.
+        """Copy from GPU memory to the pool segment (`out`), or back (`in`). Raises CudaError, Refused.
 
-        Of each place where it is there, where in the piece, and its bytes.
+        A place is (offset in GPU memory, offset in the segment, bytes).
         """
         with self._guard:
             return self._shift(direction, places, tell)
 
     def start_copy(self, direction: str, size_bytes: int) -> None:
-        """Have it begun, and go on by itself: whatever is asked of the lane next waits for its end."""
+        """Start a copy in the background. The next call to the session waits for its end."""
         begun = threading.Event()
 
         def go_on() -> None:
@@ -206,7 +205,7 @@ class CopySession:
         begun.wait()
 
     def finish_copy(self) -> Done:
-        """What came of what was begun, when it is over. Raises what it failed with, and Refused where nothing was."""
+        """Wait for the background copy. Raises its error, and Refused if none was started."""
         with self._guard:
             if isinstance(self._shifted, Exception):
                 raise self._shifted
@@ -227,7 +226,7 @@ class CopySession:
         return self._tried_again(shift)
 
     def _tried_again(self, copy: Callable[[], Done]) -> Done:
-        """Where a call of the driver found no memory for itself, all is copied anew with a piece of the reserve."""
+        """Run the copy again with a piece of the reserve, each time the driver finds no memory for itself."""
         try:
             while True:
                 try:
@@ -239,7 +238,7 @@ class CopySession:
             self._provisions.restock()
 
     def spend(self) -> bool:
-        """Give some of what is in reserve back to each of its GPUs; whether there was any."""
+        """Release a piece of the reserve on each GPU. Returns False if none was left."""
         return self._provisions.spend()
 
     def _space(self, through: str | None) -> VideoSpace | HostSpace:
@@ -260,12 +259,12 @@ class CopySession:
         return self._host
 
     def close(self) -> None:
-        """Let go of everything, after whatever is under way. Closing twice is fine."""
+        """Release everything after the running copy. Closing twice is fine."""
         with self._guard:
             self._closed = True
             video, self._video = self._video, None
             host, self._host = self._host, None
-            with self._undo:  # the contexts go last, and in any case
+            with self._undo:  # releases the contexts last
                 for space in (video, host):
                     if space is not None:
                         self._undo.callback(space.close)
@@ -290,7 +289,7 @@ def _call(work: Callable[[], None]) -> None:
 def _opened(
     contexts: Contexts, ordinals: Sequence[int], map_host: Callable[[], HostMemory] | None, undo: ExitStack
 ) -> tuple[Mapping[int, Any], HostMemory | None]:
-    """Contexts, and the piece of the host pool, side by side. What is there by then is undone when either fails."""
+    """Create contexts and map the pool segment concurrently. If one fails, the other is undone."""
     held: dict[int, Any] = {}
     mapped: list[HostMemory] = []
 

@@ -1,8 +1,8 @@
-"""Copies between a process's storages and held video memory: many at once, on the copy engines, with one wait.
+"""Copies between a process's storages and reserved GPU memory: many at once on the copy engines, with one wait.
 
-Neighbours that are neighbours on both sides are one copy, and large ones are cut, so that all streams have something to
-do. The streams take turns in two groups: one is filled while the other works, and whenever a group is done it is known
-how far things are. Copies to and from host memory are `staging`'s.
+Places that are adjacent on both sides are one copy. Large ones are cut, so that all streams are busy. Streams form two
+groups: one is filled while the other copies. Progress is known after each group. `staging` copies to and from host
+memory.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from hegmd.gpu_helper.allocations import IN, OUT, Allocations, Done, Place, Spen
 from hegmd.gpu_helper.kernel_copy import Processors, counts_as
 from hegmd.gpu_helper.preallocation import settle
 
-# One is filled while the other works.
+# One is filled while the other copies.
 _GROUPS = 2
 
 
 class Pace(NamedTuple):
-    """How copies are cut and spread; a benchmark tries others."""
+    """How copies are cut and distributed. A benchmark tries other values."""
 
-    #: One copy of this size takes 0.7 ms over NVLink: what queueing it costs does not matter then.
+    #: A copy of this size takes 0.7 ms over NVLink, far more than queueing it.
     chunk_bytes: int = 256 << 20
-    #: As much is queued before the group before is waited for.
+    #: Bytes to queue before waiting for the other group.
     batch_bytes: int = 4 << 30
     streams_a_group: int = 2
 
     @property
     def streams(self) -> int:
-        """How many it takes in all."""
+        """Return the number of streams."""
         return _GROUPS * self.streams_a_group
 
 
@@ -42,7 +42,7 @@ PACE = Pace()
 
 
 def chunks(places: Iterable[Place], chunk_bytes: int) -> Iterator[Place]:
-    """The places cut so that none is larger than a chunk."""
+    """Return the places, cut to the size of a chunk."""
     for place in places:
         for done_bytes in range(0, place.size_bytes, chunk_bytes):
             size_bytes = min(chunk_bytes, place.size_bytes - done_bytes)
@@ -50,7 +50,7 @@ def chunks(places: Iterable[Place], chunk_bytes: int) -> Iterator[Place]:
 
 
 def batches(pieces: Iterable[Place], batch_bytes: int) -> Iterator[list[Place]]:
-    """The pieces in groups of at least so many bytes; the last may be smaller."""
+    """Return the chunks in groups of at least so many bytes; the last may be smaller."""
     batch: list[Place] = []
     held_bytes = 0
     for piece in pieces:
@@ -64,7 +64,8 @@ def batches(pieces: Iterable[Place], batch_bytes: int) -> Iterator[list[Place]]:
 
 
 class Copy:
-    """One copy of many places, in one direction, between the process on a GPU and a space. For one thread, once."""
+    """One copy of many places in one direction, between the process on a GPU and an address space. For one thread,
+    once."""
 
     def __init__(
         self,
@@ -78,16 +79,16 @@ class Copy:
         pace: Pace = PACE,
         processors: Callable[[int], Processors | None] = lambda _: None,
     ) -> None:
-        """`context` is of the GPU that the process is on, `streams` of the one that the bytes are on.
+        """`context` is that of the process's GPU; `streams` belong to the GPU of the bytes.
 
-        `processors` are those of a GPU, by its ordinal, as far as they can copy.
+        `processors` maps ordinals to GPUs that can copy by kernel.
         """
         if direction not in {OUT, IN}:
             raise HegmError(BAD_REQUEST, f"{direction!r} is not a direction of a copy", "use `out` or `in`")
         self._context = context
         self._space = space
         self._direction = direction
-        # Where both are on one GPU it is the fastest to open them there, whatever they count as.
+        # On one GPU it is fastest to open them there, whatever GPU the driver counts them to.
         far = {space.ordinal: space.context} if space.context is not context else {}
         self._allocations = Allocations(context, handles, far, spend=spend)
         self._streams = streams[: pace.streams]
@@ -97,7 +98,7 @@ class Copy:
         self._is_settled = False
 
     def run(self, places: Iterable[Sequence[int]], tell: Callable[[int], None]) -> Done:
-        """Copy it all; `tell` hears how many bytes are done. Raises CudaError; nothing stays open or queued then."""
+        """Copy all places. `tell` receives the bytes done. Raises CudaError; then nothing stays open or queued."""
         wanted = joined(places, len(self._allocations))
         with ExitStack() as undo:
             undo.callback(self._allocations.close)
@@ -110,7 +111,7 @@ class Copy:
         return Done(copied_bytes, self._allocations.open_s, copy_s, time.monotonic() - started)
 
     def _copy(self, wanted: Iterable[Place], tell: Callable[[int], None]) -> int:
-        # Queued from where the bytes are: the copy engine then writes over the link.
+        # Queued on the GPU of the bytes, so that its copy engine writes over the link.
         cuda.use(self._space.context if self._direction == IN else self._context)
         groups = [_Group(self._streams[turn::_GROUPS]) for turn in range(_GROUPS)]
         done_bytes = queued_bytes = 0
@@ -144,7 +145,7 @@ class Copy:
             cuda.copy_async(target, self._context, source, self._space.context, piece.size_bytes, stream)
 
     def _is_copied_by_processors(self, target: int, source: int, size_bytes: int, stream: Any) -> bool:
-        """Where the driver takes the program and does not run it, the copy engines have that piece and all others."""
+        """Queue the chunk as a kernel copy. If the driver cannot run the kernel, use the copy engines from now on."""
         if self._processors is None:
             return False
         try:
@@ -154,7 +155,8 @@ class Copy:
         return self._processors is not None
 
     def _settle_who(self, there: int) -> None:
-        """What counts as another GPU's is copied by the processors. A process has one GPU: its first address tells."""
+        """Choose kernel copies for memory that counts as another GPU's. The first address decides: a process has one
+        GPU."""
         if self._is_settled:
             return
         self._is_settled = True
@@ -163,7 +165,7 @@ class Copy:
 
 
 class _Group:
-    """Some streams of one context that are filled in turn and waited for together."""
+    """Streams of one context that are filled in turn and waited for together."""
 
     def __init__(self, streams: Sequence[Any]) -> None:
         self._streams = streams

@@ -1,16 +1,15 @@
-"""The one door to libcuda: the process checkpoint calls, video memory as handles, other processes' memory, and copies.
+"""The only module that calls libcuda: process checkpoints, exportable GPU memory, CUDA IPC, copies.
 
-Imported by the killable child alone. Every function is one step of the driver, blocks for as long as the driver takes,
-and raises CudaError; deadlines are kept by whoever may kill this process. Nothing is remembered here: whoever calls
-owns what is made. cuda-bindings has every call that is needed, the GPU pairs of a restore included (since 13.0), so
-nothing goes past it to ctypes but the bytes of UUIDs and IPC handles, for which its releases have different names.
+Only the killable child imports it. Each function is one driver call: it blocks as long as the driver does, and raises
+CudaError. The caller keeps deadlines by killing the process, and owns what a call creates; this module stores nothing.
+cuda-bindings has every call that is needed, the GPU pairs of a restore included (since 13.0). Only the bytes of UUIDs
+and IPC handles go through ctypes, because releases of cuda-bindings name their fields differently.
 
-The driver's own word on each call was measured; tests/kit/driver.py holds what is relied upon, over the stub and on
-real GPUs alike. Three calls destroy a job and are the caller's to avoid, since from here nothing can be seen of it:
-`restore` onto a GPU without room, `checkpoint` of a process with live peer-to-peer NCCL communicators, and `checkpoint`
-of one that has another process's memory open by CUDA IPC.
+`tests/kit/driver.py` lists what hegmd relies on, and checks it on the stub and on real GPUs. Three calls destroy a job,
+and the caller must avoid them: `restore` onto a GPU without enough memory, `checkpoint` of a process with live
+peer-to-peer NCCL communicators, and `checkpoint` of one that has memory of another process open by CUDA IPC.
 
-Longer than 400 lines because there is one door.
+Longer than 400 lines because all driver calls are in one module.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from typing import Any, NamedTuple
 
 INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
-NOT_INITIALIZED = 3  # of the caller, or of a target that does not use CUDA
+NOT_INITIALIZED = 3  # the caller, or a target that does not use CUDA
 UNKNOWN = 999
-OPERATING_SYSTEM = 304  # of a target: gone, or not ours to touch
+OPERATING_SYSTEM = 304  # the target has ended, or permission is missing
 ILLEGAL_STATE = 401
 NOT_READY = 600
 NOT_SUPPORTED = 801
 _PEER_ACCESS_ALREADY_ENABLED = 704
 
 STATES = ("running", "locked", "checkpointed", "failed")
-# The drivers that brought the checkpoint calls, and moving to another GPU with them, by the CUDA version they tell.
+# CUDA versions of the first drivers with checkpoint calls, and with restores on another GPU.
 CHECKPOINT_SINCE = 12080
 
 _UUID_BYTES = 16
@@ -39,7 +38,8 @@ _PCI_BYTES = 32
 
 
 class CudaError(Exception):
-    """A call failed. `code` is CUDA's, `name` its name; None and a reason where the driver was not even reached."""
+    """A driver call failed. `code` is CUDA's error, `name` its name. `code` is None if the driver could not be
+    called."""
 
     def __init__(self, call: str, code: int | None, name: str) -> None:
         super().__init__(f"{call}: {name}" if code is None else f"{call}: {name} ({code})")
@@ -49,7 +49,7 @@ class CudaError(Exception):
 
 
 class Device(NamedTuple):
-    """A GPU as this process sees it. `uuid` and `pci` are as NVML and the daemon write them."""
+    """A GPU as this process sees it. `uuid` and `pci` have the form that NVML and the daemon use."""
 
     ordinal: int
     uuid: str
@@ -58,10 +58,7 @@ class Device(NamedTuple):
 
 
 def start() -> int:
-    """Initialise the driver, which takes up to seconds and no video memory; the CUDA version it offers, as 13000.
-
-    Twice is fine. A missing binding, library or GPU is a CudaError like any other.
-    """
+    """Initialise the driver and return its CUDA version, such as 13000. Takes up to seconds and no GPU memory."""
     try:
         _cuda().cuInit  # noqa: B018 - a binding that is only half there shows here
     except (ImportError, AttributeError) as error:
@@ -89,18 +86,19 @@ def devices() -> list[Device]:
 
 
 def state(pid: int) -> str:
-    """Of STATES. While a step is under way in the process, also one whose caller was killed, this waits for its end."""
+    """Return one of STATES. Blocks while a checkpoint call runs in the process, even one whose caller was killed."""
     number = int(_call("cuCheckpointProcessGetState", pid))
     return STATES[number] if number < len(STATES) else f"state {number}"
 
 
 def restore_thread(pid: int) -> int:
-    """The thread of the process that the driver restores it with: one of the driver's own."""
+    """Return the thread of the process that the driver uses for restores."""
     return int(_call("cuCheckpointProcessGetRestoreThreadId", pid))
 
 
 def lock(pid: int, timeout_ms: int) -> None:
-    """Have the process's CUDA calls wait, once its work is done. NOT_READY: not done in time, and all goes on."""
+    """Block the process's CUDA calls after its running kernels. NOT_READY: these did not finish in time, nothing is
+    locked."""
     if timeout_ms < 1:
         raise ValueError(f"a lock without a limit (timeout_ms={timeout_ms}) could block without end")
     arguments = _cuda().CUcheckpointLockArgs()
@@ -109,14 +107,14 @@ def lock(pid: int, timeout_ms: int) -> None:
 
 
 def checkpoint(pid: int) -> None:
-    """Take a locked process off its GPUs; what is left of its video memory goes into its own host memory."""
+    """Checkpoint a locked process: the rest of its GPU memory moves into its own host memory."""
     _call("cuCheckpointProcessCheckpoint", pid, None)
 
 
 def restore(pid: int, pairs: Iterable[tuple[str, str]] = ()) -> None:
-    """Put a checkpointed process back, locked as before; with `pairs` of UUIDs (was, is to be) on other GPUs.
+    """Restore a checkpointed process, which stays locked. `pairs` maps old GPU UUIDs to new ones.
 
-    The pairs are a permutation of every GPU of the node. Without room on the GPU this destroys the job for good.
+    The pairs are a permutation of all GPUs of the node. If the GPU lacks memory, the job is destroyed.
     """
     listed = [_pair(old, new) for old, new in pairs]
     arguments = _cuda().CUcheckpointRestoreArgs()
@@ -127,7 +125,7 @@ def restore(pid: int, pairs: Iterable[tuple[str, str]] = ()) -> None:
 
 
 def unlock(pid: int) -> None:
-    """Let a locked process go on."""
+    """Unlock a process."""
     _call("cuCheckpointProcessUnlock", pid, None)
 
 
@@ -135,22 +133,22 @@ def unlock(pid: int) -> None:
 
 
 def retain(ordinal: int) -> Any:
-    """The GPU's primary context, made where there is none (0.1 s and about 0.5 GiB there), held once more."""
+    """Take a reference to the GPU's primary context. The first creates it (0.1 s, about 0.5 GiB)."""
     return _call("cuDevicePrimaryCtxRetain", ordinal)
 
 
 def release(ordinal: int) -> None:
-    """Hold the primary context once less; without holders it goes, with all that was made in it."""
+    """Drop a reference to the primary context. The last one destroys it and everything in it."""
     _call("cuDevicePrimaryCtxRelease", ordinal)
 
 
 def use(context: Any) -> None:
-    """Make this the context of the calling thread; None for none."""
+    """Make this the context of the calling thread; None for no context."""
     _call("cuCtxSetCurrent", context if context is not None else _cuda().CUcontext(0))
 
 
 def enable_peer(context: Any, other: Any) -> None:
-    """Let the first context reach the other's memory. Twice is fine. The thread's context is the first afterwards."""
+    """Let the first context access the second's memory, and make the first the thread's context. Twice is fine."""
     use(context)
     try:
         _call("cuCtxEnablePeerAccess", other, 0)
@@ -160,7 +158,7 @@ def enable_peer(context: Any, other: Any) -> None:
 
 
 def memory(ordinal: int) -> tuple[int, int]:
-    """Bytes free and in all on the GPU. Its context is the thread's afterwards; it is made where nobody holds one."""
+    """Return free and total bytes of the GPU. Its context becomes the thread's, and is created if needed."""
     use(retain(ordinal))
     try:
         free, total = _call("cuMemGetInfo")
@@ -170,12 +168,12 @@ def memory(ordinal: int) -> tuple[int, int]:
 
 
 def allocate(size_bytes: int) -> int:
-    """Video memory of the thread's context, at an address of its own."""
+    """Allocate GPU memory in the thread's context."""
     return int(_call("cuMemAlloc", size_bytes))
 
 
 def free(address: int) -> None:
-    """Give back what `allocate` gave, once nothing is under way in that context."""
+    """Free memory of `allocate`. No work may be queued in that context."""
     _call("cuMemFree", address)
 
 
@@ -183,46 +181,46 @@ def free(address: int) -> None:
 
 
 def granularity(ordinal: int) -> int:
-    """What the sizes of `create`, `reserve` and `map_at` are multiples of."""
+    """Return the unit of the sizes of `create`, `reserve` and `map_at`."""
     options = _cuda().CUmemAllocationGranularity_flags
     return int(_call("cuMemGetAllocationGranularity", _properties(ordinal), options.CU_MEM_ALLOC_GRANULARITY_MINIMUM))
 
 
 def create(ordinal: int, size_bytes: int) -> Any:
-    """Video memory that has no address yet and can be exported; no context is needed.
+    """Create GPU memory without an address, which can be exported. Needs no context.
 
-    OUT_OF_MEMORY, or INVALID_VALUE for more than the GPU has at all: nothing is taken.
+    Raises OUT_OF_MEMORY, or INVALID_VALUE for more than the GPU's total.
     """
     return _call("cuMemCreate", size_bytes, _properties(ordinal), 0)
 
 
 def export(handle: Any) -> int:
-    """A descriptor that holds the memory by itself, whoever made it. It is the caller's to close."""
+    """Return a descriptor that holds the memory. The caller closes it."""
     return int(_call("cuMemExportToShareableHandle", handle, _descriptor_type(), 0))
 
 
 def import_(fd: int) -> Any:
-    """A handle for the memory that the descriptor holds. The descriptor stays the caller's."""
+    """Return a handle for the memory of the descriptor, which stays the caller's."""
     return _call("cuMemImportFromShareableHandle", fd, _descriptor_type())
 
 
 def release_handle(handle: Any) -> None:
-    """Let go of a handle; the memory stays while a mapping or a descriptor holds it."""
+    """Release a handle. The memory stays while a mapping or a descriptor holds it."""
     _call("cuMemRelease", handle)
 
 
 def reserve(size_bytes: int) -> int:
-    """A range of addresses with nothing behind it."""
+    """Reserve a range of addresses."""
     return int(_call("cuMemAddressReserve", size_bytes, 0, 0, 0))
 
 
 def map_at(va: int, handle: Any, size_bytes: int) -> None:
-    """Put the whole of a handle's memory at an address within a reserved range; `access` makes it usable."""
+    """Map all memory of a handle at an address in a reserved range. `access` makes it usable."""
     _call("cuMemMap", va, size_bytes, 0, handle, 0)
 
 
 def access(va: int, size_bytes: int, ordinals: Iterable[int]) -> None:
-    """Let these GPUs read and write a range that is mapped throughout."""
+    """Let these GPUs read and write a mapped range."""
     cuda = _cuda()
     listed: list[Any] = []
     for ordinal in ordinals:
@@ -235,12 +233,12 @@ def access(va: int, size_bytes: int, ordinals: Iterable[int]) -> None:
 
 
 def unmap(va: int, size_bytes: int) -> None:
-    """Take what is mapped from an address; the range stays reserved."""
+    """Unmap memory; the range stays reserved."""
     _call("cuMemUnmap", va, size_bytes)
 
 
 def free_va(va: int, size_bytes: int) -> None:
-    """Give a reserved range back, as a whole."""
+    """Free a whole reserved range."""
     _call("cuMemAddressFree", va, size_bytes)
 
 
@@ -248,7 +246,7 @@ def free_va(va: int, size_bytes: int) -> None:
 
 
 def open_ipc(handle: bytes) -> int:
-    """The address, in the thread's context, of memory that another process told of with 64 bytes."""
+    """Return the address, in the thread's context, of memory of another process, given its 64-byte handle."""
     if len(handle) != _HANDLE_BYTES:
         raise ValueError(f"an IPC handle has {_HANDLE_BYTES} bytes, not {len(handle)}")
     opened = _cuda().CUipcMemHandle()
@@ -258,24 +256,25 @@ def open_ipc(handle: bytes) -> int:
 
 
 def range_of(address: int) -> tuple[int, int]:
-    """Where the allocation that has this address begins, and its bytes: what `open_ipc` opened, and no more."""
+    """Return start and size of the allocation at this address: exactly what `open_ipc` opened."""
     start, size_bytes = _call("cuMemGetAddressRange", address)
     return int(start), int(size_bytes)
 
 
 def ordinal_of(address: int) -> int:
-    """The GPU that the memory counts as being on, which stays the first one when its process is moved (580.159)."""
+    """Return the GPU that the driver counts the memory to: the first GPU of its process, also after a move
+    (580.159)."""
     attribute = _cuda().CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
     return int(_call("cuPointerGetAttribute", attribute, address))
 
 
 def close_ipc(address: int) -> None:
-    """Let go of what `open_ipc` opened."""
+    """Close memory of `open_ipc`."""
     _call("cuIpcCloseMemHandle", address)
 
 
 def register(address: int, size_bytes: int) -> None:
-    """Pin host memory for the copy engines of every GPU. Its pages should be present: pinning makes them one by one."""
+    """Pin host memory for the copy engines of all GPUs. Its pages should be present: pinning faults them one by one."""
     _call("cuMemHostRegister", address, size_bytes, int(_cuda().CU_MEMHOSTREGISTER_PORTABLE))
 
 
@@ -287,7 +286,7 @@ def unregister(address: int) -> None:
 
 
 def create_stream() -> Any:
-    """A stream of the thread's context that waits for no other."""
+    """Create a stream of the thread's context that waits for no other stream."""
     return _call("cuStreamCreate", int(_cuda().CUstream_flags.CU_STREAM_NON_BLOCKING))
 
 
@@ -296,12 +295,12 @@ def destroy_stream(stream: Any) -> None:
 
 
 def synchronize(stream: Any) -> None:
-    """Wait until all that was queued on the stream is done; its errors show here."""
+    """Wait for all work of the stream. Raises its errors."""
     _call("cuStreamSynchronize", stream)
 
 
 def is_done(stream: Any) -> bool:
-    """Whether nothing is left to do on the stream."""
+    """Return True if the stream has no work left."""
     try:
         _call("cuStreamQuery", stream)
     except CudaError as error:
@@ -314,9 +313,9 @@ def is_done(stream: Any) -> bool:
 def copy_async(
     target: int, target_context: Any, source: int, source_context: Any, size_bytes: int, stream: Any
 ) -> None:
-    """Queue a copy. A context says that the address is video memory of it, None that it is host memory.
+    """Queue a copy. A context marks an address as its GPU memory; None marks host memory.
 
-    Between two contexts the stream is the source's by habit: writing over NVLink is as fast as reading (394 GB/s).
+    Between two contexts, use a stream of the source: writing over NVLink is as fast as reading (394 GB/s).
     """
     if target_context is None:
         _call("cuMemcpyDtoHAsync", target, source, size_bytes, stream)
@@ -332,7 +331,7 @@ def copy_async(
 
 
 def capability(ordinal: int) -> tuple[int, int]:
-    """The compute capability, which says what programs the GPU takes."""
+    """Return the compute capability, which determines the kernels that the GPU can run."""
     attributes = _cuda().CUdevice_attribute
     major = _call("cuDeviceGetAttribute", attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, ordinal)
     minor = _call("cuDeviceGetAttribute", attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, ordinal)
@@ -340,7 +339,7 @@ def capability(ordinal: int) -> tuple[int, int]:
 
 
 def load(program: bytes) -> Any:
-    """A program in the thread's context."""
+    """Load a program into the thread's context."""
     return _call("cuModuleLoadData", program)
 
 
@@ -353,7 +352,7 @@ def function_of(module: Any, name: str) -> Any:
 
 
 def launch(function: Any, blocks: int, threads: int, stream: Any, values: tuple[int, ...]) -> None:
-    """Queue a run of a function whose arguments are all of 64 bits."""
+    """Queue a kernel whose arguments are all 64 bits wide."""
     kinds = (ctypes.c_uint64,) * len(values)
     _call("cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, 0, stream, (values, kinds), 0)
 
@@ -368,13 +367,13 @@ def _cuda() -> Any:
 
 
 def _call(name: str, *arguments: object) -> Any:
-    """What the driver's function gives: nothing, one value or a tuple. Raises CudaError."""
+    """Return the result of a driver call: None, a value or a tuple. Raises CudaError."""
     function = getattr(_cuda(), name, None)
     if function is None:
         raise CudaError(name, None, "not in this version of the package cuda-bindings")
     try:
         answer = function(*arguments)
-    except RuntimeError:  # how the binding says that it looked the function up in vain
+    except RuntimeError:  # the binding raises this if the driver lacks the function
         raise CudaError(name, None, "not in this driver") from None
     return _checked(name, answer)
 
@@ -407,7 +406,7 @@ def _pair(old: str, new: str) -> Any:
 
 
 def _uuid(text: str) -> Any:
-    """The driver's form of `GPU-01234567-89ab-...`."""
+    """Convert `GPU-01234567-89ab-...` to the driver's form."""
     raw = bytes.fromhex(text.removeprefix("GPU-").replace("-", ""))
     if not text.startswith("GPU-") or len(raw) != _UUID_BYTES:
         raise ValueError(f"{text!r} is not a GPU UUID")
@@ -422,5 +421,5 @@ def _uuid_text(raw: bytes) -> str:
 
 
 def _text(value: Any) -> str:
-    """The binding pads text with whatever was in its buffer after the NUL."""
+    """Cut the text at its NUL: the binding returns the buffer's rest too."""
     return bytes(value).split(b"\0", 1)[0].decode("ascii", "replace").strip()

@@ -36,10 +36,10 @@ _BLOCKS = 528
 
 
 class Processors:
-    """Those of one GPU. They copy on any of its streams; the thread's context is that GPU's."""
+    """Kernel copies on one GPU. Works on any of its streams; the thread's context has to be that GPU's."""
 
     def __init__(self, context: Any) -> None:
-        """Raises CudaError where the driver does not take the program; then nothing of it is left."""
+        """Raises CudaError if the driver rejects the program; then nothing is left of it."""
         self._context = context
         cuda.use(context)
         self._module = cuda.load(zlib.decompress(base64.b64decode(_PROGRAM)))
@@ -60,21 +60,21 @@ class Processors:
             cuda.copy_async(target, self._context, source, self._context, size_bytes - done_bytes, stream)
 
     def close(self) -> None:
-        """Let go of the program, once nothing of it is under way."""
+        """Unload the program. No kernel may be running."""
         cuda.use(self._context)
         cuda.unload(self._module)
 
 
 def processors_of(ordinal: int, context: Any) -> Processors | None:
-    """Those of that GPU; None where the program is not for its chip, or its driver does not take it."""
+    """Return the kernel copies of that GPU; None if the chip or the driver does not support the program."""
     try:
         return Processors(context) if cuda.capability(ordinal) == _CAPABILITY else None
-    except cuda.CudaError:  # such as for want of memory on a full GPU: the copy engines need none
+    except cuda.CudaError:  # for example on a full GPU: the copy engines need no memory
         return None
 
 
 def counts_as(address: int, ordinal: int) -> bool:
-    """Whether that memory counts as that GPU's, as far as the driver says; what it says nothing of is left to it."""
+    """Return True if the driver counts that memory to that GPU, or does not report its GPU."""
     try:
         return cuda.ordinal_of(address) == ordinal
     except cuda.CudaError:

@@ -1,12 +1,11 @@
-"""The daemon's side of the GPU helper: started on demand, called with a deadline, killed and started anew.
+"""The daemon's side of the GPU helper: started on demand, called with a deadline, killed and restarted.
 
-Every call has a deadline, whoever waits for it or no longer does. One that is over its time means that a thread of the
-helper is stuck in the driver, and nothing but the process's end gets it out: the helper is killed, and all calls that
-were in flight fail as `HelperLost`, which says which. The next call starts a new helper. Nothing is lost with one: what
-it fills belongs to descriptors that the daemon holds, and a process in the middle of a checkpoint or restore finishes
-that step by itself (580.159). What became of the calls in flight is for their callers to look at.
+Every call has a deadline, even if its caller was cancelled. A call that exceeds it has a thread stuck in the driver,
+which only the end of the process frees. So the helper is killed, and all calls in flight raise `HelperLost`, which
+names them. The next call starts a new helper. No bytes are lost: the daemon holds descriptors of them, and the driver
+finishes a checkpoint or restore in the target process (580.159). Callers inspect what became of their calls.
 
-A helper that holds nothing and is not called ends after a while: it keeps the driver's device nodes open.
+A helper that holds nothing and gets no calls ends after a while: it keeps the driver's device nodes open.
 
 Belongs to the event loop, which it never blocks. `Link.run` has to be running.
 """
@@ -28,15 +27,15 @@ from hegmd.system.programs import SYSTEM_PATH
 __all__ = ["Answer", "DriverFailed", "HelperLost", "Link", "Stuck", "Watch", "child_environment"]
 
 PROGRAM = (sys.executable, "-m", "hegmd.gpu_helper.child")
-# cuInit takes 0.9 s with four GPUs, and up to 2.7 s have been reported with eight.
+# cuInit takes 0.9 s with four GPUs; up to 2.7 s were reported with eight.
 START_WITHIN_S = 30.0
 IDLE_AFTER_S = 60.0
 
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What the helper gets: where our code and the driver's library are, and every GPU in the order of the bus.
+    """Return the helper's environment: paths of our code and of the driver's library, and all GPUs in bus order.
 
-    CUDA_VISIBLE_DEVICES is left out on purpose: a map for restore has to name every GPU that the driver sees.
+    CUDA_VISIBLE_DEVICES is left out: the map of a restore has to name every GPU that the driver sees.
     """
     kept = {name: value for name, value in environ.items() if name == "LD_LIBRARY_PATH" or name.startswith("HEGM_")}
     return {
@@ -52,7 +51,7 @@ def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class Link(BackgroundTasks):
-    """One helper at a time, for everybody. `program` gets the number of its socket as its last argument."""
+    """One helper at a time for all callers. `program` gets the number of its socket as its last argument."""
 
     def __init__(
         self,
@@ -72,12 +71,12 @@ class Link(BackgroundTasks):
 
     @property
     def pid(self) -> int | None:
-        """The helper that can be called now; None when there is none."""
+        """Return the pid of the running helper; None if there is none."""
         session = self._session
         return None if session is None or session.lost is not None else session.pid
 
     async def start(self) -> Mapping[str, Any]:
-        """Have a helper that is ready, and what it said of itself. Raises HelperLost, or why it cannot work."""
+        """Start a helper if none is ready, and return its hello. Raises HelperLost, or the helper's reason."""
         session = await self._ready()
         return session.hello
 
@@ -92,11 +91,11 @@ class Link(BackgroundTasks):
         helper: int | None = None,
         watch: Watch | None = None,
     ) -> Answer:
-        """Have the helper do it. The answer owns the descriptors that came; those sent along stay the caller's.
+        """Send a request to the helper. The answer owns its descriptors; those sent stay the caller's.
 
-        `helper` is of an earlier answer: what that helper has is needed, so no other will do. The deadline counts from
-        when the helper is ready. Raises DriverFailed, Refused or whatever the request failed with; HelperLost when the
-        helper ended first. Cancelled, the request goes on by itself, its deadline too, and its answer is dropped.
+        `helper` comes from an earlier answer: the call needs what that helper has. The deadline starts when the helper
+        is ready. Raises DriverFailed, Refused or the request's error, and HelperLost if the helper ended first. If the
+        caller is cancelled, the request and its deadline continue, and the answer is dropped.
         """
         if helper is not None and not self._is_there(helper):
             raise HelperLost("was replaced after this was started", [op], None, "")
@@ -104,7 +103,7 @@ class Link(BackgroundTasks):
         return await session.call(op, args or {}, deadline_s, fds, on_progress, watch)
 
     def kill(self, why: str) -> None:
-        """End the helper now, with everything it has. Fine when there is none."""
+        """Kill the helper with everything it has. Does nothing if there is none."""
         if self._session is not None:
             self._session.lose(f"was stopped: {why}")
 
@@ -117,7 +116,7 @@ class Link(BackgroundTasks):
             session = self._session
             if session is None or session.over.is_set():
                 session = self._begin()
-            elif session.lost is not None:  # on its way out: its memory on the GPUs is not free before it is reaped
+            elif session.lost is not None:  # it is ending: its GPU memory is free once it is reaped
                 await session.over.wait()
                 continue
             await session.settled.wait()

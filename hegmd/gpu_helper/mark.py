@@ -1,9 +1,8 @@
-"""A mark at the end of a piece of the pool, which says that its bytes are elsewhere: in video memory, and whose.
+"""A record at the end of a pool segment: GPU memory of a named owner has its bytes.
 
-Owns its form. The helper writes it through its mapping, since files in huge pages cannot be written to otherwise; the
-daemon reads it. So what a daemon finds tells by itself where the bytes are, also where the journal knows nothing of it,
-and the video memory that had them is gone. One byte makes it valid and is the last to be written and the first to go:
-a helper that is killed in between leaves a mark or none.
+Owns the form of the record. The helper writes it through its mapping, because files in huge pages cannot be written
+otherwise; the daemon reads it. So a daemon finds the bytes without its journal, also if that GPU memory is gone. One
+byte makes the record valid: it is written last and cleared first, so a killed helper leaves a whole record or none.
 """
 
 from __future__ import annotations
@@ -14,25 +13,25 @@ from hegmd.errors import UNAVAILABLE, HegmError
 
 __all__ = ["MARK_BYTES", "Mark", "packed_mark", "read_mark"]
 
-#: At the very end of the piece, where no storage ever is.
+#: The last bytes of the segment, where no storage is.
 MARK_BYTES = 512
 _MAGIC = b"\x01HEGMNEAR"
 
 
 class Mark(NamedTuple):
-    """Under whose name video memory has the bytes, and how far they reach in it."""
+    """The owner of the GPU memory that has the bytes, and how far they reach in it."""
 
     owner: str
     size_bytes: int
 
 
 def packed_mark(mark: Mark) -> bytes:
-    """As it lies in the piece."""
+    """Return the record's bytes."""
     return (_MAGIC + f"{mark.size_bytes} {mark.owner}".encode()).ljust(MARK_BYTES, b"\0")
 
 
 def read_mark(found: bytes) -> Mark | None:
-    """The mark in those bytes; None where there is none. Raises HegmError for one that cannot be made out."""
+    """Return the record in those bytes; None if there is none. Raises HegmError if it is not valid."""
     if not found.startswith(_MAGIC):
         return None
     size_text, _, owner = found[len(_MAGIC) :].rstrip(b"\0").decode("utf-8", "replace").partition(" ")

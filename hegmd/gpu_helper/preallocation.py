@@ -1,10 +1,10 @@
-"""What copies need of the driver besides memory to copy to, had before anybody stops: streams, and a reserve.
+"""What copies need from the driver besides their target memory, allocated before a job is quiesced: streams and a
+reserve.
 
-Between taking bytes out and putting them back a GPU may be full: somebody who takes all that is free has taken it all.
-The driver has no stream then for whoever has none yet, and refuses to open memory of others for want of page tables;
-the bytes would wait until it gives up. So streams are made with the lane, each has copied once on every way that it
-will go, and some megabytes are held on each GPU. A call that finds no memory gets a piece of these at once, in this
-process, and is made again. The reserve is had as far as there is some; without it all works that worked without.
+Between offload and reload another process may fill the GPU. The driver then cannot create streams or page tables, and
+the bytes could not be copied. So streams are created with the session, each has copied once in every direction that it
+serves, and a few megabytes are reserved on each GPU. A call that finds no memory frees a piece of the reserve in this
+process and is repeated. The reserve is best effort.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 from hegmd.gpu_helper import cuda
 from hegmd.gpu_helper.kernel_copy import Processors, processors_of
 
-# One piece for each call that finds nothing, and several, because somebody else may be quicker.
+# Several pieces: another process may take a freed piece first.
 PIECE_BYTES = 8 << 20
 PIECES = 4
-# What a stream copies once, so that whatever the driver makes for that is there.
+# Bytes that each stream copies once, so that the driver allocates what it needs.
 _TRIED_BYTES = 512
 
 
 class Provisions:
-    """Those of one lane. Streams are for one copy at a time; the reserve may be spent from any thread."""
+    """Streams and reserve of one session. Streams serve one copy at a time; any thread may spend the reserve."""
 
     def __init__(self, contexts: Mapping[int, Any]) -> None:
-        """Nothing is made yet: see `provide`. The contexts, by ordinal, outlast it."""
+        """Allocates nothing yet: see `provide`. The contexts, by ordinal, outlive it."""
         self._contexts = contexts
         self._guard = threading.Lock()
         self._streams: dict[int, list[Any]] = {ordinal: [] for ordinal in contexts}
@@ -36,12 +36,12 @@ class Provisions:
         self._processors: dict[int, Processors | None] = {}
 
     def provide(self, streams: int, host: int | None = None) -> None:
-        """Have at least so many streams on each GPU, that have copied to `host` if there is one; and the reserve.
+        """Create so many streams on each GPU, let each copy to `host` if there is one, and fill the reserve.
 
-        Raises CudaError; what was made stays until `close`. Nothing of the reserve can be spent meanwhile.
+        Raises CudaError; `close` releases what was created. The reserve cannot be spent meanwhile.
         """
         self.restock()
-        with self._guard:  # to the end of what is tried: a piece that was given back may be somebody else's by then
+        with self._guard:  # held throughout: another process may take a freed piece
             try:
                 for ordinal, context in self._contexts.items():
                     cuda.use(context)
@@ -57,7 +57,7 @@ class Provisions:
                 raise
 
     def _try(self, ordinal: int, stream: Any, host: int | None) -> None:
-        """Between pieces of the reserve, which nobody has anything in."""
+        """Copy once between pieces of the reserve, which are empty."""
         if not self._reserve[ordinal]:
             return
         own, piece = self._contexts[ordinal], self._reserve[ordinal][0] + _TRIED_BYTES
@@ -65,15 +65,15 @@ class Provisions:
             cuda.copy_async(host, None, piece, own, _TRIED_BYTES, stream)
             cuda.copy_async(piece, own, host, None, _TRIED_BYTES, stream)
         for other, pieces in self._reserve.items():
-            if pieces and (host is None or other == ordinal):  # to the pool it goes from the GPU that it is on
+            if pieces and (host is None or other == ordinal):  # a stream copies to the pool from its own GPU only
                 cuda.copy_async(pieces[-1], self._contexts[other], piece, own, _TRIED_BYTES, stream)
 
     def streams(self, ordinal: int) -> Sequence[Any]:
-        """Those of that GPU, idle unless a copy is under way."""
+        """Return the streams of that GPU. They are idle unless a copy runs."""
         return self._streams[ordinal]
 
     def processors(self, ordinal: int) -> Processors | None:
-        """That GPU's, made ready when they are wanted first. The thread's context is that GPU's afterwards."""
+        """Return the kernel copies of that GPU, loaded on first use. The thread's context is that GPU's afterwards."""
         context = self._contexts[ordinal]
         if ordinal not in self._processors:
             self._processors[ordinal] = processors_of(ordinal, context)
@@ -81,7 +81,7 @@ class Provisions:
         return self._processors[ordinal]
 
     def restock(self) -> None:
-        """Have the whole reserve again, as far as there is memory for it."""
+        """Fill the reserve again, as far as there is memory."""
         for ordinal, context in self._contexts.items():
             with self._guard, suppress(cuda.CudaError):
                 cuda.use(context)
@@ -89,7 +89,7 @@ class Provisions:
                     self._reserve[ordinal].append(cuda.allocate(PIECE_BYTES))
 
     def spend(self) -> bool:
-        """Give a piece back to each GPU; whether there was any. The thread's context may be another one afterwards."""
+        """Free a piece on each GPU. Returns False if none was left. May change the thread's context."""
         with self._guard:
             spent = False
             for ordinal, pieces in self._reserve.items():
@@ -100,14 +100,14 @@ class Provisions:
             return spent
 
     def close(self) -> None:
-        """Let go of all of it."""
+        """Release everything."""
         while self._processors:
             _, processors = self._processors.popitem()
             if processors is not None:
                 with suppress(cuda.CudaError):
                     processors.close()
         for ordinal, context in self._contexts.items():
-            with self._guard, suppress(cuda.CudaError):  # the context goes next, and takes along what is left
+            with self._guard, suppress(cuda.CudaError):  # the context is destroyed next, with what is left
                 cuda.use(context)
                 while self._streams[ordinal]:
                     cuda.destroy_stream(self._streams[ordinal].pop())
@@ -116,8 +116,7 @@ class Provisions:
 
 
 def settle(streams: Sequence[Any]) -> None:
-    """Wait until nothing is under way in them any more: after a failure something may be, and nothing is closed
-    before."""
+    """Wait until all streams are idle: after a failure one may still copy, and nothing may be closed before."""
     for stream in streams:
         with suppress(cuda.CudaError):
             cuda.synchronize(stream)

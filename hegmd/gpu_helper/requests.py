@@ -1,11 +1,11 @@
-"""What the helper is asked for, by name: from plain values to the driver and back.
+"""The helper's requests by name: from plain values to driver calls and back.
 
     devices, state, lock, checkpoint, restore, unlock           the node's GPUs; other processes
-    hold                                                        video memory that outlives the helper
-    open, attach-video, detach-video, copy, mark, close         lanes
-    shift, begin-shift, shifted                                 between a lane's own spaces
+    hold                                                        GPU memory that outlives the helper
+    open, attach-video, detach-video, copy, mark, close         copy sessions
+    shift, begin-shift, shifted                                 between a session's own address spaces
 
-Times are in seconds, GPUs go by UUID. Decides nothing but that video memory is held whole or not at all.
+Times are in seconds, GPUs are named by UUID. The only decision here: GPU memory is reserved whole or not at all.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ MIB = 1 << 20
 
 
 def make_ready() -> tuple[Mapping[str, Handler], Callable[[], int], Mapping[str, object]]:
-    """The driver initialised; the requests, how many lanes there are, and what the driver is. Raises DriverFailed."""
+    """Initialise the driver. Returns the requests, the count of sessions, and the driver's facts. Raises
+    DriverFailed."""
     requests = _driven(Requests)()
     return requests.table(), requests.lanes, {"cuda_version": requests.cuda_version, "gpus": len(requests.gpus)}
 
 
 def _driven(work: Callable[..., Any]) -> Callable[..., Any]:
-    """The work, with the driver's failures as they travel."""
+    """Run the work and convert the driver's errors to their wire form."""
 
     @functools.wraps(work)
     def done(*arguments: object) -> Any:
@@ -46,7 +47,7 @@ def _driven(work: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Requests:
-    """Every request, for any thread. Making it initialises the driver. Raises CudaError."""
+    """All requests, for any thread. The constructor initialises the driver. Raises CudaError."""
 
     def __init__(self) -> None:
         self.cuda_version = cuda.start()
@@ -56,7 +57,7 @@ class Requests:
         self._guard = threading.Lock()
 
     def table(self) -> Mapping[str, Handler]:
-        """The requests by the names that they have on the wire."""
+        """Return the requests by their names on the wire."""
         named: dict[str, Handler] = {
             "devices": self._devices,
             "state": self._state,
@@ -78,7 +79,7 @@ class Requests:
         return {name: _driven(handler) for name, handler in named.items()}
 
     def lanes(self) -> int:
-        """How many lanes are open."""
+        """Return how many copy sessions are open."""
         return len(self._lanes)
 
     def _ordinal(self, uuid: str) -> int:
@@ -106,9 +107,9 @@ class Requests:
         return Answer({})
 
     def _checkpoint(self, request: Request) -> Answer:
-        """On a GPU that somebody else has filled the driver does not find what it needs itself, and says 999 (580.159).
+        """Checkpoint a process. On a full GPU the driver lacks memory for itself and reports 999 (580.159).
 
-        Then it is asked again with some of what copies have in reserve, as long as that lasts.
+        Then release a piece of the sessions' reserves and try again, until none is left.
         """
         pid: int = request.args["pid"]
         while True:
@@ -122,7 +123,7 @@ class Requests:
                 return Answer({})
 
     def _spend(self) -> bool:
-        """Whether any lane had something in reserve; all that have give of it."""
+        """Release a piece of every session's reserve. Returns False if none had any."""
         spent = [lane.spend() for lane in list(self._lanes.values())]
         return any(spent)
 
@@ -137,11 +138,11 @@ class Requests:
     # -- video memory --------------------------------------------------------------------------------------------------
 
     def _hold(self, request: Request) -> Answer:
-        """New video memory in pieces of these sizes, by descriptor; this process keeps none of it."""
+        """Create GPU memory of these sizes and return descriptors. This process keeps none of it."""
         ordinal = self._ordinal(request.args["gpu"])
         unit_bytes = cuda.granularity(ordinal)
         sizes: list[int] = [-(-size_bytes // unit_bytes) * unit_bytes for size_bytes in request.args["sizes"]]
-        if sum(sizes) > self.gpus[request.args["gpu"]].total_bytes:  # the driver calls a piece of that size senseless
+        if sum(sizes) > self.gpus[request.args["gpu"]].total_bytes:  # for such a size the driver reports INVALID_VALUE
             raise _out_of_memory(request.args["gpu"], sizes, 0)
         made = Descriptors([])
         try:
@@ -161,7 +162,7 @@ class Requests:
     # -- lanes ---------------------------------------------------------------------------------------------------------
 
     def _open(self, request: Request) -> Answer:
-        """Contexts on these GPUs; with a descriptor, that piece of the host pool as its space."""
+        """Create contexts on these GPUs; map the pool segment if a descriptor came."""
         name = str(request.args["lane"])
         ordinals = [self._ordinal(uuid) for uuid in dict.fromkeys(request.args["gpus"])]
         map_host: Callable[[], HostMemory] | None = None
@@ -214,13 +215,13 @@ class Requests:
         return Answer(self._lane(request).finish_copy()._asdict())
 
     def _mark(self, request: Request) -> Answer:
-        """Say in the piece of the host pool who has its bytes, or that it has them itself (no owner)."""
+        """Record in the pool segment which owner has its bytes, or clear the record (no owner)."""
         owner = request.args["owner"]
         self._lane(request).mark(None if owner is None else Mark(str(owner), int(request.args["size_bytes"])))
         return Answer({})
 
     def _close(self, request: Request) -> Answer:
-        """Everything of the lane is gone after it; fine when there is no such lane."""
+        """Close the session. Does nothing if it does not exist."""
         with self._guard:
             lane = self._lanes.pop(str(request.args["lane"]), None)
         if lane is not None:
@@ -238,7 +239,7 @@ class Requests:
 def _mapped(fd: int, size_bytes: int) -> HostMemory:
     try:
         return HostMemory(fd, size_bytes)
-    except (OSError, ValueError) as error:  # Python looks by itself whether the file is as large
+    except (OSError, ValueError) as error:  # mmap compares the size with that of the file
         errno = error.errno if isinstance(error, OSError) else None
         why = error.strerror if isinstance(error, OSError) else error
         raise Refused(

@@ -1,12 +1,11 @@
-"""One GPU helper as the daemon sees it: its process, its socket, and the calls in flight, from its start to its end.
+"""One GPU helper as the daemon sees it: its process, its socket, and the calls in flight, from start to end.
 
-However it ends (over a deadline, by a signal, by a traceback, by nonsense on the socket, for want of work), everybody
-in flight is told the one reason, and the process is killed and reaped before the session is `over`. Starting the next
-one is the link's.
+However it ends (deadline, signal, traceback, invalid message, idle), all calls in flight get the one reason. The
+process is killed and reaped before the session is `over`. The link starts the next one.
 
-A helper that works says so every second, whatever its calls wait for: one that falls silent is ended long before any
-deadline. A call of which its caller knows that it comes to nothing is left alone instead, and costs nobody the helper:
-its thread stays in the driver until the helper ends for want of other work.
+A helper with work reports every second. One that is silent is killed long before any deadline. A caller that knows that
+its call is stuck abandons it instead, and the helper lives on: the thread stays in the driver until the helper ends for
+lack of work.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ logger = logging.getLogger(__name__)
 
 # Requests in which the helper has the driver act on a process.
 DRIVER_CALLS = frozenset({"state", "lock", "checkpoint", "restore", "unlock"})
-# A helper whose socket has ended is on its way out, and how it ended is the better reason.
+# A helper that closed its socket is ending; its exit status is the better reason.
 _END_WITHIN_S = 1.0
 _TAKE_WITHIN_S = 10.0
 
-# So often in a row it may not have been heard of. A daemon that was stopped itself misses one.
+# Missed reports in a row before it is killed. A daemon that was stopped itself misses one.
 _BEATS_MISSED = 10
 
 
@@ -64,13 +63,13 @@ class Session:
         self._role = role
         self.pid: int | None = None
         self.hello: Mapping[str, Any] = {}
-        self.lost: str | None = None  # why it is of no more use
-        self._refused: Any = None  # why it could not get ready, in its own words
-        self.settled = anyio.Event()  # it is ready, or will never be
-        self.over = anyio.Event()  # it is reaped
+        self.lost: str | None = None  # why it cannot be used
+        self._refused: Any = None  # why it did not get ready, as it reported
+        self.settled = anyio.Event()  # it is ready or failed to start
+        self.over = anyio.Event()  # the process is reaped
         self._idle_after_s = idle_after_s
         self._calls: dict[int, Call] = {}
-        self._left: set[int] = set()  # calls that nobody waits for, whatever they still come to
+        self._left: set[int] = set()  # abandoned calls that may still get an answer
         self._spoke = anyio.Event()
         self._numbers = itertools.count(1)
         self._held = 0
@@ -89,13 +88,13 @@ class Session:
         start_within_s: float,
         rights: Rights | None = None,
     ) -> None:
-        """Start it and see it through. What goes wrong is told to whoever calls, never raised.
+        """Start the helper and run until it has ended. Raises nothing: callers get the errors.
 
         Its socket is its standard input, which every way of starting a program passes on.
         """
         try:
             ours, theirs = socket.socketpair()
-        except OSError as error:  # of descriptors there may be none left for a while
+        except OSError as error:  # the daemon may be out of descriptors
             self.lose(f"cannot be started: {error.strerror}")
             self.over.set()
             return
@@ -115,7 +114,7 @@ class Session:
             self.over.set()
 
     def lose(self, why: str, *, quietly: bool = False) -> None:
-        """It is of no more use: everybody in flight is told why, and it is killed. Only the first reason counts."""
+        """Kill the helper and end all calls in flight with this reason. Only the first reason counts."""
         if self.lost is not None:
             return
         self.lost = why
@@ -125,13 +124,13 @@ class Session:
         level = logging.INFO if quietly else logging.WARNING
         logger.log(level, "%s", loss.message, extra=fields(helper_pid=self.pid, output_tail=loss.facts["output_tail"]))
         for call in calls.values():
-            call.end(None, self._loss(in_flight))  # each its own: an exception remembers where it was raised
+            call.end(None, self._loss(in_flight))  # one exception per call: each stores its own traceback
         self.settled.set()
         if self._tasks is not None:
             self._tasks.cancel_scope.cancel()
 
     def require(self) -> None:
-        """Raise why it cannot be called, if so."""
+        """Raise the reason if the helper cannot be called."""
         if self._refused is not None:
             raise error_told(self._refused)
         if self.lost is not None:
@@ -180,7 +179,7 @@ class Session:
         self.lose(f"was not ready within {within_s:g} s and was stopped")
 
     async def _rest(self) -> None:
-        """End a helper that has was idle for a while and holds nothing."""
+        """End a helper that was idle for a while and holds nothing."""
         await self.settled.wait()
         while True:
             self._changed = anyio.Event()
@@ -192,7 +191,7 @@ class Session:
             return
 
     async def _listen(self) -> None:
-        """End a helper that has work and does not say a word: not even its own clock runs then."""
+        """Kill a helper that has work and stopped reporting: it does not run at all."""
         await self.settled.wait()
         beat_s = self.hello.get("beat_s")
         if beat_s is None:
@@ -211,7 +210,7 @@ class Session:
     # -- what it says --------------------------------------------------------------------------------------------------
 
     def _take(self, message: Mapping[str, Any], stream: PeerStream) -> None:
-        """Take one message. Raises PeerError for what makes no sense."""
+        """Handle one message. Raises PeerError for an invalid one."""
         if "hello" in message:
             self._take_hello(message["hello"])
             return
@@ -239,7 +238,7 @@ class Session:
         self._end(call, message, stream)
 
     def _take_late(self, number: int, message: Mapping[str, Any], stream: PeerStream) -> None:
-        """What a call came to after all that was left alone."""
+        """Handle the answer to an abandoned call."""
         if "event" in message:
             return
         self._left.discard(number)
@@ -276,7 +275,7 @@ class Session:
         on_progress: OnProgress | None,
         watch: Watch | None = None,
     ) -> Answer:
-        """Ask, and wait for the answer, or until `watch` says that there will be none."""
+        """Send a request and wait for its answer, or until `watch` says that it is stuck."""
         if self._tasks is None or self._stream is None:
             raise Bug("a helper is called that was not started")
         self.require()
@@ -287,7 +286,7 @@ class Session:
         self._changed.set()
         try:
             await self._send(message, fds, self._stream)
-        except anyio.get_cancelled_exc_class():  # while it waited its turn: nothing was sent
+        except anyio.get_cancelled_exc_class():  # cancelled before it was sent
             self._calls.pop(number, None)
             self._changed.set()
             raise
@@ -313,7 +312,7 @@ class Session:
 
         async def look() -> None:
             stuck = await watch()
-            if self._calls.pop(number, None) is not None:  # there has been no answer
+            if self._calls.pop(number, None) is not None:  # it has no answer yet
                 logger.warning("%s", stuck.message, extra=fields(helper_pid=self.pid))
                 self._left.add(number)
                 call.end(None, stuck)

@@ -1,12 +1,12 @@
-"""Copies between video memory and the host pool, by way of a little pinned memory that is used over and over.
+"""Copies between GPU memory and the host pool through a small ring of pinned memory.
 
-Pinning the whole of a pool costs about as much as copying it: 1.1 s for 32 GiB, whatever the threads, 0.6 s to let go,
-and the driver's own restore takes twice as long beside it. So only a ring of slots is pinned, 384 MiB of it; the copy
-engine fills one slot while threads empty others into the pool, or the other way round. Two H200 gave 53 GB/s so, each
-way, of the link's 55.4. The pool may be of any pages, in small ones or huge ones.
+Pinning a whole pool costs about as much as copying it: 1.1 s for 32 GiB with any number of threads, 0.6 s to unpin, and
+the driver's restore takes twice as long meanwhile. So only a ring of slots is pinned, 384 MiB in all. The copy engine
+fills one slot while threads empty others into the pool, or the other way round. Two H200 reached 53 GB/s in each
+direction of the link's 55.4. The pool may use small or huge pages.
 
-The video memory is a process's storages, or held beside them: then a copy within one GPU is all that a process waits
-for, and the way over the link is gone while the driver has it in hand (`migration/carriers/host`).
+The GPU memory is a process's storages, or a staging copy on the same GPU. With a staging copy the process waits only
+for a copy within its GPU, and the copy over the link overlaps the driver's checkpoint (`migration/carriers/host`).
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ from hegmd.gpu_helper.preallocation import settle
 from hegmd.system.thread_pool import share_out
 
 _POPULATED_BYTES = 1 << 28
-# Telling of every slot costs the copies a fifth of their speed.
+# Reporting every slot would cost a fifth of the speed.
 _TOLD_BYTES = 1 << 30
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap of Python knows no name for it
 
 
 class Pace(NamedTuple):
-    """How much is pinned, and how it is shared out; a benchmark tries others."""
+    """How much is pinned and how it is divided. A benchmark tries other values."""
 
-    #: Each copies at some 3 GB/s beside an engine that writes to the same memory: 32 GiB went out beside a checkpoint
+    #: Each copies about 3 GB/s while an engine writes to the same memory: 32 GiB were offloaded during a checkpoint
     #: in 0.69 s with 24, in 0.87 s with 16.
     most_strands: int = 24
     slots_a_strand: int = 2
-    #: Smaller slots cost more calls than they save, larger ones leave the caches (32 to 50 GB/s were seen). For the
+    #: Smaller slots need more calls, larger ones leave the caches (32 to 50 GB/s were measured). For the
     #: same reason a slot is filled by one call: calls of 512 KiB, which stay in a core's cache, took twice as long.
     slot_bytes: int = 8 << 20
-    #: Inwards they wait for the interpreter at each call: 43 to 47 GB/s with 24, 46 to 51 with 16, 52 with 12.
+    #: Inwards, threads wait for the interpreter at each call: 43 to 47 GB/s with 24, 46 to 51 with 16, 52 with 12.
     most_inward_strands: int = 12
 
     @property
     def strands(self) -> int:
-        """How many threads copy outwards at once on this machine; the ring has slots for so many."""
+        """Return how many threads copy outwards on this machine. The ring has slots for as many."""
         return max(1, min(self.most_strands, len(os.sched_getaffinity(0))))
 
     @property
     def inward_strands(self) -> int:
-        """How many of these copy inwards at once."""
+        """Return how many of them copy inwards."""
         return min(self.strands, self.most_inward_strands)
 
     @property
     def streams(self) -> int:
-        """One for each slot."""
+        """Return the number of streams: one for each slot."""
         return self.strands * self.slots_a_strand
 
     @property
     def ring_bytes(self) -> int:
-        """What is pinned in all."""
+        """Return the pinned bytes."""
         return self.streams * self.slot_bytes
 
 
@@ -73,10 +73,10 @@ PACE = Pace()
 
 
 class Ring:
-    """Pinned memory in slots, for one copy at a time; all GPUs may copy to it and from it."""
+    """Pinned memory in slots, for one copy at a time, usable by all GPUs."""
 
     def __init__(self, context: Any, pace: Pace) -> None:
-        """Raises CudaError or OSError, with nothing held then."""
+        """Raises CudaError or OSError; then nothing is held."""
         self._context = context
         self.pace = pace
         self._map = _kept_or_new(pace.ring_bytes)
@@ -90,7 +90,7 @@ class Ring:
             raise
 
     def slots(self, strand: int) -> list[int]:
-        """Where the slots of that thread begin."""
+        """Return the offsets of that thread's slots."""
         first = strand * self.pace.slots_a_strand
         return [self._start + slot * self.pace.slot_bytes for slot in range(first, first + self.pace.slots_a_strand)]
 
@@ -102,21 +102,21 @@ class Ring:
             self._unmap()
 
     def _unmap(self) -> None:
-        self._anchor = None  # a map cannot be closed while something points into it
+        self._anchor = None  # a map with exported pointers cannot be closed
         _KEPT.append(self._map)
 
 
-#: Memory of rings that were closed, for the next: making its pages takes 0.1 s. As many as there were rings at once.
+#: Memory of closed rings, for reuse: populating its pages takes 0.1 s.
 _KEPT: list[mmap.mmap] = []
 
 
 def make_ring_memory(pace: Pace = PACE) -> None:
-    """Have memory for the next ring with its pages present: this needs no context, and goes on beside making one."""
+    """Prepare memory for the next ring with its pages present. Needs no context and overlaps creating one."""
     _KEPT.append(_kept_or_new(pace.ring_bytes))
 
 
 def _kept_or_new(size_bytes: int) -> mmap.mmap:
-    """Memory for a ring, its pages present. Lists give up their last item to one thread alone."""
+    """Return memory for a ring with its pages present. list.pop is atomic, so threads need no lock."""
     while _KEPT:
         with suppress(IndexError):
             kept = _KEPT.pop()
@@ -131,18 +131,18 @@ def _kept_or_new(size_bytes: int) -> mmap.mmap:
 
 
 def _populate(at: int, size_bytes: int) -> None:
-    """Have those pages and their tables, others running meanwhile. An older kernel leaves that to the first touch."""
+    """Populate pages and page tables without the interpreter lock. An older kernel leaves that to the first access."""
     ctypes.CDLL(None).madvise(ctypes.c_void_p(at), ctypes.c_size_t(size_bytes), _MADV_POPULATE_WRITE)
 
 
 class HostMemory:
-    """A piece of the host pool in this process's addresses, page tables made: for that no context is needed.
+    """A segment of the host pool mapped into this process, with page tables. Needs no context.
 
-    The piece belongs to a descriptor that the daemon holds: what is filled stays, whatever becomes of this process.
+    The daemon holds the segment by a descriptor: what is filled stays when this process ends.
     """
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        """The descriptor stays the caller's. Raises OSError, with nothing mapped then."""
+        """The descriptor stays the caller's. Raises OSError; then nothing is mapped."""
         self.size_bytes = size_bytes
         self._map = mmap.mmap(fd, size_bytes)
         self._anchor: Any = ctypes.c_char.from_buffer(self._map)
@@ -154,7 +154,7 @@ class HostMemory:
             raise
 
     def _make_page_tables(self) -> None:
-        """Here rather than one page after the other while a job stands."""
+        """Create all page tables now, not one page at a time during the downtime."""
 
         def populate(at: int) -> None:
             _populate(self._start + at, min(_POPULATED_BYTES, self.size_bytes - at))
@@ -164,13 +164,13 @@ class HostMemory:
         )
 
     def address(self, at: int, size_bytes: int) -> int:
-        """Where that part is. Raises Bug outside."""
+        """Return the address of that range. Raises Bug outside the segment."""
         if at < 0 or at + size_bytes > self.size_bytes:
             raise outside(at, size_bytes, 0, self.size_bytes)
         return self._start + at
 
     def mark(self, mark: Mark | None) -> None:
-        """Say at its end where its bytes are; None for here. The first byte of a mark makes it one."""
+        """Record at the end of the segment where its bytes are; None clears it. The first byte makes a record valid."""
         at = self.address(self.size_bytes - MARK_BYTES, MARK_BYTES)
         if mark is not None:
             written = packed_mark(mark)
@@ -181,15 +181,15 @@ class HostMemory:
 
     def close(self) -> None:
         """Closing twice is fine."""
-        self._anchor = None  # the map cannot be closed while something points into it
+        self._anchor = None  # a map with exported pointers cannot be closed
         self._map.close()
 
 
 class HostSpace:
-    """Such a piece as one flat range of addresses, and the ring that its bytes go through."""
+    """A pool segment as one flat range of addresses, and the ring for its copies."""
 
     def __init__(self, context: Any, memory: HostMemory, pace: Pace = PACE) -> None:
-        """The memory is closed with it. Raises CudaError or OSError; the memory is the caller's still then."""
+        """The memory is closed with it. Raises CudaError or OSError; then the memory stays the caller's."""
         self.memory = memory
         self.ring = Ring(context, pace)
 
@@ -201,7 +201,7 @@ class HostSpace:
 
 
 class Near(Protocol):
-    """The video memory at one end of a copy: allocations of a process, or held memory."""
+    """The GPU memory of a copy: allocations of a process, or reserved memory."""
 
     open_s: float
 
@@ -210,7 +210,7 @@ class Near(Protocol):
 
 
 class NearSpace:
-    """Held video memory as that end."""
+    """Reserved GPU memory as that end."""
 
     open_s = 0.0
 
@@ -221,18 +221,18 @@ class NearSpace:
         return self._space.address(place.offset, place.size_bytes)
 
     def close(self) -> None:
-        """The space is the lane's."""
+        """Does nothing: the session closes the space."""
 
 
 class Part(NamedTuple):
-    """A place and where it lies in the slot that it goes through."""
+    """A place, and its offset in the slot that it uses."""
 
     place: Place
     within: int
 
 
 def loads(places: Iterable[Place], slot_bytes: int) -> Iterator[list[Part]]:
-    """The places cut and put together so that each list fills one slot as far as can be, in their order."""
+    """Cut and group the places, in order, so that each list fills one slot as far as possible."""
     load: list[Part] = []
     filled_bytes = 0
     for piece in chunks(places, slot_bytes):
@@ -246,12 +246,12 @@ def loads(places: Iterable[Place], slot_bytes: int) -> Iterator[list[Part]]:
 
 
 class StagedCopy:
-    """One copy of many places, in one direction, between video memory on a GPU and the pool. Once."""
+    """One copy of many places in one direction, between GPU memory and the pool. Used once."""
 
     def __init__(self, context: Any, host: HostSpace, direction: str, near: Near, streams: Sequence[Any]) -> None:
-        """`context` is of the GPU that the video memory is on, and so are the streams, one for each slot.
+        """`context` and the streams, one for each slot, are those of the GPU that has the memory.
 
-        What is near is closed with the copy.
+        The GPU memory is closed with the copy.
         """
         if direction not in {OUT, IN}:
             raise HegmError(BAD_REQUEST, f"{direction!r} is not a direction of a copy", "use `out` or `in`")
@@ -266,7 +266,7 @@ class StagedCopy:
         self._failed = False
 
     def run(self, places: Iterable[Place], tell: Callable[[int], None]) -> Done:
-        """Copy it all; `tell` hears how many bytes are done. Raises CudaError; nothing stays open or queued then."""
+        """Copy all places. `tell` receives the bytes done. Raises CudaError; then nothing stays open or queued."""
         pace = self._host.ring.pace
         strands = pace.strands if self._direction == OUT else pace.inward_strands
         self._left = loads(places, pace.slot_bytes)
@@ -287,7 +287,7 @@ class StagedCopy:
         return Done(self._done_bytes, self._near.open_s, copy_s, time.monotonic() - started)
 
     def _work(self, strand: int, tell: Callable[[int], None]) -> None:
-        """One load after the other, in the slots of this strand by turns: one is copied while the other is moved on."""
+        """Copy the loads in the slots of this thread in turn: one is copied while the other is moved on."""
         cuda.use(self._context)
         addresses = self._host.ring.slots(strand)
         streams = self._streams[strand * len(addresses) : (strand + 1) * len(addresses)]
@@ -320,7 +320,7 @@ class StagedCopy:
                 cuda.copy_async(there, self._context, here, None, part.place.size_bytes, slot.stream)
 
     def _finish(self, slot: _Slot, tell: Callable[[int], None]) -> None:
-        """Wait for what is under way in the slot, and have it all where it goes."""
+        """Wait for the work of the slot, and move its bytes to their target."""
         if not slot.load:
             return
         cuda.synchronize(slot.stream)
@@ -334,7 +334,7 @@ class StagedCopy:
                 tell(self._done_bytes)
 
     def _move(self, slot: _Slot, load: list[Part]) -> None:
-        """Between the slot and the pool. Lets go of the interpreter meanwhile."""
+        """Copy between the slot and the pool without the interpreter lock."""
         for part in load:
             pool = self._host.memory.address(part.place.at, part.place.size_bytes)
             here = slot.address + part.within
@@ -345,7 +345,7 @@ class StagedCopy:
 
 
 class _Slot:
-    """A part of the ring, with its stream and what is under way in it."""
+    """A part of the ring, with its stream and its current load."""
 
     def __init__(self, address: int, stream: Any) -> None:
         self.address = address

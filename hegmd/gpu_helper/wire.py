@@ -1,14 +1,14 @@
-"""What the daemon and its GPU helper say to one another, and the helper's end of the socket.
+"""Messages between the daemon and its GPU helper, and the helper's end of the socket.
 
     daemon   {id, op, args, fds}
     helper   {hello: {pid, ...}} once it can work, or {err: {...}} when it cannot
              {id, ok: {...}, fds, held} | {id, err: {...}, held} | {id, event: {...}}
              {beat: [[id, seconds], ...]} every `hello.beat_s` while requests are under way: which, and since when
 
-Frames and payloads are those of `protocol`; descriptors go with the first byte of the frame that tells their number.
-`held` is how much the helper has that would be gone with it: at 0 it can be ended without anybody noticing.
+Frames and payloads are those of `protocol`. Descriptors travel with the first byte of the frame that gives their
+number. `held` counts what would be lost with the helper: at 0 the daemon may end it.
 
-Free of any event loop, because the helper has none and has to start quickly. Knows no request by name.
+Uses no event loop: the helper has none and has to start quickly. Knows no request by name.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from hegmd.system.descriptors import FD_BYTES, MAX_IN_A_MESSAGE, Descriptors, re
 
 MAX_FDS = MAX_IN_A_MESSAGE
 BEAT_S = 1.0
-# A copy of 65,536 storages, which is as many as the codec lets through, takes some 2 MB.
+# A copy of 65,536 storages, the limit of the codec, takes about 2 MB.
 LIMIT_BYTES = 16 << 20
 _READ_BYTES = 64 * 1024
 
-# The driver's numbers that say what to do next; any other is for the driver's own documentation.
+# Driver errors with a known next step.
 _HINTS = {
     2: "free GPU memory there, or choose another GPU",
     3: "run: hegmctl ps; the process uses no CUDA, or the GPU helper was not initialised",
@@ -42,8 +42,8 @@ _HINTS = {
     803: "restart hegmd, or the node: the driver's library and its kernel module have different versions",
     999: "look for an Xid in `dmesg`, and check the GPU with nvidia-smi",
 }
-# Errors after which a context is of no more use, for anybody in the process: uncorrectable memory or links, an illegal
-# address, a launch that failed. Only the process's end gets rid of them.
+# Errors after which no thread can use the context: uncorrectable memory or links, an illegal
+# address, a failed launch. Only the end of the process clears them.
 RUINOUS = frozenset({214, 220, 226, 700, 702, 709, 714, 715, 716, 717, 718, 719})
 
 
@@ -54,7 +54,8 @@ def _hint(number: int | None) -> str:
 
 
 class DriverFailed(HegmError):
-    """A call of the CUDA driver failed with that number; None and a reason in place of the name: it was not reached."""
+    """A driver call failed with that number. If `code` is None, the driver could not be called; `name` gives the
+    reason."""
 
     def __init__(self, call: str, number: int | None, name: str, facts: Mapping[str, object] | None = None) -> None:
         super().__init__(
@@ -69,7 +70,7 @@ class DriverFailed(HegmError):
 
 
 class Answer:
-    """What a request came to, and in which helper. Owns the descriptors that came with it."""
+    """The result of a request, and the helper that gave it. Owns the descriptors that came with it."""
 
     __slots__ = ("fds", "helper", "values")
 
@@ -80,7 +81,7 @@ class Answer:
 
 
 class Request:
-    """One request: its arguments, the owner of its descriptors, and the way to tell how far it is."""
+    """One request: its arguments, the owner of its descriptors, and a callback for progress."""
 
     __slots__ = ("args", "fds", "tell")
 
@@ -94,12 +95,12 @@ Handler = Callable[[Request], Answer]
 
 
 def packed(message: Mapping[str, object]) -> bytes:
-    """The message as it goes over the socket."""
+    """Return the message as it is sent."""
     return frame(encode(message))
 
 
 def told(error: HegmError) -> dict[str, object]:
-    """A failure as it travels."""
+    """Return an error in its wire form."""
     driver = [error.call, error.number, error.name] if isinstance(error, DriverFailed) else None
     return {
         "code": error.code.name,
@@ -111,7 +112,7 @@ def told(error: HegmError) -> dict[str, object]:
 
 
 def error_told(failure: Any) -> HegmError:
-    """The failure that was told. Raises PeerError when it makes no sense."""
+    """Return the error of a message. Raises PeerError if it is not valid."""
     try:
         facts: dict[str, object] = dict(failure["facts"])
         if failure["driver"] is not None:
@@ -127,28 +128,28 @@ def error_told(failure: Any) -> HegmError:
 
 
 def mapping(value: object) -> dict[str, Any]:
-    """The value, if it is a map. Raises PeerError."""
+    """Return the value if it is a map. Raises PeerError."""
     if not isinstance(value, dict):
         raise senseless(f"{value!r:.80} where a map belongs")
-    return cast("dict[str, Any]", value)  # the codec lets no other keys through
+    return cast("dict[str, Any]", value)  # the codec accepts text keys only
 
 
 def whole(value: object) -> int:
-    """The value, if it is a whole number, not negative. Raises PeerError."""
+    """Return the value if it is a whole number and not negative. Raises PeerError."""
     if type(value) is not int or value < 0:
         raise senseless(f"{value!r:.80} where a number belongs")
     return value
 
 
 def senseless(what: str) -> PeerError:
-    """The other end does not keep to this module: one of the two is from another version, or broken."""
+    """Return the error for an invalid message: one end has another version or a bug."""
     return PeerError(
         BAD_REQUEST, f"hegmd and its GPU helper exchanged {what}", "restart hegmd; if it happens again, report it"
     )
 
 
 class Channel:
-    """The helper's end: blocking. One thread receives, any thread sends. Owns the socket."""
+    """The helper's blocking end. One thread receives, any thread sends. Owns the socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(True)
@@ -158,7 +159,7 @@ class Channel:
         self._sending = threading.Lock()
 
     def receive(self) -> tuple[dict[str, Any], Descriptors] | None:
-        """The next message and its descriptors; None when the other end is gone. Raises PeerError."""
+        """Return the next message and its descriptors; None at the end of the connection. Raises PeerError."""
         while (payload := self._reader.next_payload()) is None:
             data, ancillary, flags, _ = self._socket.recvmsg(
                 _READ_BYTES, socket.CMSG_SPACE(MAX_FDS * FD_BYTES), socket.MSG_CMSG_CLOEXEC
@@ -176,7 +177,7 @@ class Channel:
         return message, Descriptors([self._unclaimed.popleft() for _ in range(count)])
 
     def send(self, message: Mapping[str, object], fds: Sequence[int] = ()) -> None:
-        """Send it whole. The descriptors stay the caller's. Raises OSError when the other end is gone."""
+        """Send a whole message. The descriptors stay the caller's. Raises OSError if the connection has ended."""
         data = memoryview(packed({**message, "fds": len(fds)} if fds else message))
         with self._sending:
             sent = self._socket.sendmsg([data], rights_of(fds), socket.MSG_NOSIGNAL)

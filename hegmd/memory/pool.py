@@ -228,7 +228,7 @@ class Pool:
         folder = self._folder()
         piece = self._held.get(key)
         if piece is None:
-            raise Refused(f"the pool holds nothing for {key.worker} in operation {key.operation}", "see hegmctl ops")
+            raise Refused(f"the pool holds nothing for {key.worker} in operation {key.operation}", "run: hegmctl ops")
         async with piece.lock:
             if not piece.spilled and piece.memory is not None:
                 await self._write(folder, piece, piece.memory, progress)
@@ -331,7 +331,7 @@ class Pool:
         async with piece.lock:
             self._orphan(name)  # whoever had the lock may have given it up
             if key in self._held:
-                raise HegmError(BUSY, f"{key.worker} in operation {key.operation} has a piece", "see: hegmctl ops")
+                raise HegmError(BUSY, f"{key.worker} in operation {key.operation} has a piece", "run: hegmctl ops")
             await anyio.to_thread.run_sync(self._rename, piece, str(new))
             if piece.memory is not None and piece.memory.place is None:
                 await self._put(str(new), piece.memory)
@@ -343,7 +343,7 @@ class Pool:
     def _orphan(self, name: str) -> Piece:
         piece = self._unclaimed.get(name)
         if piece is None:
-            raise HegmError(NOT_FOUND, f"there is no orphan piece {name[:80]!r}", "see: hegmctl adopt")
+            raise HegmError(NOT_FOUND, f"there is no orphan piece {name[:80]!r}", "run: hegmctl adopt")
         return piece
 
     # -- parts ---------------------------------------------------------------------------------------------------------
@@ -414,7 +414,7 @@ class Pool:
         if not piece.spilled:
             worker = piece.name.key.worker
             raise HegmError(
-                CANCELLED, f"the bytes of {worker} were wanted while they were written to disk", "see: hegmctl ops"
+                CANCELLED, f"the bytes of {worker} were wanted while they were written to disk", "run: hegmctl ops"
             )
         logger.info("%s is on disk", name, extra=fields(size_bytes=piece.size_bytes))
 

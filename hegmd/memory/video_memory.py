@@ -219,7 +219,7 @@ class VideoMemory:
             if self._held.get((who, gpu)) is not holding:
                 if holding.kept and self.store is not None:
                     await self.store.drop(*[_store_name(to, gpu, piece) for piece in pieces])
-                raise Refused(f"the video memory of {who} was given back meanwhile", "see: hegmctl adopt")
+                raise Refused(f"the video memory of {who} was given back meanwhile", "run: hegmctl adopt")
             self._held[to, gpu] = self._held.pop((who, gpu))
             if holding.kept and self.store is not None:
                 with anyio.CancelScope(shield=True):

@@ -64,8 +64,8 @@ class GrewBeyondPlan(Refused):
         self, pid: int, planned_bytes: int, driver_bytes: int, driver_bytes_by_gpu: tuple[int, ...] = ()
     ) -> None:
         super().__init__(
-            f"process {pid} has come to need {driver_bytes} bytes on its GPU, and {planned_bytes} were planned for",
-            "it is tried again with as much room",
+            f"process {pid} needs {driver_bytes} bytes on its GPU, more than the {planned_bytes} that were reserved",
+            "wait: hegmd tries again with a larger reservation",
             {"pid": pid, "planned_bytes": planned_bytes, "driver_bytes": driver_bytes},
         )
         self.driver_bytes = driver_bytes
@@ -170,7 +170,7 @@ class MigratedProcess:
     def worker(self) -> AgentConnection:
         """Its agent. Raises AgentAway."""
         if self.agent is None:
-            raise AgentAway(self.pid, "it has not attended since hegmd was started")
+            raise AgentAway(self.pid, "it has not connected since hegmd was started")
         return self.agent
 
 

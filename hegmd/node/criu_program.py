@@ -114,7 +114,7 @@ def rights_missing(uid: int) -> Reason | None:
         return None
     return _reason(
         f"CRIU needs root's rights (CAP_CHECKPOINT_RESTORE and others) and hegmd runs as uid {uid}",
-        "use the system's hegmd: sudo systemctl start hegmd",
+        "run: sudo systemctl start hegmd",
     )
 
 

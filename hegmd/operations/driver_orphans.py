@@ -127,7 +127,7 @@ class DriverOrphans:
                     logger.warning(
                         "hegmd cannot find out which processes the driver has locked or checkpointed: %s", error.message
                     )
-                self._link.kill("nobody is left to be asked")
+                self._link.kill("hegmd is stopping")
                 self._ended = anyio.current_time()
                 looked.set()
                 self.changed()

@@ -333,7 +333,7 @@ def to_cut_back(reasons: Sequence[Reason], grown: Sequence[GrownFile]) -> Sequen
 
 def _require_absolute(path: str) -> None:
     if not os.path.isabs(path) or "\0" in path:
-        raise HegmError(BAD_REQUEST, f"{path[:200]!r} is no absolute path", "give an absolute path")
+        raise HegmError(BAD_REQUEST, f"{path[:200]!r} is not an absolute path", "give an absolute path")
 
 
 def _require_own(snapshot: NodeSnapshotForPlan, pids: Sequence[int], rights: Rights) -> None:

@@ -96,7 +96,7 @@ class Operations:
         """Move jobs to another GPU. Raises HegmError with every reason why not."""
         if restart.via not in (None, RESTART):
             raise HegmError(
-                BAD_REQUEST, f"there is no way {str(restart.via)[:40]!r}", "leave --via out, or write --via restart"
+                BAD_REQUEST, f"there is no method {str(restart.via)[:40]!r}", "leave --via out, or write --via restart"
             )
         if to is None and restart.via is None:
             raise HegmError(BAD_REQUEST, "migrate needs a target GPU", "run: hegmctl gpus")
@@ -175,7 +175,7 @@ class Operations:
         if op is not None and op.phase == HOLDING:
             return await self._release_held(op, pid, to, asked)
         if op is None or op.phase != SUSPENDED:
-            raise not_suspended(pid, op, "hegmctl ops lists what is suspended")
+            raise not_suspended(pid, op, "run: hegmctl ops")
         plan = await self._plan_resume(op, to)
         if asked.dry_run:
             return OperationResult(None, plan_record(plan))
@@ -237,7 +237,7 @@ class Operations:
         driven = await orphans.stands(pid)
         self._check_owner(asked, driven.uid, f"process {pid}")  # it may be listed nowhere
         if driven.state == "running":
-            raise Refused(f"process {pid} is not parked: there is nothing to adopt", "see: hegmctl ps", {"pid": pid})
+            raise Refused(f"process {pid} is not parked: there is nothing to adopt", "run: hegmctl ps", {"pid": pid})
         _refuse_elsewhere(pid, driven.gpu, to)
         op = adopted_of_driver(self.runner.next_id(), driven, utc=self._utc())
         there = Candidate(

@@ -135,11 +135,11 @@ class ParkedOrphans:
         if worker is None or not worker.connected:
             if start_ticks_of(pid) is None:
                 raise HegmError(NOT_FOUND, *no_such_process(pid), {"pid": pid})
-            raise HegmError(NOT_FOUND, f"process {pid} has no connected agent", "see: hegmctl adopt", {"pid": pid})
+            raise HegmError(NOT_FOUND, f"process {pid} has no connected agent", "run: hegmctl adopt", {"pid": pid})
         others = [other for other in self._workers if other is not worker and _is_same_job(worker, other)]
         found = [await self._asked(one) for one in (worker, *others) if one is worker or self.is_orphan(one)]
         if not self.is_orphan(worker):
-            raise Refused(f"process {pid} is not parked: there is nothing to adopt", "see: hegmctl ps", {"pid": pid})
+            raise Refused(f"process {pid} is not parked: there is nothing to adopt", "run: hegmctl ps", {"pid": pid})
         return tuple(found)
 
     async def _asked(self, worker: AgentConnection) -> Standing:
@@ -165,7 +165,7 @@ class ParkedOrphans:
 
     def orphans(self) -> Iterable[Orphan]:
         for worker in self.standing():
-            out = f", {worker.held_bytes} bytes of it are out" if worker.held_bytes else ""
+            out = f", {worker.held_bytes} bytes of it are offloaded" if worker.held_bytes else ""
             yield Orphan(
                 name=str(worker.pid),
                 kind="process",
@@ -228,7 +228,7 @@ class Orphans:
                 freed_bytes = await source.drop(name)
                 self._events.record("pool.dropped", "warning", f"{name} was dropped", facts={"name": name})
                 return freed_bytes
-        raise HegmError(NOT_FOUND, f"nothing orphan is called {name[:120]!r}", "see: hegmctl adopt")
+        raise HegmError(NOT_FOUND, f"there is no orphan {name[:120]!r}", "run: hegmctl adopt")
 
     def hear(self, news: str, _worker: AgentConnection) -> None:
         """Listens to the workers."""

@@ -64,7 +64,7 @@ class OperationResult:
 def limits_of(limit_s: float | None, hold_s: float | None = None) -> Limits:
     """The limits of an operation; those that were not asked for are the daemon's own. Raises HegmError."""
     limits = Limits()
-    for asked_s, what in ((limit_s, "the wait for a boundary"), (hold_s, "standing there")):
+    for asked_s, what in ((limit_s, "the wait for a boundary"), (hold_s, "the time parked there")):
         if asked_s is not None:
             _require_limit(asked_s, what)
     return limits.replace(park_s=limit_s or limits.park_s, hold_s=hold_s or limits.hold_s)

@@ -248,7 +248,7 @@ class Restarts(BackgroundTasks):
     def _require_mine(self, supervisor: Supervisor, op_id: str) -> Operation:
         op = self._runner.history(op_id).operation
         if self._supervisors.of_operation(supervisor.uid, op_id) is not supervisor:
-            raise Refused(f"another process waits for operation {op_id} already", "see: hegmctl ps")
+            raise Refused(f"another process waits for operation {op_id} already", "run: hegmctl ps")
         return op
 
 

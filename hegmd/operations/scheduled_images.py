@@ -207,7 +207,7 @@ def _against(wish: PeriodicImages) -> str | None:
     if not 1 <= wish.keep <= MAX_KEPT:
         return f"{wish.keep} images cannot be kept; use 1 to {MAX_KEPT}"
     if not os.path.isabs(wish.path) or "\0" in wish.path or len(wish.path) > MAX_PATH:
-        return f"{wish.path[:200]!r} is no absolute path"
+        return f"{wish.path[:200]!r} is not an absolute path"
     return None
 
 

@@ -438,7 +438,7 @@ def _unreachable(node: NodeSnapshot) -> Iterator[Unreachable]:
                 gpus=tuple([use.gpu for use in process.gpus]),
                 vram_bytes=_sum([use.vram_bytes for use in process.gpus]),
                 ended=has_ended(process),
-                why=process.note or "it cannot be seen",
+                why=process.note or "hegmd cannot see it",
             )
 
 

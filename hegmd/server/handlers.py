@@ -234,8 +234,8 @@ def _check_known(pids: frozenset[int], snapshot: NodeSnapshot) -> None:
         some = ", ".join(str(pid) for pid in missing[:10])
         raise HegmError(
             NOT_FOUND,
-            f"no process {some} on any GPU of this node",
-            "hegmctl ps lists those that are; a job shows up once it has opened a GPU",
+            f"process {some} is on no GPU of this node",
+            "run: hegmctl ps; a job is listed once it has opened a GPU",
             {"pids": missing[:100]},
         )
 

@@ -118,7 +118,7 @@ def _begun(argv: Sequence[str], passed: int) -> subprocess.Popen[bytes]:
         )
     except OSError as error:
         message = f"{argv[0]} cannot be started: {error.strerror or error}"
-        hint = "run it by hand as the daemon's user to see why"
+        hint = "run it by hand as the daemon's user"
         raise ExternalError(message, hint, argv=argv, status=None, output_tail="") from error
 
 

@@ -106,8 +106,8 @@ def read_memory(fd: int, view: memoryview, place: int) -> int:
         raise HegmError(
             UNAVAILABLE,
             f"the memory with the job's bytes cannot be read from byte {place} on: {error.strerror or error}",
-            "a memory module of the node may be broken: see dmesg for memory errors (EDAC, MCE, hwpoison); what can be "
-            "read is kept, and an image of the job, if there is one, restores it",
+            "check dmesg for memory errors (EDAC, MCE, hwpoison): a memory module may be broken; restore the job from "
+            "an image if there is one",
             {"errno": error.errno, "at_bytes": place},
         ) from error
 
@@ -123,7 +123,7 @@ def shortened(held_bytes: int, size_bytes: int) -> Refused:
     """A piece of the pool is smaller than what was put into it. The job's user can do that; so can a fault of ours."""
     return Refused(
         f"the memory that holds the job's bytes has {held_bytes} bytes, and {size_bytes} were expected",
-        "its file was shortened, or hegmd counted wrongly: read the log of hegmd, and who else has that file open",
+        "read the log of hegmd, and check which other process has that file open: it may have truncated it",
         {"held_bytes": held_bytes, "expected_bytes": size_bytes},
     )
 
@@ -135,7 +135,7 @@ def changed(whose: str, number: int, count: int) -> HegmError:
         UNAVAILABLE,
         f"{whose}: chunk {number} of {count} has changed in memory since the job was suspended "
         f"(bytes {start} to {start + CHUNK_BYTES})",
-        "the job stays suspended and its bytes are kept; see dmesg for memory errors, and restore the job from an "
-        'image if there is one. To use the bytes as they are: pool.verify = "off", restart hegmd, and resume',
+        "check dmesg for memory errors, and restore the job from an image if there is one; the job stays suspended and "
+        'its bytes are kept. To use them anyway, set pool.verify = "off", restart hegmd, and resume',
         {"chunk": number},
     )

@@ -115,10 +115,10 @@ async def run(
         with anyio.fail_after(deadline_s):
             status = await run_detached(child.live, name=f"program {argv[0]}", linger_s=linger_s)
     except TimeoutError:
-        fate = "and does not end even by SIGKILL" if child.status is None else "and was ended"
+        fate = "and did not end after SIGKILL" if child.status is None else "and was ended"
         message = f"{_shown(argv)} was not done after {deadline_s:g} s {fate}"
         _log.warning("%s", message)
-        hint = f"run `{_shown(argv)}` by hand to see where it waits"
+        hint = f"run `{_shown(argv)}` by hand to find where it blocks"
         tail = _end_of(child.stdout.text(), child.stderr.text())
         raise ExternalError(message, hint, argv=argv, status=child.status, output_tail=tail) from None
     duration_s = time.monotonic() - started
@@ -132,7 +132,7 @@ async def start_keeper(folder: Path) -> None:
     argv = [sys.executable, "-m", "hegmd.memory.keeper", str(folder)]
     environ = {"PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
     completed = await run(argv, deadline_s=KEEPER_START_S, env=environ)
-    completed.require(f"see what it says: python3 -m hegmd.memory.keeper {folder}")
+    completed.require(f"run: python3 -m hegmd.memory.keeper {folder}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,14 +29,14 @@ def scarcity(error: BaseException) -> HegmError | None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return HegmError(
             UNAVAILABLE,
-            f"hegmd has as many files open as it may, {limit}",
-            "ask again; if that stays, raise LimitNOFILE= of hegmd.service (without systemd `ulimit -n`)",
+            f"hegmd has reached its limit of {limit} open files",
+            "try again; if it happens again, raise LimitNOFILE= of hegmd.service (without systemd `ulimit -n`)",
             {"limit": "RLIMIT_NOFILE", "files": limit},
         )
     if error.errno == errno.ENFILE:
-        message = "the node has as many files open as it may, by fs.file-max"
-        return HegmError(UNAVAILABLE, message, "ask again; if that stays, raise it: sysctl fs.file-max")
+        message = "the node has reached its limit of open files, fs.file-max"
+        return HegmError(UNAVAILABLE, message, "try again; if it happens again, raise it: sysctl fs.file-max")
     if error.errno == errno.ENOMEM:
-        hint = "ask again; if that stays, free memory: `ps --sort=-rss -eo pid,rss,args` shows what has it"
-        return HegmError(UNAVAILABLE, "the kernel has no memory left to look by", hint)
+        hint = "try again; if it happens again, free memory: ps --sort=-rss -eo pid,rss,args"
+        return HegmError(UNAVAILABLE, "the kernel has no free memory for the request", hint)
     return None

@@ -133,7 +133,7 @@ def _number(said: Mapping[str, str], name: str) -> int:
 def _misunderstood(name: str, value: str) -> HegmError:
     return HegmError(
         USAGE,
-        f"the environment variable {name} makes no sense: {value!r}",
+        f"the environment variable {name} is not valid: {value!r}",
         "start hegmd by its systemd unit, or unset the variable to start it by hand",
         {"variable": name, "value": value},
     )
@@ -314,7 +314,7 @@ class ServiceManager:
             raise HegmError(
                 UNAVAILABLE,
                 f"the service manager does not take {len(descriptors)} descriptors: {error.strerror or error}",
-                "look at `systemctl status hegmd` and at the journal for what the service manager says",
+                "run: systemctl status hegmd; and read the journal of the service manager",
                 {"errno": error.errno, "descriptors": len(descriptors)},
             ) from error
 

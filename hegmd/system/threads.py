@@ -22,7 +22,7 @@ import anyio
 from hegmd.errors import TIMEOUT, UNAVAILABLE, HegmError
 
 T = TypeVar("T")
-_SERVED = "see what serves it (findmnt -T FILE, ps): the server of a network disk or a FUSE program may be gone"
+_SERVED = "check its file server (findmnt -T FILE, ps): a network disk or a FUSE program may have ended"
 
 
 class _Outcome(Generic[T]):
@@ -93,7 +93,7 @@ class Looks:
         if len(self._under_way) >= self._most:
             raise HegmError(
                 UNAVAILABLE,
-                f"{len(self._under_way)} looks at files have not come to their end, at {self._now()}",
+                f"{len(self._under_way)} reads of files have not ended, at {self._now()}",
                 _SERVED,
             )
         self._last += 1
@@ -123,5 +123,5 @@ def _no_resources(error: Exception) -> HegmError:
     return HegmError(
         UNAVAILABLE,
         f"hegmd cannot start a thread: {error}",
-        "look for what takes the node's processes, threads or files; raise TasksMax= and LimitNOFILE= of hegmd.service",
+        "raise TasksMax= and LimitNOFILE= of hegmd.service, or find what uses the node's threads and files",
     )

@@ -72,7 +72,7 @@ async def start_unit(
     whole += [f"--property={key}={value}" for key, value in given.items()]
     done = await run([*whole, "--", program, *argv[1:]], deadline_s=deadline_s + _SLACK_S, path=path)
     if done.status != 0 and _TAKEN.search(done.stderr) is not None:
-        raise UnitTaken(f"there is a unit {name} already", f"see what runs in it: systemctl status {name}")
+        raise UnitTaken(f"the unit {name} already exists", f"run: systemctl status {name}")
     return done
 
 

@@ -100,7 +100,7 @@ class AuditFile:
         if self._at_line_start:
             self._recover()
         else:
-            self._lose("there is no room for more")
+            self._lose("too many records wait to be written")
 
     def _is_elsewhere(self, path: Path) -> bool:
         """Whether the open file is not, or no longer, the one of that name."""
@@ -156,8 +156,8 @@ def _open(path: Path) -> int:
         raise HegmError(
             BAD_CONFIG,
             f"the audit file {path} cannot be opened: {error.strerror}",
-            "set audit.file to a path below /var/log/hegm, which the service may write, or open another directory "
-            "to it with ReadWritePaths= (systemctl edit hegmd)",
+            "set audit.file to a path below /var/log/hegm, or let the service write another directory with "
+            "ReadWritePaths= (systemctl edit hegmd)",
         ) from error
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):

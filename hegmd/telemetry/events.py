@@ -186,7 +186,7 @@ class Subscription:
         """The next event if there is one already."""
         if self._lost_place:
             self._lost_place = False
-            text = "events are counted from 1 again since hegmd was started; all that it remembers follows"
+            text = "hegmd was restarted and numbers its events from 1 again; all events that it has follow"
             return self._log.missed(None, text)
         oldest = self._log.oldest_seq
         if self._next < oldest:

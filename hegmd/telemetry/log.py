@@ -315,7 +315,7 @@ class LogSetup:
                 raise HegmError(
                     UNAVAILABLE,
                     f"the log cannot go to the journal: {error.strerror}",
-                    "look for what takes the daemon's descriptors, or raise LimitNOFILE= of hegmd.service",
+                    "raise LimitNOFILE= of hegmd.service, or find what uses the daemon's descriptors",
                 ) from error
             return SinkHandler(socket_to_it, log_formats.journal), form
         line_form = log_formats.json_line if form == "json" else log_formats.text

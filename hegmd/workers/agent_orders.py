@@ -50,7 +50,7 @@ class AgentAway(HegmError):
         super().__init__(
             DISCONNECTED,
             f"the agent in process {pid} is not connected: {what}",
-            "it connects again by itself; see `hegmctl ps`, and the job's own output if it does not",
+            "wait for it to reconnect; if it does not, run: hegmctl ps, and read the output of the job",
             {"pid": pid},
         )
 
@@ -61,7 +61,7 @@ class OrderFailed(HegmError):
     def __init__(self, pid: int, do: str, report: AgentReport) -> None:
         why = report.message or "the agent gave no reason"
         super().__init__(
-            REFUSED, f"{do} in process {pid}: {why}", report.hint or "look at what the job is doing", {"pid": pid}
+            REFUSED, f"{do} in process {pid}: {why}", report.hint or "check what the job is doing", {"pid": pid}
         )
         #: For how many bytes its GPU has no room; None if it failed for another reason.
         self.lacks_bytes = report.lacks_bytes
@@ -91,7 +91,7 @@ class Given(Awaited[AgentReport]):
         """What was reported. Raises OrderFailed, or AgentAway when the connection ended before."""
         await self.over.wait()
         if self.reported is None:
-            raise AgentAway(self._pid, f"it left while it was told to {self.do}")
+            raise AgentAway(self._pid, f"it disconnected during the order to {self.do}")
         if self.reported.result != DONE:
             raise OrderFailed(self._pid, self.do, self.reported)
         return self.reported

@@ -46,7 +46,7 @@ class SupervisorAway(HegmError):
         super().__init__(
             DISCONNECTED,
             f"the supervisor of the job (run {run}) is not connected: {what}",
-            "it connects again by itself; if its hegmctl run has ended and a state is held, go on with: "
+            "wait for it to reconnect; if its hegmctl run has exited and a state is kept, run: "
             f"{go_on_command(operation)}",
             {"run": run, "operation": operation},
         )
@@ -58,7 +58,7 @@ class OrderFailed(HegmError):
     def __init__(self, pid: int, do: str, report: SuperviseReport) -> None:
         why = report.message or "it gave no reason"
         super().__init__(
-            REFUSED, f"the job was not restarted: {why}", report.hint or "see what it printed", {"pid": pid}
+            REFUSED, f"the job was not restarted: {why}", report.hint or "read what it printed", {"pid": pid}
         )
         self.do = do
 
@@ -327,7 +327,7 @@ class Supervisors:
         """Take what a supervisor reports. Raises Refused when it does not attend on that connection."""
         attending = self._links.get(key)
         if attending is None:
-            raise Refused("this connection supervises nothing", "send supervise first, on the same connection")
+            raise Refused("this connection has no supervisor", "send supervise first, on the same connection")
         supervisor, link = attending
         supervisor.take(link, report)
         self._tell(supervisor)
@@ -336,15 +336,16 @@ class Supervisors:
         known = self.find(uid, offer.run)
         ticks = self._start_ticks(pid)
         if ticks is None:
-            raise Refused(f"process {pid} cannot be seen from here", "run hegmd where it sees the node's processes")
+            raise Refused(f"hegmd cannot see process {pid}", "run hegmd in the node's own pid namespace")
         if known is not None and (known.pid, known.start_ticks) == (pid, ticks):
             return known
         if known is not None:
             raise Refused(
-                f"process {known.pid} supervises run {offer.run[:40]} already", "see: hegmctl ps; every run has one"
+                f"process {known.pid} already supervises run {offer.run[:40]}",
+                "run: hegmctl ps; each run has one supervisor",
             )
         if not offer.run:
-            raise Refused("a supervisor has to name its run", "HEGM_RUN is what its command has it from")
+            raise Refused("a supervisor has to name its run", "set HEGM_RUN in the environment of its command")
         try:
             pidfd = os.pidfd_open(pid)
         except OSError as error:

@@ -146,7 +146,7 @@ class AgentConnection:
         raise HegmError(
             TIMEOUT,
             f"the agent of process {self.pid} has not answered a {do} within {given.deadline - began:.1f} s",
-            "the job goes on as it is; look for its agent with HEGM_AGENT_DEBUG=FILE, or start the job anew",
+            "start the job with HEGM_AGENT_DEBUG=FILE to log what its agent does; the job continues",
             {"pid": self.pid, "do": do},
         )
 
@@ -330,7 +330,7 @@ class Workers:
         """Take what an agent reports on that connection. Raises Refused when it does not attend there."""
         attending = self._links.get(key)
         if attending is None:
-            raise Refused("this connection attends no orders", "send agent.attend first, on the same connection")
+            raise Refused("this connection takes no orders", "send agent.attend first, on the same connection")
         worker, link = attending
         worker.take(link, report)
 
@@ -343,7 +343,7 @@ class Workers:
         if ticks is None:
             raise HegmError(
                 DENIED,
-                f"process {pid} cannot be seen from here",
+                f"hegmd cannot see process {pid}",
                 "run hegmd where it sees the processes of the node: in its pid namespace, with its /proc",
             )
         identity = Identity(pid, ticks, uid)

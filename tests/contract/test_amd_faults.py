@@ -35,7 +35,7 @@ def test_a_fact_that_fails_is_noted_and_the_others_are_told(look: Look, scenario
     scenario.order(f"error amdsmi_get_power_info@0 {IO}")
     first, second = look().gpus
     assert (first.state, first.power_watts, first.power_limit_watts) == ("ok", None, 750)
-    assert first.health.notes == ("the driver failed to tell its power (IO - I/O Error)",)
+    assert first.health.notes == ("the driver failed to report its power (IO - I/O Error)",)
     assert first.health.state == "warn"
     assert second.health.state == "ok"
     scenario.mend()
@@ -208,8 +208,8 @@ def test_what_the_binding_cannot_take_apart_is_that_facts_failure(
         ("ok", uuid(0), "AMD gfx942"),
         ("ok", uuid(1), "AMD gfx942"),
     ]
-    assert snapshot.gpus[0].health.notes == ("the driver failed to tell its chip (the binding: ValueError)",)
-    assert snapshot.gpus[1].health.notes == ("the driver failed to tell its chip (the binding: UnicodeDecodeError)",)
+    assert snapshot.gpus[0].health.notes == ("the driver failed to report its chip (the binding: ValueError)",)
+    assert snapshot.gpus[1].health.notes == ("the driver failed to report its chip (the binding: UnicodeDecodeError)",)
 
 
 def test_a_library_that_does_not_start_again_fails_as_a_whole(

@@ -170,7 +170,7 @@ def test_processes_that_are_not_told_are_missed(look: Look, scenario: Scenario) 
     scenario.order("error amdsmi_get_gpu_process_list@0 7")
     snapshot = look()
     assert shares(snapshot) == {(4712, 1): 1}
-    assert snapshot.gpus[0].health.notes == ("the driver failed to tell its processes (status 7)",)
+    assert snapshot.gpus[0].health.notes == ("the driver failed to report its processes (status 7)",)
 
 
 def test_the_kernels_list_of_processes_goes_before_the_librarys(

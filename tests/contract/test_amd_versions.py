@@ -71,7 +71,7 @@ def test_a_library_that_is_missing_leaves_the_kernels_files(
 ) -> None:
     told, said = in_a_process(kernel, own_rocm, scenario)
     assert told == [[None, [uuid(0), uuid(1)], None]] * 2
-    assert said.count("the library of AMD SMI, libamd_smi.so, is not here") == 1
+    assert said.count("the library of AMD SMI, libamd_smi.so, is not installed") == 1
 
 
 def test_a_library_that_is_there_is_used(own_rocm: Path, scenario: Scenario, kernel: FakeSys) -> None:
@@ -95,7 +95,7 @@ def test_a_missing_binding_leaves_the_kernels_files(own_rocm: Path, scenario: Sc
     (shadow / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'amdsmi'\", name='amdsmi')\n")
     told, said = in_a_process(kernel, own_rocm, scenario, python_path=str(shadow.parent))
     assert told == [[None, [uuid(0), uuid(1)], None]] * 2
-    assert "the Python package amdsmi is not here" in said
+    assert "the Python package amdsmi is not installed" in said
 
 
 @pytest.mark.thorough
@@ -105,7 +105,7 @@ def test_a_library_older_than_the_binding_leaves_the_kernels_files(
     build_stub("amdsmi", own_rocm / "lib", hide=["amdsmi_get_gpu_ptl_state", "amdsmi_get_afids_from_cper"])
     told, said = in_a_process(kernel, own_rocm, scenario)
     assert told == [[None, [uuid(0), uuid(1)], None]] * 2
-    assert "does not have all that its binding needs" in said
+    assert "the library of AMD SMI lacks what its binding needs (" in said
     assert "amdsmi_get_afids_from_cper" in said
 
 
@@ -139,7 +139,7 @@ def test_the_binding_that_rocm_ships_goes_before_an_installed_one(
     (shipped / "_version.py").write_text('__version__ = "25.5.1"\n')
     told, said = in_a_process(kernel, own_rocm, scenario)
     assert told[0][0] is None
-    assert "25.5.1, is not made for it" in said
+    assert "but its binding is made for 25.5.1" in said
 
 
 def test_a_node_without_the_driver_never_loads_the_library(own_rocm: Path, scenario: Scenario, kernel: FakeSys) -> None:
@@ -167,5 +167,5 @@ def test_without_a_library_and_without_kfd_there_is_nothing(
 ) -> None:
     shutil.rmtree(kernel.kfd)
     told, _ = in_a_process(kernel, own_rocm, scenario)
-    assert "libamd_smi.so, is not here, and the kernel lists no GPU" in str(told[0][0])
+    assert "libamd_smi.so, is not installed, and the kernel lists no GPU" in str(told[0][0])
     assert "ROCm 7" in str(told[0][1])

@@ -287,9 +287,9 @@ async def test_bytes_whose_video_memory_is_gone_are_not_taken_from_the_pool(movi
         await job.take_out()
         job.rig.memory.close()
         job.carrier = HostCarrier(job.rig.link, job.rig.gpus, job.rig.pool, job.rig.memory)
-        with pytest.raises(Refused, match="on their way to the pool, and that is gone"):
+        with pytest.raises(Refused, match="the staging copy with the bytes of process"):
             await job.put_back()
-        with pytest.raises(Refused, match="on their way to the pool, and that is gone"):
+        with pytest.raises(Refused, match="the staging copy with the bytes of process"):
             async with job.carrier.overlap_checkpoint(job.off):
                 pass
         await job.carrier.release(job.subject)

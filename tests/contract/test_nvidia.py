@@ -325,7 +325,7 @@ def test_a_card_that_keeps_its_processes_to_itself_says_so(node: NvidiaNode, pro
     node.scenario.order("error nvmlDeviceGetComputeRunningProcesses_v3@0 4")
     health = provider.snapshot().gpus[0].health
     assert health.state == "warn"
-    assert health.notes == ("the driver does not tell which processes use this GPU",)
+    assert health.notes == ("the driver does not report which processes use this GPU",)
 
 
 @pytest.mark.parametrize("changed", [False, True])

@@ -34,9 +34,9 @@ def health(provider: NvidiaProvider, index: int = 0) -> Health:
     ("facts", "state", "note"),
     [
         ({"ecc_uncorrected": 2}, "warn", "2 uncorrected memory errors"),
-        ({"remapped_rows": "0 1 1 0"}, "warn", "wait for a reset to be replaced"),
+        ({"remapped_rows": "0 1 1 0"}, "warn", "bad memory rows are replaced at the next reset"),
         ({"remapped_rows": "0 8 0 1"}, "failed", "replace the GPU"),
-        ({"retired_pending": 1}, "warn", "wait for a reset to be taken out of use"),
+        ({"retired_pending": 1}, "warn", "bad memory pages are retired at the next reset"),
         ({"field.230": 1}, "failed", "nvidia-smi --gpu-reset -i 0"),
         ({"field.230": 2}, "failed", "a reboot of the node"),
         ({"field.230": 77}, "failed", "recovery action 77"),

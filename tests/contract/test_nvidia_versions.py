@@ -98,7 +98,9 @@ def test_a_library_without_process_lists_says_that_it_does_not_tell(tmp_path: Pa
     provider.close()
     assert snapshot.uses == ()
     assert [gpu.mps for gpu in snapshot.gpus] == [None, None]
-    assert all("does not tell which processes" in gpu.health.notes[0] for gpu in snapshot.gpus)
+    assert all(
+        "the driver does not report which processes use this GPU" in gpu.health.notes[0] for gpu in snapshot.gpus
+    )
 
 
 @pytest.mark.thorough

@@ -94,7 +94,7 @@ def frees_all_and_makes_them_again_on_their_streams(_state: Path) -> None:
     assert (job.shown.out, [storage.data_ptr() for storage in job.storages]) == (True, [0, 0, 0])
     assert job.free_bytes >= full_bytes + RESERVED_BYTES
     job.shown.free()
-    with pytest.raises(HegmError, match="freed already"):
+    with pytest.raises(HegmError, match="its storages are already freed and cannot be exported"):
         job.shown.show()
     job.torch.cuda.made_on.clear()
     view = job.shown.make(None)

@@ -113,12 +113,12 @@ def test_what_does_not_fit_is_refused_with_numbers_and_a_way_out() -> None:
     provider.hold("c", 71, "gpu0", 6 * GIB)
     with pytest.raises(Refused) as caught:
         provider.hold("d", 72, "gpu0", 3 * GIB)
-    assert caught.value.message == "gpu0 has 2 GiB of 8 GiB free, and 3 GiB more were asked for"
+    assert caught.value.message == "gpu0 has 2 GiB of 8 GiB free, and 3 GiB more were requested"
     assert caught.value.hint.startswith("use gpu1, where 8 GiB are free, or ask for at most 2 GiB")
     assert caught.value.facts["free_bytes"] == 2 * GIB
     with pytest.raises(Refused) as caught:
         provider.hold("c", 71, "gpu0", 8 * GIB + 1)
-    assert f"{2 * GIB + 1} B more were asked for" in caught.value.message
+    assert f"{2 * GIB + 1} B more were requested" in caught.value.message
     assert caught.value.hint.startswith("ask for at most 8 GiB")
     assert shares(provider.snapshot()) == {(71, "gpu0"): 6 * GIB}
 

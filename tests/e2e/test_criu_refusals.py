@@ -56,7 +56,7 @@ CASES = (
     Case(
         "a connected unix socket",
         "import socket\nheld = socket.socket(socket.AF_UNIX); held.connect(sys.argv[2])",
-        "has a unix socket connected to outside of the job",
+        "has a Unix socket connected to a process outside the job",
         None,
     ),
     Case(

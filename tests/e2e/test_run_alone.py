@@ -35,7 +35,7 @@ def test_a_gpu_that_the_daemon_started_for_the_job_has_not_is_refused(socket_dir
 
 
 def test_no_daemon_is_started_where_somebody_else_could_answer(socket_dir: Path) -> None:
-    """A folder that others may write to was used, and one of them could put a socket of its own in its place."""
+    """A folder that is not the user's alone was used, and one of them could put a socket of its own in its place."""
     if os.access("/run/hegm/hegmd.sock", os.W_OK):
         pytest.skip("this node has a daemon that is found first")
     folder = socket_dir / "hegm"
@@ -44,7 +44,7 @@ def test_no_daemon_is_started_where_somebody_else_could_answer(socket_dir: Path)
     words = ("run", "--simulate", "1x1GiB", "--", "echo", "trains")
     refused = _run(*words, XDG_RUNTIME_DIR=str(socket_dir))
     assert (refused.returncode, refused.stdout) == (6, "")
-    assert f"{folder} is not this user's alone" in refused.stderr
+    assert f"{folder} is open to other users, who could answer there" in refused.stderr
     folder.chmod(0o700)
     assert _run(*words, XDG_RUNTIME_DIR=str(socket_dir)).stdout == "trains\n"
 

@@ -135,7 +135,7 @@ def test_on_a_full_disk_no_move_begins_and_one_that_has_begun_comes_to_its_end(d
         daemon.fill()
         assert job.operation("resume", job.pid)["phase"] == "done", "the room that was reserved was not enough"
         refused = job.command("migrate", job.pid, "--to", "gpu1", status=14)[-1]["error"]
-        assert "cannot be given the room that an operation needs: No space left on device" in refused["message"]
+        assert "cannot be extended for an operation: No space left on device" in refused["message"]
         assert "df -h" in refused["hint"]
         job.steps(3)
         daemon.empty()

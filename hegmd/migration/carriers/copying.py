@@ -145,8 +145,8 @@ class CopyingCarrier(AtOnce):
         if end_bytes > self.space_bytes(subject):
             held_bytes = self.space_bytes(subject)
             raise Refused(
-                f"process {subject.pid} has {end_bytes} bytes to carry, and memory for {held_bytes} is held",
-                "ask again: it has grown since it was counted",
+                f"process {subject.pid} has {end_bytes} bytes to offload, but {held_bytes} bytes are reserved for it",
+                "try again: the process has grown since it was measured",
                 {"needed_bytes": end_bytes, "held_bytes": held_bytes},
             )
         await self.before_copy_out(subject, end_bytes)
@@ -257,14 +257,14 @@ class CopyingCarrier(AtOnce):
                     raise
                 raise DriverOutOfMemory(
                     f"the driver has no memory left to copy for process {subject.pid}: {error.message}",
-                    "free video memory on its GPU; it has its bytes, or they are held, and it is tried again by itself",
+                    "free GPU memory on its GPU; its bytes are kept, and hegmd tries again",
                     {**error.facts, "pid": subject.pid},
                 ) from error
             except HelperLost as error:
                 self.routes.pop(lane_of(subject), None)
                 if attempt == _ATTEMPTS:
                     raise
-                logger.warning("copying for process %d begins anew: %s", subject.pid, error.message)
+                logger.warning("copying for process %d starts again: %s", subject.pid, error.message)
         raise AssertionError("the last attempt returns or raises")
 
     async def _route(self, subject: MigratedProcess) -> CopyClient:
@@ -286,7 +286,7 @@ def note_short(subject: MigratedProcess, report: AgentReport) -> None:
     """Log that the agent could not restore its allocator's cache: the next training step may lack that memory."""
     if report.short_bytes:
         logger.warning(
-            "process %d had %d MiB more for later on %s, which others have now: its next step may lack them",
+            "process %d lost %d MiB of its reservation on %s to other processes: its next step may lack memory",
             subject.pid,
             report.short_bytes // MIB,
             subject.gpu,

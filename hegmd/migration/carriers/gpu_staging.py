@@ -100,7 +100,7 @@ class Near:
             finally:
                 self._gpus.changed()
         except HegmError as error:
-            logger.info("no video memory is taken on %s for %s: %s", gpu, owner, error.message)
+            logger.info("no staging memory on %s for %s: %s", gpu, owner, error.message)
             return False
         return True
 

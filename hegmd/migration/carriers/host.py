@@ -98,7 +98,7 @@ class HostCarrier(CopyingCarrier):
         except HegmError as error:
             if subject.gpu is not None or not self._marks.is_unmarked(subject):
                 raise
-            logger.warning("process %d is to copy its bytes itself: %s", subject.pid, error.message)
+            logger.warning("process %d copies its bytes itself: %s", subject.pid, error.message)
 
     async def abandon(self, subject: MigratedProcess) -> None:
         self._ahead.pop(lane_of(subject), None)
@@ -152,7 +152,9 @@ class HostCarrier(CopyingCarrier):
                 await self.with_route(subject, begin)
                 return
             except HegmError as error:
-                logger.warning("process %d is copied straight to the pool: %s", subject.pid, error.message)
+                logger.warning(
+                    "process %d is copied to the pool without a staging copy: %s", subject.pid, error.message
+                )
         if self._marks.of(subject) is not None:
             await self.with_route(subject, lambda route: route.mark(None))
         await self._give_near(subject)
@@ -187,7 +189,9 @@ class HostCarrier(CopyingCarrier):
     async def _settle(self, subject: MigratedProcess, mark: Mark, done: OverlappedCopy) -> None:
         began = anyio.current_time()
         if mark.owner != staging_out_owner(subject):
-            logger.info("bytes of process %d that are held for %s come to its piece now", subject.pid, mark.owner)
+            logger.info(
+                "bytes of process %d that are staged for %s are copied to its pool segment", subject.pid, mark.owner
+            )
 
         async def drain(route: CopyClient) -> None:
             await self._have_near(route, subject, mark.owner)
@@ -208,7 +212,7 @@ class HostCarrier(CopyingCarrier):
         try:
             await self.abandon(subject)
         except HegmError as error:  # it is asked again when the operation ends
-            logger.warning("the helper is not rid of process %d yet: %s", subject.pid, error.message)
+            logger.warning("the GPU helper still copies for process %d: %s", subject.pid, error.message)
 
     # -- and back ------------------------------------------------------------------------------------------------------
 
@@ -273,7 +277,7 @@ class HostCarrier(CopyingCarrier):
             await self._have_near(route, subject, staging_in_owner(subject))
             await route.start_copy("in", size_bytes)
         except HegmError as error:
-            logger.warning("nothing of process %d goes ahead of it: %s", subject.pid, error.message)
+            logger.warning("no staging copy for process %d: %s", subject.pid, error.message)
             await self.abandon(subject)
             return
         done.size_bytes = size_bytes
@@ -289,7 +293,7 @@ class HostCarrier(CopyingCarrier):
         except HelperLost:
             raise
         except HegmError as error:
-            logger.warning("nothing of process %d has gone ahead of it: %s", subject.pid, error.message)
+            logger.warning("the staging copy for process %d failed: %s", subject.pid, error.message)
             del self._ahead[lane_of(subject)]
             return False
         logger.info("copied in beside: %s", copied)
@@ -308,7 +312,9 @@ class HostCarrier(CopyingCarrier):
             except OrderFailed as error:
                 if error.lacks_bytes is None or not self._near.held_bytes(staging_in_owner(subject)):
                     raise
-                logger.warning("what went ahead of process %d makes room for it: %s", subject.pid, error.message)
+                logger.warning(
+                    "the staging copy for process %d is dropped to free memory: %s", subject.pid, error.message
+                )
                 await self._give_near(subject)
                 return await super().reload(subject, on_progress, making)
 
@@ -332,7 +338,7 @@ class HostCarrier(CopyingCarrier):
                 await self.with_route(subject, lambda route: route.mark(None))
             await self._give_near(subject, None if mark is None else mark.owner)
         except HegmError as error:  # it is given back with the rest
-            logger.warning("video memory beside process %d is still held: %s", subject.pid, error.message)
+            logger.warning("the staging memory of process %d is still reserved: %s", subject.pid, error.message)
 
     # -- video memory beside -------------------------------------------------------------------------------------------
 
@@ -359,7 +365,7 @@ class HostCarrier(CopyingCarrier):
         if not held or known.in_use.locked() or not self._marks.is_unmarked(subject):
             return False
         async with known.in_use:
-            logger.info("what is held beside process %d on %s is given back: others need the room", subject.pid, gpu)
+            logger.info("the staging memory of process %d on %s is released: other jobs need it", subject.pid, gpu)
             try:
                 ahead, route = self._ahead.get(lane_of(subject)), self.routes.get(lane_of(subject))
                 if ahead is not None and ahead.route is route:  # released once no copy writes to it
@@ -367,7 +373,7 @@ class HostCarrier(CopyingCarrier):
                         await ahead.route.finish_copy(ahead.size_bytes)
                 await self._give_near(subject)
             except HegmError as error:
-                logger.warning("video memory beside process %d is still held: %s", subject.pid, error.message)
+                logger.warning("the staging memory of process %d is still reserved: %s", subject.pid, error.message)
                 return False
         return True
 
@@ -412,7 +418,9 @@ class HostCarrier(CopyingCarrier):
                 except HelperLost:
                     raise
                 except HegmError as error:
-                    logger.warning("process %d is copied without %s: %s", subject.pid, owner, error.message)
+                    logger.warning(
+                        "process %d is copied without its staging copy %s: %s", subject.pid, owner, error.message
+                    )
                     await self._near.release(owner)
                 return
 
@@ -421,8 +429,8 @@ class HostCarrier(CopyingCarrier):
         where, version = self._near.where(owner), self._near.version(owner)
         if where is None:
             raise Refused(
-                f"the bytes of process {subject.pid} were in video memory on their way to the pool, and that is gone",
-                "what was in it cannot be had back; see the log of the service manager around hegmd's last restart",
+                f"the staging copy with the bytes of process {subject.pid} is lost",
+                "read the log of the service manager around hegmd's last start; these bytes cannot be recovered",
                 {"pid": subject.pid, "owner": owner},
             )
         if route.attached == version:

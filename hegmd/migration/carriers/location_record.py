@@ -46,7 +46,7 @@ class Marks:
             raise Refused(
                 f"the piece of process {subject.pid} says that its bytes are held for {mark.owner[:80]!r}, "
                 f"which is not its own: {' or '.join(sorted(own))} is",
-                "nothing is read from there; if the job did not write that itself, report it with the log of hegmd",
+                "report this with the log of hegmd, unless the job wrote that record itself; nothing was read",
                 {"pid": subject.pid, "owner": mark.owner},
             )
         return mark

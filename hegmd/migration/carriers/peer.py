@@ -128,7 +128,7 @@ class PeerCarrier(CopyingCarrier):
     async def attach(self, subject: MigratedProcess, route: CopyClient) -> None:
         where = self._where(subject)
         if where is None:
-            raise Refused(f"nothing is held for the bytes of process {subject.pid}", "see hegmctl op")
+            raise Refused(f"no memory is reserved for the bytes of process {subject.pid}", "run: hegmctl ops")
         await route.attach_video(where, self._memory.pieces(self._owner(subject), where))
 
     async def passed(self, subject: MigratedProcess, route: CopyClient, at_bytes: int) -> None:
@@ -164,8 +164,8 @@ class PeerCarrier(CopyingCarrier):
             self._windows[lane_of(subject)] = Window(max(MIN_WINDOW_BYTES, most_bytes // MIB * MIB))
         except OSError as error:
             raise Refused(
-                f"there is no host memory for what process {subject.pid} copies itself: {error.strerror or error}",
-                "free some memory of the node; it is tried again",
+                f"no host memory is free for the bytes that process {subject.pid} copies: {error.strerror or error}",
+                "free memory on the node; hegmd tries again",
             ) from error
 
     async def own_copies(

@@ -55,8 +55,11 @@ class StateCarrier(Pooled):
         """
         supervisor = await self._come(subject)
         if subject.ranks and not supervisor.offer.ranks:
-            hint = "the job goes on as it is; start it with this release of hegmctl to restart it"
-            raise Refused(f"process {supervisor.pid} is of a release that cannot start ranks from their states", hint)
+            hint = "start the job with this release of hegmctl; it continues to run"
+            raise Refused(
+                f"process {supervisor.pid} is of an older release that cannot restart ranks from their states",
+                hint,
+            )
         await supervisor.order("expect", subject.operation, launches=bool(subject.ranks))
         memory = await self._pool.to_fill(key_of(subject))
         report = await subject.worker.order("save", fds=[memory.fd], on_progress=on_progress)
@@ -68,7 +71,10 @@ class StateCarrier(Pooled):
 
         supervisor = await self._supervisors.come(subject.uid, subject.run, known) or known()
         if supervisor is None:
-            raise Refused(f"the `hegmctl run` that started process {subject.pid} is gone", "the job goes on as it is")
+            raise Refused(
+                f"the `hegmctl run` that started process {subject.pid} has exited",
+                "move it without a restart; the job continues",
+            )
         return supervisor
 
     async def reload(self, subject: MigratedProcess, on_progress: Progress, making: Making) -> int:

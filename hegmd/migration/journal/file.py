@@ -100,7 +100,7 @@ class JournalFile:
 
     @property
     def is_due(self) -> bool:
-        """Whether it should be written anew: it has grown a lot, or what is on the disk is not known."""
+        """Whether it should be rewritten: it has grown a lot, or what is on the disk is not known."""
         return self._fd < 0 or self._size_bytes - self._small_bytes > self._compact_bytes
 
     def rewrite(self, histories: Iterable[History]) -> None:
@@ -116,7 +116,7 @@ class JournalFile:
             if fd >= 0:
                 self._disk.close(fd)
             self._discard(fresh)
-            raise self._failed("written anew", error) from error
+            raise self._failed("rewritten", error) from error
         self._let_go()  # from here on it may be a file that has no name any more
         try:
             self._disk.rename(fresh, self.path)
@@ -124,7 +124,7 @@ class JournalFile:
         except OSError as error:
             self._disk.close(fd)
             self._discard(fresh)
-            raise self._failed("written anew", error) from error
+            raise self._failed("rewritten", error) from error
         self._fd = fd
         self._size_bytes = self._small_bytes = self._reserved_bytes = len(data)
         self.trouble = None
@@ -152,12 +152,12 @@ class JournalFile:
             self._disk.reserve(self._fd, wanted_bytes)
         except OSError as error:
             if must and error.errno not in _NO_SUCH_CALL:
-                raise self._failed("given the room that an operation needs", error) from error
+                raise self._failed("extended for an operation", error) from error
             return
         self._reserved_bytes = wanted_bytes
 
     def _cut_off(self) -> None:
-        """Take back what was written of a record; where that fails too, the file is written anew before it is used."""
+        """Take back what was written of a record; where that fails too, the file is rewritten before it is used."""
         try:
             self._disk.cut(self._fd, self._size_bytes)
             self._disk.sync(self._fd)
@@ -179,7 +179,7 @@ class JournalFile:
         self.trouble = HegmError(
             UNAVAILABLE,
             f"{self.path} cannot be {what}: {error.strerror or error}",
-            f"look at the disk under {self._folder} with `df -h {self._folder}`; no job is moved without a journal",
+            f"check the disk: df -h {self._folder}; hegmd moves no job without a journal",
             {"path": str(self.path), "errno": error.errno},
         )
         return self.trouble

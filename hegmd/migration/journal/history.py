@@ -60,7 +60,7 @@ class Ledger:
         self._histories = dict(reading.histories)
         self.forget_oldest()
         if reading.torn:
-            logger.warning("the journal ended within a record: the daemon was stopped while it wrote it")
+            logger.warning("the journal ends within a record: the daemon was stopped while it wrote that")
         self._tell_of_trouble()
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class Ledger:
         """One operation and its story. Raises NOT_FOUND."""
         history = self._histories.get(op_id)
         if history is None:
-            hint = "hegmctl ops lists those that are remembered"
+            hint = "run: hegmctl ops"
             raise HegmError(NOT_FOUND, f"there is no operation {op_id[:40]!r}", hint, {"id": op_id[:40]})
         return history
 
@@ -120,7 +120,7 @@ class Ledger:
             try:
                 await self._append(history, record)
             except HegmError as error:
-                limited(logger, "journal", logging.ERROR, "operations stand still: %s", error.message)
+                limited(logger, "journal", logging.ERROR, "operations are stopped: %s", error.message)
                 self._tell_of_trouble()
                 await anyio.sleep(self._retry_s)
             else:
@@ -142,8 +142,10 @@ class Ledger:
     def _tell_of_trouble(self) -> None:
         trouble = self.trouble
         if trouble is not None and not self._told_of_trouble:
-            message = f"operations stand still: {trouble.message}; {trouble.hint}"
+            message = f"operations are stopped: {trouble.message}; {trouble.hint}"
             self._log.record("operation.journal-failed", "error", message)
         elif trouble is None and self._told_of_trouble:
-            self._log.record("operation.journal-mended", "info", "operations go on: their journal can be written again")
+            self._log.record(
+                "operation.journal-mended", "info", "operations continue: hegmd can write the journal again"
+            )
         self._told_of_trouble = trouble is not None

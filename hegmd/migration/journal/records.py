@@ -51,7 +51,7 @@ class JournalBroken(HegmError):
         super().__init__(
             UNAVAILABLE,
             f"the journal of operations is damaged at byte {where}: {why}",
-            "stop hegmd, keep a copy of the file and look at the disk; the jobs stay as they are meanwhile",
+            "stop hegmd, keep a copy of the file and check the disk; the jobs do not change meanwhile",
             {"byte": where},
         )
         self.where = where
@@ -64,8 +64,8 @@ class JournalTooNew(JournalBroken):
         HegmError.__init__(
             self,
             UNAVAILABLE,
-            f"the journal of operations is of version {version}, and this hegmd reads up to version {VERSION}",
-            "a newer hegmd has written it: install that one again, and let its operations end before you go back",
+            f"the journal of operations has version {version}; this hegmd reads versions up to {VERSION}",
+            "install the newer hegmd that wrote it again, and let its operations end before you go back",
             {"version": version},
         )
         self.where = len(_STEM)
@@ -78,7 +78,7 @@ class JournalTooOld(JournalBroken):
         HegmError.__init__(
             self,
             UNAVAILABLE,
-            f"the journal of operations is of version {version}, and this hegmd reads version {VERSION}",
+            f"the journal of operations has version {version}; this hegmd reads version {VERSION}",
             "start the earlier hegmd again, resume or end its suspended jobs, then move operations.journal out of the "
             "state directory and start this hegmd",
             {"version": version},
@@ -238,7 +238,7 @@ def _framed(entry: Entry) -> bytes:
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise HegmError(
             BAD_REQUEST,
-            f"a journal record of {len(payload)} bytes is over the limit of {MAX_PAYLOAD_BYTES}",
+            f"a journal record of {len(payload)} bytes exceeds the limit of {MAX_PAYLOAD_BYTES}",
             "move fewer processes in one operation",
         )
     head = _HEAD.pack(len(payload), zlib.crc32(payload))
@@ -283,7 +283,7 @@ def _after_magic(data: bytes) -> int:
         raise JournalTooNew(data[len(_STEM)])
     if data.startswith(_STEM) and 0 < data[len(_STEM)] < VERSION:
         raise JournalTooOld(data[len(_STEM)])
-    raise JournalBroken(0, "it does not begin as a journal does")
+    raise JournalBroken(0, "its first bytes are not those of a journal")
 
 
 def payloads(data: bytes) -> Iterator[tuple[int, int, bytes]]:
@@ -299,18 +299,18 @@ def payloads(data: bytes) -> Iterator[tuple[int, int, bytes]]:
         if zlib.crc32(head) != int.from_bytes(data[start + _HEAD.size : body], "big"):
             if not data[body - 1 :].rstrip(b"\0"):
                 return  # zeros from within the head to the end
-            raise JournalBroken(start, "the head of a record does not fit its checksum")
+            raise JournalBroken(start, "the header of a record does not match its checksum")
         length, checksum = _HEAD.unpack(head)
         end = body + length + len(_END)
         if length > MAX_PAYLOAD_BYTES:
-            raise JournalBroken(start, f"a record of {length} bytes, which is over the limit")
+            raise JournalBroken(start, f"a record has {length} bytes, which is over the limit")
         if end > len(data):
             return
         payload = data[body : end - len(_END)]
         if data[end - len(_END) : end] != _END or zlib.crc32(payload) != checksum:
             if not data[end - len(_END) :].rstrip(b"\0"):
                 return  # zeros from within the payload to the end
-            raise JournalBroken(start, "a record does not fit its checksum")
+            raise JournalBroken(start, "a record does not match its checksum")
         yield start, end, payload
         start = end
 

@@ -204,7 +204,7 @@ def agent_back(op: Operation, event: events.AgentBack, now: float) -> Operation:
     if worker is None:
         return op
     if event.token != worker.token:
-        return worker_exit.gone(op, worker.name, "it runs another program now")
+        return worker_exit.gone(op, worker.name, "it runs another program")
     return worker_exit.without_orders(op, worker.name).with_worker(worker.replace(needs_inspection=True, waits=None))
 
 

@@ -44,5 +44,5 @@ def another_round(op: Operation, code: str, message: str) -> Operation:
     op = op.replace(workers=tuple(workers), reconnects=op.reconnects + 1, failed_reconnects=op.failed_reconnects + 1)
     if op.failed_reconnects < MAX_RECONNECTS or any(worker.has_exited for worker in op.workers):
         return op
-    hint = f"its ranks are parked with all their bytes; connect them again with: hegmctl resume, see hegmctl op {op.id}"
+    hint = f"run: hegmctl resume; its ranks are parked with all their bytes, see hegmctl op {op.id}"
     return next_effects.held(reversal.because(op, code, message, hint))

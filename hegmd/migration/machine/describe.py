@@ -164,12 +164,12 @@ def in_hand(op: Operation, pid: int, kind: str | None = None) -> tuple[str, str]
         return message, f"wait for it: hegmctl op {op.id} --follow; or discard the image: hegmctl cancel {op.id}"
     message = f"operation {op.id} ({op.kind}, {op.phase}) already includes process {pid}"
     if op.phase != SUSPENDED:
-        return message, f"see: hegmctl op {op.id}"
+        return message, f"run: hegmctl op {op.id}"
     if any(member.is_absent for member in op.live):
-        return message, f"see: {resuming(op)}"
+        return message, f"run: {resuming(op)}"
     if kind == CHECKPOINT:
         return message, f"write it into an image: hegmctl handoff {pid} DIR; or run: hegmctl resume {pid}"
-    return message, f"see: hegmctl resume {pid}"
+    return message, f"run: hegmctl resume {pid}"
 
 
 def process_of(member: Member) -> told.OperationProcess:
@@ -247,5 +247,5 @@ def _found(event: Event) -> str:
     if not isinstance(event, events.Inspected):
         return "has ended"
     where = "no GPU" if event.gpu is None else event.gpu
-    out = f", {event.out_bytes} bytes of it out" if event.out_bytes else ""
-    return f"{'stands' if event.parked else 'trains'} on {where}{out}"
+    out = f", {event.out_bytes} bytes of it offloaded" if event.out_bytes else ""
+    return f"{'parked' if event.parked else 'training'} on {where}{out}"

@@ -239,7 +239,7 @@ def inspected(op: Operation, worker: JobProcess, pending: Pending, event: events
     home = event.gpu or worker.kept_gpu or worker.first_gpu
     op = op.with_worker(now_known.replace(park_requested=False, origin_gpu=home, target_gpu=home))
     message = f"process {worker.pid} resumed on its own because hegmd did not answer in time"
-    return reversal.back(op, REFUSED.name, message, "ask again")
+    return reversal.back(op, REFUSED.name, message, "try again")
 
 
 def failed(op: Operation, worker: JobProcess, pending: Pending, event: events.Failed) -> Operation:

@@ -211,7 +211,7 @@ class RestartMethod:
                 elif start.asked is supervisor:
                     why = supervisor.failure or "its supervisor reports that it is not running"
                     message = f"the job was not restarted on {gpu}: {'; '.join(filter(None, (start.fallen, why)))}"
-                    start.failure = Refused(message, "see what it printed")
+                    start.failure = Refused(message, "read what it printed")
                     continue
                 elif supervisor.offer.pid is None or subject.ranks:
                     await self._have_started(start, supervisor, subject, gpu)
@@ -421,7 +421,7 @@ class RestartMethod:
     def _gpu(self, name: str) -> Gpu:
         known = next((gpu for gpu in self._gpus() if gpu.id == name), None)
         if known is None:
-            raise Refused(f"there is no GPU {name}", "see hegmctl gpus")
+            raise Refused(f"there is no GPU {name}", "run: hegmctl gpus")
         return known
 
 

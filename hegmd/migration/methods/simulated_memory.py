@@ -49,8 +49,8 @@ class SimulatedMemory:
         """Hold so much on that GPU for the process from now on, in all. Raises HegmError; nothing has changed then."""
         if self._simulator is None:
             raise Refused(
-                f"no room can be taken on {gpu}: this version moves processes between simulated GPUs only",
-                "use the driver's own checkpoint (cuda-checkpoint) meanwhile",
+                f"GPU memory cannot be reserved on {gpu}: it is not a simulated GPU",
+                "use the method driver",
             )
         self._simulator.hold(who, who[0], gpu, size_bytes)
         self._reserved.setdefault(who, {})[gpu] = size_bytes

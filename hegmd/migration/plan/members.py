@@ -125,7 +125,7 @@ def can_be_stopped(draft: Draft, candidate: Candidate) -> bool:
         is_its = candidate.job is not None and candidate.uid == op.owner_uid
         if is_its and any(worker.restarts and worker.run == candidate.job for worker in op.live):
             message = f"operation {op.id} ({op.kind}, {op.phase}) has restarted {who} and waits for its next boundary"
-            draft.against(BUSY, message, f"see: hegmctl op {op.id}", pid=candidate.pid)
+            draft.against(BUSY, message, f"run: hegmctl op {op.id}", pid=candidate.pid)
             return False
     on_cpu = candidate.on_cpu and not candidate.gpus
     if candidate.agent is not None and candidate.agent.rank is not None and not candidate.gpus and not on_cpu:

@@ -115,7 +115,7 @@ class _Judge:
         if refusal is not None:
             return _closed("agent", f"{agent}, but {refusal}")
         if all(gpu.vendor == SIMULATED for gpu in self._own):
-            return _open("agent", f"{agent}, and {_either(self._targets())} has room for it")
+            return _open("agent", f"{agent}, and {_either(self._targets())} has enough free memory")
         return _open("agent", f"{agent}, and the driver can restore it on {_either(self._targets())}")
 
     def _by_driver(self) -> Way:
@@ -179,7 +179,7 @@ class _Judge:
                 for _, message, _ in driver_rules.against_moving(gpu):
                     return message
         if not self._targets():
-            return f"no other GPU of this node that has room for it has the chip of {_named(self._own)}"
+            return f"no other GPU of this node with enough free memory has the chip of {_named(self._own)}"
         return None
 
     def _targets(self) -> tuple[GpuMemory, ...]:

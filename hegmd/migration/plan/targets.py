@@ -58,7 +58,7 @@ def place_ranks(draft: Draft, ranks: Sequence[tuple[int, str | None]]) -> bool:
         strange = [gpu for gpu in to if gpu not in sources]
         if len(to) != len(pairs) or strange:
             hint = f"for example: hegmctl migrate {ranks[0][0]} --to {sources[0] if sources else 'gpu0'}{_TO}gpu2"
-            message = f"{asked[:80]!r} does not say which GPU takes the place of which of {listed(sources) or 'none'}"
+            message = f"{asked[:80]!r} does not say which GPU replaces which of {listed(sources) or 'none'}"
             draft.against(BAD_REQUEST, message, hint, pid=ranks[0][0])
             return False
         placement = {str(pid): to.get(source, source) for pid, source in ranks if source is not None}

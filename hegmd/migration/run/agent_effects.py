@@ -115,9 +115,10 @@ async def _weighed(worker: AgentConnection) -> int:
     """
     report = await worker.order("weigh")
     if report.refusals or report.state_bytes is None:
-        why = "\n".join(report.refusals) or "its agent does not say what its state comes to"
+        why = "\n".join(report.refusals) or "its agent does not report the size of its state"
         raise Refused(
-            f"process {worker.pid} cannot be restarted: {why}", "see what its script would have to say to hegm"
+            f"process {worker.pid} cannot be restarted: {why}",
+            "declare its state in the script with hegm.keep or hegm.resumable",
         )
     return report.state_bytes
 

@@ -153,7 +153,7 @@ class EffectExecutor:
             # A successor that is being started has no connection yet: that says nothing about the process that left.
             is_order = is_order and not (member.is_absent and isinstance(effect, effects.Restore))
             if is_order and self._cast.connection(member) != heard:
-                raise AgentAway(member.pid, f"it has not been asked how it stands, so it is not told to {effect.tag}")
+                raise AgentAway(member.pid, f"it was not inspected yet, so hegmd does not order it to {effect.tag}")
             return await self._do[effect.tag](op, member, effect, on_progress)
         except HegmError as error:
             if error.code is INTERNAL:
@@ -300,7 +300,7 @@ class EffectExecutor:
         except OutOfMemory as error:
             if not is_near:
                 raise
-            logger.warning("what went ahead of process %d makes room for it: %s", member.pid, error.message)
+            logger.warning("the staging copy for process %d is dropped to free memory: %s", member.pid, error.message)
             began, ahead = anyio.current_time(), OverlappedCopy()
             landed = await self._restore_anew(member, subject, effect.gpu)
             took_s = anyio.current_time() - began
@@ -350,14 +350,14 @@ class EffectExecutor:
             is_stateless = (
                 member.state_saved and not member.verified and not self._cast.carrier(member).held_bytes(subject)
             )
-            why = "it is not there any more"
+            why = "it has ended"
             return events.WorkerExited(worker=member.name, cause=effect.tag, why=why, stateless=is_stateless)
         if not member.has_agent:
             standing = await self._cast.method(member).inspect(subject)
             return self._inspected(effect, member, subject, standing)
         known = self._cast.find(member.pid)
         if known is not None and known.token != member.token:  # the agent that is waited for will never come
-            return events.WorkerExited(worker=member.name, cause=effect.tag, why="it runs another program now")
+            return events.WorkerExited(worker=member.name, cause=effect.tag, why="it runs another program")
         worker = self._cast.worker(member)
         standing = await self._cast.method(member).inspect(subject)
         if worker.held_bytes and standing.gpu is None and not standing.busy:

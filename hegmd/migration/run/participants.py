@@ -113,7 +113,7 @@ class Participants:
         """The handle of that process and program. Raises AgentAway."""
         worker = self.agent(member)
         if worker is None:
-            raise AgentAway(member.pid, "it has not attended since hegmd was started")
+            raise AgentAway(member.pid, "it has not connected since hegmd was started")
         return worker
 
 
@@ -136,6 +136,6 @@ def _not_here(member: Member, kind: str, name: str) -> HegmError:
     return HegmError(
         UNAVAILABLE,
         f"process {member.pid} is moved by the {kind} {name}, which this run of hegmd does not have",
-        "start hegmd as it was when the operation began: with the same GPUs, and simulated or not as then",
+        "start hegmd with the GPUs that it had when the operation began, simulated or real",
         {"pid": member.pid},
     )

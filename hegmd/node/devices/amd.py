@@ -70,15 +70,17 @@ class AmdProvider:
         cards = self._kfd.cards()
         if cards:
             raise DeviceAbsent(
-                f"the driver amdgpu is not loaded, and there is an AMD GPU at {cards[0]}", "sudo modprobe amdgpu"
+                f"the driver amdgpu is not loaded, but there is an AMD GPU at {cards[0]}", "sudo modprobe amdgpu"
             )
-        raise DeviceAbsent("there is no AMD GPU with its driver here", "nothing to do, unless a GPU should be here")
+        raise DeviceAbsent(
+            "this node has no AMD GPU with a driver", "check the PCI bus if a GPU should be here: lspci -d 1002:"
+        )
 
     def _fall_back(self, reason: str) -> None:
         if not self._kfd.gpus():
             raise DeviceAbsent(
                 f"{reason}, and the kernel lists no GPU in /sys/class/kfd",
-                "install AMD SMI (the package amd-smi-lib) of ROCm 7 or later, and see `dmesg | grep -i kfd`",
+                "install AMD SMI (the package amd-smi-lib) of ROCm 7 or later, and run: dmesg | grep -i kfd",
             )
         if reason != self._last_reason:
             self._last_reason = reason
@@ -86,9 +88,7 @@ class AmdProvider:
 
     def _from_kernel(self) -> VendorSnapshot:
         if not self._kfd.is_there():
-            raise DeviceError(
-                "the kernel's /sys/class/kfd is gone", "see `dmesg | grep -i kfd`; hegmd looks again by itself"
-            )
+            raise DeviceError("the kernel's /sys/class/kfd is gone", "run: dmesg | grep -i kfd; hegmd tries again")
         gpus = self._kfd.gpus()
         facts = self._kfd.facts(gpus)
         uuids = uuids_of(facts)

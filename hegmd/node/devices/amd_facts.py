@@ -155,25 +155,23 @@ def _chip(facts: AmdFacts) -> str | None:
 def judge(facts: AmdFacts) -> Health:
     """Whether the GPU can be trusted with a job, with a sentence for each thing that is not as it should be."""
     if facts.state == "lost":
-        note = (
-            "the GPU fell off the bus; look at the kernel log (dmesg | grep -i amdgpu), then reset or reboot the node"
-        )
+        note = "the GPU fell off the bus; read the kernel log (dmesg | grep -i amdgpu), then reset or reboot the node"
         return Health(state="failed", notes=(note,))
     told = [f"{what} ({words})" for what, words in facts.failures.items()]
     if facts.state == "unknown":
-        note = f"the driver tells nothing about this GPU: {', '.join(told)}; compare with amd-smi and the kernel log"
+        note = f"the driver reports nothing about this GPU: {', '.join(told)}; compare with amd-smi and the kernel log"
         return Health(state="unknown", notes=(note,))
-    failed, notes = False, [f"the driver failed to tell its {each}" for each in told]
+    failed, notes = False, [f"the driver failed to report its {each}" for each in told]
     if facts.ecc_uncorrected:
         notes.append(f"{facts.ecc_uncorrected} uncorrected memory errors since the driver was loaded")
     if facts.ecc_deferred:
-        notes.append(f"{facts.ecc_deferred} memory errors will hit whoever reads the memory next")
+        notes.append(f"{facts.ecc_deferred} memory errors will hit the next process that reads that memory")
     pages = facts.bad_pages
     if pages is not None and pages.pending:
-        notes.append(f"{pages.pending} bad memory pages wait for a reset to be taken out of use")
+        notes.append(f"{pages.pending} bad memory pages are retired at the next reset")
     if pages is not None and pages.failed:
         failed = True
-        notes.append(f"{pages.failed} bad memory pages could not be taken out of use; reset the GPU")
+        notes.append(f"{pages.failed} bad memory pages could not be retired; reset the GPU")
     doubtless = facts.ecc_uncorrected is not None or pages is not None
     return Health(
         state="failed" if failed else "warn" if notes else "ok" if doubtless else "unknown",

@@ -257,7 +257,7 @@ def _library_error(function: str, error: Any) -> DeviceError:
         return DeviceAbsent("AMD SMI finds no amdgpu driver", "sudo modprobe amdgpu")
     return DeviceError(
         f"AMD SMI fails: {function} says {_words(error)}",
-        "compare with `sudo amd-smi list` and `dmesg | grep -i amdgpu`; hegmd tries again by itself",
+        "compare with `sudo amd-smi list` and `dmesg | grep -i amdgpu`; hegmd tries again",
     )
 
 

@@ -113,7 +113,7 @@ class NvidiaProvider:
     def snapshot(self) -> VendorSnapshot:
         with self._alone():
             if self._nvml is None:
-                raise DeviceError("the NVIDIA library is not open", "this mends itself: hegmd opens it again by itself")
+                raise DeviceError("the NVIDIA library is not open", "wait: hegmd opens it again")
             if self._host.driven_gpus() != self._driven:
                 self._close()
                 self._open()  # NVML knows only the GPUs that were there when it was initialised
@@ -134,8 +134,8 @@ class NvidiaProvider:
     def _alone(self) -> Generator[None]:
         if not self._inside.acquire(blocking=False):
             raise DeviceError(
-                "an earlier call into the NVIDIA library has not come back",
-                "see whether nvidia-smi hangs too, and look at the kernel log: dmesg | grep -i nvrm",
+                "an earlier call of the NVIDIA library has not returned",
+                "check whether nvidia-smi hangs too, and read the kernel log: dmesg | grep -i nvrm",
             )
         try:
             yield
@@ -157,7 +157,7 @@ class NvidiaProvider:
             raise self._refusal(failure) from None
         if not count:
             self._close()
-            raise DeviceAbsent("the NVIDIA driver has no GPU", "see what is on the PCI bus: lspci -d 10de:")
+            raise DeviceAbsent("the NVIDIA driver has no GPU", "check the PCI bus: lspci -d 10de:")
         return_free_memory()
 
     def _close(self) -> None:
@@ -172,7 +172,8 @@ class NvidiaProvider:
         cards = self._host.cards()
         if not cards:
             return DeviceAbsent(
-                "no NVIDIA GPU and no NVIDIA driver here", "nothing is to be done on a node without NVIDIA GPUs"
+                "this node has no NVIDIA GPU and no NVIDIA driver",
+                "check the PCI bus if a GPU should be here: lspci -d 10de:",
             )
         return DeviceAbsent(
             f"there are NVIDIA GPUs on the PCI bus ({', '.join(cards)}) but no {self._library.name}",
@@ -183,7 +184,9 @@ class NvidiaProvider:
     def _refusal(self, failure: LibraryFailed) -> DeviceError:
         if failure.code == DRIVER_NOT_LOADED:
             if not self._host.cards():
-                return DeviceAbsent("no NVIDIA GPU here", "nothing is to be done on a node without NVIDIA GPUs")
+                return DeviceAbsent(
+                    "this node has no NVIDIA GPU", "check the PCI bus if a GPU should be here: lspci -d 10de:"
+                )
             return DeviceError(
                 "the NVIDIA kernel driver is not loaded",
                 "sudo modprobe nvidia; if that fails: sudo dmesg | grep -i nvrm",
@@ -198,7 +201,7 @@ class NvidiaProvider:
             )
         return DeviceError(
             f"the NVIDIA library does not work ({failure})",
-            "compare with nvidia-smi, and look at the kernel log: sudo dmesg | grep -i nvrm",
+            "compare with nvidia-smi, and read the kernel log: sudo dmesg | grep -i nvrm",
         )
 
     # ---- a snapshot -------------------------------------------------------------------------------------------------

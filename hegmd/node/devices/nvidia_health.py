@@ -20,18 +20,18 @@ _OK, _NOTED, _WARN, _FAILED = range(4)
 _XIDS: dict[int, tuple[int, str]] = {
     8: (_NOTED, "a job's kernel did not end in time"),
     11: (_NOTED, "a job sent a broken command stream"),
-    13: (_NOTED, "a job's kernel raised an exception, as a rule its own fault"),
-    31: (_NOTED, "a job touched memory that is not its own, as a rule its own fault"),
+    13: (_NOTED, "a job's kernel raised an exception, usually a bug of the job"),
+    31: (_NOTED, "a job accessed memory that is not its own, usually a bug of the job"),
     32: (_NOTED, "a job sent a broken command stream"),
     43: (_NOTED, "a job's work was stopped after its own fault"),
     45: (_NOTED, "a job's work was cleaned up after it was killed or failed"),
     48: (_FAILED, "an uncorrectable memory error: the GPU needs a reset"),
     61: (_WARN, "the GPU's microcontroller reported a breakpoint or warning"),
     62: (_FAILED, "the GPU's microcontroller halted: the GPU needs a reset"),
-    63: (_WARN, "a bad memory row or page was recorded to be taken out of use at the next reset"),
-    64: (_FAILED, "a bad memory row or page could not be taken out of use"),
+    63: (_WARN, "a bad memory row or page was recorded and is retired at the next reset"),
+    64: (_FAILED, "a bad memory row or page could not be retired"),
     68: (_NOTED, "a job's video decoding raised an exception"),
-    69: (_NOTED, "a job's kernel raised an exception, as a rule its own fault"),
+    69: (_NOTED, "a job's kernel raised an exception, usually a bug of the job"),
     74: (_WARN, "an NVLink error: links to other GPUs may be down until a reset"),
     79: (_FAILED, "the GPU fell off the bus: reseat it or power the node off and on"),
     92: (_WARN, "corrected memory errors come at a high rate"),
@@ -129,11 +129,9 @@ def without_answer(state: str, words: str, xids: XidRecord) -> Health:
     """The record for a GPU that is lost, or that the driver tells nothing about."""
     notes = [note for _, note in _xid_notes(xids)]
     if state == "lost":
-        note = (
-            "the GPU fell off the bus; look at the kernel log (dmesg | grep -i xid), then reset it or reboot the node"
-        )
+        note = "the GPU fell off the bus; read the kernel log (dmesg | grep -i xid), then reset it or reboot the node"
         return Health(state="failed", notes=(note, *notes), last_xid=xids.newest, xid_count=xids.count)
-    note = f"the driver tells nothing about this GPU ({words}); compare with nvidia-smi and the kernel log"
+    note = f"the driver reports nothing about this GPU ({words}); compare with nvidia-smi and the kernel log"
     return Health(state="unknown", notes=(note, *notes), last_xid=xids.newest, xid_count=xids.count)
 
 
@@ -152,11 +150,11 @@ def _memory_notes(facts: HealthFacts) -> list[tuple[int, str]]:
     if facts.ecc_uncorrected:
         notes.append((_WARN, f"{facts.ecc_uncorrected} uncorrected memory errors since the driver was loaded"))
     if facts.retired_pending:
-        notes.append((_WARN, "bad memory pages wait for a reset to be taken out of use"))
+        notes.append((_WARN, "bad memory pages are retired at the next reset"))
     if facts.rows is not None and facts.rows.pending:
-        notes.append((_WARN, "bad memory rows wait for a reset to be replaced"))
+        notes.append((_WARN, "bad memory rows are replaced at the next reset"))
     if facts.rows is not None and facts.rows.failed:
-        notes.append((_FAILED, "a bad memory row could not be replaced: no spare ones are left; replace the GPU"))
+        notes.append((_FAILED, "a bad memory row could not be replaced: no spare rows are left; replace the GPU"))
     return notes
 
 
@@ -178,7 +176,7 @@ def _driver_notes(facts: HealthFacts) -> list[tuple[int, str]]:
         notes.append(
             (_WARN, f"the NVLink switches refused it (status {facts.fabric[1]}): journalctl -u nvidia-fabricmanager")
         )
-    notes += [(_WARN, f"the driver failed to tell: {what} ({words})") for what, words in facts.failures.items()]
+    notes += [(_WARN, f"the driver failed to report: {what} ({words})") for what, words in facts.failures.items()]
     if facts.processes_untold and "processes" not in facts.failures:
-        notes.append((_WARN, "the driver does not tell which processes use this GPU"))
+        notes.append((_WARN, "the driver does not report which processes use this GPU"))
     return notes

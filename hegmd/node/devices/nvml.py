@@ -179,7 +179,7 @@ class Nvml:
         except (GpuFailed, GpuLost) as failure:
             raise LibraryFailed(None, str(failure)) from None
         if count is None:
-            raise LibraryFailed(None, "the library does not tell how many GPUs there are")
+            raise LibraryFailed(None, "the library does not report the number of GPUs")
         return int(count)
 
     def handle(self, index: int) -> Any:

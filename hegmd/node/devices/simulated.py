@@ -24,7 +24,7 @@ MEND = "none"
 _XID_OF_ECC = 48
 _XID_OF_FAULT = 74
 _SHUTS_OUT = ("lost", "error", "hang")
-_MENDING = "mend it with the fault `none`"
+_MENDING = "repair it with the fault `none`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,9 @@ class SimulatedProvider:
                 raise DeviceError("the simulated driver is not open", "open it before asking it for a snapshot")
             faults = self._faults()
             if faults.get(VENDOR) == "lost":
-                raise DeviceAbsent("the simulated driver is gone, as was asked for", _MENDING)
+                raise DeviceAbsent("the simulated driver is absent, as requested", _MENDING)
             if faults.get(VENDOR) == "error":
-                raise DeviceError("the simulated driver answers with an error, as was asked for", _MENDING)
+                raise DeviceError("the simulated driver answers with an error, as requested", _MENDING)
             return self._read(faults)
 
     # ---- memory -----------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class SimulatedProvider:
         the memory is not free or the GPU does not answer; then the owner holds what it held before.
         """
         if vram_bytes < 0:
-            raise HegmError(BAD_REQUEST, f"{vram_bytes} bytes cannot be held", "ask for 0 bytes or more")
+            raise HegmError(BAD_REQUEST, f"{vram_bytes} bytes cannot be reserved", "ask for 0 bytes or more")
         with self._changed:
             index = self._index_of(gpu)
             held = self._holds.get(owner, {}).get(index, _Hold(pid, 0)).vram_bytes
@@ -117,7 +117,7 @@ class SimulatedProvider:
         for index, spec in enumerate(self._topology.gpus):
             if gpu in {gpu_id(index), str(index), spec.uuid}:
                 return index
-        raise HegmError(NOT_FOUND, f"there is no GPU {gpu!r}", f"the GPUs here are {self._names()}")
+        raise HegmError(NOT_FOUND, f"there is no GPU {gpu!r}", f"use one of {self._names()}")
 
     def _names(self) -> str:
         last = len(self._topology.gpus) - 1
@@ -129,7 +129,7 @@ class SimulatedProvider:
             fault = faults.get(target)
             if fault in _SHUTS_OUT:
                 name = gpu_id(index) if target != VENDOR else "the simulated driver"
-                raise Refused(f"{name} has the fault `{fault}` and gives no memory", _MENDING, {"fault": fault})
+                raise Refused(f"{name} has the fault `{fault}` and allocates no memory", _MENDING, {"fault": fault})
 
     def _refuse_unless_it_fits(self, index: int, asked_bytes: int, held_bytes: int) -> None:
         total_bytes = self._topology.gpus[index].memory_bytes
@@ -149,7 +149,7 @@ class SimulatedProvider:
             hint = f"use {gpu_id(freest)}, where {write_size(free_elsewhere[freest])} are free, or " + hint
         raise Refused(
             f"{gpu_id(index)} has {write_size(free_bytes)} of {write_size(total_bytes)} free, "
-            f"and {write_size(asked_bytes - held_bytes)} more were asked for",
+            f"and {write_size(asked_bytes - held_bytes)} more were requested",
             hint,
             {
                 "gpu": gpu_id(index),
@@ -175,7 +175,7 @@ class SimulatedProvider:
                 raise HegmError(
                     BAD_REQUEST,
                     f"{name} cannot have the fault {fault!r}",
-                    f"it can have {', '.join(possible)}, or {MEND} to mend it",
+                    f"use {', '.join(possible)}, or {MEND} to repair it",
                 )
             self._set_faults.pop(name, None)
             self._coming_faults = [
@@ -205,10 +205,10 @@ class SimulatedProvider:
             fault = faults.get(gpu_id(index))
             known = self._identity(index, spec)
             if fault == "lost":
-                health = Health(state="failed", notes=("it fell off the bus, as was asked for",))
+                health = Health(state="failed", notes=("it fell off the bus, as requested",))
                 gpus.append(known.replace(state="lost", health=health))
             elif fault == "error":
-                health = Health(state="unknown", notes=("it answers with an error, as was asked for",))
+                health = Health(state="unknown", notes=("it answers with an error, as requested",))
                 gpus.append(known.replace(state="unknown", health=health))
             else:
                 gpus.append(self._answering(known, index, spec, fault))

@@ -43,7 +43,7 @@ else:
     import tomli as tomllib
 
 FILE_BYTES = 1 << 20
-FORMAT = "see contrib/simulation/ for descriptions that work"
+FORMAT = "start from an example in contrib/simulation/"
 
 _SHORT = re.compile(r"(\d{1,9})\s*[xX]\s*(\S.*)")
 _PCI = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[01][0-9a-f]\.[0-7]")
@@ -301,7 +301,7 @@ class _Description:
         used_bytes = sum(process.vram_bytes or 0 for process in processes)
         if memory_bytes is not None and used_bytes > memory_bytes:
             table.wrong(
-                "process", f"they hold {used_bytes} bytes of {memory_bytes}", "let them fit into the GPU's memory"
+                "process", f"they hold {used_bytes} bytes of {memory_bytes}", "give them less memory than the GPU has"
             )
         return tuple(processes)
 

@@ -30,7 +30,7 @@ def driver(facts: NodeFacts) -> Finding:
         )
     unbound = [device.address for device in devices if device.driver is None]
     if unbound:
-        return warn(f"amdgpu is loaded, but has not taken {listed(unbound)}", "sudo dmesg | grep -i amdgpu")
+        return warn(f"amdgpu is loaded, but does not drive {listed(unbound)}", "sudo dmesg | grep -i amdgpu")
     # Only the driver from AMD's own packages tells a version; the kernel's own is as old as the kernel.
     version = (facts.read("sys/module/amdgpu/version") or "").strip()
     return ok(f"amdgpu {version or f'of kernel {facts.kernel_release}'} is loaded")
@@ -46,7 +46,7 @@ def library(facts: NodeFacts) -> Finding:
     number = counted(len(facts.gpus_of("amd")), "GPU")
     if vendor.library_version is None:
         return warn(
-            f"AMD SMI is missing: less is known of {number}, from /sys/class/kfd",
+            f"AMD SMI is missing: /sys/class/kfd tells less about {number}",
             "install amd-smi-lib from ROCm 6.2 or newer, and amdsmi into hegmd's own Python",
         )
     return ok(f"AMD SMI {vendor.library_version} answers for {number}")
@@ -61,6 +61,6 @@ def nodes(facts: NodeFacts) -> Finding:
     closed = [name for name in ("kfd", *renders) if not may_use(facts, facts.at(f"dev/{name}"), READ_WRITE)]
     if closed:
         groups = sorted({facts.group_name(facts.at(f"dev/{name}").stat().st_gid) or "render" for name in closed})
-        fix = f"sudo usermod -aG {','.join(groups)} $USER, and log in anew"
-        return fail(f"not open to this user: /dev/{listed(closed)}", fix)
+        fix = f"sudo usermod -aG {','.join(groups)} $USER, and log in again"
+        return fail(f"closed to this user: /dev/{listed(closed)}", fix)
     return ok(f"/dev/kfd and {counted(len(renders), 'render node')}, open to this user")

@@ -36,14 +36,14 @@ async def program(facts: NodeFacts) -> Finding:
     """There is a CRIU that starts on today's kernels; which one, and which are passed over for it."""
     found = await _survey(facts)
     if not found:
-        return warn("CRIU is not installed: processes cannot be kept in a directory", _install_step(facts))
+        return warn("CRIU is not installed: jobs cannot be written to images", _install_step(facts))
     used = next((each for each in found if each.is_new_enough), None)
     if used is not None:
         beside = "" if used is found[0] else f"; {found[0].path} is {found[0].version or 'broken'}"
         return ok(f"CRIU {used.version} is installed: {used.path}{beside}")
     oldest = next((each for each in found if each.version is not None), None)
     if oldest is None:
-        return warn(f"{found[0].path} does not say which version it is", _mending_step(facts))
+        return warn(f"{found[0].path} does not report its version", _mending_step(facts))
     return warn(
         f"CRIU {oldest.version} is installed: before {_LEAST}, it does not start on newer kernels (vDSO)",
         _mending_step(facts),
@@ -57,7 +57,7 @@ async def _survey(facts: NodeFacts) -> tuple[Candidate, ...]:
 def _mending_step(facts: NodeFacts) -> str:
     if facts.criu is None:
         return _install_step(facts)
-    return f"name another in images.criu, which is {facts.criu}, or leave that out and {_install_step(facts)}"
+    return f"set images.criu (now {facts.criu}) to another, or remove it and {_install_step(facts)}"
 
 
 def rights(facts: NodeFacts) -> Finding:
@@ -75,7 +75,7 @@ async def check(facts: NodeFacts) -> Finding:
         return skip("CRIU is not installed")
     used = next((each for each in found if each.is_new_enough), found[0])
     if facts.criu is not None and used.version is None:
-        return skip(f"it does not say which version it is: {used.path}")
+        return skip(f"it does not report its version: {used.path}")
     is_beside = facts.criu is not None or used.path.startswith("/usr/local/")
     step = f"sudo {used.path} check" if is_beside else "sudo criu check"
     try:

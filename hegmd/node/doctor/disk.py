@@ -85,9 +85,13 @@ def _examine(facts: NodeFacts, directory: Path) -> Finding | None:
         return unwritable(facts, directory, error)
     mode = directory.stat().st_mode
     if mode & stat.S_ISVTX:
-        return warn(f"{shown} is shared by all users, and will hold memory of jobs", "configure a directory of its own")
+        return warn(
+            f"{shown} is shared by all users, but images contain memory of jobs", "configure a directory of its own"
+        )
     if mode & 0o077:
-        return warn(f"{shown} is open to other users, and will hold memory of jobs", f"{sudo}chmod 0700 {directory}")
+        return warn(
+            f"{shown} is open to other users, but images contain memory of jobs", f"{sudo}chmod 0700 {directory}"
+        )
     return None
 
 
@@ -98,7 +102,7 @@ def unwritable(facts: NodeFacts, directory: Path, error: OSError) -> Finding:
         fix = _free_space_hint(directory)
     elif facts.under_systemd:
         fix = f"sudo systemctl edit hegmd, with the lines [Service] and ReadWritePaths={directory}"
-    return fail(f"{clipped(str(directory), 50)} cannot be written to: {error.strerror}", fix)
+    return fail(f"{clipped(str(directory), 50)} cannot be written: {error.strerror}", fix)
 
 
 def _judge_state(facts: NodeFacts, directory: Path) -> Finding:
@@ -106,7 +110,7 @@ def _judge_state(facts: NodeFacts, directory: Path) -> Finding:
     kind = "unknown file system" if mount is None else mount.kind
     shown = clipped(str(directory), 40)
     if kind in _IN_MEMORY:
-        return warn(f"{shown} is on {kind}: what it says is lost at the next boot", "set daemon.state_dir to a disk")
+        return warn(f"{shown} is on {kind}: it is lost at the next boot", "set daemon.state_dir to a disk")
     if kind in _REMOTE:
         fix = "set daemon.state_dir to a local disk"
         return warn(f"{shown} is on {kind}: when its server hangs, so does the journal", fix)
@@ -118,8 +122,8 @@ def judge_space(directory: Path, kind: str, wanted_bytes: int) -> Finding:
     free_bytes, shown = free_on(directory), f"{clipped(str(directory), 40)} ({kind})"
     if free_bytes < wanted_bytes:
         wanted = size_text(wanted_bytes)
-        return warn(f"{shown} has {size_text(free_bytes)} free; {wanted} are wanted", _free_space_hint(directory))
-    return ok(f"{shown} can be written to, {size_text(free_bytes)} free")
+        return warn(f"{shown} has {size_text(free_bytes)} free; {wanted} are needed", _free_space_hint(directory))
+    return ok(f"{shown} can be written, {size_text(free_bytes)} free")
 
 
 def _judge_images(facts: NodeFacts, directory: Path) -> Finding:
@@ -133,7 +137,7 @@ def _judge_images(facts: NodeFacts, directory: Path) -> Finding:
         return warn(
             f"{shown} has {size_text(free_bytes)} free; a full {gpu.id} takes {wanted}", _free_space_hint(directory)
         )
-    return ok(f"{shown} can be written to, {size_text(free_bytes)} free")
+    return ok(f"{shown} can be written, {size_text(free_bytes)} free")
 
 
 def free_on(directory: Path) -> int:
@@ -143,4 +147,4 @@ def free_on(directory: Path) -> int:
 
 
 def _free_space_hint(directory: Path) -> str:
-    return f"make room: du -xh --max-depth=1 {directory} shows what is there"
+    return f"free space: du -xh --max-depth=1 {directory}"

@@ -29,7 +29,7 @@ def health(facts: NodeFacts) -> Finding:
         return fail(line, _reset(worst)) if worst.health.state == "failed" else warn(line, _details(worst))
     silent = [gpu.id for gpu in facts.gpus if gpu.health.state == "unknown"]
     if len(silent) == len(facts.gpus):
-        return skip(f"the driver does not tell the health of {listed(silent)}")
+        return skip(f"the driver does not report the health of {listed(silent)}")
     told = len(facts.gpus) - len(silent)
     return ok(f"{counted(told, 'GPU')} without errors" + (f"; {listed(silent)} unknown" if silent else ""))
 
@@ -47,10 +47,10 @@ def peers(facts: NodeFacts) -> Finding:
     if apart:
         shown = listed((f"{one} and {other}" for one, other in apart), 2)
         fix = "nvidia-smi topo -p2p r" if pairs[0][0].vendor == "nvidia" else "amd-smi topology"
-        return warn(f"no direct way between {shown}: moves there go through host memory", fix)
+        return warn(f"no direct link between {shown}: moves there go through host memory", fix)
     kinds = sorted({link.kind for gpu in facts.gpus for link in gpu.links})
     ways = counted(len(pairs), "pair") + (" of GPUs has" if len(pairs) == 1 else " of GPUs have")
-    return ok(f"{ways} a direct way ({', '.join(kinds)})")
+    return ok(f"{ways} a direct link ({', '.join(kinds)})")
 
 
 def _linked(one: Gpu, other: Gpu) -> bool:

@@ -72,6 +72,6 @@ async def _probe(interpreter: str, directory: Path) -> tuple[str, Finding | None
         fix = "run GPU jobs with Python 3.9 or newer, from an environment of their own"
         return version, warn(f"{interpreter} is Python {version}; an agent needs 3.9", fix)
     if _LOADED not in lines:
-        fix = f"PYTHONPATH=DIR {interpreter} -v -c pass 2>&1 | grep sitecustomize shows what is loaded instead"
+        fix = f"PYTHONPATH=DIR {interpreter} -v -c pass 2>&1 | grep sitecustomize shows what Python loads instead"
         return version, warn(f"{interpreter} ({version}) loads no sitecustomize from PYTHONPATH", fix)
     return version, None

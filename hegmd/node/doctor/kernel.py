@@ -38,9 +38,9 @@ def version(facts: NodeFacts) -> Finding:
     """The kernel hands out descriptors for processes, and the sandbox lets it."""
     release = facts.kernel_release
     if not release:
-        return skip("/proc does not tell the kernel's version")
+        return skip("/proc does not report the kernel's version")
     if version_numbers(release) < OLDEST:
-        return fail(f"Linux {release} cannot hold processes by descriptor", "boot Linux 5.3 or newer")
+        return fail(f"Linux {release} has no pidfd_open", "boot Linux 5.3 or newer")
     try:
         os.close(facts.pidfd_open(os.getpid()))
     except OSError as error:
@@ -57,7 +57,7 @@ def options(facts: NodeFacts) -> Finding:
     if text is None:
         return skip("neither /proc/config.gz nor a config in /boot or /lib/modules can be read")
     built = set(re.findall(r"^CONFIG_(\w+)=[ym]$", text, re.MULTILINE))
-    for wanted, purpose in ((_POOL_OPTIONS, "parking video memory"), (_CRIU_OPTIONS, "CRIU")):
+    for wanted, purpose in ((_POOL_OPTIONS, "the host pool"), (_CRIU_OPTIONS, "CRIU")):
         missing = [f"CONFIG_{name}" for name in wanted if name not in built]
         if missing:
             fix = f"boot a kernel with {' '.join(f'{name}=y' for name in missing)}; distributions' own have them"
@@ -88,7 +88,7 @@ def ptrace(facts: NodeFacts) -> Finding:
         return ok("this kernel has no Yama: only owners and root may trace")
     if scope >= 3:
         return warn(
-            "ptrace_scope is 3: nobody may trace, so CRIU cannot dump; it can only be lowered by a boot",
+            "ptrace_scope is 3: no process may trace, so CRIU cannot dump; only a reboot can lower it",
             "echo kernel.yama.ptrace_scope=1 | sudo tee /etc/sysctl.d/60-hegm-ptrace.conf; remove the other; reboot",
         )
     return ok(f"ptrace_scope is {scope}: root may trace")
@@ -117,11 +117,11 @@ def pid_namespace(facts: NodeFacts) -> Finding:
     try:
         namespace = os.readlink(facts.at("proc/self/ns/pid"))
     except OSError:
-        return skip("/proc does not tell the pid namespace")
+        return skip("/proc does not report the pid namespace")
     if namespace == _FIRST_PID_NAMESPACE:
         return ok("hegmd sees the same pids as the driver")
     return warn(
-        "hegmd runs in a pid namespace of its own: the driver's pids cannot be told to processes",
+        "hegmd runs in a pid namespace of its own: hegmd cannot match the driver's pids to processes",
         "run hegmd on the host itself, or its container with the host's pid namespace (--pid=host)",
     )
 
@@ -130,7 +130,7 @@ def descriptors(facts: NodeFacts) -> Finding:
     """The daemon may open enough descriptors: one for each client, for each process and for bytes in flight."""
     found = re.search(r"^Max open files\s+(\d+|unlimited)", facts.read("proc/self/limits") or "", re.MULTILINE)
     if found is None:
-        return skip("/proc does not tell the limit")
+        return skip("/proc does not report the limit")
     if found[1] == "unlimited" or int(found[1]) >= DESCRIPTORS:
         return ok(f"{found[1]} open files are allowed")
     fix = (

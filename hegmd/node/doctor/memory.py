@@ -15,7 +15,7 @@ _LASTING = "/etc/sysctl.d/60-hegm.conf"
 def hugepages(facts: NodeFacts) -> Finding:
     """The pool of 2 MiB pages holds what the largest GPU can hold, near the GPUs."""
     if facts.simulated:
-        return skip("the simulation does without huge pages")
+        return skip("the simulation needs no huge pages")
     base = f"sys/kernel/mm/hugepages/{_POOL}"
     total, free = facts.read_int(f"{base}/nr_hugepages"), facts.read_int(f"{base}/free_hugepages")
     if total is None:
@@ -28,7 +28,7 @@ def hugepages(facts: NodeFacts) -> Finding:
         setting = f"echo vm.nr_hugepages={wanted} | sudo tee {_LASTING} && sudo sysctl -p {_LASTING}"
         return warn(
             f"{total} of {wanted} pages of 2 MiB for the {size_text(gpu.memory_total_bytes)} of {gpu.id}: "
-            "parking is slower without",
+            "offloading is slower without",
             setting,
         )
     nodes = _pages_by_node(facts)
@@ -65,11 +65,11 @@ def host(facts: NodeFacts) -> Finding:
     """There is host memory to park the video memory of at least one GPU."""
     sizes = sorted(gpu.memory_total_bytes for gpu in facts.gpus if gpu.memory_total_bytes is not None)
     if not sizes:
-        return skip("there is no GPU whose memory would have to be parked")
+        return skip("there is no GPU whose memory could be offloaded")
     memory = meminfo(facts)
     available_bytes = memory.get("MemAvailable")
     if available_bytes is None:
-        return skip("the kernel does not say how much memory is available")
+        return skip("the kernel does not report how much memory is available")
     # Free huge pages are set apart: the kernel does not count them as available.
     usable_bytes = available_bytes + memory.get("HugePages_Free", 0) * memory.get("Hugepagesize", 0)
     fitting, left_bytes = 0, usable_bytes
@@ -79,10 +79,10 @@ def host(facts: NodeFacts) -> Finding:
         fitting, left_bytes = fitting + 1, left_bytes - size_bytes
     if fitting == 0:
         return warn(
-            f"{size_text(usable_bytes)} of host memory to park in, and the smallest GPU has {size_text(sizes[0])}",
+            f"{size_text(usable_bytes)} of host memory for offloaded jobs; the smallest GPU has {size_text(sizes[0])}",
             f"only jobs that hold less than {size_text(usable_bytes)} of GPU memory can be suspended; free host memory",
         )
-    return ok(f"{size_text(usable_bytes)} of host memory: room to park {fitting} of {len(sizes)} full GPUs")
+    return ok(f"{size_text(usable_bytes)} of host memory: enough to suspend {fitting} of {len(sizes)} full GPUs")
 
 
 def ready(facts: NodeFacts) -> Finding:

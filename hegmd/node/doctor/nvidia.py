@@ -67,7 +67,7 @@ def driver(facts: NodeFacts) -> Finding:
     unbound = [device.address for device in devices if device.driver is None]
     if unbound:
         return warn(
-            f"driver {version} is loaded, but has not taken {listed(unbound)}",
+            f"driver {version} is loaded, but does not drive {listed(unbound)}",
             f"sudo dmesg | grep -i -e NVRM -e {unbound[0]}",
         )
     return ok(f"driver {version} is loaded and answers for {counted(len(facts.gpus_of('nvidia')), 'GPU')}")
@@ -79,7 +79,7 @@ def _not_loaded(devices: tuple[pci.PciDevice, ...]) -> Finding:
     if drivers == {"vfio-pci"}:
         return skip(f"{number} passed through to virtual machines (vfio-pci)")
     if "nouveau" in drivers:
-        return fail(f"{number} driven by nouveau, which can neither tell nor move anything", _INSTALL)
+        return fail(f"{number} driven by nouveau, which hegmd cannot use", _INSTALL)
     return fail(f"{number} on the PCI bus, but the NVIDIA driver is not loaded", f"sudo modprobe nvidia, or {_INSTALL}")
 
 
@@ -89,10 +89,10 @@ def library(facts: NodeFacts) -> Finding:
     path = find_library(facts, "libcuda.so.1")
     if path is None:
         fix = f"install the CUDA driver library (libcuda.so.1) of driver {module or MOVE_DRIVER}"
-        return fail("libcuda.so.1 is not installed where the loader looks", fix)
+        return fail("libcuda.so.1 is not in the search path of the loader", fix)
     version = _library_version(path)
     if version is None or module is None:
-        return ok(f"{path.name} is installed in {path.parent}; its version cannot be compared")
+        return ok(f"{path.name} is installed in {path.parent}; its version is unknown")
     if version != module:
         return fail(
             f"libcuda is {version}, but the loaded driver is {module}: every CUDA program fails",
@@ -111,7 +111,9 @@ def checkpoint(facts: NodeFacts) -> Finding:
     """The driver has the calls that take a process off a GPU and put it onto another."""
     path = find_library(facts, "libcuda.so.1")
     if path is None:
-        return fail("without libcuda.so.1 there are no checkpoint calls", "see nvidia.library")
+        return fail(
+            "without libcuda.so.1 there are no checkpoint calls", "install libcuda.so.1: see the check nvidia.library"
+        )
     try:
         found = elf.defined_functions(path, CHECKPOINT_CALLS)
     except elf.NotElf as error:
@@ -142,11 +144,11 @@ def nodes(facts: NodeFacts) -> Finding:
         gid = facts.at(f"dev/{closed[0]}").stat().st_gid
         group = facts.group_name(gid)
         fix = (
-            f"sudo usermod -aG {group} $USER, and log in anew"
+            f"sudo usermod -aG {group} $USER, and log in again"
             if group not in (None, "root")
             else "echo options nvidia NVreg_DeviceFileMode=0666 | sudo tee /etc/modprobe.d/nvidia-nodes.conf; reboot"
         )
-        return fail(f"not open to this user: /dev/{listed(closed)}", fix)
+        return fail(f"closed to this user: /dev/{listed(closed)}", fix)
     return ok(f"{counted(len(wanted), 'device node')} in /dev, open to this user")
 
 
@@ -165,11 +167,11 @@ def persistence(facts: NodeFacts) -> Finding:
     """The driver stays loaded when no process uses a GPU."""
     known = [gpu for gpu in facts.gpus_of("nvidia") if gpu.persistence is not None]
     if not known:
-        return skip("the driver does not say")
+        return skip("the driver does not report it")
     off = [gpu.id for gpu in known if not gpu.persistence]
     if off:
         return warn(
-            f"off on {listed(off)}: whoever is first on an idle GPU waits for it to be initialised",
+            f"off on {listed(off)}: the first process on an idle GPU waits for its initialisation",
             "sudo systemctl enable --now nvidia-persistenced, or until the next boot: sudo nvidia-smi -pm 1",
         )
     return ok(f"on for {counted(len(known), 'GPU')}")
@@ -179,7 +181,7 @@ def mig(facts: NodeFacts) -> Finding:
     """No GPU is cut into MIG instances."""
     known = [gpu for gpu in facts.gpus_of("nvidia") if gpu.mig is not None]
     if not known:
-        return skip("no GPU here has MIG, or the driver does not say")
+        return skip("no GPU here has MIG, or the driver does not report it")
     cut = [gpu for gpu in known if gpu.mig]
     if cut:
         indexes = ",".join(str(gpu.index) for gpu in cut)
@@ -194,7 +196,7 @@ def mps(facts: NodeFacts) -> Finding:
     """No process goes through MPS."""
     known = [gpu for gpu in facts.gpus_of("nvidia") if gpu.mps is not None]
     if not known:
-        return skip("the driver does not say")
+        return skip("the driver does not report it")
     shared = [gpu.id for gpu in known if gpu.mps]
     if shared:
         return warn(

@@ -48,7 +48,7 @@ def rights(facts: NodeFacts) -> Finding:
 def group(facts: NodeFacts) -> Finding:
     """The group whose members may use the daemon exists."""
     if facts.user_mode:
-        return skip("in user mode the socket belongs to its user alone")
+        return skip("in user mode only its user can use the socket")
     gid = facts.group_id(facts.group)
     if gid is None:
         return warn(
@@ -68,11 +68,11 @@ def socket(facts: NodeFacts) -> Finding:
     if status.st_uid not in (0, facts.uid):
         return fail(f"{clipped(str(directory), 60)} belongs to uid {status.st_uid}", f"{sudo}chown root: {directory}")
     if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
-        return fail(f"others may write to {clipped(str(directory), 60)}", f"{sudo}chmod go-w {directory}")
+        return fail(f"other users can write to {clipped(str(directory), 60)}", f"{sudo}chmod go-w {directory}")
     try:
         status = path.stat()
     except FileNotFoundError:
-        return fail(f"{clipped(str(path), 60)} is gone: nobody can reach the daemon", _restart(facts))
+        return fail(f"{clipped(str(path), 60)} is gone: no client can reach the daemon", _restart(facts))
     if not stat.S_ISSOCK(status.st_mode):
         return fail(f"{clipped(str(path), 60)} is not a socket", f"{sudo}rm {path}; {_restart(facts)}")
     return _judge_access(facts, status.st_mode, status.st_gid)
@@ -85,7 +85,7 @@ def _judge_access(facts: NodeFacts, mode: int, gid: int) -> Finding:
     if facts.user_mode:
         if mode & 0o066 and facts.socket_path.parent.stat().st_mode & 0o011:
             return warn(f"{shown} is open to others ({bits})", f"chmod 0600 {path}")
-        return ok(f"{shown} is its user's alone")
+        return ok(f"{shown} is private to its user")
     if mode & 0o006:
         return warn(f"{shown} ({bits}) is open to every user of the node", f"sudo chmod 0660 {path}")
     if not mode & 0o060 or gid != facts.group_id(facts.group):

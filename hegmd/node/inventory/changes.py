@@ -71,7 +71,7 @@ class Changes:
             self._events.record(
                 "inventory.ready",
                 "info",
-                f"the first look at the node found {len(gpus)} GPUs and {len(roll.processes)} processes on them",
+                f"the node has {len(gpus)} GPUs with {len(roll.processes)} processes",
                 facts={"gpus": len(gpus), "processes": len(roll.processes)},
             )
 
@@ -96,7 +96,7 @@ class Changes:
     def _tell_roll_late(self, late: bool) -> None:
         if late and _ROLL not in self._stale:
             self._stale.add(_ROLL)
-            text = "/proc could not be read in time; what is shown of the processes is old"
+            text = "/proc could not be read in time; the list of processes is old"
             self._events.record("inventory.stale", "warning", text, facts={"part": _ROLL})
         if not late and _ROLL in self._stale:
             self._stale.discard(_ROLL)
@@ -109,7 +109,7 @@ class Changes:
         if known is None:
             known = self._gpus[gpu.uuid] = _Known(state=gpu.state, health=gpu.health.state)
             if self._ready:
-                text = f"{gpu.id} is there: {gpu.name or 'a GPU without a name'}"
+                text = f"{gpu.id} was found: {gpu.name or 'a GPU without a name'}"
                 self._record_gpu("gpu.found", "info", text, gpu)
         elif gpu.state != known.state:
             self._tell_gpu_state(gpu, known.state)
@@ -195,7 +195,7 @@ class Changes:
         self._events.record("process.started", "info", text, gpu=_gpu(process), pid=process.pid, facts=_facts(process))
 
     def _tell_end(self, process: GpuProcess, *, lives: bool) -> None:
-        text = f"{_called(process)} let go of {_listed(process)}" if lives else f"{_called(process)} has ended"
+        text = f"{_called(process)} left {_listed(process)}" if lives else f"{_called(process)} has ended"
         facts = {**_facts(process), "let_go": lives}
         self._events.record("process.ended", "info", text, gpu=_gpu(process), pid=process.pid, facts=facts)
 

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 _NO_MORE = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN))
-SHORTAGE_HINT = "hegmd tries again by itself; see what it has open in /proc/PID/fd, raise LimitNOFILE= of hegmd.service"
+SHORTAGE_HINT = "raise LimitNOFILE= of hegmd.service, or check what it has open in /proc/PID/fd; hegmd tries again"
 
 
 def shortage(error: BaseException) -> str | None:

@@ -22,8 +22,8 @@ from hegmd.protocol.snapshots import Gpu, Health
 __all__ = ["GpuRegister"]
 
 _UNANSWERED = ("failed", "absent")
-_LOST = Health(state="failed", notes=("the driver does not list it any more",))
-_UNKNOWN = Health(state="unknown", notes=("the vendor's library does not tell its state",))
+_LOST = Health(state="failed", notes=("the driver no longer lists it",))
+_UNKNOWN = Health(state="unknown", notes=("the vendor's library does not report its state",))
 
 
 @dataclass(slots=True)

@@ -79,7 +79,7 @@ class RollWatch:
         try:
             return job.result()
         except Exception as error:  # noqa: BLE001 - what cannot be seen now is looked at again
-            _tell("the processes on the GPUs could not be looked at", error)
+            _tell("the processes on the GPUs could not be read", error)
             return None
 
     async def _finish_step(self) -> bool:
@@ -112,7 +112,7 @@ class RollWatch:
         try:
             job.result()
         except Exception as error:  # noqa: BLE001 - what cannot be seen now is looked at again
-            _tell("command lines and users could not be looked up", error)
+            _tell("command lines and users could not be read", error)
         return True
 
 

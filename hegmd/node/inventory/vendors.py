@@ -31,12 +31,12 @@ LAST_RETRY_S = 30.0
 ABSENT_RETRY_S = 30.0
 
 _HANG_HINTS = {
-    "nvidia": "look for NVRM and Xid with: dmesg | grep -e NVRM -e Xid; what hangs in the driver may need a reboot",
-    "amd": "look for amdgpu with: dmesg | grep amdgpu; what hangs in the driver may need a reboot",
-    "simulated": "mend the fault of the simulated library",
+    "nvidia": "run: dmesg | grep -e NVRM -e Xid; a hung driver may need a reboot",
+    "amd": "run: dmesg | grep amdgpu; a hung driver may need a reboot",
+    "simulated": "repair the fault of the simulated library",
 }
-_HANG_HINT = "see the kernel's log with: dmesg; what hangs in a driver may need a reboot"
-_BUG_HINT = "hegmd tries again by itself; report this with the traceback in its log"
+_HANG_HINT = "run: dmesg; a hung driver may need a reboot"
+_BUG_HINT = "report this with the traceback in hegmd's log; hegmd tries again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class VendorWatch:
             await self._job.wait()
         if not self._take_answer():
             self._overdue = True
-            log.warning("the %s library has not answered within %.2g s; showing what it said last", self.name, limit_s)
+            log.warning("the %s library has not answered within %.2g s; showing its last answer", self.name, limit_s)
 
     def reopen(self) -> None:
         """Close and open the library before it is asked the next time, without regard to any interval."""
@@ -156,7 +156,7 @@ class VendorWatch:
         """What is no word of the library's own: the kernel gives hegmd no more files or memory, or it is a mistake."""
         missing = shortage(error)
         if missing is not None:
-            return DeviceError(f"the {self.name} library cannot be asked: {missing}", SHORTAGE_HINT)
+            return DeviceError(f"the {self.name} library cannot be called: {missing}", SHORTAGE_HINT)
         log.error("the %s provider failed in an unforeseen way", self.name, exc_info=error)
         text = f"asking the {self.name} library failed with {type(error).__name__}: {error}"
         return DeviceError(text, _BUG_HINT)
@@ -187,7 +187,7 @@ class VendorWatch:
 
     def _hang_text(self, now: float) -> str:
         waited_s = now - (now if self._job is None else self._job.started)
-        known = "nothing is known of its GPUs now" if self._snapshot is None else "what is shown is what it said last"
+        known = "the state of its GPUs is unknown" if self._snapshot is None else "its last answer is shown"
         return f"the {self.name} library has not answered for {waited_s:.1f} s; {known}"
 
     def _vendor_as(self, state: str, message: str, hint: str, age_s: float | None) -> Vendor:

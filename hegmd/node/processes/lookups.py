@@ -25,7 +25,7 @@ USER_NAME_MAX_AGE_S = 600.0
 NO_USER_NAME_MAX_AGE_S = 60.0
 
 NOTE_UNREAD = "its command line is not read yet"
-NOTE_STUCK = "its command line cannot be read: the process does not let go of its memory map"
+NOTE_STUCK = "its command line cannot be read: the process holds the lock of its memory map"
 NOTE_UNREADABLE = "its command line may not be read"
 
 

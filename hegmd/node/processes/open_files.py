@@ -124,9 +124,9 @@ def reasons_of_unix(tree: Tree, agent_sockets: Collection[str], outlets: Collect
         if name in agent_sockets or (end.kind not in STREAMS and name is not None):
             continue
         yield refusal(
-            f"process {each.pid} has a unix socket connected to outside of the job (descriptor {each.fd}"
+            f"process {each.pid} has a Unix socket connected to a process outside the job (descriptor {each.fd}"
             f"{'' if name is None else ', to ' + name})",
-            "have the script close it before; what it talks to will not be there when it comes back",
+            "have the script close it first: its peer will not exist when the job is restored",
             each.pid,
         )
 
@@ -152,7 +152,7 @@ def reason_of_connection(each: Descriptor, end: TcpEnd) -> Reason:
     """Against a connection to outside."""
     return refusal(
         f"process {each.pid} has a TCP connection to {_readable(end.remote)} (descriptor {each.fd})",
-        "have the script close it before, or ask for connections to be closed: it finds them closed when it comes back",
+        "have the script close it first, or request closed connections: the restored job then finds them closed",
         each.pid,
     )
 

@@ -136,7 +136,7 @@ def let_go(people: ProcessSet) -> None:
         for dumper in dumpers_of(people.start_ticks):
             _see_off(dumper)
     except OSError as error:
-        _log.warning("it cannot be seen whether CRIU is still at work on process %s: %s", [*people.start_ticks], error)
+        _log.warning("hegmd cannot find out whether CRIU still works on process %s: %s", [*people.start_ticks], error)
     for pid, ticks in people.start_ticks.items():
         if pid not in people.stopped:
             _let_one_go(pid, ticks)
@@ -246,9 +246,7 @@ def _see_off(dumper: int) -> None:
     try:
         is_told = _let_writes_fail(dumper)
         how = "told to end" if is_told else "waited for, because to tell it to end takes CAP_SYS_RESOURCE"
-        _log.warning(
-            "CRIU is at work, as process %d, on a job of which no image is wanted any more: it is %s", dumper, how
-        )
+        _log.warning("CRIU (process %d) writes an image that is no longer wanted: it is %s", dumper, how)
         within_s = 0.0
         # Not given up before: it would leave the job standing as it ends, and nobody would let that go on any more.
         for limit_s in (_TOLD_GRACE_S, _DUMPER_GRACE_S - _TOLD_GRACE_S):
@@ -256,8 +254,8 @@ def _see_off(dumper: int) -> None:
                 return
             within_s += limit_s
             _log.error(
-                "CRIU, process %d, has not ended within %d s, and its job stands; look at the disk that it writes to, "
-                "and whether somebody has stopped it",
+                "CRIU (process %d) has not ended within %d s, and its job is stopped; check the disk it writes to, "
+                "and whether a signal has stopped it",
                 dumper,
                 within_s,
             )

@@ -125,8 +125,8 @@ def start_ticks_of(pid: int, proc_root: str = "/proc") -> int | None:
     except Scarce as error:
         raise HegmError(
             UNAVAILABLE,
-            f"it cannot be seen now whether process {pid} is there: {error}",
-            "it is looked at again; if that stays, raise LimitNOFILE= of hegmd.service, or free memory",
+            f"hegmd cannot find out whether process {pid} exists: {error}",
+            "try again; if it fails again, raise LimitNOFILE= of hegmd.service, or free memory",
             {"pid": pid},
         ) from None
     except (Vanished, Unreadable):

@@ -20,7 +20,7 @@ from hegmd.protocol.snapshots import AgentInfo, GpuProcess, GpuUse
 
 __all__ = ["Roll", "RollCall", "Roster", "Sightings", "has_ended", "stand_in"]
 
-NOTE_NOT_LOOKED_AT = "/proc was not read in time; ask again"
+NOTE_NOT_LOOKED_AT = "/proc was not read in time; try again"
 
 
 @dataclass(frozen=True, slots=True)

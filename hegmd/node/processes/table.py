@@ -39,11 +39,11 @@ _GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
 _GONE = (errno.ESRCH, errno.EINVAL, errno.ENOENT)
 
 NOTE_ENDED = "it has ended, and the driver still lists it"
-NOTE_HELD = "it has ended, and what it had is held; see: hegmctl ops"
+NOTE_HELD = "it has ended and hegmd keeps its state; run: hegmctl ops"
 NOTE_OTHER_NAMESPACE = "it runs in a pid namespace that hegmd cannot see into; run hegmd in the node's own"
 NOTE_HIDDEN = "/proc hides it from hegmd's user; run hegmd as root, or in the group of the mount option gid="
 NOTE_GONE_OR_HIDDEN = "it is not in /proc: it has ended, or is hidden from hegmd's user"
-NOTE_NO_PID = "the driver does not tell its pid"
+NOTE_NO_PID = "the driver does not report its pid"
 
 
 class Presence(enum.Enum):
@@ -174,7 +174,7 @@ class ProcessTable:
     def _hold(self, pid: int) -> tuple[int | None, str | None]:
         """A pidfd; or None with the reason why none can be had; or None twice if there is no such process here."""
         if not self._root_is_ours:
-            return None, "this /proc is another namespace's"
+            return None, "this /proc belongs to another pid namespace"
         if len(self._pid_of) >= self._max_pidfds:
             return None, "hegmd's limit of open files is reached, raise LimitNOFILE="
         try:
@@ -276,9 +276,9 @@ def _note(pid: int, kernel_facts: KernelFacts, why_no_pidfd: str | None) -> str 
     """What there is to say of one that can be seen."""
     notes: list[str] = []
     if kernel_facts.stopped:
-        notes.append(f"a signal or a debugger has stopped it; it goes on by: kill -CONT {pid}")
+        notes.append(f"it is stopped by a signal or a debugger; run: kill -CONT {pid}")
     if why_no_pidfd is not None:
-        notes.append(f"known by its start time only, not held: {why_no_pidfd}")
+        notes.append(f"identified by its start time only: {why_no_pidfd}")
     return "; ".join(notes) or None
 
 

@@ -69,10 +69,10 @@ _GPU_VALUES: tuple[tuple[str, str, str, Callable[[Gpu], float | None]], ...] = (
     (
         "memory_used_bytes",
         "gauge",
-        "Video memory in use by processes and the driver, without the driver's fixed reserve.",
+        "GPU memory in use by processes and the driver, without the driver's fixed reserve.",
         lambda gpu: gpu.memory_used_bytes,
     ),
-    ("memory_free_bytes", "gauge", "Video memory that can still be taken.", lambda gpu: gpu.memory_free_bytes),
+    ("memory_free_bytes", "gauge", "GPU memory that can still be taken.", lambda gpu: gpu.memory_free_bytes),
     (
         "utilisation_ratio",
         "gauge",
@@ -82,13 +82,13 @@ _GPU_VALUES: tuple[tuple[str, str, str, Callable[[Gpu], float | None]], ...] = (
     ("temperature_celsius", "gauge", "Core temperature.", lambda gpu: gpu.temperature_celsius),
     ("power_watts", "gauge", "Power drawn now.", lambda gpu: gpu.power_watts),
     ("power_limit_watts", "gauge", "Power limit in force.", lambda gpu: gpu.power_limit_watts),
-    ("mig_enabled", "gauge", "Whether it is cut into MIG instances.", lambda gpu: gpu.mig),
+    ("mig_enabled", "gauge", "Whether MIG is enabled.", lambda gpu: gpu.mig),
     ("mps_enabled", "gauge", "Whether processes share it through MPS.", lambda gpu: gpu.mps),
     ("persistence_enabled", "gauge", "Whether the driver stays loaded without processes.", lambda gpu: gpu.persistence),
     (
         "retired_pages",
         "gauge",
-        "Pages or rows of memory that were taken out of use for good.",
+        "Memory pages or rows that were retired permanently.",
         lambda gpu: gpu.health.retired_pages,
     ),
     (
@@ -109,7 +109,7 @@ def render(
         _vendors(out, snapshot.vendors)
         answering = {vendor.vendor for vendor in snapshot.vendors if vendor.state == "ok"}
         _gpus(out, snapshot, answering)
-        taken = out.family("hegmd_inventory_timestamp_seconds", "gauge", "When the node was looked at last.")
+        taken = out.family("hegmd_inventory_timestamp_seconds", "gauge", "Time of the last snapshot of the node.")
         taken.add(snapshot.taken_utc)
     _inventory(out, counters)
     _server(out, counters)
@@ -119,8 +119,8 @@ def render(
 
 
 def _vendors(out: Exposition, vendors: Sequence[Vendor]) -> None:
-    state = out.family("hegmd_vendor_state", "gauge", "How a vendor's library does: 1 for the state that it is in.")
-    age = out.family("hegmd_vendor_age_seconds", "gauge", "Age of what the vendor's library told last.")
+    state = out.family("hegmd_vendor_state", "gauge", "State of a vendor's library: 1 for the current state.")
+    age = out.family("hegmd_vendor_age_seconds", "gauge", "Age of the last answer of the vendor's library.")
     for vendor in vendors:
         for name in VENDOR_STATES:
             state.add(vendor.state == name, {"vendor": vendor.vendor, "state": name})
@@ -130,10 +130,10 @@ def _vendors(out: Exposition, vendors: Sequence[Vendor]) -> None:
 def _gpus(out: Exposition, snapshot: Snapshot, answering: set[str]) -> None:
     labels = {gpu.id: _gpu_labels(gpu) for gpu in snapshot.gpus}
     answers = [gpu for gpu in snapshot.gpus if gpu.state == "ok" and gpu.vendor in answering]
-    info = out.family("hegmd_gpu_info", "gauge", "What stays as it is about a GPU; always 1.")
+    info = out.family("hegmd_gpu_info", "gauge", "Constant properties of a GPU; always 1.")
     up = out.family("hegmd_gpu_up", "gauge", "Whether the GPU answers: 0 when it is lost or its library hangs.")
-    total = out.family("hegmd_gpu_memory_total_bytes", "gauge", "Video memory.")
-    health = out.family("hegmd_gpu_health", "gauge", "Whether the GPU can be trusted: 1 for the state that it is in.")
+    total = out.family("hegmd_gpu_memory_total_bytes", "gauge", "GPU memory.")
+    health = out.family("hegmd_gpu_health", "gauge", "Health of the GPU: 1 for the current state.")
     for gpu in snapshot.gpus:
         fixed = {"pci_address": gpu.pci_address, "chip": gpu.chip, "driver_version": gpu.driver_version}
         info.add(1, {**labels[gpu.id], **{name: value for name, value in fixed.items() if value is not None}})
@@ -174,9 +174,9 @@ def _processes(
                 untold.add(use.gpu)
             else:
                 vram_bytes[use.gpu] += use.vram_bytes
-    count = out.family("hegmd_gpu_processes", "gauge", "Processes with a hand on the GPU.")
+    count = out.family("hegmd_gpu_processes", "gauge", "Processes that use the GPU.")
     memory = out.family(
-        "hegmd_gpu_processes_memory_bytes", "gauge", "Video memory of all processes; only when known of each of them."
+        "hegmd_gpu_processes_memory_bytes", "gauge", "GPU memory of all processes; only if known for each."
     )
     for gpu in gpus:
         count.add(on_gpu[gpu.id], labels[gpu.id])
@@ -188,7 +188,7 @@ def _processes(
 
 
 def _inventory(out: Exposition, counters: Counters) -> None:
-    took = out.family("hegmd_inventory_refresh_duration_seconds", "histogram", "Time that a look at the node took.")
+    took = out.family("hegmd_inventory_refresh_duration_seconds", "histogram", "Duration of a snapshot of the node.")
     took.add_histogram(counters.refreshes, {})
     failures = out.family("hegmd_vendor_failures_total", "counter", "Errors and timeouts of a vendor's library.")
     _by_word(failures, "vendor", counters.vendor_failures)
@@ -204,12 +204,14 @@ def _server(out: Exposition, counters: Counters) -> None:
     for op, histogram in sorted(counters.durations.items()):
         durations.add_histogram(histogram, {"op": op})
     out.family("hegmd_connections", "gauge", "Connections now.").add(counters.connections)
-    out.family("hegmd_connections_total", "counter", "Connections let in.").add(counters.connections_total)
-    refused = out.family("hegmd_connections_refused_total", "counter", "Connections turned away, by error code.")
+    out.family("hegmd_connections_total", "counter", "Connections accepted.").add(counters.connections_total)
+    refused = out.family("hegmd_connections_refused_total", "counter", "Connections refused, by error code.")
     _by_word(refused, "code", counters.refusals)
-    dropped = out.family("hegmd_connections_dropped_total", "counter", "Connections the daemon ended, by error code.")
+    dropped = out.family(
+        "hegmd_connections_dropped_total", "counter", "Connections closed by the daemon, by error code."
+    )
     _by_word(dropped, "code", counters.drops)
-    out.family("hegmd_bad_frames_total", "counter", "Frames that are no message.").add(counters.bad_frames)
+    out.family("hegmd_bad_frames_total", "counter", "Frames that are not a valid message.").add(counters.bad_frames)
     out.family("hegmd_received_bytes_total", "counter", "Bytes received at the socket.").add(counters.received_bytes)
     out.family("hegmd_sent_bytes_total", "counter", "Bytes sent at the socket.").add(counters.sent_bytes)
 
@@ -217,13 +219,15 @@ def _server(out: Exposition, counters: Counters) -> None:
 def _kept(out: Exposition, tallies: Tallies) -> None:
     events = out.family("hegmd_events_total", "counter", "Events recorded, by kind.")
     _by_word(events, "kind", tallies.events)
-    dropped = out.family("hegmd_log_records_dropped_total", "counter", "Log records lost to a reader that stood still.")
+    dropped = out.family(
+        "hegmd_log_records_dropped_total", "counter", "Log records lost because the reader was blocked."
+    )
     dropped.add(tallies.log_dropped)
     held_back = out.family(
-        "hegmd_log_records_held_back_total", "counter", "Repeated log records that were only counted."
+        "hegmd_log_records_held_back_total", "counter", "Repeated log records that were counted but not written."
     )
     held_back.add(tallies.log_held_back)
-    ended = out.family("hegmd_operations_total", "counter", "Operations that are over, by kind, way and end.")
+    ended = out.family("hegmd_operations_total", "counter", "Finished operations, by kind, method and result.")
     for (kind, way, end), count in sorted(tallies.operations.items()):
         ended.add(count, {"kind": kind, "way": way, "end": end})
     now = out.family(
@@ -234,17 +238,19 @@ def _kept(out: Exposition, tallies: Tallies) -> None:
     lost = out.family("hegmd_audit_records_lost_total", "counter", "Audit records that are in the log only.")
     lost.add(tallies.audit_lost)
     pool = out.family(
-        "hegmd_pool_bytes", "gauge", "What the pool has: held in memory, on disk, its budget, and ready for a suspend."
+        "hegmd_pool_bytes", "gauge", "Bytes of the pool: in memory, on disk, its budget, and ready for a suspend."
     )
     _by_word(pool, "what", tallies.pool_bytes)
-    orphans = out.family("hegmd_orphans", "gauge", "Bytes and processes that no operation has and that need a person.")
+    orphans = out.family(
+        "hegmd_orphans", "gauge", "Bytes and processes that belong to no operation and need an administrator."
+    )
     orphans.add(tallies.orphans)
-    missed = out.family("hegmd_images_missed", "gauge", "Jobs that have no image of the last time that one was due.")
+    missed = out.family("hegmd_images_missed", "gauge", "Jobs whose last scheduled image was not written.")
     missed.add(tallies.images_missed)
 
 
 def _daemon(out: Exposition, build: Build, own: OwnProcess) -> None:
-    out.family("hegmd_build_info", "gauge", "Which hegmd this is; always 1.").add(
+    out.family("hegmd_build_info", "gauge", "Version of hegmd; always 1.").add(
         1,
         {
             "version": build.version,
@@ -258,7 +264,7 @@ def _daemon(out: Exposition, build: Build, own: OwnProcess) -> None:
     out.family(f"{process}resident_memory_bytes", "gauge", "Resident memory of the daemon.").add(own.resident_bytes)
     out.family(f"{process}threads", "gauge", "Threads of the daemon.").add(own.threads)
     out.family(f"{process}open_fds", "gauge", "Open descriptors of the daemon.").add(own.open_fds)
-    out.family(f"{process}max_fds", "gauge", "Descriptors that the daemon may have open.").add(own.max_fds)
+    out.family(f"{process}max_fds", "gauge", "Limit of open descriptors of the daemon.").add(own.max_fds)
 
 
 def _by_word(family: Family, label: str, counts: Mapping[str, int]) -> None:

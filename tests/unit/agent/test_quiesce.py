@@ -235,7 +235,7 @@ class _Raiser:
 
     def stands(self) -> bool:
         reasons = busy_threads(self.gate.parked_threads, frozenset())
-        return self.gate.parked and f"thread {self.thread.name} has not come to a stand" not in list(reasons)
+        return self.gate.parked and f"thread {self.thread.name} has not stopped" not in list(reasons)
 
     def come_to_a_stand(self) -> None:
         self.go_on.set()

@@ -136,7 +136,7 @@ def test_without_memory_to_come_back_all_stays_out_and_the_next_time_it_comes(ro
     tensors, storages, expected = _random(sizes)
     listed = [storages[0], storages[1], Stubborn(storages[2], after=1)]
     offloaded = transfer.offload(os.dup(room), listed, list(sizes), _ignore)
-    with pytest.raises(HegmError, match="could not be brought back into process"):
+    with pytest.raises(HegmError, match="could not be reloaded into process"):
         offloaded.bring_back(room, _ignore)
     assert [storage.nbytes() for storage in storages] == [0, 0, 0]
     offloaded.bring_back(room, _ignore)

@@ -143,7 +143,7 @@ def test_a_mistake_of_usage_is_told_in_the_form_asked_for() -> None:
     assert json.loads(ran.stderr)["error"]["code"] == "usage"
     ran = hegmctl()
     assert ran.returncode == 2
-    assert ran.stderr == "hegmctl: a command is needed; `hegmctl --help` lists them; `hegmctl gpus` is a good start\n"
+    assert ran.stderr == "hegmctl: a command is needed; run: hegmctl --help; or begin with: hegmctl gpus\n"
 
 
 def test_escape_sequences_in_an_error_do_not_reach_the_terminal(daemon: FakeDaemon) -> None:

@@ -69,7 +69,7 @@ def test_simulation_is_asked_of_daemons_that_offer_it(socket_path: Path) -> None
 
 
 def test_simulation_is_refused_before_a_daemon_of_real_gpus_hears_of_it(hegmd: Connection, daemon: FakeDaemon) -> None:
-    with pytest.raises(HegmError, match="node7 was not started for simulate") as raised:
+    with pytest.raises(HegmError, match="node7 does not support simulate") as raised:
         hegmd.simulate_fault("gpu1", "lost")
     assert raised.value.code is REFUSED
     assert "hegmd --simulate 2x8GiB --socket PATH" in raised.value.hint
@@ -255,7 +255,11 @@ def test_a_daemon_with_no_version_in_common_is_told_with_both(socket_path: Path)
 
 @pytest.mark.parametrize(
     ("version", "hint"),
-    [("0.0.1", "the daemon is older"), ("9.0.0", "hegmctl is older"), (__version__, "same release")],
+    [
+        ("0.0.1", "the daemon is older"),
+        ("9.0.0", "use the hegmctl of the daemon's release: this one is older"),
+        (__version__, "same release"),
+    ],
 )
 def test_an_operation_that_the_daemon_lacks_names_both_versions_and_the_older(
     socket_path: Path, version: str, hint: str

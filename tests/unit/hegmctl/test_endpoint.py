@@ -126,7 +126,7 @@ def test_a_socket_that_its_daemon_left_behind_is_told_from_a_missing_one(socket_
         left.bind(str(socket_path))
     error = _failure_of(socket_path)
     assert error.code is NO_DAEMON
-    assert "the daemon that made this socket is gone" in error.message
+    assert "the daemon that created this socket has ended" in error.message
 
 
 def test_a_file_that_is_no_socket_is_called_so(socket_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_who_is_turned_away_learns_which_group_to_join() -> None:
     error = unreachable(Endpoint(SYSTEM_SOCKET, "system"), PermissionError(EACCES, "Permission denied"))
     assert error.code is DENIED
     assert "sudo usermod -aG hegm " in error.hint
-    assert "log in anew" in error.hint
+    assert "log in again, or run: newgrp" in error.hint
 
 
 def test_other_failures_keep_the_kernels_reason() -> None:
@@ -177,5 +177,5 @@ def test_a_socket_of_others_is_denied_and_not_missing(socket_path: Path) -> None
         socket_path.parent.chmod(0o755)
         ran = as_nobody(*command("gpus"), environ=environment(socket_path))
     assert ran.returncode == DENIED.exit_status
-    assert "you may not use the daemon's socket" in ran.stderr
+    assert "you have no permission for the daemon's socket" in ran.stderr
     assert "usermod -aG hegm nobody" in ran.stderr

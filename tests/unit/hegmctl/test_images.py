@@ -48,7 +48,10 @@ def test_an_image_is_listed_shown_verified_and_removed(tmp_path: Path) -> None:
         json.loads(hegmctl("verify", str(path)).stdout)["size_bytes"]
         == json.loads(listed.stdout)["images"][0]["size_bytes"]
     )
-    assert error(hegmctl("rm", str(path))) == (2, f"{path} would be gone for good, and nobody can be asked")
+    assert error(hegmctl("rm", str(path))) == (
+        2,
+        f"{path} would be lost permanently, and there is no terminal to confirm it",
+    )
     assert path.exists()
     assert json.loads(hegmctl("rm", "--yes", str(path)).stdout)["paths"] == [str(path)]
     assert json.loads(hegmctl("ls", str(tmp_path)).stdout)["images"] == []
@@ -122,7 +125,7 @@ def test_what_is_unknown_is_not_shown_as_zero() -> None:
     )
     lines = seen_text(ImagesSeen(images=(seen,)), PIPE)
     assert lines[1].split() == ["left-over", "-", "-", "-", "-", "-", "/x"]
-    assert lines[3:] == ["/x: w", "What is left over is of no use: hegmctl images rm DIR"]
+    assert lines[3:] == ["/x: w", "Remove unfinished images with: hegmctl images rm DIR"]
     assert not any("1970" in line for line in manifest_text(MANIFEST, PIPE))
     assert seen_text(ImagesSeen(images=()), PIPE) == ["There is no image here."]
 

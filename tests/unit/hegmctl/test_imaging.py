@@ -126,7 +126,7 @@ def test_of_two_files_the_first_stayed_cut_when_the_second_could_not_be(tmp_path
     with FakeDaemon(tmp_path / "hegmd.sock", {**node.answers(), m.Restore: failing(refused)}) as daemon:
         ran = hegmctl("restore", "/images/one", "--truncate-outputs", socket=daemon.path)
     assert (ran.returncode, longer.read_text()) == (REFUSED.exit_status, "0123456789")
-    assert "gone cannot be cut back to 4 bytes" in ran.stderr
+    assert "gone cannot be truncated to 4 bytes" in ran.stderr
 
 
 READING = OperationProgress(id="7", phase="reading", moved_bytes=1 << 20, size_bytes=2 << 20)
@@ -249,5 +249,5 @@ def test_ctrl_c_while_an_image_is_read_leaves_the_image_and_asks_nothing(tmp_pat
         terminal.until(lambda lines: "reading  1.0 GiB of 2.0 GiB" in lines[-1])
         assert terminal.end(signal.SIGINT) == -signal.SIGINT
         shown = "\n".join(terminal.picture.lines)
-        assert "what was restored so far ends again; the image stays as it is" in shown
+        assert "the processes restored so far are ended; the image is unchanged" in shown
         assert "Cancel" not in terminal.picture.raw

@@ -194,9 +194,9 @@ def test_a_plan_is_shown_and_that_nothing_was_done(daemon: FakeDaemon) -> None:
     daemon.answers[m.Migrate] = saying(m.OperationReply(plan=PLAN))
     daemon.answers[m.Drain] = saying(m.Drained(operations=(), plans=(PLAN, PLAN)))
     ran = hegmctl("migrate", "4711", "--to", "gpu1", "-n", socket=daemon.path)
-    assert ran.stdout.splitlines()[-1] == "nothing was done: this is only the plan"
+    assert ran.stdout.splitlines()[-1] == "nothing was changed: this is only the plan"
     ran = hegmctl("drain", "gpu0", "-n", socket=daemon.path)
-    assert ran.stdout.splitlines()[-2:] == ["2 could be moved, 0 not", "nothing was done: this is only the plan"]
+    assert ran.stdout.splitlines()[-2:] == ["2 could be moved, 0 not", "nothing was changed: this is only the plan"]
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_plan_is_shown_and_that_nothing_was_done(daemon: FakeDaemon) -> None:
         (m.Drained(operations=(DONE,), left=(LATE.replace(code="refused"),)), 6, "1 moved, 1 not"),
         (m.Drained(operations=(ROLLED_BACK,), left=(LATE.replace(code="denied"),)), 8, "0 moved, 2 not"),
         (m.Drained(operations=(UNDER_WAY, UNDER_WAY)), 0, "0 moved, 2 under way, 0 not"),
-        (m.Drained(operations=()), 0, "there is nothing on it that could be moved"),
+        (m.Drained(operations=()), 0, "there is no process on it to move"),
     ],
 )
 def test_a_drain_ends_as_its_first_job_that_stayed(
@@ -300,7 +300,7 @@ def test_ctrl_c_asks_once_and_leaves_it_going_unless_told_otherwise(daemon: Fake
         terminal.type(typed)
         assert terminal.end() == -signal.SIGINT
         shown = "\n".join(terminal.picture.lines)
-        assert "operation 7 goes on: see `hegmctl op 7`; `hegmctl cancel 7` ends it" in shown
+        assert "operation 7 continues: watch it with hegmctl op 7, end it with hegmctl cancel 7" in shown
         assert shown.count("Cancel operation") == 1
         assert BAR not in shown
     assert not _asked_to_cancel(daemon)
@@ -346,7 +346,7 @@ def test_one_that_cannot_be_cancelled_any_more_was_left_without_a_word_of_its_en
         shown = "\n".join(terminal.picture.lines)
         assert "operation 7 is past the point; let it finish" in shown
         assert "operation 7: migrate of 4711: done" in shown
-        assert "operation 7 could not be cancelled any more" in shown
+        assert "operation 7 could no longer be cancelled" in shown
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ def test_ctrl_c_in_a_pipe_asks_nobody_and_says_what_goes_on(
         status, out, err = moving.end(signal.SIGINT)
     assert (status, out) == (-signal.SIGINT, "")
     note = json.loads(err)["note"]
-    assert note == f"operation 7 goes on: see `hegmctl op 7`; `hegmctl cancel 7` ends it{rest}"
+    assert note == f"operation 7 continues: watch it with hegmctl op 7, end it with hegmctl cancel 7{rest}"
     assert not _asked_to_cancel(daemon)
 
 
@@ -385,7 +385,7 @@ def test_ctrl_c_with_nobody_to_answer_asks_nobody(daemon: FakeDaemon) -> None:
 def test_ctrl_c_before_anything_began_says_where_to_look(daemon: FakeDaemon) -> None:
     with Running("migrate", "4711", "--to", "gpu1", socket=daemon.path) as moving:
         daemon.wait_for(m.Migrate)
-        said = "hegmctl: if anything has begun it goes on: see `hegmctl ops`\n"
+        said = "hegmctl: an operation that was started continues: run hegmctl ops\n"
         assert moving.end(signal.SIGINT) == (-signal.SIGINT, "", said)
 
 

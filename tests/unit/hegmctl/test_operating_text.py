@@ -115,7 +115,7 @@ def test_an_image_is_told_with_how_long_it_took_beside_how_long_the_job_stood() 
 
 
 def test_no_operations_is_said() -> None:
-    assert operations_text(m.OperationsReply(operations=()), PIPE) == ["There has been no operation here."]
+    assert operations_text(m.OperationsReply(operations=()), PIPE) == ["There was no operation on this node."]
 
 
 def test_a_narrow_terminal_shows_what_matters() -> None:
@@ -135,7 +135,7 @@ def test_a_story_tells_of_every_process_of_a_job() -> None:
     assert story_text(reply, PIPE) == [
         "operation 7: migrate of 4711, 4712: reloading (gpu1, 2.0 GiB)",
         "  4711: gpu1, 2.0 GiB; it runs",
-        "  4712 (rank 1): gpu1, 2.0 GiB; it stands, its bytes are in the pool",
+        "  4712 (rank 1): gpu1, 2.0 GiB; it is parked, its bytes are in the pool",
         "",
         "(3 earlier lines are no longer remembered)",
         "    0.000 s  planned       planned",
@@ -167,11 +167,11 @@ def test_a_plan_says_what_is_needed_and_that_nothing_was_done() -> None:
         "",
         "room on gpu1: 1.0 GiB needed, 8.0 GiB free",
         "pool: 1.0 GiB needed, 4.0 GiB free, 2.0 GiB ready",
-        "the job would stand for about 1.25 s, after the wait for its next boundary",
-        "its ranks stop at one boundary, all together",
+        "the estimated downtime is 1.25 s, after it reaches its next boundary",
+        "all ranks stop at the same boundary",
         "note: 2 of the job's 4 ranks are here",
         "steps: take room; stop at a boundary",
-        "nothing was done: this is only the plan",
+        "nothing was changed: this is only the plan",
     ]
 
 
@@ -185,10 +185,10 @@ def test_a_drain_tells_of_each_job_and_counts_them() -> None:
 
 
 def test_a_drain_without_a_job_a_planned_one_and_one_under_way() -> None:
-    assert drained_text(m.Drained(operations=()), PIPE) == ["there is nothing on it that could be moved"]
+    assert drained_text(m.Drained(operations=()), PIPE) == ["there is no process on it to move"]
     planned = drained_text(m.Drained(operations=(), plans=(PLAN, PLAN)), PIPE)
     assert [line for line in planned if line[:2] in ("1.", "2.")] == ["1. migrate", "2. migrate"]
-    assert planned[-2:] == ["2 could be moved, 0 not", "nothing was done: this is only the plan"]
+    assert planned[-2:] == ["2 could be moved, 0 not", "nothing was changed: this is only the plan"]
     begun = m.Drained(operations=(operation("reserving", process("gpu0", "gpu1")), operation()))
     assert drained_text(begun, PIPE)[-1] == "1 moved, 1 under way, 0 not"
 
@@ -196,21 +196,21 @@ def test_a_drain_without_a_job_a_planned_one_and_one_under_way() -> None:
 def test_a_swap_says_whether_they_have_changed_places() -> None:
     back = operation("done", process("gpu0", "gpu0", pid=4712))
     swapped = m.Drained(operations=(operation(), back))
-    assert swapped_text(swapped, PIPE) == ["they have changed places: 4711, 4712 (operations 7, 7)"]
+    assert swapped_text(swapped, PIPE) == ["the jobs have changed places: 4711, 4712 (operations 7, 7)"]
     undone = operation("rolled-back", process("gpu0", "gpu0", pid=4712), failure=FAILURE)
-    assert swapped_text(m.Drained(operations=(operation(), undone)), PIPE)[-1] == "they have not changed places"
+    assert swapped_text(m.Drained(operations=(operation(), undone)), PIPE)[-1] == "the jobs have not changed places"
     left = m.Drained(operations=(operation(),), left=(FAILURE,))
-    assert swapped_text(left, PIPE)[-1] == "they have not changed places"
+    assert swapped_text(left, PIPE)[-1] == "the jobs have not changed places"
     begun = m.Drained(operations=(operation("reserving", process("gpu0", "gpu1")),))
-    assert swapped_text(begun, PIPE)[-1] == "the other steps follow by themselves: see `hegmctl ops`"
+    assert swapped_text(begun, PIPE)[-1] == "hegmd runs the other steps: watch them with hegmctl ops"
     planned = swapped_text(m.Drained(operations=(), plans=(PLAN, PLAN, PLAN)), PIPE)
     assert planned[0] == "1. migrate"
-    assert planned.count("nothing was done: this is only the plan") == 1
+    assert planned.count("nothing was changed: this is only the plan") == 1
 
 
 def test_a_cancelled_operation_is_said_to_be_turned_back() -> None:
     lines = cancelled_text(m.OperationReply(operation=operation("releasing", process("gpu0", "gpu0"))), PIPE)
-    assert lines == ["operation 7 is turned back: releasing"]
+    assert lines == ["operation 7 is rolled back: releasing"]
 
 
 def test_what_an_operation_waits_for_stood_nowhere_while_it_was_followed() -> None:
@@ -237,12 +237,9 @@ def test_a_plan_says_what_becomes_of_the_job_and_how_long_its_image_takes() -> N
         lines = plan_text(m.OperationReply(plan=PLAN.replace(**values)), PIPE)
         return next(line for line in lines if " about " in line)
 
-    after = ", after the wait for its next boundary"
-    assert said() == f"the job would stand for about 1.25 s{after}"
-    assert (
-        said(kind="checkpoint", image_s=1.0)
-        == f"the job would stand for about 1.25 s, 1.0 s of it for the image{after}"
-    )
+    after = ", after it reaches its next boundary"
+    assert said() == f"the estimated downtime is 1.25 s{after}"
+    assert said(kind="checkpoint", image_s=1.0) == f"the estimated downtime is 1.25 s, 1.0 s of it for the image{after}"
     assert said(kind="checkpoint", image_s=1.0, ends=True) == (
         f"it would take about 1.2 s, 1.0 s of it for the image, until the job ends{after}"
     )

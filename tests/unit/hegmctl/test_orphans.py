@@ -28,11 +28,11 @@ BYTES = Orphan(
 
 def test_the_command_stands_in_a_line_of_its_own_to_be_copied() -> None:
     lines = orphans_text(m.OrphansReply(orphans=(BYTES,)), PIPE)
-    assert lines[0] == "Needs a person:"
+    assert lines[0] == "Needs your attention:"
     assert f"    next: hegmctl adopt --drop {NAME}" in lines
     assert "1.0 GiB" in " ".join(lines)
     assert "operation 7 is not in the journal" in " ".join(" ".join(lines).split())
-    assert orphans_text(m.OrphansReply(orphans=()), PIPE) == ["Nothing was found that no operation has."]
+    assert orphans_text(m.OrphansReply(orphans=()), PIPE) == ["There are no orphans."]
 
 
 def test_an_unknown_size_is_not_shown_as_none_at_all() -> None:
@@ -42,13 +42,13 @@ def test_an_unknown_size_is_not_shown_as_none_at_all() -> None:
 
 def test_operations_end_with_what_needs_a_person() -> None:
     lines = operations_text(m.OperationsReply(operations=(), orphans=(BYTES,)), PIPE)
-    assert lines[0] == "There has been no operation here."
-    assert "Needs a person:" in lines
-    assert "Needs a person:" not in operations_text(m.OperationsReply(operations=()), PIPE)
+    assert lines[0] == "There was no operation on this node."
+    assert "Needs your attention:" in lines
+    assert "Needs your attention:" not in operations_text(m.OperationsReply(operations=()), PIPE)
 
 
 def test_what_was_given_up_is_named() -> None:
-    assert dropped_text(m.Dropped(name=NAME, size_bytes=2**30), PIPE) == [f"given up: {NAME}, 1.0 GiB"]
+    assert dropped_text(m.Dropped(name=NAME, size_bytes=2**30), PIPE) == [f"dropped: {NAME}, 1.0 GiB"]
 
 
 def test_nothing_from_outside_reaches_the_terminal_raw() -> None:

@@ -247,7 +247,7 @@ def test_one_that_failed_hours_after_its_restart_was_started_again_from_its_old_
     os.pwrite(_lock(attended), b"back\0\0\0\0+", 0)
     assert not attended.desk.ended(1, told=None)
     assert attended.desk.wanted() is None
-    assert attended.said[0].startswith("it ended with 1 after it had gone on, and is not started again; ")
+    assert attended.said[0].startswith("it ended with 1 after it had continued, and is not started again; ")
 
 
 @pytest.mark.parametrize(("notes", "goes_on"), [(b"++", False), (b"+\0", True), (b"", True)])
@@ -499,7 +499,7 @@ def test_nobody_is_kept_for_a_daemon_that_declines(attended: Attended) -> None:
     attended.until(lambda: attended.desk.expected() is not None)
     assert attended.daemon is not None
     attended.daemon.stop()
-    refusal = failing(Refused("another supervises run-1", "see: hegmctl ps"))
+    refusal = failing(Refused("another supervises run-1", "run: hegmctl ps"))
     with FakeDaemon(attended.path, {**node.answers(), Supervise: refusal}):
         attended.until(lambda: attended.desk.expected() is None)
         attended.desk.close()
@@ -513,7 +513,7 @@ def test_a_daemon_that_will_not_have_it_is_told_of_once(socket_path: Path, tmp_p
     with FakeDaemon(socket_path, {**node.answers(), Supervise: refusal}):
         if resumes is None:
             attended.until(lambda: bool(attended.said))
-            assert "cannot be restarted elsewhere" in attended.said[0]
+            assert "the job runs, but cannot be restarted" in attended.said[0]
             assert attended.desk.wanted() is None
         else:
             attended.until(lambda: attended.desk.wanted() is not None)

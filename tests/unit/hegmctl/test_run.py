@@ -245,9 +245,9 @@ def test_a_command_that_is_not_there_or_cannot_be_run_ends_as_in_a_shell(daemon:
     for words, status, says in (
         (("no-such-program-here",), 127, "no-such-program-here cannot be run: No such file"),
         (("/no/such/program",), 127, "/no/such/program cannot be run"),
-        ((lost,), 127, "an interpreter that is not there"),
+        ((lost,), 127, "install the interpreter that its first line names"),
         ((plain,), 126, "chmod +x"),
-        ((str(tmp_path),), 126, "permission to execute"),
+        ((str(tmp_path),), 126, "make it an executable file: chmod +x"),
         ((f"{plain}/below",), 127, "cannot be run"),
     ):
         ran = hegmctl("run", "--", *words, socket=daemon.path)
@@ -267,7 +267,7 @@ def test_nothing_is_started_for_a_command_that_is_not_there(socket_path: Path) -
 def test_without_a_daemon_and_told_to_start_none_the_command_runs(socket_path: Path) -> None:
     ran = hegmctl("run", "--no-daemon-start", "--", "sh", "-c", "echo $HEGM_SOCKET; exit 4", socket=socket_path)
     assert (ran.returncode, ran.stdout) == (4, f"{socket_path}\n")
-    assert "the job runs, and its agent looks out for a daemon" in ran.stderr
+    assert "the job runs, and its agent connects once a daemon runs" in ran.stderr
     assert list(socket_path.parent.iterdir()) == []
     quiet = hegmctl("-q", "run", "--no-daemon-start", "--", "true", socket=socket_path)
     assert (quiet.returncode, quiet.stderr) == (0, "")

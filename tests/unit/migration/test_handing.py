@@ -71,7 +71,7 @@ def test_whoever_wants_a_job_whose_image_is_being_written_is_told_how_to_have_it
     assert message == "the image of process 4711 is being written by operation op1 while it trains"
     assert hint == "wait for it: hegmctl op op1 --follow; or discard the image: hegmctl cancel op1"
     suspended = operation(worker(), phase="suspended")
-    assert in_hand(suspended, 4711)[1] == "see: hegmctl resume 4711"
+    assert in_hand(suspended, 4711)[1] == "run: hegmctl resume 4711"
 
 
 @pytest.mark.parametrize("how", ["it is whole", "it fails", "it is cancelled"])

@@ -205,7 +205,7 @@ async def test_bytes_are_given_up_by_name_only_and_a_process_never(tmp_path: Pat
         orphans = node.moving.orphans
         with pytest.raises(HegmError, match="is a process"):
             await orphans.drop(str(process.pid), anybody)
-        with pytest.raises(HegmError, match="nothing orphan is called"):
+        with pytest.raises(HegmError, match="there is no orphan"):
             await orphans.drop("hegm-pool-1", anybody)
         (name,) = node.moving.pool.unclaimed()
         with pytest.raises(HegmError, match=rf"can only be dropped by its owner: it is of uid {os.getuid()}") as denied:

@@ -100,7 +100,7 @@ async def test_a_second_suspension_is_refused_for_the_first_alone(tmp_path: Path
         with pytest.raises(HegmError) as refused:
             await node.operations.suspend([process.pid], node.asked())
         assert refused.value.message == f"operation 1 (suspend, suspended) already includes process {process.pid}"
-        assert refused.value.hint == f"see: hegmctl resume {process.pid}"
+        assert refused.value.hint == f"run: hegmctl resume {process.pid}"
 
 
 async def test_a_process_that_holds_no_storages_is_refused_for_that(tmp_path: Path, process: Child) -> None:

@@ -163,7 +163,7 @@ async def test_a_restore_without_a_descriptor_to_look_at_its_processes_by_was_an
             raise NO_MORE
         raise AssertionError
 
-    with pytest.raises(HegmError, match="hegmd has as many files open as it may") as caught:
+    with pytest.raises(HegmError, match="hegmd has reached its limit of") as caught:
         await bench.answer(Ping(), looking)
     assert caught.value.code is UNAVAILABLE
     assert "LimitNOFILE=" in caught.value.hint

@@ -228,7 +228,7 @@ def test_a_daemon_on_its_way_out_does_not_take_its_successors_socket_along(socke
 
 def test_a_file_in_the_way_is_left_alone(socket_path: Path) -> None:
     socket_path.write_text("precious")
-    with pytest.raises(HegmError, match="no socket"):
+    with pytest.raises(HegmError, match="not a socket"):
         bind(socket_path, 0o600, None)
     assert socket_path.read_text() == "precious"
 

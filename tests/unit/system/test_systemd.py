@@ -185,7 +185,7 @@ def test_what_is_no_listener_is_refused_and_stays_owned(listener: socket.socket)
 
 
 def test_a_count_beyond_the_open_descriptors_is_an_error() -> None:
-    with pytest.raises(HegmError, match="LISTEN_FDS makes no sense"):
+    with pytest.raises(HegmError, match="LISTEN_FDS is not valid"):
         PassedDescriptors(["hegmd"], 4000)
 
 
@@ -234,7 +234,7 @@ def test_abstract_address() -> None:
 
 @pytest.mark.parametrize("address", ["relative/path", "@", "vsock:2:1234"])
 def test_an_address_of_another_kind_is_an_error(address: str) -> None:
-    with pytest.raises(HegmError, match="NOTIFY_SOCKET makes no sense"):
+    with pytest.raises(HegmError, match="NOTIFY_SOCKET is not valid"):
         ServiceManager(address)
 
 

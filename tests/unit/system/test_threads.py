@@ -119,7 +119,7 @@ async def test_a_file_on_a_dead_disk_kept_whoever_asked_waiting_for_good() -> No
         for _ in range(2):
             with pytest.raises(HegmError, match="/mnt/dead/file does not answer within"):
                 await looks.at(look, name="look")
-        with pytest.raises(HegmError, match="2 looks at files have not come to their end, at /mnt/dead/file"):
+        with pytest.raises(HegmError, match="2 reads of files have not ended, at /mnt/dead/file"):
             await looks.at(look, name="look")
     finally:
         answers.set()

@@ -192,7 +192,7 @@ async def test_a_second_process_is_no_supervisor_of_a_run_that_has_one(
     supervisors: Supervisors, other: subprocess.Popen[bytes]
 ) -> None:
     async with attending(supervisors, Line()):
-        with pytest.raises(Refused, match="supervises run run already"):
+        with pytest.raises(Refused, match="already supervises run run"):
             await supervisors.attend("other", other.pid, 0, OFFER, Line().send)
 
 

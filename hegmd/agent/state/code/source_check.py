@@ -24,7 +24,7 @@ def refusals() -> Iterator[Refusal]:
     """Why the script could not be started again."""
     frame = _first_frame()
     if frame is not None and frame.f_code.co_filename.startswith(_BY_INPUT):
-        yield Refusal("the script came by standard input, which nobody can read again", _HINT)
+        yield Refusal("the script came from standard input, which cannot be read again", _HINT)
         return
     main = sys.modules.get("__main__")
     path = getattr(main, "__file__", None)
@@ -37,7 +37,7 @@ def refusals() -> Iterator[Refusal]:
         yield Refusal(f"the script {path} cannot be read again: {error.strerror}", "put it back where it was")
     else:
         if not os.path.isfile(path):
-            yield Refusal(f"the script came by {path}, which is no file that can be read again", _HINT)
+            yield Refusal(f"the script came from {path}, which cannot be read again", _HINT)
 
 
 def _first_frame() -> FrameType | None:

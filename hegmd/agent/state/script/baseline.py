@@ -106,7 +106,7 @@ def refusal_of(found: Holding) -> Refusal:
     name = found.names[0]
     return Refusal(
         f"{name}, a {type(found.thing).__qualname__}, was made after the first batch, and a restarted script would not "
-        "have it where it goes on",
+        "have it where it continues",
         "make it before the loop, or keep what is in it with hegm.keep(name, get, set)",
     )
 

@@ -34,7 +34,7 @@ def value_of(data: bytes, mapping: Any, places: list[tuple[int, int]]) -> Any:
             raise
         raise Damaged(f"its tree cannot be read: {error!r}") from error
     if reading.left():
-        raise Damaged(f"its tree goes on for {reading.left()} bytes after its end")
+        raise Damaged(f"its tree has {reading.left()} bytes after its end")
     return value
 
 

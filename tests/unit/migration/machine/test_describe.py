@@ -112,7 +112,7 @@ def test_a_recovery_tells_what_was_and_what_was_found() -> None:
     drive.end(parked=True, out_bytes=10, gpu=None, reservations={}, pool_bytes=10)
     assert [happening.message for happening in _told(drive)] == [
         "operation op1 was suspended when hegmd was stopped",
-        "operation op1: process 197 stands on no GPU, 10 bytes of it out",
+        "operation op1: process 197 parked on no GPU, 10 bytes of it offloaded",
         "operation op1: suspended",
     ]
 
@@ -141,11 +141,11 @@ def test_a_suspended_job_names_the_command_that_brings_it_back() -> None:
 def test_a_suspended_job_was_to_be_resumed_and_stopped_again_for_an_image() -> None:
     op = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended").op
     assert in_hand(op, 197, CHECKPOINT)[1].startswith("write it into an image: hegmctl handoff 197 DIR")
-    assert in_hand(op, 197)[1] == "see: hegmctl resume 197"
+    assert in_hand(op, 197)[1] == "run: hegmctl resume 197"
     saved = op.workers[0].replace(method=RESTART, state_saved=True, gpu=None)
     for kind in (CHECKPOINT, None):  # «hegmctl resume» of one that has left found nobody to start it
         hint = in_hand(op.replace(workers=(saved,)), 197, kind)[1]
-        assert hint == f"see: hegmctl run --allow-restart --resume {op.id} -- COMMAND"
+        assert hint == f"run: hegmctl run --allow-restart --resume {op.id} -- COMMAND"
 
 
 def test_a_job_that_is_held_says_why() -> None:

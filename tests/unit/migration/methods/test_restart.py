@@ -265,7 +265,7 @@ async def test_a_rank_that_fell_before_it_was_seen_left_the_operation_waiting(tm
             assert await launched.say() == "ended"
             launched.fail("it ended with -9, started 2 times")
     assert f"rank 0 (process {fallen}) ended before its first boundary; it ended with -9" in failures[0].message
-    assert failures[0].hint == "see what it printed", "whether its state is held is seen later"
+    assert failures[0].hint == "read what it printed", "whether its state is held is seen later"
 
 
 async def test_a_daemon_that_was_not_there_at_the_start_saw_no_rank_fall_before_its_agent_came(tmp_path: Path) -> None:
@@ -291,4 +291,4 @@ async def test_a_daemon_that_was_not_there_at_the_start_saw_no_rank_fall_before_
             assert await launched.say() == "ended"
             launched.fail("it ended with -9, started 2 times")
     assert f"rank 0 (process {fallen}) ended before its first boundary; it ended with -9" in failures[0].message
-    assert failures[0].hint == "see what it printed", "whether its state is held is seen later"
+    assert failures[0].hint == "read what it printed", "whether its state is held is seen later"

@@ -131,8 +131,8 @@ def test_several_gpus_are_taken_in_rank_order_or_in_the_place_of_others(asked: s
     ("asked", "message"),
     [
         ("gpu0,gpu1,gpu2", "2 ranks, and 3 GPUs"),
-        ("gpu3=gpu2", "which GPU takes the place"),
-        ("gpu0=", "which GPU takes the place"),
+        ("gpu3=gpu2", "does not say which GPU replaces which of"),
+        ("gpu0=", "does not say which GPU replaces which of"),
     ],
 )
 def test_words_that_fit_no_job_of_two_ranks_are_refused(asked: str, message: str) -> None:

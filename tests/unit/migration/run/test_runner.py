@@ -106,7 +106,7 @@ async def test_a_process_that_became_another_program_was_waited_for_without_end(
         lost = await node.at_rest("1")
         assert lost.phase == "lost"
         assert lost.failure is not None
-        assert "it runs another program now" in lost.failure.message
+        assert "it runs another program" in lost.failure.message
         assert lost.processes[0].state == "lost"
 
 

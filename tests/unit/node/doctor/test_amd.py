@@ -55,7 +55,7 @@ def test_a_loaded_driver_and_its_version(node: FileNode) -> None:
     ("record", "status", "words"),
     [
         (vendor("amd", library_version="25.4"), "ok", "AMD SMI 25.4 answers for 1 GPU"),
-        (vendor("amd"), "warn", "AMD SMI is missing: less is known of 1 GPU"),
+        (vendor("amd"), "warn", "AMD SMI is missing: /sys/class/kfd tells less about 1 GPU"),
         (
             vendor("amd", state="failed", message="AMDSMI_STATUS_DRIVER_NOT_LOADED", hint="mend it"),
             "fail",
@@ -77,7 +77,7 @@ def test_device_nodes(node: FileNode) -> None:
     assert amd.nodes(facts).summary == "missing in /dev: kfd"
     node.write("dev/kfd").chmod(0o666)
     found = amd.nodes(facts)
-    assert (found.status, found.summary) == ("fail", "not open to this user: /dev/dri/renderD128")
-    assert found.fix == "sudo usermod -aG render $USER, and log in anew"
+    assert (found.status, found.summary) == ("fail", "closed to this user: /dev/dri/renderD128")
+    assert found.fix == "sudo usermod -aG render $USER, and log in again"
     (node.root / "dev/dri/renderD128").chmod(0o666)
     assert amd.nodes(facts).status == "ok"

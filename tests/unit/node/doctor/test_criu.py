@@ -64,7 +64,7 @@ async def test_the_criu_that_is_configured_was_passed_over_for_one_that_is_not_u
     assert found.fix is not None
     assert f"name another in images.criu, which is {gone}" in found.fix
     unasked = await criu.check(programs.facts(node, criu=gone))
-    assert (unasked.status, unasked.summary) == ("skip", f"it does not say which version it is: {gone}")
+    assert (unasked.status, unasked.summary) == ("skip", f"it does not report its version: {gone}")
     other = Programs(socket_dir / "other")
     other.install("criu", version="4.3")
     used = await criu.program(programs.facts(node, criu=other.directory / "criu"))
@@ -75,7 +75,7 @@ async def test_the_criu_that_is_configured_was_passed_over_for_one_that_is_not_u
 def test_root_may_and_others_may_not(node: FileNode) -> None:
     assert criu.rights(node.facts(uid=0)).status == "ok"
     found = criu.rights(node.facts(uid=1000))
-    assert (found.status, found.fix) == ("warn", "use the system's hegmd: sudo systemctl start hegmd")
+    assert (found.status, found.fix) == ("warn", "run: sudo systemctl start hegmd")
     assert "uid 1000" in found.summary
 
 
@@ -103,7 +103,7 @@ async def test_an_old_version_and_where_a_new_one_comes_from(
 
 async def test_no_criu(node: FileNode, programs: Programs) -> None:
     facts = node.facts(program_path=str(programs.directory))
-    assert (await criu.program(facts)).summary == "CRIU is not installed: processes cannot be kept in a directory"
+    assert (await criu.program(facts)).summary == "CRIU is not installed: jobs cannot be written to images"
     assert (await criu.check(facts)).summary == "CRIU is not installed"
 
 

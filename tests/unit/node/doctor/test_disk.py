@@ -83,7 +83,7 @@ def test_a_full_disk_is_not_mended_by_permissions(node: FileNode, number: int, u
     found = disk.unwritable(facts, node.state_dir, OSError(number, os.strerror(number)))
     assert (found.status, found.fix) == (
         "fail",
-        f"make room: du -xh --max-depth=1 {node.state_dir} shows what is there",
+        f"free space: du -xh --max-depth=1 {node.state_dir}",
     )
 
 

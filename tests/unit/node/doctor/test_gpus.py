@@ -69,7 +69,7 @@ def test_long_notes_stay_on_a_line(node: FileNode) -> None:
 def test_neighbours_with_links(node: FileNode) -> None:
     assert gpus.peers(node.facts(gpus=(gpu(0),))).status == "skip"
     found = gpus.peers(node.facts(gpus=(gpu(0), gpu(1))))
-    assert (found.status, found.summary) == ("ok", "1 pair of GPUs has a direct way (nvlink)")
+    assert (found.status, found.summary) == ("ok", "1 pair of GPUs has a direct link (nvlink)")
 
 
 def test_pairs_without_a_link(node: FileNode) -> None:
@@ -93,4 +93,4 @@ def test_three_gpus_all_linked(node: FileNode) -> None:
         return gpu(index, links=tuple(PeerLink(to_uuid=f"GPU-{other}", kind="pcie") for other in range(3)))
 
     found = gpus.peers(node.facts(gpus=(linked(0), linked(1), linked(2))))
-    assert found.summary == "3 pairs of GPUs have a direct way (pcie)"
+    assert found.summary == "3 pairs of GPUs have a direct link (pcie)"

@@ -65,7 +65,7 @@ def test_options_are_found_in_all_places(node: FileNode, place: str) -> None:
     ("left_out", "words", "fix"),
     [
         (("CHECKPOINT_RESTORE",), "CRIU misses CONFIG_CHECKPOINT_RESTORE", "CONFIG_CHECKPOINT_RESTORE=y"),
-        (("MEMFD_CREATE", "EPOLL"), "parking video memory misses CONFIG_MEMFD_CREATE", "CONFIG_MEMFD_CREATE=y"),
+        (("MEMFD_CREATE", "EPOLL"), "the host pool misses CONFIG_MEMFD_CREATE", "CONFIG_MEMFD_CREATE=y"),
         (("EVENTFD", "EPOLL", "FHANDLE"), "CONFIG_FHANDLE, CONFIG_EVENTFD and 1 more", "CONFIG_EPOLL=y"),
     ],
 )

@@ -43,7 +43,7 @@ def test_too_small_a_pool_and_the_command_that_mends_it(node: FileNode) -> None:
     pool(node, 128)
     found = memory.hugepages(node.facts(gpus=(gpu(0, memory_total_bytes=80 * GIB), gpu(1))))
     assert found.status == "warn"
-    assert found.summary == "128 of 72192 pages of 2 MiB for the 141 GiB of gpu1: parking is slower without"
+    assert found.summary == "128 of 72192 pages of 2 MiB for the 141 GiB of gpu1: offloading is slower without"
     assert found.fix == (
         "echo vm.nr_hugepages=72192 | sudo tee /etc/sysctl.d/60-hegm.conf && sudo sysctl -p /etc/sysctl.d/60-hegm.conf"
     )
@@ -79,19 +79,19 @@ def test_where_huge_pages_do_not_apply(node: FileNode) -> None:
 def test_room_is_counted_in_gpus(node: FileNode) -> None:
     meminfo(node, total_gib=512, available_gib=300)
     found = memory.host(node.facts(gpus=(gpu(0), gpu(1), gpu(2))))
-    assert (found.status, found.summary) == ("ok", "300 GiB of host memory: room to park 2 of 3 full GPUs")
+    assert (found.status, found.summary) == ("ok", "300 GiB of host memory: enough to suspend 2 of 3 full GPUs")
 
 
 def test_free_huge_pages_count_as_room(node: FileNode) -> None:
     meminfo(node, total_gib=512, available_gib=100, huge_free=50 * 512)
-    assert "150 GiB of host memory: room to park 1 of 1" in memory.host(node.facts(gpus=(gpu(0),))).summary
+    assert "150 GiB of host memory: enough to suspend 1 of 1" in memory.host(node.facts(gpus=(gpu(0),))).summary
 
 
 def test_no_room_for_a_full_gpu(node: FileNode) -> None:
     meminfo(node, total_gib=128, available_gib=31)
     found = memory.host(node.facts(gpus=(gpu(0),)))
     assert found.status == "warn"
-    assert found.summary == "31 GiB of host memory to park in, and the smallest GPU has 141 GiB"
+    assert found.summary == "31 GiB of host memory for offloaded jobs; the smallest GPU has 141 GiB"
 
 
 def test_where_room_cannot_be_told(node: FileNode) -> None:

@@ -191,7 +191,7 @@ def test_device_nodes_that_are_closed_to_the_user(node: FileNode, group: int, wo
     facts = node.facts(uid=54321, gids=frozenset({54321}), group_name=lambda _: {44: "video", 0: "root"}[group])
     found = nvidia.nodes(facts)
     assert found.status == "fail"
-    assert found.summary == "not open to this user: /dev/nvidiactl, nvidia-uvm"
+    assert found.summary == "closed to this user: /dev/nvidiactl, nvidia-uvm"
     assert found.fix is not None
     assert words in found.fix
 

@@ -48,7 +48,7 @@ def test_one_that_is_stopped_by_a_signal_was_not_told_from_one_that_runs(table: 
     child.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
     note = one(table, child.pid).note
-    assert note == f"a signal or a debugger has stopped it; it goes on by: kill -CONT {child.pid}"
+    assert note == f"it is stopped by a signal or a debugger; run: kill -CONT {child.pid}"
     child.send_signal(signal.SIGCONT)
     os.waitid(os.P_PID, child.pid, os.WCONTINUED | os.WNOWAIT)
     assert one(table, child.pid).note is None
