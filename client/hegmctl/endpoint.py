@@ -94,7 +94,7 @@ def _checked(endpoint: Endpoint) -> Endpoint:
     if size_bytes > MAX_PATH_BYTES or "\0" in endpoint.path:
         raise HegmError(
             USAGE,
-            f"the path of the socket has {size_bytes} bytes ({endpoint.origin}); the limit is {MAX_PATH_BYTES}",
+            f"a socket cannot have this path ({endpoint.origin}): {size_bytes} of {MAX_PATH_BYTES} bytes, or a NUL",
             "use a shorter path",
         )
     return endpoint

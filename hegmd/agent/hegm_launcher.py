@@ -173,7 +173,7 @@ class Departure:
         else:
             note("the state is saved; leaving")
             if self._restarts.begins_anew:
-                say(f"starts again after the restart: {'; '.join(self._restarts.begins_anew)}; hegm.keep keeps it")
+                say(f"begins anew after the restart: {'; '.join(self._restarts.begins_anew)}; hegm.keep keeps it")
             self._restarts.leave()
 
     def _stay(self, why: HegmError) -> None:

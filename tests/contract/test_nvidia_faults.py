@@ -94,7 +94,7 @@ def test_what_the_driver_failed_to_tell_is_noted(node: NvidiaNode, provider: Nvi
     node.scenario.order(f"error {function}@0 {UNKNOWN}")
     health = provider.snapshot().gpus[0].health
     assert health.state == "warn"
-    assert any("the driver failed to report its" in note and "Unknown Error" in note for note in health.notes)
+    assert any("the driver failed to report: " in note and "Unknown Error" in note for note in health.notes)
 
 
 def test_an_answer_that_failed_once_is_asked_for_again(node: NvidiaNode, provider: NvidiaProvider) -> None:

@@ -94,7 +94,7 @@ def test_a_jobs_own_fault_is_noted_and_held_against_no_gpu(node: NvidiaNode, pro
         found = health(provider)
         assert (found.state, found.last_xid) == ("ok", 31)
         (note,) = found.notes
-        assert note.startswith("XID 31, 2 times, last seen 2025-03-09 12:00:00 UTC: a job touched memory")
+        assert note.startswith("XID 31, 2 times, last seen 2025-03-09 12:00:00 UTC: a job accessed memory")
     assert (health(provider, 1).last_xid, health(provider, 1).xid_count) == (None, None)
 
 

@@ -301,7 +301,7 @@ def test_variables_that_begin_anew_are_named(restarts: Restarts) -> None:
     """The counter goes along; the file that the loop opens now and then does not, and is said with its line."""
     _output, ends = restarts.restarted(str(SCRIPTS / "begun_anew.py"), at=(9,))
     assert [ended.status for ended in ends] == [LEFT_STATUS, 0], [ended.errors for ended in ends]
-    assert "starts again after the restart: part (TextIOWrapper) at begun_anew.py:18. hegm.keep" in ends[1].errors
+    assert "begins anew after the restart: part (TextIOWrapper) at begun_anew.py:18. hegm.keep" in ends[1].errors
 
 
 def test_what_was_not_looked_at_was_told_in_the_plan_only(restarts: Restarts, tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ for turn in range(4):
     _output, ends = restarts.restarted(*written(tmp_path, body=body), at=(5,))
     assert [ended.status for ended in ends] == [LEFT_STATUS, 0], [ended.errors for ended in ends]
     assert (
-        "not looked at, and so starts again after the restart: the 1,200 objects of __main__.players" in ends[1].errors
+        "not looked at, and so begins anew after the restart: the 1,200 objects of __main__.players" in ends[1].errors
     )
 
 

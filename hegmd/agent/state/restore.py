@@ -92,14 +92,14 @@ def _optimizers_in(pairs: dict[int, tuple[Any, Holding]]) -> list[Any]:
 def _say_anew(names: list[str]) -> None:
     """What of the script's own is as in a script that has just begun, on stderr: its output is the script's."""
     if names:
-        text = f"hegm: starts again after the restart: {'; '.join(names)}. hegm.keep keeps such things.\n"
+        text = f"hegm: begins anew after the restart: {'; '.join(names)}. hegm.keep keeps such things.\n"
         os.write(2, text.encode(errors="replace"))
 
 
 def _say_unseen(names: list[str]) -> None:
     """What may be as in a script that has just begun, since nobody has looked, on stderr."""
     if names:
-        text = f"hegm: not inspected, and starts again after the restart: {'; '.join(names)}. hegm.keep keeps it.\n"
+        text = f"hegm: not looked at, and so begins anew after the restart: {'; '.join(names)}. hegm.keep keeps it.\n"
         os.write(2, text.encode(errors="replace"))
 
 

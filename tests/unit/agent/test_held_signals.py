@@ -75,7 +75,7 @@ gate.boundary_by_hand()
 orders.tick()
 assert (gate.parked, gate.requested, gate.count) == (False, False, 1)
 assert [(one.order, one.result) for one in reports] == [(1, "failed")], reports
-assert "signals cannot be held back" in reports[0].message, reports
+assert "signals cannot be blocked" in reports[0].message, reports
 assert "ulimit" in reports[0].hint, reports
 assert state() == before, (state(), before)
 

@@ -140,7 +140,7 @@ def test_the_smallest_stay_when_there_is_less_room_than_was_surveyed() -> None:
 
 def test_too_little_room_changes_nothing(memory: int) -> None:
     tensor = torch.arange(10_000)
-    with pytest.raises(HegmError, match="was given room for 0"):
+    with pytest.raises(HegmError, match="memory for 0 was given"):
         transfer.offload(memory, [tensor.untyped_storage()], [80_000], _progress)
     assert tensor.sum() == 49_995_000
 

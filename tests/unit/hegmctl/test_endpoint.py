@@ -103,7 +103,7 @@ def test_a_socket_that_the_caller_may_not_use_gives_way_to_the_callers_own(socke
 
 @pytest.mark.parametrize("path", ["/" + "x" * 107, "/a\0b"])
 def test_a_path_that_no_socket_can_have_is_a_mistake_of_usage(path: str) -> None:
-    with pytest.raises(HegmError, match="no socket can have") as raised:
+    with pytest.raises(HegmError, match="a socket cannot have this path") as raised:
         find_endpoint(path)
     assert raised.value.code is USAGE
 
@@ -158,7 +158,7 @@ def test_who_is_turned_away_learns_which_group_to_join() -> None:
     error = unreachable(Endpoint(SYSTEM_SOCKET, "system"), PermissionError(EACCES, "Permission denied"))
     assert error.code is DENIED
     assert "sudo usermod -aG hegm " in error.hint
-    assert "log in again, or run: newgrp" in error.hint
+    assert "log in again" in error.hint
 
 
 def test_other_failures_keep_the_kernels_reason() -> None:

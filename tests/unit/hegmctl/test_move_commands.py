@@ -55,7 +55,7 @@ STORY = (
     StoryLine(utc=10.5, event="begin", cause="request", phase="reserving", effects=("reserve-pool",)),
 )
 BAR = "operation 7  [##########..............]  offloading  1.0 GiB of 2.0 GiB"
-QUESTION = "Cancel operation 7? It goes on otherwise [y/N] "
+QUESTION = "Cancel operation 7? Otherwise it continues [y/N] "
 
 
 def coming_on(reply: Record | None) -> Answerer:
@@ -257,7 +257,7 @@ def test_on_a_terminal_a_bar_comes_on_and_goes_away(daemon: FakeDaemon) -> None:
         caller.reply(asked.id, _reply(DONE))
         assert terminal.end() == 0
         assert terminal.picture.lines == [
-            "operation 7: migrate of 4711: done (gpu0 -> gpu1, 2.0 GiB, stood for 0.250 s)",
+            "operation 7: migrate of 4711: done (gpu0 -> gpu1, 2.0 GiB, downtime 0.250 s)",
             "",
         ]
 
@@ -313,7 +313,7 @@ def test_a_second_ctrl_c_leaves_it_going(daemon: FakeDaemon) -> None:
         terminal.process.send_signal(signal.SIGINT)
         terminal.until(lambda lines: lines[-1] == QUESTION)
         assert terminal.end(signal.SIGINT) == -signal.SIGINT
-        assert any("operation 7 goes on" in line for line in terminal.picture.lines), terminal.picture.raw[-300:]
+        assert any("operation 7 continues" in line for line in terminal.picture.lines), terminal.picture.raw[-300:]
     assert not _asked_to_cancel(daemon)
 
 
@@ -378,7 +378,7 @@ def test_ctrl_c_with_nobody_to_answer_asks_nobody(daemon: FakeDaemon) -> None:
         terminal.until(lambda lines: lines[-1] == BAR)
         assert terminal.end(signal.SIGINT) == -signal.SIGINT
         assert "Cancel" not in terminal.picture.raw
-        assert any("operation 7 goes on" in line for line in terminal.picture.lines)
+        assert any("operation 7 continues" in line for line in terminal.picture.lines)
     assert not _asked_to_cancel(daemon)
 
 

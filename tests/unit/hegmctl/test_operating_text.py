@@ -98,7 +98,7 @@ def test_what_an_older_daemon_does_not_say_is_left_out() -> None:
 def test_an_end_is_told_with_its_reason_and_the_next_step() -> None:
     ended = operation("rolled-back", process("gpu0", "gpu0"), downtime_s=0.1234, failure=FAILURE)
     assert operation_text(m.OperationReply(operation=ended), PIPE) == [
-        "operation 7: migrate of 4711: rolled back (gpu0, 2.0 GiB, stood for 0.123 s)",
+        "operation 7: migrate of 4711: rolled back (gpu0, 2.0 GiB, downtime 0.123 s)",
         "  no batch boundary within 60 s",
         "  next: a longer --timeout",
     ]
@@ -107,7 +107,7 @@ def test_an_end_is_told_with_its_reason_and_the_next_step() -> None:
 def test_an_image_is_told_with_how_long_it_took_beside_how_long_the_job_stood() -> None:
     ended = operation("done", process("gpu0", "gpu0"), kind="checkpoint", downtime_s=1.5, took_s=8.25)
     (line,) = operation_text(m.OperationReply(operation=ended), PIPE)
-    assert line == "operation 7: checkpoint of 4711: done (gpu0, 2.0 GiB, stood for 1.500 s, 8.2 s in all)"
+    assert line == "operation 7: checkpoint of 4711: done (gpu0, 2.0 GiB, downtime 1.500 s, 8.2 s in all)"
     back = operation_text(m.OperationReply(operation=ended.replace(kind="restore")), PIPE)
     assert back == ["operation 7: restore of 4711: done (gpu0, 2.0 GiB, 8.2 s in all)"], "it stood since its image"
     moved = operation_text(m.OperationReply(operation=ended.replace(kind="migrate")), PIPE)
@@ -165,7 +165,7 @@ def test_a_plan_says_what_is_needed_and_that_nothing_was_done() -> None:
         " PID  NAME      FROM  TO    CARRIED  STAYS  CARRIER",
         "4711  train.py  gpu0  gpu1  1.0 GiB    0 B  worker",
         "",
-        "room on gpu1: 1.0 GiB needed, 8.0 GiB free",
+        "memory on gpu1: 1.0 GiB needed, 8.0 GiB free",
         "pool: 1.0 GiB needed, 4.0 GiB free, 2.0 GiB ready",
         "the estimated downtime is 1.25 s, after it reaches its next boundary",
         "all ranks stop at the same boundary",
@@ -235,7 +235,7 @@ def test_the_bar_goes_on_with_phases_and_bytes() -> None:
 def test_a_plan_says_what_becomes_of_the_job_and_how_long_its_image_takes() -> None:
     def said(**values: object) -> str:
         lines = plan_text(m.OperationReply(plan=PLAN.replace(**values)), PIPE)
-        return next(line for line in lines if " about " in line)
+        return next(line for line in lines if " about " in line or " downtime " in line)
 
     after = ", after it reaches its next boundary"
     assert said() == f"the estimated downtime is 1.25 s{after}"

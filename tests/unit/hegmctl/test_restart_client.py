@@ -287,7 +287,7 @@ def test_the_end_of_a_command_that_never_had_its_state_back_is_none_of_the_train
     assert attended.desk.ended(0, told=None)
     assert not attended.lock_path.read_bytes().startswith(b"back")
     attended.until(lambda: attended.reports()[-1].result == "failed")
-    assert "no training in it has gone on" in attended.reports()[-1].message
+    assert "no training in it continued" in attended.reports()[-1].message
     assert attended.desk.wanted() is None
 
 
@@ -432,7 +432,7 @@ def test_a_daemon_that_was_away_hears_what_it_waits_for_when_it_is_back(attended
     attended.expect()
     assert attended.daemon is not None
     attended.daemon.stop()
-    attended.until(lambda: any("goes on when hegmd is back" in line for line in attended.said))
+    attended.until(lambda: any("continues when hegmd answers again" in line for line in attended.said))
     with attended.listen():
         offer = attended.attend()
         assert (offer.left, offer.operation, offer.started) == (True, "4", False)

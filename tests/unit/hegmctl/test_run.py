@@ -330,7 +330,7 @@ def test_without_a_gpu_the_callers_own_choice_stays(daemon: FakeDaemon) -> None:
         (HEALTHY, "gpu0,", 2, "write each once: --gpu gpu0,gpu1"),
         (HEALTHY, "gpu0,gpu0", 2, "write each once"),
         (HEALTHY, "gpu0,cpu", 2, "write each once"),
-        (BOTH, "gpu0,gpu1", 6, "of several vendors: amd, nvidia"),
+        (BOTH, "gpu0,gpu1", 6, "belong to several vendors: amd, nvidia"),
     ],
 )
 def test_a_gpu_that_cannot_be_had_is_refused_before_the_command_begins(
@@ -383,7 +383,7 @@ def test_a_command_that_keeps_the_agent_out_began_anew_in_the_place_of_going_on(
 ) -> None:
     ran = hegmctl("run", "--allow-restart", "--resume", "4", "--", *words, socket=daemon.path)
     assert ran.returncode == 6
-    assert "it would begin anew" in ran.stderr
+    assert "would start from the beginning" in ran.stderr
     assert "hegmctl run --allow-restart --resume 4 -- COMMAND" in ran.stderr
     assert not daemon.asked
 

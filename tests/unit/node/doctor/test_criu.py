@@ -62,7 +62,7 @@ async def test_the_criu_that_is_configured_was_passed_over_for_one_that_is_not_u
     found = await criu.program(programs.facts(node, criu=gone))
     assert found.status == "warn"
     assert found.fix is not None
-    assert f"name another in images.criu, which is {gone}" in found.fix
+    assert f"set images.criu (now {gone}) to another" in found.fix
     unasked = await criu.check(programs.facts(node, criu=gone))
     assert (unasked.status, unasked.summary) == ("skip", f"it does not report its version: {gone}")
     other = Programs(socket_dir / "other")

@@ -23,12 +23,12 @@ def test_a_directory_on_a_disk(node: FileNode) -> None:
     mounted(node, ("/", "ext4"))
     found = disk.state(node.facts())
     assert found.status == "ok"
-    assert "(ext4) can be written to" in found.summary
+    assert "(ext4) can be written" in found.summary
     assert not list(node.state_dir.iterdir()), "the attempt leaves nothing"
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"), [("tmpfs", "is on tmpfs: what it says is lost"), ("nfs4", "is on nfs4: when its server hangs")]
+    ("kind", "words"), [("tmpfs", "is on tmpfs: it is lost"), ("nfs4", "is on nfs4: when its server hangs")]
 )
 def test_a_directory_on_something_else(node: FileNode, kind: str, words: str) -> None:
     mounted(node, ("/", "ext4"), (str(node.state_dir), kind))
@@ -70,7 +70,7 @@ def test_a_directory_that_cannot_be_written_to(node: FileNode) -> None:
     read_only = Path("/proc/self/fdinfo")
     found = disk.state(node.facts(state_dir=read_only))
     assert found.status == "fail"
-    assert "/proc/self/fdinfo cannot be written to" in found.summary
+    assert "/proc/self/fdinfo cannot be written: " in found.summary
     under_systemd = disk.state(node.facts(state_dir=read_only, under_systemd=True)).fix
     assert under_systemd == "sudo systemctl edit hegmd, with the lines [Service] and ReadWritePaths=/proc/self/fdinfo"
 
