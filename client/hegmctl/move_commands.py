@@ -55,7 +55,9 @@ def migrate(session: Session) -> int:
     arguments = session.arguments
     to, via = arguments.text("to"), arguments.text("via")
     if to is None and via is None:
-        raise HegmError(USAGE, "migrate needs --to and a GPU", "hegmctl gpus lists them: hegmctl migrate JOB --to gpu1")
+        raise HegmError(
+            USAGE, "migrate needs --to and a GPU", "name a GPU of `hegmctl gpus`: hegmctl migrate JOB --to gpu1"
+        )
     python = arguments.text("python")
     changed, without = _environment(arguments.texts("env"))
     if via is None and (python is not None or changed or without):

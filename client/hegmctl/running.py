@@ -73,7 +73,7 @@ def run(session: Session) -> int:
             if asked:
                 hint = "leave --gpu out, and set CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES yourself"
                 raise HegmError(NO_DAEMON, f"{error.message}; only a daemon knows {', '.join(asked)}", hint) from error
-            session.sink.note(f"{error.message}; the job runs, and its agent looks out for a daemon")
+            session.sink.note(f"{error.message}; the job runs, and its agent connects once a daemon runs")
             seen = Seen(asked, {}, arguments.text("name"))
         else:
             endpoint = _start_daemon(endpoint, arguments.text("simulate"))

@@ -212,7 +212,7 @@ class Channel:
             try:
                 return _connect(self._elsewhere)
             except OSError as error:
-                note(f"nobody at {self._elsewhere}: {error}")
+                note(f"no daemon at {self._elsewhere}: {error}")
         return _connect(socket_path(self._environ))
 
     def describe(self) -> AgentAttend:
