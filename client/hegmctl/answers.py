@@ -66,7 +66,7 @@ class AttachedProcess(Record):
     pid: int = field("process id")
     python_version: str = field("version of its Python, such as 3.14")
     framework_version: str = field("version of its PyTorch")
-    is_connected: bool = field("whether the daemon has heard of its agent; it can be moved once that is so")
+    job: str | None = field("the name of its job; null if the daemon has not heard of its agent in time")
     unknown: tuple[str, ...] = field("what the agent cannot know, which blocks restarts but no move")
 
 

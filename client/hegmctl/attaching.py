@@ -19,6 +19,7 @@ from hegmctl.endpoint import find_endpoint
 from hegmctl.remote_python import FIRST_VERSION, NoPython, RemotePython, gone, mapped_names, python_named_by
 from hegmctl.running import inject_folder, msgpack_folder
 from hegmd.errors import EXTERNAL, TIMEOUT, HegmError, Refused
+from hegmd.protocol.messages import InspectJob, JobReply
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -113,6 +114,8 @@ def _opened(target: Target) -> RemotePython:
     """Its Python, which can run scripts for us. Raises Refused for each reason why it cannot."""
     pid = target.pid
     named = python_named_by(pid)
+    if named is not None and not any("torch" in name for name in mapped_names(pid)):
+        raise _no_torch(pid)
     try:
         python = RemotePython(pid)
     except NoPython:
@@ -129,8 +132,6 @@ def _opened(target: Target) -> RemotePython:
         if not python.is_enabled():
             message = f"process {pid} was started with remote debugging disabled{_disabled_by(target)}"
             raise Refused(message, f"{_SLOWER.format(pid=pid)}; or {_OVER}")
-        if not any("torch" in name for name in mapped_names(pid)):
-            raise _no_torch(pid)
     except BaseException:
         python.close()
         raise
@@ -191,14 +192,14 @@ def _attach_one(target: Target, environ: Mapping[str, str], within_s: float, con
             python.request(f"{folder.path}/{_SCRIPT}")
             said = _await_answer(target.pid, pidfd, python, folder, until, within_s)
             version = ".".join(map(str, python.version))
-        is_seen = _await_agent(target.pid, pidfd, connection)
+        job = _await_job(target.pid, pidfd, connection)
     finally:
         os.close(pidfd)
     return AttachedProcess(
         pid=target.pid,
         python_version=version,
         framework_version=said["framework_version"][0],
-        is_connected=is_seen,
+        job=job,
         unknown=tuple(said.get("unknown", ())),
     )
 
@@ -252,13 +253,13 @@ def _answered(pid: int, text: str) -> dict[str, list[str]]:
     return said
 
 
-def _await_agent(pid: int, pidfd: int, connection: Connection) -> bool:
-    """Whether the daemon has heard of the agent in time."""
+def _await_job(pid: int, pidfd: int, connection: Connection) -> str | None:
+    """The name of its job, once the daemon has heard of the agent; None if that takes too long."""
     until = monotonic() + SEEN_WITHIN_S
     while monotonic() < until and not _has_ended(pidfd):
         if any(process.pid == pid and process.agent for process in connection.processes().processes):
-            return True
-    return False
+            return connection.call(InspectJob(job=pid), JobReply).job.name
+    return None
 
 
 def _pidfd(pid: int) -> int:
@@ -356,8 +357,9 @@ def _text(answer: AttachAnswer, _style: Style) -> list[str]:
     for one in answer.processes:
         what = f"Python {one.python_version}, PyTorch {one.framework_version}"
         lines.append(f"attached to process {one.pid} ({what})")
-        if not one.is_connected:
+        if one.job is None:
             lines.append("  its agent has not reached the daemon yet; look for it with: hegmctl ps")
         lines += [f"  not known: {phrase}" for phrase in one.unknown]
-    first = answer.processes[0].pid
-    return [*lines, f"it can be moved, but not restarted: hegmctl migrate {first} --to GPU"]
+    first = answer.processes[0]
+    name = first.pid if first.job is None else first.job
+    return [*lines, f"it can be moved, but not restarted: hegmctl migrate {name} --to GPU"]

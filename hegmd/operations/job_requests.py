@@ -348,6 +348,8 @@ def _framework(worker: AgentConnection) -> str:
 
 
 def _notes(worker: AgentConnection) -> Iterable[str]:
+    if worker.about.unknown is not None:
+        yield f"it was attached while it ran and cannot be restarted; not known: {', '.join(worker.about.unknown)}"
     yield from worker.refusals
     if worker.unweighed is not None:
         yield worker.unweighed[0]

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from hegmctl.connection import connect
+from hegmd.protocol.messages import InspectJob, JobReply
 from hegmd.protocol.snapshots import AgentInfo
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import SCRIPTS, MovedJob, Script, environment
@@ -109,7 +110,11 @@ def test_a_training_that_runs_already_becomes_a_job(daemon: RunningDaemon, pytho
         job.read_steps(3)
         (attached,) = job.attach("--name", "late")
         assert (attached["python_version"], attached["framework_version"]) == ("3.14", "2.99.0+stub")
-        assert attached["is_connected"]
+        assert attached["job"] == "late"
+        with connect(str(daemon.socket_path)) as hegmd:
+            (note,) = hegmd.call(InspectJob(job="late"), JobReply).job.notes
+        assert "attached while it ran" in note
+        assert "the initial values of the script's variables" in note
         agent = job.agent()
         assert agent is not None
         assert agent.job == "late"
