@@ -117,7 +117,7 @@ class ByteOrders:
     def _disconnect(self, order: Order, _fd: int | None) -> None:
         """Begin to take its communicator groups down, together with the other ranks."""
         self._standing.require_parked("disconnect")
-        self._begin(order, self._standing.groups.begin_disconnect(order.limit_s, self._wake))
+        self._begin(order, self._standing.groups.begin_disconnect(order.limit_s, self._wake, abort=order.abort))
 
     def _reconnect(self, order: Order, _fd: int | None) -> None:
         """Begin to bring them up again, together with the other ranks; also after a disconnect that failed."""

@@ -129,9 +129,10 @@ class ProcessGroups:
         """Take all groups down, and wait until that is done. Raises what the step of `begin_disconnect` raises."""
         return self.begin_disconnect(limit_s, no_news).result()
 
-    def begin_disconnect(self, limit_s: float | None, on_end: Callable[[], object]) -> Step:
+    def begin_disconnect(self, limit_s: float | None, on_end: Callable[[], object], *, abort: bool = False) -> Step:
         """Begin to take all groups down, together with the other ranks. Raises HegmError.
 
+        With `abort` none is suspended: CRIU cannot dump the connections of a suspended communicator.
         The step has ended already where they are down. After it failed, `reconnect` has to follow on all ranks, unless
         the message says that nothing was changed.
         """
@@ -141,14 +142,14 @@ class ProcessGroups:
             return Step.ended(self._told if self._is_down else None)
         step = self._step = Step(limit_s, on_end)
         self._has_failed = True  # until it has not
-        return step.start(lambda: self._disconnect(world, step))
+        return step.start(lambda: self._disconnect(world, step, abort=abort))
 
-    def _disconnect(self, world: Any, step: Step) -> Communicators:
+    def _disconnect(self, world: Any, step: Step, *, abort: bool) -> Communicators:
         torch, library = _torch(), _library()
         groups = self._groups(torch, world)
         told = self._tell(groups, library)
         mine = {
-            "groups": {group.name: [group.mechanism(library), group.sequence] for group in groups},
+            "groups": {group.name: [group.mechanism(None if abort else library), group.sequence] for group in groups},
             "refusal": next(iter(told.uncovered), _MULTICAST if told.nvls else ""),
         }
         agreed = self._agree(world, "disconnect", mine, step)

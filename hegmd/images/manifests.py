@@ -107,7 +107,14 @@ def _worker(member: Member, known: Mapping[str, Gpu], told: ImageWorker) -> Imag
         bytes=(byte_name(member),) if member.offloaded else (),
         token=member.token,
         boundary=member.boundary,
-        more={**(told.more or {}), "method": member.method, "rank": member.rank, "chip": member.chip, "gpu": left},
+        more={
+            **(told.more or {}),
+            "method": member.method,
+            "rank": member.rank,
+            "chip": member.chip,
+            "gpu": left,
+            "communicators": member.communicators,
+        },
     )
 
 
@@ -218,6 +225,7 @@ def _member(told: ImageWorker, start_ticks: int, names: Mapping[str, str], elsew
     more = told.more or {}
     here = next((names[uuid] for uuid in told.gpus if uuid in names), None)
     own = next((uuid for uuid in told.gpus if uuid in elsewhere), None)
+    communicators = _text(more.get("communicators")) or ""
     return Member(
         name=str(told.pid),
         pid=told.pid,
@@ -237,6 +245,8 @@ def _member(told: ImageWorker, start_ticks: int, names: Mapping[str, str], elsew
         driver_bytes=told.rest_bytes,
         reservations={},
         boundary=told.boundary,
+        communicators=communicators,
+        is_connected=None if communicators else True,
         park_requested=True,
         is_parked=True,
         offloaded=bool(told.bytes),

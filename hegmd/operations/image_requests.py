@@ -24,6 +24,7 @@ from hegmd.images.manifests import needs_in, unrevived
 from hegmd.images.output_redirection import led_elsewhere, lost_streams, named_streams
 from hegmd.images.restore_checks import GrownFile
 from hegmd.images.restore_job import JobRestorer
+from hegmd.migration.machine import communicators
 from hegmd.migration.machine.next_effects import SUSPENDED
 from hegmd.migration.machine.operation import CHECKPOINT, RESUME, Failure, Operation
 from hegmd.migration.machine.operation import ImageRequest as Wish
@@ -122,10 +123,9 @@ class Checkpoints:
         if without:
             message = f"process {without[0]} has no agent, but an image needs one"
             reasons = (*reasons, Reason(code=REFUSED.name, message=message, hint="start its job with hegmctl run"))
-        apart = [member.pid for member in op.live if member.is_unlinked]
-        if apart:
-            message = f"process {apart[0]} has disconnected its communicators, which an image cannot restore"
-            reasons = (*reasons, Reason(code=REFUSED.name, message=message, hint=f"run: hegmctl resume {apart[0]}"))
+        if (against := communicators.against_image(op)) is not None:
+            message, hint = against
+            reasons = (*reasons, Reason(code=REFUSED.name, message=message, hint=hint))
         if reasons:
             raise refusal(reasons)
         size_bytes = plan.size_bytes + looked.criu_bytes

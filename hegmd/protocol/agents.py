@@ -72,6 +72,10 @@ class Order(Record):
     restored: bool = field(
         "release: the driver has brought its storages back, which cannot be shown to others from then on", default=False
     )
+    abort: bool = field(
+        "disconnect: abort communicators that the library could suspend, because an image cannot have these",
+        default=False,
+    )
     generation: int | None = field(
         "reconnect: a number that is the same for all ranks, and larger than in any earlier reconnect of this job",
         default=None,

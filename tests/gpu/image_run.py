@@ -217,6 +217,11 @@ def wanted(asked: argparse.Namespace, record: Record) -> list[Case]:
     return [case for name, case in cases.items() if not record.is_done(name) and (not words or name.startswith(words))]
 
 
+def criu_settings(criu: Path | None) -> str:
+    """hegmd's settings for this CRIU; none for the one of the node."""
+    return "" if criu is None else f'[images]\ncriu = "{criu.resolve()}"\n'
+
+
 def main() -> int:
     asked = parsed()
     ends = time.monotonic() + asked.budget_s
@@ -226,7 +231,7 @@ def main() -> int:
         print(record.markdown() if asked.table else "\n".join(case.name for case in cases))
         return 0
     criu = asked.criu or (UNPACKED if UNPACKED.exists() else None)
-    settings = "" if criu is None else f'[images]\ncriu = "{criu.resolve()}"\n'
+    settings = criu_settings(criu)
     signal.signal(signal.SIGALRM, _overdue)
     with ExitStack() as held:
         held.enter_context(unwinding())

@@ -10,6 +10,8 @@ With --agent-only there is none: this program parks both ranks, has their agents
 and has them reconnect, which proves the agent and the driver without the daemon. FILE has all results as JSON after
 each step, so that a run that is cut still tells what it saw. Without a GPU, --agent-only is a rehearsal: the ranks use
 gloo, and no driver is called.
+
+Longer than 400 lines because the daemon's run and the agents' run share the trainings and their check.
 """
 
 # ruff: noqa: T201 - printing is what this program is for
@@ -36,6 +38,7 @@ from hegmctl.running import nccl_settings, prepare
 from hegmd.errors import HegmError
 from hegmd.protocol.messages import AgentReport
 from tests.e2e.scripted_daemon import Attended, Gone, ScriptedDaemon
+from tests.gpu.image_run import UNPACKED, criu_settings
 from tests.gpu.moves_node import ROOT, Gpus, Node, WentWrongError, until
 
 TRAINING = Path(__file__).with_name("training") / "ranked.py"
@@ -86,6 +89,8 @@ class RankedJob:
         self, name: str, folder: Path, asked: argparse.Namespace, environ: dict[str, str], run: list[str]
     ) -> None:
         self.path = folder / name
+        #: True once it came back from an image: then it is no child of this program.
+        self.is_restored = False
         kind, *traits = KINDS[name.partition("@")[0]]
         is_reference = name.endswith("@alone")
         pace = [] if is_reference else [f"pace={asked.pace_s}"]
@@ -115,13 +120,17 @@ class RankedJob:
             return Path(f"{self.path}.{rank}").read_text().splitlines(keepends=True)
         return []
 
+    @property
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None and not self.is_restored
+
     def steps(self) -> int:
         """How many steps all ranks have told of."""
         return min(len([line for line in self.lines(rank) if line.endswith("\n")]) for rank in range(RANKS))
 
     def wait_for(self, steps: int, within_s: float) -> None:
         def there() -> bool:
-            if self.process.poll() is not None and self.steps() < steps:
+            if self.has_ended and self.steps() < steps:
                 raise WentWrongError(f"torchrun ended with {self.process.returncode}: {self.error_text()}")
             return self.steps() >= steps
 
@@ -276,7 +285,7 @@ class ByDaemon:
         self._folder.mkdir()
 
     def run(self, held: ExitStack) -> None:
-        node = held.enter_context(Node(self._folder))
+        node = held.enter_context(Node(self._folder, settings=criu_settings(UNPACKED if UNPACKED.exists() else None)))
         run = [sys.executable, "-m", "hegmctl", "run", "--no-daemon-start", "--"]
         job = RankedJob(self._name, self._folder, self._asked, node.environ(), run)
         held.callback(job.close)
@@ -294,6 +303,18 @@ class ByDaemon:
         self._step(node, job, "suspend again", ["suspend", str(job.pids()[0])], [])
         other = ",".join(f"gpu{gpu}" for gpu in reversed(on))
         self._step(node, job, "resume there", ["resume", str(job.pids()[0]), "--to", other], on[::-1])
+        if self._asked.images:
+            self._image(node, job, on, other)
+
+    def _image(self, node: Node, job: RankedJob, on: list[int], other: str) -> None:
+        """Into an image, which ends the job, and back from it onto the exchanged GPUs."""
+        path = str(self._folder / "image")
+        job.is_restored = True
+        self._step(node, job, "checkpoint", ["checkpoint", str(job.pids()[0]), path], None)
+        job.process.wait(STEP_WITHIN_S)
+        to = ",".join(f"gpu{gpu}" for gpu in on)
+        self._step(node, job, "restore", ["restore", path, "--to", to], on)
+        self._step(node, job, "exchange after", ["migrate", str(job.pids()[0]), "--to", other], on[::-1])
 
     def _step(self, node: Node, job: RankedJob, step: str, words: list[str], on: list[int] | None) -> None:
         """One command, and what is to be seen after it. What goes wrong is noted, and the next one is tried."""
@@ -318,7 +339,7 @@ class ByDaemon:
             seen["log"] = node.log_tail(40).splitlines()
             seen["job"] = job.error_text()[-1500:].splitlines()
         self._results.note(self._name, step, **seen)
-        if job.process.poll() is not None:
+        if job.has_ended:
             raise WentWrongError(f"the job is gone: {job.error_text()}")
 
 
@@ -368,6 +389,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=240.0, help="begin no training after so long")
     parser.add_argument("--agent-only", action="store_true", help="without a hegmd")
     parser.add_argument("--gib", type=float, default=1.0, help="weights, gradients and moments of each rank")
+    parser.add_argument("--images", action="store_true", help="into an image and back as well; takes CRIU")
     parser.add_argument("--rounds", type=int, default=4, help="so many exchanges of each kind")
     parser.add_argument("--reference-steps", type=int, default=REFERENCE_STEPS, help="steps of the undisturbed run")
     parser.add_argument("--pace-s", type=float, default=PACE_S, help="pause after each step of the job that is moved")

@@ -145,12 +145,8 @@ def hand_over(op: Operation, event: events.ImageRequested, now: float) -> Operat
             f"process {here.pid} of operation {op.id} is not suspended, but other processes of its job may be",
             f"run: hegmctl resume {here.pid}; then: hegmctl checkpoint {here.pid} DIR",
         )
-    apart = next((worker for worker in op.live if worker.is_unlinked), None)
-    if apart is not None:
-        raise Refused(
-            f"process {apart.pid} has disconnected its communicators, which an image cannot restore",
-            f"run: hegmctl resume {apart.pid}",
-        )
+    if (against := communicators.against_image(op)) is not None:
+        raise Refused(*against)
     workers = tuple([worker.replace(origin_gpu=None, target_gpu=None, waits=None) for worker in op.workers])
     op = op.replace(
         kind=CHECKPOINT, direction=FORWARD, image=event.handoff, workers=workers, failure=None, waiting_for=None

@@ -11,6 +11,20 @@ from hegmd.migration.machine.operation import JobProcess, Operation, Pending
 
 # The first attempt, and one with communicators that are made anew.
 MAX_RECONNECTS = 2
+SUSPEND = "suspend"
+
+
+def against_image(op: Operation) -> tuple[str, str] | None:
+    """Why no image can be made of this suspended job, and what to do; None if it can.
+
+    A suspended communicator keeps connections that CRIU cannot dump. One that was aborted has none, and the agent makes
+    another after the restore.
+    """
+    suspended = next((worker for worker in op.live if worker.is_unlinked and worker.communicators == SUSPEND), None)
+    if suspended is None:
+        return None
+    message = f"NCCL has suspended the communicators of process {suspended.pid}, which CRIU cannot dump"
+    return message, f"run: hegmctl resume {suspended.pid}; then: hegmctl checkpoint {suspended.pid} DIR"
 
 
 def disconnected(op: Operation, worker: JobProcess, pending: Pending, event: events.Disconnected) -> Operation:

@@ -107,6 +107,7 @@ class Disconnect(Effect, tag="disconnect", ends=("disconnected",), on_cancel=FIN
     """
 
     limit_s: float = field("how long it may take; over it this has failed")
+    abort: bool = field("abort them even if the library can suspend them; for an image", default=False)
 
 
 class LockRank(Effect, tag="lock", ends=("locked", "grew"), on_cancel=FINISH):

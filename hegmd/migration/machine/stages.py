@@ -139,7 +139,7 @@ def _measuring(op: Operation, worker: JobProcess) -> Iterator[Want]:
 
 def _disconnecting(op: Operation, worker: JobProcess) -> Iterator[Want]:
     if _is_to_disconnect(op, worker):
-        yield effects.Disconnect, {"limit_s": op.limits.connect_s * AGENT_SHARE}
+        yield effects.Disconnect, {"limit_s": op.limits.connect_s * AGENT_SHARE, "abort": op.kind == CHECKPOINT}
     if any(_is_to_disconnect(op, other) for other in op.live):
         yield from _offloading(op, worker)  # the bytes need no communicator
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from hegmd.errors import REFUSED
+from hegmd.migration.machine.communicators import SUSPEND as SUSPENSION
 from hegmd.migration.machine.operation import CHECKPOINT, RESUME, SIMULATED, SUSPEND
 from hegmd.migration.machine.wording import listed
 from hegmd.migration.model import Candidate, GpuMemory, NodeSnapshotForPlan
@@ -19,7 +20,7 @@ from hegmd.protocol.messages import Communicators
 from hegmd.protocol.operations import PlannedProcess
 from hegmd.protocol.proofs import FAILED, PROVEN, UNPROVEN, Combination, Proof
 
-NONE, SUSPENSION, REPLACEMENT = "none", "suspend", "replace"
+NONE, REPLACEMENT = "none", "replace"
 NCCL = "nccl"
 # Seconds to disconnect and to connect again, with NCCL on two H200s: of a suspension for each group, and for all.
 SUSPEND_GROUP_S, RESUME_S = 0.42, 0.45
@@ -35,14 +36,16 @@ def told(candidate: Candidate) -> Communicators | None:
     return None if groups is None or (groups.mechanism == NONE and not groups.uncovered) else groups
 
 
-def mechanism(candidate: Candidate) -> str:
-    """How its communicators are disconnected; empty if it has none."""
+def mechanism(candidate: Candidate, kind: str) -> str:
+    """How its communicators are disconnected for that kind of operation; empty if it has none."""
     groups = told(candidate)
-    return "" if groups is None or groups.mechanism == NONE else groups.mechanism
+    if groups is None or groups.mechanism == NONE:
+        return ""
+    return REPLACEMENT if kind == CHECKPOINT else groups.mechanism
 
 
-def judge(draft: Draft, members: Sequence[Candidate], *, driven: bool) -> None:
-    """Every reason why the communicators of that job cannot be disconnected. `driven`: the driver moves its ranks."""
+def judge(draft: Draft, members: Sequence[Candidate]) -> None:
+    """Every reason why the communicators of that job cannot be disconnected."""
     ranks = [candidate for candidate in members if told(candidate) is not None]
     if not ranks:
         return
@@ -53,10 +56,6 @@ def judge(draft: Draft, members: Sequence[Candidate], *, driven: bool) -> None:
         draft.against(REFUSED, f"{message} ({proof.detail})", hint, pid=ranks[0].pid)
     for message, hint, pid in (*_against_groups(ranks), *_against_missing(ranks, members)):
         draft.against(REFUSED, message, hint, pid=pid)
-    if draft.request.kind == CHECKPOINT and driven:
-        message = f"process {ranks[0].pid} has communicators with other ranks, which an image cannot have"
-        hint = f"suspend the job instead: hegmctl suspend {ranks[0].pid}"
-        draft.against(REFUSED, message, hint, pid=ranks[0].pid)
 
 
 def combination_of(
@@ -146,7 +145,7 @@ def without_memory_of_leavers(
 
     Nothing goes straight to a GPU then: the bytes wait in host memory until the other rank has left.
     """
-    held = {candidate.pid: candidate for candidate in members if mechanism(candidate)}
+    held = {candidate.pid: candidate for candidate in members if told(candidate) is not None}
     leaving: dict[str, int] = {}
     for worker in workers:
         candidate = held.get(worker.pid)

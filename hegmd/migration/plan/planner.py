@@ -68,7 +68,7 @@ def _place_members(draft: Draft) -> tuple[Candidate, ...]:
         if can_be_stopped(draft, candidate):
             (_place if draft.request.kind != QUIESCE else _leave_in_place)(draft, candidate)
     if draft.request.kind != QUIESCE and draft.request.via != RESTART and not draft.request.keep_context:
-        communicator_rules.judge(draft, members, driven=any(worker.method == DRIVER for worker in draft.workers))
+        communicator_rules.judge(draft, members)
     return members
 
 
@@ -230,7 +230,7 @@ def _place_simulated(draft: Draft, candidate: Candidate, to: str | None) -> None
             size_bytes=size_bytes,
             left_alone_bytes=0 if agent is None else sum(item.size_bytes for item in agent.left_alone),
             carrier="none" if to == candidate.gpus[0] else WORKER,
-            communicators="" if draft.request.kind == CHECKPOINT else communicator_rules.mechanism(candidate),
+            communicators=communicator_rules.mechanism(candidate, draft.request.kind),
         )
     )
 
@@ -278,7 +278,7 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuMemory, .
             storage_bytes_by_gpu=storage_bytes_by_gpu,
             overlap_bytes=choice.overlap_bytes,
             own_bytes=0 if stays else carrier_choice.own_bytes(candidate, choice.carrier),
-            communicators=communicator_rules.mechanism(candidate),
+            communicators=communicator_rules.mechanism(candidate, draft.request.kind),
         )
     )
 

@@ -76,7 +76,7 @@ class AgentEffects:
         return events.Withdrawn(**effect.ending(), parked_s=report.parked_s or 0.0)
 
     async def disconnect(self, op: Operation, member: Member, effect: effects.Disconnect, _: Progress) -> Event:
-        await self._cast.worker(member).order("disconnect", limit_s=effect.limit_s)
+        await self._cast.worker(member).order("disconnect", limit_s=effect.limit_s, abort=effect.abort)
         return events.Disconnected(**effect.ending())
 
     async def reconnect(self, op: Operation, member: Member, effect: effects.Reconnect, _: Progress) -> Event:

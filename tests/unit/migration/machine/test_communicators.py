@@ -149,11 +149,18 @@ def test_ranks_whose_peer_has_ended_are_not_connected_again_and_go_on() -> None:
     assert "reconnect" not in told
 
 
-def test_suspended_ranks_go_into_no_image() -> None:
-    """Whoever came of it would have groups that nobody connects again."""
+def test_ranks_whose_communicators_nccl_has_suspended_go_into_no_image() -> None:
     drive = Drive(ranks(kind=SUSPEND, to=(None, None))).until("suspended")
-    with pytest.raises(Refused, match="disconnected its communicators"):
+    with pytest.raises(Refused, match="which CRIU cannot dump"):
         drive.feed(events.ImageRequested(handoff=ImageRequest(path="/images/one", uid=0, gid=0)))
+
+
+def test_ranks_whose_communicators_were_aborted_go_into_an_image() -> None:
+    suspended = ranks(kind=SUSPEND, to=(None, None))
+    workers = tuple([one.replace(communicators="replace") for one in suspended.workers])
+    drive = Drive(suspended.replace(workers=workers)).until("suspended")
+    drive.feed(events.ImageRequested(handoff=ImageRequest(path="/images/one", uid=0, gid=0)))
+    assert drive.until("done").op.is_handed
 
 
 def test_ranks_that_exchange_gpus_reserve_them_when_all_have_left_and_give_up_their_own_first() -> None:

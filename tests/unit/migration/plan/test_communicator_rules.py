@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hegmd.migration.machine.operation import Limits
-from hegmd.migration.model import Candidate, NodeSnapshotForPlan, PlanRequest, PoolMemory
+from hegmd.migration.model import Candidate, MigrationPlan, NodeSnapshotForPlan, PlanRequest, PoolMemory
 from hegmd.migration.plan.planner import planned, planned_resume
 from hegmd.protocol.messages import Combination, Communicators, Proof
 from tests.unit.migration.nvidia_nodes import (
@@ -102,9 +102,10 @@ def test_an_agent_that_does_not_say_how_it_disconnects_is_refused_as_before() ->
     assert "live NCCL communicators" in reason.message
 
 
-def test_an_image_of_ranks_with_communicators_is_refused() -> None:
-    reasons = the_reasons(planned(a_job(), SUSPENSION.replace(kind="checkpoint")))
-    assert any("which an image cannot have" in reason.message for reason in reasons)
+def test_communicators_that_go_into_an_image_are_replaced_even_if_the_library_can_suspend_them() -> None:
+    plan = planned(a_job(), SUSPENSION.replace(kind="checkpoint"))
+    assert isinstance(plan, MigrationPlan)
+    assert [worker.communicators for worker in plan.workers] == ["replace", "replace"]
 
 
 FOUR = tuple(a_gpu(f"gpu{number}", nvlinks=tuple(f"gpu{other}" for other in range(4))) for number in range(4))
