@@ -166,6 +166,7 @@ class Moving:
             supervisors=self.supervisors,
             criu=self._images_by.criu,
             proofs=proofs.all,
+            own_pids=lambda: (self.helper.pid,),
         )
         self.proving = Proving(lookout, proofs)
         return lookout

@@ -75,6 +75,7 @@ class PlanSurvey:
     `pool` returns its free memory, `count` surveys one worker within a limit, `running` returns the operations with
     their reservations, `standing` the parked workers that belong to none, and `outlives` whether memory of jobs
     outlives the daemon. `criu` is the configured program, if any. `proofs` are the tried combinations with NCCL.
+    `own_pids` are hegmd's own processes on GPUs, which no plan moves.
     """
 
     def __init__(  # noqa: PLR0913 - what it looks at, each named
@@ -91,6 +92,7 @@ class PlanSurvey:
         supervisors: Supervisors,
         criu: Path | None = None,
         proofs: Callable[[], tuple[Proof, ...]] = tuple,
+        own_pids: Callable[[], Collection[int | None]] = tuple,
     ) -> None:
         self._inventory = inventory
         self._workers = workers
@@ -103,6 +105,7 @@ class PlanSurvey:
         self._supervisors = supervisors
         self._criu = criu
         self._proofs = proofs
+        self._own_pids = own_pids
         self._looks = Looks(OUTSIDE_S, MAX_LOOKS)
 
     async def snapshot(
@@ -239,8 +242,9 @@ class PlanSurvey:
 
     def _candidates(self, node: NodeSnapshot, pythons: Mapping[int, tuple[str, bool]]) -> Iterable[Candidate]:
         attending: set[int] = set()
+        own_pids = self._own_pids()
         for process in node.processes:
-            if process.start_ticks is None:
+            if process.start_ticks is None or process.pid in own_pids:
                 continue
             worker = self._workers.find(process.pid)
             if worker is not None and (not worker.connected or worker.identity.start_ticks != process.start_ticks):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -15,7 +16,9 @@ import pytest
 
 from hegmd.errors import DENIED, HegmError
 from hegmd.operations.request_context import Restarting
+from hegmd.operations.survey import PlanSurvey
 from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
+from hegmd.workers.workers import Workers
 from tests.patience import HANG_S
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import Node, running
@@ -342,3 +345,25 @@ async def test_a_suspended_job_was_anybodys_while_its_agent_was_away(tmp_path: P
 
 async def _never(_order: SupervisorOrder, _fds: Sequence[int]) -> None:
     raise AssertionError("nothing is asked of it")
+
+
+async def test_hegmds_own_helper_was_a_job_that_a_drain_would_move(tmp_path: Path, process: Child) -> None:
+    """With pool.ready_helper = "contexts" it is on the GPUs all the time."""
+    async with running(tmp_path) as node:
+        await node.attend(process.pid)
+        for own_pids, found in (((), [process.pid]), ((None, process.pid), [])):
+            survey = PlanSurvey(
+                node.inventory,
+                Workers(),
+                node.moving.resting.pool_memory,
+                count=_uncounted,
+                running=tuple,
+                supervisors=node.moving.supervisors,
+                own_pids=partial(tuple, own_pids),
+            )
+            snapshot = await survey.snapshot_for("gpu0", may=lambda _: True)
+            assert [candidate.pid for candidate in snapshot.candidates if "gpu0" in candidate.gpus] == found
+
+
+async def _uncounted(_worker: object, _limit_s: float) -> None:
+    pytest.fail("no agent is asked")
