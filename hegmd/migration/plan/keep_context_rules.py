@@ -72,12 +72,16 @@ def offered(draft: Draft, candidate: Candidate, hint: str) -> str:
 
 
 def _choice(draft: Draft, candidate: Candidate, own: GpuMemory) -> Choice | Refusal:
+    asked = draft.request.carrier
+    if asked == BY_DRIVER:
+        return Refusal(f"{BY_DRIVER} carries bytes by the driver's checkpoint only", "leave --carrier out")
     if own.vendor == SIMULATED:
-        asked = draft.request.carrier
         if asked not in (None, WORKER):
             return Refusal(f"on simulated GPUs its bytes go by {WORKER} only", f"use --carrier {WORKER}")
         return Choice(WORKER, pool_bytes=0 if candidate.agent is None else candidate.agent.size_bytes or 0)
     is_confined = bool(own.mig or own.mps) or "mps" in candidate.kinds
+    if is_confined and asked not in (None, WORKER):
+        return Refusal(f"{str(asked)[:40]} cannot copy under MIG or MPS", f"use --carrier {WORKER}")
     rows = _BY_WORKER_ONLY if is_confined else CARRIERS
     return carrier_choice.choose_as_asked(draft.snapshot, draft.request, candidate, own, None, rows)
 

@@ -117,6 +117,23 @@ def test_a_process_whose_storages_cannot_leave_is_refused(job: Candidate, messag
     assert any(message in said for said in reasons_of(job))
 
 
+@pytest.mark.parametrize(
+    ("carrier", "gpu", "message", "hint"),
+    [
+        ("driver", {}, "driver carries bytes by the driver's checkpoint only", "leave --carrier out"),
+        ("host", {"mig": True}, "host cannot copy under MIG or MPS", "use --carrier worker"),
+        ("peer", {}, "peer copies only serve a migration", "leave --carrier out"),
+        ("mule", {}, "there is no carrier 'mule'", "there are peer, host, worker, driver"),
+    ],
+)
+def test_a_carrier_that_cannot_is_refused_by_name(carrier: str, gpu: dict[str, Any], message: str, hint: str) -> None:
+    snapshot = a_snapshot(a_process(an_agent()), gpus=(a_gpu("gpu0", **gpu), a_gpu("gpu1")))
+    (reason,) = the_reasons(planned(snapshot, KEEPING.replace(carrier=carrier)))
+    assert reason.message.startswith("process 4711 cannot keep its context: ")
+    assert message in reason.message
+    assert reason.hint == hint
+
+
 def test_gpus_of_other_vendors_are_refused_by_name() -> None:
     gpus = (a_gpu("gpu0", vendor="amd"), a_gpu("gpu1"))
     assert reasons_of(a_process(an_agent()), gpus=gpus) == ["gpu0 is of vendor amd, from which no carrier can copy"]
