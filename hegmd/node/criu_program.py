@@ -1,8 +1,8 @@
 """Where CRIU is, which version it is, and whether this daemon may use it.
 
-A program on the node's own search path is preferred when it is new enough; after that comes the one that
-contrib/criu/install.sh unpacks beside the system. Starting it is left to `hegmd.system.programs`.
-Which lines of its log are errors is here too: the doctor reads the output of `criu check`.
+A CRIU on the node's search path is preferred if it is new enough, then the one that contrib/criu/install.sh unpacks.
+`hegmd.system.programs` starts it. Also knows which lines of CRIU's log are errors: the doctor reads the output of `criu
+check`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ INSTALL_STEP = (
 )
 
 VERSION_DEADLINE_S = 5.0
-# Its helper processes' ends say nothing, and without CAP_SYS_RESOURCE it goes on with fewer descriptors.
+# Ends of helper processes mean nothing; without CAP_SYS_RESOURCE it continues with fewer descriptors.
 _BESIDE_THE_POINT = re.compile(r"exited, status=\d+$|Can't setup RLIMIT_NOFILE for self")
 
 
@@ -54,7 +54,7 @@ class Criu:
 
 
 def candidates(configured: str | None = None, path: str = SYSTEM_PATH) -> tuple[str, ...]:
-    """The programs that there are, the one to prefer first. One that is configured is the only one."""
+    """Return the CRIU programs of this node, the preferred one first. A configured one is the only one."""
     if configured is not None:
         return (configured,)
     found = (find_program("criu", path), BESIDE if path == SYSTEM_PATH and os.access(BESIDE, os.X_OK) else None)
@@ -62,14 +62,14 @@ def candidates(configured: str | None = None, path: str = SYSTEM_PATH) -> tuple[
 
 
 def usable_path(configured: Path | None = None) -> str | None:
-    """The program to prefer that may be executed; None if there is none."""
+    """Return the preferred program that can be executed, or None."""
     found = candidates(None if configured is None else str(configured))
     return next((path for path in found if os.access(path, os.X_OK)), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A CRIU that is there: its version, or why it does not even name one."""
+    """A CRIU of this node: its version, or why it reports none."""
 
     path: str
     version: str | None
@@ -77,12 +77,12 @@ class Candidate:
 
     @property
     def is_new_enough(self) -> bool:
-        """Whether it starts on today's kernels."""
+        """Return True if it works with today's kernels."""
         return self.version is not None and version_of(self.version) >= WANTED
 
 
 async def survey(configured: str | None = None, path: str = SYSTEM_PATH) -> tuple[Candidate, ...]:
-    """Every CRIU that there is, the one to prefer first. Starts each of them once."""
+    """Return every CRIU of this node, the preferred one first. Starts each once."""
     paths = await run_detached(lambda _: candidates(configured, path), name="find criu")
     found: list[Candidate] = []
     for each in paths:
@@ -94,7 +94,7 @@ async def survey(configured: str | None = None, path: str = SYSTEM_PATH) -> tupl
 
 
 async def find(configured: str | None = None, path: str = SYSTEM_PATH) -> Criu | tuple[Reason, ...]:
-    """The CRIU to use, or every reason why there is none."""
+    """Return the CRIU to use, or all reasons why there is none."""
     reasons: list[Reason] = []
     for each in await survey(configured, path):
         if each.version is not None and each.is_new_enough:
@@ -109,7 +109,7 @@ async def find(configured: str | None = None, path: str = SYSTEM_PATH) -> Criu |
 
 
 def rights_missing(uid: int) -> Reason | None:
-    """Why a daemon of that user may not dump and restore processes; None when it may."""
+    """Return why a daemon of that user may not dump and restore processes, or None."""
     if uid == 0:
         return None
     return _reason(
@@ -145,7 +145,7 @@ async def version_named(program: str, *, deadline_s: float, path: str = SYSTEM_P
 
 
 async def check(program: str, *, deadline_s: float, in_unit: bool, path: str = SYSTEM_PATH) -> Completed:
-    """CRIU's own check of the kernel; `in_unit` runs it as a unit of its own, outside the daemon's sandbox."""
+    """Run CRIU's own check of the kernel; `in_unit` runs it outside the daemon's sandbox."""
     argv = [program, "check"]
     if in_unit:
         return await systemd_run(argv, deadline_s=deadline_s, path=path)
@@ -153,15 +153,15 @@ async def check(program: str, *, deadline_s: float, in_unit: bool, path: str = S
 
 
 def is_error(line: str) -> bool:
-    """Whether a line of CRIU's log is an error that says something."""
+    """Return True for a line of CRIU's log that reports an error with a reason."""
     return "Error (" in line and _BESIDE_THE_POINT.search(line) is None
 
 
 def bare_error(line: str) -> str:
-    """An error's line without the time, the process and the place in CRIU's source."""
+    """Return an error without the time, the process and the place in CRIU's source."""
     return re.sub(r"^.*?Error \([^)]*\):\s*", "", line).strip()
 
 
 def first_error(log: str) -> str | None:
-    """The first thing that CRIU calls an error; None when there is none."""
+    """Return the first error in CRIU's log, or None."""
     return next((bare_error(line) for line in log.splitlines() if is_error(line)), None)

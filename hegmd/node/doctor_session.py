@@ -1,6 +1,6 @@
-"""The doctor's checks of a running daemon: made for one caller at a time, each told as soon as it is made.
+"""The doctor's checks of a running daemon: for one caller at a time, each reported as soon as it is done.
 
-Owns the turn, since checks start programs, and how results reach whoever asked; what is checked is `doctor`'s.
+Owns the lock, because checks start programs, and the delivery of results. `doctor` has the checks.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from hegmd.protocol.snapshots import Check
 
 
 class Examination:
-    """Examines the node. `look` tells what the checks are made on."""
+    """Examines the node. `look` returns the facts for the checks."""
 
     def __init__(self, look: Callable[[], Awaitable[NodeFacts]]) -> None:
         self._look = look
         self._turn = anyio.Lock()
 
     async def examine(self, on_check: Callable[[Check], Awaitable[None]]) -> tuple[Check, ...]:
-        """The doctor's checks, in the order of its table; raises what `on_check` raises."""
+        """Yield the doctor's checks in the order of its table. Raises what `on_check` raises."""
         told, to_tell = anyio.create_memory_object_stream[Check](math.inf)  # of as many as there are checks
         made: list[Check] = []
         refusal: Exception | None = None
@@ -42,6 +42,6 @@ class Examination:
         return tuple(made)
 
     async def _make(self, told: MemoryObjectSendStream[Check]) -> None:
-        """Make them for one caller at a time, since they start programs; how fast it listens is its own affair."""
+        """Run the checks for one caller at a time, independently of how fast it reads them."""
         async with told, self._turn:
             await run_checks(await self._look(), told.send)

@@ -1,13 +1,12 @@
-"""What a process belongs to, by its control group: a Kubernetes pod, a Slurm job, a container, a systemd unit.
+"""The owner of a process, from its control group: a Kubernetes pod, a Slurm job, a container, a systemd unit.
 
-Owns the knowledge of how each of them names its groups. Pure: the text of /proc/PID/cgroup goes in, a Workload or None
-comes out; nothing is asked of a runtime, so that a hanging container daemon cannot hold up an inventory.
+Knows how each of them names its groups. Pure: the text of /proc/PID/cgroup in, a Workload or None out. It calls no
+runtime, so a hanging container daemon cannot block the inventory.
 
-Groups nest (a pod in a container of a test cluster, a container in a Slurm job), and the owner that an operator would
-turn to is not always the outermost. So the kinds are tried in the order pod, job, container, unit over all the
-hierarchies of the process, and a container found on the way is told in the detail. The patterns ask for whole
-identifiers (a pod's UUID, 64 hex digits) because names beside them look alike: `libpod-conmon-<id>.scope` is podman's
-monitor and not a container.
+Groups nest (a pod in a container of a test cluster, a container in a Slurm job), and the outermost owner is not always
+the right one. So the kinds are tried in the order pod, job, container, unit over all hierarchies of the process, and a
+container found on the way goes into the detail. The patterns require whole identifiers (a pod's UUID, 64 hex digits),
+because other names look alike: `libpod-conmon-<id>.scope` is podman's monitor, not a container.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _CONTAINERS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("nspawn", re.compile(r"/machine-(?!qemu)([^/]+)\.scope(?=/|$)")),
     ("nspawn", re.compile(r"/systemd-nspawn@([^/]+)\.service(?=/|$)")),
 )
-# A bare identifier says that there is a container but not whose.
+# A bare identifier means a container of an unknown runtime.
 _NAMELESS_CONTAINER = re.compile(rf"/({_HEX_ID})(?=/|$)")
 
 _UNIT_ENDINGS = (".service", ".scope")
@@ -57,7 +56,7 @@ _UNIT_ESCAPE = re.compile(r"\\x([0-9a-f]{2})")
 
 
 def workload_of(cgroup_text: str) -> Workload | None:
-    """The owner of a process whose /proc/PID/cgroup reads like this; None where the groups tell of none."""
+    """Return the owner of a process with this /proc/PID/cgroup; None if the groups name none."""
     paths = tuple(_paths(cgroup_text))
     for read in (_kubernetes, _slurm, _container, _systemd):
         for path in paths:

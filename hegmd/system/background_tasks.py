@@ -1,6 +1,6 @@
-"""Where tasks of a part live that nobody waits for: as long as that part runs.
+"""Background tasks of a component: they run until the component stops.
 
-Owns the task group and its end. What the tasks do, and what is said when the part does not run, is the part's own.
+Owns the task group. The component decides what the tasks do, and what happens while it does not run.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ __all__ = ["BackgroundTasks"]
 
 
 class BackgroundTasks:
-    """For a part to come from, which starts its tasks in `_tasks`; that is None while it does not run."""
+    """Base class of a component that starts tasks in `_tasks`, which is None while the component does not run."""
 
     def __init__(self) -> None:
         self._tasks: anyio.abc.TaskGroup | None = None
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Let its tasks live, until cancelled; then all of them have ended."""
+        """Keep the tasks running until cancelled; then all of them have ended."""
         try:
             async with anyio.create_task_group() as self._tasks:
                 task_status.started()

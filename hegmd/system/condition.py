@@ -1,7 +1,6 @@
-"""News that several wait for, again and again.
+"""A reusable condition for tasks of the event loop: `wait` returns at the next `notify_all`.
 
-An `anyio.Event` can be set once. Owns that there is always one for the next time; what the news is, the waiting look
-for themselves.
+An `anyio.Event` can be set only once. Waiting tasks check for themselves what has changed.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ class Condition:
     """Belongs to the event loop."""
 
     def __init__(self) -> None:
-        #: Set when something is told next. Whoever takes it before looking misses nothing while looking.
+        #: Set at the next `notify_all`. A task that takes it before it checks misses no change.
         self.next = anyio.Event()
 
     def notify_all(self) -> None:
-        """Wake all who wait."""
+        """Wake all waiting tasks."""
         self.next.set()
         self.next = anyio.Event()
 
     async def wait(self) -> None:
-        """Wait until something is told."""
+        """Wait for the next `notify_all`."""
         await self.next.wait()

@@ -1,7 +1,7 @@
-"""Descriptors that came over a socket, and who has to close them.
+"""Descriptors received over a socket, and their owner.
 
-Whoever reads a socket that descriptors may come over gives them an owner before anything else is looked at. Free of any
-event loop: daemon and GPU helper both use it, and the helper has to start quickly.
+Code that reads such a socket gives the descriptors an owner before it looks at anything else. Uses no event loop: the
+daemon and the GPU helper share it, and the helper has to start quickly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FD_BYTES = array.array("i").itemsize
 
 
 class Descriptors:
-    """Received descriptors with an owner: whatever is not taken out is closed. Closing twice is fine."""
+    """Received descriptors with an owner: those that are not taken are closed. Closing twice is fine."""
 
     def __init__(self, fds: list[int]) -> None:
         self._fds = fds
@@ -31,16 +31,16 @@ class Descriptors:
         return len(self._fds)
 
     def take(self) -> list[int]:
-        """All of them, now the caller's to close."""
+        """Return all of them; the caller closes them."""
         fds, self._fds = self._fds, []
         return fds
 
     def add(self, fd: int) -> None:
-        """Own that one too."""
+        """Own this one too."""
         self._fds.append(fd)
 
     def view(self) -> tuple[int, ...]:
-        """Their numbers, good for as long as this owner keeps them."""
+        """Return their numbers, valid as long as this owner has them."""
         return tuple(self._fds)
 
     def close(self) -> None:
@@ -55,12 +55,12 @@ class Descriptors:
 
 
 def rights_of(fds: Sequence[int]) -> list[tuple[int, int, array.array[int]]]:
-    """What `sendmsg` takes to send those along."""
+    """Return the ancillary data for `sendmsg` that carries these descriptors."""
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
 
 
 def received(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
-    """The descriptors that `recvmsg` brought, in their order; the caller's to close."""
+    """Return the descriptors that `recvmsg` received, in order. The caller closes them."""
     found: list[int] = []
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

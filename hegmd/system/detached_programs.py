@@ -1,8 +1,8 @@
-"""Programs that are to outlive the call that starts them, and the daemon.
+"""Programs that outlive the call that starts them, and the daemon.
 
-Whoever restores a job without a service manager starts its first process's parent, and that is no child to be ended
-with a request or a restart: it has a session of its own, no pipe to us but the one on which it says that it is ready,
-and a thread that does nothing but reap it, should it end while we live. For all else there is `hegmd.system.programs`.
+The parent of a job that is restored without a service manager must not end with a request or with the daemon. It has a
+session of its own, only one pipe to us, on which it reports that it is ready, and a thread that reaps it if it ends
+while the daemon lives. All other programs run through `hegmd.system.programs`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hegmd.system.threads import run_detached
 
 __all__ = ["Started", "start_apart"]
 
-_FIRST_FD = 256  # above whatever the program wants to open under numbers of its own
+_FIRST_FD = 256  # above the numbers that the program opens itself
 _END_GRACE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """How it began: ready, with what it said; or ended before that, with its status; or neither within the time."""
+    """The result of a start: ready, with its message; ended, with its status; or neither within the deadline."""
 
     pid: int
     word: bytes
@@ -41,12 +41,11 @@ class Started:
 async def start_apart(
     argv_for: Callable[[int], Sequence[str]], *, deadline_s: float, end: Callable[[], object]
 ) -> Started:
-    """Start the program and wait until it says on a descriptor that it is ready, or ends.
+    """Start the program and wait until it reports on a descriptor that it is ready, or ends.
 
-    `argv_for` gets that descriptor's number. Without either within the deadline, or on cancellation, it gets SIGTERM,
-    on which it has to end what it has started, and SIGKILL, alone, if it does not end. One that is ready just when
-    nobody wants it any more has nothing to end it: then `end`, which may block, ends what it has made. Raises
-    ExternalError when it cannot be started.
+    `argv_for` gets that descriptor's number. After the deadline, or if the caller is cancelled, the program gets
+    SIGTERM, on which it has to end what it started, and then SIGKILL. If it becomes ready just then, `end`, which may
+    block, ends what it started. Raises ExternalError if it cannot be started.
     """
     came: list[Started] = []
     try:
@@ -63,7 +62,7 @@ async def start_apart(
 
 
 def _kept(came: list[Started], started: Started) -> Started:
-    """In the thread, before it ends: a result that nobody waits for is dropped, and what it tells of is there."""
+    """Keep the result before the thread ends: a result that nobody receives is dropped, but its program runs."""
     came.append(started)
     return started
 
@@ -74,7 +73,7 @@ def _start(argv_for: Callable[[int], Sequence[str]], deadline: float, unwanted: 
     ours, theirs = os.pipe()
     try:
         passed = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, _FIRST_FD)
-    except OSError as error:  # EINVAL, where no number as high as that may be had at all
+    except OSError as error:  # EINVAL if the limit of descriptors is below that number
         os.close(ours)
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from error
     finally:
@@ -94,7 +93,7 @@ def _start(argv_for: Callable[[int], Sequence[str]], deadline: float, unwanted: 
     if word:
         threading.Thread(target=process.wait, name=f"reaper {process.pid}", daemon=True).start()
         return Started(process.pid, word, None)
-    # Its end of the pipe is closed a moment before it has ended.
+    # The kernel closes its end of the pipe before it can be reaped.
     ended = not _is_readable(unwanted) and _wait(process, max(0.0, deadline - time.monotonic()))
     if not ended:
         process.terminate()
@@ -123,7 +122,7 @@ def _begun(argv: Sequence[str], passed: int) -> subprocess.Popen[bytes]:
 
 
 def _first_word(ours: int, unwanted: socket.socket, deadline: float) -> bytes:
-    """What it says; nothing when its end is closed first, or nobody waits, or the time is over."""
+    """Return its message; empty if it closed its end, the caller was cancelled, or the deadline passed."""
     left_ms = max(0, int((deadline - time.monotonic()) * 1000))
     poll = select.poll()
     poll.register(ours, select.POLLIN)

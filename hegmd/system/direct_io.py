@@ -1,9 +1,9 @@
-"""Files that are read and written in whole blocks and past the page cache, by several threads at once.
+"""Files that several threads read and write in whole blocks, past the page cache.
 
-What spilled pieces and the bytes of images have in common: aligned buffers, `O_DIRECT` where the file system takes it,
-and the sharing out of a file's chunks. What a file holds, and how it is known to be good, is its owner's.
+Shared by spilled pool segments and images: aligned buffers, `O_DIRECT` if the file system supports it, and dividing a
+file into chunks. Callers know what a file holds and how to verify it.
 
-Everything blocks and is called in a thread or in a process of its own.
+Everything blocks, and runs in a thread or in a process of its own.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ Progress = Callable[[int], object]
 
 
 def rounded_up(size_bytes: int) -> int:
-    """To whole blocks."""
+    """Round up to whole blocks."""
     return (size_bytes + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
 
 
 def chunks_of(size_bytes: int) -> range:
-    """The numbers of the chunks that so many bytes are in."""
+    """Return the chunk numbers of so many bytes."""
     return range((size_bytes + CHUNK_BYTES - 1) // CHUNK_BYTES)
 
 
 @contextlib.contextmanager
 def opened(path: str | Path, flags: int, *, dir_fd: int | None = None) -> Generator[int]:
-    """The file, never one behind a link, read and written past the page cache where its file system can do that."""
+    """Open the file without following links, and use O_DIRECT if its file system supports it."""
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
     try:
-        # Not at the opening: a file system that cannot would have made the file and then failed.
+        # Not when opening: a file system without support creates the file and then fails.
         with contextlib.suppress(OSError):
             fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
         yield fd
@@ -49,7 +49,7 @@ def opened(path: str | Path, flags: int, *, dir_fd: int | None = None) -> Genera
 
 
 def is_direct(fd: int) -> bool:
-    """Whether that file goes past the page cache."""
+    """Return True if the file bypasses the page cache."""
     return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
 
 
@@ -61,15 +61,15 @@ def each_chunk(
     *,
     threads: int | None = None,
 ) -> None:
-    """Have `work` called for each chunk by number, with a buffer of a whole number of blocks and the chunk's length.
+    """Call `work` for each chunk with its number, a buffer of whole blocks and the chunk's length.
 
-    By so many threads at most; if not given, by as many as the crew finds right for work that keeps processors busy.
+    Uses at most so many threads. By default the thread pool chooses the number for work that needs processors.
     """
     guard = threading.Lock()
     done_bytes = 0
 
     def start() -> Callable[[int], None]:
-        buffer = mmap.mmap(-1, CHUNK_BYTES)  # on a page, as O_DIRECT wants it
+        buffer = mmap.mmap(-1, CHUNK_BYTES)  # page-aligned, as O_DIRECT requires
 
         def one(number: int) -> None:
             nonlocal done_bytes
@@ -88,18 +88,18 @@ def each_chunk(
 
 
 def read_whole(fd: int, view: memoryview, place: int) -> int:
-    """As much as there is, up to the view's length. A file is read from a block's beginning."""
+    """Read up to the view's length. A file is read from the start of a block."""
     got = 0
     while got < len(view):
         more = os.preadv(fd, [view[got:]], place + got)
         got += more
-        if more == 0 or more % BLOCK_BYTES:  # the file ends here, and past the page cache nothing begins within a block
+        if more == 0 or more % BLOCK_BYTES:  # end of file; with O_DIRECT a read cannot start within a block
             break
     return got
 
 
 def read_memory(fd: int, view: memoryview, place: int) -> int:
-    """As `read_whole`, of a piece of the pool. Raises HegmError where the kernel gives no bytes: a broken page."""
+    """Like `read_whole`, for a pool segment. Raises HegmError if the kernel reports a broken page."""
     try:
         return read_whole(fd, view, place)
     except OSError as error:
@@ -113,14 +113,14 @@ def read_memory(fd: int, view: memoryview, place: int) -> int:
 
 
 def write_whole(fd: int, view: memoryview, place: int) -> None:
-    """All of the view."""
+    """Write the whole view."""
     done = 0
     while done < len(view):
         done += os.pwritev(fd, [view[done:]], place + done)
 
 
 def shortened(held_bytes: int, size_bytes: int) -> Refused:
-    """A piece of the pool is smaller than what was put into it. The job's user can do that; so can a fault of ours."""
+    """Return the error for a pool segment that is smaller than its contents: the job's user, or a bug, truncated it."""
     return Refused(
         f"the memory that holds the job's bytes has {held_bytes} bytes, and {size_bytes} were expected",
         "read the log of hegmd, and check which other process has that file open: it may have truncated it",
@@ -129,7 +129,7 @@ def shortened(held_bytes: int, size_bytes: int) -> Refused:
 
 
 def changed(whose: str, number: int, count: int) -> HegmError:
-    """A chunk is not what it was when the job was taken off its GPU."""
+    """Return the error for a chunk that changed since the job was taken off its GPU."""
     start = number * CHUNK_BYTES
     return HegmError(
         UNAVAILABLE,

@@ -1,9 +1,7 @@
-"""What is asked of programs and shared libraries without loading them: the functions that they offer, their build id.
+"""Facts about programs and shared libraries without loading them: the functions they export, and their build id.
 
-The daemon must not load CUDA, and loading a library is the only other way to ask it. The dynamic symbol table is found
-through the section headers, which strippers leave in place, and the build id, which tells one build of a file from
-every other, through the program headers. Only what is asked for is read, and no table is believed to be larger than its
-file.
+The daemon must not load CUDA. The section headers, which strippers keep, lead to the dynamic symbol table; the program
+headers lead to the build id. Only the needed parts are read, and no table may exceed its file.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ class _Section:
 
 
 def defined_functions(path: Path, wanted: Iterable[str]) -> frozenset[str]:
-    """Those of the wanted names that the library defines for others. Raises NotElf and OSError."""
+    """Return those of the wanted names that the library exports. Raises NotElf and OSError."""
     names = {name.encode(): name for name in wanted}
     with open(path, "rb") as file:
         sections = _sections(file)
@@ -56,7 +54,7 @@ def defined_functions(path: Path, wanted: Iterable[str]) -> frozenset[str]:
 
 
 def build_id(path: Path) -> str | None:
-    """The file's build id in hexadecimal, None when it has none. Raises NotElf and OSError."""
+    """Return the build id in hexadecimal, or None. Raises NotElf and OSError."""
     with open(path, "rb") as file:
         header = _header(file)
         (offset,) = struct.unpack_from("<Q", header, 32)
@@ -84,7 +82,7 @@ def _build_id_in(notes: bytes) -> str | None:
 
 def _header(file: BinaryIO) -> bytes:
     header = file.read(64)
-    # 64 bit, little endian: what every machine with these drivers is.
+    # 64 bit, little endian: all machines with these drivers.
     if len(header) < 64 or header[:6] != b"\x7fELF\x02\x01":
         raise NotElf("it is not a 64-bit little-endian ELF file")
     return header

@@ -1,18 +1,18 @@
-"""The one door to other programs: what is run, with which environment, for how long, and what it said.
+"""The only module that runs other programs: their environment, deadline, output and end.
 
-Every program gets an environment that is made here and inherits nothing, an absolute path found on a fixed search path,
-no shell, a session and process group of its own, and bounds on what is kept of its output. Whatever stays in that group
-is ended with the call, so nothing outlives it unseen. A deadline is required: no program may take forever.
+Every program gets an environment that inherits nothing, an absolute path from a fixed search path, no shell, a session
+and process group of its own, and a limit on the output that is kept. All processes in that group are ended with the
+call. A deadline is required.
 
-Each call has a thread that owns the child from fork to reaping, its pipes and its pidfd; the loop only waits for that
-thread. A child that ignores SIGTERM, grandchildren that keep a pipe open, an exec that hangs on a dead disk, a process
-that even SIGKILL does not end: all of that stays in the thread, which can be left behind.
+A thread owns the child from fork to reaping, its pipes and its pidfd; the event loop waits for the thread only. So a
+child that ignores SIGTERM, a grandchild that keeps a pipe open, an exec that hangs on a dead disk, or a process that
+survives SIGKILL blocks only that thread, which the loop can abandon.
 
-Callers use the function of a program, further down; `run` is for the programs that have none because their path is data
-(an interpreter that was found on the node). What the output means is decided by the caller. `Companion` is for a part
-of ours that has to be a process of its own, and is talked to over a descriptor that it is given.
+Callers use a function for each program, further down. `run` is for programs whose path is data, such as a Python found
+on the node. The caller interprets the output. `Companion` is for a process of ours that the daemon talks to over a
+descriptor.
 
-Longer than 400 lines because it is the one door.
+Longer than 400 lines because all starts of programs are in one module.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from hegmd.system.threads import run_detached
 SYSTEM_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 OUTPUT_TAIL_BYTES = 64 * 1024
 KEEPER_START_S = 20.0
-ERROR_TAIL_BYTES = 4096  # of what is kept, how much goes into an error
+ERROR_TAIL_BYTES = 4096  # how much of it goes into an error
 
 _TERM_GRACE_S = 0.5
 _KILL_GRACE_S = 2.0
-_DRAIN_BYTES = 1024 * 1024  # a pipe holds no more; a grandchild that goes on writing must not keep us
+_DRAIN_BYTES = 1024 * 1024  # the size of a pipe: a grandchild that keeps writing must not block us
 
 _log = logging.getLogger(__name__)
 
 
 class ProgramMissing(ExternalError):
-    """There is no such program on the search path; nothing was run."""
+    """No such program is on the search path; nothing was run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """A program that ran to its end. A negative status is the signal that ended it."""
+    """A program that ended. A negative status is the signal that ended it."""
 
     argv: tuple[str, ...]
     status: int
@@ -66,11 +66,11 @@ class Completed:
 
     @property
     def output_tail(self) -> str:
-        """The end of what it had to say, complaints first."""
+        """Return the end of its output, standard error first."""
         return _end_of(self.stdout, self.stderr)
 
     def require(self, hint: str) -> Completed:
-        """Itself, or ExternalError with that hint when the program reported a failure."""
+        """Return self. Raises ExternalError with that hint if the program reported a failure."""
         if self.status == 0:
             return self
         message = f"{_shown(self.argv)} {_ending(self.status)}"
@@ -78,12 +78,12 @@ class Completed:
 
 
 def search_path(*directories: str) -> str:
-    """A search path that has those directories before the system's own."""
+    """Return a search path with these directories before the system's."""
     return ":".join((*directories, SYSTEM_PATH))
 
 
 def find_program(name: str, path: str = SYSTEM_PATH) -> str | None:
-    """The program's absolute path. Entries that are not absolute are passed over: the working directory is no one's."""
+    """Return the program's absolute path. Skips relative entries: the working directory is not trusted."""
     for directory in path.split(":"):
         if not directory.startswith("/"):
             continue
@@ -102,11 +102,11 @@ async def run(
     env: Mapping[str, str] | None = None,
     stdin: bytes = b"",
 ) -> Completed:
-    """Run a program to its end and say how it ended; a failure that it reports itself is not raised here.
+    """Run a program to its end and return its result. A failure that it reports itself is not raised.
 
-    Raises ProgramMissing, and ExternalError when it cannot be started or is not done within `deadline_s`. When that
-    happens, or on cancellation, its process group has got SIGTERM and then SIGKILL, and the child has been reaped,
-    unless the kernel does not let go of it: then its thread waits on for it, alone.
+    Raises ProgramMissing, and ExternalError if it cannot be started or exceeds `deadline_s`. Then, or if the caller is
+    cancelled, its process group gets SIGTERM and SIGKILL, and the child is reaped. If the kernel does not end it, its
+    thread keeps waiting alone.
     """
     child = _Child(tuple(argv), path, {"PATH": path, "LC_ALL": "C", **(env or {})}, stdin)
     linger_s = _TERM_GRACE_S + _KILL_GRACE_S
@@ -127,7 +127,7 @@ async def run(
 
 
 async def start_keeper(folder: Path) -> None:
-    """Have a keeper listen in that directory; it has left us by then. Fine when one does. Raises ExternalError."""
+    """Start a keeper in that directory, detached from us. Does nothing if one listens there. Raises ExternalError."""
     package = Path(__file__).parent.parent
     argv = [sys.executable, "-m", "hegmd.memory.keeper", str(folder)]
     environ = {"PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -137,7 +137,7 @@ async def start_keeper(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """Whose rights a program runs with, where they are not the daemon's own."""
+    """The rights of a program that does not run with the daemon's."""
 
     uid: int
     gid: int
@@ -145,10 +145,10 @@ class Rights:
 
 
 class Companion:
-    """A program that lives beside the daemon until it ends, or until nobody wants it: then it is killed at once.
+    """A program that runs beside the daemon until it ends, or until it is cancelled: then it is killed at once.
 
-    The thread that starts it stays until it is reaped. So the program may ask the kernel to be killed when its parent
-    is gone (PR_SET_PDEATHSIG): to the kernel, the parent is that thread.
+    The thread that starts it stays until it is reaped. So the program may ask the kernel to kill it when its parent
+    ends (PR_SET_PDEATHSIG): for the kernel the parent is that thread.
     """
 
     def __init__(
@@ -160,18 +160,18 @@ class Companion:
         stdin: int | None = None,
         rights: Rights | None = None,
     ) -> None:
-        """The descriptors are this object's from here on: passed on and closed here after that.
+        """This object owns the descriptors: it passes them on and closes them.
 
-        `fds` keep their numbers, `stdin` becomes the standard input. Other `rights` than its own take root.
+        `fds` keep their numbers, `stdin` becomes the standard input. Other `rights` than the daemon's need root.
         """
         self._fds = Descriptors([*fds, *(() if stdin is None else (stdin,))])
         given = b"" if stdin is None else stdin
         self._child = _Child(tuple(argv), SYSTEM_PATH, env, given, fds=tuple(fds), grace_s=0.0, rights=rights)
 
     async def live(self) -> int:
-        """Start it and see it to its end; its status. Raises ExternalError when it cannot be started.
+        """Start it, wait for its end and return its status. Raises ExternalError if it cannot be started.
 
-        Cancelled, it gets SIGKILL and has been reaped, unless the kernel does not let go of it.
+        If the caller is cancelled, it gets SIGKILL and is reaped, unless the kernel does not end it.
         """
         try:
             return await run_detached(self._live, name=f"program {self._child.argv[0]}", linger_s=_KILL_GRACE_S)
@@ -180,7 +180,7 @@ class Companion:
 
     @property
     def output_tail(self) -> str:
-        """The end of what it had to say so far, complaints first."""
+        """Return the end of its output so far, standard error first."""
         return _end_of(self._child.stdout.text(), self._child.stderr.text())
 
     def _live(self, unwanted: socket.socket) -> int:
@@ -188,7 +188,7 @@ class Companion:
 
 
 class _Child:
-    """One program from fork to reaping. `live` runs in a thread; what it leaves is read when that thread is done."""
+    """One program from fork to reaping. `live` runs in a thread; its results are read when that thread has ended."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class _Child:
         self._rights = rights
 
     def live(self, unwanted: socket.socket, on_started: Callable[[], object] = lambda: None) -> int:
-        """The program's status. Ends it as soon as `unwanted` is readable, and reaps it in any case."""
+        """Return the program's status. Ends it once `unwanted` is readable. Reaps it in any case."""
         with ExitStack() as held:
             process, tails = self._start(held)
             on_started()
@@ -223,7 +223,7 @@ class _Child:
         return self.status
 
     def _start(self, held: ExitStack) -> tuple[subprocess.Popen[bytes], dict[int, _Tail]]:
-        """The program, and what it says by the descriptors that it comes by, which are `held`."""
+        """Start the program with pipes for its output, which are closed with `held`."""
         program = self.argv[0] if self.argv[0].startswith("/") else find_program(self.argv[0], self._path)
         if program is None:
             raise missing(self.argv, self._path)
@@ -237,7 +237,7 @@ class _Child:
             raise self._failure(f"{program} cannot be started: {why}", hint) from error
 
     def _begun(self, program: str, held: ExitStack) -> tuple[subprocess.Popen[bytes], dict[int, _Tail]]:
-        # The pipes are ours: those that Popen makes itself stay open for good where it lacks a descriptor for the next.
+        # We create the pipes: Popen leaks its own if it lacks a descriptor for the next.
         tails: dict[int, _Tail] = {}
         rights = self._rights
         with ExitStack() as theirs:
@@ -288,7 +288,7 @@ def _see_through(process: subprocess.Popen[bytes], watch: _Watch, unwanted: sock
     if not watch.until_exit(cut_by=unwanted) and grace_s:
         _signal_group(process.pid, signal.SIGTERM)
         watch.until_exit(limit_s=grace_s)
-    # The child may be a zombie by now, but it is not reaped: so its group's number cannot belong to anyone else.
+    # The child may be a zombie but is not reaped: no other process can have the number of its group.
     _signal_group(process.pid, signal.SIGKILL)
     watch.until_exit()
     watch.drain()
@@ -296,14 +296,14 @@ def _see_through(process: subprocess.Popen[bytes], watch: _Watch, unwanted: sock
 
 
 class _Watch:
-    """Waits for a child's end while taking in what it says."""
+    """Waits for a child's end and reads its output meanwhile."""
 
     def __init__(self, pidfd: int, tails: dict[int, _Tail]) -> None:
         self._pidfd = pidfd
-        self._open = tails  # the pipes whose writers have not all gone
+        self._open = tails  # the pipes that still have writers
 
     def until_exit(self, *, cut_by: socket.socket | None = None, limit_s: float | None = None) -> bool:
-        """Whether the child has exited; false when `cut_by` became readable or the time was over before that."""
+        """Return True once the child has exited; False if `cut_by` became readable or the deadline passed first."""
         end = None if limit_s is None else time.monotonic() + limit_s
         while True:
             ready = self._poll(cut_by, end)
@@ -315,7 +315,7 @@ class _Watch:
                 return False
 
     def drain(self) -> None:
-        """Take what an exited child has left in its pipes, without waiting for others that hold them open."""
+        """Read what an exited child left in its pipes, without waiting for other processes that hold them open."""
         for fd in list(self._open):
             taken_bytes = 0
             while fd in self._open and taken_bytes < _DRAIN_BYTES:
@@ -344,7 +344,7 @@ class _Watch:
 
 
 class _Tail:
-    """The end of a stream, within a fixed size."""
+    """The end of a stream, limited in size."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -359,7 +359,7 @@ class _Tail:
 
 
 def _filled(data: bytes) -> int:
-    """A descriptor that reads as those bytes: a file, so that no one has to feed a pipe while the child runs."""
+    """Return a descriptor of a file with those bytes, so that nothing has to feed a pipe."""
     fd = os.memfd_create("stdin")
     with open(fd, "wb", closefd=False) as file:
         file.write(data)
@@ -372,12 +372,12 @@ def _signal_group(group: int, number: signal.Signals) -> None:
         os.killpg(group, number)
     except ProcessLookupError:
         pass
-    except PermissionError:  # a set-uid program: it has to end by itself, and its thread waits for that
+    except PermissionError:  # a set-uid program, which cannot be signalled: its thread waits for its end
         _log.warning("process group %d may not be signalled; waiting for it to end", group)
 
 
 def missing(argv: Sequence[str], path: str) -> ProgramMissing:
-    """The error for a program that is not there."""
+    """Return the error for a program that is not installed."""
     return ProgramMissing(
         f"{argv[0]} is not installed in {path}", f"install {argv[0]}", argv=argv, status=None, output_tail=""
     )
@@ -388,7 +388,7 @@ def _end_of(stdout: str, stderr: str) -> str:
 
 
 def _shown(argv: Sequence[str]) -> str:
-    """The program and its arguments, short enough for one line."""
+    """Return the program and its arguments, shortened to one line."""
     text = " ".join(argv)
     return text if len(text) <= 60 else text[:59] + "…"
 

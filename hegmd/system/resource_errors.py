@@ -1,6 +1,6 @@
-"""What the node or the daemon has run out of, by the kernel's word, as an error that names the limit.
+"""Errors for a resource that the node or the daemon has run out of; each names the limit.
 
-Whatever looks at /proc or at a file can meet it at any moment; at an edge, where it becomes an answer, it is told so.
+Any read of /proc or of a file can fail this way. The edge that answers a client converts the error.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ __all__ = ["scarcity"]
 
 
 def scarcity(error: BaseException) -> HegmError | None:
-    """The error in words where it is of something that there may be more of in a moment; None where it is not.
+    """Convert the error if it is a temporary lack of a resource; None otherwise.
 
-    Of errors of work that was done side by side, where all are.
+    A group of errors counts if all of them are such errors.
     """
-    within: Sequence[BaseException] = getattr(error, "exceptions", ())  # of a group, which Python 3.10 has no name for
+    within: Sequence[BaseException] = getattr(error, "exceptions", ())  # of an exception group, which Python 3.10 lacks
     if within:
         told = [scarcity(each) for each in within]
         return told[0] if all(told) else None

@@ -1,7 +1,6 @@
-"""The daemon's state directory: made private, and held by one daemon at a time.
+"""The daemon's state directory: private, and locked by one daemon at a time.
 
-The lock is a flock on a file in it, so that it goes with the process that held it, however that ended. Two daemons on
-one directory would each believe that the jobs in it were theirs.
+The lock is a flock, which ends with its process. Two daemons on one directory would both own the jobs in it.
 """
 
 from __future__ import annotations
@@ -71,15 +70,15 @@ class StateDir:
                 f"another hegmd (pid {holder}) holds the state directory {self.path}",
                 "stop it first, or give this one a --state-dir and a --socket of its own",
             ) from error
-        # The lock is what counts and the pid is for people: a full disk is no reason for a node to go unseen.
+        # The pid is only information: a full disk must not stop the daemon.
         with contextlib.suppress(OSError):
             os.ftruncate(self._lock_fd, 0)
             os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
 
     def identity(self) -> str:
-        """What tells this directory from every other, on this node and elsewhere: hexadecimal digits, made once.
+        """Return hexadecimal digits that identify this directory on all nodes; drawn once.
 
-        Raises HegmError when it can neither be read nor made.
+        Raises HegmError if the file can neither be read nor written.
         """
         path = self.path / IDENTITY_NAME
         try:
@@ -103,7 +102,7 @@ class StateDir:
         return made
 
     def close(self) -> None:
-        """Let go of the directory. Closing twice is fine."""
+        """Release the lock. Closing twice is fine."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1

@@ -1,7 +1,7 @@
-"""One connected Unix stream socket for the event loop: bytes and descriptors, both ways, each with one owner.
+"""One connected Unix stream socket for the event loop: bytes and descriptors in both directions.
 
-anyio's own Unix stream is not used because it leaves received descriptors open across exec (no MSG_CMSG_CLOEXEC): they
-would leak into the programs that the daemon starts.
+anyio's Unix stream leaves received descriptors open across exec (no MSG_CMSG_CLOEXEC): programs that the daemon starts
+would inherit them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WRITE_BYTES = 256 * 1024
 
 
 class PeerStream:
-    """Owns the socket and every descriptor that came in and nobody claimed yet; `max_fds` may come with a message."""
+    """Owns the socket and every received descriptor that is not yet claimed. A message may carry `max_fds`."""
 
     def __init__(self, connection: socket.socket, max_fds: int = MAX_FDS) -> None:
         connection.setblocking(False)
@@ -34,7 +34,7 @@ class PeerStream:
         self._closed = False
 
     async def receive(self) -> bytes:
-        """The next bytes; empty at the end of the stream. Descriptors that come along wait for `claim`."""
+        """Return the next bytes; empty at the end of the stream. Received descriptors wait for `claim`."""
         while True:
             try:
                 data, ancillary, flags, _ = self._socket.recvmsg(
@@ -57,7 +57,7 @@ class PeerStream:
             return data
 
     def claim(self, count: int) -> Descriptors:
-        """The oldest `count` descriptors. Raises PeerError when fewer came than the message names."""
+        """Return the oldest `count` descriptors. Raises PeerError if fewer were received."""
         if count > len(self._unclaimed):
             raise PeerError(
                 BAD_REQUEST,
@@ -67,16 +67,16 @@ class PeerStream:
         return Descriptors([self._unclaimed.popleft() for _ in range(count)])
 
     def close_unclaimed(self) -> None:
-        """Close the descriptors that nobody claimed. For when no frame is on its way that could name them."""
+        """Close the unclaimed descriptors. For when no incomplete frame can name them."""
         while self._unclaimed:
             os.close(self._unclaimed.popleft())
 
     async def send(self, data: bytes, deadline_s: float, fds: Sequence[int] = ()) -> None:
-        """Send it all, one caller at a time. Raises TIMEOUT, and closes, when the peer does not take it in that time.
+        """Send all bytes, one caller at a time. If the peer does not read them in time, close and raise TIMEOUT.
 
-        The descriptors go with the first byte and stay the caller's, who keeps them open until this returns.
-        A frame that was begun is finished even if the caller is cancelled: half a frame would end the connection for
-        every other request on it. Only `close` and the deadline cut it short.
+        The descriptors go with the first byte. The caller keeps and owns them until this returns. A started frame is
+        finished even if the caller is cancelled: half a frame would break the connection for other requests. Only
+        `close` and the deadline interrupt it.
         """
         async with self._sending:
             sent = self._send_now(data, fds)
@@ -105,7 +105,7 @@ class PeerStream:
             return
         self._closed = True
         self.close_unclaimed()
-        with contextlib.suppress(OSError):  # ends a wait in `receive`, which a plain close would leave waiting for ever
+        with contextlib.suppress(OSError):  # wakes a task that waits in `receive`; a plain close would not
             self._socket.shutdown(socket.SHUT_RDWR)
         anyio.notify_closing(self._socket)
         self._socket.close()

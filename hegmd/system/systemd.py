@@ -1,15 +1,13 @@
-"""What a service manager offers to the daemon, and what the daemon tells it: systemd's protocol, without its library.
+"""The protocol between a service manager and the daemon (systemd's), without its library.
 
 Owns the variables that systemd sets for a service (`NOTIFY_SOCKET`, `LISTEN_*`, `WATCHDOG_*`), the descriptors that it
-passes (the listening socket, and whatever an earlier run of the daemon left in the descriptor store) and the datagram
-socket on which the daemon reports. Must not decide anything: when to be ready, what to store and how to react to a
-lost watchdog is the caller's.
+passes (the listening socket, and what an earlier daemon left in the descriptor store), and the datagram socket for
+reports. Callers decide when the daemon is ready, what it stores, and what it does about a lost watchdog.
 
-`take_offer` reads the environment once and removes what it read, so that no child process takes itself for the
-service. Without a service manager the offer is empty and every report goes nowhere, so callers need no second path.
-Reports never raise and never wait for long: a full queue at the manager must not stop the daemon. Handing over
-descriptors does raise, because whoever stores bytes there has to know. The protocol is that of sd_notify(3) and
-sd_listen_fds(3); systemd 246 or newer is assumed.
+`take_offer` reads the environment once and removes what it read, so that no child process takes itself for the service.
+Without a service manager the offer is empty and reports do nothing. Reports never raise and never wait long: a full
+queue of the manager must not stop the daemon. Storing descriptors raises, because the caller relies on it. The protocol
+is that of sd_notify(3) and sd_listen_fds(3), systemd 246 or newer.
 """
 
 from __future__ import annotations
@@ -37,9 +35,9 @@ __all__ = ["Offer", "PassedDescriptors", "ServiceManager", "take_offer", "under_
 log = logging.getLogger(__name__)
 
 FIRST_PASSED_DESCRIPTOR = 3
-# The kernel's SCM_MAX_FD: no message carries more.
+# SCM_MAX_FD of the kernel.
 DESCRIPTORS_PER_MESSAGE = 253
-# A report waits this long for room in the manager's queue. PID 1 empties it within microseconds unless it is stuck.
+# A report waits this long for the manager's queue. PID 1 empties it within microseconds unless it is stuck.
 SEND_LIMIT_S = 0.5
 
 _TAKEN_VARIABLES = (
@@ -54,13 +52,13 @@ _TAKEN_VARIABLES = (
 
 
 def under_systemd(environ: Mapping[str, str]) -> bool:
-    """Whether a service manager started this process and waits for its reports. To be asked before `take_offer`."""
+    """Return True if a service manager started this process and expects reports. Call it before `take_offer`."""
     return bool(environ.get("NOTIFY_SOCKET"))
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What the service manager gave to this process at its start."""
+    """What the service manager passed to this process."""
 
     notify_address: str | None
     watchdog_limit_s: float | None
@@ -80,10 +78,10 @@ class Offer:
 
 
 def take_offer(environ: MutableMapping[str, str], pid: int) -> Offer:
-    """Read what the manager offered to the process `pid` and remove it from `environ`.
+    """Read what the manager passed to the process `pid` and remove it from `environ`.
 
-    What was meant for another process (a parent that did not clean up before it started us) is removed and ignored.
-    Raises HegmError when a variable meant for us cannot be understood: starting half-connected would hide it.
+    Removes and ignores what was meant for another process, whose child did not clean up. Raises HegmError for a
+    variable that is not valid.
     """
     said = {name: environ.pop(name) for name in _TAKEN_VARIABLES if name in environ}
     return Offer(
@@ -95,7 +93,8 @@ def take_offer(environ: MutableMapping[str, str], pid: int) -> Offer:
 
 
 def _has_store(said: Mapping[str, str], environ: Mapping[str, str]) -> bool:
-    """systemd says so from 254 on. Before, its units are known by their invocation, and ours asks for a store."""
+    """Return True if the unit has a descriptor store. systemd says so from 254 on; before, a unit with an invocation id
+    counts."""
     if "FDSTORE" in said:
         return _number(said, "FDSTORE") > 0
     return "INVOCATION_ID" in environ
@@ -140,7 +139,7 @@ def _misunderstood(name: str, value: str) -> HegmError:
 
 
 class PassedDescriptors:
-    """Owner of the descriptors that came with the start, until somebody takes them. Closing it closes the rest."""
+    """Owns the descriptors passed at the start until they are taken. Closing it closes the rest."""
 
     def __init__(self, names: Sequence[str], first: int = FIRST_PASSED_DESCRIPTOR) -> None:
         self._held: dict[str, list[int]] = {}
@@ -153,17 +152,17 @@ class PassedDescriptors:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names under which something is still held here."""
+        """Return the names that still have descriptors here."""
         return tuple(self._held)
 
     def take(self, name: str) -> list[int]:
-        """Give up all descriptors of that name, oldest first; from here on they are the caller's to close."""
+        """Return all descriptors of that name, oldest first; the caller closes them."""
         return self._held.pop(name, [])
 
     def take_listeners(self, name: str) -> list[socket.socket]:
-        """Give up the descriptors of that name as listening Unix stream sockets.
+        """Return the descriptors of that name as listening Unix stream sockets.
 
-        Raises HegmError, with nothing given up, when one of them is something else (a wrong line in the socket unit).
+        Raises HegmError, and keeps all of them, if one is something else (an error in the socket unit).
         """
         for descriptor in self._held.get(name, []):
             if not _is_unix_listener(descriptor):
@@ -205,9 +204,9 @@ def _is_unix_listener(descriptor: int) -> bool:
 
 
 class ServiceManager:
-    """The daemon's reports to the service manager. With no address, every report is a quiet no-op.
+    """The daemon's reports to the service manager. Without an address, every report does nothing.
 
-    The reports return whether the manager has them in its queue. None raises; a refused one is logged.
+    A report returns True if the manager has it in its queue. None raises; a failed one is logged.
     """
 
     def __init__(self, address: str | None) -> None:
@@ -217,7 +216,7 @@ class ServiceManager:
             return
         if address[0] not in "/@" or len(address) < 2:
             raise _misunderstood("NOTIFY_SOCKET", address)
-        # A leading @ stands for the null byte of Linux's abstract socket names.
+        # A leading @ means the null byte of an abstract socket name.
         self._address = "\0" + address[1:] if address[0] == "@" else address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
 
@@ -228,56 +227,55 @@ class ServiceManager:
     # -- state reports -------------------------------------------------------------------------------------------------
 
     def ready(self, status: str = "") -> bool:
-        """The daemon serves: after its start, and again after each reload."""
+        """Report that the daemon serves: after the start and after each reload."""
         return self._report("READY=1", *_status(status))
 
     def reloading(self, status: str = "") -> bool:
-        """The configuration is being read again; `ready` ends it. The time tells Type=notify-reload which reload."""
+        """Report a reload of the configuration, which `ready` ends. The time identifies it for Type=notify-reload."""
         return self._report("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}", *_status(status))
 
     def stopping(self, status: str = "") -> bool:
-        """The daemon is on its way out."""
+        """Report that the daemon is stopping."""
         return self._report("STOPPING=1", *_status(status))
 
     def status(self, text: str) -> bool:
-        """One line for people, shown by `systemctl status`."""
+        """Report one line for `systemctl status`."""
         return self._report(f"STATUS={_one_line(text)}")
 
     def alive(self) -> bool:
-        """Feed the watchdog. Does not wait: the next one comes soon."""
+        """Feed the watchdog. Does not wait: the next report comes soon."""
         return self._report("WATCHDOG=1", limit_s=0)
 
     # -- descriptor store ----------------------------------------------------------------------------------------------
 
     def store(self, name: str, descriptors: Iterable[int]) -> bool:
-        """Put copies into the descriptor store, to be passed under `name` to the next run of the daemon.
+        """Put copies into the descriptor store, which passes them as `name` to the next daemon.
 
-        True: the manager has them in its queue, where they outlive this process; `barrier` tells when it has worked
-        them off. False: there is no manager, so nothing is held. The unit must allow enough of them
-        (FileDescriptorStoreMax=): what is over that number, the manager drops with no more than a line in its log.
-        Raises HegmError when they could not be handed over; some of them may be held then.
+        True: the manager has them in its queue, where they outlive this process; `barrier` waits until it has handled
+        them. False: there is no manager, and nothing is stored. Beyond FileDescriptorStoreMax= of the unit, the manager
+        drops descriptors and only logs it. Raises HegmError if they could not be sent; some may be stored then.
         """
         wanted = list(descriptors)
         if self._socket is None:
             return False
-        # Without FDPOLL=0 the manager drops a descriptor as soon as it polls as hung up, which a device's may do.
+        # Without FDPOLL=0 the manager drops a descriptor that polls as hung up, as one of a device may.
         lines = ("FDSTORE=1", f"FDNAME={_checked_name(name)}", "FDPOLL=0")
         for start in range(0, len(wanted), DESCRIPTORS_PER_MESSAGE):
             self._hand_over(lines, wanted[start : start + DESCRIPTORS_PER_MESSAGE], self._socket)
         return True
 
     def unstore(self, name: str) -> bool:
-        """Let the store drop everything under `name`."""
+        """Remove everything under `name` from the store."""
         return self._report("FDSTOREREMOVE=1", f"FDNAME={_checked_name(name)}")
 
     def barrier(self, limit_s: float) -> bool:
-        """Wait until the manager has worked off every report sent so far; False when it did not within the limit.
+        """Wait until the manager has handled every report so far; False after the limit.
 
-        Blocks: call it in a thread. Raises HegmError when the manager cannot be reached at all.
+        Blocks: call it in a thread. Raises HegmError if the manager cannot be reached.
         """
         if self._socket is None:
             return True
-        # The manager closes its end of this pipe when it comes to the message, which must say nothing else.
+        # The manager closes its end of this pipe when it handles the message, which must have no other field.
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         try:
             try:
@@ -336,8 +334,9 @@ class ServiceManager:
 
 
 def _wait_writable(address: str, limit_s: float) -> None:
-    # Only a connected datagram socket polls for room at its receiver; ours stays unconnected, so that a manager that
-    # re-executes and binds anew is reached again. Hence a second one, for the rare wait.
+    # Only a connected datagram socket can be polled for space at its receiver. Ours stays unconnected, so that a
+    # manager that
+    # re-executes and binds again is reached. So a second one serves for the rare wait.
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as waiter:
         waiter.connect(address)
         poll = select.poll()
@@ -350,12 +349,12 @@ def _status(text: str) -> tuple[str, ...]:
 
 
 def _one_line(text: str) -> str:
-    # A line break would end the value and begin a variable of somebody else's choice.
+    # A line break would end the value and start another variable.
     return " ".join(text.split())
 
 
 def _checked_name(name: str) -> str:
-    # sd_notify(3): printable ASCII without the colon, which separates the names in LISTEN_FDNAMES.
+    # sd_notify(3): printable ASCII without a colon, which separates names in LISTEN_FDNAMES.
     if not (0 < len(name) <= 255 and name.isascii() and name.isprintable() and ":" not in name):
         raise Bug("not a name for the descriptor store", facts={"name": name})
     return name

@@ -1,7 +1,6 @@
-"""Work that is done side by side: what fails first ends the rest, and is told as it is.
+"""Run coroutines concurrently. The first failure cancels the others and is raised unwrapped.
 
-A task group of anyio's tells a failure as a group of failures, of which callers up to the operator want the one that
-came first. Owns that, and one figure of progress for several parts.
+anyio's task group raises a group of errors; callers need the first one. Also sums the progress of several parts.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Work = Callable[[], Awaitable[object]]
 
 
 async def in_concert(*works: Work) -> None:
-    """Do all of it at once. Raises the HegmError that came first, once all others have been cancelled and are over."""
+    """Run all of it concurrently. Raises the first HegmError once all others have ended."""
     failures: list[HegmError] = []
 
     async def guarded(work: Work) -> None:
@@ -39,7 +38,7 @@ async def in_concert(*works: Work) -> None:
 
 
 async def accompanied(work: Callable[[], Awaitable[T]], company: Work) -> T:
-    """The outcome of the work, during which there is company that never ends by itself. Raises what the work raises."""
+    """Return the result of `work` while endless `company` runs beside it. Raises what the work raises."""
     outcome: list[T] = []
     failures: list[HegmError] = []
 
@@ -59,7 +58,7 @@ async def accompanied(work: Callable[[], Awaitable[T]], company: Work) -> T:
 
 
 def parts_of(on_progress: Progress) -> Callable[[str], Progress]:
-    """For each part by its name what it tells its progress; the sum of all is passed on."""
+    """Return a progress callback for each part by name. Their sum is passed on."""
     done: dict[str, int] = {}
 
     def progress_of(name: str) -> Progress:

@@ -1,7 +1,7 @@
-"""Threads that share out a row of items among them; what fails in one of them ends them all.
+"""Threads that work through a list of items. A failure in one ends all.
 
-For work that lets go of the interpreter: system calls, checksums, copies. Blocks until every thread has ended, so that
-no buffer or descriptor is used by a straggler afterwards. Knows nothing of what the items are.
+For work that releases the interpreter lock: system calls, checksums, copies. Blocks until every thread has ended, so
+that none uses a buffer or descriptor later.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ MAX_THREADS = 4
 
 
 def threads_for(count: int) -> int:
-    """How many threads so many items are worth on this machine."""
+    """Return how many threads are useful for so many items on this machine."""
     return max(1, min(MAX_THREADS, count, len(os.sched_getaffinity(0))))
 
 
 def share_out(items: Iterable[Item], start: Callable[[], Callable[[Item], None]], *, threads: int, name: str) -> None:
-    """Have every item worked on, once, by whichever thread is free. Raises what failed first.
+    """Work on every item once, in whichever thread is free. Raises the first error.
 
-    Where the node has not so many threads, fewer do it, and without any the caller's own. `start` is called in each
-    thread and returns its worker, so that each may have a buffer of its own.
+    If the node cannot start so many threads, fewer are used, at worst the caller's alone. Each thread calls `start` for
+    its worker, so that each may have its own buffer.
     """
     left = iter(items)
     guard = threading.Lock()
@@ -49,7 +49,7 @@ def share_out(items: Iterable[Item], start: Callable[[], Callable[[Item], None]]
         thread = threading.Thread(target=live, name=name)
         try:
             thread.start()
-        except RuntimeError:  # there are no more to be had: fewer do it as well
+        except RuntimeError:  # no more threads: fewer are enough
             break
         crew.append(thread)
     if not crew:

@@ -1,12 +1,11 @@
-"""Blocking work in a thread of its own that can be left behind.
+"""Blocking work in a thread that can be abandoned.
 
-Some things that the daemon looks at can hang for good: a program on a dead network disk, a process that the kernel
-will not let die, a statvfs. Such work runs in a daemon thread: the loop waits for it as for anything else, and when it
-stops waiting, the thread blocks neither the loop, nor its successors, nor the end of the process. anyio's own worker
-threads are not used for this, because the interpreter waits for them when it exits.
+Some calls can hang without end: a program on a dead network disk, a process that the kernel cannot end, a statvfs. They
+run in a daemon thread. When the loop stops waiting, the thread blocks neither the loop nor the end of the process.
+anyio's worker threads are not used, because the interpreter waits for them at exit.
 
-Loop and thread share one socket pair, an end each, and each closes only its own: so no descriptor can be closed under
-the other's hands, however late the thread comes back.
+Loop and thread share a socket pair; each closes only its own end. So neither can close a descriptor that the other
+uses.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _SERVED = "check its file server (findmnt -T FILE, ps): a network disk or a FUSE
 
 
 class _Outcome(Generic[T]):
-    """What the work came to; filled by the thread before it closes its end."""
+    """The result of the work; the thread fills it before it closes its end."""
 
     def __init__(self) -> None:
         self.values: list[T] = []
@@ -39,10 +38,11 @@ class _Outcome(Generic[T]):
 
 
 async def run_detached(work: Callable[[socket.socket], T], *, name: str, linger_s: float = 0.0) -> T:
-    """The result of `work`, or what it raised; `work` gets a socket that becomes readable when nobody waits any more.
+    """Return the result of `work`, or raise its error. `work` gets a socket that becomes readable when the caller is
+    cancelled.
 
-    On cancellation the work has `linger_s` to end by itself; after that it goes on alone and its result is dropped.
-    Raises HegmError when there is no descriptor or no thread to be had.
+    Then the work has `linger_s` to end; after that it continues alone and its result is dropped. Raises HegmError if
+    the node has no free descriptor or thread.
     """
     try:
         ours, theirs = socket.socketpair()
@@ -61,7 +61,7 @@ async def run_detached(work: Callable[[socket.socket], T], *, name: str, linger_
 
     try:
         threading.Thread(target=body, name=name, daemon=True).start()
-    except RuntimeError as error:  # the word of `threading` for EAGAIN
+    except RuntimeError as error:  # raised by `threading` for EAGAIN
         theirs.close()
         ours.close()
         raise _no_resources(error) from error
@@ -77,19 +77,19 @@ async def run_detached(work: Callable[[socket.socket], T], *, name: str, linger_
 
 
 class Looks:
-    """Looks at what others name, such as the files of a job: each takes so long at most, and so many may hang.
+    """Reads of files that others name, such as those of a job: limited in time, and in the number that may hang.
 
-    What hangs has a thread of its own for as long, and nobody who asks again and again is to have one for each time.
+    A read that hangs keeps its thread; repeated requests must not start one each.
     """
 
     def __init__(self, limit_s: float = 20.0, most: int = 8) -> None:
         self._limit_s = limit_s
         self._most = most
-        self._under_way: dict[int, str] = {}  # what each is looking at just now
+        self._under_way: dict[int, str] = {}  # what each one reads now
         self._last = 0
 
     async def at(self, work: Callable[[Callable[[str], object]], T], *, name: str) -> T:
-        """The result of `work`, which is given what it tells each thing to, before it looks. Raises HegmError."""
+        """Return the result of `work`, which reports each file before it reads it. Raises HegmError."""
         if len(self._under_way) >= self._most:
             raise HegmError(
                 UNAVAILABLE,
@@ -109,7 +109,7 @@ class Looks:
         with anyio.move_on_after(self._limit_s):
             try:
                 return await run_detached(whole, name=name)
-            except HegmError:  # also when there was no thread to be had for it
+            except HegmError:  # also if no thread could be started
                 self._under_way.pop(number, None)
                 raise
         what = self._under_way.get(number, "what was asked for")

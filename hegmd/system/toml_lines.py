@@ -1,9 +1,7 @@
-"""On which line of a TOML text each key stands.
+"""The line of each key in a TOML text.
 
-Owns nothing else: the standard parser gives the values and says what is not TOML, but forgets where it read a value,
-and a complaint about a setting is of little use without its line. This walks a text that the parser has accepted, so it
-only has to know where keys, strings and brackets begin and end, and never has to judge. It must not be given anything
-else.
+The standard parser gives values but not their lines, which an error message needs. This walks a text that the parser
+has accepted: it only finds keys, strings and brackets, and judges nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ _BLANK = re.compile(r"[ \t]*")
 _GAP = re.compile(r"(?:[ \t\n,]|#[^\n]*)*")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _STRING = re.compile(
-    r'"""(?:[^"\\]|\\.|"(?!""))*"{3,5}'  # up to two quotes of the text itself may touch the closing three
+    r'"""(?:[^"\\]|\\.|"(?!""))*"{3,5}'  # up to two quotes of the text may precede the closing three
     r"|'''(?:[^']|'(?!''))*'{3,5}"
     r'|"(?:[^"\\\n]|\\.)*"'
     r"|'[^'\n]*'",
@@ -32,7 +30,7 @@ _PLAIN_VALUE = re.compile(r"[^,\]}\n#]*")
 
 
 def lines_of(text: str) -> dict[KeyPath, int]:
-    """The line, counted from 1, on which each table and key first appears, for a text that is valid TOML."""
+    """Return the line, counted from 1, where each table and key first appears. The text has to be valid TOML."""
     return _Walk(text.replace("\r\n", "\n")).run()
 
 
@@ -64,11 +62,11 @@ class _Walk:
 
     def _assignment(self, table: KeyPath | None) -> None:
         key = self._key(table)
-        self._at += 1  # the equals sign
+        self._at += 1
         self._value(key)
 
     def _key(self, table: KeyPath | None) -> KeyPath | None:
-        """Read a dotted key, note its line for each table on the way to it, and skip the blanks after it."""
+        """Read a dotted key, record its line for each of its tables, and skip the blanks after it."""
         line = self._line_here()
         path = table
         while True:
@@ -89,7 +87,7 @@ class _Walk:
         return self._text[start : self._skip(_BARE_KEY)]
 
     def _value(self, key: KeyPath | None) -> None:
-        """Skip a value. The keys of an inline table are noted under `key`; what is inside an array has no such path."""
+        """Skip a value. Records keys of an inline table under `key`; keys inside an array have no path."""
         opening = self._text[self._skip(_BLANK)]
         if opening == "[":
             self._at += 1
@@ -110,7 +108,7 @@ class _Walk:
         self._at += 1
 
     def _skip(self, pattern: re.Pattern[str]) -> int:
-        """Move behind what the pattern matches here; returns the new place."""
+        """Skip what the pattern matches here; returns the new position."""
         match = pattern.match(self._text, self._at)
         if match is not None:
             self._at = match.end()

@@ -1,7 +1,7 @@
-"""Programs as transient units of systemd: with the rights of the node, and not those of the daemon's sandbox.
+"""Programs as transient units of systemd: with the rights of the node, outside the daemon's sandbox.
 
-A unit is no child of ours: ending `systemd-run` would leave it running, so the service manager is told every deadline,
-and it is the one to end, to reap and to show what runs there.
+A unit is not our child, and ending `systemd-run` would leave it running. So the service manager enforces the deadline,
+ends and reaps the unit, and shows it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ __all__ = ["UnitTaken", "start_unit", "stop_unit", "systemd_run"]
 
 STOP_DEADLINE_S = 30.0
 _TAKEN = re.compile(r"[Uu]nit \S+ (?:already exists|was already loaded)")
-# For systemd itself, on a busy node.
+# For systemd's own work on a busy node.
 _SLACK_S = 5.0
 
 
 class UnitTaken(Refused):
-    """There is a unit of that name, and it is not touched."""
+    """A unit of that name exists; it was not changed."""
 
 
 async def systemd_run(argv: Sequence[str], *, deadline_s: float, path: str = SYSTEM_PATH) -> Completed:
-    """Run a program to its end as a transient unit and pass on its output and status. Raises ExternalError.
+    """Run a program to its end as a transient unit and return its output and status. Raises ExternalError.
 
-    A deadline of `math.inf` is for a program that must not be cut off.
+    A deadline of `math.inf` is for a program that must not be stopped.
     """
     program = await _program(argv[0], path)
     if program is None:
@@ -52,10 +52,9 @@ async def start_unit(
     properties: Mapping[str, str] | None = None,
     path: str = SYSTEM_PATH,
 ) -> Completed:
-    """Start a service whose program leaves others behind and ends, the main one named in `pid_file`; how that went.
+    """Start a service whose program leaves others behind and exits; `pid_file` names the main one. Returns its result.
 
-    The service goes on after this, until they have ended: systemd is their parent and shows them. Raises UnitTaken when
-    there is one of that name, and ExternalError.
+    The service lasts until those have ended. Raises UnitTaken if the unit exists, and ExternalError.
     """
     program = await _program(argv[0], path)
     if program is None:
@@ -63,7 +62,7 @@ async def start_unit(
     given = {
         "PIDFile": pid_file,
         "TimeoutStartSec": f"{deadline_s:g}",
-        # The processes bring their own limits; what the manager gives to services would be another one.
+        # The processes keep their own limits, not those that the manager sets for services.
         "TasksMax": "infinity",
         **(properties or {}),
     }
@@ -77,7 +76,7 @@ async def start_unit(
 
 
 async def stop_unit(name: str, path: str = SYSTEM_PATH) -> None:
-    """End all that is in that unit; fine when there is no such unit, or nothing to be had of the manager."""
+    """End all processes of that unit. Does nothing if it does not exist or the manager cannot be reached."""
     with suppress(ExternalError):
         await run(["systemctl", "kill", "--signal=SIGKILL", name], deadline_s=STOP_DEADLINE_S, path=path)
         await run(["systemctl", "stop", name], deadline_s=STOP_DEADLINE_S, path=path)

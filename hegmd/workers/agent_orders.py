@@ -1,10 +1,10 @@
-"""Orders to one agent over one connection, as `order_link` has them, and what is special about agents.
+"""Orders to one agent over one connection, on top of `order_link`.
 
-Owns how long an order may take, and the two ways in which one fails: the agent says so, or is not there to say
-anything. Which connection counts, and what a report says of the worker, is `workers`' business.
+Owns how long an order may take, and its two failures: the agent reports one, or disconnects. `workers` knows which
+connection is current and what a report says about the worker.
 
-An order holds up those after it, but not for ever: whoever gave it may have left, and an agent may swallow one. After
-the time that it has by itself and some more it is overdue, and is only remembered.
+An order delays later ones, but not without end: its caller may have left, and an agent may lose it. After its own limit
+and a margin it is overdue, and only remembered.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from hegmd.workers.order_link import Awaited, OrderLink
 
 DONE, FAILED, PROGRESS = "done", "failed", "progress"
 
-# Orders that move bytes: while one is under way in a worker, nothing else is to be believed of it.
+# Orders that move bytes. While one runs, no other report of the worker is reliable.
 MOVING = frozenset({"offload", "reload", "free", "make", "copy", "save"})
 # Those in which the process itself copies all of its storages, and which way these go.
 COPIED = {"offload": "out", "reload": "in", "save": "out"}
-# Those that take communicators down and up: while one is under way, the groups are in no state that lasts.
+# Orders that change communicators. While one runs, the state of the groups is not final.
 COLLECTIVE = frozenset({"disconnect", "reconnect"})
 # Those that an agent obeys while its communicators are taken down or up.
 _BESIDE_COLLECTIVE = MOVING | {"export", "filled", "part"}
-# Those that an agent answers within a limit of its own, whatever its training does.
+# Orders that an agent answers within a limit of its own, whatever its training does.
 LIMITED = frozenset({"survey", "weigh", "beforehand", "count"}) | COLLECTIVE
 # Waits for no other order, and no other order waits for it: the agent's own thread answers it.
 COUNT = "count"
-# Those that an agent answers when its training thread has come to a boundary, however long that takes without a limit.
+# Orders that an agent answers at a boundary, however long that takes without a limit.
 _AT_A_BOUNDARY = frozenset({"park", "release"})
-# Beyond the limit that an agent keeps to by itself.
+# Margin beyond the limit that an agent keeps itself.
 ANSWERS_WITHIN_S = 1.0
-# What one of those without a limit has by the agent's own word, and what answers at once on a busy machine.
+# The agent's own limit for orders without one, and the time for an immediate answer on a busy machine.
 _LIMITED_S, _AT_ONCE_S = 5.0, 30.0
 
 Send = Callable[[Order, Sequence[int]], Awaitable[None]]
@@ -44,7 +44,7 @@ Progress = Callable[[int], object]
 
 
 class AgentAway(HegmError):
-    """The agent's connection ended, or there is none: whether an order under way was obeyed is not known."""
+    """The agent is not connected, or disconnected during an order. It is unknown whether it obeyed."""
 
     def __init__(self, pid: int, what: str) -> None:
         super().__init__(
@@ -56,21 +56,21 @@ class AgentAway(HegmError):
 
 
 class OrderFailed(HegmError):
-    """The agent could not do what it was told, and says why."""
+    """The agent could not carry out an order, and reports why."""
 
     def __init__(self, pid: int, do: str, report: AgentReport) -> None:
         why = report.message or "the agent gave no reason"
         super().__init__(
             REFUSED, f"{do} in process {pid}: {why}", report.hint or "check what the job is doing", {"pid": pid}
         )
-        #: For how many bytes its GPU has no room; None if it failed for another reason.
+        #: How many bytes its GPU lacks; None if it failed for another reason.
         self.lacks_bytes = report.lacks_bytes
-        #: How long its training thread stood for the order.
+        #: How long its training thread was parked for the order.
         self.parked_s = report.parked_s or 0.0
 
 
 def answered_within_s(do: str, limit_s: float | None) -> float:
-    """How long an agent may take to answer an order that was given with that limit."""
+    """Return how long an agent may take to answer an order with that limit."""
     if do in MOVING or (limit_s is None and do in _AT_A_BOUNDARY):
         return math.inf
     if do in _AT_A_BOUNDARY or do in LIMITED:
@@ -79,7 +79,7 @@ def answered_within_s(do: str, limit_s: float | None) -> float:
 
 
 class Given(Awaited[AgentReport]):
-    """An order that was given. `report` waits for what becomes of it; `deadline` is when it has to be answered."""
+    """An order that was sent. `report` waits for its result; `deadline` is when the answer is due."""
 
     def __init__(self, pid: int, do: str, on_progress: Progress | None, deadline: float = math.inf) -> None:
         super().__init__(do)
@@ -88,7 +88,7 @@ class Given(Awaited[AgentReport]):
         self._on_progress = on_progress
 
     async def report(self) -> AgentReport:
-        """What was reported. Raises OrderFailed, or AgentAway when the connection ended before."""
+        """Return the report. Raises OrderFailed, or AgentAway if the connection ended first."""
         await self.over.wait()
         if self.reported is None:
             raise AgentAway(self._pid, f"it disconnected during the order to {self.do}")
@@ -97,7 +97,7 @@ class Given(Awaited[AgentReport]):
         return self.reported
 
     def take(self, report: AgentReport) -> bool:
-        """Take a report; whether it was the last one."""
+        """Handle a report; True if it was the last one."""
         if report.result == PROGRESS:
             if self._on_progress is not None and report.size_bytes is not None:
                 self._on_progress(report.size_bytes)
@@ -110,7 +110,7 @@ class Link(OrderLink[Order, Given]):
     """One connection of an agent."""
 
     def enter(self, given: Given) -> int:
-        """Its number. Those that an agent answers in time by itself, and has not, make room: they are asked again."""
+        """Return the order's number. Overdue orders that an agent answers itself no longer count."""
         now = anyio.current_time()
         late = [number for number, old in self.given.items() if old.do in LIMITED and old.deadline <= now]
         for number in late:
@@ -118,7 +118,7 @@ class Link(OrderLink[Order, Given]):
         return super().enter(given)
 
     def in_the_way(self, do: str) -> Iterator[Given]:
-        """What is under way and not overdue, and that an order to do this has to wait for, oldest first."""
+        """Return the orders that run and are not overdue, oldest first."""
         now = anyio.current_time()
         if do == COUNT:
             return iter(())

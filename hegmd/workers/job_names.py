@@ -1,9 +1,8 @@
-"""What a job is called by its command, and which job a pid names.
+"""Find the job of a pid: any process of a job names it, also its launcher, its supervisor and workers of its loaders.
 
-Any process of a job stands for it, its launcher, its supervisor and its loaders' workers too. A user has the pid of
-what they started, which under `torchrun` is the launcher and with `--allow-restart` the supervisor. Neither is on a
-GPU. Knows a process by its agent, by its supervisor, or by the HEGM_RUN that it was started with, and then by the same
-user only.
+A user has the pid of what they started: the launcher under `torchrun`, the supervisor with `--allow-restart`. Neither
+is on a GPU. A process is matched by its agent, by its supervisor, or by the HEGM_RUN in its environment, and then only
+for the same user.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from hegmd.workers.supervisors import Supervisors
 from hegmd.workers.workers import AgentConnection, Workers
 
 RUN = "HEGM_RUN"
-# Reading a process's environment waits for the lock on its memory map.
+# Reading a process's environment takes the lock of its memory map.
 LOOK_S = 1.0
 MAX_COMMAND_CHARS = 500
 _NAMELESS = "job"
@@ -37,7 +36,7 @@ _LAUNCHING_MODULES = frozenset(("torch.distributed.run", "torch.distributed.laun
 _TAKE_A_VALUE = ("-W", "-X")
 _SCRIPT = (".py", ".sh", ".pyc", ".pyz")
 
-Job = tuple[int, str | None]  # uid and run
+Job = tuple[int, str | None]
 
 
 def script_of(command: Sequence[str]) -> tuple[str, ...]:
@@ -91,14 +90,14 @@ def trains(worker: AgentConnection) -> bool:
 
 
 class JobNames:
-    """Asked with a pid that is no process of an operation, and on no GPU."""
+    """For a pid that belongs to no operation and is on no GPU."""
 
     def __init__(self, workers: Workers, supervisors: Supervisors) -> None:
         self._workers = workers
         self._supervisors = supervisors
 
     async def processes_of(self, pid: int) -> Sequence[int]:
-        """The training processes of the job that this one belongs to; none if it trains itself, or has no such job."""
+        """Return the training processes of the job of this pid. Empty if it trains itself or has no such job."""
         worker = self._workers.find(pid)
         if worker is not None and trains(worker):
             return ()
@@ -122,12 +121,12 @@ async def _seen_from_outside(pid: int) -> Job | None:
         try:
             job = await run_detached(lambda _: _look_at(pid), name="hegmd-job-of")
         except (OSError, HegmError):
-            return None  # it has ended, or cannot be looked at now: it names nothing
+            return None  # it has ended or cannot be read now
     return job
 
 
 def _look_at(pid: int) -> Job | None:
-    """Raises OSError where it is not there."""
+    """Read uid and run. Raises OSError if the process does not exist."""
     uid = os.stat(f"/proc/{pid}").st_uid
     run = variables_of(pid, (RUN,)).get(RUN)
     return None if not run else (uid, run)

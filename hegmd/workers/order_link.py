@@ -1,7 +1,7 @@
-"""One connection over which orders go out and reports come back: numbered, awaited, and ended with the connection.
+"""One connection that carries orders and their reports: numbered, awaited, and ended with the connection.
 
-Owns what is under way on it, and nothing of what orders mean: agents and supervisors each have a link of their own kind
-that says when one gives way, or which counts as the last start. An end of the connection ends every wait.
+Knows what is in flight, not what orders mean: agents and supervisors each have a subclass. The end of the connection
+ends every wait.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ SaidT = TypeVar("SaidT")
 
 
 class Awaited(Generic[ReportT]):
-    """An order that was given. `over` is set once its report has come, or once it is known that none will."""
+    """An order that was sent. `over` is set when its report came, or when none will come."""
 
     def __init__(self, do: str) -> None:
         self.do = do
         self.over = anyio.Event()
-        #: What became of it; None before that, and for good where the connection ended.
+        #: The result; None before it, and if the connection ended.
         self.reported: ReportT | None = None
 
     def conclude(self, report: ReportT) -> None:
@@ -31,33 +31,33 @@ class Awaited(Generic[ReportT]):
         self.over.set()
 
     def end(self) -> None:
-        """There will be no report."""
+        """End the wait without a report."""
         self.over.set()
 
 
 class OrderLink(Generic[SaidT, GivenT]):
-    """One connection: numbers its orders and knows those that are not answered."""
+    """One connection: numbers its orders and keeps those without an answer."""
 
     def __init__(self, send: Callable[[SaidT, Sequence[int]], Awaitable[None]]) -> None:
         self.send = send
-        #: Set once another connection has taken its place.
+        #: Set when another connection replaces it.
         self.replaced = anyio.Event()
         self.given: dict[int, GivenT] = {}
         self._last = 0
 
     def number(self) -> int:
-        """The next number, for an order that nobody waits for."""
+        """Return the next number, for an order without an answer."""
         self._last += 1
         return self._last
 
     def enter(self, given: GivenT) -> int:
-        """The number of an order that is waited for."""
+        """Return the number of an order that is awaited."""
         number = self.number()
         self.given[number] = given
         return number
 
     def end(self) -> None:
-        """The connection is over, and with it every wait."""
+        """End the connection and all waits."""
         for given in self.given.values():
             given.end()
         self.given.clear()

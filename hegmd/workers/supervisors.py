@@ -1,10 +1,10 @@
-"""Supervisors: the `hegmctl run --allow-restart` of each job that has one, and what they are asked.
+"""Supervisors: the `hegmctl run --allow-restart` of each job that has one, and the orders to them.
 
-A supervisor is known by its run and its user, over as many connections as that takes: one that comes back takes the
-place of its earlier connection, and says what it expects and whether its command runs. Another process that offers the
-same run of that user while the first one lives is refused, so that there is one parent to ask and never two.
+A supervisor is identified by its run and its user, over any number of connections. A new connection replaces the old
+one, and reports what the supervisor expects and whether its command runs. Another process with the same run and user is
+refused while the first one lives.
 
-Owns the orders under way and what each supervisor said last. Decides nothing about operations.
+Owns the orders in flight and the last report of each supervisor. Decides nothing about operations.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from hegmd.workers.order_link import Awaited, OrderLink
 
 DONE, FAILED, ENDED, READY = "done", "failed", "ended", "ready"
 ASK, START = "ask", "start"
-# Of so many that have ended it is known that they have.
+# Number of ended supervisors that are remembered.
 MAX_ENDED = 1000
-# A parent hears of the end of its child no later than we do, and says so at once; on a busy machine it takes its time.
+# A parent learns of the end of its child as soon as we do, but may be slow on a busy machine.
 SAYS_WITHIN_S = 2.0
-# A supervisor tries to connect at least every five seconds.
+# A supervisor tries to connect every five seconds.
 COMES_WITHIN_S = 12.0
 _POLL_INTERVAL_S = 0.25
 
@@ -35,12 +35,12 @@ Send = Callable[[SupervisorOrder, Sequence[int]], Awaitable[None]]
 
 
 def go_on_command(operation: str) -> str:
-    """What is typed to go on from the state that an operation holds."""
+    """Return the command that continues from the state that an operation keeps."""
     return f"hegmctl run --allow-restart --resume {operation} -- COMMAND"
 
 
 class SupervisorAway(HegmError):
-    """The supervisor's connection ended, or there is none."""
+    """The supervisor is not connected, or disconnected."""
 
     def __init__(self, run: str, operation: str, what: str) -> None:
         super().__init__(
@@ -53,7 +53,7 @@ class SupervisorAway(HegmError):
 
 
 class OrderFailed(HegmError):
-    """The supervisor could not do what it was told, and says why."""
+    """The supervisor could not carry out an order, and reports why."""
 
     def __init__(self, pid: int, do: str, report: SuperviseReport) -> None:
         why = report.message or "it gave no reason"
@@ -71,7 +71,7 @@ class _Given(Awaited[SuperviseReport]):
 
 
 class _Link(OrderLink[SupervisorOrder, _Given]):
-    #: The order by which the command was started last: it may be started again by that, and be done once more.
+    #: The order that started the command last. A second start by it completes it again.
     start: int | None = None
 
 
@@ -84,23 +84,23 @@ class Supervisor:
         self.start_ticks = start_ticks
         self.uid = uid
         self.offer = offer
-        #: Why its command did not come to go on, by its last word.
+        #: Why its command did not continue, by its last report.
         self.failure = ""
-        #: Whether what it wants to go on with was asked for.
+        #: True once the state that it wants to continue from was requested.
         self.has_asked = False
-        #: Whether the process that it started last had been made ready before its turn.
+        #: True if the process that it started last was prestarted.
         self.was_ready = False
-        #: How its command ended last; None where it has not, or nobody saw it.
+        #: The last exit status of its command; None if it runs or the status is unknown.
         self.status: int | None = None
-        #: Set once the process that it was told to make ready waits for its turn, as that process, or never will.
+        #: Set once the prestarted process is ready, or has failed.
         self.ready_pid: int | None = None
         self.readied = anyio.Event()
-        #: Whether the one that it was told to keep ready for whatever restart may come does not wait any more.
+        #: True if the process that was kept prestarted for any restart has ended.
         self.lacks_kept = False
-        #: Whether it was told so, and whether what it says of one that is ready is about that one.
+        #: True if it was ordered to keep one prestarted, and its reports are about that one.
         self._keeps = self._is_on_kept = False
         self._link: _Link | None = None
-        #: Counts its connections.
+        #: Number of its connections.
         self.connection = 0
 
     @property
@@ -113,35 +113,36 @@ class Supervisor:
 
     @property
     def lives(self) -> bool:
-        """Whether its process has not ended; one that nobody has reaped has."""
+        """Return True while its process has not ended. A zombie counts as ended."""
         poll = select.poll()
         poll.register(max(self._pidfd, 0), select.POLLIN)
         return self._pidfd >= 0 and not poll.poll(0)
 
     def close(self) -> None:
-        """Let go of the handle of its process. Twice is fine."""
+        """Close the handle of its process. Twice is fine."""
         pidfd, self._pidfd = self._pidfd, -1
         if pidfd >= 0:
             os.close(pidfd)
 
     @property
     def keeps(self) -> bool:
-        """Whether it keeps one ready for whatever restart may come, or is about to, by its last word."""
+        """Return True if it keeps a process prestarted for any restart, or is starting one."""
         return self._keeps
 
     def serves(self, operation: str) -> bool:
-        """Whether it waits for that operation, or has started its command from there."""
+        """Return True if it waits for that operation, or started its command from it."""
         return self.offer.operation == operation
 
     async def order(self, do: str, operation: str, *, fds: Sequence[int] = (), **how: Any) -> SuperviseReport:
-        """Give an order and wait for what becomes of it. Raises OrderFailed, SupervisorAway."""
+        """Send an order and wait for its result. Raises OrderFailed, SupervisorAway."""
         report = await self._answered(do, operation, fds, how)
         if report.result != DONE:
             raise OrderFailed(self.pid, do, report)
         return report
 
     async def ask_python(self, python: str, changed: Mapping[str, str], without: tuple[str, ...]) -> tuple[str, bool]:
-        """Which Python that program is, or why it is none, and whether it is one. Raises SupervisorAway."""
+        """Return the version of that Python, or why it is not a Python, and whether it is one. Raises
+        SupervisorAway."""
         how = {"python": python, "set": changed, "unset": without}
         report = await self._answered(ASK, "", (), how)
         return report.message, report.result == DONE
@@ -165,7 +166,7 @@ class Supervisor:
         return given.reported
 
     async def tell(self, do: str, operation: str, **how: Any) -> None:
-        """Say something that is not answered. Raises SupervisorAway."""
+        """Send an order that has no answer. Raises SupervisorAway."""
         if do in ("forget", "unready"):
             self._note_over(operation, is_forgotten=do == "forget")
         if self._link is None:
@@ -182,7 +183,7 @@ class Supervisor:
             raise SupervisorAway(self.run, operation, f"it cannot be told to {do}") from error
 
     def _note_over(self, operation: str, *, is_forgotten: bool) -> None:
-        """Whatever was made ready for that operation, or for any where it is empty, is not any more."""
+        """Record that the process prestarted for that operation has ended; for any operation if it is empty."""
         self._keeps = self._keeps and bool(operation)
         self._is_on_kept = self._keeps
         if not operation:
@@ -212,7 +213,7 @@ class Supervisor:
             self.readied.set()
 
     def take(self, link: _Link, report: SuperviseReport) -> None:
-        """Take a report that came on that connection."""
+        """Handle a report that came on that connection."""
         if self._link is not link:
             return
         if report.result == READY:
@@ -225,7 +226,7 @@ class Supervisor:
             self.offer = self.offer.replace(pid=None, started=False, left=self.offer.operation is not None)
         given = None if report.order is None else link.given.get(report.order)
         if given is not None and given.do == ASK:
-            pass  # says nothing of its command
+            pass  # says nothing about its command
         elif report.result == FAILED:
             self.failure = report.message
             self.offer = self.offer.replace(pid=None, started=False, left=True)
@@ -237,39 +238,40 @@ class Supervisor:
                 self._keeps = self._is_on_kept = False
             self.offer = self.offer.replace(pid=report.pid, operation=given.operation, key=given.key, **started)
         elif report.result == DONE and report.order is not None and report.order == link.start:
-            self.was_ready = report.was_ready  # another process, by the same order
+            self.was_ready = report.was_ready  # another process of the same order
             self.offer = self.offer.replace(pid=report.pid, kept=False, readies=None)
         if given is not None and given.reported is None:
             given.conclude(report)
 
 
 class Supervisors:
-    """Every supervisor of the node. `start_ticks` tells a process's start time, or None if there is none."""
+    """All supervisors of the node. `start_ticks` returns a process's start time, or None if it does not exist."""
 
     def __init__(self, start_ticks: Callable[[int], int | None]) -> None:
         self._start_ticks = start_ticks
         self._known: dict[tuple[int, str], Supervisor] = {}
         self._links: dict[object, tuple[Supervisor, _Link]] = {}
-        #: The exit status of the command of each that has ended, if it said so.
+        #: Exit status of the command of each ended supervisor, if it was reported.
         self._ended: dict[tuple[int, str], int | None] = {}
         self._listeners: list[Callable[[Supervisor], object]] = []
-        #: Told when one of them comes, goes, or says something.
+        #: Notified when a supervisor connects, leaves or reports.
         self.news = Condition()
 
     def __iter__(self) -> Iterator[Supervisor]:
         return iter(tuple(self._known.values()))
 
     def find(self, uid: int | None, run: str | None) -> Supervisor | None:
-        """The supervisor of that run, if its process lives."""
+        """Return the supervisor of that run, if its process lives."""
         known = None if uid is None or run is None else self._known.get((uid, run))
         return known if known is not None and known.lives else None
 
     def has_ended(self, uid: int | None, run: str | None) -> bool:
-        """Whether the supervisor of that run was there and its process has ended."""
+        """Return True if that run had a supervisor whose process has ended."""
         return (uid, run) in self._ended or any((one.uid, one.run) == (uid, run) and not one.lives for one in self)
 
     async def come(self, uid: int | None, run: str | None, known: Callable[[], Supervisor | None]) -> Supervisor | None:
-        """The one that `known` finds, connected; None where that of this run has ended, or none comes for a while."""
+        """Return the supervisor that `known` finds, once connected. None if it has ended or does not connect for a
+        while."""
         with anyio.move_on_after(COMES_WITHIN_S):
             while True:
                 found = known()
@@ -277,14 +279,14 @@ class Supervisors:
                     return found
                 if found is None and self.has_ended(uid, run):
                     break
-                with anyio.move_on_after(_POLL_INTERVAL_S):  # a connection ends a little before its process
+                with anyio.move_on_after(_POLL_INTERVAL_S):  # a connection ends shortly before its process
                     await self.news.wait()
         return None
 
     async def exited_cleanly(self, uid: int, run: str | None, pid: int) -> bool:
-        """Whether the command that was that process has ended with 0, by its supervisor's word, which is waited for.
+        """Return True if the command with that pid ended with status 0. Waits briefly for its supervisor's report.
 
-        Not for long: one that has none, or was killed with it, has not.
+        False without a supervisor, or if it was killed too.
         """
         with anyio.move_on_after(SAYS_WITHIN_S):
             while True:
@@ -297,16 +299,16 @@ class Supervisors:
         return False
 
     def of_operation(self, uid: int | None, operation: str) -> Supervisor | None:
-        """The one that waits for that operation, or has gone on from it; one that is connected before others."""
+        """Return the supervisor that waits for that operation or continued from it; connected ones first."""
         serving = [one for one in self if one.uid == uid and one.serves(operation) and one.lives]
         return min(serving, key=lambda one: not one.connected, default=None)
 
     def of_pid(self, pid: int) -> Supervisor | None:
-        """The supervisor that is this process."""
+        """Return the supervisor with this pid."""
         return next((known for known in self if known.pid == pid and known.lives), None)
 
     async def attend(self, key: object, pid: int, uid: int, offer: Supervise, send: Send) -> None:
-        """Let a supervisor attend on the connection `key`, until a newer one takes its place or this is cancelled."""
+        """Serve a supervisor on the connection `key`, until a newer one replaces it or this is cancelled."""
         supervisor = self._admit(pid, uid, offer)
         link = supervisor.connect(send, offer)
         self._links[key] = (supervisor, link)
@@ -324,7 +326,7 @@ class Supervisors:
             self._tell(supervisor)
 
     def report(self, key: object, report: SuperviseReport) -> None:
-        """Take what a supervisor reports. Raises Refused when it does not attend on that connection."""
+        """Handle a supervisor's report. Raises Refused if it does not attend on that connection."""
         attending = self._links.get(key)
         if attending is None:
             raise Refused("this connection has no supervisor", "send supervise first, on the same connection")
@@ -363,12 +365,13 @@ class Supervisors:
             del self._known[supervisor.uid, supervisor.run]
 
     def close(self) -> None:
-        """Let go of every handle of a process."""
+        """Close the handles of all processes."""
         for supervisor in self:
             self._forget(supervisor)
 
     def listen(self, listener: Callable[[Supervisor], object]) -> None:
-        """Have it told when one comes, goes or says something. Told from the event loop, must not wait."""
+        """Call `listener` when a supervisor connects, leaves or reports. It runs on the event loop and must not
+        wait."""
         self._listeners.append(listener)
 
     def _tell(self, supervisor: Supervisor) -> None:

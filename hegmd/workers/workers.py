@@ -1,12 +1,12 @@
-"""Workers: processes with an agent of ours in them, one handle each, over as many connections as that takes.
+"""Workers: processes with an agent, one handle for each, over any number of connections.
 
-A worker's identity is its pid and start time by the kernel's word, and the token that its agent made for itself. A
-connection that ends leaves the handle: orders under way fail as `AgentAway`, and the agent that comes back with the
-same token finds its handle again. The process's own end is seen on its pidfd and nowhere else, so a pid that is used
-again is never taken for its predecessor. Another token from the same process means that it runs another program now.
+A worker is identified by pid and start time, which the kernel reports, and by the token that its agent drew. The end of
+a connection keeps the handle: running orders fail as `AgentAway`, and an agent that reconnects with the same token gets
+its handle back. Only the pidfd shows the end of the process, so a reused pid is never mistaken. Another token from the
+same process means that it runs another program.
 
-Owns the orders under way and what the agents last said of themselves. Decides nothing about operations: who listens is
-told that a worker `came`, was `left` by its agent, has it `back`, or has `ended`.
+Owns the orders in flight and the last reports of the agents. Decides nothing about operations: listeners learn that a
+worker `came`, was `left` by its agent, has it `back`, or has `ended`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = ["AgentAway", "Given", "Identity", "OrderFailed", "AgentConnection", "
 
 logger = logging.getLogger(__name__)
 
-# Of what an agent says of the parts of an order, so many are logged.
+# Number of an order's parts that are logged.
 MAX_PARTS = 16
 
 CAME, LEFT, BACK, ENDED = "came", "left", "back", "ended"
@@ -57,7 +57,7 @@ Listener = Callable[[str, "AgentConnection"], object]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Whom the kernel says is at the other end."""
+    """The peer as the kernel identifies it."""
 
     pid: int
     start_ticks: int
@@ -65,41 +65,41 @@ class Identity:
 
 
 class AgentConnection:
-    """One process with an agent, from its first word to the process's end."""
+    """One process with an agent, from its first message to the end of the process."""
 
     def __init__(self, identity: Identity, program: AgentInfo, about: AgentAttend) -> None:
         self.identity = identity
         self.program = program
         self.about = about
         self.token, self.ended = about.token, False
-        #: How its process has ended, in words, where that could be seen.
+        #: How its process ended, in words, if known.
         self.how_ended: str | None = None
-        #: The GPU that it is on, as far as somebody has settled that; the operations and the simulation write it.
+        #: Its GPU, if known; operations and the simulation set it.
         self.gpu: str | None = None
-        #: Whether it trains without one; None before that is known. Attendance writes it.
+        #: True if it trains without a GPU; None while unknown. `simulated_placement` sets it.
         self.on_cpu: bool | None = None
         self.boundary, self.parked, self.held_bytes = about.boundary, about.parked, about.held_bytes
-        #: Bytes of the storages that its agent vouches for; None before it has counted them.
+        #: Bytes of the storages that its agent can offload; None before they are counted.
         self.size_bytes: int | None = about.size_bytes or None
         self.left_alone: tuple[LeftAlone, ...] = ()
-        #: What its state comes to and what stands against a restart, by its last word; None before it was asked.
+        #: Size of its state and what prevents a restart, by its last report; None before the first.
         self.state_bytes: int | None = None
         self.refusals: tuple[str, ...] = ()
-        self.unweighed: tuple[str, str] | None = None  # why it has not said what a restart would carry, and what to do
+        self.unweighed: tuple[str, str] | None = None  # why the size of its state is unknown, and a hint
         self.begin_anew: tuple[str, ...] | None = None
-        #: What the process that goes on may import before its turn, and the path of its script's modules.
+        #: Modules that a prestarted process may import, and the path of its script's modules.
         self.imports: tuple[str, ...] = ()
         self.path: tuple[str, ...] = ()
-        #: Its use of CUDA by its own word; None if it uses none or has not said.
+        #: Its use of CUDA as reported; None if it uses none or did not report it.
         self.cuda: CudaFacts | None = None
-        #: Its communicator groups by its own word; None if it has none or has not said.
+        #: Its communicator groups as reported; None if it has none or did not report them.
         self.communicators: Communicators | None = None
-        #: Why the last image that was to be taken of it was not written; whoever takes them writes it.
+        #: Why its last scheduled image was not written; `scheduled_images` sets it.
         self.image_missed: str | None = None
-        #: Held while it is asked what its state comes to: another question would take the place of that one.
+        #: Held during a `weigh` order: a second one would replace the first.
         self.weighing = anyio.Lock()
         self._link: Link | None = None
-        #: Counts its agent's connections, so that an order can be meant for one of them and no later one.
+        #: Number of its agent's connections, so that an order can be bound to one of them.
         self.connection = 0
 
     @property
@@ -108,26 +108,27 @@ class AgentConnection:
 
     @property
     def name(self) -> str:
-        """What operations call it: unique on this node from boot to boot."""
+        """Return the name that operations use: unique on this node until the next boot."""
         return f"{self.identity.pid}-{self.identity.start_ticks}"
 
     @property
     def connected(self) -> bool:
-        """Whether its agent can be given orders now."""
+        """Return True if its agent can take orders now."""
         return self._link is not None and not self.ended
 
     @property
     def busy(self) -> bool:
-        """Whether bytes are on their way out of it or into it, or its communicators are being changed."""
+        """Return True while its bytes move or its communicators change."""
         return self._link is not None and any(given.do in MOVING | COLLECTIVE for given in self._link.given.values())
 
     async def order(
         self, do: str, *, fds: Sequence[int] = (), on_progress: Progress | None = None, **how: Any
     ) -> AgentReport:
-        """Give an order and wait for its end. Raises OrderFailed, AgentAway. Cancelled, the order goes on by itself.
+        """Send an order and wait for its end. Raises OrderFailed, AgentAway. If the caller is cancelled, the order
+        continues.
 
-        `how` are the other fields of `Order`, such as `limit_s`. An agent keeps to that of a survey by itself; one that
-        does not is not waited for any longer. Raises TIMEOUT then.
+        `how` gives other fields of `Order`, such as `limit_s`. An agent keeps the limit of a survey itself; if it does
+        not, TIMEOUT is raised.
         """
         began = time.monotonic()
         given = await self.give(do, fds=fds, on_progress=on_progress, **how)
@@ -151,11 +152,11 @@ class AgentConnection:
         )
 
     async def give(self, do: str, *, fds: Sequence[int] = (), on_progress: Progress | None = None, **how: Any) -> Given:
-        """Give an order without waiting for its end. The descriptors stay the caller's. Raises AgentAway.
+        """Send an order without waiting for its end. The descriptors stay the caller's. Raises AgentAway.
 
-        An agent waits for one boundary at a time: an order waits for those before it, but for `withdraw`, which ends
-        them, and for a `park` that takes the place of another. It goes over the connection that stands now: an agent
-        that comes back meanwhile may have gone on by itself, and has to be asked how it stands before.
+        An agent waits for one boundary at a time. So an order waits for earlier ones, except `withdraw`, which ends
+        them, and a `park` that replaces another. It goes over the current connection: an agent that reconnects may have
+        resumed by itself and has to be inspected first.
         """
         link = self._link
         while do != "withdraw" and (before := self._under_way(do)) is not None and (do, before.do) != ("park", "park"):
@@ -168,7 +169,7 @@ class AgentConnection:
         number = link.enter(given)
         try:
             await link.send(Order(order=number, do=do, **how), fds)
-        except BaseException as error:  # cancelled as well, before a byte of it was sent: nobody will answer it
+        except BaseException as error:  # also if cancelled: no byte was sent, so no answer comes
             link.given.pop(number, None)
             given.end()
             if isinstance(error, (OSError, anyio.ClosedResourceError, HegmError)):
@@ -180,7 +181,7 @@ class AgentConnection:
         return None if self._link is None else next(self._link.in_the_way(do), None)
 
     def take(self, link: object, report: AgentReport) -> None:
-        """Take a report that came on that connection; one of an order that nobody waits for changes nothing."""
+        """Handle a report of that connection. A report of an order that was abandoned changes nothing."""
         if self._link is None or self._link is not link:
             return
         given = self._link.given.get(report.order)
@@ -191,7 +192,7 @@ class AgentConnection:
             del self._link.given[report.order]
 
     def _note(self, do: str, report: AgentReport) -> None:
-        """Keep what a report says of the worker."""
+        """Store what a report says about the worker."""
         if report.boundary is not None:
             self.boundary = report.boundary
         if report.result != DONE:
@@ -199,7 +200,7 @@ class AgentConnection:
         if do in {"park", "withdraw", "release"}:
             self.parked = do == "park"
         if do == "survey":
-            if report.size_bytes is not None:  # one that came to no boundary in time says nothing of what it has
+            if report.size_bytes is not None:  # without a boundary the report has no sizes
                 self.size_bytes, self.left_alone, self.cuda = report.size_bytes, report.left_alone, report.cuda
                 self.communicators = report.communicators
             self.parked = self.parked if report.parked is None else report.parked
@@ -215,7 +216,7 @@ class AgentConnection:
             self.held_bytes = 0 if do == "reload" else report.size_bytes or 0
 
     def info(self) -> AgentInfo:
-        """What is shown of its agent."""
+        """Return the public record of its agent."""
         return self.program.replace(
             framework=self.about.framework,
             framework_version=self.about.framework_version,
@@ -233,7 +234,7 @@ class AgentConnection:
     # -- for Workers ---------------------------------------------------------------------------------------------------
 
     def connect(self, send: Send, about: AgentAttend) -> Link:
-        """Take a new connection of its agent; the one before is over."""
+        """Take a new connection of its agent; it replaces the earlier one."""
         before = self._link
         self._link = link = Link(send)
         self.connection += 1
@@ -246,7 +247,7 @@ class AgentConnection:
         return link
 
     def disconnect(self, link: Link) -> bool:
-        """That connection ended; whether it was the one that counts."""
+        """End that connection. Returns True if it was the current one."""
         link.end()
         if self._link is not link:
             return False
@@ -255,10 +256,10 @@ class AgentConnection:
 
 
 class Workers:
-    """Every worker on the node. `run` has to be running for as long as agents attend.
+    """All workers of the node. `run` has to be running while agents attend.
 
-    `start_ticks` tells a process's start time, or None if there is no such process, and raises HegmError when that
-    cannot be seen now. `how_ended` tells of one that has just ended how it did, where that can be seen.
+    `start_ticks` returns a process's start time, None if it does not exist, and raises HegmError if that is unknown
+    now. `how_ended` says how an ended process ended, if known.
     """
 
     def __init__(
@@ -272,7 +273,7 @@ class Workers:
         self._workers: dict[int, AgentConnection] = {}
         self._links: dict[object, tuple[AgentConnection, Link]] = {}
         self._listeners: list[Listener] = []
-        #: Told with each piece of news, for those who only wait until something is so.
+        #: Notified at each change, for tasks that wait for a state.
         self.news = Condition()
         self._watching: anyio.abc.TaskGroup | None = None
 
@@ -283,13 +284,13 @@ class Workers:
             await anyio.sleep_forever()
 
     def listen(self, listener: Listener) -> None:
-        """Have every piece of news told: what happened, and to whom. Told from the event loop, must not wait."""
+        """Call `listener` with each change and its worker. It runs on the event loop and must not wait."""
         self._listeners.append(listener)
 
     # -- who is there --------------------------------------------------------------------------------------------------
 
     def register(self, pid: int, agent: AgentInfo) -> Callable[[], None]:
-        """Enter an agent that introduced itself; returns what takes it out again. The newest of a pid counts."""
+        """Add an agent that introduced itself; returns the function that removes it. The newest of a pid counts."""
         self._introduced[pid] = agent
 
         def leave() -> None:
@@ -299,7 +300,7 @@ class Workers:
         return leave
 
     def agents(self) -> Mapping[int, AgentInfo]:
-        """Every connected agent by pid."""
+        """Return every connected agent by pid."""
         attending = {worker.pid: worker.info() for worker in self if worker.connected}
         return {**self._introduced, **attending}
 
@@ -307,17 +308,17 @@ class Workers:
         return iter(tuple(self._workers.values()))
 
     def find(self, pid: int) -> AgentConnection | None:
-        """The worker that has that pid now."""
+        """Return the worker with that pid."""
         return self._workers.get(pid)
 
     def named(self, name: str) -> AgentConnection | None:
-        """The worker of that name, if its process lives."""
+        """Return the worker of that name, if its process lives."""
         return next((worker for worker in self if worker.name == name), None)
 
     # -- what agents say -----------------------------------------------------------------------------------------------
 
     async def attend(self, key: object, pid: int, uid: int, program: AgentInfo, about: AgentAttend, send: Send) -> None:
-        """Let an agent attend on the connection `key`, until a newer one takes its place or this is cancelled."""
+        """Serve an agent on the connection `key`, until a newer one replaces it or this is cancelled."""
         with contextlib.ExitStack() as held:
             worker, news = self._admit(pid, uid, program, about)
             link = worker.connect(send, about)
@@ -327,7 +328,7 @@ class Workers:
             await link.replaced.wait()
 
     def report(self, key: object, report: AgentReport) -> None:
-        """Take what an agent reports on that connection. Raises Refused when it does not attend there."""
+        """Handle an agent's report on that connection. Raises Refused if it does not attend there."""
         attending = self._links.get(key)
         if attending is None:
             raise Refused("this connection takes no orders", "send agent.attend first, on the same connection")
@@ -335,7 +336,7 @@ class Workers:
         worker.take(link, report)
 
     def _admit(self, pid: int, uid: int, program: AgentInfo, about: AgentAttend) -> tuple[AgentConnection, str]:
-        """The handle for an agent that attends: its own of before, or a new one. Raises HegmError."""
+        """Return the handle for an agent: its earlier one, or a new one. Raises HegmError."""
         if self._watching is None:
             raise Bug("an agent attends before its process can be watched")
         known = self._workers.get(pid)
@@ -354,7 +355,7 @@ class Workers:
         worker = AgentConnection(identity, program, about)
         pidfd = os.pidfd_open(pid)
         try:
-            if self._start_ticks(pid) != ticks:  # between the two looks it became another process
+            if self._start_ticks(pid) != ticks:  # the pid was reused between the two reads
                 raise AgentAway(pid, "the process has ended")
         except BaseException:
             os.close(pidfd)
@@ -364,7 +365,7 @@ class Workers:
         return worker, CAME
 
     async def _watch(self, worker: AgentConnection, pidfd: int) -> None:
-        """Wait for the end of the process; in one task for each, which its own end or the daemon's ends."""
+        """Wait for the end of the process; one task for each worker."""
         try:
             await anyio.wait_readable(pidfd)
             worker.how_ended = self._how_ended(worker.pid, worker.identity.start_ticks)
@@ -374,7 +375,7 @@ class Workers:
         self._end(worker)
 
     def _end(self, worker: AgentConnection) -> None:
-        """The process has ended, or its program has: the handle is of no more use."""
+        """Remove the handle: the process, or its program, has ended."""
         if worker.ended:
             return
         worker.ended = True

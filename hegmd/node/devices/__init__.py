@@ -1,1 +1,1 @@
-"""GPUs and who is on them, by vendor. Each vendor's binding is imported by its own module and nowhere else."""
+"""GPUs and the processes on them, by vendor. Only its own module imports a vendor's binding."""

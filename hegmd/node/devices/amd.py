@@ -1,8 +1,7 @@
-"""The provider for AMD GPUs: by AMD SMI where it fits, and by the kernel's files where not.
+"""The provider for AMD GPUs: AMD SMI if it fits, else the kernel's files.
 
-Owns the choice between the two, which is made anew at each `open`, and puts together what they tell. Processes come
-from the kernel in either case if it tells them, because it does so exactly and cheaply. Without the amdgpu driver
-nothing is loaded at all, so that other nodes do not pay for AMD's library.
+Chooses between the two at each `open`, and combines their answers. The kernel's list of processes is preferred, because
+it is exact and cheap. Without the amdgpu driver nothing is loaded, so that other nodes do not pay for AMD's library.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ _log = logging.getLogger(__name__)
 
 
 class AmdProvider:
-    """The provider. `sys_root` and `rocm` are where the kernel's files and ROCm are found, `load` finds the binding."""
+    """The provider. `sys_root` and `rocm` are the places of the kernel's files and of ROCm; `load` finds the
+    binding."""
 
     vendor = VENDOR
 

@@ -1,9 +1,9 @@
-"""The door to AMD SMI's Python binding: whether it can be imported safely, and whether it fits its library.
+"""The only importer of AMD SMI's Python binding: whether it can be imported safely, and whether it fits its library.
 
-The only importer of `amdsmi`. Without its C library the binding prints to stdout and fails with a KeyError when it is
-imported, so the library is looked for first, where the binding will look. It comes from ROCm where ROCm ships it,
-because the two have to fit: the layout of their structs changes between versions, and an old binding would let a newer
-library write beyond its buffers. Nothing but the library's start and its version may be called before `check_fit`.
+Without its C library the binding prints to stdout and raises KeyError on import. So the library is looked up first, in
+the places that the binding searches. ROCm's own binding is preferred: the layout of structs changes between versions,
+and an old binding would let a newer library write beyond its buffers. Before `check_fit`, only the library's start and
+its version may be called.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _FIRST_LAYOUT = 20
 
 
 class Unfit(Exception):
-    """AMD SMI cannot be used here, for that reason; the kernel's files can."""
+    """AMD SMI cannot be used, for that reason. The kernel's files still can."""
 
 
 def check_fit(binding: Any) -> str:
-    """The version of the library, once it was initialised. Raises Unfit when the binding is not made for it."""
+    """Return the version of the initialised library. Raises Unfit if the binding does not fit."""
     version = binding.amdsmi_wrapper.amdsmi_version_t()
     status = binding.amdsmi_wrapper.amdsmi_get_lib_version(ctypes.byref(version))
     if status != 0:
@@ -50,7 +50,7 @@ def check_fit(binding: Any) -> str:
 
 
 def load_binding(rocm: Path) -> ModuleType:
-    """The binding, from ROCm itself or from our own environment. Raises Unfit."""
+    """Return the binding of ROCm or of our environment. Raises Unfit."""
     loaded = sys.modules.get("amdsmi")
     if loaded is not None:
         return loaded
@@ -71,7 +71,7 @@ def load_binding(rocm: Path) -> ModuleType:
 
 
 def _find_library(shipped: Path) -> bool:
-    """Whether the binding will find its library: by the places that it looks in itself."""
+    """Check that the binding will find its library, in the places that it searches."""
     root = os.environ.get("ROCM_HOME", os.environ.get("ROCM_PATH"))
     places = [f"{root}/lib/{LIBRARY}"] if root else []
     places += [LIBRARY, str(shipped / LIBRARY), f"{os.environ.get('ROCM_PATH', DEFAULT_ROCM)}/lib/{LIBRARY}"]

@@ -1,11 +1,10 @@
-"""One AMD GPU as it was read, by AMD SMI or from the kernel's files, and what that makes of it as a record.
+"""The facts of one AMD GPU, from AMD SMI or the kernel's files, and its record.
 
-Owns what must be the same whichever way the facts came: the GPU's identity, what it is called, whether its health is in
-doubt. So a node whose library breaks keeps its GPUs' identities. Pure: facts in, records out; None is unknown.
+Owns what must not depend on the source: the GPU's identity, its name, and its health. So GPUs keep their identities if
+the library breaks. Pure: facts in, records out; None is unknown.
 
-The UUID is the one of HIP: `GPU-` and the chip's unique id, which ROCR_VISIBLE_DEVICES understands and both sources
-tell. GPUs that are parts of one card share that id, so theirs carries the PCI address as well; a card without an id is
-known by its PCI address alone.
+The UUID is that of HIP: `GPU-` and the chip's unique id, which ROCR_VISIBLE_DEVICES accepts and both sources report.
+Parts of one card share that id, so theirs includes the PCI address. A card without an id is known by its PCI address.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ PCI_VENDOR_ID = 0x1002
 
 @dataclass(frozen=True, slots=True)
 class AmdLink:
-    """A way to another GPU, which is named by its PCI address."""
+    """A link to another GPU, given by its PCI address."""
 
     to_pci_address: str
     kind: str
@@ -32,7 +31,7 @@ class AmdLink:
 
 @dataclass(frozen=True, slots=True)
 class BadPages:
-    """Pages of video memory: out of use, to be taken out at the next reset, and impossible to take out."""
+    """Counts of bad memory pages: retired, to be retired at the next reset, and impossible to retire."""
 
     retired: int
     pending: int
@@ -41,7 +40,7 @@ class BadPages:
 
 @dataclass(slots=True)
 class AmdFacts:
-    """What was read of one GPU; None for what was not told."""
+    """The facts of one GPU; None for unknown ones."""
 
     pci_address: str
     unique_id: int | None = None
@@ -91,17 +90,17 @@ def uuids_of(gpus: Sequence[AmdFacts]) -> dict[str, str]:
 
 
 def percent(value: float | None) -> float | None:
-    """Libraries write numbers far out of range for what a chip does not tell; these three keep what can be true."""
+    """Return None for values out of range: libraries report those for unknown numbers."""
     return float(value) if value is not None and 0 <= value <= 100 else None
 
 
 def celsius(value: float | None) -> float | None:
-    """Nothing that is powered freezes."""
+    """Return None for values that no powered chip has."""
     return float(value) if value is not None and 0 < value <= 150 else None
 
 
 def watts(value: float | None) -> float | None:
-    """Nothing that runs draws none."""
+    """Return None for 0: a running chip draws power."""
     return float(value) if value is not None and 1 <= value <= 5000 else None
 
 
@@ -146,14 +145,14 @@ def _record(facts: AmdFacts, index: int, uuids: dict[str, str], driver_version: 
 
 
 def _chip(facts: AmdFacts) -> str | None:
-    """Two GPUs with an equal text are of one kind: the same product as PCI knows it, and the same instruction set."""
+    """Return a text that is equal for GPUs of the same kind: PCI product and instruction set."""
     if facts.device_id is None or facts.gfx is None:
         return None
     return f"{PCI_VENDOR_ID:04x}:{facts.device_id:04x} {facts.gfx}"
 
 
 def judge(facts: AmdFacts) -> Health:
-    """Whether the GPU can be trusted with a job, with a sentence for each thing that is not as it should be."""
+    """Return the GPU's health, with a sentence for each problem."""
     if facts.state == "lost":
         note = "the GPU fell off the bus; read the kernel log (dmesg | grep -i amdgpu), then reset or reboot the node"
         return Health(state="failed", notes=(note,))

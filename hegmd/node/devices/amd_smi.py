@@ -1,9 +1,8 @@
-"""AMD GPUs by AMD SMI, through its Python binding.
+"""AMD GPUs through AMD SMI's Python binding.
 
-It decides what the library's answers mean: what is not told, which failure is one GPU's and which the whole library's.
-A GPU that tells nothing of its memory is in doubt: then the PCI bus says whether it is lost. Kept while the library is
-open are only a GPU's fixed facts (name, chip, links). The library knows those GPUs that were there when it started, so
-it is started again when the driver has other ones.
+Interprets the library's answers: what is unknown, and whether one GPU or the whole library failed. If a GPU does not
+report its memory, the PCI bus tells whether it is lost. While the library is open, only fixed facts of a GPU (name,
+chip, links) are kept. The library knows the GPUs of its start, so it is restarted when the driver has others.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ _UNTOLD = frozenset({0xFFFF, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF})
 
 
 class AmdSmi:
-    """The library behind its binding: every call goes through `_ask`, or `_answer` where a failure is everybody's."""
+    """The library behind its binding. Every call goes through `_ask`, or through `_answer` if its failure concerns all
+    GPUs."""
 
     def __init__(self, binding: Any, kfd: Kfd) -> None:
         self._binding = binding
@@ -51,7 +51,8 @@ class AmdSmi:
     # ---- life -------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Raises Unfit before anything was called that depends on layouts, and DeviceError when it does not start."""
+        """Start the library. Raises Unfit before any call that depends on layouts, and DeviceError if it does not
+        start."""
         driven = self._kfd.driven_gpus()
         self._answer("amdsmi_init", self._binding.AmdSmiInitFlags.INIT_AMD_GPUS)
         try:
@@ -68,7 +69,7 @@ class AmdSmi:
         self._driven = driven
 
     def stop(self) -> None:
-        """Whatever the library says to it."""
+        """Stop the library; its errors are ignored."""
         self._handles = {}
         self._driven = None
         try:
@@ -77,7 +78,7 @@ class AmdSmi:
             _log.debug("AMD SMI did not shut down: %s", error)
 
     def start_again_if_gpus_changed(self) -> None:
-        """Raises DeviceError when that does not work."""
+        """Restart the library if the driver has other GPUs. Raises DeviceError."""
         if self._kfd.driven_gpus() == self._driven:
             return
         self.stop()
@@ -89,14 +90,15 @@ class AmdSmi:
     # ---- calls ------------------------------------------------------------------------------------------------------
 
     def _answer(self, function: str, *arguments: Any) -> Any:
-        """The answer to a call without which nothing works. Raises DeviceError."""
+        """Return the answer to a call that everything depends on. Raises DeviceError."""
         try:
             return getattr(self._binding, function)(*arguments)
         except self._binding.AmdSmiLibraryException as error:
             raise _library_error(function, error) from None
 
     def _ask(self, what: str, facts: AmdFacts, function: str, *arguments: Any) -> Any:
-        """The answer to a call about one GPU, or None; a failure that is not "not told" is noted in the facts."""
+        """Return the answer to a call about one GPU, or None. Failures other than "unknown" are recorded in the
+        facts."""
         try:
             return getattr(self._binding, function)(*arguments)
         except self._binding.AmdSmiLibraryException as error:
@@ -112,7 +114,7 @@ class AmdSmi:
         return None
 
     def _ask_map(self, what: str, facts: AmdFacts, function: str, *arguments: Any) -> dict[str, Any]:
-        """The fields of the answer; none of them when there is no answer."""
+        """Return the fields of the answer; empty without an answer."""
         return self._ask(what, facts, function, *arguments) or {}
 
     def _address(self, handle: Any) -> str:
@@ -144,7 +146,7 @@ class AmdSmi:
         return facts
 
     def _read_fixed(self, address: str, handle: Any) -> AmdFacts:
-        """What does not change while the library is open; asked for again as long as some of it is not told."""
+        """Read what does not change while the library is open, until all of it is known."""
         facts = AmdFacts(address)
         asic = self._ask_map("chip", facts, "amdsmi_get_gpu_asic_info", handle)
         known = self._kfd.properties_of(address)
@@ -164,7 +166,7 @@ class AmdSmi:
         return facts
 
     def _read_links(self, address: str, handle: Any, facts: AmdFacts) -> tuple[AmdLink, ...]:
-        """XGMI to those it is wired to, PCIe to those it can reach without the host's memory."""
+        """Read links: XGMI to connected GPUs, PCIe to those reachable without host memory."""
         types = self._binding.AmdSmiLinkType
         metrics = self._ask_map("links", facts, "amdsmi_get_link_metrics", handle)
         wired = [each for each in metrics.get("links", []) if each["link_type"] == types.AMDSMI_LINK_TYPE_XGMI]
@@ -222,7 +224,7 @@ class AmdSmi:
     # ---- processes --------------------------------------------------------------------------------------------------
 
     def uses(self, gpus: Sequence[AmdFacts], uuids: Mapping[str, str]) -> tuple[ProcessUse, ...]:
-        """Which processes use these GPUs, by the library. A GPU that does not tell has that noted in its facts."""
+        """Return which processes use these GPUs. A GPU that does not report them has that in its facts."""
         return tuple(
             ProcessUse(pid, GpuUse(gpu=uuids[facts.pci_address], vram_bytes=vram_bytes))
             for facts in gpus
@@ -231,7 +233,8 @@ class AmdSmi:
         )
 
     def _processes(self, facts: AmdFacts) -> dict[int, int | None]:
-        """Past the binding's own function, which takes at most 1,024 and fails on names that are not UTF-8."""
+        """Read the list past the binding's function, which takes at most 1,024 and fails on names that are not
+        UTF-8."""
         room = 256
         while True:
             entries = (self._wrapper.amdsmi_proc_info_t * room)()
@@ -268,7 +271,7 @@ def _words(error: Any) -> str:
 
 
 def _told(value: Any) -> int | None:
-    """A number, unless it is the library's or the binding's way of saying that there is none."""
+    """Return the number, or None for the values that mean "unknown" in the library or the binding."""
     return value if isinstance(value, int) and value >= 0 and value not in _UNTOLD else None
 
 

@@ -1,11 +1,10 @@
 """The contract between the daemon and a vendor's management library.
 
-A provider is blocking and knows nothing of the event loop: the inventory calls it in a thread of its own, gives it a
-deadline, and leaves it alone while it hangs. It must not cache: a snapshot is read in one pass and is true or raises.
-What a library does not tell is None. One GPU that fails does not fail the others: it is in the snapshot with state
-`lost` or `unknown`. What makes the whole library unusable raises DeviceError, after which the inventory closes the
-provider and opens it again later: so a driver that is reloaded, or a GPU that is plugged in, is found without a
-restart.
+A provider blocks and knows no event loop: the inventory calls it in a thread with a deadline, and leaves it alone while
+it hangs. It must not cache: a snapshot is read in one pass, and is true or raises. Unknown values are None. A GPU that
+fails does not affect the others: the snapshot has it with state `lost` or `unknown`. If the whole library is unusable,
+it raises DeviceError; the inventory then closes the provider and opens it again later. So a reloaded driver or an added
+GPU is found without a restart.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from hegmd.protocol.snapshots import Gpu, GpuUse
 
 
 class DeviceError(HegmError):
-    """The vendor's library answers with an error, or went away; try `open` again later."""
+    """The vendor's library reports an error or disappeared; call `open` again later."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(UNAVAILABLE, message, hint)
 
 
 class DeviceAbsent(DeviceError):
-    """There is nothing of this vendor here: no library, no driver, or no card. Quiet, but looked for again."""
+    """This node has no library, driver or card of this vendor. Not an error, but checked again."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessUse:
-    """The driver's word that a pid uses a GPU. The pid is in the driver's namespace; nothing else is known of it."""
+    """A pid that uses a GPU, as the driver reports it, in the driver's pid namespace."""
 
     pid: int
     use: GpuUse
@@ -40,10 +39,10 @@ class ProcessUse:
 
 @dataclass(frozen=True, slots=True)
 class VendorSnapshot:
-    """All that one vendor's library tells, read in one pass.
+    """All that one vendor's library reports, read in one pass.
 
-    In `gpus`, `id` is the provider's own (its index as text) until the inventory gives the node's ids; `uses` speak of
-    GPUs by UUID in `GpuUse.gpu` for the same reason.
+    In `gpus`, `id` is the provider's own (its index as text) until the inventory assigns the node's ids. So
+    `GpuUse.gpu` in `uses` has UUIDs.
     """
 
     gpus: tuple[Gpu, ...]
@@ -54,7 +53,7 @@ class VendorSnapshot:
 
 
 class DeviceProvider(Protocol):
-    """One vendor's library. Methods block; they are called from one thread at a time, not always the same."""
+    """One vendor's library. Its methods block. One thread at a time calls them, not always the same."""
 
     vendor: str
 
@@ -63,16 +62,16 @@ class DeviceProvider(Protocol):
         ...
 
     def snapshot(self) -> VendorSnapshot:
-        """Read everything. Raises DeviceError when the library as a whole does not work (any more)."""
+        """Read everything. Raises DeviceError if the library as a whole does not work."""
         ...
 
     def close(self) -> None:
-        """Give the library back, as far as it lets itself be. Closing twice, or after an error, is fine."""
+        """Release the library as far as possible. Closing twice, or after an error, is fine."""
         ...
 
 
 def _at(module: str, name: str) -> Callable[[], DeviceProvider]:
-    """A factory that imports the provider only when it is called; a binding that is not used is never loaded."""
+    """Return a factory that imports the provider when called, so that an unused binding is never loaded."""
     return lambda: cast("DeviceProvider", getattr(import_module(module), name)())
 
 

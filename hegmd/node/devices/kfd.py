@@ -1,11 +1,10 @@
-"""AMD GPUs by the kernel's own files under /sys, for when AMD SMI is not there or does not fit.
+"""AMD GPUs from the kernel's files under /sys, for nodes without a usable AMD SMI.
 
-Owns how amdgpu and its compute part (KFD) lay these files out, and reads them: which GPUs there are, their sensors and
-error counters, and which processes use them. AMD SMI reads most of the same files, so little is lost without it; for
-processes this is the better source even with it, because the kernel tells bytes, for all pid namespaces, at the price
-of a few reads, where the library searches all of /proc for each GPU. Nothing is written, held open or kept.
+Reads the files of amdgpu and of its compute part (KFD): GPUs, sensors, error counters, processes. AMD SMI reads most of
+the same files. For processes these are the better source in any case: the kernel reports bytes for all pid namespaces
+with a few reads, while the library searches all of /proc for each GPU. Writes, holds and keeps nothing.
 
-A file that is not there is a fact that is not told. The root is an argument, for tests.
+A missing file is an unknown fact. The root is an argument, for tests.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Kfd:
         return (self._kfd / "topology" / "nodes").is_dir()
 
     def cards(self) -> tuple[str, ...]:
-        """PCI addresses of all AMD GPUs on the bus, whatever driver has them."""
+        """Return the PCI addresses of all AMD GPUs on the bus, with any driver."""
         devices = self._sys / "bus" / "pci" / "devices"
         return tuple(
             name
@@ -65,11 +64,11 @@ class Kfd:
         )
 
     def driven_gpus(self) -> tuple[str, ...]:
-        """PCI addresses of what the driver has now; another answer means that a GPU came or went."""
+        """Return the PCI addresses of the driver's GPUs; a different answer means that a GPU came or left."""
         return tuple(name for name in _names(self._sys / "bus" / "pci" / "drivers" / "amdgpu") if ":" in name)
 
     def is_lost(self, pci_address: str) -> bool:
-        """Whether the GPU left the bus: its files are gone, or its configuration space reads as all ones."""
+        """Return True if the GPU left the bus: its files are gone, or its configuration space reads as all ones."""
         device = self._device(pci_address)
         if not device.is_dir():
             return True
@@ -129,7 +128,7 @@ class Kfd:
         return facts
 
     def _doubt(self, used_memory: Path, facts: AmdFacts) -> None:
-        """Part of a partitioned card has no such file; where there is one and it cannot be read, something is wrong."""
+        """Record a problem if used memory cannot be read. Parts of a partitioned card have no such file."""
         if self.is_lost(facts.pci_address):
             facts.state = "lost"
         elif used_memory.exists():
@@ -195,10 +194,10 @@ class Kfd:
         return (self._kfd / "proc").is_dir()
 
     def uses(self, uuid_of_gpu_id: Mapping[int, str]) -> tuple[ProcessUse, ...]:
-        """Which processes use these GPUs: who has memory there, or a queue.
+        """Return which processes use these GPUs: those with memory or a queue there.
 
-        A process that opened ROCm has a file for every GPU of the node; those where it has neither are not in use. All
-        have to be read, three system calls each; but there are 512 such processes at most (KFD_MAX_NUM_OF_PROCESSES).
+        A process that opened ROCm has a file for every GPU of the node, also unused ones. Each is read with three
+        system calls; there are at most 512 such processes (KFD_MAX_NUM_OF_PROCESSES).
         """
         found: list[ProcessUse] = []
         files = [(gpu_id, f"vram_{gpu_id}", uuid) for gpu_id, uuid in uuid_of_gpu_id.items()]

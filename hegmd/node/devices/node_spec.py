@@ -1,7 +1,7 @@
-"""What a simulated node is made of, as plain values: its GPUs, their links, and the faults that come by themselves.
+"""A simulated node as plain values: its GPUs, their links, and scheduled faults.
 
-Owns those values, their defaults and how amounts of memory are written. It must not read files, which `topology` does,
-nor hold what changes, which `simulated` does.
+Owns these values, their defaults and the notation of memory sizes. `topology` reads files, and `simulated` has the
+changing state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SIZE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([A-Za-z]{1,3})")
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """A process that is on the GPU from the start and stays; its pid need not exist on this machine."""
+    """A process that is on the GPU from the start; its pid need not exist on this machine."""
 
     pid: int
     vram_bytes: int | None
@@ -74,7 +74,7 @@ class LinkSpec:
 
 @dataclass(frozen=True, slots=True)
 class FaultSpec:
-    """A fault that comes by itself: after so many good snapshots, for so many, or for good."""
+    """A scheduled fault: after so many good snapshots, for so many, or permanently."""
 
     target: str
     fault: str
@@ -100,7 +100,7 @@ def gpu_id(index: int) -> str:
 
 
 def parse_size(text: str) -> int | None:
-    """The bytes in `8GiB`, `80GB` or `1.5 TiB`; None if it is nothing of the kind."""
+    """Return the bytes of `8GiB`, `80GB` or `1.5 TiB`; None if the text is not a size."""
     match = _SIZE.fullmatch(text.strip())
     unit = _UNIT_NAMES.get(match[2].lower()) if match else None
     if match is None or unit is None:
@@ -109,7 +109,7 @@ def parse_size(text: str) -> int | None:
 
 
 def write_size(size_bytes: int) -> str:
-    """The amount as a person would write it, and exact, so that a refusal over one byte does not look absurd."""
+    """Return an exact, readable size, so that a refusal over one byte makes sense."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if size_bytes and size_bytes % UNITS_BYTES[unit] == 0:
             return f"{size_bytes // UNITS_BYTES[unit]} {unit}"
@@ -117,7 +117,7 @@ def write_size(size_bytes: int) -> str:
 
 
 def default_gpu(index: int, memory_bytes: int) -> GpuSpec:
-    """The GPU of that index as far as a description says nothing else; the same in every run."""
+    """Return the default GPU of that index, the same in every run."""
     return GpuSpec(
         memory_bytes=memory_bytes,
         uuid=f"SIM-00000000-0000-4000-8000-{index:012x}",

@@ -1,12 +1,12 @@
-"""NVIDIA GPUs by NVML, as the inventory's provider contract wants them.
+"""NVIDIA GPUs through NVML, as a provider of the inventory.
 
-It decides what NVML's answers mean: which error is one GPU's and which the whole library's, what the operator is to do
-about it, how a process that is listed three times is one process. Each snapshot asks anew how many GPUs there are and
-how each of them does; kept from one to the next are only an opened library's fixed facts (name, chip, links), the XID
-events of each GPU since the daemon watches, and who was where, so that a GPU that fell off the bus keeps its name.
+Interprets NVML's answers: whether an error concerns one GPU or the whole library, what the operator can do, and that a
+process in three lists is one process. Each snapshot reads the number and state of the GPUs again. Between snapshots
+only these are kept: the fixed facts of an open library (name, chip, links), each GPU's XID events since the daemon
+watches, and its processes, so that a GPU that fell off the bus keeps its name.
 
-`memory_used_bytes` and `memory_free_bytes` are what nvidia-smi shows: neither has the driver's own reserve of some
-hundred MiB in it.
+`memory_used_bytes` and `memory_free_bytes` are those of nvidia-smi: neither includes the driver's own reserve of some
+hundred MiB.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class NvidiaProvider:
         self._forget()
 
     def _forget(self) -> None:
-        """Drop all that belongs to an opened library."""
+        """Drop everything that belongs to an opened library."""
         self._versions: tuple[str | None, str | None, str | None] = (None, None, None)
         self._driven: tuple[str, ...] = ()
         self._cards: dict[str, _Card] = {}
@@ -123,7 +123,7 @@ class NvidiaProvider:
                 raise self._refusal(failure) from None
 
     def close(self) -> None:
-        """While a call hangs inside the library this does nothing: unloading code that runs would end the daemon."""
+        """Close the library. Does nothing while a call hangs in it: unloading code that runs would end the daemon."""
         if self._inside.acquire(blocking=False):
             try:
                 self._close()
@@ -360,7 +360,7 @@ class NvidiaProvider:
     # ---- processes --------------------------------------------------------------------------------------------------
 
     def _uses(self, uuid: str, lists: dict[str, ProcessEntries | None]) -> tuple[ProcessUse, ...]:
-        """The processes on one card; what has not changed is the same object as before, and costs next to nothing."""
+        """Return the processes on one card. Unchanged ones are the same objects as before."""
         lists_before, uses_before = self._listed.get(uuid, (None, ()))
         if lists == lists_before:
             return uses_before

@@ -1,8 +1,8 @@
-"""Whether an NVIDIA GPU can be trusted with a job: what its driver counts and reports, weighed and put into words.
+"""The health of an NVIDIA GPU: what its driver counts and reports, weighed and put into words.
 
-Pure: facts in, a Health record out. `failed` is for what makes jobs fail or needs a reset; `warn` for what somebody
-should look at; a job's own mistakes (an illegal address is an XID too) are noted and held against no GPU. With nothing
-to go by the state is unknown. Every note is a sentence that an operator can act on without a manual.
+Pure: facts in, a Health record out. `failed` means that jobs fail or a reset is needed; `warn` needs attention. A job's
+own mistakes (an illegal address is an XID too) are noted only. Without facts the state is unknown. Every note is a
+sentence that an operator can act on without a manual.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ class XidRecord:
 
     @property
     def count(self) -> int | None:
-        """How many there were; None for none, as with `newest`: not every driver tells of them."""
+        """Return the number of events; None for none, because not every driver reports them."""
         return sum(times for times, _ in self.seen.values()) or None
 
 
 @dataclass(slots=True)
 class HealthFacts:
-    """What was read of one GPU; None for what was not told."""
+    """The facts about one GPU; None for unknown ones."""
 
     index: int
     ecc_corrected: int | None = None
@@ -126,7 +126,7 @@ def judge(facts: HealthFacts, xids: XidRecord) -> Health:
 
 
 def without_answer(state: str, words: str, xids: XidRecord) -> Health:
-    """The record for a GPU that is lost, or that the driver tells nothing about."""
+    """Return the record of a GPU that is lost, or about which the driver reports nothing."""
     notes = [note for _, note in _xid_notes(xids)]
     if state == "lost":
         note = "the GPU fell off the bus; read the kernel log (dmesg | grep -i xid), then reset it or reboot the node"

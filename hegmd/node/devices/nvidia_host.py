@@ -1,8 +1,8 @@
-"""What the kernel tells of NVIDIA GPUs without their library: /sys and /proc, read and never written.
+"""What the kernel reports about NVIDIA GPUs without NVML: reads /sys and /proc.
 
-It answers where NVML cannot: before it is loaded (is there a card at all?), after it failed (which version is the
-kernel module?), and for what it keeps to itself (the nearest NUMA node, GPUs that came or went since it was
-initialised). Both roots are arguments, for tests. What cannot be read is None or empty.
+Answers where NVML cannot: before it is loaded (is there a card?), after it failed (the version of the kernel module),
+and for what it does not report (the nearest NUMA node, GPUs that came or left since it was initialised). Both roots are
+arguments, for tests. What cannot be read is None or empty.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class NvidiaHost:
         self._proc = proc_root
 
     def cards(self) -> tuple[str, ...]:
-        """PCI addresses of all NVIDIA GPUs on the bus, whatever driver has them."""
+        """Return the PCI addresses of all NVIDIA GPUs on the bus, with any driver."""
         devices = self._sys / "bus" / "pci" / "devices"
         return tuple(
             name
@@ -36,7 +36,7 @@ class NvidiaHost:
         return _line(self._sys / "module" / "nvidia" / "version")
 
     def numa_node(self, pci_address: str) -> int | None:
-        """The node that the GPU hangs on. On a machine with one node it is that one, even if firmware does not say."""
+        """Return the GPU's NUMA node. A machine with one node has that one, even if the firmware does not report it."""
         text = _line(self._sys / "bus" / "pci" / "devices" / pci_address / "numa_node")
         if text is None or not text.lstrip("-").isdigit():
             return None
@@ -45,7 +45,7 @@ class NvidiaHost:
         return 0 if _line(self._sys / "devices" / "system" / "node" / "online") == "0" else None
 
     def driven_gpus(self) -> tuple[str, ...]:
-        """What the driver has as its GPUs at this moment. NVML goes by what there was when it was initialised."""
+        """Return the driver's current GPUs. NVML only knows those of its initialisation."""
         return _names(self._proc / "driver" / "nvidia" / "gpus")
 
 

@@ -1,9 +1,8 @@
-"""Which GPUs reach each other without passing through host memory, and over what.
+"""Which GPUs reach each other without host memory, and over which link.
 
-Three kinds of way, in the order of preference: NVLinks that end at the other GPU; NVLinks of both that end elsewhere
-(at switches, also at ones that a virtual machine does not show), where the driver says that the two reach each other
-over NVLink; and PCIe, where it allows reading and writing. What a PCIe way carries depends on bridges that NVML does
-not describe, so its speed is left unknown.
+In order of preference: NVLinks that end at the other GPU; NVLinks of both that end elsewhere (at switches, also at ones
+that a virtual machine does not show), if the driver reports that the two reach each other over NVLink; and PCIe, if it
+allows reading and writing. The speed of PCIe depends on bridges that NVML does not describe, so it is unknown.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class _Ends:
 
 
 def read_links(gpus: Mapping[str, NvmlGpu], addresses: Mapping[str, str | None]) -> dict[str, tuple[PeerLink, ...]]:
-    """The ways from each GPU to the others, by UUID. Raises GpuLost when one falls off the bus meanwhile."""
+    """Return the links from each GPU to the others, by UUID. Raises GpuLost if one falls off the bus meanwhile."""
     known = set(addresses.values())
     ends = {uuid: _ends_of(gpu, known) for uuid, gpu in gpus.items()}
     links: dict[str, tuple[PeerLink, ...]] = {}

@@ -1,9 +1,9 @@
-"""Which processes use an NVIDIA GPU, put together from the driver's lists.
+"""Which processes use an NVIDIA GPU, combined from the driver's lists.
 
-The driver has three lists (graphics, compute, clients of an MPS server) and, on a card that is cut up by MIG, entries
-of each instance; a process can be in several. Here it is one process on one card: an MPS client if it is one, else a
-compute process if it is that too. Its memory is the sum over MIG instances of what the lists say at most, and unknown
-as soon as one part of it is.
+The driver has three lists (graphics, compute, MPS clients) and, with MIG, entries for each instance. A process can be
+in several. Here it is one process on one card: an MPS client if it is in that list, else a compute process if it is in
+that one. Its memory is the sum over MIG instances of the largest value of the lists, and unknown if one part is
+unknown.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _UNTOLD = 2**64 - 1
 _WHOLE_CARD = (2**32 - 1, 2**32 - 1)
 _ENTRY = {16: struct.Struct("=I4xQ"), 24: struct.Struct("=I4xQII"), 32: struct.Struct("=I4xQII8x")}
 
-# What a driver says of one process: by MIG instance, so many bytes, or None.
+# A driver's entries of one process: bytes, or None, by MIG instance.
 _Parts = dict[tuple[int, ...], "int | None"]
 
 
 def read_entries(asked: NvmlGpu, *, mig: bool | None) -> dict[str, ProcessEntries | None]:
-    """Each list; where the card's own are not told, those of its MIG instances put together."""
+    """Return each list; if the card has none, those of its MIG instances combined."""
     found = {kind: asked.process_entries(kind) for kind in PROCESS_LISTS}
     if mig and found["compute"] is None and "processes" not in asked.failures:
         instances = asked.instances()  # without privileges, only these can be asked
@@ -40,7 +40,7 @@ def read_entries(asked: NvmlGpu, *, mig: bool | None) -> dict[str, ProcessEntrie
 def merge(
     uuid: str, lists: Mapping[str, ProcessEntries | None], before: Iterable[ProcessUse] = ()
 ) -> tuple[ProcessUse, ...]:
-    """One ProcessUse for each pid, ordered by pid; one that is as it was `before` is the same object.
+    """Return one ProcessUse for each pid, in order. An unchanged one is the same object as `before`.
 
     `lists` has the kinds of PROCESS_LISTS.
     """
@@ -65,7 +65,7 @@ def _entries(entries: ProcessEntries | None) -> Iterator[tuple[int, int | None, 
     if entries is None:
         return
     for pid, used_bytes, *instance in _ENTRY[entries.entry_bytes].iter_unpack(entries.raw):
-        if pid:  # 0 stands for one that the driver has no pid for
+        if pid:  # 0 means that the driver has no pid for it
             yield pid, None if used_bytes == _UNTOLD else used_bytes, tuple(instance) or _WHOLE_CARD
 
 

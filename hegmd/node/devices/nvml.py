@@ -1,14 +1,12 @@
-"""The one door to NVML: initialises the library, asks it through NVIDIA's own binding, and lets go of the driver.
+"""The only module that calls NVML: initialises the library, calls it through NVIDIA's binding, and releases the driver.
 
-It sorts NVML's codes into four: an answer; None for a question that this GPU, driver or binding has no answer to;
-GpuLost or GpuFailed; LibraryFailed. The questions themselves are in nvml_gpu.py, and what an answer means for a record
-or an operator is for nvidia.py to say.
+Sorts NVML's codes into four: an answer; None if this GPU, driver or binding has no answer; GpuLost or GpuFailed;
+LibraryFailed. `nvml_gpu` has the questions; `nvidia` interprets the answers.
 
-The binding (nvidia-ml-py, imported as pynvml) keeps the library and every function it found in it for the life of the
-process, and loads it by name only. So it is handed a library that `shared_library` loaded, and `close` takes library
-and functions away from it: a driver that was upgraded or loaded anew is then found by the next `Nvml`. Process lists
-are read past the binding, which makes a Python object with four attributes of each entry: 2,000 processes would cost
-more than all the rest of a snapshot.
+The binding (nvidia-ml-py, imported as pynvml) keeps the library and every function that it found for the life of the
+process, and loads it by name only. So it is given a library that `shared_library` loaded, and `close` takes library and
+functions away again: the next `Nvml` finds an upgraded or reloaded driver. Process lists are read past the binding,
+which makes a Python object of each entry: 2,000 processes would cost more than the rest of a snapshot.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ LIB_RM_VERSION_MISMATCH = 18
 
 _INSUFFICIENT_SIZE = 7
 _GPU_IS_LOST = 15
-# The library as a whole is of no use any more: whatever is asked of it.
+# The library as a whole is unusable, for every call.
 _LIBRARY_WIDE = {UNINITIALIZED, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, LIB_RM_VERSION_MISMATCH}
 # No answer, and nothing wrong with that: invalid argument (link 18 of 18), not supported, no permission, not found,
 # function not found, ECC of a vGPU, argument version mismatch, deprecated. The last two: another function has it.
@@ -54,7 +52,7 @@ class LibraryMissing(Exception):
 
 
 class LibraryFailed(Exception):
-    """The library cannot be used (any more). `code` is NVML's, or None when it did not get that far."""
+    """The library is unusable. `code` is NVML's, or None if it was not called."""
 
     def __init__(self, code: int | None, words: str) -> None:
         super().__init__(words)
@@ -66,7 +64,7 @@ class GpuLost(Exception):
 
 
 class GpuFailed(Exception):
-    """The driver answers a question about that GPU with an error that should not be."""
+    """The driver reports an unexpected error for that GPU."""
 
 
 class ProcessEntries(NamedTuple):
@@ -77,13 +75,13 @@ class ProcessEntries(NamedTuple):
 
 
 class Nvml:
-    """The library, loaded and initialised; one at a time in a process, since the binding has one.
+    """The loaded and initialised library. One at a time in a process, because the binding has one.
 
-    Everything raises LibraryFailed once it stopped working.
+    Everything raises LibraryFailed once the library stopped working.
     """
 
     def __init__(self, library: SharedLibrary) -> None:
-        """Load and initialise it. Raises LibraryMissing or LibraryFailed, with nothing initialised then."""
+        """Load and initialise it. Raises LibraryMissing or LibraryFailed; then nothing is initialised."""
         self._owner = library  # as long as this lives, so that what it calls into stays loaded
         try:
             self._library: ctypes.CDLL | None = library.load()
@@ -116,7 +114,7 @@ class Nvml:
             raise LibraryFailed(error.value, f"nvmlInit: {error}") from None
 
     def close(self) -> None:
-        """Shut down, after which nothing of the driver is held open any more. Twice is fine."""
+        """Shut down; then no file of the driver is open. Twice is fine."""
         if self._library is None:
             return
         self._forget_events()
@@ -131,7 +129,7 @@ class Nvml:
             self._hand_over(None)
 
     def _hand_over(self, library: ctypes.CDLL | None) -> None:
-        """Make this the binding's library, and have it forget the functions of another: they would be jumped to."""
+        """Give the binding this library, and drop the functions of the former one: their code may be unloaded."""
         self.binding.nvmlLib = library
         self.binding._nvmlGetFunctionPointer_cache.clear()
         self.binding._nvmlLib_refcount = 0
@@ -139,7 +137,7 @@ class Nvml:
     # ---- asking -----------------------------------------------------------------------------------------------------
 
     def answer(self, function: str, *arguments: object) -> Any:
-        """What the binding's function gives; None where there is no answer."""
+        """Return the result of the binding's function; None if there is no answer."""
         called = getattr(self.binding, function, None)
         if called is None:
             return None  # a binding older than that question
@@ -151,7 +149,7 @@ class Nvml:
             return None
 
     def _sorted(self, code: int, words: str) -> None:
-        """None for a question without an answer; the exception that fits for everything else."""
+        """Return None for a question without an answer; else the exception for the error."""
         if code in _UNTOLD:
             return
         if code in _LIBRARY_WIDE:
@@ -161,7 +159,7 @@ class Nvml:
         raise GpuFailed(words)
 
     def versions(self) -> tuple[str | None, str | None, str | None]:
-        """Of the kernel driver, of this library, and the highest CUDA that the driver offers."""
+        """Return the versions of the kernel driver and of this library, and the driver's highest CUDA version."""
         found: dict[str, Any] = {}
         for function in ("nvmlSystemGetDriverVersion", "nvmlSystemGetNVMLVersion", "nvmlSystemGetCudaDriverVersion_v2"):
             with suppress(GpuFailed, GpuLost):
@@ -183,7 +181,7 @@ class Nvml:
         return int(count)
 
     def handle(self, index: int) -> Any:
-        """What the GPU of that index is asked through. Raises GpuLost or GpuFailed."""
+        """Return the handle of the GPU with that index. Raises GpuLost or GpuFailed."""
         handle = self.answer("nvmlDeviceGetHandleByIndex", index)
         if handle is None:
             raise GpuFailed("the driver denies access to the GPU")
@@ -192,7 +190,7 @@ class Nvml:
     # ---- events -----------------------------------------------------------------------------------------------------
 
     def watch(self, handles: Iterable[Any]) -> None:
-        """Have XID events of these GPUs, and of no others, noted from now on, as far as each allows it."""
+        """Watch XID events of these GPUs only, as far as each supports it."""
         self._forget_events()
         with suppress(GpuFailed, GpuLost):
             self._events = self.answer("nvmlEventSetCreate")
@@ -201,10 +199,9 @@ class Nvml:
                 self.answer("nvmlDeviceRegisterEvents", handle, _XID_CRITICAL_ERROR, self._events)
 
     def xids(self) -> Iterator[tuple[int, int]]:
-        """The XID events since the last call, each as the GPU's key and the number; never waits for one.
+        """Return the XID events since the last call, as GPU key and number. Never waits.
 
-        Raises GpuLost when a watched GPU is off the bus: then the others' events do not get through either, until
-        `watch` is told anew whom to watch.
+        Raises GpuLost if a watched GPU is off the bus: then no events arrive until `watch` is called with the others.
         """
         if self._events is None:
             return
@@ -226,7 +223,7 @@ class Nvml:
     # ---- processes --------------------------------------------------------------------------------------------------
 
     def process_entries(self, handle: Any, kind: str) -> ProcessEntries | None:
-        """The list as raw bytes, None when it is not told. Raises GpuLost or GpuFailed."""
+        """Return the list as raw bytes; None if it is unknown. Raises GpuLost or GpuFailed."""
         function = self._process_list(kind)
         if function is None:
             return None
@@ -257,10 +254,10 @@ class Nvml:
         return self._process_lists[kind]
 
     def _measured(self, function: Callable[..., int], handle: Any) -> int:
-        """How long an entry really is, by what the driver leaves of a blank buffer.
+        """Return the real length of an entry, from what the driver leaves of a blank buffer.
 
-        Drivers 535.43 to 535.86 wrote 32 bytes an entry under the name of a function that before and after writes 24,
-        others are reported with 16; reading them as 24 gives pids that are memory sizes.
+        Drivers 535.43 to 535.86 wrote 32 bytes an entry under a function name that otherwise writes 24; others are
+        reported with 16. Reading those as 24 gives memory sizes as pids.
         """
         ctypes.memset(self._buffer, _BLANK, len(self._buffer))
         count = ctypes.c_uint(self._capacity)
@@ -275,11 +272,11 @@ class Nvml:
 
 
 def handle_key(handle: Any) -> int:
-    """What tells handles apart; events know GPUs by it."""
+    """Return the key of a handle, by which events name GPUs."""
     return ctypes.cast(handle, ctypes.c_void_p).value or 0
 
 
 def told_text(text: str | None) -> str | None:
-    """None for the words that stand for no answer in a field of text."""
+    """Return None for texts that mean "no answer"."""
     stripped = (text or "").strip()
     return None if stripped.lower() in {"", "n/a", "[n/a]", "unknown", "[unknown error]"} else stripped

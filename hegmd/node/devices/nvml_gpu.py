@@ -1,8 +1,8 @@
-"""The questions that one GPU can be asked through NVML, and their answers as plain values in our units.
+"""The NVML calls for one GPU, and their answers as plain values in our units.
 
-One method is one question. An answer that is not told (not supported here, not permitted, an older driver) is None; so
-is one that the driver failed to give, which then stands in `failures`. NVML marks some unknown numbers by the highest
-value of their type: these are None too. Nothing is kept from one question to the next.
+One method is one call. An unknown answer (not supported, not permitted, an older driver) is None. So is one that the
+driver failed to give, which is then in `failures`. NVML marks some unknown numbers by the highest value of their type:
+these are None too. Nothing is kept between calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _RECOVERY_ACTION_FIELD = 230
 
 
 class Memory(NamedTuple):
-    """What nvidia-smi shows: `used` does not hold the driver's own reserve (since driver 510)."""
+    """The values of nvidia-smi: `used` excludes the driver's own reserve (since driver 510)."""
 
     total_bytes: int
     used_bytes: int
@@ -42,7 +42,7 @@ class NvLink(NamedTuple):
 
 
 class NvmlGpu:
-    """One GPU, or one MIG instance, for the length of one snapshot. Any question raises GpuLost or LibraryFailed."""
+    """One GPU, or one MIG instance, during one snapshot. Any call raises GpuLost or LibraryFailed."""
 
     def __init__(self, nvml: Nvml, handle: Any) -> None:
         self._nvml = nvml
@@ -148,7 +148,7 @@ class NvmlGpu:
         return found
 
     def recovery_action(self) -> int | None:
-        """What the driver wants done before the GPU is used again (since driver 565); 0 is nothing."""
+        """Return what the driver wants done before the GPU is used again (since driver 565); 0 is nothing."""
         values = self._ask("recovery action", "nvmlDeviceGetFieldValues", [_RECOVERY_ACTION_FIELD])
         if values is None or values[0].nvmlReturn:
             return None
@@ -175,7 +175,7 @@ class NvmlGpu:
         return NvLink(None if pci is None else _pci_address(pci), version)
 
     def reaches(self, other: NvmlGpu, capability: int) -> bool:
-        """Whether the driver allows that peer-to-peer capability: 0 read, 1 write, 2 over NVLink."""
+        """Return whether the driver allows that peer-to-peer capability: 0 read, 1 write, 2 over NVLink."""
         return self._number("peer access", "nvmlDeviceGetP2PStatus", other.handle, capability) == 0
 
     def instances(self) -> list[NvmlGpu]:
@@ -188,7 +188,7 @@ class NvmlGpu:
         return found
 
     def process_entries(self, kind: str) -> ProcessEntries | None:
-        """One of PROCESS_LISTS; None when it is not told."""
+        """Return one of PROCESS_LISTS; None if unknown."""
         try:
             return self._nvml.process_entries(self.handle, kind)
         except GpuFailed as failure:

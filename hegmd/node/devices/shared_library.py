@@ -1,12 +1,12 @@
-"""A vendor's shared library, loaded once and let go of only when another file took its place.
+"""A vendor's shared library, loaded once and unloaded only if another file replaced it.
 
-Unloading is not free: measured with NVIDIA 580.159.04, each dlclose and new dlopen of libnvidia-ml leaves one eventfd
-behind for good, while shutting down and initialising the same image leaves nothing. So the image stays, which holds no
-device open, and is dropped when the file that its name leads to is another one or gone: after an upgrade of the driver
-the old library could not speak to the new kernel module.
+Unloading is not free: with NVIDIA 580.159.04, each dlclose and dlopen of libnvidia-ml leaks an eventfd, while shutting
+down and initialising the same image leaks nothing. So the image stays, with no device open. It is unloaded when the
+file of its name is another one or gone: after an upgrade of the driver, the old library cannot talk to the new kernel
+module.
 
-Knows nothing of what is in the library. The place where the loader found it is remembered: a second file of that name
-that appears in another folder, with the first still there, is not noticed.
+Knows nothing about the library's contents. Remembers the path that the loader used: a second file of that name in
+another folder is not noticed while the first exists.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class _LinkMap(ctypes.Structure):
 
 
 class SharedLibrary:
-    """One library by name or path. Belongs to one thread at a time; its image goes with it at the latest.
+    """One library by name or path. Belongs to one thread at a time; the image is unloaded with it at the latest.
 
-    Whoever calls into the image keeps this object, or the code goes from under the call.
+    Code that calls into the image keeps this object alive.
     """
 
     def __init__(self, name: str) -> None:
@@ -40,9 +40,9 @@ class SharedLibrary:
         self._file: tuple[int, int, int] | None = None
 
     def load(self) -> ctypes.CDLL:
-        """The library, of the file that its name leads to now. Raises OSError, with nothing loaded.
+        """Return the library of the file that its name leads to now. Raises OSError; then nothing is loaded.
 
-        No call into an image that it gave before may be under way, and none may follow.
+        No call may be running in an image that it returned before, and none may follow.
         """
         if self._image is not None and self._file is not None and _file_at(self._path) == self._file:
             return self._image
@@ -57,21 +57,22 @@ class SharedLibrary:
         return self._image
 
     def unload(self) -> None:
-        """Let go of the image. No call into it may be under way. Doing it twice is fine."""
+        """Unload the image. No call may be running in it. Twice is fine."""
         release, self._release, self._image = self._release, None, None
         if release is not None:
             release()
 
 
 def return_free_memory() -> None:
-    """Have the C library give back what was freed: opening NVML 580.159.04 frees some 10 MiB that it would keep."""
+    """Let the C library return freed memory to the kernel: opening NVML 580.159.04 frees about 10 MiB that it would
+    keep."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others have no such need
     if trim is not None:
         trim(0)
 
 
 def _path_of(handle: int) -> str:
-    """The path under which the dynamic loader found the library; links in it are not resolved. Empty if untold."""
+    """Return the path of the library as the dynamic loader found it, with links; empty if unknown."""
     link_map = ctypes.POINTER(_LinkMap)()
     if ctypes.CDLL(None).dlinfo(ctypes.c_void_p(handle), _RTLD_DI_LINKMAP, ctypes.byref(link_map)) != 0:
         return ""

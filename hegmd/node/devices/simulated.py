@@ -1,12 +1,11 @@
-"""GPUs in memory, for a node without any: the same contract as a vendor's library, and faults on request.
+"""Simulated GPUs for a node without any: the contract of a vendor's library, and faults on request.
 
-Owns what is held on the pretend GPUs and which faults are in force. It invents nothing: used memory is the sum of what
-is held, and what nothing measures, such as power, is unknown. It must not look at processes: whoever takes memory is an
-owner (a connection), and gives it back by `release`, as a driver frees what a process held when its descriptors close.
+Owns the memory reserved on the GPUs and the current faults. Used memory is the sum of what is reserved; what nothing
+measures, such as power, is unknown. Does not look at processes: the owner of memory is a connection, and `release`
+frees it, as a driver frees memory when a process closes its descriptors.
 
-Its methods may be called from any thread at any time, unlike those of a vendor's library: the server takes and gives
-back memory while a snapshot hangs in the inventory's thread. So one condition guards everything, and only a hanging
-snapshot ever waits on it.
+Any thread may call its methods at any time: the server reserves and frees memory while a snapshot hangs in the
+inventory's thread. One condition guards everything, and only a hanging snapshot waits on it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class _Hold:
 
 
 class SimulatedProvider:
-    """A node's worth of pretend GPUs. They are called `gpu0`, `gpu1` and so on, in the order of the topology."""
+    """A node of simulated GPUs, called `gpu0`, `gpu1` and so on, in the order of the topology."""
 
     vendor = "simulated"
 
@@ -51,20 +50,20 @@ class SimulatedProvider:
     # ---- the provider's contract ------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Always works: what fails here fails in `snapshot`, so that faults which end by themselves can end."""
+        """Always succeeds. Errors come from `snapshot`, so that scheduled faults can end."""
         with self._changed:
             if not self._is_open:
                 self._is_open = True
                 self._opened += 1
 
     def close(self) -> None:
-        """A snapshot that hangs ends with DeviceError. What is held stays held."""
+        """A hanging snapshot ends with DeviceError. Reserved memory stays reserved."""
         with self._changed:
             self._is_open = False
             self._changed.notify_all()
 
     def snapshot(self) -> VendorSnapshot:
-        """Read everything; while a fault `hang` is in force, waits until it is mended."""
+        """Read everything. Waits while the fault `hang` is set."""
         with self._changed:
             opened = self._opened
             if self._is_open:
@@ -83,10 +82,10 @@ class SimulatedProvider:
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def hold(self, owner: object, pid: int, gpu: str, vram_bytes: int) -> int:
-        """Let the owner hold so much on that GPU from now on, for that process; returns what it holds there now.
+        """Reserve so much on that GPU for this owner and process in total; returns its bytes there.
 
-        The GPU is named by id, index or UUID. Raises HegmError NOT_FOUND for one that is not there, and Refused when
-        the memory is not free or the GPU does not answer; then the owner holds what it held before.
+        The GPU is named by id, index or UUID. Raises HegmError NOT_FOUND for an unknown one, and Refused if the memory
+        is not free or the GPU does not answer; then nothing changes.
         """
         if vram_bytes < 0:
             raise HegmError(BAD_REQUEST, f"{vram_bytes} bytes cannot be reserved", "ask for 0 bytes or more")
@@ -103,7 +102,7 @@ class SimulatedProvider:
             return vram_bytes
 
     def release(self, owner: object) -> None:
-        """Give back all that the owner holds. Fine when it holds nothing."""
+        """Free everything of the owner. Does nothing if it has nothing."""
         with self._changed:
             self._holds.pop(owner, None)
 
@@ -167,7 +166,7 @@ class SimulatedProvider:
     # ---- faults -----------------------------------------------------------------------------------------------------
 
     def set_fault(self, target: str, fault: str) -> dict[str, str]:
-        """Make a GPU, or with `vendor` the whole library, fail, or mend it with `none`; returns the faults in force."""
+        """Set a fault of a GPU, or with `vendor` of the whole library, or clear it with `none`; returns all faults."""
         with self._changed:
             name = VENDOR if target == VENDOR else gpu_id(self._index_of(target))
             possible = VENDOR_FAULTS if name == VENDOR else GPU_FAULTS
@@ -187,7 +186,7 @@ class SimulatedProvider:
             return self._faults()
 
     def _faults(self) -> dict[str, str]:
-        """Every fault in force, by target. One that was asked for goes before one that came by itself."""
+        """Return every current fault by target. A requested one overrides a scheduled one."""
         came = {
             each.target: each.fault
             for each in self._coming_faults
@@ -222,7 +221,7 @@ class SimulatedProvider:
         )
 
     def _identity(self, index: int, spec: GpuSpec) -> Gpu:
-        """What stays true of a GPU that does not answer."""
+        """Return the fields that stay known for a GPU that does not answer."""
         return Gpu(
             id=str(index),
             index=index,
@@ -266,7 +265,7 @@ class SimulatedProvider:
         )
 
     def _uses(self, index: int, spec: GpuSpec, *, hide_memory: bool) -> list[ProcessUse]:
-        """A process's share is the sum over its connections; the driver knows processes only."""
+        """Sum a process's memory over its connections: the driver knows processes only."""
         shares: dict[int, tuple[int | None, str]] = {
             process.pid: (process.vram_bytes, process.kind) for process in spec.processes
         }

@@ -1,8 +1,8 @@
-"""What a simulated node is made of: `2x8GiB`, or a TOML file that describes any node and what goes wrong on it.
+"""The description of a simulated node: `2x8GiB`, or a TOML file with any GPUs and faults.
 
-Owns the form of that description and the check of it; the values that come out are in `node_spec`. It must not play
-anything: `simulated` does. A description is checked whole, so that all mistakes are told at once, each with its line
-where the file has one for it. contrib/simulation/ has examples that show every key.
+Owns the format and its checks; `node_spec` has the resulting values, and `simulated` runs the node. A description is
+checked completely, so that all mistakes are reported at once, with their lines. contrib/simulation/ has examples of
+every key.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _PCI = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[01][0-9a-f]\.[0-7]")
 
 
 def parse_topology(spec: str) -> Topology:
-    """The node that `--simulate SPEC` asks for. Raises HegmError BAD_CONFIG that names every mistake."""
+    """Return the node of `--simulate SPEC`. Raises HegmError BAD_CONFIG that lists every mistake."""
     short = _SHORT.fullmatch(spec.strip())
     if short is not None:
         return _from_short(spec, int(short[1]), short[2])
@@ -99,7 +99,7 @@ class _Problem:
 
 
 def _shown(value: Any) -> str:
-    """The value much as it stands in the file, cut where it is long."""
+    """Return the value as in the file, shortened."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
@@ -122,7 +122,7 @@ def _are_tables(value: Any) -> bool:
 
 @dataclass(slots=True)
 class _Table:
-    """One table of the file: hands out its keys, checked, and tells which of them nobody asked for."""
+    """One table of the file: returns its checked keys, and records unknown ones."""
 
     where: str
     values: dict[str, Any]
@@ -136,7 +136,7 @@ class _Table:
         self.problems.append(_Problem(self.lines.get(key, self.line), f"{place}: {why}", hint))
 
     def take(self, key: str, form: str, fits: Callable[[Any], bool]) -> Any:
-        """The value, or None when it is missing or does not fit, which is then noted."""
+        """Return the value, or None if it is missing or not valid, which is recorded."""
         self.asked.append(key)
         value = self.values.get(key)
         if value is None or fits(value):
@@ -166,7 +166,7 @@ class _Table:
             self.wrong(key, "is missing", hint)
 
     def finish(self) -> None:
-        """Note every key that is there and was not asked for."""
+        """Record every key that was not used."""
         for key in self.values:
             if key not in self.asked:
                 near = difflib.get_close_matches(key, self.asked, n=1)
@@ -252,7 +252,7 @@ class _Description:
 
     @staticmethod
     def _twin(gpu: GpuSpec, index: int) -> GpuSpec:
-        """The next GPU of a `count`: alike in all but its identity, and without its processes."""
+        """Return the next GPU of a `count`: the same except for its identity and its processes."""
         own = default_gpu(index, gpu.memory_bytes)
         return replace(gpu, uuid=own.uuid, pci_address=own.pci_address, processes=())
 

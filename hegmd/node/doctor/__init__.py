@@ -1,6 +1,5 @@
-"""What `hegmctl doctor` shows: is this node fit for what hegmd does, and which command mends what is not.
+"""The checks of `hegmctl doctor`: can this node do what hegmd needs, and which command fixes what is missing.
 
-Nothing here changes the node. Every check says what it found with numbers, in one short line, and names the step that
-mends it; what does not apply is skipped with the reason. `facts` is all that checks see; `run` has the table of them
-and makes them.
+Checks change nothing. Each reports what it found with numbers, in one short line, and the next step. A check that does
+not apply is skipped with the reason. Checks see `facts` only; `run` has their table.
 """

@@ -1,4 +1,4 @@
-"""Checks of AMD's driver and of its management library. What AMD SMI tells comes with the GPUs' records."""
+"""Checks of AMD's driver and management library. The GPUs' records carry what AMD SMI reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hegmd.node.doctor.rights import READ_WRITE, may_use
 
 
 def absent(facts: NodeFacts) -> str | None:
-    """Why there is nothing of AMD to check, or None."""
+    """Return why there is nothing of AMD to check, or None."""
     if facts.simulated:
         return "the GPUs are simulated"
     vendor = facts.vendor("amd")
@@ -20,7 +20,7 @@ def absent(facts: NodeFacts) -> str | None:
 
 
 def driver(facts: NodeFacts) -> Finding:
-    """The kernel's amdgpu module has taken the GPUs."""
+    """The kernel's amdgpu module drives the GPUs."""
     devices = pci.devices_of(facts, pci.AMD)
     if devices and {device.driver for device in devices} == {"vfio-pci"}:
         return skip(f"{counted(len(devices), 'AMD GPU')} passed through to virtual machines (vfio-pci)")
@@ -37,7 +37,7 @@ def driver(facts: NodeFacts) -> Finding:
 
 
 def library(facts: NodeFacts) -> Finding:
-    """AMD SMI answers, or the kernel's own files stand in for it."""
+    """AMD SMI answers, or the kernel's files replace it."""
     vendor = facts.vendor("amd")
     if vendor is None:
         return skip("this hegmd has no AMD provider")
@@ -53,7 +53,7 @@ def library(facts: NodeFacts) -> Finding:
 
 
 def nodes(facts: NodeFacts) -> Finding:
-    """The device nodes that ROCm opens are there, for this user."""
+    """This user can open the device nodes of ROCm."""
     renders = [f"dri/{name}" for name in facts.names_in("dev/dri") if name.startswith("renderD")]
     missing = [*([] if facts.at("dev/kfd").exists() else ["kfd"]), *([] if renders else ["dri/renderD*"])]
     if missing:

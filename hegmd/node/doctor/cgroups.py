@@ -1,4 +1,4 @@
-"""Checks of control groups: which hierarchy the node has, and how much memory the daemon's own group may use."""
+"""Checks of control groups: the version, and the memory limit of the daemon's own group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def hierarchy(facts: NodeFacts) -> Finding:
 
 
 def own_memory(facts: NodeFacts) -> Finding:
-    """The memory that the daemon may use is enough to hold one GPU's bytes."""
+    """The daemon may use enough memory for the bytes of one GPU."""
     limits = sorted(_limits(facts))
     if not limits:
         return ok("the daemon's control group has no memory limit")
@@ -52,7 +52,7 @@ def own_memory(facts: NodeFacts) -> Finding:
 
 
 def _limits(facts: NodeFacts) -> Iterator[tuple[int, str, str]]:
-    """Every limit that is in force on this process: bytes, group and the name of the file."""
+    """Return every limit of this process: bytes, group and file name."""
     for line in (facts.read("proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":

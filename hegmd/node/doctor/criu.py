@@ -1,7 +1,7 @@
-"""Checks of CRIU: which one would be used, from where, whether it is new enough, and whether it works on this kernel.
+"""Checks of CRIU: which one is used, where it is, whether it is new enough, and whether it works with this kernel.
 
-CRIU is needed for keeping a whole process in a directory, and for nothing else; so its absence is a warning. Under
-systemd it never runs inside the daemon's sandbox, where it could not work, but as a unit of its own.
+Only images need CRIU, so a missing one is a warning. Under systemd it runs as a unit of its own, because it cannot work
+inside the daemon's sandbox.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _install_step(facts: NodeFacts) -> str:
 
 
 async def program(facts: NodeFacts) -> Finding:
-    """There is a CRIU that starts on today's kernels; which one, and which are passed over for it."""
+    """This node has a CRIU that works with today's kernels; names it, and the ones that are not used."""
     found = await _survey(facts)
     if not found:
         return warn("CRIU is not installed: jobs cannot be written to images", _install_step(facts))
@@ -97,7 +97,7 @@ async def check(facts: NodeFacts) -> Finding:
 
 
 def _first_reason(output: str) -> str | None:
-    """The first of CRIU's errors that gives a reason, without its place in the source; else the last line."""
+    """Return CRIU's first error with a reason, without its place in the source; else the last line."""
     error = first_error(output)
     lines = output.splitlines()
     if error is not None or not lines or "Error (" in lines[-1]:

@@ -1,4 +1,4 @@
-"""Checks of the directories that the daemon writes to: the one for its state, and the one for images of processes."""
+"""Checks of the daemon's directories: the state directory, and the directory for images."""
 
 from __future__ import annotations
 
@@ -56,19 +56,19 @@ def _unescaped(text: str) -> str:
 
 
 def state(facts: NodeFacts) -> Finding:
-    """The state directory keeps what is written, for the daemon alone, on a disk that is not another machine's."""
+    """The state directory is private to the daemon, and on a local disk that keeps its contents."""
     return _examine(facts, facts.state_dir) or _judge_state(facts, facts.state_dir)
 
 
 def images(facts: NodeFacts) -> Finding:
-    """The directory for images has room for a process that fills the largest GPU."""
+    """The directory for images has space for a process that fills the largest GPU."""
     if facts.image_dir is None:
         return skip("no directory for images is configured (doctor.image_dir)")
     return _examine(facts, facts.image_dir) or _judge_images(facts, facts.image_dir)
 
 
 def _examine(facts: NodeFacts, directory: Path) -> Finding | None:
-    """What is wrong with it as a directory for memory of processes, or None."""
+    """Return what is wrong with a directory for memory of processes, or None."""
     sudo = "" if facts.user_mode else "sudo "
     shown = clipped(str(directory), 50)
     if not directory.is_dir():
@@ -76,7 +76,7 @@ def _examine(facts: NodeFacts, directory: Path) -> Finding | None:
     if facts.uid != 0 and not facts.user_mode and not may_use(facts, directory, os.W_OK | os.X_OK):
         return skip(f"{shown} is closed to uid {facts.uid}, as it should be; root can tell")
     try:
-        # Written and synced for real: a read-only mount, a quota and a sandbox all look writable by their modes.
+        # Really written and synced: modes do not show a read-only mount, a quota or a sandbox.
         with tempfile.TemporaryFile(dir=directory, prefix=".hegm-doctor-") as file:
             file.write(b"hegm")
             file.flush()
@@ -96,7 +96,7 @@ def _examine(facts: NodeFacts, directory: Path) -> Finding | None:
 
 
 def unwritable(facts: NodeFacts, directory: Path, error: OSError) -> Finding:
-    """What an attempt to write there failed with, and what helps against that."""
+    """Return the error of an attempt to write there, and its remedy."""
     fix = f"ls -ld {directory}" if facts.user_mode else f"sudo ls -ld {directory}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         fix = _free_space_hint(directory)
@@ -118,7 +118,7 @@ def _judge_state(facts: NodeFacts, directory: Path) -> Finding:
 
 
 def judge_space(directory: Path, kind: str, wanted_bytes: int) -> Finding:
-    """Whether that much is free there."""
+    """Check that so much is free there."""
     free_bytes, shown = free_on(directory), f"{clipped(str(directory), 40)} ({kind})"
     if free_bytes < wanted_bytes:
         wanted = size_text(wanted_bytes)
@@ -141,7 +141,7 @@ def _judge_images(facts: NodeFacts, directory: Path) -> Finding:
 
 
 def free_on(directory: Path) -> int:
-    """Bytes that an ordinary user can still write there."""
+    """Return the bytes that an ordinary user can write there."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
 

@@ -1,8 +1,8 @@
-"""What the checks look at, and the form in which each says what it found.
+"""What the checks look at, and the form of their findings.
 
-A check gets NodeFacts and nothing else: what the daemon knows already, and the root below which the rest is read, so
-that a test can build a node out of files. Checks change nothing. What is not there to be read is None; other failures
-of reading are raised and become a line of their own.
+A check gets NodeFacts only: what the daemon knows, and the root below which the rest is read, so that a test can build
+a node from files. Checks change nothing. A missing file is None; other read errors are raised and become a line of
+their own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GIB = 1024 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found: its status, one short line, and the step that mends it where there is something to mend."""
+    """The result of a check: its status, one short line, and the next step if there is one."""
 
     status: str
     summary: str
@@ -39,17 +39,17 @@ def ok(summary: str) -> Finding:
 
 
 def skip(reason: str) -> Finding:
-    """The check does not apply here, or nothing can be said."""
+    """The check does not apply here, or its facts are unknown."""
     return Finding("skip", clipped(reason), None)
 
 
 def warn(summary: str, fix: str) -> Finding:
-    """hegmd works, but something is slower than it could be, closed, or at risk."""
+    """hegmd works, but something is slow, closed or at risk."""
     return Finding("warn", clipped(summary), fix)
 
 
 def fail(summary: str, fix: str) -> Finding:
-    """Something that hegmd is there for cannot work."""
+    """Something that hegmd needs cannot work."""
     return Finding("fail", clipped(summary), fix)
 
 
@@ -101,14 +101,14 @@ class NodeFacts:
     pidfd_open: Callable[[int], int] = os.pidfd_open
 
     def at(self, path: str) -> Path:
-        """That path below the root; it is given without a leading slash."""
+        """Return that path below the root; give it without a leading slash."""
         return self.root / path
 
     def read(self, path: str) -> str | None:
-        """The text of that file, None where there is none. Other failures raise OSError."""
+        """Return the text of that file; None if it does not exist. Other failures raise OSError."""
         try:
             with open(self.root / path, "rb", buffering=0) as file:
-                # Piece by piece: the kernel makes a buffer as large as what is asked for, and refuses large ones.
+                # In pieces: the kernel allocates a buffer of the requested size and refuses large ones.
                 pieces = iter(lambda: file.read(_PIECE_BYTES), b"")
                 return b"".join(islice(pieces, _PIECES_MAX)).decode("utf-8", "replace")
         except (FileNotFoundError, NotADirectoryError):
@@ -130,7 +130,7 @@ class NodeFacts:
             return ()
 
     def vendor(self, name: str) -> Vendor | None:
-        """That vendor's record, None when the daemon has no provider for it."""
+        """Return that vendor's record; None if the daemon has no provider for it."""
         return next((vendor for vendor in self.vendors if vendor.vendor == name), None)
 
     def gpus_of(self, vendor: str) -> tuple[Gpu, ...]:
@@ -143,7 +143,7 @@ class NodeFacts:
         return (self.read("proc/sys/kernel/osrelease") or "").strip()
 
     def largest_gpu(self) -> Gpu | None:
-        """The GPU with the most memory, of those whose memory is known."""
+        """Return the GPU with the most memory among those whose memory is known."""
         known = [gpu for gpu in self.gpus if gpu.memory_total_bytes is not None]
         return max(known, key=lambda gpu: gpu.memory_total_bytes or 0, default=None)
 

@@ -1,4 +1,4 @@
-"""Checks that are the same for every vendor, made from the GPUs' records: health, and ways from one to another."""
+"""Checks for every vendor, from the GPUs' records: health, and links between GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hegmd.protocol.snapshots import Gpu
 
 
 def absent(facts: NodeFacts) -> str | None:
-    """Why there is nothing to check, or None."""
+    """Return why there is nothing to check, or None."""
     return None if facts.gpus else "there is no GPU on this node"
 
 
@@ -35,7 +35,7 @@ def health(facts: NodeFacts) -> Finding:
 
 
 def peers(facts: NodeFacts) -> Finding:
-    """Every two GPUs of one chip have a way to each other that does not lead through host memory."""
+    """Every two GPUs of one chip have a link that avoids host memory."""
     pairs = [
         (one, other)
         for one, other in combinations([gpu for gpu in facts.gpus if gpu.state == "ok"], 2)

@@ -1,8 +1,8 @@
-"""The check that a job's Python can be given an agent without a change to the job.
+"""The check that a job's Python can load an agent without a change to the job.
 
-The agent comes through a sitecustomize module in a directory on PYTHONPATH. Whether an interpreter loads it can only be
-seen by starting it so: distributions patch this, and an environment may bring a sitecustomize of its own. The check
-tries the interpreters that the node offers to everyone; those in users' own environments are not the daemon's to run.
+The agent is loaded by a sitecustomize module in a directory on PYTHONPATH. Only starting an interpreter shows whether
+it loads that: distributions patch this, and an environment may have its own sitecustomize. The check tries the
+interpreters on the node's path; the daemon does not run those of users' environments.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TELL = "import platform; print(platform.python_version())"
 
 
 async def injection(facts: NodeFacts) -> Finding:
-    """Every python3 on the node's own path loads a sitecustomize from PYTHONPATH."""
+    """Every python3 on the node's path loads a sitecustomize from PYTHONPATH."""
     interpreters = await run_detached(lambda _: interpreters_on(facts.python_path), name="find python3")
     if not interpreters:
         return skip(f"there is no python3 in {facts.python_path}")
@@ -59,7 +59,7 @@ def _probe_directory() -> Generator[Path]:
 
 
 async def _probe(interpreter: str, directory: Path) -> tuple[str, Finding | None]:
-    """The interpreter's version, and what is wrong with it, if anything."""
+    """Return the interpreter's version, and what is wrong with it, if anything."""
     # No bytecode: what the interpreter leaves behind, this process might not be able to remove.
     environment = {"PYTHONPATH": str(directory), "PYTHONDONTWRITEBYTECODE": "1"}
     try:

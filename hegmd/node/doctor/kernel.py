@@ -35,7 +35,7 @@ DESCRIPTORS = 16384
 
 
 def version(facts: NodeFacts) -> Finding:
-    """The kernel hands out descriptors for processes, and the sandbox lets it."""
+    """The kernel has pidfd_open, and the sandbox allows it."""
     release = facts.kernel_release
     if not release:
         return skip("/proc does not report the kernel's version")
@@ -82,7 +82,7 @@ def _config_text(facts: NodeFacts) -> str | None:
 
 
 def ptrace(facts: NodeFacts) -> Finding:
-    """Yama leaves root the right to trace a process, which CRIU needs."""
+    """Yama lets root trace a process, which CRIU needs."""
     scope = facts.read_int("proc/sys/kernel/yama/ptrace_scope")
     if scope is None:
         return ok("this kernel has no Yama: only owners and root may trace")
@@ -95,7 +95,7 @@ def ptrace(facts: NodeFacts) -> Finding:
 
 
 def hidepid(facts: NodeFacts) -> Finding:
-    """/proc shows the processes that the daemon has to see."""
+    """/proc shows the processes that the daemon needs to see."""
     proc = [mount for mount in mounts(facts) if mount.kind == "proc" and mount.point == "/proc"]
     mode = next((option for option in (proc[-1].options if proc else ()) if option.startswith("hidepid=")), None)
     if mode is None or mode in ("hidepid=0", "hidepid=off"):
@@ -111,7 +111,7 @@ def hidepid(facts: NodeFacts) -> Finding:
 
 
 def pid_namespace(facts: NodeFacts) -> Finding:
-    """The pids that the driver names mean the same processes here."""
+    """The driver's pids mean the same processes here."""
     if facts.simulated:
         return skip("simulated GPUs name pids of the daemon's own namespace")
     try:
@@ -127,7 +127,7 @@ def pid_namespace(facts: NodeFacts) -> Finding:
 
 
 def descriptors(facts: NodeFacts) -> Finding:
-    """The daemon may open enough descriptors: one for each client, for each process and for bytes in flight."""
+    """The daemon may open enough descriptors: for clients, processes and offloaded bytes."""
     found = re.search(r"^Max open files\s+(\d+|unlimited)", facts.read("proc/self/limits") or "", re.MULTILINE)
     if found is None:
         return skip("/proc does not report the limit")

@@ -1,4 +1,4 @@
-"""Checks of host memory: huge pages to park video memory in, and whether there is enough of any kind."""
+"""Checks of host memory: huge pages for the pool, and enough memory of any kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LASTING = "/etc/sysctl.d/60-hegm.conf"
 
 
 def hugepages(facts: NodeFacts) -> Finding:
-    """The pool of 2 MiB pages holds what the largest GPU can hold, near the GPUs."""
+    """The 2 MiB pages suffice for the largest GPU, near the GPUs."""
     if facts.simulated:
         return skip("the simulation needs no huge pages")
     base = f"sys/kernel/mm/hugepages/{_POOL}"
@@ -45,7 +45,7 @@ def hugepages(facts: NodeFacts) -> Finding:
 
 
 def _wanted_pages(facts: NodeFacts, gpu_bytes: int) -> int:
-    """Pages for all that the GPU holds, but never more than half of the host's memory: the jobs need the rest."""
+    """Return the pages for all memory of the GPU, at most half of the host's memory: jobs need the rest."""
     memory_bytes = meminfo(facts).get("MemTotal")
     most = gpu_bytes if memory_bytes is None else min(gpu_bytes, memory_bytes // 2)
     return math.ceil(most / PAGE_BYTES)
@@ -62,7 +62,7 @@ def _pages_by_node(facts: NodeFacts) -> dict[int, int]:
 
 
 def host(facts: NodeFacts) -> Finding:
-    """There is host memory to park the video memory of at least one GPU."""
+    """The host memory suffices to offload at least one GPU."""
     sizes = sorted(gpu.memory_total_bytes for gpu in facts.gpus if gpu.memory_total_bytes is not None)
     if not sizes:
         return skip("there is no GPU whose memory could be offloaded")
@@ -70,7 +70,7 @@ def host(facts: NodeFacts) -> Finding:
     available_bytes = memory.get("MemAvailable")
     if available_bytes is None:
         return skip("the kernel does not report how much memory is available")
-    # Free huge pages are set apart: the kernel does not count them as available.
+    # Free huge pages count separately: the kernel does not report them as available.
     usable_bytes = available_bytes + memory.get("HugePages_Free", 0) * memory.get("Hugepagesize", 0)
     fitting, left_bytes = 0, usable_bytes
     for size_bytes in sizes:

@@ -1,7 +1,7 @@
-"""Checks of NVIDIA's driver: loaded, of one version, with the calls that migration needs, and reachable.
+"""Checks of NVIDIA's driver: loaded, in one version, with the calls that migration needs, and reachable.
 
-libcuda is only read as a file, never loaded. What NVML tells comes with the GPUs' records. Driver 570 brought the calls
-that checkpoint a process, 580 the ones that restore it onto another GPU.
+libcuda is read as a file, never loaded. The GPUs' records carry what NVML reports. Driver 570 introduced process
+checkpoints, driver 580 restores on another GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _VERSION = re.compile(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b")
 
 
 def absent(facts: NodeFacts) -> str | None:
-    """Why there is nothing of NVIDIA to check, or None."""
+    """Return why there is nothing of NVIDIA to check, or None."""
     if facts.simulated:
         return "the GPUs are simulated"
     vendor = facts.vendor("nvidia")
@@ -44,14 +44,14 @@ def absent(facts: NodeFacts) -> str | None:
 
 
 def module_version(facts: NodeFacts) -> str | None:
-    """The version of the kernel module that is loaded, by its own word."""
+    """Return the version that the loaded kernel module reports."""
     text = facts.read("proc/driver/nvidia/version")
     found = None if text is None else _VERSION.search(text)
     return None if found is None else found[1]
 
 
 def driver(facts: NodeFacts) -> Finding:
-    """The kernel module is loaded, has taken the GPUs, and NVML answers for them."""
+    """The kernel module is loaded and drives the GPUs, and NVML answers for them."""
     vendor = facts.vendor("nvidia")
     # Under WSL and in some sandboxes there is no /proc/driver/nvidia, and NVML answers all the same.
     version = module_version(facts) or (None if vendor is None else vendor.driver_version)
@@ -84,7 +84,7 @@ def _not_loaded(devices: tuple[pci.PciDevice, ...]) -> Finding:
 
 
 def library(facts: NodeFacts) -> Finding:
-    """libcuda is there, and of the loaded module's version."""
+    """libcuda is installed in the version of the loaded module."""
     module = module_version(facts)
     path = find_library(facts, "libcuda.so.1")
     if path is None:
@@ -108,7 +108,7 @@ def _library_version(path: Path) -> str | None:
 
 
 def checkpoint(facts: NodeFacts) -> Finding:
-    """The driver has the calls that take a process off a GPU and put it onto another."""
+    """The driver can checkpoint processes and restore them on another GPU."""
     path = find_library(facts, "libcuda.so.1")
     if path is None:
         return fail(
@@ -132,7 +132,7 @@ def checkpoint(facts: NodeFacts) -> Finding:
 
 
 def nodes(facts: NodeFacts) -> Finding:
-    """The device nodes that CUDA opens are there, for this user."""
+    """This user can open the device nodes of CUDA."""
     minors = _minors(facts)
     wanted = ["nvidiactl", "nvidia-uvm", *(f"nvidia{minor}" for minor in minors)]
     missing = [name for name in wanted if not facts.at(f"dev/{name}").exists()]
@@ -178,7 +178,7 @@ def persistence(facts: NodeFacts) -> Finding:
 
 
 def mig(facts: NodeFacts) -> Finding:
-    """No GPU is cut into MIG instances."""
+    """No GPU has MIG enabled."""
     known = [gpu for gpu in facts.gpus_of("nvidia") if gpu.mig is not None]
     if not known:
         return skip("no GPU here has MIG, or the driver does not report it")
@@ -193,7 +193,7 @@ def mig(facts: NodeFacts) -> Finding:
 
 
 def mps(facts: NodeFacts) -> Finding:
-    """No process goes through MPS."""
+    """No process uses MPS."""
     known = [gpu for gpu in facts.gpus_of("nvidia") if gpu.mps is not None]
     if not known:
         return skip("the driver does not report it")
@@ -207,7 +207,7 @@ def mps(facts: NodeFacts) -> Finding:
 
 
 def fabric(facts: NodeFacts) -> Finding:
-    """Where NVSwitches join the GPUs, the service that sets them up is running."""
+    """On a node with NVSwitches, their service is running."""
     switches = pci.devices_of(facts, pci.NVIDIA, pci.BRIDGE_CLASSES)
     if not switches:
         return skip("there is no NVSwitch on this node's PCI bus")

@@ -1,4 +1,4 @@
-"""GPUs on the PCI bus, whether or not a driver knows them: how a missing driver is told from a missing card."""
+"""GPUs on the PCI bus, with or without a driver: tells a missing driver from a missing card."""
 
 from __future__ import annotations
 

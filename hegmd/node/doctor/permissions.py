@@ -1,4 +1,4 @@
-"""Checks of rights: what the daemon itself may do, and who may reach its socket."""
+"""Checks of rights: what the daemon may do, and who can use its socket."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ CAP_SYS_PTRACE = 19
 
 
 def has_capability(facts: NodeFacts, number: int) -> bool:
-    """Whether this process has that capability in force."""
+    """Return True if this process has that effective capability."""
     found = re.search(r"^CapEff:\s*([0-9a-f]+)", facts.read("proc/self/status") or "", re.MULTILINE)
     return found is not None and bool(int(found[1], 16) >> number & 1)
 
 
 def rights(facts: NodeFacts) -> Finding:
-    """The daemon may see and signal the processes that it is there for."""
+    """The daemon may see and signal the processes that it serves."""
     if facts.user_mode:
         return ok(f"user mode: processes of uid {facts.uid} only")
     if facts.uid != 0:
@@ -58,13 +58,13 @@ def group(facts: NodeFacts) -> Finding:
 
 
 def socket(facts: NodeFacts) -> Finding:
-    """The socket lies in a directory that only the daemon can change, and is open to those who may use it."""
+    """Only the daemon can change the socket's directory, and the permitted users can open the socket."""
     path, directory = facts.socket_path, facts.socket_path.parent
     sudo = "" if facts.user_mode else "sudo "
     if not directory.is_dir():
         return fail(f"{clipped(str(directory), 60)} does not exist", f"{sudo}install -d -m 0755 {directory}")
     status = directory.stat()
-    # Whoever can rename in the directory can put a socket of their own in this one's place.
+    # A user who can rename files in the directory can replace the socket.
     if status.st_uid not in (0, facts.uid):
         return fail(f"{clipped(str(directory), 60)} belongs to uid {status.st_uid}", f"{sudo}chown root: {directory}")
     if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:

@@ -1,7 +1,7 @@
-"""May this user do that with that file, by its mode.
+"""Whether a user may open a file, from its mode.
 
-Computed instead of tried, so that a check can be made for a user that the process is not, and opens no device. Access
-lists (ACLs) are honoured through the kernel where the facts are about this very process.
+Computed and not tried, so that a check works for another user and opens no device. For this very process, the kernel
+also applies access lists (ACLs).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ READ_WRITE = os.R_OK | os.W_OK
 
 
 def may_use(facts: NodeFacts, path: Path, bits: int) -> bool:
-    """Whether the user may do what the bits say, such as READ_WRITE. Raises OSError when there is no such file."""
+    """Return True if the user has the access of the bits, such as READ_WRITE. Raises OSError if the file does not
+    exist."""
     if facts.uid == os.geteuid():
         return os.access(path, bits, effective_ids=True)
     status = path.stat()

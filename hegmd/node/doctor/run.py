@@ -1,8 +1,8 @@
-"""Runs the checks: all at once where they wait, in the order of the table for whoever listens.
+"""Runs the checks concurrently, and reports them in the order of the table.
 
-The table is the whole list; a check is one function and one row. A check that raises, or does not end, becomes a line
-that says so, and the others go on. Checks that read files run in threads that can be left behind, because a dead
-network disk or a hanging driver file would otherwise take the daemon's loop with it.
+A check is one function and one row of the table. A check that raises or does not end becomes a line that says so; the
+others continue. Checks that read files run in threads that can be abandoned: a dead network disk or a hanging driver
+file must not block the daemon's loop.
 """
 
 from __future__ import annotations
@@ -95,10 +95,9 @@ async def run_checks(
     checks: tuple[Row, ...] = CHECKS,
     deadline_s: float = CHECK_DEADLINE_S,
 ) -> tuple[Check, ...]:
-    """Make the checks and return them in the table's order; each is also handed on as soon as all before it are made.
+    """Run the checks and return them in the table's order. Each is passed on once all before it are done.
 
-    Raises nothing of its own; what `on_check` raises ends the run and is raised as it is. Cancellation ends what was
-    started.
+    Raises only what `on_check` raises, which ends the run. Cancellation ends what was started.
     """
     made: dict[str, Check] = {}
     ready = {row.id: anyio.Event() for row in checks}

@@ -1,7 +1,7 @@
-"""The inventory: what GPUs this node has, how they do, and which processes are on them, as of a moment ago.
+"""The inventory: the node's GPUs, their state, and the processes on them, as of a moment ago.
 
-`node` is the whole; the other modules are its parts. Everything here belongs to the event loop, except the calls to
-the vendors' libraries and to /proc, which `jobs` runs in threads that may be left behind.
+`node` is the whole, the other modules are its parts. Everything belongs to the event loop, except calls to vendors'
+libraries and reads of /proc, which `jobs` runs in threads that can be abandoned.
 """
 
 from hegmd.node.inventory.node import Inventory, NodeSnapshot

@@ -1,11 +1,11 @@
-"""What changed on the node from one look to the next, told as events.
+"""Changes of the node between two snapshots, as events.
 
-Owns which differences are worth an event, their kinds and their words. Compares with what was last told and not with
-the last snapshot, so that a GPU's counters of before it was lost are still there to compare with when it is back, and
-so that a library which fails for an hour does not report all its GPUs as new afterwards.
+Owns which differences are events, their kinds and their words. Compares with what was last reported, not with the last
+snapshot: so a GPU's counters from before it was lost can still be compared, and a library that failed for an hour does
+not report all its GPUs as new.
 
-What was there at the first look is no news: `inventory.ready` sums it up, and the same holds for the processes of a
-vendor whose library answers for the first time only later.
+The first snapshot gives no events: `inventory.ready` sums it up. The same holds for the processes of a vendor whose
+library answers for the first time later.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROLL = "processes"
 
 @dataclass(slots=True)
 class _Known:
-    """What was last told of a GPU; None where it was never known."""
+    """What was last reported about a GPU; None for what was never known."""
 
     state: str
     health: str
@@ -44,7 +44,7 @@ _MODES = (("mig", "MIG mode"), ("mps", "MPS"), ("persistence", "persistence mode
 
 
 class Changes:
-    """Compares each look at the node with what was told before, and records the differences as events."""
+    """Compares each snapshot with what was reported before, and records the differences as events."""
 
     def __init__(self, events: EventLog) -> None:
         self._events = events
@@ -56,7 +56,7 @@ class Changes:
         self._failed: set[str] = set()
 
     def tell(self, gpus: Sequence[Gpu], roll: Roll, vendors: Sequence[Vendor], *, roll_is_late: bool) -> None:
-        """Record an event for each difference to what was told before."""
+        """Record an event for each difference."""
         for vendor in vendors:
             self._tell_vendor(vendor)
         self._tell_roll_late(roll_is_late)
@@ -130,7 +130,7 @@ class Changes:
             self._record_gpu("gpu.health", "warning", f"{gpu.id} does not answer{_why(gpu)}", gpu)
 
     def _tell_gpu_health(self, gpu: Gpu, known: _Known) -> None:
-        """One event for all that became better or worse at once: an XID seldom comes alone."""
+        """Record one event for all changes of a GPU's health: an XID seldom comes alone."""
         health, found = gpu.health, list[tuple[str, str]]()
         if health.last_xid is not None and (
             health.last_xid != known.last_xid or _grew(known.xid_count, health.xid_count)
@@ -187,7 +187,7 @@ class Changes:
         self._processes = running
 
     def _is_news(self, process: GpuProcess, vendor_of: dict[str, str]) -> bool:
-        """Whether it can have come since the look before: not if nobody had looked at its GPUs by then."""
+        """Return True if the process can have come since the last snapshot: its GPUs were readable then."""
         return any(vendor_of.get(use.gpu) in self._answered for use in process.gpus)
 
     def _tell_start(self, process: GpuProcess) -> None:
@@ -201,7 +201,7 @@ class Changes:
 
 
 def _remember(known: _Known, gpu: Gpu) -> None:
-    """Take over what is known now; what is not known for the moment stays as it was."""
+    """Store what is known now; what is unknown now keeps its old value."""
     known.state = gpu.state
     for field in ("last_xid", "xid_count", "ecc_uncorrected", "retired_pages"):
         if (value := getattr(gpu.health, field)) is not None:
@@ -234,7 +234,7 @@ def _listed(process: GpuProcess) -> str:
 
 
 def _gpu(process: GpuProcess) -> str | None:
-    """The GPU to name in an event, where it is but one."""
+    """Return the GPU to name in an event, if there is only one."""
     names = _unique(use.gpu for use in process.gpus)
     return names[0] if len(names) == 1 else None
 
@@ -244,7 +244,7 @@ def _unique(items: Iterable[str]) -> list[str]:
 
 
 def _facts(process: GpuProcess) -> dict[str, object]:
-    """What programs get. No command line: events go to everybody, and command lines hold secrets."""
+    """Return the event's data. No command line: events go to all users, and command lines contain secrets."""
     return {
         "start_ticks": process.start_ticks,
         "uid": process.uid,

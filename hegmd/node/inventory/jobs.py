@@ -1,11 +1,11 @@
-"""One blocking call in a thread that may never come back, and whose answer is welcome however late it comes.
+"""One blocking call in a thread that may never return, and whose answer counts even if it is late.
 
-The loop waits for a job as long as it likes, leaves it, and looks again later: a vendor's library that takes two
-seconds where one was allowed still gets its answer in, and one that hangs in the driver costs one thread and two
-descriptors for good, no more. `hegmd.system.threads` is for work whose late answer nobody wants; anyio's worker threads
-are for neither, because the interpreter waits for them when it exits.
+The loop waits for a job as long as it likes, leaves it, and checks it again later. So a vendor's library that takes two
+seconds where one was allowed still delivers its answer, and one that hangs costs one thread and two descriptors.
+`hegmd.system.threads` is for work whose late answer is useless. anyio's worker threads suit neither, because the
+interpreter waits for them at exit.
 
-A thread for each call and not one that is kept: there is nothing to stop at the end, and starting one costs 0.1 ms.
+Each call gets a new thread: nothing has to be stopped at the end, and a start costs 0.1 ms.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ SHORTAGE_HINT = "raise LimitNOFILE= of hegmd.service, or check what it has open 
 
 
 def shortage(error: BaseException) -> str | None:
-    """What the kernel gives hegmd no more of, in its words, where that is why a job came to nothing; else None."""
+    """Return the kernel's words if a job failed for lack of files or threads; else None."""
     return error.strerror if isinstance(error, OSError) and error.errno in _NO_MORE else None
 
 
 class Job(Generic[T]):
-    """`work` running in a daemon thread of its own. Made, waited for and taken in the event loop's thread.
+    """`work` in a daemon thread of its own. Created, awaited and taken in the event loop's thread.
 
-    Loop and thread hold one end each of a socket pair, and each closes its own: that the thread closed its end is
-    what the loop waits for, and no descriptor is closed under anybody's hands.
+    Loop and thread hold one end each of a socket pair, and each closes its own. The loop waits for the thread's end to
+    close.
     """
 
     def __init__(self, work: Callable[[], T], *, name: str, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -49,22 +49,22 @@ class Job(Generic[T]):
         self._error: BaseException | None = None
         self._ours: socket.socket | None = None
         self.started = monotonic()
-        #: When the work ended; None while it has not.
+        #: When the work ended; None while it runs.
         self.ended: float | None = None
         self._start(name)
 
     @property
     def done(self) -> bool:
-        """Whether the work has ended, well or not."""
+        """Return True if the work has ended, with a result or an error."""
         return self.ended is not None
 
     async def wait(self) -> None:
-        """Wait for the end of the work. Being cancelled here leaves it running. One waits at a time."""
+        """Wait for the end of the work. Cancellation leaves it running. One task waits at a time."""
         while not self.done and self._ours is not None:
             await anyio.wait_readable(self._ours)
 
     def result(self) -> T:
-        """What the work returned; raises what it raised. The job is over with that."""
+        """Return the result of the work, or raise its error. Call it once."""
         if not self.done:
             raise Bug("the result of a job was taken before its end")
         self.let_go()
@@ -73,7 +73,7 @@ class Job(Generic[T]):
         return self._values[0]
 
     def let_go(self) -> None:
-        """Stop caring. The thread ends when its work does; its result is dropped. Doing this twice is fine."""
+        """Abandon the job: the thread ends with its work, and the result is dropped. Twice is fine."""
         if self._ours is not None:
             self._ours.close()
             self._ours = None

@@ -1,13 +1,11 @@
-"""The truth about the node's GPUs and the processes on them, as of a moment ago.
+"""The node's GPUs and the processes on them, as of a moment ago.
 
-Owns the snapshot that everybody is answered from, and the rhythm in which it is renewed. Must not block the loop,
-must not wait beyond the query deadline for anybody, and must not let one vendor's trouble touch another's. How a
-library is asked is `vendors`, how GPUs keep their names `register`, how processes are looked at `rolls`, what is news
-`changes`; here they come together.
+Owns the snapshot that answers all requests, and its refresh. Must not block the loop, must not exceed the query
+deadline for any caller, and one vendor's trouble must not affect another's. `vendors` calls the libraries, `register`
+names GPUs, `rolls` reads processes, `changes` reports events; this module combines them.
 
-A refresh is shared: whoever asks while one is under way gets its result. Nobody owns it, so that any of them can be
-cancelled; if that hits the one who leads, the next one takes over, and finds the calls to the libraries still
-running.
+A refresh is shared: callers that come while one runs get its result. Any of them can be cancelled. If that hits the
+leader, the next one takes over and finds the calls to the libraries still running.
 """
 
 from __future__ import annotations
@@ -36,9 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Inventory", "NodeSnapshot"]
 
-# The libraries may use this much of the deadline; the rest is for looking at the processes.
+# The libraries' share of the deadline; the rest is for reading processes.
 VENDORS_SHARE = 0.75
-# So many times it is looked again because something changed during the look.
+# Number of repeated snapshots if something changed during one.
 MORE_LOOKS = 4
 
 # The simulated library gets its pids from the kernel's word on a connection, in our own namespace; drivers may count in
@@ -49,7 +47,7 @@ COUNTS_IN_OUR_NAMESPACE = frozenset({"simulated"})
 
 @dataclass(frozen=True, slots=True)
 class NodeSnapshot:
-    """GPUs, processes and vendors of the node at one moment. `monotonic` is when the looking began."""
+    """GPUs, processes and vendors of the node at one moment; `monotonic` is its start."""
 
     taken_utc: float
     gpus: tuple[Gpu, ...]
@@ -59,7 +57,7 @@ class NodeSnapshot:
 
 
 class _Round:
-    """One refresh and those who wait for it. It ends without a snapshot when the one who led it was cancelled."""
+    """One refresh and its callers. Ends without a snapshot if its leader was cancelled."""
 
     def __init__(self) -> None:
         self.over = anyio.Event()
@@ -67,10 +65,10 @@ class _Round:
 
 
 class Inventory:
-    """Looks after the node's inventory. Belongs to the event loop; use as an asynchronous context manager.
+    """Maintains the node's inventory. Belongs to the event loop; use as an asynchronous context manager.
 
-    `agents` and `held` tell the connected agents and the bytes that hegmd holds, by pid, whenever they are asked.
-    `on_look` is told of each look and how long it took. `off` are vendors that the configuration leaves out.
+    `agents` and `held` return the connected agents and the bytes that hegmd keeps, by pid. `on_look` gets each
+    snapshot's duration. `off` are vendors that the configuration disables.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that it is made of, each named, put together in one place only
@@ -122,7 +120,7 @@ class Inventory:
     # ---- asking -----------------------------------------------------------------------------------------------------
 
     async def fresh(self, max_age_s: float) -> NodeSnapshot:
-        """A snapshot of at most that age, as far as the libraries answer within the query deadline."""
+        """Return a snapshot of at most that age, as far as the libraries answer within the query deadline."""
         latest = self.latest
         known = self._changes_known
         if latest is not None and self._changes_covered >= known and self._monotonic() - latest.monotonic <= max_age_s:
@@ -132,8 +130,7 @@ class Inventory:
         return await self.refresh() if self._changes_covered < known else latest
 
     async def settled(self) -> NodeSnapshot:
-        """A new snapshot that nothing has changed under, as far as changes are announced; where they do not end, the
-        last of several looks."""
+        """Return a new snapshot without announced changes during it. If changes do not end, the last of several."""
         latest = await self.fresh(0.0)
         for _ in range(MORE_LOOKS):
             if self._changes_covered >= self._changes_known:
@@ -142,11 +139,11 @@ class Inventory:
         return latest
 
     def expire(self) -> None:
-        """Something changed just now that we know of: whoever asks from here on is told of it."""
+        """Announce a change: later callers get a snapshot that includes it."""
         self._changes_known += 1
 
     async def refresh(self) -> NodeSnapshot:
-        """A snapshot whose making had not ended when this was called. Takes no longer than the query deadline."""
+        """Return a snapshot that was not finished when this was called. Takes at most the query deadline."""
         while (under_way := self._round) is not None:
             await under_way.over.wait()
             if under_way.snapshot is not None:
@@ -162,7 +159,7 @@ class Inventory:
     # ---- keeping up -------------------------------------------------------------------------------------------------
 
     async def run(self, refresh_s: float, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Keep the snapshot no older than that, until cancelled. It has started once there is a first snapshot."""
+        """Keep the snapshot no older than that, until cancelled. Started once there is a first snapshot."""
         self._refresh_s = refresh_s
         latest = await self.refresh()
         task_status.started()
@@ -176,17 +173,17 @@ class Inventory:
                 latest = await self.refresh()
 
     def set_refresh(self, refresh_s: float) -> None:
-        """Renew the snapshot in another rhythm from now on."""
+        """Change the interval of refreshes."""
         self._refresh_s = refresh_s
         self._rhythm_changed.set()
         self._rhythm_changed = anyio.Event()
 
     def set_query_deadline(self, query_deadline_s: float) -> None:
-        """Wait that long at most for the libraries, from the next refresh on."""
+        """Change how long to wait for the libraries, from the next refresh on."""
         self._query_deadline_s = query_deadline_s
 
     async def reopen(self) -> NodeSnapshot:
-        """Close and open all libraries, which finds new drivers and cards, and look at the node afresh."""
+        """Close and open all libraries, which finds new drivers and cards, and refresh."""
         for vendor in self._vendors:
             vendor.reopen()
         while self._round is not None:
@@ -194,7 +191,7 @@ class Inventory:
         return await self.refresh()
 
     async def aclose(self) -> None:
-        """Close the libraries and let go of all processes, within the query deadline. Doing this twice is fine."""
+        """Close the libraries and release all processes, within the query deadline. Twice is fine."""
         limit_s = self._query_deadline_s
         with anyio.CancelScope(shield=True):
             async with anyio.create_task_group() as tasks:

@@ -1,13 +1,13 @@
-"""The node's GPUs by name: which card is `gpu3`, now and when it is back, and what to show while nobody can say.
+"""The node's GPUs by name: which card is `gpu3`, also after it was lost and came back.
 
-Owns the ids and the last good word on every card. A card is its UUID. Its id is given at first sight, in the order of
-the vendor's own index, and never to another card while the daemon runs: a command that says `gpu3` must not reach
-another GPU because one fell off the bus in between. So nothing is ever taken out of the register either, but for a card
-that never told who it is: it gives its place to the one that turns out to be there.
+Owns the ids and the last good record of every card. A card is its UUID. It gets its id at first sight, in the order of
+the vendor's index, and no other card gets that id while the daemon runs: a command for `gpu3` must not reach another
+GPU because one fell off the bus. So entries are never removed, except a card that never reported its identity: it is
+replaced by the one found in its place.
 
-Unknown is shown as unknown. A card that is lost, or whose library failed, keeps its identity and loses its figures;
-the processes that were on it are kept without their figures, since a driver that stopped answering has not stopped
-their jobs. A library that hangs is another matter: what it said last is shown with its age.
+A card that is lost, or whose library failed, keeps its identity and loses its figures. Its processes stay without
+figures: a driver that does not answer has not stopped their jobs. A library that hangs is shown with its last answer
+and its age.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNKNOWN = Health(state="unknown", notes=("the vendor's library does not report 
 
 @dataclass(slots=True)
 class _Card:
-    """One GPU: its name on this node, whose it is, and how it is shown."""
+    """One GPU: its name on this node, its vendor, and its record."""
 
     id: str
     vendor: str
@@ -36,7 +36,7 @@ class _Card:
 
 
 class GpuRegister:
-    """Every GPU that was ever seen, and who is on it."""
+    """Every GPU that was ever seen, and its processes."""
 
     def __init__(self) -> None:
         self._cards: dict[str, _Card] = {}
@@ -44,7 +44,7 @@ class GpuRegister:
         self._placed: dict[str, int] = {}
 
     def place(self, view: VendorView) -> None:
-        """Bring what is shown of that vendor's GPUs up to date with the view."""
+        """Update that vendor's GPUs from the view."""
         vendor = view.vendor.vendor
         if view.snapshot is not None and view.reading != self._placed.get(vendor):
             self._placed[vendor] = view.reading
@@ -62,7 +62,7 @@ class GpuRegister:
 
     @property
     def uses(self) -> tuple[ProcessUse, ...]:
-        """Who uses which GPU, by the vendors' words."""
+        """Return which process uses which GPU, as the vendors report it."""
         return tuple(use for uses in self._uses.values() for use in uses)
 
     @property
@@ -71,7 +71,7 @@ class GpuRegister:
         return {uuid: card.id for uuid, card in self._cards.items()}
 
     def pids_of(self, vendors: frozenset[str]) -> frozenset[int]:
-        """The pids that these vendors name."""
+        """Return the pids that these vendors report."""
         return frozenset(use.pid for vendor in vendors for use in self._uses.get(vendor, ()))
 
     def _take(self, vendor: str, snapshot: VendorSnapshot) -> None:
@@ -95,7 +95,7 @@ class GpuRegister:
         self._uses[vendor] = (*snapshot.uses, *self._carried(vendor, snapshot, doubtful))
 
     def _enter(self, vendor: str, gpu: Gpu) -> None:
-        """Name a card that is seen for the first time; one that did not say who it is, while it failed, has a name."""
+        """Name a new card. One that failed without an identity before may already have a name."""
         for uuid, card in self._cards.items():
             if card.vendor == vendor and card.shown.index == gpu.index and _is_nameless(card.shown):
                 known = _Card(id=card.id, vendor=vendor, shown=gpu.replace(id=card.id))
@@ -107,7 +107,7 @@ class GpuRegister:
         self._cards[gpu.uuid] = _Card(id=name, vendor=vendor, shown=gpu.replace(id=name))
 
     def _carried(self, vendor: str, snapshot: VendorSnapshot, doubtful: set[str]) -> list[ProcessUse]:
-        """The uses of before of GPUs that cannot be asked now, as far as the snapshot does not tell them itself."""
+        """Return the earlier uses of GPUs that cannot be read now and that the snapshot lacks."""
         if not doubtful:
             return []
         told = {(use.pid, use.use.gpu) for use in snapshot.uses}
@@ -136,7 +136,7 @@ def _without_figures(gpu: Gpu, state: str, health: Health) -> Gpu:
 
 
 def _is_nameless(gpu: Gpu) -> bool:
-    """Whether the card has never told anything by which it could be known again."""
+    """Return True if the card never reported an identity."""
     return gpu.state != "ok" and gpu.pci_address is None and gpu.name is None
 
 

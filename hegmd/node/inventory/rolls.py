@@ -1,8 +1,7 @@
-"""Calling the roll of GPU processes without ever waiting longer than told, whatever /proc or a directory server does.
+"""Reads the GPU processes without exceeding the deadline, however slow /proc or a directory server is.
 
-Owns the jobs that the steps of a roll run in, and what stands in for a step that does not end. Looking and writing
-are one at a time, as the roster demands; looking things up has a job of its own, which may hang for as long as it
-likes while everything else goes on without it.
+Owns the jobs that run the steps, and the substitute for a step that does not end. Reading and writing run one at a
+time, as the roster requires. Lookups have a job of their own, which may hang while everything else continues.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Command lines and users' names come in a millisecond or not for a long time; nobody waits long to find out which.
+# Command lines and users' names take a millisecond or very long, so the wait for them is short.
 LOOKUP_LIMIT_S = 0.2
 
 
 class RollWatch:
-    """Calls the roll and keeps the last one. Belongs to the event loop."""
+    """Reads the processes and keeps the last result. Belongs to the event loop."""
 
     def __init__(self, roster: Roster, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._roster = roster
@@ -39,11 +38,11 @@ class RollWatch:
         self._step_job: Job[Any] | None = None
         self._lookup_job: Job[None] | None = None
         self.roll = Roll()
-        #: Whether the last roll was called in vain and what was known before stands in for it.
+        #: True if the last read failed and the result before it is used.
         self.late = False
 
     async def update(self, call: RollCall, limit_s: float) -> None:
-        """Call the roll, and if it takes longer than that, make do with what is known."""
+        """Read the processes; after the deadline, use what is known."""
         roll: Roll | None = None
         with anyio.move_on_after(limit_s):
             roll = await self._call(call, min(LOOKUP_LIMIT_S, limit_s / 2))
@@ -51,7 +50,7 @@ class RollWatch:
         self.roll = stand_in(call, self.roll) if roll is None else roll
 
     async def close(self, limit_s: float) -> None:
-        """Let go of all processes. A step that hangs is left to itself, with the descriptors that it may be using."""
+        """Release all processes. A step that hangs is abandoned with its descriptors."""
         if self._lookup_job is not None:
             self._lookup_job.let_go()
             self._lookup_job = None
@@ -63,7 +62,7 @@ class RollWatch:
             self._step_job = None
 
     async def _call(self, call: RollCall, lookup_limit_s: float) -> Roll | None:
-        """One whole roll; None if a step failed, which the log then tells of."""
+        """Return one whole result; None if a step failed, which is logged."""
         await self._finish_step()
         seen = await self._step("look", lambda: self._roster.look(call))
         if seen is None:
@@ -83,7 +82,7 @@ class RollWatch:
             return None
 
     async def _finish_step(self) -> bool:
-        """Wait for a step that somebody left running, and drop what it came to: it was called for another moment."""
+        """Wait for a step that was left running, and drop its result: it belongs to an earlier moment."""
         if self._step_job is not None:
             await self._step_job.wait()
             self._step_job.let_go()
@@ -91,7 +90,7 @@ class RollWatch:
         return True
 
     async def _look_up(self, wanted: Wanted, limit_s: float) -> None:
-        """Have it looked up, and wait a little if somebody would miss it. One that hangs is left alone."""
+        """Start lookups, and wait briefly if their result is needed. One that hangs is abandoned."""
         if not self._end_look_up() or not (wanted.commands or wanted.uids):
             return
         work = partial(self._roster.lookups.read, wanted)
@@ -102,7 +101,7 @@ class RollWatch:
             self._end_look_up()
 
     def _end_look_up(self) -> bool:
-        """Take the end of the last look-up; false if it is still running."""
+        """Take the result of the last lookup; False if it still runs."""
         job = self._lookup_job
         if job is None:
             return True

@@ -1,12 +1,11 @@
-"""The life of one vendor's library as the daemon sees it: absent, well, failing, hanging, and back again.
+"""The life of one vendor's library: absent, well, failing, hanging, and back again.
 
-Owns when a provider is opened, asked, closed and asked again, and the words for its state. Must not start a second
-call while one hangs, and must not wait longer than it was told to. What the answers say about GPUs is the register's.
+Owns when a provider is opened, called, closed and called again, and the words for its state. Must not start a second
+call while one hangs, and must not exceed its deadline. `register` interprets the answers.
 
-A provider is asked in a job of its own. An answer that comes too late for the one who asked is taken at the next
-look: so a slow library is shown with the age of what it said, and only one that never answers stays at what it said
-last. After an error the library is closed and opened again, at first soon and then at growing intervals, because that
-is what finds a driver that was reloaded.
+A job calls the provider. The next update takes an answer that came too late, so a slow library is shown with the age of
+its answer. After an error the library is closed and opened again, soon at first and then at growing intervals: that
+finds a reloaded driver.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ _BUG_HINT = "report this with the traceback in hegmd's log; hegmd tries again"
 
 @dataclass(frozen=True, slots=True)
 class VendorView:
-    """What one vendor's library comes to now.
+    """The current state of one vendor's library.
 
-    `snapshot` is the last that it gave since it was last opened, and `reading` counts them, so that the same one is
-    told from a new one that is equal.
+    `snapshot` is its last one since it was opened. `reading` counts them, so that a new one that is equal is
+    recognised.
     """
 
     vendor: Vendor
@@ -53,7 +52,7 @@ class VendorView:
 
 
 class VendorWatch:
-    """Looks after one provider. Belongs to the event loop; only the provider's own methods run elsewhere."""
+    """Manages one provider. Belongs to the event loop; only the provider's own methods run elsewhere."""
 
     def __init__(self, provider: DeviceProvider, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.name = provider.vendor
@@ -70,9 +69,9 @@ class VendorWatch:
         self._retry_s = FIRST_RETRY_S
 
     async def update(self, limit_s: float) -> None:
-        """Ask the library, and wait for its answer that long at most. While it is known to hang, do not wait at all.
+        """Call the library and wait for its answer up to the deadline. Does not wait while it hangs.
 
-        Being cancelled leaves the call running; whoever updates next waits for the same one.
+        Cancellation leaves the call running; the next update waits for the same one.
         """
         self._take_answer()
         if self._job is None:
@@ -88,15 +87,15 @@ class VendorWatch:
             log.warning("the %s library has not answered within %.2g s; showing its last answer", self.name, limit_s)
 
     def reopen(self) -> None:
-        """Close and open the library before it is asked the next time, without regard to any interval."""
+        """Close and open the library before the next call, without an interval."""
         self._reopen = True
 
     def view(self) -> VendorView:
-        """Where things stand now."""
+        """Return the current state."""
         return VendorView(vendor=self._vendor(self._monotonic()), snapshot=self._snapshot, reading=self._reading)
 
     async def close(self, limit_s: float) -> None:
-        """Close the library, unless it hangs: then its thread is left behind, as it is when closing takes too long."""
+        """Close the library. If it hangs, or closing takes too long, its thread is abandoned."""
         began = anyio.current_time()
         with anyio.CancelScope(deadline=began if self._overdue else began + limit_s):
             if self._job is not None:
@@ -118,7 +117,7 @@ class VendorWatch:
         self._job = Job(lambda: self._turn(reopen), name=f"hegmd-{self.name}", monotonic=self._monotonic)
 
     def _turn(self, reopen: bool) -> VendorSnapshot:
-        """One question to the library; runs in the job's thread. Opening what is open does nothing."""
+        """One call of the library, in the job's thread. Opening an open library does nothing."""
         provider = self._provider
         if reopen:
             provider.close()
@@ -130,7 +129,7 @@ class VendorWatch:
             raise
 
     def _take_answer(self) -> bool:
-        """Take the answer of a call that has ended; whether there was one, or no call at all."""
+        """Take the answer of an ended call; True if there was one, or no call."""
         job = self._job
         if job is None:
             return True
@@ -153,7 +152,7 @@ class VendorWatch:
         return True
 
     def _as_failure(self, error: Exception) -> DeviceError:
-        """What is no word of the library's own: the kernel gives hegmd no more files or memory, or it is a mistake."""
+        """Convert an error that is not the library's: the kernel has no more files or memory, or it is a bug."""
         missing = shortage(error)
         if missing is not None:
             return DeviceError(f"the {self.name} library cannot be called: {missing}", SHORTAGE_HINT)

@@ -1,7 +1,7 @@
-"""GPU processes: who stands behind the pids that the drivers name, and what each is to the node.
+"""GPU processes: the identity of the pids that drivers report, and what each process is to the node.
 
-`table` holds identities and what the kernel says of them, `lookups` what has to be waited for, `roll` joins both with
-the drivers' word into the records that callers see. The inventory drives them; nothing here knows the event loop.
+`table` has identities and the kernel's facts, `lookups` what has to be waited for, `roll` combines both with the
+drivers' reports into records. The inventory drives them; they know no event loop.
 """
 
 from hegmd.node.processes.roll import Roll, RollCall, Roster

@@ -1,11 +1,11 @@
-"""Processes that have the CUDA driver's library in them, by /proc alone: for those of whom NVML is silent.
+"""Processes with the CUDA driver's library mapped, found in /proc: those that NVML does not list.
 
-A process that the driver has checkpointed has no GPU's device open any more and is listed nowhere. What can still be
-seen of it is that libcuda is mapped in it, and how much memory of its own it has, the bytes of its video memory among
-it. That is read here. How the driver has it is the driver's to say, and its to be asked elsewhere.
+A process that the driver has checkpointed has no GPU device open and is in no list. Still visible are its mapping of
+libcuda and the size of its own memory, which includes the bytes of its GPU memory. The driver's state of it is read
+elsewhere.
 
-Reading maps waits for the lock on the process's memory map, so whoever calls this does so in a thread that can be left
-behind, and finds what was read until then. What may not be read belongs to somebody on whom hegmd may not act either.
+Reading maps takes the lock of the process's memory map. So callers use a thread that can be abandoned, and get what was
+read until then. What may not be read belongs to a user on whose processes hegmd may not act.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OWN_MEMORY = (b"RssAnon", b"RssShmem", b"VmSwap", b"HugetlbPages")
 
 @dataclass(frozen=True, slots=True)
 class CudaUser:
-    """One of them. `own_bytes` is all memory of its own, wherever that is; no less than what was put into it."""
+    """One such process. `own_bytes` is all its own memory, wherever that is."""
 
     pid: int
     start_ticks: int
@@ -46,12 +46,13 @@ class CudaUser:
 
     @property
     def who(self) -> tuple[int, int]:
-        """Its identity."""
+        """Return its identity."""
         return self.pid, self.start_ticks
 
 
 def find_cuda_users(found: MutableMapping[int, CudaUser], proc_root: str = "/proc") -> None:
-    """Put every one of them into `found`, by pid, one after the other: what hangs leaves the others known. Blocks."""
+    """Add every such process to `found`, by pid, one after the other, so that one that hangs hides no earlier one.
+    Blocks."""
     for entry in os.listdir(proc_root):
         if entry.isdigit() and int(entry) != os.getpid():
             user = read_cuda_user(int(entry), proc_root)
@@ -60,7 +61,7 @@ def find_cuda_users(found: MutableMapping[int, CudaUser], proc_root: str = "/pro
 
 
 def read_cuda_user(pid: int, proc_root: str = "/proc") -> CudaUser | None:
-    """That process, if it is one. Blocks, maybe for as long as it keeps the lock on its memory map."""
+    """Return that process if it is one. May block as long as it holds the lock of its memory map."""
     try:
         facts = read_kernel_facts(proc_root, pid)
         if not _maps_library(f"{proc_root}/{pid}/maps"):
@@ -86,7 +87,7 @@ def read_cuda_user(pid: int, proc_root: str = "/proc") -> CudaUser | None:
 
 
 def _maps_library(path: str) -> bool:
-    """Whether the library is among what is mapped; no more is read than that takes."""
+    """Return True if the library is mapped. Reads no more than needed."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         before, left_bytes = b"", _MAPS_MAX_BYTES

@@ -1,12 +1,11 @@
-"""What can only be known by waiting for somebody else: command lines and the names of users.
+"""Facts that have to be waited for: command lines and names of users.
 
-A command line waits for the process's own lock on its memory map, a user's name for whatever directory server the
-node asks. Either can hang for hours while all else is well. So they are read apart from the table, in a thread that
-may be left behind, and everybody goes on without them meanwhile.
+A command line takes the lock of the process's memory map; a user's name comes from the node's directory server. Either
+can hang for hours. So a thread that can be abandoned reads them, and callers continue without them.
 
-Two threads meet here and need no lock: `read` alone writes, in one thread at a time; everybody else looks up single
-entries. A command line is kept under pid and start time, and the start time is read once more after it, so that no
-process gets the words of its successor.
+Two threads share the data without a lock: only `read` writes, in one thread at a time; others read single entries. A
+command line is stored by pid and start time. The start time is read again afterwards, so that no process gets its
+successor's command line.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ NOTE_UNREADABLE = "its command line may not be read"
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a round is to look up: processes as (pid, start ticks, name), users as uids, and what to keep of before."""
+    """What to look up: processes as (pid, start ticks, name), users as uids, and what to keep."""
 
     commands: tuple[tuple[int, int, str], ...]
     uids: tuple[int, ...]
@@ -46,7 +45,7 @@ class _Command:
 
 
 class Lookups:
-    """Command lines by process and names by uid, as far as they could be had."""
+    """Command lines by process and names by uid, as far as they are known."""
 
     def __init__(
         self,
@@ -66,10 +65,10 @@ class Lookups:
         self._reading: tuple[int, int] | None = None
 
     def wanted(self, processes: Iterable[tuple[int, int, str, int]]) -> Wanted:
-        """What to look up for these processes, each as (pid, start ticks, name, uid).
+        """Return what to look up for these processes, each given as (pid, start ticks, name, uid).
 
-        That is whatever is not known yet, the command line of those whose name has changed (exec does that), and a
-        bounded share of the others. It is urgent if somebody would miss it.
+        That is all that is unknown, the command lines of processes whose name changed (by exec), and a limited share of
+        the others. It is urgent if a caller would miss it.
         """
         now = self._monotonic()
         missing: list[tuple[int, int, str]] = []
@@ -92,7 +91,7 @@ class Lookups:
         )
 
     def read(self, wanted: Wanted) -> None:
-        """Look all of it up, and forget the processes that are known no more. May block for any length of time."""
+        """Look all of it up, and forget unknown processes. May block without limit."""
         for key in self._commands.keys() - wanted.known:
             del self._commands[key]
         for pid, start_ticks, name in wanted.commands:
@@ -108,14 +107,14 @@ class Lookups:
                 self._users[uid] = (name, self._monotonic() + USER_NAME_MAX_AGE_S)
 
     def command(self, pid: int, start_ticks: int) -> tuple[str | None, str | None]:
-        """The command line, and a note where there is none."""
+        """Return the command line, and a note if there is none."""
         command = self._commands.get((pid, start_ticks))
         if command is None:
             return None, NOTE_STUCK if self._reading == (pid, start_ticks) else NOTE_UNREAD
         return command.text, NOTE_UNREADABLE if command.text is None else None
 
     def user(self, uid: int) -> str | None:
-        """The user's name; None if there is none or it is not known yet."""
+        """Return the user's name; None if there is none or it is not yet known."""
         return self._users.get(uid, (None, 0.0))[0]
 
     def _read_one(self, pid: int, start_ticks: int, name: str) -> None:

@@ -1,7 +1,6 @@
-"""The other ends of what a tree of processes has open: pipes, terminals, unix sockets, TCP connections.
+"""The other ends of a process tree's open files: pipes, terminals, Unix sockets, TCP connections.
 
-Says which are outside of the tree, which of these can be led elsewhere at the restore, and which stand against the
-dump. Pure.
+Decides which ends are outside the tree, which of these a restore can redirect, and which prevent a dump. Pure.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ _V4_IN_V6 = "0000000000000000FFFF0000"
 
 @dataclass(frozen=True, slots=True)
 class Outlet:
-    """One end of something whose other end is not in the tree: a pipe, a terminal, a socket to a log.
+    """An open file whose other end is not in the tree: a pipe, a terminal, a socket to a log.
 
-    The other end will not be there at the restore, so the key is tied to a file then, or to /dev/null.
+    The other end does not exist at the restore, so a file or /dev/null replaces it.
     """
 
     key: str
@@ -48,7 +47,7 @@ class Outlet:
 
 
 def refusal(message: str, hint: str, pid: int) -> Reason:
-    """A reason against dumping, about that process."""
+    """Return a reason against dumping that process."""
     return Reason(code=REFUSED.name, message=message, hint=hint, pid=pid)
 
 
@@ -58,12 +57,12 @@ def number_of(each: Descriptor) -> tuple[int, int]:
 
 
 def has_pty_master(tree: Tree) -> bool:
-    """Whether a terminal of the tree has its other side in the tree too."""
+    """Return True if the other side of the terminal is in the tree too."""
     return any(stat.S_ISCHR(each.mode) and number_of(each) == (5, 2) for each in tree.descriptors)
 
 
 def outlets_of(tree: Tree) -> Iterator[Outlet]:
-    """What the tree has one end of and somebody outside the other."""
+    """Return what the tree has one end of, while the other is outside."""
     groups: dict[str, list[Descriptor]] = {}
     for each in tree.descriptors:
         if (key := _outlet_key(tree, each)) is not None:
@@ -77,7 +76,7 @@ def outlets_of(tree: Tree) -> Iterator[Outlet]:
 
 
 def _outlet_key(tree: Tree, each: Descriptor) -> str | None:
-    """What CRIU calls it, for both its options; None for what has no other end, or has it in the tree."""
+    """Return CRIU's key for it, for both options; None if it has no other end, or one in the tree."""
     if each.target.startswith("pipe:["):
         return each.target
     if stat.S_ISCHR(each.mode) and number_of(each)[0] in PTY_MAJORS and not has_pty_master(tree):
@@ -88,20 +87,20 @@ def _outlet_key(tree: Tree, each: Descriptor) -> str | None:
 
 
 def _is_log_socket(tree: Tree, inode: int) -> bool:
-    """Whether it is a stream to the journal, which units have for their output."""
+    """Return True for a stream to the journal, which units have for their output."""
     end = tree.unix.get(inode)
     peer = tree.unix.get(end.peer) if end is not None and end.peer else None
     return peer is not None and peer.name == "/run/systemd/journal/stdout"
 
 
 def unix_datagrams(tree: Tree) -> Iterable[int]:
-    """Its unix sockets that are no streams, by inode."""
+    """Return its Unix sockets that are not streams, by inode."""
     inodes = {each.inode for each in tree.descriptors if each.target.startswith("socket:[")}
     return [inode for inode in inodes if inode in tree.unix and tree.unix[inode].kind not in STREAMS]
 
 
 def is_named_elsewhere(tree: Tree, inode: int) -> bool:
-    """Whether it is connected to a socket outside that has a name, by which CRIU connects it again."""
+    """Return True if its peer outside has a name, by which CRIU reconnects it."""
     peer = tree.unix[inode].peer
     return peer is not None and peer not in _inodes(tree) and peer in tree.unix and tree.unix[peer].name is not None
 
@@ -111,7 +110,7 @@ def _inodes(tree: Tree) -> frozenset[int]:
 
 
 def reasons_of_unix(tree: Tree, agent_sockets: Collection[str], outlets: Collection[str]) -> Iterator[Reason]:
-    """Against each that is connected to outside and can be neither led elsewhere nor connected again."""
+    """Yield a reason for each socket with a peer outside that can be neither redirected nor reconnected."""
     inside = _inodes(tree)
     for each in tree.descriptors:
         end = tree.unix.get(each.inode) if each.target.startswith("socket:[") else None
@@ -132,7 +131,7 @@ def reasons_of_unix(tree: Tree, agent_sockets: Collection[str], outlets: Collect
 
 
 def connections(tree: Tree) -> tuple[list[Descriptor], list[Descriptor]]:
-    """TCP connections whose other end is in the tree, and those where it is not."""
+    """Return TCP connections within the tree, and those to the outside."""
     sockets = [each for each in tree.descriptors if each.target.startswith("socket:")]
     mine = {each.inode: each for each in sockets if each.inode in tree.tcp}
     ends = {(_address(tree.tcp[inode].local), _address(tree.tcp[inode].remote)) for inode in mine}
@@ -149,7 +148,7 @@ def _address(text: str) -> str:
 
 
 def reason_of_connection(each: Descriptor, end: TcpEnd) -> Reason:
-    """Against a connection to outside."""
+    """Return the reason for a connection to the outside."""
     return refusal(
         f"process {each.pid} has a TCP connection to {_readable(end.remote)} (descriptor {each.fd})",
         "have the script close it first, or request closed connections: the restored job then finds them closed",

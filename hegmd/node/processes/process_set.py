@@ -1,7 +1,7 @@
-"""The processes of a job that CRIU has to do with: seen, let go on, or ended, each known by number and start time.
+"""The processes of a job that CRIU handles, each identified by pid and start time: inspected, continued, or ended.
 
-A number alone is nobody: between a look and a signal the process may have ended and another have its number. So signals
-go through a pidfd that was opened before the start time was compared.
+A pid alone may be reused between a check and a signal. So signals go through a pidfd that was opened before the start
+time was compared.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-# One that is told to end does so within half a second; a disk that does not answer keeps it, and it is told of then.
+# CRIU ends within half a second when told to, unless a disk does not answer; then that is logged.
 _TOLD_GRACE_S = 30.0
 _DUMPER_GRACE_S = 900.0
 _END_GRACE_S = 30.0
@@ -43,16 +43,16 @@ _POLL_INTERVAL_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class ProcessSet:
-    """Processes by number with their start times; who stood still by a signal when looked at."""
+    """Processes by pid with their start times, and which of them were stopped by a signal."""
 
     start_ticks: Mapping[int, int]
     stopped: frozenset[int] = frozenset()
 
 
 def population_of(pids: Iterable[int]) -> ProcessSet:
-    """Those of them that live. Blocks no longer than reading /proc does.
+    """Return those that live. Blocks no longer than reading /proc.
 
-    Raises OSError where that cannot be looked at now: nobody is taken for gone for want of a descriptor.
+    Raises OSError if that cannot be read now, so that a lack of descriptors does not make a process look ended.
     """
     ticks: dict[int, int] = {}
     stopped: set[int] = set()
@@ -70,7 +70,7 @@ def population_of(pids: Iterable[int]) -> ProcessSet:
 
 @dataclass(frozen=True, slots=True)
 class DescriptorHolder:
-    """Who has a number, as its process, its group or its session; a zombie waits for its parent to reap it."""
+    """A process that uses a number as its pid, its group or its session. A zombie waits to be reaped."""
 
     number: int
     pid: int
@@ -79,7 +79,7 @@ class DescriptorHolder:
 
 
 def holders_of(numbers: Iterable[int], proc_root: str = "/proc") -> tuple[DescriptorHolder, ...]:
-    """Whoever has one of these numbers now: until nobody does, no process can be made under it again."""
+    """Return the processes that use one of these numbers; a restore needs all of them free."""
     wanted = frozenset(numbers)
     found: list[DescriptorHolder] = []
     for name in os.listdir(proc_root):
@@ -99,9 +99,9 @@ def holders_of(numbers: Iterable[int], proc_root: str = "/proc") -> tuple[Descri
 
 
 def wait_until_free(numbers: Collection[int], limit_s: float = _REAPED_WITHIN_S) -> tuple[DescriptorHolder, ...]:
-    """Give whoever has to reap the zombies under those numbers the time to do so; who has one of them then. Blocks.
+    """Wait for zombies with these numbers to be reaped; return who still has one. Blocks.
 
-    Nobody is told when somebody else's child is reaped, so it is looked at again and again.
+    There is no notification for another process's child, so this polls.
     """
     end = time.monotonic() + limit_s
     while True:
@@ -112,9 +112,9 @@ def wait_until_free(numbers: Collection[int], limit_s: float = _REAPED_WITHIN_S)
 
 
 def wait_for_thread_numbers(numbers: Collection[int], limit_s: float = _REAPED_WITHIN_S) -> tuple[int, int] | None:
-    """Wait for some time until nobody's thread has any of these numbers; one that is had then, and the process. Blocks.
+    """Wait briefly until no thread has one of these numbers; return one that is used and its process. Blocks.
 
-    Strangers take numbers in their turn, mostly for moments, and there is no other way to hear that one is free.
+    Other processes take numbers for moments, and there is no notification.
     """
     end = time.monotonic() + limit_s
     while True:
@@ -126,11 +126,11 @@ def wait_for_thread_numbers(numbers: Collection[int], limit_s: float = _REAPED_W
 
 
 def let_go(people: ProcessSet) -> None:
-    """Have everybody go on who did not stand still by a signal when they were looked at. Blocks; raises nothing.
+    """Continue all processes that were not stopped by a signal before. Blocks; raises nothing.
 
-    A CRIU that is still at work on them is told to end, and waited for, since it would stop them again: a daemon that
-    was killed in the middle of a dump has left one behind. Nobody else is, whoever may trace them. The signal is sent
-    to all of them, because one that CRIU has just let go of may not have come to its stop yet.
+    A CRIU that still works on them is told to end first, because it would stop them again: a daemon killed during a
+    dump leaves one. Other tracers are left alone. All processes get the signal, because one that CRIU just released may
+    not have stopped yet.
     """
     try:
         for dumper in dumpers_of(people.start_ticks):
@@ -155,7 +155,7 @@ def _let_one_go(pid: int, start_ticks: int) -> None:
 
 
 def stop_all(people: ProcessSet) -> None:
-    """Have those very processes stand still, the last first named; fine for who has ended. Does not wait for it."""
+    """Stop exactly these processes, the last first. Ended ones are fine. Does not wait."""
     for pid, ticks in people.start_ticks.items():
         with _held(pid, ticks) as pidfd:
             if pidfd is not None:
@@ -164,7 +164,7 @@ def stop_all(people: ProcessSet) -> None:
 
 
 def ask(pid: int, start_ticks: int, number: signal.Signals) -> None:
-    """Send that very process a signal, and wait until it has ended, for some time. Blocks."""
+    """Send exactly that process a signal and wait some time for its end. Blocks."""
     with _held(pid, start_ticks) as pidfd:
         if pidfd is not None:
             with suppress(ProcessLookupError):
@@ -173,11 +173,10 @@ def ask(pid: int, start_ticks: int, number: signal.Signals) -> None:
 
 
 def dumpers_of(pids: Iterable[int], proc_root: str = "/proc", *, uid: int | None = None) -> tuple[int, ...]:
-    """The processes that dump a tree with one of these for its root, or are about to: by their command lines.
+    """Return the processes that dump, or will dump, a tree with one of these as its root, by their command lines.
 
-    Only those of the daemon's own user and of the processes' own, or of that one: CRIU has the rights of who asks, and
-    anybody else can call a program so, and would be waited for. Not those that stand still: CRIU makes some for a
-    moment, to try what the kernel can, and when it is killed just then they stand there for good.
+    Only processes of the daemon's user and of the job's users count: any user can give a program such a command line.
+    Stopped ones do not count: CRIU creates some for kernel tests, and if it is killed then, they stay stopped.
     """
     wanted: dict[bytes, set[int]] = {}
     for pid in pids:
@@ -197,7 +196,7 @@ def dumpers_of(pids: Iterable[int], proc_root: str = "/proc", *, uid: int | None
 
 
 def end_all(people: ProcessSet) -> None:
-    """End them for good and wait until they are gone. Blocks; raises nothing for who has ended already."""
+    """Kill them and wait until they are gone. Blocks; ended ones are fine."""
     with_fds: list[int] = []
     try:
         for pid, ticks in people.start_ticks.items():
@@ -215,7 +214,7 @@ def end_all(people: ProcessSet) -> None:
 
 @contextmanager
 def _held(pid: int, start_ticks: int) -> Generator[int | None, None, None]:
-    """A pidfd of that very process; None when it is gone."""
+    """Return a pidfd of exactly that process; None if it has ended."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -234,10 +233,10 @@ def _held(pid: int, start_ticks: int) -> Generator[int | None, None, None]:
 
 
 def _see_off(dumper: int) -> None:
-    """Have a dump that nobody wants any more end, and wait for that.
+    """End a dump that is no longer wanted, and wait for that.
 
-    A signal that kills could come while CRIU has a process of the job make a system call, and that process ends with
-    it. So its next write is made to fail, as on a disk that is full: it takes its hands off the job by itself then.
+    A fatal signal could hit CRIU while a process of the job makes a system call for it, and end that process. So CRIU's
+    next write is made to fail, as on a full disk: then it releases the job by itself.
     """
     try:
         pidfd = os.pidfd_open(dumper)
@@ -248,7 +247,7 @@ def _see_off(dumper: int) -> None:
         how = "told to end" if is_told else "waited for, because to tell it to end takes CAP_SYS_RESOURCE"
         _log.warning("CRIU (process %d) writes an image that is no longer wanted: it is %s", dumper, how)
         within_s = 0.0
-        # Not given up before: it would leave the job standing as it ends, and nobody would let that go on any more.
+        # Never abandoned before: CRIU would leave the job stopped, and nothing would continue it.
         for limit_s in (_TOLD_GRACE_S, _DUMPER_GRACE_S - _TOLD_GRACE_S):
             if _ended(pidfd, limit_s):
                 return
@@ -264,7 +263,7 @@ def _see_off(dumper: int) -> None:
 
 
 def _let_writes_fail(pid: int) -> bool:
-    """Whether that process cannot make any file larger any more, and is told so by an error and by no signal."""
+    """Set the process's file size limit so that writes fail with an error, not a signal. True if it worked."""
     if not int(_status_field(pid, "SigIgn") or "0", 16) >> (signal.SIGXFSZ - 1) & 1:
         return False  # the signal would kill it
     try:

@@ -1,8 +1,7 @@
-"""A tree of processes as /proc shows it: who is in it, what each has open and mapped, who is at the other ends.
+"""A process tree from /proc: its processes, their open files and mappings, and the peers of sockets.
 
-Owns the reading; what it means for CRIU is for `images/criu/needs`. Reading maps waits for a lock of the process, and
-looking at an open file can wait for a dead network disk: whoever calls this does so in a thread that can be left
-behind. A process that ends meanwhile is not in the tree.
+Only reads; `images/criu/needs` judges. Reading maps takes a lock of the process, and reading an open file can wait for
+a dead network disk. So callers use a thread that can be abandoned. A process that ends meanwhile is not in the tree.
 """
 
 from __future__ import annotations
@@ -68,23 +67,23 @@ class Descriptor:
 
     @property
     def is_deleted(self) -> bool:
-        """Whether the name that it was opened by leads there no more."""
+        """Return True if the file was unlinked or replaced."""
         return self.target.endswith(_DELETED)
 
     @property
     def path(self) -> str:
-        """The name that it was opened by."""
+        """Return the name by which it was opened."""
         return self.target.removesuffix(_DELETED)
 
     @property
     def is_written(self) -> bool:
-        """Whether it is open for writing."""
+        """Return True if it is open for writing."""
         return self.flags & os.O_ACCMODE != os.O_RDONLY
 
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """A file that a process has mapped, however often."""
+    """A mapped file of a process."""
 
     pid: int
     path: str
@@ -94,7 +93,7 @@ class Mapping:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A process and all that descend from it."""
+    """A process and its descendants."""
 
     root: int
     members: tuple[Member, ...]
@@ -116,13 +115,13 @@ class Tree:
 
 
 def silent(_what: str) -> None:
-    """For those who do not want to know what is looked at."""
+    """A `tell` for callers that do not need it."""
 
 
 def read_tree(root: int, *, proc_root: str = "/proc", tell: Tell = silent) -> Tree:
-    """The tree as it is now. `tell` is told of each file before it is looked at, which can take for ever.
+    """Return the tree as it is now. `tell` gets each file before it is read, which can block without end.
 
-    Raises ProcessLookupError when there is no such process, and PermissionError when it may not be looked at.
+    Raises ProcessLookupError if the process does not exist, and PermissionError if it may not be read.
     """
     proc = Path(proc_root)
     pids = pids_below(root, proc_root=proc_root)
@@ -144,7 +143,7 @@ def read_tree(root: int, *, proc_root: str = "/proc", tell: Tell = silent) -> Tr
 
 
 def pids_below(root: int, *, proc_root: str = "/proc") -> list[int]:
-    """The root first, then its children, and so on. Looks at nothing that they have open, so no dead disk hangs it."""
+    """Return the root, then its children, and so on. Reads no open files, so that no dead disk blocks it."""
     proc = Path(proc_root)
     children: dict[int, list[int]] = {}
     for name in os.listdir(proc):
@@ -157,7 +156,7 @@ def pids_below(root: int, *, proc_root: str = "/proc") -> list[int]:
 
 
 def _stat_fields(process: Path) -> list[bytes]:
-    """The fields after the name, which may hold anything; none when the process is gone."""
+    """Return the fields after the name, which may contain anything; empty if the process has ended."""
     try:
         return (process / "stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -193,9 +192,9 @@ def _member(proc: Path, pid: int) -> Member | None:
 
 
 def _is_guarded(process: Path, uids: list[int]) -> bool:
-    """Whether its user may not look into it: it has, or had, other rights than its user's, or hides its memory.
+    """Return True if its own user may not inspect it: it has, or had, other rights, or hides its memory.
 
-    The kernel gives what tells of the inside of such a process to root, whoever's it is (dumpable, man 5 proc).
+    The kernel gives such a process's files in /proc to root (dumpable, man 5 proc).
     """
     try:
         return {*uids, (process / "environ").stat().st_uid} != {uids[0]}
@@ -209,7 +208,7 @@ def _status(process: Path) -> dict[str, str]:
 
 
 def _namespaces(process: Path) -> tuple[tuple[str, str], ...]:
-    """Those that can be read; a process that has ended has none."""
+    """Return its readable namespaces; none if it has ended."""
     found: list[tuple[str, str]] = []
     for kind in NAMESPACES:
         try:
@@ -220,7 +219,7 @@ def _namespaces(process: Path) -> tuple[tuple[str, str], ...]:
 
 
 def _first_namespaces(proc: Path) -> tuple[tuple[str, str], ...]:
-    """None where not even root may look at the first process."""
+    """Return those of the first process; None if even root may not read them."""
     try:
         return _namespaces(proc / "1")
     except PermissionError:
@@ -264,7 +263,7 @@ def _descriptors(proc: Path, pid: int, tell: Tell) -> Iterator[Descriptor]:
 
 
 def _mappings(proc: Path, pid: int) -> Iterator[Mapping]:
-    """Each mapped file once; memory without a file is left out."""
+    """Return each mapped file once; memory without a file is left out."""
     executable: dict[str, bool] = {}
     for line in _bytes(proc / str(pid) / "maps").splitlines():
         parts = line.split(None, 5)

@@ -1,12 +1,10 @@
-"""The one reader of /proc/PID: bytes of the kernel's files in, plain values out.
+"""The only reader of /proc/PID: the kernel's files in, plain values out.
 
-Owns the formats and what can go wrong with them: a process can end between any two reads, be hidden by the mount
-option hidepid, or have put anything at all into its name. Knows nothing of pidfds and remembers nothing; whether two
-reads speak of the same process is for the table to find out.
+Owns the formats and their failures: a process can end between two reads, be hidden by hidepid, or have any bytes in its
+name. Knows no pidfds and stores nothing; the table decides whether two reads are of the same process.
 
-`stat`, `status` and `cgroup` are answered from the kernel's own memory. `cmdline` is not: it waits for the lock on
-the process's memory map, which a process stuck in a page fault holds for as long as that takes. So it has a function
-of its own, which the table never calls and `lookups` does.
+`stat`, `status` and `cgroup` never block. `cmdline` takes the lock of the process's memory map, which a process stuck
+in a page fault holds. So it has a function of its own, which only `lookups` calls.
 """
 
 from __future__ import annotations
@@ -57,15 +55,15 @@ _SIGNALS = {int(number): number.name for number in signal.Signals}
 
 
 class Vanished(Exception):
-    """There is no such process in this /proc: it ended, or is hidden."""
+    """/proc has no such process: it ended, or is hidden."""
 
 
 class Unreadable(Exception):
-    """/proc has the process but does not let itself be read; the text says why."""
+    """/proc has the process but denies reading it; the text says why."""
 
 
 class Scarce(Unreadable):
-    """It cannot be read now, for want of what there may be more of in a moment: descriptors or memory."""
+    """It cannot be read now, for lack of descriptors or memory."""
 
     def __init__(self, why: str, number: int) -> None:
         super().__init__(why)
@@ -74,13 +72,13 @@ class Scarce(Unreadable):
 
 @dataclass(frozen=True, slots=True)
 class KernelFacts:
-    """What the kernel says of a process, without asking the process."""
+    """The kernel's facts about a process, read without its cooperation."""
 
     start_ticks: int
     name: str
     uid: int
     cgroup_text: str
-    #: Whether a signal or a debugger has stopped it.
+    #: True if a signal or a debugger has stopped it.
     stopped: bool = False
 
 
@@ -116,9 +114,9 @@ def _read_stat(proc_root: str, pid: int) -> tuple[int, str, str]:
 
 
 def start_ticks_of(pid: int, proc_root: str = "/proc") -> int | None:
-    """The start time of a process, which with its pid is its identity; None if there is no such process to be seen.
+    """Return the start time of a process, which identifies it with its pid; None if it does not exist or is hidden.
 
-    Raises HegmError when that cannot be looked at now: nobody is taken for gone for want of a descriptor.
+    Raises HegmError if it cannot be read now, so that a lack of descriptors does not make a process look ended.
     """
     try:
         return read_start(proc_root, pid)[0]
@@ -134,7 +132,7 @@ def start_ticks_of(pid: int, proc_root: str = "/proc") -> int | None:
 
 
 def how_ended(pid: int, start_ticks: int, proc_root: str = "/proc") -> str | None:
-    """How a process has ended, in words; None unless it waits for its parent to ask the same, and may be looked at."""
+    """Return how a zombie ended, in words; None if it is not a zombie or may not be read."""
     code = _zombie_status(pid, start_ticks, proc_root)
     return None if code is None else ending_in_words(code)
 
@@ -183,9 +181,9 @@ def _zombie_status(pid: int, start_ticks: int, proc_root: str = "/proc") -> int 
 
 
 def read_command(proc_root: str, pid: int) -> str:
-    """The command line, cut at COMMAND_MAX_CHARS; the name in brackets for a process that has none, as ps shows it.
+    """Return the command line, cut at COMMAND_MAX_CHARS; like ps, the name in brackets if there is none.
 
-    May block for as long as the process keeps the lock on its memory map. Raises as read_kernel_facts does.
+    May block while the process holds the lock of its memory map. Raises as read_kernel_facts does.
     """
     raw = _read(proc_root, pid, "cmdline", 4 * COMMAND_MAX_CHARS)
     text = _text(raw.rstrip(b"\0").replace(b"\0", b" "))
@@ -195,7 +193,7 @@ def read_command(proc_root: str, pid: int) -> str:
 
 
 def boot_time_utc() -> float:
-    """When start_ticks was 0, by the wall clock as it is now."""
+    """Return the wall clock time of start_ticks 0, by today's clock."""
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -216,10 +214,10 @@ def _read(proc_root: str, pid: int, name: str, size_bytes: int) -> bytes:
 
 
 def _owner(status: bytes) -> int:
-    """Whose process it is, for the question of who may act on it.
+    """Return the user whose permission counts for acting on it.
 
-    One that runs with several users' ids at once (set-user-ID programs, daemons in between) is root's where one of
-    them is root: its rights are the larger ones, and the smaller user must not get at them through us.
+    A process with several user ids (set-user-ID programs, daemons) belongs to root if one of them is root: the smaller
+    user must not act on it through hegmd.
     """
     for line in status.splitlines():
         if line.startswith(b"Uid:"):

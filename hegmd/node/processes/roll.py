@@ -1,11 +1,12 @@
-"""The roll of GPU processes: the drivers' word (which pid uses which GPU) joined with what this node knows of the pid.
+"""The list of GPU processes: the drivers' reports (which pid uses which GPU) joined with the node's knowledge of the
+pid.
 
-Owns the making of GpuProcess records. A roll is called in three steps, because the middle one may have to be left
-behind: `look` sees to the pids, `lookups.read` waits for what has to be waited for, `write` makes the records. Steps
-of one roster must not overlap; each may run in another thread.
+Creates GpuProcess records in three steps, because the middle one may have to be abandoned: `look` reads the pids,
+`lookups.read` waits for slow facts, `write` creates the records. Steps of one roster must not overlap; each may run in
+another thread.
 
-Records are frozen, so what did not change is the same object as in the roll before: 2,000 processes that do what they
-did ten seconds ago cost a comparison each and no allocation, and whoever compares rolls can compare identities.
+Records are frozen, and an unchanged one is the same object as before: 2,000 unchanged processes cost a comparison each,
+and callers can compare identities.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ NOTE_NOT_LOOKED_AT = "/proc was not read in time; try again"
 
 @dataclass(frozen=True, slots=True)
 class RollCall:
-    """What there is to know of this moment before anybody looks at /proc.
+    """What is known before /proc is read.
 
-    `uses` speak of GPUs by UUID, and `ids` has the node's id for each. `unproven` are pids from a driver that may
-    count in another namespace. `agents` and `held_bytes` are by pid; who has an entry in the latter is on the roll even
-    when no driver names it, as a suspended job is.
+    `uses` name GPUs by UUID; `ids` maps them to the node's ids. `unproven` are pids of a driver that may count in
+    another namespace. `agents` and `held_bytes` are by pid; a process with held bytes is listed even if no driver
+    reports it, like a suspended job.
     """
 
     uses: tuple[ProcessUse, ...]
@@ -41,7 +42,7 @@ class RollCall:
 
 @dataclass(frozen=True, slots=True)
 class Sightings:
-    """What was seen of the pids in a call, and who is no longer called without having ended."""
+    """What was read about the pids, and which ones left the GPUs without ending."""
 
     uses_of: Mapping[int, list[ProcessUse]]
     facts_of: Mapping[int, ProcessFacts]
@@ -53,8 +54,8 @@ class Sightings:
 class Roll:
     """The processes, ordered by pid.
 
-    `ended` are those among them that a driver still lists though they have ended, and `departed` those that were in
-    the roll before, are not in this one, and have let go of their GPUs without ending.
+    `ended` are those that a driver still lists though they have ended. `departed` are those of the previous list that
+    left their GPUs without ending.
     """
 
     processes: tuple[GpuProcess, ...] = ()
@@ -64,7 +65,7 @@ class Roll:
 
 @dataclass(slots=True)
 class _Line:
-    """What a record was made from, to see whether it can be used again."""
+    """The inputs of a record, to decide whether it can be reused."""
 
     uses: list[ProcessUse]
     facts: ProcessFacts
@@ -77,7 +78,7 @@ class _Line:
 
 
 class Roster:
-    """Calls the roll, again and again, over one table."""
+    """Creates the list again and again, over one table."""
 
     def __init__(self, table: ProcessTable) -> None:
         self._table = table
@@ -86,11 +87,11 @@ class Roster:
 
     @property
     def lookups(self) -> Lookups:
-        """What has to be waited for, to be read between `look` and `write`."""
+        """The facts to be read between `look` and `write`."""
         return self._table.lookups
 
     def look(self, call: RollCall) -> Sightings:
-        """See who is behind the pids. Reads /proc, but nothing that waits for another process."""
+        """Identify the pids. Reads /proc, but nothing that waits for another process."""
         uses_of: dict[int, list[ProcessUse]] = {}
         for use in call.uses:
             uses_of.setdefault(use.pid, []).append(use)
@@ -110,7 +111,7 @@ class Roster:
         )
 
     def write(self, call: RollCall, seen: Sightings) -> Roll:
-        """Make the records from what was seen and looked up."""
+        """Create the records from what was read."""
         if call.ids != self._ids:
             self._ids = dict(call.ids)
             self._lines.clear()
@@ -163,25 +164,25 @@ class Roster:
         return _Line(uses, facts, command, command_note, user, agent, held_bytes, record)
 
     def close(self) -> None:
-        """Give the table's descriptors back."""
+        """Close the table's descriptors."""
         self._table.close()
         self._lines.clear()
 
 
 def _note(facts: ProcessFacts, uses: Sequence[ProcessUse]) -> str | None:
-    """One that is on no GPU is listed by no driver, but for what is held of it."""
+    """Return the note of a process; one without a GPU is listed only because hegmd keeps its state."""
     return NOTE_HELD if facts.note == NOTE_ENDED and not uses else facts.note
 
 
 def has_ended(process: GpuProcess) -> bool:
-    """Whether that record is of a process that has ended, and that a driver still lists."""
+    """Return True if that record is of an ended process that a driver still lists."""
     return process.start_ticks is None and NOTE_ENDED in (process.note or "")
 
 
 def stand_in(call: RollCall, before: Roll) -> Roll:
-    """A roll for when nobody could look: the records of before where there are any, and bare pids for the others.
+    """Return a list for when /proc could not be read: earlier records, and bare pids for others.
 
-    Of those that are not called any more it is not known whether they ended.
+    For pids that are no longer reported it is unknown whether they ended.
     """
     known = {process.pid: process for process in before.processes}
     uses_of: dict[int, list[ProcessUse]] = {}
@@ -202,7 +203,7 @@ def stand_in(call: RollCall, before: Roll) -> Roll:
 
 
 def _named_uses(uses: list[ProcessUse], ids: Mapping[str, str]) -> tuple[GpuUse, ...]:
-    """The uses with the node's ids for the GPUs, in the order of the ids. An unknown UUID stays what it is."""
+    """Return the uses with the node's GPU ids, in order. An unknown UUID stays as it is."""
     named = [use.use.replace(gpu=ids.get(use.use.gpu, use.use.gpu)) for use in uses]
     if len(named) > 1:
         named.sort(key=lambda use: (len(use.gpu), use.gpu))

@@ -1,7 +1,7 @@
-"""Who is at the other end of sockets, as the kernel tells it: unix sockets by sock_diag, TCP by /proc/PID/net.
+"""The peers of sockets, from the kernel: Unix sockets by sock_diag, TCP from /proc/PID/net.
 
-/proc/net/unix has no peers, so the kernel is asked over netlink, which answers for the network namespace of who asks.
-Only reads. Where the kernel does not answer, nothing is known and CRIU itself is the one to refuse.
+/proc/net/unix has no peers, so the kernel is asked over netlink, which answers for the caller's network namespace. If
+the kernel does not answer, nothing is known, and CRIU itself refuses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ANSWER_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class UnixEnd:
-    """One unix socket: what it is, its name if it has one, and the inode of its peer if it has one."""
+    """One Unix socket: its type, its name, and the inode of its peer, if it has them."""
 
     kind: int
     is_connected: bool
@@ -46,7 +46,7 @@ class TcpEnd:
 
 
 def unix_ends() -> dict[int, UnixEnd]:
-    """All unix sockets of this network namespace, by inode; none where the kernel does not tell."""
+    """Return all Unix sockets of this network namespace by inode; none if the kernel does not answer."""
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _SOCK_DIAG) as link:
             request = struct.pack("=BBHIIIII", socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, _SHOW_NAME_AND_PEER, 0, 0)

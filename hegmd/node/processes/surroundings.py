@@ -1,8 +1,8 @@
-"""What is seen of a process from outside that the driver's checkpoint would fail at, or the process die of.
+"""Facts about a process, read from outside, that would make the driver's checkpoint fail or the process die.
 
-Owns the reading: of /proc/PID (state, ancestors, maps, environment, IPC namespace) and of control groups' limits.
-What it means is for `migration.driver_rules`. Reading maps waits for the lock on the process's memory map, so whoever
-calls this does so in a thread that can be left behind. What may not be read, or is not there, is unknown.
+Reads /proc/PID (state, ancestors, maps, environment, IPC namespace) and limits of control groups;
+`migration.driver_rules` judges. Reading maps takes the lock of the process's memory map, so callers use a thread that
+can be abandoned. What cannot be read is unknown.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAPS_MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """What was seen. None is unknown; of `cgroup_free_bytes` it is also that there is no limit."""
+    """The facts. None is unknown; `cgroup_free_bytes` None also means no limit."""
 
     stopped: bool = False
     nccl_shared: bool | None = None
@@ -33,7 +33,7 @@ class Outside:
 
 
 def read_outside(pid: int, proc_root: str = "/proc", cgroups: Path = _CGROUPS) -> Outside:
-    """Look at one process. May block for as long as the process keeps the lock on its memory map."""
+    """Read one process. May block while the process holds the lock of its memory map."""
     process = Path(proc_root) / str(pid)
     environment = _read(process / "environ").split(b"\0")
     return Outside(
@@ -46,13 +46,13 @@ def read_outside(pid: int, proc_root: str = "/proc", cgroups: Path = _CGROUPS) -
 
 
 def parent_of(pid: int, proc_root: str = "/proc") -> int | None:
-    """Its parent's pid; None where that cannot be seen."""
+    """Return its parent's pid; None if unknown."""
     fields = _stat(Path(proc_root) / str(pid))
     return int(fields[_PARENT]) if len(fields) > _PARENT else None
 
 
 def variables_of(pid: int, names: Collection[str], proc_root: str = "/proc") -> dict[str, str]:
-    """Those of its variables that it was started with. May block for as long as it keeps the lock on its memory map."""
+    """Return these variables of its initial environment. May block while it holds the lock of its memory map."""
     found: dict[str, str] = {}
     for entry in _read(Path(proc_root) / str(pid) / "environ").split(b"\0"):
         name, is_one, value = entry.decode(errors="surrogateescape").partition("=")
@@ -62,7 +62,7 @@ def variables_of(pid: int, names: Collection[str], proc_root: str = "/proc") -> 
 
 
 def nearest_ancestor(pid: int, among: Collection[int], proc_root: str = "/proc") -> int | None:
-    """The nearest of a process's ancestors that is one of those; None when none is."""
+    """Return the nearest ancestor of a process among those given; None if there is none."""
     seen = {pid}
     while True:
         fields = _stat(Path(proc_root) / str(pid))
@@ -95,7 +95,7 @@ def _is_in_our_ipc(process: Path, proc: Path) -> bool | None:
 
 
 def _cgroup_free_bytes(process: Path, cgroups: Path) -> int | None:
-    """The least that any of its control groups lets it grow by; what is only cache counts as room."""
+    """Return the least that its control groups let it grow; page cache counts as free."""
     found = [
         free_bytes for folder in _memory_groups(process, cgroups) if (free_bytes := _free_bytes_in(folder)) is not None
     ]
@@ -103,7 +103,7 @@ def _cgroup_free_bytes(process: Path, cgroups: Path) -> int | None:
 
 
 def _memory_groups(process: Path, cgroups: Path) -> Iterator[Path]:
-    """Its control group with a say in memory, and that one's parents."""
+    """Return its control group with a memory controller, and that group's parents."""
     for line in _read(process / "cgroup").decode(errors="replace").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if controllers and "memory" not in controllers.split(","):
@@ -140,7 +140,7 @@ def _number(path: Path) -> int | None:
 
 
 def _read(path: Path, size_bytes: int = 1 << 20) -> bytes:
-    """What stands there, up to that many bytes; nothing where it cannot be read."""
+    """Return the file's first bytes; empty if it cannot be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

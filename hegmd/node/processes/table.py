@@ -1,17 +1,15 @@
-"""Which process stands behind a pid: identity is pid and start time together, held by a pidfd.
+"""Which process has a pid: identity is pid and start time together, held by a pidfd.
 
-Owns one descriptor for each process that a driver names, and what /proc said of it. Must not be used from two threads
-at a time, and never touches what could block on another process (see `lookups`).
+Owns one descriptor for each process that a driver reports, and its facts from /proc. Used from one thread at a time.
+Never reads what could block on another process (see `lookups`).
 
-The order of things is what makes it true. The pidfd is opened first, then /proc is read, then the pidfd is asked
-whether the process still lives: if so, its pid cannot have been given to another in between, and all that was read is
-of one process. From then on a death shows in one poll over all descriptors, without a look at /proc, and a pid that
-is used again is a new process. Where no pidfd can be had (an old kernel, a seccomp filter, too few descriptors,
-another namespace's /proc) the start time is read again at every refresh instead, which costs more and says so in the
-note.
+The pidfd is opened first, then /proc is read, then the pidfd shows whether the process still lives: if so, all that was
+read is of one process. Later one poll over all descriptors shows every end, without /proc, and a reused pid is a new
+process. Without a pidfd (an old kernel, a seccomp filter, too few descriptors, another namespace's /proc), the start
+time is read again at every refresh, and the note says so.
 
-Processes change under the same identity: exec gives another name and command, a job is moved to its control group. So
-each refresh reads a bounded share of the known ones again.
+A process changes under the same identity: exec changes name and command, and a job moves to its control group. So each
+refresh reads a limited share of the known ones again.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ NOTE_NO_PID = "the driver does not report its pid"
 
 
 class Presence(enum.Enum):
-    """How far a process can be seen from here."""
+    """How far a process is visible from here."""
 
     VISIBLE = enum.auto()
     ENDED = enum.auto()
@@ -56,7 +54,7 @@ class Presence(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ProcessFacts:
-    """What is known of the process behind a pid, with None for the rest and a note that says why."""
+    """What is known about the process of a pid; None for the rest, with a note that says why."""
 
     pid: int
     presence: Presence
@@ -70,7 +68,7 @@ class ProcessFacts:
 
 @dataclass(slots=True)
 class _Entry:
-    """One pid that a driver names: what is known, the pidfd that holds it, and the text its workload was read from."""
+    """One pid that a driver reports: its facts, its pidfd, and the text of its control groups."""
 
     facts: ProcessFacts
     pidfd: int | None = None
@@ -78,7 +76,7 @@ class _Entry:
 
 
 class ProcessTable:
-    """The processes behind the drivers' pids. `refresh` from one thread at a time; `close` gives descriptors back."""
+    """The processes of the drivers' pids. Call `refresh` from one thread at a time; `close` closes the descriptors."""
 
     def __init__(
         self,
@@ -98,17 +96,16 @@ class ProcessTable:
         self._next_reread = 0
         self._root_is_ours = _is_own_proc(proc_root)
         self.in_first_namespace = _is_first_namespace(proc_root)
-        #: Who left in the last refresh without having ended, as far as that can be seen.
+        #: Processes that the last refresh removed without knowing them to have ended.
         self.departed: frozenset[int] = frozenset()
-        #: What has to be waited for: command lines and users' names. For another thread than this table's.
+        #: Slow facts: command lines and users' names. Read in another thread.
         self.lookups = Lookups(proc_root) if lookups is None else lookups
 
     def refresh(self, pids: Iterable[int], unproven: frozenset[int] = frozenset()) -> Mapping[int, ProcessFacts]:
-        """What is known of exactly these pids now; the others' descriptors are closed.
+        """Return what is known about exactly these pids now; closes descriptors of others.
 
-        An object that is the same as in the refresh before says that nothing has changed. `unproven` are pids that
-        come from a driver which may count in another namespace than ours: outside the first namespace they are
-        believed only of processes that hold a GPU's device open.
+        An object that is the same as before has not changed. `unproven` are pids of a driver that may count in another
+        pid namespace: outside the first namespace they count only for processes with an open GPU device.
         """
         wanted = set(pids)
         self._max_pidfds = _half_of_the_descriptors() if self._pidfd_limit is None else self._pidfd_limit
@@ -127,11 +124,11 @@ class ProcessTable:
 
     @property
     def pidfd_count(self) -> int:
-        """How many processes are held by descriptor."""
+        """Return how many processes are held by a pidfd."""
         return len(self._pid_of)
 
     def close(self) -> None:
-        """Let go of everything. The table can be used again afterwards."""
+        """Close everything. The table can be used again afterwards."""
         for pid in tuple(self._entries):
             self._drop(pid)
         if self._poll is not None:
@@ -148,7 +145,7 @@ class ProcessTable:
             entry.facts = ProcessFacts(pid=pid, presence=Presence.ENDED, note=NOTE_ENDED)
 
     def _admit(self, pid: int, known: _Entry | None, doubted: bool) -> None:
-        """Find out who has this pid now: for one that is new, that has just ended, or that is held by no descriptor."""
+        """Find the process of a pid that is new, whose process just ended, or that has no pidfd."""
         if pid <= 0:
             self._enter(pid, known, _unseen(pid, NOTE_NO_PID))
             return
@@ -172,7 +169,7 @@ class ProcessTable:
         self._enter(pid, known, facts, cgroup_text, pidfd)
 
     def _hold(self, pid: int) -> tuple[int | None, str | None]:
-        """A pidfd; or None with the reason why none can be had; or None twice if there is no such process here."""
+        """Return a pidfd; or None with the reason; or None twice if the process does not exist here."""
         if not self._root_is_ours:
             return None, "this /proc belongs to another pid namespace"
         if len(self._pid_of) >= self._max_pidfds:
@@ -185,7 +182,7 @@ class ProcessTable:
             return None, f"a pidfd cannot be opened ({error.strerror})"
 
     def _absent(self, pid: int, known: _Entry | None, pidfd: int | None, why_no_pidfd: str | None) -> ProcessFacts:
-        """What to say of a pid that /proc does not have: whether it ended, is hidden, or was never one of ours."""
+        """Return the facts of a pid that /proc lacks: it ended, is hidden, or was never in this namespace."""
         if pidfd is not None and _lives(pidfd):
             return _unseen(pid, NOTE_HIDDEN)
         seen_before = known is not None and known.facts.presence is not Presence.UNSEEN
@@ -196,7 +193,7 @@ class ProcessTable:
     def _visible(
         self, pid: int, kernel_facts: KernelFacts, known: _Entry | None, why_no_pidfd: str | None
     ) -> tuple[ProcessFacts, str]:
-        """The facts of a process that was read, and the text of its control groups."""
+        """Return the facts of a process that was read, and the text of its control groups."""
         note = _note(pid, kernel_facts, why_no_pidfd)
         before = None if known is None else known.facts
         if before is not None and before.start_ticks == kernel_facts.start_ticks:
@@ -222,7 +219,7 @@ class ProcessTable:
     def _enter(
         self, pid: int, known: _Entry | None, facts: ProcessFacts, cgroup_text: str = "", pidfd: int | None = None
     ) -> None:
-        """Keep what was found out. The descriptor is closed again unless it holds a living process."""
+        """Store the facts. The descriptor is closed unless it holds a living process."""
         if pidfd is not None and facts.presence is Presence.ENDED:
             os.close(pidfd)
             pidfd = None
@@ -239,7 +236,7 @@ class ProcessTable:
             self._pid_of[pidfd] = pid
 
     def _read_some_again(self, doubted: frozenset[int]) -> None:
-        """The next few of those held by descriptor, round and round; the others were read in this refresh anyway."""
+        """Read the next few with a pidfd again, in turn; the others were read in this refresh."""
         held = list(self._pid_of.values())
         first = self._next_reread if self._next_reread < len(held) else 0
         for pid in held[first : first + REREAD_PER_REFRESH]:
@@ -247,7 +244,7 @@ class ProcessTable:
         self._next_reread = first + REREAD_PER_REFRESH
 
     def _read_again(self, pid: int, entry: _Entry, doubted: bool) -> None:
-        """Read a held process again. What is read counts only if it lives still after that."""
+        """Read a process again. The result counts only if it still lives afterwards."""
         try:
             kernel_facts = read_kernel_facts(self._proc_root, pid)
         except (Vanished, Unreadable):
@@ -273,7 +270,7 @@ class ProcessTable:
 
 
 def _note(pid: int, kernel_facts: KernelFacts, why_no_pidfd: str | None) -> str | None:
-    """What there is to say of one that can be seen."""
+    """Return the notes about a visible process."""
     notes: list[str] = []
     if kernel_facts.stopped:
         notes.append(f"it is stopped by a signal or a debugger; run: kill -CONT {pid}")
@@ -293,7 +290,7 @@ def _lives(pidfd: int) -> bool:
 
 
 def _holds_gpu_device(proc_root: str, pid: int) -> bool:
-    """Whether the process has a GPU's device open, as far as we may look."""
+    """Return True if the process has a GPU device open, as far as that is readable."""
     try:
         descriptors = os.listdir(f"{proc_root}/{pid}/fd")
     except OSError:
@@ -308,7 +305,7 @@ def _holds_gpu_device(proc_root: str, pid: int) -> bool:
 
 
 def _is_own_proc(proc_root: str) -> bool:
-    """Whether the pids in this /proc are those of our own pid namespace, the one that pidfds are opened in."""
+    """Return True if the pids in this /proc are those of our own pid namespace, as pidfds are."""
     try:
         return os.readlink(f"{proc_root}/self") == str(os.getpid())
     except OSError:
@@ -323,6 +320,6 @@ def _is_first_namespace(proc_root: str) -> bool:
 
 
 def _half_of_the_descriptors() -> int:
-    """As many pidfds as leave the other half for clients, and for reading /proc at all."""
+    """Return how many pidfds leave half of the descriptors for clients and for reading /proc."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 30 if soft == resource.RLIM_INFINITY else soft // 2
