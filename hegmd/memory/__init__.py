@@ -1,1 +1,1 @@
-"""Memory that outlives a process: the host pool, video memory held by descriptor, and what keeps descriptors."""
+"""Memory that outlives a process: the host pool, GPU memory held by descriptor, and descriptor stores."""

@@ -1,6 +1,6 @@
-"""Where descriptors outlive the daemon: one interface for systemd's descriptor store and the keeper.
+"""Stores in which descriptors outlive the daemon: one interface for systemd's descriptor store and the keeper.
 
-The keeper is a process of ours (keeper/), for nodes without systemd. The pool and others use `Store` and cannot tell
+The keeper is a process of ours (keeper/), for nodes without systemd. The pool and others use `Store` and do not know
 which it is. A descriptor may be of any kind: memory, exported GPU memory, a socket.
 """
 
@@ -24,14 +24,14 @@ BARRIER_S = 5.0
 
 
 class Store(Protocol):
-    """Holds descriptors by name. A call that cannot hold one, or no longer, raises HegmError."""
+    """Holds descriptors by name. A call that cannot do so raises HegmError."""
 
     async def put(self, name: str, fd: int) -> None:
-        """Hold a copy of that descriptor under that name, beyond the end of this process."""
+        """Store a copy of that descriptor under that name, beyond the end of this process."""
         ...
 
     async def drop(self, *names: str) -> None:
-        """Hold nothing under those names any more, by the time that this returns. Fine when nothing is."""
+        """Remove everything under these names before this returns. Does nothing for unknown names."""
         ...
 
     async def found(self) -> Sequence[tuple[str, int]]:
@@ -39,12 +39,12 @@ class Store(Protocol):
         ...
 
     async def run(self) -> None:
-        """Look after what is held, until cancelled."""
+        """Maintain the store, until cancelled."""
         ...
 
 
 class ManagerStore:
-    """The service manager's. What it has comes with the start of the daemon."""
+    """The service manager's store. Its contents come with the start of the daemon."""
 
     def __init__(self, manager: ServiceManager, passed: PassedDescriptors) -> None:
         self._manager = manager

@@ -1,13 +1,12 @@
-"""The pages of a file in memory, there before anybody relies on them, and huge ones where the node has any to spare.
+"""Populates the pages of a file in memory before they are needed, with huge pages if the node has free ones.
 
-Owns how pages are had: first reserved, which fails with an errno where touching would kill, then touched, which zeroes
-them here and not in a job's downtime. Knows nothing of budgets and owners; `pool` has those.
+Pages are first reserved, which fails with an errno where touching them would kill; then they are touched, which zeroes
+them now and not during a job's downtime. `pool` knows budgets and owners.
 
-Ordinary files in memory, with a name in /dev/shm or without, get small pages unless the node's own setting says
-otherwise, and it mostly says never. Asked for (MADV_COLLAPSE, Linux 6.1) the kernel makes huge ones of them all the
-same. Measured with 4 GiB on two virtual cores (docs/benchmarks.md): they are there sooner (0.26 to 0.45 s against 2.7
-to 4.2 s), are mapped at once by the job that copies to them, and are copied to three times as fast. Where that is not
-to be had, the pages are small ones.
+Ordinary files in memory, in /dev/shm or without a name, get small pages unless the node's setting says otherwise, and
+it mostly says never. MADV_COLLAPSE (Linux 6.1) makes huge pages of them anyway. Measured with 4 GiB on two virtual
+cores (docs/benchmarks.md): they are ready sooner (0.26 to 0.45 s against 2.7 to 4.2 s), are mapped at once by the job
+that copies to them, and are copied to three times as fast. Without it the pages are small.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def populate(fd: int, size_bytes: int, *, start: int = 0, max_threads: int = MAX_THREADS) -> None:
-    """Have all pages of a file in memory present from `start`, a multiple of a huge page, zeroed by threads. Blocks.
+    """Populate all pages of a file in memory from `start`, a multiple of a huge page, in threads. Blocks.
 
-    Raises OSError when they cannot be had.
+    Raises OSError if the node lacks memory.
     """
     population = _Population(fd, size_bytes)
     starts = range(start, size_bytes, _SLICE_BYTES)
@@ -49,7 +48,7 @@ def populate(fd: int, size_bytes: int, *, start: int = 0, max_threads: int = MAX
 
 
 class _Population:
-    """The slices of one file, and whether huge pages are still asked for."""
+    """The slices of one file, and whether huge pages are still tried."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self._fd = fd
@@ -57,7 +56,7 @@ class _Population:
         self._collapses = os.fstatvfs(fd).f_bsize < HUGE_PAGE_BYTES
 
     def work(self, start: int) -> None:
-        """Have the slice present that starts there."""
+        """Populate the slice that starts there."""
         self._populate(start, min(_SLICE_BYTES, self._size_bytes - start))
 
     def _populate(self, start: int, size_bytes: int) -> None:
@@ -68,7 +67,7 @@ class _Population:
             _libc.madvise(address, size_bytes, _MADV_POPULATE_WRITE)  # an older kernel just leaves it
 
     def _collapse(self, address: int, start: int, size_bytes: int) -> None:
-        """Make huge pages of whatever is to become this slice, as far as there are any."""
+        """Turn this slice into huge pages, as far as there are any."""
         whole_bytes = size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         for place in range(start, start + whole_bytes, HUGE_PAGE_BYTES):
             os.pwrite(self._fd, b"\0", place)  # of nothing at all the kernel makes no huge page
@@ -77,7 +76,7 @@ class _Population:
 
 
 class Window:
-    """A slice of the memfd in memory, where its huge pages may lie; for as long as the context lasts."""
+    """A slice of the memfd, mapped where its huge pages may lie, during the context."""
 
     def __init__(self, fd: int, start: int, size_bytes: int) -> None:
         page_bytes = max(HUGE_PAGE_BYTES, os.fstatvfs(fd).f_bsize)
@@ -92,7 +91,7 @@ class Window:
             raise
 
     def close(self) -> None:
-        """Out of memory again; twice is fine."""
+        """Unmap it; twice is fine."""
         reserved_bytes, self._reserved_bytes = self._reserved_bytes, 0
         if reserved_bytes:
             _libc.munmap(self._reserved, reserved_bytes)

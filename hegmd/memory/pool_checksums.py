@@ -1,17 +1,16 @@
-"""Checksums of bytes that rest in the pool's memory: taken once they rest, and compared before anybody uses them.
+"""Checksums of suspended bytes in the pool's memory: taken after the suspend, compared before the bytes are used.
 
-A chunk of 8 MiB has a CRC-32 that begins with its number, as in spill files and images, so that two chunks that changed
-places are found. The sums are taken when a job is at rest and not while it is parked: that costs it no downtime, and
-leaves a moment, not hours, in which a flipped bit is summed as if it were right. They are kept in a small file for each
-piece in the state directory, so that the next daemon has them too. Nothing of that is synced: a reboot ends the memory.
-A file that is missing or damaged means that nothing is known of its piece, and is no failure.
+A chunk of 8 MiB has a CRC-32 that starts with its number, as in spill files and images, so that swapped chunks are
+found. Checksums are taken after the downtime, so they cost the job none; a bit that flips before that is not found.
+They are stored in a small file for each segment in the state directory, for the next daemon. The files are not synced:
+a reboot ends the memory. A missing or damaged file means that the checksums are unknown.
 
-Measured on 16 cores beside an H200 with 32 GiB in small pages: 4.2 s for taking the sums with 4 threads, 1.3 s for
-comparing with 16; one core sums 2.0 GB/s. A resume of so much takes that 1.3 s longer. Rejected: to sum while the bytes
-are copied. The processor sums as fast as it copies, and would halve the rate of copies for which a job is parked.
+Measured on 16 cores beside an H200 with 32 GiB in small pages: 4.2 s to take them with 4 threads, 1.3 s to compare them
+with 16; one core sums 2.0 GB/s. A resume of 32 GiB takes that 1.3 s longer. Rejected: summing during the copy, because
+the processor sums as fast as it copies and would halve the rate of the copy for which a job is parked.
 
-The memory is read by `preadv` and never mapped: of a page that the kernel knows to be broken (a memory error) the call
-fails, where a mapping would end the process by SIGBUS. Everything here blocks and is called in a thread.
+The memory is read by `preadv` and never mapped: for a page with a memory error the call fails, while a mapping would
+end the process by SIGBUS. Everything here blocks and runs in a thread.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ COMPARING_THREADS = 16
 
 
 def sums_of(fd: int, size_bytes: int, unwanted: Callable[[], bool]) -> tuple[int, ...]:
-    """The sum of each chunk of that memory. Raises HegmError for memory that cannot be read, and Unwanted."""
+    """Return the checksum of each chunk. Raises HegmError for unreadable memory, and Unwanted."""
     return _summed(fd, size_bytes, unwanted, min(SUMMING_THREADS, _processors()), None)
 
 
 def compare(fd: int, size_bytes: int, known: Sequence[int], unwanted: Callable[[], bool], whose: str) -> None:
-    """Raise HegmError unless that memory is as it was when it was summed; Unwanted when nobody waits."""
+    """Raise HegmError if that memory has changed since it was summed; Unwanted if it is no longer wanted."""
     if len(known) != len(chunks_of(size_bytes)):
         raise changed(whose, min(len(known), len(chunks_of(size_bytes))), len(known))
     try:
@@ -79,13 +78,13 @@ def _processors() -> int:
 
 
 class SumFolder:
-    """Where the sums of pieces are kept beyond the daemon's end: a file for each, under the piece's own mark."""
+    """The files of the checksums, named by segment, which outlive the daemon."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def keep(self, mark: str, sums: Sequence[int]) -> None:
-        """Have these sums for that piece. Raises nothing: without them the next daemon knows nothing of the piece."""
+        """Store the checksums of that segment. Raises nothing: without them the next daemon compares nothing."""
         table = MAGIC + b"".join(_SUM.pack(one) for one in sums)
         fresh = self.folder / f".{mark}.{secrets.token_hex(4)}"
         try:
@@ -102,7 +101,7 @@ class SumFolder:
             logger.warning("the checksums of %s are not kept beyond the end of this daemon: %s", mark, error)
 
     def load(self, mark: str) -> tuple[int, ...] | None:
-        """What is known of that piece; None where nothing is."""
+        """Return the checksums of that segment, or None."""
         try:
             data = (self.folder / mark).read_bytes()
         except OSError:
@@ -114,12 +113,12 @@ class SumFolder:
         return tuple([one for (one,) in _SUM.iter_unpack(table[len(MAGIC) :])])
 
     def drop(self, mark: str) -> None:
-        """Nothing is known of that piece any more. Raises nothing."""
+        """Forget the checksums of that segment. Raises nothing."""
         with contextlib.suppress(OSError):
             (self.folder / mark).unlink()
 
     def drop_all_but(self, marks: Iterable[str]) -> None:
-        """Forget what was known of pieces that are gone, as after a reboot. Raises nothing."""
+        """Forget checksums of segments that no longer exist, as after a reboot. Raises nothing."""
         kept = set(marks)
         with contextlib.suppress(OSError):
             for name in os.listdir(self.folder):

@@ -1,8 +1,7 @@
-"""What an earlier run of the daemon left of the pool: files in memory, descriptors in a store, files on disk.
+"""What an earlier daemon left of the pool: files in memory, descriptors in a store, files on disk.
 
-Looks at everything and believes only what is whole: the name says whose it is and how large, and the kernel says
-whether that is so. Gives pieces for the pool, and for what cannot be one a line for people. Deletes nothing but what
-was still being made when the daemon ended, which nobody has ever had.
+Trusts only what is whole: the name gives owner and size, and the kernel has to confirm the size. Returns segments for
+the pool, and a message for everything else. Deletes only what was still being created when the daemon ended.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ STORE = "a store of descriptors"
 
 @dataclass(frozen=True, slots=True)
 class Distrusted:
-    """Something that looks like a piece and is none: left where it is."""
+    """Something that looks like a segment but is not one; it is left alone."""
 
     name: str
     where: str
@@ -45,9 +44,9 @@ class Findings:
 
 
 async def find_pieces(keep: MemoryKeeping, adopt: Callable[[str, int], bool] = lambda _name, _fd: False) -> Findings:
-    """Look everywhere. Raises nothing: a place that cannot be looked into is told of, and the daemon serves.
+    """Search everywhere. Raises nothing: an unreadable place is reported, and the daemon serves.
 
-    What is in the store and is not the pool's is offered to `adopt`, which tells whether it has taken it.
+    What is in the store and does not belong to the pool is passed to `adopt`, which returns True if it took it.
     """
     search = _Search()
     await anyio.to_thread.run_sync(search.look_at_files, keep)
@@ -97,14 +96,14 @@ class _Search:
                     self.pieces[spilled.name] = Piece(name, spilled.size_bytes, spilled=True)
 
     def look_at_sums(self, sums: SumFolder) -> None:
-        """What is known of the pieces that were found; what is known of others is of no use any more."""
+        """Load the checksums of the found segments; forget those of others."""
         sums.drop_all_but(piece.mark for piece in self.pieces.values() if piece.memory is not None)
         for piece in self.pieces.values():
             if piece.memory is not None and piece.mark:
                 piece.sums = sums.load(piece.mark)
 
     def take(self, text: str, memory: Memory, where: str) -> None:
-        """Make a piece of what was found under that name, or close it."""
+        """Make a segment of what was found under that name, or close it."""
         name = parse_name(text)
         why = ""
         if name is None:
@@ -124,7 +123,7 @@ class _Search:
             memory.close()
 
     def distrust(self, name: str, where: str, size_bytes: int, why: str) -> None:
-        """Leave something where it is, and say why."""
+        """Leave something alone, and record why."""
         logger.warning("%s in %s is left alone: %s", name, where, why)
         self.distrusted.append(Distrusted(name, where, size_bytes, why))
 

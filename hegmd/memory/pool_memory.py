@@ -35,7 +35,7 @@ Fill = Callable[["Memory"], None]
 
 
 def read_available_bytes(meminfo: Path = _MEMINFO) -> int | None:
-    """The memory that the kernel takes for available; None when it does not say."""
+    """Return the memory that the kernel reports as available, or None."""
     try:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -46,7 +46,7 @@ def read_available_bytes(meminfo: Path = _MEMINFO) -> int | None:
 
 
 def read_huge_free_bytes(free: Path = _HUGE_PAGES_FREE) -> int:
-    """Free 2 MiB pages, in bytes; 0 where there are none, or the kernel has no such pages."""
+    """Return the bytes in free 2 MiB pages; 0 if the kernel has none."""
     try:
         return int(free.read_text()) * HUGE_PAGE_BYTES
     except (OSError, ValueError):

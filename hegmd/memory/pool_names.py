@@ -1,10 +1,9 @@
-"""What the pieces of the pool are called, so that whoever finds one knows whose it is.
+"""The names of pool segments, which tell a later daemon their owner.
 
-One name serves for all: the file in memory, the descriptor in a store, the file on disk. It tells the operation, the
-worker and the size, has a nonce that is drawn for each piece, and then the process that its bytes are of: an
-operation of a lost journal and one of its successor may have the same number, a process and another user's later one
-the same pid, and the bytes of the one must not be taken for the other's. It ends in the operations that had it before:
-whoever adopted it may be killed before it has made it its own. Pure.
+One name serves for the file in memory, the descriptor in a store, and the file on disk. It has the operation, the
+worker, the size, a nonce of the segment, and the process of its bytes: an operation of a lost journal may have the same
+number as a later one, and a process the pid of another user's later one, and their bytes must not be confused. It ends
+with the operations that had the segment before: a daemon may be killed while it adopts one. Pure.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _MAX_BEFORE = 8
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Whose a piece is: one worker in one operation. Operations have no dash in their names, workers may."""
+    """The owner of a segment: one worker in one operation. Operations have no dash in their names, workers may."""
 
     operation: str
     worker: str
@@ -35,7 +34,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The process that bytes are of: its user, and its start in clock ticks since boot. Its pid is the worker's."""
+    """The process of the bytes: its user, and its start in clock ticks since boot. The worker has its pid."""
 
     uid: int
     start_ticks: int
@@ -43,17 +42,17 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class PieceName:
-    """The name of one piece. Pieces of releases before there were nonces, or sources, have none."""
+    """The name of one segment. Segments of old releases have no nonce or source."""
 
     key: Key
     usable_bytes: int
     nonce: str = ""
     source: Source | None = None
-    #: The operations that it was claimed from, the last one first: what is in it may name them still.
+    #: The operations that had it before, the last one first: its contents may name them.
     before: tuple[str, ...] = ()
 
     def claimed_by(self, key: Key) -> PieceName:
-        """Its name from when that owner has it."""
+        """Return its name after that owner adopts it."""
         before = (self.key.operation, *self.before)[:_MAX_BEFORE] if self.nonce else ()
         return PieceName(key, self.usable_bytes, self.nonce, self.source, before)
 
@@ -70,7 +69,7 @@ class PieceName:
 
 
 def parse_name(text: str) -> PieceName | None:
-    """The name that this is; None when it is none."""
+    """Parse a name; None if it is not valid."""
     found = _FORM.fullmatch(text)
     if found is None:
         return None

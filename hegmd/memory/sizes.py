@@ -1,17 +1,17 @@
-"""How much is taken for so many bytes: of the host pool for storages, of a GPU besides what a process has there.
+"""Sizes and margins: of the host pool for storages, and of a GPU besides what a process has there.
 
-Owns these figures, because two have to agree on each: the plan that says whether a job fits and how long it stands, and
-those who take the pages or the video memory, and do it. Pure.
+The plan, which decides whether a job fits and estimates the downtime, and the code that reserves memory have to agree
+on these figures. Pure.
 """
 
 from __future__ import annotations
 
 MIB = 1 << 20
 HUGE_PAGE_BYTES = 2 * MIB
-# The agent writes a table of its storages before the bytes, and starts each on a page.
+# The agent writes a table of its storages before the bytes, and aligns each to a page.
 TABLE_BYTES = 4 * MIB
 TABLE_SHARE = 32
-# What a process needs on its GPU for the moment of a restore, beyond what NVML showed of it.
+# What a process needs on its GPU during a restore, beyond the figure of NVML.
 RESTORE_MARGIN_BYTES = 256 * MIB
 # What a process may need on its GPU beyond the memory of its own that its video memory was put into: what the driver
 # makes anew for it, such as contexts and the stacks of kernels. Not measured, so it is plenty.
@@ -40,7 +40,7 @@ CONTEXT_BYTES = 512 * MIB
 
 
 def whole_size(size_bytes: int) -> int:
-    """How large a piece for so many bytes of storages is: with room for the agent's table, in whole huge pages."""
+    """Return the size of a segment for so many bytes of storages: with the agent's table, in whole huge pages."""
     wanted = size_bytes + size_bytes // TABLE_SHARE + TABLE_BYTES
     return (wanted + HUGE_PAGE_BYTES - 1) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
 
@@ -57,7 +57,7 @@ def storages_in(whole_bytes: int) -> int:
 
 
 def piece_bytes(size_bytes: int) -> int:
-    """How large the pieces are in which so much video memory is held; larger ones where there would be too many."""
+    """Return the size of one allocation of so much GPU memory; larger if there would be too many."""
     found_bytes = PIECE_BYTES
     while size_bytes > MAX_PIECES * found_bytes:
         found_bytes *= 2

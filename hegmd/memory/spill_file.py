@@ -1,15 +1,15 @@
-"""A piece of the pool as a file on disk: written past the page cache, a sum for each chunk, whole or not there.
+"""A pool segment as a file on disk: written past the page cache, with a checksum for each chunk, whole or absent.
 
-Layout, all in blocks of 4096 bytes: a head (magic, version, sizes, the piece's mark, CRC-32 of itself), the bytes, then
-the CRC-32 of each chunk and one of that table. A chunk's sum starts from its number, so that two that changed places
+Layout, all in blocks of 4096 bytes: a header (magic, version, sizes, the segment's mark, CRC-32 of itself), the bytes,
+then the CRC-32 of each chunk and one of that table. A chunk's checksum starts from its number, so that swapped chunks
 are found. The file is written under another name, synced, read back from the disk and compared, and only then renamed:
-a file under its own name has been seen to be good. A disk that is full leaves nothing behind and nothing changed.
+a file with its own name has been verified. A full disk leaves nothing behind and changes nothing.
 
-All operations go by the descriptor of the directory, and a file that this daemon has not made itself is not believed:
-one of another owner, with another name as well, or for others to read.
+All operations use the descriptor of the directory. A file of another owner, with a second name, or readable by others
+is not trusted.
 
-Everything blocks and is called in a thread; `unwanted` is asked between chunks. The memory is read with `pread` and
-never mapped, since a job has had its descriptor and could have cut it.
+Everything blocks and runs in a thread; `unwanted` is checked between chunks. The memory is read with `pread` and never
+mapped, since a job had its descriptor and could have truncated it.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ _FREE_OF = "free space under {folder}, or name a directory with more of it as po
 
 
 class Unwanted(Exception):
-    """Nobody waits for it any more."""
+    """The caller no longer needs the result."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundSpill:
-    """A file that is there from before, by its head: its size, or why it is not to be trusted."""
+    """A file of an earlier daemon, by its header: its size, or why it is not trusted."""
 
     name: str
     size_bytes: int
@@ -67,14 +67,14 @@ class FoundSpill:
 
 
 class SpillFolder:
-    """The directory of the spilled pieces. `spare_bytes` of its disk are never taken: others have a use for them."""
+    """The directory of spilled segments. `spare_bytes` of its disk stay free for others."""
 
     def __init__(self, folder: Path, *, spare_bytes: int) -> None:
         self.folder = folder
         self._spare_bytes = spare_bytes
 
     def path(self, name: str) -> Path:
-        """Where that piece is."""
+        """Return the path of that segment."""
         return self.folder / (name + ENDING)
 
     def write(
@@ -86,9 +86,9 @@ class SpillFolder:
         progress: Progress,
         known: Sequence[int] | None = None,
     ) -> None:
-        """Have the memory's bytes on disk under that name. Raises HegmError or Unwanted, having left nothing.
+        """Write the memory to a file of that name. Raises HegmError or Unwanted, and leaves nothing then.
 
-        `known` are the sums of its chunks, if it was summed before: bytes that changed since are not written.
+        `known` are the checksums of its chunks, if taken before: bytes that changed since are not written.
         """
         fresh = name + UNFINISHED
         try:
@@ -116,7 +116,7 @@ class SpillFolder:
             raise self._failed(f"{size_bytes} bytes cannot be written to {self.folder / fresh}", error) from error
 
     def read(self, name: str, size_bytes: int, into: Callable[[int, memoryview], None], progress: Progress) -> None:
-        """Have every chunk of that piece told, with its place, once its sum was found right. Raises HegmError.
+        """Pass every verified chunk of that segment to `into`, with its offset. Raises HegmError.
 
         `into` is called from several threads and must not keep the view.
         """
@@ -131,7 +131,7 @@ class SpillFolder:
             raise self._failed(f"{path} cannot be read", error) from error
 
     def beginning(self, name: str, size_bytes: int) -> bytes:
-        """So many bytes that it begins with, up to a block of them, not compared with their sum. Raises HegmError."""
+        """Return the segment's first bytes, at most a block, unverified. Raises HegmError."""
         try:
             with self._own(name) as file, mmap.mmap(-1, BLOCK_BYTES) as block:
                 os.preadv(file, [block], BLOCK_BYTES)
@@ -140,7 +140,7 @@ class SpillFolder:
             raise self._failed(f"{self.path(name)} cannot be read", error) from error
 
     def remove(self, name: str) -> None:
-        """Its bytes are not needed any more. Fine when it is not there. Raises HegmError."""
+        """Delete the file. Does nothing if it does not exist. Raises HegmError."""
         try:
             with contextlib.suppress(FileNotFoundError), self._opened() as folder:
                 os.unlink(name + ENDING, dir_fd=folder)
@@ -148,7 +148,7 @@ class SpillFolder:
             raise self._failed(f"{self.path(name)} cannot be removed", error) from error
 
     def rename(self, name: str, new_name: str) -> None:
-        """Give a file to another owner; its mark is the same under either name. Raises HegmError."""
+        """Give a file to another owner; its mark does not change. Raises HegmError."""
         try:
             with self._opened() as folder:
                 os.rename(name + ENDING, new_name + ENDING, src_dir_fd=folder, dst_dir_fd=folder)
@@ -157,7 +157,7 @@ class SpillFolder:
             raise self._failed(f"{self.path(name)} cannot be renamed", error) from error
 
     def find(self) -> list[FoundSpill]:
-        """What an earlier daemon left here; what it was still writing is taken away."""
+        """Return what an earlier daemon left here; removes what it was still writing."""
         found: list[FoundSpill] = []
         try:
             with self._opened() as folder:
@@ -173,7 +173,7 @@ class SpillFolder:
 
     @contextlib.contextmanager
     def _opened(self) -> Generator[int]:
-        """The directory: what is done in it goes by its descriptor, whatever is renamed on the way there meanwhile."""
+        """Open the directory: all operations use its descriptor, so renames on the way do not matter."""
         folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             yield folder
@@ -182,7 +182,7 @@ class SpillFolder:
 
     @contextlib.contextmanager
     def _own(self, name: str) -> Generator[int]:
-        """That file, open to be read, if it is one that we wrote. Raises HegmError and OSError."""
+        """Open that file for reading if we wrote it. Raises HegmError and OSError."""
         with self._opened() as folder, opened(name + ENDING, _TO_READ, dir_fd=folder) as file:
             why_not = why_not_ours(os.fstat(file))
             if why_not:
@@ -198,7 +198,7 @@ class SpillFolder:
             )
 
     def _refuse_if_not_ours(self, file: int) -> None:
-        """What would not be believed when it is read is not written: some file systems know no owners and modes."""
+        """Refuse to write a file that could not be trusted later: some file systems have no owners and modes."""
         why_not = why_not_ours(os.fstat(file))
         if why_not:
             raise Refused(
@@ -233,12 +233,12 @@ def _file_bytes(size_bytes: int) -> int:
 
 
 def _mark_of(name: str) -> str:
-    """The part of a piece's name that is its own, whoever owns it or did before: size, nonce and source."""
+    """Return the part of a segment's name that no owner changes: size, nonce and source."""
     return name.rpartition("-")[2].partition(".from.")[0]
 
 
 def _write_ends(file: int, mark: str, size_bytes: int, sums: list[int]) -> None:
-    """The head, and the table of sums with its own at the end."""
+    """Write the header, and the table of checksums with its own checksum."""
     title = mark.encode()
     head = _HEAD.pack(MAGIC, VERSION, len(title), size_bytes, CHUNK_BYTES) + title
     table = b"".join(_SUM.pack(one) for one in sums)
@@ -310,7 +310,7 @@ def _copy_out(
     unwanted: Callable[[], bool],
     progress: Progress,
 ) -> list[int]:
-    """The chunks of that memory to the file; their sums, which are those that were known, where any were."""
+    """Copy the chunks to the file; return their checksums, which have to equal known ones."""
     fd, known = memory
     sums = [0] * len(chunks_of(size_bytes))
 
@@ -329,7 +329,7 @@ def _copy_out(
 
 
 def _compare(file: int, size_bytes: int, sums: list[int], unwanted: Callable[[], bool]) -> None:
-    """Raise HegmError unless the disk gives back what was written."""
+    """Raise HegmError if the disk returns other bytes than were written."""
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # for a file system that goes by the page cache after all
 
     def compare(number: int, view: memoryview, length: int) -> None:

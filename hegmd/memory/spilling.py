@@ -1,7 +1,7 @@
-"""The way of a piece to its file and back, off the loop: threads, progress, and an end when nobody wants it any more.
+"""Copies a segment to its file and back, off the loop: threads, progress, and an early end if it is no longer wanted.
 
-Owns what a thread has while it copies: a descriptor of its own, so that none is closed or used again under its hands.
-What the file looks like is spill_file's; what a piece is, the pool's.
+Each thread has a descriptor of its own, so that none is closed while it is used. `spill_file` has the format; `pool`
+the segments.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ T = TypeVar("T")
 
 
 def say_nothing(_so_far_bytes: int) -> None:
-    """The progress of what nobody follows."""
+    """Progress that is not reported."""
 
 
 async def write_out(
     folder: SpillFolder, name: str, fd: int, size_bytes: int, progress: Progress, known: Sequence[int] | None = None
 ) -> None:
-    """Have that memory in its file. Raises HegmError. Cancelled, it ends at the next chunk."""
+    """Write that memory to its file. Raises HegmError. If cancelled, it ends at the next chunk."""
 
     async def copy(tell: Progress) -> None:
         await with_memory(
@@ -56,9 +56,9 @@ async def write_out(
 
 
 async def with_memory(fd: int, work: Callable[[int, Callable[[], bool]], T], *, name: str, unwanted: str) -> T | None:
-    """What comes of `work`, off the loop, with a descriptor of its own and a way to ask whether it is still wanted.
+    """Return the result of `work`, off the loop, with a descriptor of its own and a check whether it is still wanted.
 
-    None where it was not, and ended for that. Raises HegmError.
+    None if it ended because it was not. Raises HegmError.
     """
     try:
         own = os.fdopen(os.dup(fd), "rb", buffering=0)  # the thread closes it, however late it ends
@@ -94,7 +94,7 @@ async def with_memory(fd: int, work: Callable[[int, Callable[[], bool]], T], *, 
 async def read_into(
     make: Callable[[Fill], Awaitable[Memory]], folder: SpillFolder, name: str, size_bytes: int, progress: Progress
 ) -> Memory:
-    """The memory that `make` makes, filled from the file, every chunk checked. Raises HegmError."""
+    """Return the memory of `make`, filled from the file, every chunk verified. Raises HegmError."""
 
     async def copy(tell: Progress) -> Memory:
         return await make(lambda memory: _fill(folder, name, size_bytes, memory, tell))
@@ -106,7 +106,7 @@ async def read_into(
 
 
 def _fill(folder: SpillFolder, name: str, size_bytes: int, memory: Memory, tell: Progress) -> None:
-    """Fill fresh memory, which nobody else has a descriptor of yet."""
+    """Fill new memory, of which no other process has a descriptor."""
     if not memory.huge:
         folder.read(name, size_bytes, lambda place, view: _write_whole(memory.fd, view, place), tell)
         return
@@ -125,7 +125,7 @@ def _write_whole(fd: int, view: memoryview, place: int) -> None:
 
 
 async def _told(work: Callable[[Progress], Awaitable[T]], progress: Progress) -> T:
-    """What comes of `work`, which gets a progress that a thread may call; `progress` is called in the loop."""
+    """Return the result of `work`, whose progress a thread may report; `progress` is called in the loop."""
     latest_bytes = 0
     results: list[T] = []
     failure: HegmError | None = None

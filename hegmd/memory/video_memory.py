@@ -1,16 +1,16 @@
-"""Video memory that the daemon holds by descriptor: room for processes that are to come, and bytes in flight.
+"""GPU memory that the daemon holds by descriptor: reservations, and bytes in flight.
 
-A descriptor holds the memory whoever made it, without CUDA and without a context. So the GPU helper makes it, in pieces
-of a gigabyte, and may be killed at any time after that; closing the descriptors frees it. Of one owner on one GPU the
-pieces lie one after the other in a flat space; the first ones can be given back while the others are still needed.
+A descriptor holds the memory without CUDA and without a context. So the GPU helper creates it, in pieces of a gigabyte,
+and may be killed afterwards; closing the descriptors frees it. The pieces of one owner on one GPU form a flat space;
+the first ones can be released while others are needed.
 
-Room costs nothing to lose: a job whose room is gone stays checkpointed until there is some again, and an operation that
-a new daemon takes up holds its room anew. Bytes are another matter: before any are put into it, memory is to be `kept`,
-and then a store has it too (hegmd/memory/descriptor_store.py), under a name that tells owner, GPU, place and size, from
-where `adopt` takes it back. Room is not kept there: the one moment at which held memory has to be free at once is when
-a process is restored into it, and then nobody else's promptness is to be relied upon.
+A lost reservation costs nothing: the job stays checkpointed until memory is free, and an operation that a new daemon
+resumes reserves again. Bytes are different: before any are copied into it, memory is `kept`, and a store has it too
+(hegmd/memory/descriptor_store.py), under a name with owner, GPU, offset and size, from which `adopt` takes it back. A
+reservation is not stored: it has to be free at once when a process is restored into it, which must not depend on
+another process.
 
-Belongs to the event loop. Knows nothing of operations and workers but the names that it is given.
+Belongs to the event loop. Knows only names of operations and workers.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _NAME = re.compile(
 
 
 class Helper(Protocol):
-    """Who makes the memory: `helper.link.Link`."""
+    """What creates the memory: `gpu_helper.link.Link`."""
 
     async def call(self, op: str, args: Mapping[str, object], *, deadline_s: float) -> Answer: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some video memory, and where it begins in its owner's flat space. The descriptor is the books' to close."""
+    """Some GPU memory, and its offset in its owner's flat space. This module closes the descriptor."""
 
     fd: int
     at: int
@@ -93,7 +93,7 @@ def piece_sizes(size_bytes: int) -> list[int]:
 
 
 class VideoMemory:
-    """Everything that is held, by owner and by the GPU's UUID. `store` is where it outlives the daemon, if anywhere."""
+    """All reserved GPU memory, by owner and GPU UUID. `store` is where it outlives the daemon, if anywhere."""
 
     def __init__(self, helper: Helper, store: Store | None = None) -> None:
         self.store = store
@@ -107,15 +107,15 @@ class VideoMemory:
     # -- figures -------------------------------------------------------------------------------------------------------
 
     def of(self, who: str) -> Mapping[str, int]:
-        """Bytes that are held for that owner, by GPU."""
+        """Return the bytes reserved for that owner, by GPU."""
         return {gpu: holding.size_bytes for (owner, gpu), holding in self._held.items() if owner == who}
 
     def by_owner(self) -> Mapping[Key, int]:
-        """Bytes that are held, by owner and GPU."""
+        """Return the reserved bytes, by owner and GPU."""
         return {key: holding.size_bytes for key, holding in self._held.items()}
 
     def pieces(self, who: str, gpu: str) -> tuple[Piece, ...]:
-        """What the owner has there, in order. Raises HegmError when some of it was lost with an earlier daemon."""
+        """Return what the owner has there, in order. Raises HegmError if some of it was lost with an earlier daemon."""
         holding = self._held.get((who, gpu))
         pieces = () if holding is None else tuple(holding.pieces)
         for one, other in pairwise(pieces):
@@ -130,11 +130,10 @@ class VideoMemory:
     # -- taking and giving ---------------------------------------------------------------------------------------------
 
     async def reserve(self, who: str, gpu: str, size_bytes: int, *, spare: bool = False) -> None:
-        """Hold at least so much there for that owner from now on, in all; what is missing is added.
+        """Reserve at least so much there for that owner in total; what is missing is added.
 
-        For what is `spare`, because it can be done without, nobody is asked to give anything back.
-        Raises Refused when the GPU has no room, and whatever the helper fails with; then all is as it was. Cancelled,
-        what was on its way is given back.
+        For `spare` memory, nothing is released elsewhere first. Raises Refused if the GPU lacks memory, and the
+        helper's errors; then nothing changes. If cancelled, what was created is released.
         """
         async with self._taking:
             known = self._held.get((who, gpu))
@@ -172,9 +171,9 @@ class VideoMemory:
             return await self._helper.call("hold", args, deadline_s=deadline_s)
 
     async def keep(self, who: str, gpu: str) -> bool:
-        """Have it outlive the daemon from now on, before bytes are put into it; whether there is who keeps it.
+        """Let it outlive the daemon before bytes are copied into it; False if there is no store.
 
-        Raises HegmError when it could not be handed over: then nobody is to rely on it.
+        Raises HegmError if it could not be stored: then it must not be relied on.
         """
         holding = self._held.get((who, gpu))
         if holding is None:
@@ -183,9 +182,9 @@ class VideoMemory:
         return holding.kept
 
     async def release(self, who: str, gpu: str) -> None:
-        """Give it back to the GPU: when this returns, it is free. Fine when nothing is held.
+        """Free it: when this returns, the GPU has it back. Does nothing if nothing is reserved.
 
-        Raises HegmError when a store does not let go of it: then the daemon holds it no longer, and the store does.
+        Raises HegmError if a store does not drop it: then only the store still holds it.
         """
         holding = self._held.pop((who, gpu), None)
         if holding is not None:
@@ -193,7 +192,7 @@ class VideoMemory:
             await self._let_go(who, gpu, holding, given)
 
     async def give_first(self, who: str, gpu: str, count: int) -> int:
-        """Give back the first pieces; how many bytes. When this returns, they are free, also where they were kept."""
+        """Free the first pieces and return their bytes, also where they were kept."""
         holding = self._held.get((who, gpu))
         if holding is None or count > len(holding.pieces):
             raise Bug("more pieces of video memory are given back than are held", facts={"who": who, "gpu": gpu})
@@ -204,10 +203,10 @@ class VideoMemory:
         return sum(piece.size_bytes for piece in given)
 
     async def hand_on(self, who: str, gpu: str, to: str) -> None:
-        """Have what that owner has there be another's from now on; what is kept is so all the time.
+        """Give all of that owner's memory there to another owner; what is kept stays kept.
 
-        Raises HegmError when a store does not take the new names: then it is as it was. What it does not let go of of
-        the old ones is held twice, and is nobody's when the next daemon finds it.
+        Raises HegmError if a store does not take the new names: then nothing changes. Old names that it does not drop
+        are stored twice, and the next daemon finds them as orphans.
         """
         async with self._taking:
             holding = self._held.get((who, gpu))
@@ -226,14 +225,14 @@ class VideoMemory:
                     await self.store.drop(*[_store_name(who, gpu, piece) for piece in pieces])
 
     def close(self) -> None:
-        """Let go of everything here; what a store has, it keeps."""
+        """Close everything here; a store keeps what it has."""
         while self._held:
             _, holding = self._held.popitem()
             for piece in holding.pieces:
                 os.close(piece.fd)
 
     def adopt(self, name: str, fd: int) -> bool:
-        """Take back what an earlier run of the daemon had kept; whether it is that. If not, it stays the caller's."""
+        """Take back what an earlier daemon kept; False if it is something else, which stays the caller's."""
         found = _NAME.fullmatch(name)
         if found is None:
             return False
@@ -264,7 +263,7 @@ class VideoMemory:
         return True
 
     async def _let_go(self, who: str, gpu: str, holding: _Holding, pieces: Sequence[Piece]) -> None:
-        """Cancelled, it is given back all the same: nobody would know of it any more."""
+        """Free it, also if cancelled: otherwise its owner would be unknown."""
         began = anyio.current_time()
         for piece in pieces:
             os.close(piece.fd)
@@ -278,7 +277,7 @@ class VideoMemory:
 
 
 def _pieces_of(answer: Answer, start: int) -> list[Piece]:
-    """What the helper made, put behind one another. Raises Bug for an answer that does not fit."""
+    """Return the helper's allocations with their offsets. Raises Bug if the answer does not fit."""
     sizes: list[int] = answer.values["sizes"]
     if len(sizes) != len(answer.fds):
         raise Bug(f"the helper sent {len(answer.fds)} descriptors for the sizes {sizes!r}")

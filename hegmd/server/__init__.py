@@ -1,1 +1,1 @@
-"""The daemon's face to other programs: the socket, who may do what, and what each request is answered with."""
+"""The daemon's face to clients: the socket, permissions, and the answer to each request."""

@@ -1,8 +1,7 @@
-"""Who may do what. Pure decisions from the kernel's word about a peer, all in this one place.
+"""Permissions: pure decisions from the peer's credentials, all in this module.
 
-The uid and gids come from the socket (SO_PEERCRED, SO_PEERGROUPS) and are the only credential: nothing that a peer says
-of itself counts. Root, the daemon's own user and the group `hegm` may act on every process and on the daemon; anybody
-else on their own processes.
+uid and gids come from the socket (SO_PEERCRED, SO_PEERGROUPS); nothing that a peer says about itself counts. Root, the
+daemon's own user and the group `hegm` may act on every process and on the daemon; other users on their own processes.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from hegmd.errors import DENIED, HegmError
 from hegmd.protocol.messages import BeginProof, Caller, Cancel, EndProof, Hello, Reload, Request, SimulateFault
 from hegmd.protocol.snapshots import GpuProcess
 
-# Requests that change the node as a whole. All others may be made by whoever may connect; those that act on processes
+# Requests that change the node as a whole. Every peer may make the others; those that act on processes
 # check each process with `may_act_on`.
 NODE_WIDE: frozenset[type[Request]] = frozenset((BeginProof, EndProof, Reload, SimulateFault))
 
-# What a connection needs in order to exist; nobody is refused these.
+# Requests that a connection needs; never refused.
 ALWAYS: frozenset[type[Request]] = frozenset((Hello, Cancel))
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The process at the other end of a connection, as the kernel describes it, at the time of connecting."""
+    """The process at the other end of a connection, as the kernel described it when it connected."""
 
     pid: int
     uid: int
@@ -40,21 +39,21 @@ class Policy:
     own_user_only: bool = False
 
     def may_connect(self, peer: Peer) -> bool:
-        """Whether the peer is served at all. A user's private daemon serves that user, and root."""
+        """Return True if the peer is served. A user's private daemon serves that user and root."""
         return not self.own_user_only or peer.uid in (0, self.daemon_uid)
 
     def may_act_on_all(self, peer: Peer) -> bool:
-        """Whether the peer may act on processes of every user, and on the daemon."""
+        """Return True if the peer may act on processes of every user, and on the daemon."""
         if peer.uid in (0, self.daemon_uid):
             return True
         return self.admin_gid is not None and (peer.gid == self.admin_gid or self.admin_gid in peer.groups)
 
     def may_act_on(self, peer: Peer, owner_uid: int | None) -> bool:
-        """Whether the peer may act on a process of that owner. An unknown owner is nobody's own."""
+        """Return True if the peer may act on a process of that owner. An unknown owner is never the peer."""
         return self.may_act_on_all(peer) or (owner_uid is not None and owner_uid == peer.uid)
 
     def check(self, peer: Peer, request: type[Request]) -> None:
-        """Raise DENIED unless the peer may make such a request."""
+        """Raise DENIED unless the peer may make this request."""
         if request in ALWAYS:
             return
         if request in NODE_WIDE and not self.may_act_on_all(peer):
@@ -66,11 +65,12 @@ class Policy:
             )
 
     def describe(self, peer: Peer) -> Caller:
-        """What the peer is told that it is taken for."""
+        """Return the peer's identity as it is told to the peer."""
         return Caller(uid=peer.uid, gid=peer.gid, pid=peer.pid, may_act_on_all=self.may_act_on_all(peer))
 
     def visible(self, peer: Peer, process: GpuProcess) -> GpuProcess:
-        """The process as the peer may see it: command lines hold secrets, so other users' are kept back."""
+        """Return the process as the peer may see it: command lines of other users are hidden, because they may contain
+        secrets."""
         if process.command is None or self.may_act_on(peer, process.uid):
             return process
         hidden = "command line hidden: another user's process"

@@ -1,7 +1,7 @@
-"""From a request to its answer: permission, handler, and what is kept of it (metrics, audit, log).
+"""From a request to its answer: permission, handler, and records of it (metrics, audit, log).
 
-This is the one place where an unexpected exception of a handler is caught: it becomes the error `internal` with a
-reference under which the log has the traceback.
+Only here is an unexpected exception of a handler caught: it becomes the error `internal` with a reference to its
+traceback in the log.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Dispatcher:
         self._audit = audit
 
     async def answer(self, call: Call) -> Record:
-        """The reply to a call. Raises HegmError, and passes cancellation on; both are counted and audited."""
+        """Return the reply to a call. Raises HegmError and passes cancellation on; both are counted and audited."""
         started = time.perf_counter()
         with operation(call.request.op, uid=call.peer.uid, pid=call.peer.pid) as operation_id:
             error: HegmError | None = None
@@ -55,7 +55,7 @@ class Dispatcher:
                 raise
             finally:
                 took_s = time.perf_counter() - started
-                # How long a stream lasted is the caller's choice and says nothing of the daemon.
+                # The caller chooses how long a stream lasts, so its time is not measured.
                 self._counters.request(call.request.op, result, None if call.request.event else took_s)
                 if call.request.changes_state:
                     self._audit.record(call.peer, call.request, result, error, took_s, operation_id)
@@ -71,7 +71,7 @@ class Dispatcher:
             raise self._internal(call, bug) from bug
         except (HegmError, anyio.get_cancelled_exc_class()):
             raise
-        except Exception as unexpected:  # the edge where anything becomes an answer
+        except Exception as unexpected:  # the edge where every error becomes an answer
             if (scarce := scarcity(unexpected)) is not None:
                 raise scarce from unexpected
             raise self._internal(call, unexpected) from unexpected

@@ -1,4 +1,4 @@
-"""What each request is answered with: translates between messages and the parts of the daemon, decides nothing."""
+"""The handler of each request: translates between messages and the parts of the daemon, decides nothing."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from hegmd.server.session import Call
 from hegmd.telemetry.events import EventLog, require_kinds
 from hegmd.workers.workers import Workers
 
-# An answer may be this old. Several callers at once then share one reading of the drivers.
+# An answer may be this old, so that concurrent callers share one snapshot.
 FRESH_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What handlers reach: the parts of the daemon, and a few of its actions as plain calls."""
+    """What handlers use: the parts of the daemon, and a few of its actions as plain calls."""
 
     policy: Policy
     inventory: Inventory
@@ -65,7 +65,7 @@ class Handlers:
         self._s = services
 
     def table(self) -> Mapping[type[m.Request], Handler]:
-        """Which method answers which message."""
+        """Return the handler of each message."""
         return {
             m.Hello: self.hello,
             m.Ping: self.ping,

@@ -1,7 +1,7 @@
-"""The Unix socket: taken from systemd or bound here, one session per connection, and a limit on how many.
+"""The Unix socket: passed by systemd or bound here; one session for each connection, within a limit.
 
-Owner and mode of the socket are set before it listens, so nobody can connect in between. A socket file that nobody
-listens on is replaced; one that is answered means another daemon, and this one refuses to start.
+Owner and mode of the socket are set before it listens, so that no client connects in between. A socket file without a
+listener is replaced. If a daemon answers on it, this one refuses to start.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hegmd.telemetry.metrics import Counters
 logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
-# One place in so many is kept for those who administer the node, so that it never is full for them.
+# One connection in so many is reserved for administrators.
 _KEPT_SHARE = 16
 # Out of descriptors or memory: the connection stays in the backlog, and trying again at once would spin.
 _PRESSED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
@@ -42,9 +42,9 @@ _PRESSED_PAUSE_S = 0.1
 
 
 def bind(path: Path, mode: int, group_id: int | None, *, directory_mode: int = 0o755) -> socket.socket:
-    """A listening socket at that path, in a directory that is made if need be.
+    """Return a listening socket at that path; creates its directory if needed.
 
-    Raises HegmError when another daemon listens there or the path is unusable.
+    Raises HegmError if another daemon listens there or the path cannot be used.
     """
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
@@ -73,7 +73,7 @@ def bind(path: Path, mode: int, group_id: int | None, *, directory_mode: int = 0
 
 
 def take_away(path: Path, bound: os.stat_result) -> None:
-    """Remove the socket that was bound, and not one that another daemon has put in its place since it was closed."""
+    """Remove the socket file that was bound, unless another daemon has replaced it since."""
     with contextlib.suppress(OSError):
         found = path.lstat()
         if (found.st_dev, found.st_ino, found.st_mtime_ns) == (bound.st_dev, bound.st_ino, bound.st_mtime_ns):
@@ -81,7 +81,7 @@ def take_away(path: Path, bound: os.stat_result) -> None:
 
 
 def _file_of(listening: socket.socket) -> tuple[int, int] | None:
-    """Which file is at the path of the socket."""
+    """Return the identity of the file at the socket's path."""
     try:
         found = os.lstat(listening.getsockname())
     except (OSError, ValueError):  # ValueError: a name in the abstract namespace
@@ -90,7 +90,7 @@ def _file_of(listening: socket.socket) -> tuple[int, int] | None:
 
 
 def _clear(path: Path) -> None:
-    """Remove a socket that nobody listens on; raise HegmError for anything else in the way."""
+    """Remove a socket without a listener. Raises HegmError for anything else at the path."""
     try:
         found = path.lstat()
     except OSError:
@@ -104,7 +104,7 @@ def _clear(path: Path) -> None:
             path.unlink(missing_ok=True)
             return
         except OSError:
-            pass  # somebody listens: with a full backlog (it hangs, or is busy), or for others than this user
+            pass  # a daemon listens: with a full backlog, or not for this user
     raise HegmError(
         REFUSED,
         f"another hegmd listens at {path}",
@@ -113,7 +113,7 @@ def _clear(path: Path) -> None:
 
 
 class Admission:
-    """How many connections there are, and whether one more is let in."""
+    """Counts connections and decides whether one more is accepted."""
 
     def __init__(self, policy: Policy, clients: int, clients_per_uid: int) -> None:
         self.policy = policy
@@ -126,7 +126,7 @@ class Admission:
         return self._by_uid.total()
 
     def enter(self, peer: Peer) -> None:
-        """Count the peer in. Raises DENIED or BUSY, counting nothing."""
+        """Count the peer in. Raises DENIED or BUSY; then nothing is counted."""
         if not self.policy.may_connect(peer):
             raise HegmError(
                 DENIED,
@@ -157,7 +157,7 @@ class Admission:
 class Listener:
     """Accepts on one listening socket, which it owns, until it is stopped.
 
-    Where the socket's file is gone, nobody can connect any more: `take` has it go on with another socket.
+    If the socket's file is gone, no client can connect: `take` continues with another socket.
     """
 
     def __init__(
@@ -181,18 +181,18 @@ class Listener:
 
     @property
     def path(self) -> str:
-        """Where clients find it."""
+        """Return the path for clients."""
         return str(self._listening.getsockname())
 
     @property
     def is_found(self) -> bool:
-        """Whether the file that it was bound to is at its path; a socket without a file is always found."""
+        """Return True if its file is at its path, or if the socket has no file."""
         path = self._listening.getsockname()
         has_file = isinstance(path, str) and path.startswith("/")
         return not has_file or (self._file is not None and self._file == _file_of(self._listening))
 
     def take(self, listening: socket.socket) -> None:
-        """Accept on that socket from now on. The one before is closed once every client in its backlog is accepted."""
+        """Accept on that socket from now on. The former one is closed once its backlog is accepted."""
         listening.setblocking(False)
         self._replaced.append(self._listening)
         self._listening = listening
@@ -200,7 +200,7 @@ class Listener:
         self._waiting.cancel()
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Accept until `stop`, which lets every session say goodbye. Cancelled, it ends them without a word."""
+        """Accept until `stop`, after which every session says goodbye. Cancellation ends sessions at once."""
         try:
             async with anyio.create_task_group() as tasks:
                 task_status.started()
@@ -239,10 +239,10 @@ class Listener:
             return
         self._note_relief()
         self._admit(connection, tasks)
-        await anyio.lowlevel.checkpoint()  # a storm of connections does not starve those that are there
+        await anyio.lowlevel.checkpoint()  # many new connections must not starve the others
 
     def _note_pressure(self, error: OSError) -> None:
-        """Once for as long as it lasts: it is tried ten times a second."""
+        """Log the lack of resources once while it lasts: accepting is tried ten times a second."""
         if not self._pressed:
             self._pressed = True
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -266,7 +266,7 @@ class Listener:
             tasks.start_soon(self._serve, PeerStream(connection), peer, name=f"session of pid {peer.pid}")
 
     def _turn_away(self, connection: socket.socket, error: HegmError) -> None:
-        """Say why, as far as that goes without waiting, and close."""
+        """Send the reason if that is possible without waiting, and close."""
         self._counters.refused(error.code.name)
         limited(logger, f"refused-{error.code.name}", logging.WARNING, "connection refused: %s", error.message)
         told = ServerConnection(frame_bytes=0, requests_in_flight=0).error(None, error)
@@ -286,7 +286,7 @@ class Listener:
             self._admission.leave(peer)
 
 
-# What the kernel says of the process at the other end of a Unix socket.
+# The kernel's credentials of a peer.
 SO_PEERGROUPS = 59  # Linux 4.13; Python's socket module has no name for it
 _UCRED = struct.Struct("iII")
 _GID = struct.Struct("I")
@@ -295,15 +295,15 @@ _LARGE_BYTES = 65_536 * _GID.size  # NGROUPS_MAX groups
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """Who connected. Raises OSError when the socket has no peer any more."""
+    """Return the peer. Raises OSError if the socket has none any longer."""
     pid, uid, gid = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return Peer(pid=pid, uid=uid, gid=gid, groups=_groups_of(connection))
 
 
 def _groups_of(connection: socket.socket) -> frozenset[int]:
-    """Supplementary groups: the primary one alone would not let in a user whom an administrator added to a group.
+    """Return supplementary groups: an administrator adds a user to a group there.
 
-    A kernel that cannot tell them leaves the peer with its primary group, which is the safe side.
+    If the kernel cannot report them, only the primary group counts, which is the safe side.
     """
     try:
         raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, _SMALL_BYTES)
@@ -313,7 +313,7 @@ def _groups_of(connection: socket.socket) -> frozenset[int]:
 
 
 def _many_groups_of(connection: socket.socket) -> bytes:
-    """The same, past Python's limit: users of large directories can be in more than 256 groups."""
+    """The same for more than 256 groups, which Python's getsockopt cannot return."""
     libc = ctypes.CDLL(None, use_errno=True)
     buffer = ctypes.create_string_buffer(_LARGE_BYTES)
     size = ctypes.c_uint32(_LARGE_BYTES)

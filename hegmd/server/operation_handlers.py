@@ -1,4 +1,4 @@
-"""What the requests about operations are answered with: translates between messages and `operations`."""
+"""The handlers of requests about operations: translate between messages and `operations`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hegmd.server.dispatch import Handler
 from hegmd.server.session import Call
 from hegmd.system.programs import Rights
 
-# How long whoever asks waits for what takes a look; then it is told what is known by now.
+# How long a caller waits for an inspection; then it gets what is known.
 OPERATIONS_S = 1.0
 ORPHANS_S = 20.0
 
@@ -47,7 +47,7 @@ class OperationHandlers:
         self._orphans = orphans
 
     def table(self) -> Mapping[type[m.Request], Handler]:
-        """Which method answers which message."""
+        """Return the handler of each message."""
         return {
             m.Migrate: self.migrate,
             m.Quiesce: self.quiesce,
@@ -152,7 +152,7 @@ class OperationHandlers:
         return m.Dropped(name=request.name, size_bytes=freed_bytes)
 
     async def _place(self, text: str | None) -> str | None:
-        """A target with the ids of its GPUs, however they were named."""
+        """Return a target with the ids of its GPUs, however they were named."""
         if text is None:
             return None
         snapshot = self._inventory.latest or await self._inventory.fresh(0.0)
@@ -169,7 +169,7 @@ class OperationHandlers:
 
 
 def _rights(call: Call) -> Rights:
-    """The caller's, by the kernel's word: with them images are written and read."""
+    """Return the caller's credentials from the kernel, with which images are written and read."""
     peer = call.peer
     return Rights(peer.uid, peer.gid, tuple(sorted(peer.groups)))
 

@@ -1,8 +1,8 @@
 """Metrics over HTTP on the loopback addresses, for Prometheus on the same node or behind a proxy.
 
-One GET or HEAD of /metrics for each connection, within limits on time, size and number. Every local user can connect,
-so nothing is here that `hegmctl metrics` would not tell them, and connections that sit there without asking give way
-to new ones. Which requests are taken is in `scrape_http`.
+One GET or HEAD of /metrics for each connection, within limits of time, size and number. Every local user can connect,
+so it serves only what `hegmctl metrics` shows, and idle connections give way to new ones. `scrape_http` checks
+requests.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PRESSED_PAUSE_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """What one connection, and all of them together, may cost."""
+    """Limits of one connection, and of all together."""
 
     connections: int = 32
     head_bytes: int = 8192
@@ -45,7 +45,7 @@ class HttpLimits:
 
 
 def bind_loopback(port: int) -> list[socket.socket]:
-    """Sockets that listen on that port of each loopback address there is. Raises HegmError if one is taken."""
+    """Return sockets that listen on that port of each loopback address. Raises HegmError if one is in use."""
     sockets: list[socket.socket] = []
     try:
         for family, address in _LOOPBACK:
@@ -121,7 +121,7 @@ class ScrapePort:
                 await anyio.lowlevel.checkpoint()
 
     def _admit(self, connection: socket.socket, tasks: anyio.abc.TaskGroup) -> None:
-        """Let a connection in; at the limit, in place of the oldest that has not asked yet, or not at all."""
+        """Accept a connection. At the limit it replaces the oldest idle one, or is refused."""
         if self._open >= self._limits.connections:
             oldest = next(iter(self._asking), None)
             if oldest is None:
@@ -143,7 +143,7 @@ class ScrapePort:
             self._open -= 1
 
     async def _answer(self, connection: socket.socket, asking: anyio.CancelScope) -> Response | None:
-        """What to answer; None to somebody who left, or gave way, before having asked."""
+        """Return the response; None if the peer left or gave way first."""
         try:
             head: bytes | None = None
             try:
@@ -168,7 +168,8 @@ class ScrapePort:
             return Response("500 Internal Server Error", f"a bug in hegmd; its log has {reference}\n".encode())
 
     async def _read_head(self, connection: socket.socket) -> bytes | None:
-        """The request up to its empty line; None if the peer leaves before. Raises Refusal for what is no request."""
+        """Return the request up to its empty line; None if the peer leaves first. Raises Refusal for an invalid
+        request."""
         data = b""
         with anyio.move_on_after(self._limits.head_deadline_s):
             while END_OF_HEAD not in data:
@@ -178,13 +179,13 @@ class ScrapePort:
                 if not received:
                     return None
                 data += received
-                if not data[:1].isalpha():  # such as the hello of TLS, whose sender would wait in vain
+                if not data[:1].isalpha():  # for example a TLS hello, whose sender would wait
                     raise Refusal("400 Bad Request", "this port speaks HTTP/1.1, without encryption")
             return data.partition(END_OF_HEAD)[0]
         raise Refusal("408 Request Timeout", "no whole request came in time")
 
     async def _send(self, connection: socket.socket, data: bytes) -> None:
-        """Send all, then wait for the peer to close: closing with something unread would make it lose the answer."""
+        """Send everything, then wait for the peer to close: closing with unread input would drop the answer."""
         rest = memoryview(data)
         with anyio.move_on_after(self._limits.send_deadline_s) as limit:
             while rest:
@@ -201,7 +202,7 @@ class ScrapePort:
 
 
 async def _receive(connection: socket.socket) -> bytes:
-    """The next bytes, empty at the end. Lets others run even if there always are some."""
+    """Return the next bytes, empty at the end. Always yields to other tasks."""
     while True:
         await anyio.lowlevel.checkpoint()
         try:

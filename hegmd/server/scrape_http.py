@@ -1,6 +1,6 @@
-"""The little of HTTP/1.1 that a scrape needs: which requests are one, and the form of a response.
+"""The part of HTTP/1.1 that a scrape needs: valid requests, and the form of a response.
 
-Pure, and strict rather than forgiving: a request that two programs could read in different ways is refused.
+Pure and strict: a request that two programs could read differently is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HEADER = re.compile(rf"({_WORD}):[ \t]*([\t -~\x80-\xff]*)")
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What is answered."""
+    """An HTTP response."""
 
     status: str
     body: bytes
@@ -41,7 +41,7 @@ class Response:
 
 
 class Refusal(Exception):
-    """A request that is answered with something else than metrics."""
+    """A request that gets another answer than metrics."""
 
     def __init__(self, status: str, why: str, *headers: str, with_body: bool = True) -> None:
         super().__init__(why)
@@ -49,7 +49,7 @@ class Refusal(Exception):
 
 
 def method_of(head: bytes) -> str:
-    """The method, GET or HEAD, of a request for the metrics. Raises Refusal for every other request."""
+    """Return the method, GET or HEAD, of a request for the metrics. Raises Refusal for any other request."""
     first, *rest = head.decode("latin-1").split("\r\n")
     line = _REQUEST_LINE.fullmatch(first)
     if line is None:

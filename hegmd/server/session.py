@@ -1,8 +1,7 @@
-"""One connection from hello to its end: reads requests, runs each in a task of its own, and writes what they answer.
+"""One connection from hello to its end: reads requests, runs each in a task, and writes the answers.
 
-A peer can be slow, hostile or gone; what it costs is bounded here: time to say hello, time to finish a frame it began,
-time to read what it asked for, requests under way, bytes and descriptors held. Whatever happens to this connection, no
-other one notices.
+A peer may be slow, hostile or gone. So these are limited: the time to say hello, to finish a frame and to read answers;
+running requests; bytes and descriptors. No connection affects another.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ logger = logging.getLogger(__name__)
 
 _CLOSED = (OSError, anyio.ClosedResourceError)  # the peer vanished, or `stop` closed the stream
 
-# After so many frames of one read the other connections get their turn.
+# After so many frames of one read, other connections get a turn.
 _FRAMES_A_TURN = 16
 
 
 class PeerGone(HegmError):
-    """There is nobody left to answer. An everyday end of a request and no failure of whoever was answering."""
+    """The peer has left. A normal end of a request, and no failure of its handler."""
 
     def __init__(self) -> None:
         super().__init__(DISCONNECTED, "the peer closed the connection, or did not read", "connect and ask again")
@@ -43,7 +42,7 @@ class PeerGone(HegmError):
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """What one connection may cost."""
+    """Limits of one connection."""
 
     frame_bytes: int
     requests_in_flight: int
@@ -53,7 +52,7 @@ class SessionLimits:
 
 
 class Call:
-    """One request under way, as its handler sees it."""
+    """One running request, as its handler sees it."""
 
     def __init__(self, session: Session, request_id: int, request: Request, fds: Descriptors) -> None:
         self.session = session
@@ -67,7 +66,7 @@ class Call:
         return self.session.peer
 
     async def emit(self, event: Record, fds: Sequence[int] = ()) -> None:
-        """Send something in between. The descriptors that go with it stay the caller's. Raises PeerGone."""
+        """Send an intermediate message. Its descriptors stay the caller's. Raises PeerGone."""
         await self.session.send(self.session.protocol.event(self.id, event, len(fds)), fds)
 
 
@@ -75,7 +74,7 @@ Answerer = Callable[[Call], Awaitable[Record]]
 
 
 class Session:
-    """Owns one connection. `answer` turns a request into its reply; it may raise HegmError and nothing else."""
+    """Owns one connection. `answer` returns the reply to a request and raises HegmError only."""
 
     def __init__(
         self, stream: PeerStream, peer: Peer, answer: Answerer, limits: SessionLimits, counters: Counters
@@ -97,7 +96,7 @@ class Session:
         """Serve until the peer leaves, breaks the protocol, or `stop` is called. Raises nothing but cancellation."""
         try:
             await self._converse()
-        except Exception as bug:  # the edge of a connection: what is wrong with this one is not to end the others
+        except Exception as bug:  # the edge of a connection: its errors must not end others
             logger.error("the connection of uid %d ends by a bug in hegmd", self.peer.uid, exc_info=bug)
         finally:
             self._stream.close()
@@ -105,11 +104,11 @@ class Session:
                 undo()
 
     def at_end(self, key: str, undo: Callable[[], object]) -> None:
-        """Have something undone when the connection ends; once for each key, however often it is asked for."""
+        """Call this function when the connection ends; once for each key."""
         self._at_end[key] = undo
 
     async def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
-        """Write one frame. A peer that does not take it within the limit loses the connection, nothing else.
+        """Write one frame. A peer that does not read it within the limit loses the connection.
 
         Raises PeerGone.
         """
@@ -123,7 +122,7 @@ class Session:
             raise PeerGone from error
 
     async def stop(self) -> None:
-        """The daemon ends: tell the peer, then close. Requests under way are cancelled."""
+        """Tell the peer that the daemon ends, then close. Running requests are cancelled."""
         await self._part(HegmError(UNAVAILABLE, "hegmd is stopping", "connect again when it is back"))
         self._stream.close()
 
@@ -153,7 +152,7 @@ class Session:
                 frame_deadline = anyio.current_time() + self.limits.frame_deadline_s
             if not self.protocol.mid_frame:
                 frame_deadline = None
-                self._stream.close_unclaimed()  # they come with the first byte of their frame: these have none
+                self._stream.close_unclaimed()  # descriptors come with the first byte of a frame: these have no frame
 
     async def _receive(self, deadline: float | None) -> bytes:
         if deadline is None:
@@ -164,7 +163,7 @@ class Session:
         raise HegmError(TIMEOUT, f"waited too long for {waited_for}", "send whole frames, and hello at once")
 
     async def _take_requests(self, tasks: anyio.abc.TaskGroup) -> int:
-        """Start every request that is complete; how many there were."""
+        """Start every complete request; return how many there were."""
         taken = 0
         while (event := self.protocol.next_event()) is not None:
             taken += 1
@@ -185,7 +184,7 @@ class Session:
         call = Call(self, event.id, event.request, fds)
         self._calls[event.id] = call
         if isinstance(event.request, Hello):
-            await self._run(call)  # what follows hello in the same read relies on its having been accepted
+            await self._run(call)  # requests after hello in the same read need it accepted
         else:
             tasks.start_soon(self._run_alone, call, name=f"request {event.request.op}")
 
@@ -193,10 +192,10 @@ class Session:
         try:
             await self._run(call)
         except PeerGone:
-            self._stream.close()  # which ends the reading, and with it the session
+            self._stream.close()  # ends reading and the session
 
     async def _run(self, call: Call) -> None:
-        """Answer the request once, whatever becomes of it."""
+        """Answer the request exactly once."""
         frame: bytes | None = None
         with call.scope, call.fds:
             try:
@@ -204,9 +203,9 @@ class Session:
             except PeerGone:
                 raise
             except HegmError as error:
-                if isinstance(error, Bug):  # of the reply; those of handlers were logged where they were caught
+                if isinstance(error, Bug):  # a bug of the reply; those of handlers are logged where they are caught
                     logger.error("%s has an answer that cannot be sent", call.request.op, exc_info=error)
-                if isinstance(call.request, Hello):  # refused: there is no connection to go on with
+                if isinstance(call.request, Hello):  # refused: the connection ends
                     raise ProtocolBroken(error, call.id) from error
                 frame = self.protocol.error(call.id, error)
         del self._calls[call.id]
@@ -222,7 +221,7 @@ class Session:
         await self.send(self.protocol.reply(request_id, CancelReply(found=call is not None)))
 
     def _note(self, error: HegmError) -> None:
-        """Keep that the connection ends by no wish of the peer's."""
+        """Record that the connection ends without the peer's wish."""
         self._counters.dropped(error.code.name)
         if isinstance(error, PeerError):
             self._counters.bad_frame()
@@ -230,7 +229,7 @@ class Session:
         limited(logger, kind, logging.WARNING, "connection of uid %d dropped: %s", self.peer.uid, error.message)
 
     async def _part(self, error: HegmError) -> None:
-        """Tell the peer why its connection ends, if it listens; no longer than a moment."""
+        """Tell the peer briefly why its connection ends."""
         request_id = error.request_id if isinstance(error, ProtocolBroken) else None
         with anyio.move_on_after(1, shield=True), contextlib.suppress(OSError, anyio.ClosedResourceError, HegmError):
             await self._stream.send(self.protocol.error(request_id, error), 1)

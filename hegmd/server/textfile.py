@@ -1,8 +1,8 @@
 """Metrics as a file, for node_exporter's textfile collector.
 
-Owns the file: it appears whole or not at all, and goes away when the daemon ends or is told to write elsewhere, because
-figures that nobody renews would be taken for true. Written outside of the loop, since the disk may hang; while it does,
-nothing more is written, and that is said once.
+Owns the file: it appears as a whole, and is removed when the daemon ends or writes elsewhere, because stale figures
+would be taken for current ones. A thread writes it, since the disk may hang. While it hangs, nothing more is written,
+and that is logged once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MODE = 0o644  # node_exporter runs as a user of its own
 
 
 class Textfile:
-    """Writes what `render` gives to one file, again and again; to none while the path is None."""
+    """Writes the result of `render` to one file periodically; to none while the path is None."""
 
     def __init__(
         self,
@@ -52,17 +52,17 @@ class Textfile:
         self._written: Path | None = None
         self._under_way: set[object] = set()
         self._failing = False
-        #: How often the file could not be written since the start.
+        #: Number of failed writes since the start.
         self.failures = 0
 
     def configure(self, path: Path | None, interval_s: float) -> None:
-        """Go on with these; at once, if they differ."""
+        """Use these settings; writes at once if they differ."""
         if (path, interval_s) != (self._path, self._interval_s):
             self._path, self._interval_s = path, interval_s
             self._changed.set()
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Write until cancelled; then take the file away."""
+        """Write until cancelled; then remove the file."""
         task_status.started()
         try:
             while True:
@@ -104,10 +104,10 @@ class Textfile:
 
         self._written = path
         with anyio.move_on_after(self._write_deadline_s) as limit:
-            # A write that is almost done is waited for, so that the end finds the file and takes it away.
+            # Wait for a running write, so that its file is removed.
             try:
                 await run_detached(work, name="hegmd-textfile", linger_s=LINGER_S)
-            except HegmError:  # no thread was to be had, so there is none whose end could be waited for
+            except HegmError:  # no thread could be started, so there is none to wait for
                 self._under_way.discard(token)
                 raise
         if limit.cancelled_caught:
@@ -129,8 +129,8 @@ class Textfile:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Put a file in place in one step, readable for everybody. Raises OSError, leaving nothing behind."""
-    # The collector reads *.prom only, and so does not see this one.
+    """Replace the file in one step, readable for all users. Raises OSError and leaves nothing behind."""
+    # The collector reads *.prom only and ignores this name.
     fresh = path.with_name(f".{path.name}.new")
     fresh.unlink(missing_ok=True)
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)

@@ -1,9 +1,8 @@
-"""The record of every request that changes something: who asked for what, and what came of it.
+"""The audit record: every request that changes something, who made it, and its result.
 
-Each record goes to the log first, with its fields, and then, where one is configured, to a file with a JSON object a
-line. An audit that cannot be written does not fail the request, which has happened already and must not seem undone: it
-is an error in the log instead, once, and the number of missing records when writing works again. A file that cannot be
-opened when the daemon starts is another matter, and refuses the start.
+Each record goes to the log with its fields and, if configured, to a file with one JSON object a line. If the file
+cannot be written, the request does not fail, because it has already happened. The log then has one error, and later the
+number of missing records. A file that cannot be opened at the start stops the daemon.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from hegmd.telemetry.log import Limiter, fields
 
 logger = logging.getLogger(__name__)
 
-# What of a request is kept. A peer chooses its arguments, and must not choose how much is written for it.
+# How much of a request is kept: a peer must not choose the size of its record.
 TEXT_LENGTH = 256
 ITEMS = 16
 DEPTH = 4
 RECORD_BYTES = 8192
 
-# What is done is always recorded; what failed, so often for each user, kind of request and reason, then counted: a peer
+# A success is always recorded. A failure is recorded so often for each user, request and reason, then counted: a peer
 # can fail as often as it likes.
 FAILURES_A_MINUTE = 10
 
 
 class Who(Protocol):
-    """The peer that asked, by the kernel's word."""
+    """The peer that made the request, as the kernel identifies it."""
 
     @property
     def pid(self) -> int: ...
@@ -47,7 +46,7 @@ class Who(Protocol):
 
 
 class Audit:
-    """Keeps the records. `user_name` gives the name of a uid if it is known without asking a directory service."""
+    """Writes the records. `user_name` returns the name of a uid if it is known without a directory service."""
 
     def __init__(
         self,
@@ -64,13 +63,13 @@ class Audit:
 
     @property
     def lost(self) -> int:
-        """How many records are in the log only, because the file could not be written."""
+        """Return how many records are only in the log, because the file could not be written."""
         return 0 if self._file is None else self._file.lost
 
     def record(
         self, who: Who, request: Request, result: str, error: HegmError | None, took_s: float, operation: str
     ) -> None:
-        """Keep what came of a request: `result` is ok, cancelled, or a code of an error. Never waits, never raises."""
+        """Record the result of a request: ok, cancelled, or an error code. Never waits, never raises."""
         left_out = 0
         if error is not None:
             admitted = self._failures.admit((who.uid, request.op, result))
@@ -98,7 +97,7 @@ class Audit:
             self._file.append(_line({"time": f"{utc:%Y-%m-%dT%H:%M:%S.%f}Z", **entry}))
 
     def reopen(self, file: Path | None) -> None:
-        """Go on in that file, at a reload or after logrotate. If it cannot be opened, the one before is kept."""
+        """Continue in that file, at a reload or after logrotate. If it cannot be opened, the former one is kept."""
         if self._file is not None:
             self._file.reopen(file)
         elif file is not None:
@@ -106,13 +105,13 @@ class Audit:
             self._file.reopen(file)
 
     def close(self) -> None:
-        """Write what is waiting. Twice is fine."""
+        """Write what is queued. Twice is fine."""
         if self._file is not None:
             self._file.close()
 
 
 def bounded(value: object, depth: int = DEPTH) -> object:
-    """That value with long texts and lists cut, and with nothing in it but what JSON can hold."""
+    """Return the value with long texts and lists cut, and with JSON values only."""
     if isinstance(value, str):
         return value if len(value) <= TEXT_LENGTH else f"{value[:TEXT_LENGTH]}... ({len(value)} characters)"
     if isinstance(value, (bytes, bytearray)):

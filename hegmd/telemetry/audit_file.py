@@ -1,8 +1,8 @@
-"""The file of audit records: opened so that nobody can divert it, appended to by a thread of its own.
+"""The file of audit records: opened so that no other user can divert it, and written by a thread.
 
-The disk below may be full, slow or dead, and neither the loop nor the request that is told of may suffer: lines wait in
-a bounded queue, and what cannot be written is counted and reported in the log. A file that logrotate moved away is
-noticed by itself; until a new one can be opened, the old one is kept, so that no line is lost on the way.
+The disk may be full, slow or dead, which must affect neither the loop nor requests. So lines wait in a bounded queue,
+and lost ones are counted and reported in the log. A file that logrotate moved is noticed; until a new one can be
+opened, the old one is kept, so that no line is lost.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ _MODE = 0o600
 
 
 class AuditFile:
-    """Appends lines to one file, or to none. Raises HegmError if the first cannot be opened; nothing later raises."""
+    """Appends lines to one file, or to none. Raises HegmError if the first cannot be opened; later calls raise
+    nothing."""
 
     def __init__(self, path: Path | None, *, waiting_lines: int = WAITING_LINES) -> None:
         self._path = path
         self._descriptor = None if path is None else _open(path)
         self._at_line_start = self._descriptor is None or _ends_a_line(self._descriptor)
-        self._told = ""  # the last reason for which it could not be opened again
+        self._told = ""  # the last reason why it could not be opened again
         self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue(waiting_lines)
-        self._lock = threading.Lock()  # for the two below, which the loop counts as well as the thread
+        self._lock = threading.Lock()  # guards the two below, which loop and thread count
         self._missing = 0
         self._lost = 0
         self._thread = threading.Thread(target=self._work, name="hegmd-audit", daemon=True)
@@ -42,24 +43,24 @@ class AuditFile:
 
     @property
     def lost(self) -> int:
-        """How many lines could not be written since the start."""
+        """Return how many lines could not be written since the start."""
         return self._lost
 
     def append(self, line: bytes) -> None:
-        """Have a line, its end included, written soon. Does not wait."""
+        """Queue a line, with its line end. Does not wait."""
         self._submit(lambda: self._append(line))
 
     def reopen(self, path: Path | None) -> None:
-        """Go on in that file, or in none; in the one before as long as that cannot be opened. Does not wait."""
+        """Continue in that file, or in none; in the former one while that cannot be opened. Does not wait."""
         self._submit(lambda: self._reopen(path))
 
     def flush(self, deadline_s: float = CLOSING_DEADLINE_S) -> bool:
-        """Wait until all that was asked for so far is done; False if it was not done in time."""
+        """Wait until everything queued is written; False after the limit."""
         done = threading.Event()
         return self._submit(done.set) and done.wait(deadline_s)
 
     def close(self) -> None:
-        """Write what is waiting, as far as that is possible within a moment. Twice is fine."""
+        """Write what is queued, within a short limit. Twice is fine."""
         if not self._thread.is_alive():
             return
         try:
@@ -103,7 +104,7 @@ class AuditFile:
             self._lose("too many records wait to be written")
 
     def _is_elsewhere(self, path: Path) -> bool:
-        """Whether the open file is not, or no longer, the one of that name."""
+        """Return True if the open file is no longer the one of that name."""
         if self._descriptor is None:
             return True
         try:
@@ -144,12 +145,12 @@ class AuditFile:
 
 
 def check_openable(path: Path) -> None:
-    """Raise HegmError when the file at that path cannot be the audit's; makes it if it is not there."""
+    """Raise HegmError if that file cannot be used for the audit; creates it if it does not exist."""
     os.close(_open(path))
 
 
 def _open(path: Path) -> int:
-    """Open or make the file. Raises HegmError if it cannot be, or is not one that only we and root can change."""
+    """Open or create the file. Raises HegmError if that fails, or if other users than we and root can change it."""
     try:
         descriptor = os.open(path, _FLAGS, _MODE)
     except OSError as error:
@@ -173,6 +174,6 @@ def _open(path: Path) -> int:
 
 
 def _ends_a_line(descriptor: int) -> bool:
-    """Whether the file is empty or its last line whole; it is not after a power failure or on a full disk."""
+    """Return True if the file is empty or its last line is complete; a power failure or a full disk may cut it."""
     size_bytes = os.fstat(descriptor).st_size
     return size_bytes == 0 or os.pread(descriptor, 1, size_bytes - 1) == b"\n"

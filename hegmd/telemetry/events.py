@@ -1,11 +1,11 @@
-"""What happened on this node: a bounded memory of events, and any number of readers that follow it.
+"""Events of this node: a bounded memory, and any number of readers.
 
-Owns the numbering of events and the ring that remembers them. Belongs to the event loop: nothing here may be called
-from another thread. `record` never waits, so whoever reports is never held up by whoever reads.
+Owns the numbers of events and the ring that stores them. Belongs to the event loop. `record` never waits, so readers
+never delay a reporter.
 
-A reader is a place in the ring and not a queue of its own. So a thousand readers cost nothing for an event but a
-wake-up, and a slow one has no backlog that could grow: when the ring has moved on past its place, it gets one
-`events.missed` with the number of events that it lost, and goes on with the oldest that is remembered.
+A reader is a position in the ring, not a queue. So a thousand readers cost one wake-up for each event, and a slow one
+builds no backlog: if the ring has overwritten its position, it gets one `events.missed` with the number of lost events,
+and continues with the oldest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIRST_SEQ = 1
 
 
 def require_kinds(kinds: Iterable[str]) -> None:
-    """See that there are such kinds of events. Raises BAD_REQUEST, naming those that there are."""
+    """Check that these kinds of events exist. Raises BAD_REQUEST that lists the existing ones."""
     for kind in kinds:
         family, dot, _ = kind.partition(".")
         known = EVENT_KINDS.get(family)
@@ -43,24 +43,24 @@ def require_kinds(kinds: Iterable[str]) -> None:
 
 
 class EventLog:
-    """The node's events, numbered from 1 in the order in which they were recorded."""
+    """The node's events, numbered from 1 in the order of recording."""
 
     def __init__(self, capacity: int = 1000, *, clock: Callable[[], float] = time.time) -> None:
-        # An event's place follows from its number. Not a deque, which has to be walked to reach its middle.
+        # An event's index follows from its number. Not a deque, whose middle is slow to reach.
         self._ring: list[Event] = []
         self._capacity = capacity
         self._clock = clock
         self._more = anyio.Event()
         self._waiting = 0
         self.next_seq = FIRST_SEQ
-        #: Tells these numbers from those of another start of the daemon.
+        #: Identifies the numbers of this start of the daemon.
         self.run = os.urandom(8).hex()
-        #: How many of each kind were recorded since the start, forgotten ones included.
+        #: Number of events of each kind since the start, forgotten ones included.
         self.counts: dict[str, int] = {}
 
     @property
     def oldest_seq(self) -> int:
-        """The number of the oldest event that is remembered; `next_seq` when there is none."""
+        """Return the number of the oldest stored event; `next_seq` if there is none."""
         return self.next_seq - len(self._ring)
 
     def record(
@@ -73,7 +73,7 @@ class EventLog:
         pid: int | None = None,
         facts: Mapping[str, object] | None = None,
     ) -> Event:
-        """Remember that this happened, now, and wake the readers. `facts` are plain values."""
+        """Store an event of this moment and wake the readers. `facts` are plain values."""
         if severity not in SEVERITIES:
             raise Bug("an event was recorded with an unknown severity", facts={"kind": kind, "severity": severity})
         event = Event(
@@ -98,10 +98,10 @@ class EventLog:
         return event
 
     def remembered(self, since: int = 0, kinds: Sequence[str] = (), run: str | None = None) -> tuple[Event, ...]:
-        """The remembered events from number `since` on, of these kinds (all when empty).
+        """Return the stored events from number `since` on, of these kinds (all if empty).
 
-        Where events before them are forgotten that the caller asked for, or it counts in another `run` than this, an
-        `events.missed` comes first.
+        If earlier events that the caller wants are forgotten, or `run` is another start, an `events.missed` comes
+        first.
         """
         reader = Subscription(self, since, kinds, run)
         found: list[Event] = []
@@ -110,9 +110,9 @@ class EventLog:
         return tuple(found)
 
     def subscribe(self, since: int = 0, kinds: Sequence[str] = (), run: str | None = None) -> Subscription:
-        """Follow the events from number `since` on: the remembered ones first, then each as it is recorded.
+        """Follow the events from number `since` on: stored ones first, then each new one.
 
-        With `since` 0 whatever is remembered comes first; with `since=log.next_seq` only what is yet to come.
+        `since` 0 starts with everything stored; `since=log.next_seq` only with new events.
         """
         return Subscription(self, since, kinds, run)
 
@@ -126,14 +126,14 @@ class EventLog:
                 self._waiting -= 1
 
     def from_seq(self, seq: int) -> Event | None:
-        """The event of that number; None if it is yet to come or was forgotten."""
+        """Return the event of that number; None if it is not yet recorded or forgotten."""
         return self._ring[self._place(seq)] if self.oldest_seq <= seq < self.next_seq else None
 
     def _place(self, seq: int) -> int:
         return (seq - FIRST_SEQ) % self._capacity
 
     def missed(self, count: int | None, message: str) -> Event:
-        """An event that stands for those that a reader lost. It takes the number before the oldest remembered one."""
+        """Return the event that replaces lost ones. It has the number before the oldest stored event."""
         return Event(
             seq=self.oldest_seq - 1,
             time_utc=self._clock(),
@@ -145,22 +145,22 @@ class EventLog:
 
 
 class Subscription:
-    """One reader's place among the events. An asynchronous iterator that ends when its `async with` block does.
+    """One reader's position. An asynchronous iterator that ends with its `async with` block.
 
-    Cancelling a wait loses nothing: the place moves only when an event is handed out.
+    Cancelling a wait loses nothing: the position moves only when an event is returned.
     """
 
     def __init__(self, log: EventLog, since: int, kinds: Sequence[str], run: str | None = None) -> None:
         self._log = log
         self._kinds = frozenset(kinds)
         self._closed = False
-        # Numbers start again with the daemon. A reader that comes with a number from before has lost its place.
+        # Numbers start again with the daemon: a number of an earlier start is not valid.
         self._lost_place = since > log.next_seq or (since > 0 and run not in (None, "", log.run))
         self._next = log.oldest_seq if since <= 0 or self._lost_place else since
 
     @property
     def next_seq(self) -> int:
-        """The `since` with which a later subscription goes on without a gap."""
+        """Return the `since` with which a later subscription continues without a gap."""
         return self._next
 
     async def __aenter__(self) -> Self:
@@ -183,7 +183,7 @@ class Subscription:
         raise StopAsyncIteration
 
     def next_nowait(self) -> Event | None:
-        """The next event if there is one already."""
+        """Return the next event if there is one."""
         if self._lost_place:
             self._lost_place = False
             text = "hegmd was restarted and numbers its events from 1 again; all events that it has follow"
@@ -200,7 +200,7 @@ class Subscription:
         return None
 
     def _wanted(self, kind: str) -> bool:
-        """Whether the kind, or a family that it belongs to, was asked for; costs the same however many were."""
+        """Return True if the kind or its family was requested."""
         while self._kinds and kind not in self._kinds:
             kind, dot, _ = kind.rpartition(".")
             if not dot:

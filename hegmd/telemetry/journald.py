@@ -1,8 +1,8 @@
-"""systemd's journal, spoken natively: one datagram per record, with named fields.
+"""systemd's journal in its native protocol: one datagram for each record, with named fields.
 
-Owns the form of a record and the socket, and knows nothing of logging. Never waits: a journal that does not keep up
-costs records, not time, and the caller is told. A record too large for a datagram goes as a sealed memory file, as
-https://systemd.io/JOURNAL_NATIVE_PROTOCOL/ asks for.
+Owns the form of a record and the socket. Never waits: if the journal does not keep up, the record is lost and the
+caller learns it. A record too large for a datagram is sent as a sealed memory file, see
+https://systemd.io/JOURNAL_NATIVE_PROTOCOL/.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Iterable, Mapping
 
 SOCKET_PATH = "/run/systemd/journal/socket"
 _TOO_LARGE = (errno.EMSGSIZE, errno.ENOBUFS)
-_SEND_BUFFER_BYTES = 8 << 20  # what sd_journal_send asks for; the kernel caps it
+_SEND_BUFFER_BYTES = 8 << 20  # as sd_journal_send requests; the kernel limits it
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 def is_behind(descriptor: int, environ: Mapping[str, str]) -> bool:
-    """Whether what is written to that descriptor goes to the journal, by what systemd says in JOURNAL_STREAM."""
+    """Return True if that descriptor leads to the journal, according to JOURNAL_STREAM."""
     try:
         found = os.fstat(descriptor)
     except OSError:
@@ -31,12 +31,12 @@ def is_behind(descriptor: int, environ: Mapping[str, str]) -> bool:
 
 
 def field_name(name: str) -> str:
-    """That name as the journal takes it: capitals, digits and underscores, none of these two in front, 64 at most."""
+    """Convert a name to the journal's form: capitals, digits and underscores, a capital first, at most 64."""
     return re.sub(r"[^A-Z0-9_]", "_", name.upper()).lstrip("_0123456789")[:64]
 
 
 def encode(fields: Iterable[tuple[str, str]]) -> bytes:
-    """A record of these fields. A value of several lines is sent with its length, so that it cannot add a field."""
+    """Encode a record. A value of several lines is sent with its length, so that it cannot add a field."""
     parts: list[bytes] = []
     for name, value in fields:
         data = value.encode(errors="backslashreplace")
@@ -48,7 +48,7 @@ def encode(fields: Iterable[tuple[str, str]]) -> bytes:
 
 
 class JournalSocket:
-    """The way to the journal. Sends by name, so that a journal that was restarted is found again."""
+    """A connection to the journal. Sends by name, so that a restarted journal is found."""
 
     def __init__(self, path: str = SOCKET_PATH) -> None:
         self._path = path
@@ -56,7 +56,7 @@ class JournalSocket:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
 
     def write(self, record: bytes) -> bool:
-        """Send one record; False if the journal is away or does not keep up, and the record is lost."""
+        """Send one record; False if the journal is away or does not keep up: then the record is lost."""
         try:
             self._socket.sendto(record, self._path)
         except OSError as error:

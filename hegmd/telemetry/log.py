@@ -1,11 +1,11 @@
-"""The daemon's log: where records go, in which form, and what each of them carries.
+"""The daemon's log: where records go, their form, and their fields.
 
-Built on the standard logging, so every part just has a logger of its own. Added here: the operation during which a
-record was made (each request is one, and its id leads from the log to the audit and back), references for tracebacks,
-a limit on what a hostile peer can make us write, and the ways out: the journal with its fields, JSON or text on stderr.
+Built on the standard logging: every module has a logger. Adds the operation of a record (each request is one, and its
+id links log and audit), references for tracebacks, a limit on records that a hostile peer can cause, and the sinks: the
+journal with fields, JSON or text on stderr.
 
-Logging must never hold up the loop, so a reader that does not keep up loses records; how many is counted, and said as
-soon as it reads again. What the forms look like is in `log_formats`, the journal's protocol in `journald`.
+Logging must not delay the loop, so a slow reader loses records. They are counted and reported once it reads again.
+`log_formats` has the forms, `journald` the journal's protocol.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ AUDIT_LOGGER = "hegmd.telemetry.audit"
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 STDERR = 2
 
-# A pipe that polls as writable takes this much without waiting.
+# A pipe that polls as writable takes this much without blocking.
 _PIPE_BUF = 4096
-# How long a reader of our stderr may hold up a record, unless it held up the one before as well.
+# How long a reader of our stderr may delay a record, unless it delayed the one before.
 _GRACE_MS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What the daemon does for somebody: its id, what was asked, and who asked."""
+    """What the daemon does for a caller: its id, the request, and the caller."""
 
     id: str
     op: str
@@ -58,7 +58,7 @@ _numbers = itertools.count(1)
 
 @contextmanager
 def operation(op: str, *, uid: int | None = None, pid: int | None = None) -> Generator[str]:
-    """Mark every record made inside as part of one operation, whose id it gives. Tasks started inside inherit it."""
+    """Mark every record inside as part of one operation, and return its id. Tasks started inside inherit it."""
     entered = Operation(f"{_run_id}-{next(_numbers)}", op, uid, pid)
     token = _current.set(entered)
     try:
@@ -68,17 +68,17 @@ def operation(op: str, *, uid: int | None = None, pid: int | None = None) -> Gen
 
 
 def current_operation() -> Operation | None:
-    """The operation that runs here, if any does."""
+    """Return the operation that runs here, if any."""
     return _current.get()
 
 
 def error_ref() -> str:
-    """A short name under which a traceback in the log can be found."""
+    """Return a short reference to a traceback in the log."""
     return secrets.token_hex(4)
 
 
 class Limiter:
-    """Lets a few records of each kind through in a window of time, and counts those that it holds back."""
+    """Admits a few records of each kind in a window of time, and counts the others."""
 
     def __init__(
         self, *, burst: int = 5, window_s: float = 60.0, kinds: int = 1024, clock: Callable[[], float] = time.monotonic
@@ -88,12 +88,12 @@ class Limiter:
         self._kinds = kinds
         self._clock = clock
         self._windows: OrderedDict[object, _Window] = OrderedDict()
-        self._lock = threading.Lock()  # the vendors' threads log too
-        #: How many records were held back since the start.
+        self._lock = threading.Lock()  # threads of vendors log too
+        #: Number of records left out since the start.
         self.held_back = 0
 
     def admit(self, kind: object) -> int | None:
-        """How many of this kind were held back before this one; None if this one is to be held back too."""
+        """Return how many of this kind were left out before this record; None if this one is left out too."""
         now = self._clock()
         with self._lock:
             window = self._window(kind, now)
@@ -131,7 +131,7 @@ _limiter = Limiter()
 def limited(
     logger: logging.Logger, key: str, level: int, message: str, *values: object, limiter: Limiter = _limiter
 ) -> None:
-    """Log what a peer can cause as often as it likes: a few records of each `key` a minute, the rest only counted."""
+    """Log what a peer can cause at will: a few records of each `key` a minute; the rest is counted."""
     if not logger.isEnabledFor(level):
         return
     held_back = limiter.admit((logger.name, key))
@@ -143,7 +143,7 @@ def limited(
 
 
 class Sink(Protocol):
-    """Where finished records go. `write` never waits for long, and says whether the record got there."""
+    """Where finished records go. `write` never waits long, and returns False if the record was lost."""
 
     def write(self, record: bytes) -> bool: ...
 
@@ -151,7 +151,7 @@ class Sink(Protocol):
 
 
 class StreamSink:
-    """A descriptor that is not ours alone, such as stderr: it may not be made non-blocking, so it is asked first."""
+    """A descriptor that others share, such as stderr: it cannot be made non-blocking, so it is polled first."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -171,7 +171,7 @@ class StreamSink:
         return True
 
     def close(self) -> None:
-        """The descriptor was there before us and stays."""
+        """Keep the descriptor open: it existed before."""
 
     def _write_piece(self, piece: bytes) -> bool:
         ready = self._poll.poll(0 if self._clogged else _GRACE_MS)
@@ -187,7 +187,7 @@ class StreamSink:
 
 
 class SinkHandler(logging.Handler):
-    """Gives each record its fields and its form, and keeps count of what did not get there."""
+    """Adds fields to each record, formats it, and counts lost ones."""
 
     def __init__(self, sink: Sink, form: Callable[[logging.LogRecord, Mapping[str, object]], bytes]) -> None:
         super().__init__()
@@ -222,12 +222,12 @@ class SinkHandler(logging.Handler):
 
 
 def fields(**values: object) -> dict[str, object]:
-    """Fields for one record: `logger.info("...", extra=fields(gpu="gpu0"))`. Those that are None are left out."""
+    """Return fields for one record: `logger.info("...", extra=fields(gpu="gpu0"))`. None values are left out."""
     return {"fields": {name: value for name, value in values.items() if value is not None}}
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, object]:
-    """What goes with a record: the operation during which it was made, and its own fields."""
+    """Return a record's fields: the operation during which it was made, and its own."""
     found: dict[str, object] = {}
     running = _current.get()
     if running is not None:
@@ -238,7 +238,7 @@ def fields_of(record: logging.LogRecord) -> dict[str, object]:
 
 
 class LogSetup:
-    """The log of this process, from `set_up` until `close`, which leaves logging as it was before."""
+    """The log of this process, from `set_up` until `close`, which restores logging."""
 
     def __init__(self, descriptor: int, environ: Mapping[str, str], journal_path: str) -> None:
         self._descriptor = descriptor
@@ -259,28 +259,28 @@ class LogSetup:
 
     @property
     def dropped(self) -> int:
-        """How many records were lost since the start because nobody read them in time."""
+        """Return how many records were lost since the start because the reader was too slow."""
         return self._dropped_before + (self._handler.dropped if self._handler else 0)
 
     @property
     def held_back(self) -> int:
-        """How many records were left out since the start because there were too many of their kind."""
+        """Return how many records were left out since the start because there were too many of their kind."""
         return _limiter.held_back
 
     def configure(self, level: str, form: str) -> None:
-        """Log at that level and in that form from now on. Raises HegmError, changing nothing, if it cannot be done."""
+        """Log at that level and in that form from now on. Raises HegmError; then nothing changes."""
         handler, found = self._handler_for(form)
         self._take_down()
         self._handler = handler
         self.format = found
         self._root.handlers[:] = [handler]
-        self._root.setLevel(logging.WARNING)  # for other people's packages; ours are below
+        self._root.setLevel(logging.WARNING)  # for packages of others; ours are below
         logging.getLogger("hegmd").setLevel(LEVELS[level])
-        logging.getLogger(AUDIT_LOGGER).setLevel(logging.INFO)  # records of what was done are no matter of taste
+        logging.getLogger(AUDIT_LOGGER).setLevel(logging.INFO)  # audit records do not depend on the level
         logging.captureWarnings(capture=True)
 
     def close(self) -> None:
-        """Put logging back as it was. Twice is fine."""
+        """Restore logging. Twice is fine."""
         if self._handler is None:
             return
         self._take_down()
@@ -292,7 +292,7 @@ class LogSetup:
         logging.captureWarnings(capture=False)
 
     def _take_down(self) -> None:
-        """Close the handler in force, also one that another set-up left."""
+        """Close the current handler, also one of another set-up."""
         if self._handler is not None:
             self._dropped_before += self._handler.dropped
         for handler in self._root.handlers:
@@ -311,7 +311,7 @@ class LogSetup:
                 )
             try:
                 socket_to_it = journald.JournalSocket(self._journal_path)
-            except OSError as error:  # out of descriptors: then a reload is refused, and the daemon goes on
+            except OSError as error:  # out of descriptors: the reload is refused and the daemon continues
                 raise HegmError(
                     UNAVAILABLE,
                     f"the log cannot go to the journal: {error.strerror}",
@@ -330,7 +330,7 @@ def set_up(
     environ: Mapping[str, str] | None = None,
     journal_path: str = journald.SOCKET_PATH,
 ) -> LogSetup:
-    """Start to log. `level` and `form` are those of the settings log.level and log.format."""
+    """Start to log. `level` and `form` are the settings log.level and log.format."""
     made = LogSetup(descriptor, os.environ if environ is None else environ, journal_path)
     made.configure(level, form)
     return made

@@ -1,7 +1,7 @@
-"""What a log record looks like: a line of text, a line of JSON, or the journal's fields.
+"""The forms of a log record: a line of text, a line of JSON, or the journal's fields.
 
-Pure: a record and the fields that go with it give bytes. In none of the forms can text that a peer chose (a name, a
-message) begin a new line or move a terminal's cursor.
+Pure: a record and its fields give bytes. In no form can text from a peer (a name, a message) start a new line or move a
+terminal's cursor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import cast
 
 from hegmd.telemetry import journald
 
-# What a terminal or a reader of lines would act on instead of showing: controls, line separators, changes of the
+# Characters that a terminal or a reader of lines would interpret: controls, line separators, changes of the
 # writing direction, invisible marks, and halves of surrogate pairs, which cannot be encoded at all.
 _UNSHOWABLE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
@@ -31,12 +31,13 @@ Fields = Mapping[str, object]
 
 
 def escaped(text: str) -> str:
-    """That text on one line that is safe to show: what is not is written as \\xNN or \\uNNNN."""
+    r"""Return the text on one line that is safe to show: other characters become \xNN or \uNNNN."""
     return _UNSHOWABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def text(record: logging.LogRecord, fields: Fields) -> bytes:
-    """`2026-11-21T10:30:00.123Z warning hegmd.server: message key=value`; a traceback follows, its lines indented."""
+    """Format `2026-11-21T10:30:00.123Z warning hegmd.server: message key=value`, and a traceback with indented
+    lines."""
     pairs = "".join(f" {escaped(name)}={_shown(value)}" for name, value in fields.items())
     head = f"{_time(record)} {record.levelname.lower():<7} {record.name}: {escaped(record.getMessage())}{pairs}"
     lines = [head, *(f"    {line}" for line in _traceback(record))]
@@ -44,7 +45,7 @@ def text(record: logging.LogRecord, fields: Fields) -> bytes:
 
 
 def json_line(record: logging.LogRecord, fields: Fields) -> bytes:
-    """One JSON object; what every record has comes first and cannot be replaced by a field."""
+    """Format one JSON object. Common keys come first and cannot be replaced by a field."""
     whole: dict[str, object] = {
         "time": _time(record),
         "level": record.levelname.lower(),
@@ -58,7 +59,7 @@ def json_line(record: logging.LogRecord, fields: Fields) -> bytes:
 
 
 def journal(record: logging.LogRecord, fields: Fields) -> bytes:
-    """The journal's own fields, and ours with HEGM_ in front."""
+    """Return the journal's own fields, and ours with the prefix HEGM_."""
     priority = next((number for level, number in _PRIORITIES if record.levelno >= level), _DEBUG_PRIORITY)
     return journald.encode(
         [
@@ -96,7 +97,7 @@ def _flat(value: object) -> str:
 
 
 def _plain(value: object) -> object:
-    """What JSON can hold: numbers that are none, and objects of other kinds, become text."""
+    """Return a JSON value: NaN, infinities and other objects become text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in cast("Mapping[object, object]", value).items()}
     if isinstance(value, (list, tuple, set, frozenset)):

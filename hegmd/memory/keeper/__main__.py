@@ -26,7 +26,7 @@ BACKLOG = 16
 
 
 def main(folder: str) -> int:
-    """The exit status of the command; in the keeper's own process, of the keeper."""
+    """Return the exit status of the command; in the keeper's own process, that of the keeper."""
     os.umask(0o077)
     # By descriptor, so that the socket's path is short even in a long directory.
     at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,9 +1,8 @@
-"""The daemon's side of the keeper: a `Store` that starts the keeper when there is something to hold.
+"""The daemon's side of the keeper: a `Store` that starts the keeper when there is something to store.
 
-The connection stays open as long as something is held, so that the keeper stays; with nothing held it is closed, and
-the keeper ends. A keeper that ends while it holds something was killed: `run` sees that on the connection, starts
-another and hands everything over again, from copies of the descriptors that are kept here for that. One request at a
-time; each is one datagram and its answer, in a thread, within a limit.
+The connection stays open while something is stored, so that the keeper stays. A keeper that ends while it stores
+something was killed: `run` sees that, starts another and sends everything again, from copies of the descriptors here.
+One request at a time; each is one datagram and its answer, in a thread, within a limit.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Start = Callable[[Path], Awaitable[None]]
 
 
 class KeeperStore:
-    """The keeper of one state directory. `start` starts one there and returns when it listens; it raises HegmError."""
+    """The keeper of one state directory. `start` starts one, returns when it listens, and raises HegmError."""
 
     def __init__(self, folder: Path, start: Start, *, answer_s: float = ANSWER_S) -> None:
         self._folder = folder
@@ -44,8 +43,8 @@ class KeeperStore:
         self._start = start
         self._socket: socket.socket | None = None
         self._held: dict[str, int] = {}
-        self._missing: set[str] = set()  # of those, what the keeper that is there now was not yet given
-        self._perhaps: set[str] = set()  # held there perhaps, and nobody's: its put or drop had no answer
+        self._missing: set[str] = set()  # those that the current keeper does not have yet
+        self._perhaps: set[str] = set()  # may be stored there without an owner: its put or drop had no answer
         self._asking = anyio.Lock()
         self._asked = anyio.Event()  # once something was; then there is another for the next time
 
@@ -88,7 +87,7 @@ class KeeperStore:
             return found
 
     async def run(self) -> None:
-        """Hand everything over again when the keeper has ended, until cancelled."""
+        """Send everything again when the keeper has ended, until cancelled."""
         try:
             while True:
                 async with self._asking:
@@ -106,7 +105,7 @@ class KeeperStore:
             self.close()
 
     def close(self) -> None:
-        """Hang up, and let go of the copies here. What it holds, the keeper goes on holding."""
+        """Disconnect, and close the copies here. The keeper keeps what it stores."""
         self._hang_up()
         for name in tuple(self._held):
             self._let_go(name)
@@ -116,7 +115,7 @@ class KeeperStore:
             anyio.notify_closing(self._socket)
             self._socket.close()
             self._socket = None
-        self._missing = set(self._held)  # the next keeper may be another, which has nothing of it
+        self._missing = set(self._held)  # the next keeper may be a new one, which has none of it
 
     def _hold(self, name: str, fd: int) -> None:
         self._let_go(name)
@@ -132,7 +131,7 @@ class KeeperStore:
 
     @contextlib.asynccontextmanager
     async def _asked_for(self) -> AsyncGenerator[None]:
-        """One request. With nothing held it hangs up, and `run` looks at what has become of the keeper."""
+        """Make one request. With nothing stored, disconnect; `run` checks the keeper."""
         async with self._asking:
             try:
                 yield
@@ -143,7 +142,7 @@ class KeeperStore:
                 self._asked = anyio.Event()
 
     async def _replace(self) -> bool:
-        """Whether the keeper that is there now, or another one, holds everything."""
+        """Return True if the current keeper, or a new one, stores everything."""
         self._hang_up()
         if self._missing:
             logger.warning("the keeper in %s ended while it held something; another takes its place", self._folder)
@@ -155,7 +154,7 @@ class KeeperStore:
         return True
 
     async def _hand_over(self) -> None:
-        """Have everything held that is not, and nothing that nobody wants any more. Raises HegmError."""
+        """Send everything that the keeper lacks, and drop what is no longer wanted. Raises HegmError."""
         for attempt in range(ATTEMPTS):
             try:
                 for name in sorted(self._missing):
@@ -177,7 +176,7 @@ class KeeperStore:
                 await self._start(self._folder)
 
     def _has_ended(self) -> bool:
-        """Whether a keeper is not known to hold what is held here, and nothing else."""
+        """Return True unless a keeper is known to store exactly what is stored here."""
         if self._missing or self._perhaps:
             return True
         if self._socket is None:
@@ -208,7 +207,7 @@ class KeeperStore:
         return found
 
     def _ask(self, lines: Sequence[str], fds: Sequence[int]) -> tuple[list[str], list[int]]:
-        """What is answered, and the descriptors with it. Raises OSError."""
+        """Return the answer and its descriptors. Raises OSError."""
         if self._socket is None:
             self._socket = self._connect()
         return _exchange(self._socket, lines, fds)

@@ -1,8 +1,8 @@
-"""The keeper's one loop: takes descriptors, gives them out again, and ends when there is nothing to stay for.
+"""The keeper's loop: takes descriptors, returns them, and ends when it stores nothing.
 
-Owns the descriptors that it was given, the listening socket and the connections. Serves its own user and nobody else,
-by the kernel's word about the peer. A connection that says nonsense is answered or dropped; what is held stays. Blocks
-on nothing but its poll: every message is one datagram, whole or not there. Standard library only.
+Owns the stored descriptors, the listening socket and the connections. Serves its own user only, by the kernel's
+credentials of the peer. An invalid message is answered or ends its connection; what is stored stays. Blocks only in
+poll: every message is one datagram. Standard library only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UCRED = struct.Struct("3i")
 
 
 class Keeper:
-    """Everything that is held, by name."""
+    """Everything that is stored, by name."""
 
     def __init__(self, listening: socket.socket) -> None:
         self._listening = listening
@@ -46,7 +46,7 @@ class Keeper:
         }
 
     def serve(self, first_caller_s: float) -> None:
-        """Until nothing is held and nobody is connected; whoever wants it to hold something has so long to come."""
+        """Serve until nothing is stored and no client is connected. A first client has some time to connect."""
         until = monotonic() + first_caller_s
         while True:
             idle = not self._held and not self._connections

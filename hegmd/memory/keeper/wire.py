@@ -1,7 +1,7 @@
-"""What is said between daemon and keeper: one datagram each way over a SOCK_SEQPACKET socket, lines of text.
+"""Messages between daemon and keeper: one datagram each way over a SOCK_SEQPACKET socket, lines of text.
 
-A request is a verb and a name, and descriptors travel with the message that names them. The version is in the greeting:
-the keeper may be of another release than the daemon, since an upgrade leaves it running. Standard library only.
+A request is a verb and a name; descriptors travel with the message that names them. The greeting carries the version:
+an upgrade leaves a keeper of an older release running. Standard library only.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _FD_BYTES = array.array("i").itemsize
 
 
 def send(to: socket.socket, lines: Sequence[str], fds: Sequence[int] = ()) -> None:
-    """One message. Raises OSError."""
+    """Send one message. Raises OSError."""
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     to.sendmsg(["\n".join(lines).encode()], ancillary, socket.MSG_NOSIGNAL)
 
 
 def receive(source: socket.socket) -> tuple[list[str], list[int]]:
-    """The lines of one message, and the descriptors that came with it, now the caller's; no lines at the end."""
+    """Return the lines of one message and its descriptors, now the caller's; no lines at the end."""
     data, ancillary, flags, _ = source.recvmsg(
         MESSAGE_BYTES, socket.CMSG_SPACE(MAX_FDS * _FD_BYTES), socket.MSG_CMSG_CLOEXEC
     )

@@ -1,8 +1,8 @@
-"""Prometheus metrics of the node and of the daemon: what is counted, and how it is written.
+"""Prometheus metrics of the node and of the daemon.
 
-`Counters` is what the daemon's parts count into, `render` gives the text, and `read_own_process` alone looks at /proc.
-Series are bounded by the hardware and by our own lists of words: there is none per process, since pids come and go by
-the thousand and each would stay in the monitoring system for good. What is not known is left out, never 0.
+The daemon's parts count in `Counters`, `render` writes the text, and only `read_own_process` reads /proc. The hardware
+and our own lists of words bound the number of series: none is per process, since pids are many and each would stay in
+the monitoring system. Unknown values are left out, never 0.
 """
 
 from hegmd.telemetry.metrics.counters import Counters, Histogram

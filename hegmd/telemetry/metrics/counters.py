@@ -1,4 +1,4 @@
-"""What the daemon counts while it works. Plain additions in memory, made by the event loop alone."""
+"""The daemon's counters: additions in memory, made by the event loop alone."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterable
 
 from hegmd.protocol.messages import REQUESTS
 
-# From what a request over a local socket takes to what only a hanging driver makes it take.
+# From the time of a request over a local socket to that of a hanging driver.
 BOUNDS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1.0, 5.0, 30.0)
 
-# Stands for every op that is none of ours, so that a peer cannot invent series.
+# Replaces unknown ops, so that a peer cannot create series.
 OTHER = "other"
 
 
 class Histogram:
-    """Durations, sorted into bins."""
+    """Durations in bins."""
 
     def __init__(self, bounds_s: tuple[float, ...] = BOUNDS_S) -> None:
         self.bounds_s = bounds_s
@@ -32,7 +32,7 @@ class Histogram:
         self.sum_s += duration_s
 
     def cumulative(self) -> list[tuple[float, int]]:
-        """For each bound, how many durations were no longer; the last bound is infinite."""
+        """Return, for each bound, how many durations were no longer; the last bound is infinite."""
         total = 0
         found: list[tuple[float, int]] = []
         for bound, inside in zip((*self.bounds_s, float("inf")), self._bins, strict=True):
@@ -59,7 +59,7 @@ class Counters:
         self.vendor_failures: Counter[str] = Counter()
 
     def request(self, op: str, result: str, took_s: float | None) -> None:
-        """A request was answered: `result` is ok, or the code of its error. None for time that says nothing."""
+        """Count an answered request: `result` is ok or its error code. Time is None if it means nothing."""
         op = op if op in self._ops else OTHER
         self.requests[op, result] += 1
         if took_s is not None:
@@ -73,20 +73,20 @@ class Counters:
         self.connections -= 1
 
     def refused(self, code: str) -> None:
-        """A peer was turned away; the code of the error that it was given."""
+        """Count a refused peer, with the error code that it got."""
         self.refusals[code] += 1
 
     def dropped(self, code: str) -> None:
-        """The daemon ended a connection; the code of the error."""
+        """Count a connection that the daemon ended, with the error code."""
         self.drops[code] += 1
 
     def bad_frame(self) -> None:
-        """Something arrived that is no message."""
+        """Count a frame that is not a valid message."""
         self.bad_frames += 1
 
     def refreshed(self, took_s: float) -> None:
         self.refreshes.observe(took_s)
 
     def vendor_failed(self, vendor: str) -> None:
-        """A vendor's library answered with an error, or not in time."""
+        """Count an error or timeout of a vendor's library."""
         self.vendor_failures[vendor] += 1

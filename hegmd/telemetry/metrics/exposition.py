@@ -1,7 +1,7 @@
-"""The text format 0.0.4 of Prometheus, written.
+"""Writes the text format 0.0.4 of Prometheus.
 
-Owns the form alone: names, help, escaping, numbers, the order of lines. A family without a sample is not mentioned, and
-a sample without a value (None) does not exist, which is how the unknown is kept from being read as 0. See
+Owns the form: names, help, escaping, numbers, the order of lines. A family without samples is left out, and a sample
+without a value (None) is left out, so that unknown never reads as 0. See
 https://prometheus.io/docs/instrumenting/exposition_formats/
 """
 
@@ -26,7 +26,7 @@ class Family:
         self._lines: list[str] = []
 
     def add(self, value: float | None, labels: Labels | None = None) -> None:
-        """Add a sample; none for None."""
+        """Add a sample; does nothing for None."""
         if value is not None:
             self._lines.append(f"{self.name}{_labels(labels or {})} {_number(value)}\n")
 
@@ -47,7 +47,7 @@ class Exposition:
         self._families: list[Family] = []
 
     def family(self, name: str, kind: str, meaning: str) -> Family:
-        """Open a family; `kind` is gauge, counter or histogram."""
+        """Start a family; `kind` is gauge, counter or histogram."""
         self._families.append(Family(name, kind, meaning))
         return self._families[-1]
 

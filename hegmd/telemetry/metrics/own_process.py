@@ -1,4 +1,4 @@
-"""What this process costs the node, from /proc; a figure that cannot be read is None."""
+"""The daemon's own use of the node, from /proc; unreadable figures are None."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-_STARTED_UTC = time.time()  # of this module, which is as early as any part of the daemon
+_STARTED_UTC = time.time()  # the import of this module, early in the daemon's start
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class OwnProcess:
 
 
 def read_own_process(proc_self: Path = Path("/proc/self")) -> OwnProcess:
-    """Read it now. Costs some 50 microseconds, and a little for each open descriptor."""
+    """Read it now. Takes about 50 microseconds, and a little for each open descriptor."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     resident_bytes: int | None = None
@@ -34,7 +34,7 @@ def read_own_process(proc_self: Path = Path("/proc/self")) -> OwnProcess:
     with contextlib.suppress(OSError, ValueError, IndexError):
         resident_bytes = int((proc_self / "statm").read_text().split()[1]) * resource.getpagesize()
     with contextlib.suppress(OSError, ValueError, IndexError):
-        # The name in parentheses can hold anything; the count of threads is the 18th field behind it.
+        # The name in parentheses may contain anything; the count of threads is the 18th field after it.
         threads = int((proc_self / "stat").read_text().rpartition(")")[2].split()[17])
     with contextlib.suppress(OSError):
         open_fds = len(os.listdir(proc_self / "fd")) - 1  # the one that listed them

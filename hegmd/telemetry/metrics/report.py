@@ -1,9 +1,8 @@
-"""Every metric that hegmd has: its name, its meaning, and where its value comes from.
+"""Every metric of hegmd: its name, its meaning, and its source.
 
-Pure: a snapshot of the node and the daemon's counts give a text. Values that came from a library which does not answer
-any more are old, and are left out here although `hegmctl gpus` shows them with their age: a graph would draw them as
-true. All names begin with hegmd_, those of the process too, since node_exporter has `process_` names of its own and
-refuses a textfile that repeats one.
+Pure: a snapshot of the node and the daemon's counts give a text. Values of a library that no longer answers are old and
+left out, although `hegmctl gpus` shows them with their age: a graph would show them as current. All names begin with
+hegmd_, those of the process too, since node_exporter has `process_` names and refuses a textfile that repeats one.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from hegmd.telemetry.metrics.own_process import OwnProcess
 __all__ = ["CONTENT_TYPE", "OPERATION_STATES", "Build", "Snapshot", "Tallies", "render"]
 
 HEALTH_STATES = ("ok", "warn", "failed", "unknown")
-# What an operation does that is not over. One that waits for a person counts as waiting alone.
+# The states of running operations. One that needs an administrator counts as waiting only.
 OPERATION_STATES = ("moving", "quiesced", "suspended", "waiting")
 VENDOR_STATES = ("ok", "absent", "off", "stale", "failed")
 
@@ -41,7 +40,7 @@ class Snapshot(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Which hegmd this is."""
+    """The version of hegmd."""
 
     version: str
     protocol_version: int
@@ -50,7 +49,7 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class Tallies:
-    """Counts that other parts keep themselves."""
+    """Counts that other parts keep."""
 
     events: Mapping[str, int] = field(default_factory=dict[str, int])
     log_dropped: int = 0
@@ -60,11 +59,11 @@ class Tallies:
     orphans: int = 0
     images_missed: int = 0
     operations: Mapping[tuple[str, str, str], int] = field(default_factory=dict[tuple[str, str, str], int])
-    #: Operations that are not over, by what they do: OPERATION_STATES.
+    #: Running operations by state: OPERATION_STATES.
     operations_now: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
-# A value of a GPU that changes, by name, kind, meaning, and how it is found.
+# A changing value of a GPU: name, kind, meaning, and how to read it.
 _GPU_VALUES: tuple[tuple[str, str, str, Callable[[Gpu], float | None]], ...] = (
     (
         "memory_used_bytes",
@@ -103,7 +102,7 @@ _GPU_VALUES: tuple[tuple[str, str, str, Callable[[Gpu], float | None]], ...] = (
 def render(
     snapshot: Snapshot | None, counters: Counters, *, build: Build, own: OwnProcess, tallies: Tallies | None = None
 ) -> str:
-    """The whole text; without a snapshot, what is known before the first look at the node."""
+    """Return the whole text; without a snapshot, what is known before the first one."""
     out = Exposition()
     if snapshot is not None:
         _vendors(out, snapshot.vendors)
