@@ -74,6 +74,7 @@ class AttachAnswer(Record):
     """The answer of `hegmctl attach`."""
 
     processes: tuple[AttachedProcess, ...] = field("in the order in which they were named; the ranks of a launcher")
+    socket: str = field("where their agents connect to")
 
 
 class NcclStep(Record):

@@ -18,7 +18,7 @@ from hegmctl.answers import AttachAnswer, AttachedProcess
 from hegmctl.endpoint import find_endpoint
 from hegmctl.remote_python import FIRST_VERSION, NoPython, RemotePython, gone, mapped_names, python_named_by
 from hegmctl.running import inject_folder, msgpack_folder
-from hegmd.errors import EXTERNAL, TIMEOUT, HegmError, Refused
+from hegmd.errors import ATTENTION, EXTERNAL, TIMEOUT, HegmError, Refused
 from hegmd.protocol.messages import InspectJob, JobReply
 
 TYPE_CHECKING = False
@@ -100,8 +100,8 @@ def attach(session: Session) -> int:
         if (name := session.arguments.text("name")) is not None:
             environ["HEGM_JOB"] = name
         attached = [_attach_one(target, environ, within_s, connection) for target in targets]
-    session.sink.answer(AttachAnswer(processes=tuple(attached)), _text)
-    return 0
+    session.sink.answer(AttachAnswer(processes=tuple(attached), socket=socket_path), _text)
+    return 0 if all(one.job is not None for one in attached) else ATTENTION.exit_status
 
 
 def _require_no_agent(pid: int, has_agent: bool) -> None:
@@ -358,8 +358,7 @@ def _text(answer: AttachAnswer, _style: Style) -> list[str]:
         what = f"Python {one.python_version}, PyTorch {one.framework_version}"
         lines.append(f"attached to process {one.pid} ({what})")
         if one.job is None:
-            lines.append("  its agent has not reached the daemon yet; look for it with: hegmctl ps")
+            lines.append(f"  its agent has not reached the daemon: see that its user may use {answer.socket}")
         lines += [f"  not known: {phrase}" for phrase in one.unknown]
-    first = answer.processes[0]
-    name = first.pid if first.job is None else first.job
-    return [*lines, f"it can be moved, but not restarted: hegmctl migrate {name} --to GPU"]
+    job = answer.processes[0].job
+    return lines if job is None else [*lines, f"it can be moved, but not restarted: hegmctl migrate {job} --to GPU"]

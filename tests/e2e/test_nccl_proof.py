@@ -62,3 +62,26 @@ def test_a_job_that_does_not_start_is_an_error_and_no_verdict(tmp_path: Path) ->
         said = doctor(daemon, "--python", "/missing/python", status=5)["error"]
         assert said["message"] == "/missing/python is no program"
         assert not (tmp_path / "state" / "nccl-proofs.json").exists()
+
+
+# Runs torchrun, and then changes a loss of the undisturbed run, as if the moved one had gone wrong there.
+WRONG = f"""#!/bin/sh
+{sys.executable} "$@"; status=$?
+for path; do :; done
+case "$path" in */alone) sed -i "3s/.*/0x1.8p+0/" "$path.1" ;; esac
+exit $status
+"""
+
+
+@pytest.mark.wide
+def test_another_loss_is_a_failed_verdict_that_the_daemon_keeps(tmp_path: Path) -> None:
+    need_torch()
+    python = tmp_path / "python"
+    python.write_text(WRONG)
+    python.chmod(0o755)
+    with RunningDaemon(tmp_path) as daemon:
+        said = doctor(daemon, "--python", str(python), status=15)
+        assert said["proof"]["verdict"] == "failed"
+        assert said["proof"]["detail"] == "rank 1 has another loss at step 3 than an undisturbed run"
+        (kept,) = json.loads((tmp_path / "state" / "nccl-proofs.json").read_text())
+        assert kept == said["proof"]

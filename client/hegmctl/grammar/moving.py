@@ -156,6 +156,7 @@ MOVING = (
         "other job. It cannot be restarted, because the agent does not know how the script began. For a launcher such "
         "as torchrun, the agent goes to each of its ranks. Takes the caller's own processes; as root, those of any "
         "user. A process for which it is refused is not changed.",
+        exits="The exit status is 0 when the daemon has heard of every agent, and 15 when it has not within 10 s.",
         handler="attaching:attach",
         forms=(Form(record="hegmctl.answers:AttachAnswer"),),
         options=(Option("--name", kind=TEXT, metavar="NAME", doc="name of the job"),),
