@@ -54,6 +54,7 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("hegmd/memory/pool*.py", "hegmd/memory/spill*.py"),
         (
             "tests/unit/memory/test_pool*.py",
+            "tests/unit/test_pool_on_disk.py",
             "tests/unit/memory/test_spill_file.py",
             "tests/unit/test_found_descriptors.py",
         ),

@@ -267,7 +267,7 @@ class SystemdNode:
         return [json.loads(line) for line in output.splitlines()]
 
     def wait_for_journal(
-        self, *words: str, after: str, unit: str | None = None, timeout_s: float = 30
+        self, *words: str, after: str, unit: str | None = None, timeout_s: float = HANG_S
     ) -> dict[str, Any]:
         """The first entry after `after` whose message holds all the words; waits for it to be written."""
         seen: list[str] = []

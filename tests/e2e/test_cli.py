@@ -83,6 +83,8 @@ def _fields(value: object, record: type[Record]) -> None:
 
 ONE_DOCUMENT = printed()[0][2]
 NEEDS_MORE = (
+    "inspect",
+    "wait",
     "simulate hold",
     "simulate fault",
     "op",

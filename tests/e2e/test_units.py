@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -172,8 +173,9 @@ def test_a_job_of_a_unit_is_dumped_from_the_sandbox_and_restored_as_a_unit_that_
     criu = criu_or_skip()
     begun = machine.journal_cursor()
     folder, name = f"/run/image-{uid}", f"waiting-{uid}"
+    python = os.path.realpath(sys.executable)  # that of a clone below /root is not for other users
     as_whom = [f"--uid={uid}", f"--gid={uid}"] if uid else []
-    machine.run("systemd-run", "--quiet", f"--unit={name}", *as_whom, "--collect", sys.executable, "-c", WAITING)
+    machine.run("systemd-run", "--quiet", f"--unit={name}", *as_whom, "--collect", python, "-c", WAITING)
     machine.wait_for_journal("ready", after=begun)
     pid = machine.show(f"{name}.service", "MainPID")
     (machine.root / folder[1:]).mkdir(mode=0o700)

@@ -25,7 +25,7 @@ async def test_video_memory_beside_pieces_of_the_pool_was_closed_as_unknown() ->
     findings = await find_pieces(MemoryKeeping(store=store), memory.adopt)
     assert memory.of(WHO) == {GPU: GIB}
     assert [str(piece.name) for piece in findings.pieces] == ["hegm-pool-7-4711-7.00c0ffee"]
-    assert [one.name for one in findings.distrusted] == ["hegm-other"]
+    assert [(one.name, one.size_bytes) for one in findings.distrusted] == [("hegm-other", 0)]
     assert len(store.kept) == 3, "what is found is still held"
     await memory.release(WHO, GPU)
     assert len(store.kept) == 2

@@ -53,6 +53,21 @@ async def test_spilled_bytes_are_found_by_the_next_daemon(keep: MemoryKeeping) -
     await after.release(KEY)
 
 
+async def test_the_beginning_of_what_nobody_owns_is_read_from_disk(keep: MemoryKeeping) -> None:
+    before = opened(keep)
+    os.pwrite((await before.take(KEY, 3 * MIB)).fd, b"weights", 0)
+    await before.spill(KEY)
+    await before.let_go(KEY)
+    before.close()
+    after = await found_again(keep)
+    (name,) = after.unclaimed()
+    assert await after.beginning(name, 7) == b"weights"
+    await after.claim(name, OTHER)
+    await after.fetch(OTHER)
+    assert os.pread(after.memory(OTHER).fd, 7, 0) == b"weights"
+    await after.release(OTHER)
+
+
 async def test_both_copies_are_one_piece_for_the_next_daemon(keep: MemoryKeeping, tmp_path: Path) -> None:
     before = opened(keep)
     await before.take(KEY, 3 * MIB)

@@ -12,7 +12,8 @@ import pytest
 
 from hegmd.errors import HegmError, Refused
 from hegmd.memory.pool import Key, MemoryKeeping, Pool
-from hegmd.memory.pool_memory import read_available_bytes, read_huge_free_bytes
+from hegmd.memory.pool_memory import Memory, make_memory, read_available_bytes, read_huge_free_bytes
+from hegmd.memory.pool_names import PieceName
 from hegmd.memory.pool_places import Place
 from hegmd.memory.sizes import HUGE_PAGE_BYTES, MIB, whole_size
 from tests.unit.descriptor_store import DescriptorStore
@@ -63,6 +64,7 @@ async def test_a_larger_piece_takes_the_place_of_a_smaller_and_a_smaller_is_ther
     pool = opened(keep)
     small = await pool.take(KEY, 4 * MIB)
     assert await pool.take(KEY, 3 * MIB) is small
+    assert await pool.take(KEY, 4 * MIB) is small, "it is as large as is wanted"
     large = await pool.take(KEY, 50 * MIB)  # would not fit beside the small one
     assert large is not small
     assert small.fd == -1, "the smaller one was left open"
@@ -146,6 +148,35 @@ async def test_without_a_place_a_store_holds_it_and_is_told_when_it_is_given_bac
     assert os.pread(after.memory(Key("7", "4711-9")).fd, 7, 0) == b"weights"
     await after.release(Key("7", "4711-9"))
     assert not store.kept, "given back here and kept there"
+
+
+async def test_claimed_bytes_without_a_name_are_in_the_store_under_their_new_owner() -> None:
+    store = DescriptorStore()
+    keep = MemoryKeeping(store=store)
+    before = opened(keep)
+    os.pwrite((await before.take(KEY, 3 * MIB)).fd, b"weights", 0)
+    before.close()
+    after = await found_again(keep)
+    (name,) = after.unclaimed()
+    assert await after.beginning(name, 7) == b"weights"
+    await after.claim(name, OTHER)
+    after.close()
+    again = await found_again(keep, OTHER)
+    assert os.pread(again.memory(OTHER).fd, 7, 0) == b"weights"
+    assert again.unclaimed() == {}
+    await again.release(OTHER)
+
+
+def test_memory_that_cannot_be_filled_leaves_no_descriptor_and_no_file(tmp_path: Path) -> None:
+    """The test fails by what it leaves behind."""
+
+    def fill(memory: Memory) -> None:
+        raise ValueError(memory.size_bytes)
+
+    name = PieceName(KEY, MIB, "00c0ffee")
+    with pytest.raises(ValueError, match=str(MIB)):
+        make_memory(name, MIB, places=[Place(tmp_path / "memory", huge=False)], huge=False, fill=fill)
+    assert files_under(tmp_path) == []
 
 
 async def test_a_store_that_fails_costs_the_survival_and_not_the_move() -> None:
