@@ -104,6 +104,7 @@ ps procps
 fish fish
 zsh zsh
 mandoc mandoc
+tmux tmux
 TABLE
     # The page of a timeline is opened in it. Ubuntu has it as a snap only; there that test is skipped.
     command -v chromium >/dev/null || ! grep -qx 'ID=debian' /etc/os-release 2>/dev/null || echo chromium

@@ -102,6 +102,7 @@ def _explain(arguments: Arguments) -> int:
     from hegmctl.arguments import parse
     from hegmctl.help import group_help, program_help, verb_help
     from hegmctl.output import help_columns, write_lines
+    from hegmctl.tables import fitted
 
     columns = help_columns()
     asked = arguments
@@ -113,5 +114,5 @@ def _explain(arguments: Arguments) -> int:
         text = group_help(asked.group, columns)
     else:
         text = program_help(columns)
-    write_lines([text.rstrip("\n")])
+    write_lines(fitted(text.rstrip("\n").split("\n"), columns))
     return 0

@@ -10,7 +10,7 @@ import os
 import sys
 from time import monotonic
 
-from hegmctl.tables import PLAIN, Style, printable, shortened, wrapped
+from hegmctl.tables import PLAIN, Style, fitted, printable, shortened, wrapped
 from hegmd.errors import CANCELLED, UNAVAILABLE, USAGE, HegmError
 
 TYPE_CHECKING = False
@@ -78,7 +78,7 @@ class TextSink(Sink):
         self._told_at: float | None = None
 
     def answer(self, answer: R, view: Callable[[R, Style], list[str]]) -> None:
-        write_lines(view(answer, self.style))
+        write_lines(fitted(view(answer, self.style), self.style.columns))
 
     def element(self, element: R, view: Callable[[R, Style], list[str]]) -> None:
         self.answer(element, view)
@@ -87,7 +87,7 @@ class TextSink(Sink):
     def note(self, text: str) -> None:
         if not self.quiet:
             flush()
-            _write_error(f"hegmctl: {printable(text)}")
+            _write_error("\n".join(fitted([f"hegmctl: {printable(text)}"], self._error_style.columns)))
 
     def error(self, error: HegmError) -> None:
         _flush_if_possible()
@@ -106,7 +106,8 @@ class TextSink(Sink):
         if style.columns is None:
             _write_error(f"hegmctl: {message}; {hint}")
             return
-        _write_error(f"{style.paint('hegmctl:', 'red')} {message}")
+        lines = f"{style.paint('hegmctl:', 'red')} {message}".split("\n")
+        _write_error("\n".join(fitted(lines, style.columns)))
         _write_error("\n".join(wrapped(f"→ {hint}" if style.ellipsis == "…" else f"-> {hint}", style.columns, "  ")))
 
     def progress(self, progress: R, view: Callable[[R, Style], list[str]], *, at_once: bool = False) -> None:

@@ -7,6 +7,8 @@ the terminal is like comes in as a `Style`.
 
 from __future__ import annotations
 
+import re
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
 UNKNOWN = "-"
 GAP = "  "
 WIDEST_PARAGRAPH = 100
+# A colour that `paint` has put in; two spaces and more, as between columns; a word with the spaces around it.
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_GAP = re.compile(r"^ +|  +")
+_PIECE = re.compile(r"^ *[^ ]+ *|[^ ]+ *")
 _COLOURS = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2", "bold": "1"}
 
 
@@ -109,6 +115,34 @@ def wrapped(text: str, columns: int, indent: str = "") -> list[str]:
             line = indent
         line += word if line == indent else f" {word}"
     return [*lines, line]
+
+
+def fitted(lines: Iterable[str], columns: int | None) -> list[str]:
+    """The lines, each of at most that many columns, so that no terminal breaks one inside a word.
+
+    What does not fit goes on under the last column that begins in the left half. A longer word keeps its length.
+    """
+    if columns is None:
+        return list(lines)
+    return [part for line in lines for part in (_broken(line, columns) if len(line) > columns // 2 else (line,))]
+
+
+def _broken(line: str, columns: int) -> list[str]:
+    plain = _COLOUR.sub("", line)
+    if width(plain) <= columns:
+        return [line]
+    starts = [gap.end() for gap in _GAP.finditer(plain) if gap.end() <= columns // 2]
+    indent = " " * (starts[-1] if starts else 2)
+    parts: list[str] = []
+    part, used = "", 0
+    for piece in _PIECE.findall(line):
+        text = _COLOUR.sub("", piece)
+        if part.strip() and used + width(text.rstrip()) > columns:
+            parts.append(part.rstrip())
+            part, used = indent, len(indent)
+        part += piece
+        used += width(text)
+    return [*parts, part.rstrip()]
 
 
 def table(columns: Sequence[Column], rows: Iterable[Sequence[Cell]], style: Style) -> list[str]:

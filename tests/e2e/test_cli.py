@@ -87,6 +87,8 @@ NEEDS_MORE = (
     "wait",
     "simulate hold",
     "simulate fault",
+    "inspect",
+    "wait",
     "op",
     "cancel",
     "adopt --drop",

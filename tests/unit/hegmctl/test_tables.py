@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hegmctl.tables import Column, Style, printable, shortened, table, width, wrapped
+from hegmctl.tables import Column, Style, fitted, printable, shortened, table, width, wrapped
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,40 @@ def test_wrapped_text_keeps_every_word_and_the_indent() -> None:
     lines = wrapped("one two three four averyverylongword", 10, "  ")
     assert lines == ["  one two", "  three", "  four", "  averyverylongword"]
     assert wrapped("", 10, "  ") == ["  "]
+
+
+def test_a_line_that_is_too_long_goes_on_under_its_last_column_and_keeps_its_colour() -> None:
+    """Issue 19: a terminal of 60 columns broke events and checks inside a word."""
+    red = Style(colour=True).paint("error", "red")
+    line = f"     2  12:00:00  {red}  gpu5 is lost: it fell off the bus, as was asked for"
+    assert fitted([line, "short"], 50) == [
+        f"     2  12:00:00  {red}  gpu5 is lost: it fell off",
+        "                         the bus, as was asked for",
+        "short",
+    ]
+    assert fitted([line], None) == fitted([line], 200) == [line]
+    assert fitted(["  indented words go on", "and others further in"], 14) == [
+        "  indented",
+        "  words go on",
+        "and others",
+        "  further in",
+    ]
+    assert fitted(["/a/path/that/is/longer/than/the/line and more"], 12) == [
+        "/a/path/that/is/longer/than/the/line",
+        "  and more",
+    ]
+
+
+@pytest.mark.thorough
+@given(
+    st.lists(st.text(alphabet="abc", min_size=1, max_size=12)),
+    st.sampled_from((" ", "  ", "    ")),
+    st.integers(20, 60),
+)
+def test_no_word_is_lost_or_broken_and_no_line_is_too_long(words: list[str], gap: str, columns: int) -> None:
+    lines = fitted([gap.join(words)], columns)
+    assert " ".join(lines).split() == words
+    assert all(len(line) <= columns or len(line.split()) == 1 for line in lines)
 
 
 COLUMNS = (Column("ID"), Column("NAME", shrink=4), Column("SIZE", right=True), Column("EXTRA", drop=1), Column("LAST"))
