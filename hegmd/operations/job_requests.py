@@ -121,6 +121,7 @@ class JobRequests:
         return (await self.pids((wanted,), may))[0]
 
     async def _processes_of(self, text: str, may: May) -> tuple[int, ...]:
+        self._jobs.look_again()
         job = self._allowed(self._jobs.named(text, may), may)
         if not job.lives:
             raise HegmError(NOT_FOUND, f"job {job} {self._jobs.told_end(job)}", "run: hegmctl jobs", {"job": job.id})
@@ -147,6 +148,7 @@ class JobRequests:
 
     async def jobs(self, wanted: Sequence[int | str], may: May, *, ended: bool) -> tuple[told.Job, ...]:
         """These jobs, or all that have not ended, or all. Raises HegmError for one that there is not."""
+        self._jobs.look_again()
         if wanted:
             numbers = {(await self._one(one, may)).number for one in wanted}
             records = [job for job in self._jobs if job.number in numbers]
@@ -156,6 +158,7 @@ class JobRequests:
 
     async def one(self, wanted: int | str, may: May) -> told.Job:
         """That job. Raises HegmError."""
+        self._jobs.look_again()
         return (await self._views([self._allowed(await self._one(wanted, may), may)], may))[0]
 
     async def wait(self, wanted: int | str, may: May, emit: Callable[[told.Job], Awaitable[None]]) -> told.Job:

@@ -104,7 +104,7 @@ class Jobs(BackgroundTasks):
             async with anyio.create_task_group() as self._tasks:
                 self._take_over()
                 self._tasks.start_soon(self._saving.run)
-                self._tasks.start_soon(self._look_again)
+                self._tasks.start_soon(self._keep_looking)
                 task_status.started()
                 await anyio.sleep_forever()
         finally:
@@ -119,14 +119,18 @@ class Jobs(BackgroundTasks):
                 self._awaited.add(job.number)
                 self._put(job.replace(is_gone=True))
 
-    async def _look_again(self) -> None:
+    async def _keep_looking(self) -> None:
         """See which jobs without a first process have ended: their agents and operations are gone by then."""
         await anyio.sleep(RETURN_WITHIN_S)
         self._awaited.clear()
         while True:
-            for job in tuple(self._jobs.values()):
-                self._end_if_over(job.number)
+            self.look_again()
             await anyio.sleep(_LOOK_INTERVAL_S)
+
+    def look_again(self) -> None:
+        """End the jobs that are over by now: an operation had the last processes of one, and has ended since."""
+        for job in tuple(self._jobs.values()):
+            self._end_if_over(job.number)
 
     # -- who is there --------------------------------------------------------------------------------------------------
 

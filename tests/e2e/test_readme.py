@@ -17,6 +17,7 @@ from hegmctl.connection import connect
 from tests.e2e.daemon import RunningDaemon
 from tests.house.source import ROOT
 from tests.looks import pause
+from tests.patience import HANG_S
 
 pytestmark = pytest.mark.e2e
 
@@ -141,6 +142,28 @@ def test_the_first_visit_can_be_pasted_as_a_whole(socket_dir: Path) -> None:
     )
     assert "gpu5: lost" in done.stdout
     assert "hegmctl: " not in done.stderr
+
+
+def test_ten_lines_lead_from_installation_to_a_migrated_job(socket_dir: Path) -> None:
+    block = next(block for block in blocks(QUICK_START, "console") if "migrate first" in block)
+    typed = [line.replace(PLACE, str(socket_dir)) for line, _ in commands(block)]
+    assert len(typed) <= 10
+    assert typed[0] == "tools/setup.sh dev"  # has been done: these tests run in what it has made
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", "set -m\n" + "\n".join([*typed[1:], "wait"])],
+        cwd=ROOT,
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=4 * HANG_S,
+    )
+    seen = [line.split() for line in done.stdout.splitlines()]
+    places = [line[3] for line in seen if line[:3] == ["j1", "first", "training"]]
+    assert places == ["gpu0", "gpu1"], done.stdout + done.stderr
+    assert "migrate of" in done.stdout
+    assert "done (gpu0 -> gpu1" in done.stdout
 
 
 def test_the_python_example_runs(socket_dir: Path) -> None:
