@@ -30,6 +30,7 @@ from hegmd.node.doctor_session import Examination
 from hegmd.node.inventory import Inventory, NodeSnapshot
 from hegmd.node.processes import ProcessTable
 from hegmd.node.processes.procfs import how_ended, start_ticks_of
+from hegmd.protocol.jobs import TRAINING, Job
 from hegmd.protocol.messages import PROTOCOL_VERSION, ConfigReply, Limits, ReloadReply
 from hegmd.protocol.snapshots import AgentInfo
 from hegmd.server.auth import Peer
@@ -47,7 +48,7 @@ from hegmd.telemetry.audit import Audit
 from hegmd.telemetry.audit_file import check_openable
 from hegmd.telemetry.events import EventLog
 from hegmd.telemetry.log import LogSetup, fields, limited
-from hegmd.telemetry.metrics import Build, Counters, Tallies, read_own_process, render
+from hegmd.telemetry.metrics import Build, Counters, JobTally, Tallies, read_own_process, render
 from hegmd.wiring import (
     keep_for,
     moving_for,
@@ -376,6 +377,7 @@ class App:
     async def _metrics(self) -> str:
         """The metrics as text, for the socket, the loopback port and the textfile alike."""
         snapshot = await self._inventory.fresh(FRESH_S)
+        jobs = await self._moving.job_requests.jobs((), lambda _: True, ended=False)
         build = Build(__version__, PROTOCOL_VERSION, platform.python_version())
         tallies = Tallies(
             events=self._events.counts,
@@ -387,8 +389,14 @@ class App:
             images_missed=self._moving.periodic.missed,
             operations=self._moving.runner.ended_counts,
             operations_now=self._moving.runner.states(),
+            jobs=tuple([tally_of(job) for job in jobs]),
         )
         return render(snapshot, self._counters, build=build, own=read_own_process(), tallies=tallies)
+
+
+def tally_of(job: Job) -> JobTally:
+    """What the metrics have of a job."""
+    return JobTally(job.id, job.name, job.state == TRAINING, job.boundary)
 
 
 def _raise_descriptor_limit() -> None:

@@ -55,7 +55,7 @@ def promtool(*words: str, text: str | None = None) -> str:
 
 
 def test_promtool_accepts_what_is_shipped_and_each_alert_is_raised_by_what_it_is_about() -> None:
-    assert "8 rules found" in promtool("check", "rules", "hegmd.rules.yml")
+    assert "9 rules found" in promtool("check", "rules", "hegmd.rules.yml")
     assert "valid" in promtool("check", "config", "prometheus.yml")
     promtool("test", "rules", "hegmd.rules.test.yml")
 

@@ -107,6 +107,23 @@ LOOKING = (
         examples=(("hegmctl wait train && hegmctl run python3 evaluate.py", "evaluate once it is trained"),),
     ),
     Verb(
+        "top",
+        "watch GPUs, jobs and operations live",
+        "GPUs with utilisation and memory over the last minutes, jobs with step rate and state, operations with bytes, "
+        "and events. Keys suspend, resume and migrate the job under the cursor; each shows its plan first. `?` lists "
+        "the keys. Needs the Python package textual, which hegmd's packages bring.",
+        handler="top.start:top",
+        options=(
+            Option(
+                "--interval",
+                kind=SECONDS,
+                metavar="SECONDS",
+                doc="time between two looks while nothing happens; default: 5",
+            ),
+        ),
+        examples=(("hegmctl top", "watch this node"), ("ssh -t node1 hegmctl top --no-color", "watch another one")),
+    ),
+    Verb(
         "events",
         "show what happened on this node",
         "Events that the daemon remembers, oldest first: GPUs lost and found, errors, processes that start and exit. "

@@ -17,7 +17,7 @@ from hegmd.telemetry.metrics.counters import Counters
 from hegmd.telemetry.metrics.exposition import CONTENT_TYPE, Exposition, Family, Labels
 from hegmd.telemetry.metrics.own_process import OwnProcess
 
-__all__ = ["CONTENT_TYPE", "OPERATION_STATES", "Build", "Snapshot", "Tallies", "render"]
+__all__ = ["CONTENT_TYPE", "OPERATION_STATES", "Build", "JobTally", "Snapshot", "Tallies", "render"]
 
 HEALTH_STATES = ("ok", "warn", "failed", "unknown")
 # The states of running operations. One that needs an administrator counts as waiting only.
@@ -48,6 +48,16 @@ class Build:
 
 
 @dataclass(frozen=True, slots=True)
+class JobTally:
+    """What is counted of one job."""
+
+    id: str
+    name: str
+    is_training: bool
+    boundary: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Tallies:
     """Counts that other parts keep."""
 
@@ -61,6 +71,7 @@ class Tallies:
     operations: Mapping[tuple[str, str, str], int] = field(default_factory=dict[tuple[str, str, str], int])
     #: Running operations by state: OPERATION_STATES.
     operations_now: Mapping[str, int] = field(default_factory=dict[str, int])
+    jobs: Sequence[JobTally] = ()
 
 
 # A changing value of a GPU: name, kind, meaning, and how to read it.
@@ -234,6 +245,7 @@ def _kept(out: Exposition, tallies: Tallies) -> None:
     )
     for state in OPERATION_STATES:
         now.add(tallies.operations_now.get(state, 0), {"state": state})
+    _jobs(out, tallies.jobs)
     lost = out.family("hegmd_audit_records_lost_total", "counter", "Audit records that are in the log only.")
     lost.add(tallies.audit_lost)
     pool = out.family(
@@ -246,6 +258,17 @@ def _kept(out: Exposition, tallies: Tallies) -> None:
     orphans.add(tallies.orphans)
     missed = out.family("hegmd_images_missed", "gauge", "Jobs whose last scheduled image was not written.")
     missed.add(tallies.images_missed)
+
+
+def _jobs(out: Exposition, jobs: Sequence[JobTally]) -> None:
+    trains = out.family("hegmd_job_trains", "gauge", "Whether a job trains; one series for each that has not ended.")
+    passed = out.family(
+        "hegmd_job_boundaries_total", "counter", "Batch boundaries that a job has passed, by its slowest rank."
+    )
+    for job in jobs:
+        labels = {"id": job.id, "name": job.name}
+        trains.add(job.is_training, labels)
+        passed.add(job.boundary, labels)
 
 
 def _daemon(out: Exposition, build: Build, own: OwnProcess) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hegmd.protocol.snapshots import AgentInfo, Gpu, GpuProcess, GpuUse, Health, Vendor
-from hegmd.telemetry.metrics import Build, Counters, OwnProcess, Tallies, read_own_process, render
+from hegmd.telemetry.metrics import Build, Counters, JobTally, OwnProcess, Tallies, read_own_process, render
 from tests.unit.telemetry.metrics.exposition_parser import ParsedFamily, parse
 
 BUILD = Build(version="1.2.3", protocol_version=1, python_version="3.11.2")
@@ -213,6 +213,17 @@ def test_each_state_of_an_operation_has_a_series_also_when_none_is_in_it() -> No
     found = parse(render(None, Counters(), build=BUILD, own=OWN, tallies=tallies))
     told = {labels["state"]: value for labels, value in values(found, "hegmd_operations")}
     assert told == {"moving": 1, "quiesced": 0, "suspended": 0, "waiting": 2}
+
+
+def test_a_job_that_has_not_come_to_a_batch_has_no_count_of_them() -> None:
+    jobs = (
+        JobTally("j1", "train", is_training=True, boundary=7),
+        JobTally("j2", "new", is_training=False, boundary=None),
+    )
+    found = parse(render(None, Counters(), build=BUILD, own=OWN, tallies=Tallies(jobs=jobs)))
+    first, second = {"id": "j1", "name": "train"}, {"id": "j2", "name": "new"}
+    assert values(found, "hegmd_job_trains") == [(first, 1), (second, 0)]
+    assert values(found, "hegmd_job_boundaries_total") == [(first, 7)]
 
 
 def test_before_the_first_look_at_the_node_the_daemon_tells_of_itself() -> None:
