@@ -66,7 +66,7 @@ fi
 asked_for=$(cat "$source/pyproject.toml" "$source/packaging/constraints.txt" | sha256sum | cut -c 1-16)
 wheels=$source/build/wheels-$minor-$asked_for
 if [ ! -d "$wheels" ]; then
-    pip wheel --wheel-dir "$work/wheels" --constraint "$source/packaging/constraints.txt" "$work"/own/*.whl
+    pip wheel --wheel-dir "$work/wheels" --constraint "$source/packaging/constraints.txt" "$(echo "$work"/own/*.whl)[top]"
     rm "$work"/wheels/hegmd-*.whl
     mkdir -p "$source/build"
     mv -T "$work/wheels" "$wheels.$$" && mv -T "$wheels.$$" "$wheels" 2>/dev/null || rm -rf "$wheels.$$"
@@ -84,7 +84,7 @@ ln -s "$link" "$into/bin/python3"
 printf 'home = %s\ninclude-system-site-packages = false\n' "$(dirname "$interpreter")" >"$into/pyvenv.cfg"
 
 # By name and not by path: pip would record where the file lay.
-pip install --no-index --find-links "$work/own" --find-links "$wheels" --no-compile --target "$libraries" hegmd
+pip install --no-index --find-links "$work/own" --find-links "$wheels" --no-compile --target "$libraries" 'hegmd[top]'
 rm -rf "$libraries/bin"
 sed -i '\#^[./]*bin/#d' "$libraries"/*.dist-info/RECORD
 

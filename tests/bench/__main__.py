@@ -26,6 +26,7 @@ from tests.bench import (
     bench_roundtrip,
     bench_state,
     bench_steps,
+    bench_top,
 )
 from tests.bench.machine import this_machine
 from tests.bench.report import Row, as_json, as_markdown, as_text, is_within
@@ -47,6 +48,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "image": bench_image.run,
     "checkpoint": bench_checkpoint.run,
     "state": bench_state.run,
+    "top": bench_top.run,
 }
 
 

@@ -110,6 +110,7 @@ FENCES: dict[str, tuple[str, ...]] = {
     "amdsmi": ("hegmd.node.devices.amd_binding",),
     "cuda": ("hegmd.gpu_helper.cuda",),
     "pynvml": ("hegmd.node.devices.nvml",),
+    "textual": ("hegmctl.top",),
     "subprocess": ("hegmd.system.detached_programs", "hegmd.system.programs"),
     "asyncio": (),
     "multiprocessing": (),
@@ -264,7 +265,8 @@ def test_only_declared_packages_are_imported() -> None:
 
 def _undeclared(module: Module) -> Iterator[str]:
     ours = set(PACKAGES)
-    declared = {"amdsmi", "anyio", "cuda", "msgpack", "pynvml", "tomli", "tomllib"}  # the last two are one, by version
+    declared = {"amdsmi", "anyio", "cuda", "msgpack", "pynvml", "textual", "tomli", "tomllib"}
+    # The last two are one, by version.
     imported = {found.target.split(".")[0] for found in module.imports() if not found.for_types_only}
     for found in sorted(imported - sys.stdlib_module_names - ours - declared):
         yield f"imports {found}, which pyproject.toml does not declare"

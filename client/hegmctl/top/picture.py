@@ -1,0 +1,357 @@
+"""What `hegmctl top` shows: GPUs with their last minutes, jobs, operations and events, as lines of a given size.
+
+Owns what was seen, the order, the filter and the cursor. Pure: time comes with what was seen, and no terminal is
+touched. A line is a list of parts, each a text and the name of its style; every text is printable.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from time import localtime, strftime
+
+from hegmctl.operating_text import AT_REST
+from hegmctl.quantities import binary_size, duration, used_of_total
+from hegmctl.tables import printable, shortened, width
+from hegmd.protocol.operations import PHASES_IN_ORDER, Operation
+from hegmd.protocol.snapshots import Event, Gpu
+
+Part = tuple[str, str]
+Line = list[Part]
+
+# Looks that are remembered of each GPU: at one look in 5 s, five minutes.
+HISTORY = 60
+EVENTS = 200
+OVER = ("done", "rolled-back", "lost")
+BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
+ORDERS = ("job", "gpu", "vram", "step/s", "age", "state")
+JOBS, OPERATIONS = "jobs", "operations"
+# What a key asks of a job.
+SUSPEND, RESUME, MIGRATE = "suspend", "resume", "migrate"
+STATE_STYLES = {"training": "green", "moving": "cyan", "waiting": "red", "suspended": "yellow", "quiesced": "yellow"}
+KEYS = "s suspend  r resume  m migrate  o order  / filter  t timeline  Tab operations  ? help  q quit"
+
+
+class JobRow:
+    """One job as a row. `pids` are its processes that are known."""
+
+    __slots__ = ("age_s", "command", "gpus", "id", "name", "pids", "state", "steps_per_s", "vram_bytes")
+
+    def __init__(  # noqa: PLR0913 - a row, each column named
+        self,
+        id: str,  # noqa: A002 - the column's name
+        name: str,
+        state: str,
+        *,
+        pids: Sequence[int] = (),
+        gpus: Sequence[str] = (),
+        vram_bytes: int | None = None,
+        steps_per_s: float | None = None,
+        age_s: float = 0.0,
+        command: str = "",
+    ) -> None:
+        self.id = id
+        self.name = name
+        self.state = state
+        self.pids = tuple(pids)
+        self.gpus = tuple(gpus)
+        self.vram_bytes = vram_bytes
+        self.steps_per_s = steps_per_s
+        self.age_s = age_s
+        self.command = command
+
+    def key(self, order: str) -> tuple[object, ...]:
+        """Where it stands in that order; the busiest first, where the order is by a figure."""
+        number = int(self.id[1:]) if self.id[1:].isdigit() else 0
+        first: dict[str, object] = {
+            "gpu": (not self.gpus, [(len(gpu), gpu) for gpu in self.gpus]),
+            "vram": -(self.vram_bytes or 0),
+            "step/s": -(self.steps_per_s or 0.0),
+            "age": -self.age_s,
+            "state": self.state,
+        }
+        return (first.get(order, 0), number)
+
+    def has(self, text: str) -> bool:
+        """Whether that text is anywhere in it, in small letters or large ones."""
+        return text.lower() in " ".join((self.id, self.name, self.state, *self.gpus, self.command)).lower()
+
+
+class Seen:
+    """One look at the node."""
+
+    __slots__ = ("gpus", "jobs", "node", "operations", "utc")
+
+    def __init__(
+        self, utc: float, node: str, gpus: Sequence[Gpu], jobs: Sequence[JobRow], operations: Sequence[Operation]
+    ) -> None:
+        self.utc = utc
+        self.node = node
+        self.gpus = tuple(gpus)
+        self.jobs = tuple(jobs)
+        self.operations = tuple(operations)
+
+
+class Listener:
+    """What hears of the node. Called in the feed's threads."""
+
+    def seen(self, seen: Seen) -> None:
+        """A look at the node."""
+        raise NotImplementedError
+
+    def happened(self, event: Event) -> None:
+        """An event of the node."""
+        raise NotImplementedError
+
+    def away(self, why: str) -> None:
+        """The daemon does not answer."""
+        raise NotImplementedError
+
+
+class Picture:
+    """All that is shown."""
+
+    def __init__(self, *, unicode: bool = True) -> None:
+        self.unicode = unicode
+        self.order = ORDERS[0]
+        self.filter = ""
+        #: Why what is shown is old; empty while the daemon answers.
+        self.trouble = ""
+        #: What came of the last command.
+        self.notice = ""
+        self.section = JOBS
+        self._seen = Seen(0.0, "", (), (), ())
+        self._history: dict[str, deque[tuple[float | None, float | None]]] = {}
+        self._events: deque[Event] = deque(maxlen=EVENTS)
+        self._chosen = {JOBS: "", OPERATIONS: ""}
+        self._top = 0
+
+    # -- what is seen --------------------------------------------------------------------------------------------------
+
+    def take(self, seen: Seen) -> None:
+        """Take a look in, and remember the GPUs' figures."""
+        self.trouble = ""
+        if seen.gpus is not self._seen.gpus:  # a look at operations alone says nothing new of the GPUs
+            for gpu in seen.gpus:
+                self._history.setdefault(gpu.id, deque(maxlen=HISTORY)).append((gpu.utilisation_percent, _full(gpu)))
+        self._seen = seen
+
+    def happened(self, event: Event) -> None:
+        """Take an event in."""
+        self._events.append(event)
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """The GPUs at the last look."""
+        return self._seen.gpus
+
+    @property
+    def jobs(self) -> list[JobRow]:
+        """The jobs that the filter lets through, in order."""
+        found = [job for job in self._seen.jobs if not self.filter or job.has(self.filter)]
+        return sorted(found, key=lambda job: job.key(self.order))
+
+    @property
+    def operations(self) -> list[Operation]:
+        """Those under way, the newest first, and then those that ended."""
+        under_way = [each for each in self._seen.operations if each.phase not in OVER]
+        ended = [each for each in self._seen.operations if each.phase in OVER]
+        return [*reversed(under_way), *reversed(ended)]
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether an operation comes on now."""
+        return any(each.phase not in OVER and each.phase not in AT_REST for each in self._seen.operations)
+
+    # -- what is chosen ------------------------------------------------------------------------------------------------
+
+    def job(self) -> JobRow | None:
+        """The job under the cursor."""
+        jobs = self.jobs
+        return next((job for job in jobs if job.id == self._chosen[JOBS]), jobs[0] if jobs else None)
+
+    def operation(self) -> Operation | None:
+        """The operation under the cursor; with the cursor on a job, the newest of its processes."""
+        if self.section == OPERATIONS:
+            known = self.operations
+            return next((op for op in known if op.id == self._chosen[OPERATIONS]), known[0] if known else None)
+        job = self.job()
+        pids = () if job is None else job.pids
+        return next((op for op in self.operations if any(each.pid in pids for each in op.processes)), None)
+
+    def move(self, by: int) -> None:
+        """Move the cursor."""
+        ids = [job.id for job in self.jobs] if self.section == JOBS else [op.id for op in self.operations]
+        if ids:
+            at = ids.index(self._chosen[self.section]) if self._chosen[self.section] in ids else 0
+            self._chosen[self.section] = ids[min(max(at + by, 0), len(ids) - 1)]
+
+    def switch(self) -> None:
+        """Have the cursor among the operations, or among the jobs again."""
+        self.section = OPERATIONS if self.section == JOBS and self.operations else JOBS
+
+    def next_order(self) -> None:
+        """Order the jobs by the next column."""
+        self.order = ORDERS[(ORDERS.index(self.order) + 1) % len(ORDERS)]
+
+    # -- lines ---------------------------------------------------------------------------------------------------------
+
+    def lines(self, columns: int, rows: int) -> list[Line]:
+        """The whole screen: exactly so many rows, each of at most so many columns."""
+        gpus = self._gpu_lines(columns, max(2, rows // 3))
+        ops = self._operation_lines(columns, 4 if rows >= 30 else 3)
+        news = self._event_lines(columns, 5 if rows >= 40 else 2)
+        left = rows - 2 - len(gpus) - len(ops) - len(news)
+        body = [self._head(columns), *gpus, *self._job_lines(columns, max(2, left)), *ops, *news]
+        body = body[: rows - 1]
+        body += [[]] * (rows - 1 - len(body))
+        notice = self.notice or KEYS
+        return [*body, [(shortened(notice, columns, self._ellipsis), "bold" if self.notice else "dim")]]
+
+    @property
+    def _ellipsis(self) -> str:
+        return "…" if self.unicode else "~"
+
+    def _head(self, columns: int) -> Line:
+        seen = self._seen
+        under_way = sum(each.phase not in OVER for each in seen.operations)
+        parts = [f"{len(seen.gpus)} GPUs", f"{len(seen.jobs)} jobs", f"{under_way} operations", f"order: {self.order}"]
+        if self.filter:
+            parts.append(f"filter: {printable(self.filter)}")
+        clock = strftime("%H:%M:%S", localtime(seen.utc)) if seen.utc else "--:--:--"
+        if self.trouble:
+            return [(shortened(f"{clock}  {printable(self.trouble)}", columns, self._ellipsis), "red")]
+        text = f"hegmd on {printable(seen.node)}  {'  '.join(parts)}"
+        return [(shortened(text, columns - 10, self._ellipsis).ljust(columns - 8) + clock, "bold")]
+
+    def _gpu_lines(self, columns: int, most: int) -> list[Line]:
+        gpus = self._seen.gpus
+        beside = 1
+        while len(gpus) > most * beside and columns // (beside + 1) >= 38:
+            beside += 1
+        rows = min(most, -(-len(gpus) // beside))
+        room = (columns - 2 * (beside - 1)) // beside
+        lines: list[Line] = []
+        for row in range(rows):
+            line: Line = []
+            for column in range(beside):
+                number = column * rows + row
+                if number < len(gpus):
+                    line += [
+                        *([("  ", "")] if column else []),
+                        *self._gpu(gpus[number], room, fill=column < beside - 1),
+                    ]
+            lines.append(line)
+        if len(gpus) > rows * beside:
+            lines[-1] = [(f"and {len(gpus) - (rows - 1) * beside} more GPUs", "dim")]
+        return lines
+
+    def _gpu(self, gpu: Gpu, room: int, *, fill: bool) -> Line:
+        name = f"{gpu.id:<6}"
+        if gpu.state != "ok":
+            text = f"{name}{gpu.state}"
+            return [(text.ljust(room) if fill else text, "red")]
+        busy = "  -%" if gpu.utilisation_percent is None else f"{gpu.utilisation_percent:3.0f}%"
+        memory = used_of_total(gpu.memory_used_bytes, gpu.memory_total_bytes).replace(" ", "").rjust(14)
+        product = f"  {printable(gpu.name)}" if gpu.name and room >= 70 else ""
+        each = min(HISTORY, max(4, (room - len(name) - len(busy) - len(memory) - width(product) - 2) // 2))
+        history = self._history.get(gpu.id, ())
+        style = {"warn": "yellow", "failed": "red"}.get(gpu.health.state, "")
+        line: Line = [
+            (name, style),
+            (self.sparkline([used for used, _ in history], each), "green"),
+            (f" {busy} ", ""),
+            (self.sparkline([full for _, full in history], each), "cyan"),
+            (f"{memory}{product}", ""),
+        ]
+        spent = sum(width(text) for text, _ in line)
+        return [*line, (" " * (room - spent), "")] if fill and spent < room else line
+
+    def sparkline(self, values: Sequence[float | None], columns: int) -> str:
+        """Per cent as bars, the newest at the right; what is not known is a blank."""
+        bars = BARS if self.unicode else ASCII_BARS
+        text = "".join(" " if value is None else bars[min(7, int(value / 12.5))] for value in list(values)[-columns:])
+        return text.rjust(columns)
+
+    def _job_lines(self, columns: int, rows: int) -> list[Line]:
+        jobs, chosen = self.jobs, self.job()
+        head = f"  {'JOB':<6}{'STATE':<11}{'GPU':<10}{'VRAM':>10}{'STEP/S':>8}{'AGE':>9}  NAME / COMMAND"
+        lines: list[Line] = [[(shortened(head, columns, ""), "bold")]]
+        rows -= 1
+        at = jobs.index(chosen) if chosen is not None else 0
+        self._top = min(max(self._top, at - rows + 1), at, max(0, len(jobs) - rows))
+        shown = jobs[self._top : self._top + rows]
+        lines += [self._job(job, columns, is_chosen=job is chosen and self.section == JOBS) for job in shown]
+        if not jobs:
+            lines.append([("  no job matches the filter" if self.filter else "  no job runs here", "dim")])
+        return lines
+
+    def _job(self, job: JobRow, columns: int, *, is_chosen: bool) -> Line:
+        rate = "-" if job.steps_per_s is None else f"{job.steps_per_s:.3g}"
+        vram = "-" if job.vram_bytes is None else binary_size(job.vram_bytes)
+        gpus = shortened(",".join(job.gpus) or "-", 9, self._ellipsis)
+        before = f"{'>' if is_chosen else ' '} {job.id:<6}"
+        age = duration(job.age_s).replace(" min", "m").replace(" h", "h").replace(" d", "d").replace(" s", "s")
+        after = f"{gpus:<10}{vram:>10}{rate:>8}{age.replace('m ', 'm'):>9}  "
+        style = "reverse" if is_chosen else ""
+        name = printable(f"{job.name}  {job.command}" if job.command else job.name)
+        rest = shortened(name, max(0, columns - len(before) - 11 - len(after)), self._ellipsis)
+        return [
+            (before, style),
+            (f"{shortened(job.state, 10, self._ellipsis):<11}", style or STATE_STYLES.get(job.state, "")),
+            (after, style),
+            (rest, style),
+        ]
+
+    def _operation_lines(self, columns: int, most: int) -> list[Line]:
+        chosen = self.operation() if self.section == OPERATIONS else None
+        known = self.operations
+        if not known:
+            return []
+        at = known.index(chosen) if chosen is not None else 0
+        top = max(0, min(at, len(known) - (most - 1)))
+        lines: list[Line] = [[("  OPERATIONS", "bold")]]
+        return lines + [self._operation(op, columns, is_chosen=op is chosen) for op in known[top : top + most - 1]]
+
+    def _operation(self, op: Operation, columns: int, *, is_chosen: bool) -> Line:
+        style = "reverse" if is_chosen else {"done": "green", "lost": "red", "rolled-back": "red"}.get(op.phase, "cyan")
+        pids = ",".join(str(each.pid) for each in op.processes)
+        ways = [(each.began_on if op.phase in OVER else each.gpu, each.to) for each in op.processes]
+        where = ",".join(dict.fromkeys(f"{here or 'pool'}->{to or 'pool'}" for here, to in ways))
+        if op.phase in OVER:
+            figures = binary_size(op.size_bytes)
+            figures += "" if op.downtime_s is None else f", stood for {op.downtime_s:.2f} s"
+        else:
+            figures = f"{self._bar(op)} {binary_size(op.moved_bytes)}/{binary_size(op.size_bytes)}"
+            figures += f"  {op.waits.why}" if op.waits is not None else ""
+        text = f"{'>' if is_chosen else ' '} {op.id:<4}{op.kind:<11}{op.phase:<14}{where:<13} {figures}  pid {pids}"
+        return [(shortened(printable(text), columns, self._ellipsis), style)]
+
+    def _bar(self, op: Operation) -> str:
+        phases = len(PHASES_IN_ORDER)
+        place = PHASES_IN_ORDER.index(op.phase) if op.phase in PHASES_IN_ORDER else phases
+        within = op.moved_bytes / op.size_bytes if op.size_bytes else 0.0
+        full = min(10, round(10 * (place + min(1.0, within)) / phases))
+        return "[" + "#" * full + "." * (10 - full) + "]"
+
+    def _event_lines(self, columns: int, most: int) -> list[Line]:
+        styles = {"error": "red", "warning": "yellow"}
+        return [
+            [
+                (
+                    shortened(
+                        f"  {strftime('%H:%M:%S', localtime(event.time_utc))} {printable(event.message)}",
+                        columns,
+                        self._ellipsis,
+                    ),
+                    styles.get(event.severity, "dim"),
+                )
+            ]
+            for event in list(self._events)[-most:]
+        ]
+
+
+def _full(gpu: Gpu) -> float | None:
+    if gpu.memory_used_bytes is None or not gpu.memory_total_bytes:
+        return None
+    return 100 * gpu.memory_used_bytes / gpu.memory_total_bytes
