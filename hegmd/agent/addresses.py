@@ -1,13 +1,13 @@
-"""Addresses of storages that a script keeps outside of PyTorch, as far as Python's objects show them.
+"""Addresses of storages that a script keeps outside of PyTorch, as far as Python objects show them.
 
-A storage that is carried may lie elsewhere afterwards, and nobody tells a number in a variable, a ctypes array over the
-memory, or an array of CuPy or Numba that only remembers where it begins. So such a storage is left to the driver, which
-keeps addresses. Looked for at a survey: ctypes objects and such arrays wherever they are, numbers in the variables of
-the script and of functions that are running, and in what these hold. What C++ keeps, and numbers that are deeper, are
-not seen.
+A storage that was offloaded may have another address afterwards. A number in a variable, a ctypes array over the
+memory, or an array of CuPy or Numba that only remembers its start would not notice. So such a storage is left to the
+driver, which keeps addresses. A survey looks for ctypes objects and such arrays everywhere, and for numbers in the
+variables of the script, of running functions, and in what these hold. Addresses that C++ keeps, and numbers deeper in
+objects, are not found.
 
-Rejected: to wrap `Tensor.data_ptr` and so hear of each address that is taken. Triton's launcher calls it for every
-tensor of every launch, in each step (docs/benchmarks.md), and a wrapper is one more thing that Dynamo would trace.
+Rejected: wrapping `Tensor.data_ptr` to see each address that is read. Triton's launcher calls it for every tensor of
+every launch (docs/benchmarks.md), and Dynamo would trace the wrapper.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from typing import Any
 
-# Below this no memory begins, and counters live.
+# No memory begins below this; smaller numbers are counters.
 _LEAST = 1 << 24
 _MAX_VALUES, _MAX_ITEMS, _DEEPEST = 20_000, 256, 4
-# A thread that stands waits some calls below our own.
+# A parked thread waits some calls deeper, in our own code.
 _NEAREST = 8
 _CO_OPTIMIZED = 0x01
 # The references to a frame's copy of its variables: the frame's, ours, and that of the call which counts them.
@@ -36,7 +36,8 @@ _ARRAYS = (("cupy", "ndarray"), ("numba.cuda.cudadrv.devicearray", "DeviceNDArra
 
 
 def kinds() -> list[type[object]]:
-    """The classes whose objects may have an address in them; with their subclasses, what `kept` is to be given."""
+    """Return the classes whose objects may contain an address; pass their instances, and those of subclasses, to
+    `kept`."""
     ctypes = _ctypes()
     found = [] if ctypes is None else [getattr(ctypes, name) for name in _CTYPES]
     for module, name in _ARRAYS:
@@ -46,7 +47,7 @@ def kinds() -> list[type[object]]:
 
 
 def kept(objects: Iterable[Any]) -> list[int]:
-    """Where the memory is that these objects lie over, or point to, in order. Never raises."""
+    """Return the memory that these objects cover or point to, in order. Never raises."""
     found: set[int] = set()
     for one in objects:
         try:
@@ -57,7 +58,7 @@ def kept(objects: Iterable[Any]) -> list[int]:
 
 
 def numbers() -> list[int]:
-    """The numbers that may be addresses in the variables of the script, in order. Never raises."""
+    """Return the numbers in the script's variables that may be addresses, in order. Never raises."""
     found: set[int] = set()
     try:
         found.update(_numbers())
@@ -67,7 +68,7 @@ def numbers() -> list[int]:
 
 
 def any_within(addresses: list[int], start: int, size_bytes: int) -> bool:
-    """Whether one of these, which are in order, lies in that memory."""
+    """Return True if one of these sorted addresses lies in that memory."""
     low, high = 0, len(addresses)
     while low < high:
         middle = (low + high) // 2
@@ -80,7 +81,7 @@ def _addresses_in(one: Any) -> Iterator[int]:
     if ctypes is None or not issubclass(type(one), tuple(getattr(ctypes, name) for name in _CTYPES)):
         yield int(one.__cuda_array_interface__["data"][0])
         return
-    if not one._b_needsfree_:  # it lies over memory that somebody else has
+    if not one._b_needsfree_:  # it covers memory of another owner
         yield ctypes.addressof(one)
     if isinstance(one, ctypes._Pointer):
         yield sys.modules["ctypes"].cast(one, sys.modules["ctypes"].c_void_p).value or 0
@@ -102,7 +103,7 @@ def _number(value: object) -> Iterator[int]:
 
 
 def _numbers() -> Iterator[int]:
-    """In the variables of the script and of what is running, and in what these hold, nearest first."""
+    """Return numbers in the variables of the script and of running functions, and in what these hold, nearest first."""
     seen: set[int] = set()
     left = _MAX_VALUES
     held: list[Any] = list(_variables())
@@ -121,7 +122,7 @@ def _numbers() -> Iterator[int]:
 
 
 def _variables() -> list[dict[str, Any]]:
-    """Those of the script, and of the functions that a thread is in which stands, or looks, at a boundary."""
+    """Return those of the script, and of functions that a thread at a boundary is in."""
     main = sys.modules.get("__main__")
     found = [] if main is None else [dict(list(vars(main).items())[:_MAX_ITEMS])]
     frames: list[Any] = []
@@ -154,7 +155,7 @@ def _locals_of(frame: Any) -> dict[str, Any]:
 
 
 def _held_by(value: object) -> Iterable[Any]:
-    """What an object holds, none of its own code run; of large ones nothing."""
+    """Return what an object holds, without running its code; nothing of large ones."""
     kind = type(value)
     if kind in {list, tuple, set, frozenset}:
         return _few(value)

@@ -1,7 +1,6 @@
-"""What this process says of an order: that it is done and what came of it, that it failed and why, how far it is.
+"""Reports about an order: it is done, it failed, or its progress.
 
-Owns the form of each report and the way to the daemon, if there is one; what is reported is `orders`' business, and
-what becomes of it nobody's here.
+Owns the form of reports and the way to the daemon, if there is one. `orders` decides what is reported.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Answers:
-    """Tells the daemon. `send` is None while there is none, and then nothing is told."""
+    """Sends reports to the daemon. `send` is None without a daemon; then nothing is sent."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
@@ -38,7 +37,7 @@ class Answers:
         return lambda so_far_bytes: self._tell(order=order, result="progress", size_bytes=so_far_bytes)
 
     def view(self, order: Order, shown: Shown, view: View) -> None:
-        """Storages as another process can reach them; in a daemon's earlier form where it knows no other."""
+        """Return storages as another process can reach them; in an older form for a daemon that knows no other."""
         places: tuple[Place, ...] = ()
         if not order.packed:
             places = tuple([Place(handle=spot[0], offset=spot[1], size_bytes=spot[2]) for spot in view.spots])
@@ -59,7 +58,7 @@ class Answers:
     def found(
         self, order: int, found: torch_state.Found, size_bytes: int, communicators: Communicators | None = None
     ) -> None:
-        """The storages that are vouched for, which come to so many bytes, those that are left alone, and its groups."""
+        """Return the record of a survey: storages that can be offloaded, those that are left alone, and its groups."""
         self.done(
             order,
             parked=self._gate.parked,
@@ -73,7 +72,7 @@ class Answers:
         )
 
     def weight(self, order: int, weighed: departing.Weight | HegmError) -> None:
-        """What a restart would carry, or why that cannot be said."""
+        """Return what a restart would save, or why that is unknown."""
         if isinstance(weighed, HegmError):
             self.failed(order, weighed)
         else:
@@ -92,7 +91,7 @@ class Answers:
 
 
 def counted(found: torch_state.Found) -> tuple[LeftAlone, ...]:
-    """What is left alone, by reason."""
+    """Return the storages that are left alone, by reason."""
     return tuple(
         LeftAlone(why=why, storages=count, size_bytes=size_bytes)
         for why, (count, size_bytes) in sorted(found.left_alone.items())

@@ -1,8 +1,8 @@
-"""Where a batch ends, framework by framework: hooks that pass the gate. One function a framework; decides nothing.
+"""Where a batch ends, by framework: hooks that call the gate. One function for each framework; decides nothing.
 
-PyTorch's data loader is hooked on the class of its iterators, which all loaders share, those of accelerate, Lightning
-and the Hugging Face Trainer included; its optimizers through PyTorch's own global hooks. `builtins` stays as it is, and
-so does every object that belongs to the script.
+PyTorch's data loader is hooked at the class of its iterators, which all loaders share, also those of accelerate,
+Lightning and the Hugging Face Trainer. Its optimizers are hooked by PyTorch's global hooks. `builtins` and all objects
+of the script stay unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FIRST_WITH_COMPILER = (2, 3)
 
 
 def watch_loaders(module: Any, gate: Gate) -> None:
-    """Pass the gate whenever a batch is asked of a loader's iterator. `module` is torch.utils.data.dataloader."""
+    """Call the gate when a loader's iterator is asked for a batch. `module` is torch.utils.data.dataloader."""
     iterators = getattr(module, "_BaseDataLoaderIter", None)
     if iterators is None or "__next__" not in vars(iterators):
         note("this PyTorch has no iterator class that is known; boundaries are its optimizers' steps")
@@ -59,7 +59,7 @@ def _passing(gate: Gate, original: Callable[[Any], Any]) -> Callable[[Any], Any]
 
 
 def watch_optimizers(module: Any, gate: Gate) -> None:
-    """Tell the gate of every optimizer step. `module` is torch.optim.optimizer."""
+    """Report every optimizer step to the gate. `module` is torch.optim.optimizer."""
     register = getattr(module, "register_optimizer_step_post_hook", None)
     if register is None or _version_of(sys.modules["torch"]) < FIRST_WITH_COMPILER:
         note("this PyTorch has no optimizer hooks that we can use; boundaries are its loaders' batches only")

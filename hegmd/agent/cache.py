@@ -76,9 +76,9 @@ class Cache:
             note(f"in which pieces memory was cached is not known: {error!r}")
 
     def take(self, storage_bytes: dict[int, int] | None = None) -> None:
-        """Have it again, and hold it. `rest_bytes` is for storages that have still to be made, by device.
+        """Allocate it again and hold it. `rest_bytes` is for storages that are still to be made, by device.
 
-        Never raises, and never takes more than there was: what is not to be had is counted. Fine when it is taken.
+        Never raises, and never takes more than before. What the GPU lacks is counted. Does nothing if it is held.
         """
         if self._is_taken:
             return
@@ -96,13 +96,13 @@ class Cache:
                 self.short_bytes += short_bytes
 
     def let_go(self) -> None:
-        """Into the allocator's cache with it. Fine when nothing is held."""
+        """Free it into the allocator's cache. Does nothing if nothing is held."""
         held, self._held = self._held, []
         for address in held:
             self._cuda.caching_allocator_delete(address)
 
     def forgo(self) -> None:
-        """All of it may go back to the driver: it is to be taken anew once storages are made."""
+        """Let all of it go back to the driver: it is allocated again once storages are made."""
         self.let_go()
         self._is_taken = False
 

@@ -1,8 +1,8 @@
-"""The agent's connection: a blocking socket in a thread of its own that outlives every daemon.
+"""The agent's connection: a blocking socket in a thread that outlives every daemon.
 
-Connects, says hello, attends, hands orders to `orders` and sends back what became of them; when the connection ends it
-begins again, for ever, under the same token. The thread is a raw one, which no list of `threading` shows and no exit of
-the interpreter waits for. Nothing is raised out of here, and nothing of the script's is touched.
+Connects, says hello, attends, passes orders to `orders` and sends back their reports. When the connection ends it
+starts again, without end, with the same token. The thread is a raw one: no list of `threading` shows it, and the
+interpreter's exit does not wait for it. Nothing is raised out of here, and nothing of the script is touched.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SYSTEM_SOCKET = "/run/hegm/hegmd.sock"
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 5.0
 BATCH_LOOK_S = 0.25
-# A daemon that takes no connection or no bytes for so long is as good as gone.
+# A daemon that takes no connection or no bytes for so long counts as gone.
 PATIENCE_S = 10.0
 _RECEIVE_BYTES = 65_536
 _MAX_FDS = 16
@@ -45,7 +45,7 @@ _FD = struct.Struct("i")
 
 
 def socket_path(environ: Mapping[str, str]) -> str:
-    """Where the daemon is: the path that is named, else the node's if it may be used, else the user's own."""
+    """Return the daemon's socket: the configured path, else the node's if permitted, else the user's own."""
     named = environ.get("HEGM_SOCKET")
     if named:
         return named
@@ -63,9 +63,9 @@ def look_within_s(left_s: float, *, awaits_batch: bool) -> float:
 
 
 def next_pause_s(pause_s: float, lasted_s: float, *, was_of_use: bool) -> float:
-    """How long to wait after a connection; longer each time, but for one that was of use or lasted.
+    """Return the pause after a connection: longer each time, except after one that gave an order or lasted.
 
-    A daemon that gave an order was a whole one. What is parked is not to wait longer because daemons are killed often.
+    A daemon that gave an order works. A parked process must not wait longer because daemons are killed often.
     """
     return FIRST_PAUSE_S if was_of_use or lasted_s > MAX_PAUSE_S else min(pause_s * 2, MAX_PAUSE_S)
 
@@ -82,10 +82,10 @@ class Channel:
         self._woken, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._socket: socket.socket | None = None
         self._elsewhere: str | None = None
-        self._is_alone = False  # nobody was there at the last try
+        self._is_alone = False  # no daemon was there at the last try
         self._is_revived = False
         self._restarted: str | None = None
-        #: The boundary at which the state was put back, until it is noted that the training has gone on from there.
+        #: The boundary at which the state was restored, until the training has continued from there.
         self._back_at: int | None = None
         self._departure = self._launched_departure()
         gate.on_change = self.wake
@@ -102,7 +102,7 @@ class Channel:
         )
 
     def wake(self) -> None:
-        """From any thread: have the gate looked at."""
+        """Let the thread check the gate. From any thread."""
         try:
             os.write(self._waker, b"\0")
         except OSError as error:  # full, which wakes as well; or closed in a child
@@ -112,14 +112,15 @@ class Channel:
                 raise
 
     def note_restarted(self, operation: str | None) -> None:
-        """From the training thread: the state of that operation is back in this process. The daemon is told at once."""
+        """Record that the state of that operation is restored in this process, and tell the daemon at once. From the
+        training thread."""
         self._restarted = operation
         self._back_at = self._gate.count
         self._orders.changed_by_itself = True
         self.wake()
 
     def close_in_child(self) -> None:
-        """In a forked child: close what was inherited. The parent's connection stays up."""
+        """Close what a forked child inherited. The parent's connection stays open."""
         for fd in (self._woken, self._waker):
             try:
                 os.close(fd)
@@ -153,7 +154,7 @@ class Channel:
         self.wake()
 
     def hang_up(self) -> None:
-        """The connection is over; what is parked waits for the next one."""
+        """End the connection; what is parked waits for the next one."""
         try:
             self._orders.end()
         finally:
@@ -162,14 +163,14 @@ class Channel:
                 connected.close()
 
     def _stay_aside(self) -> None:
-        """If it was told to step aside: without a connection until somebody is there to come back to."""
+        """After the order to disconnect: stay without a connection until there is a daemon to reconnect to."""
         aside, self._orders.aside = self._orders.aside, None
         if aside is not None:
             self._elsewhere = aside.wait() or self._elsewhere
             self._is_revived = self._is_revived or aside.is_revived()
 
     def _pause(self, pause_s: float) -> None:
-        """Wait before the next try, with an eye on what is parked."""
+        """Wait before the next try, and watch what is parked."""
         until = monotonic() + pause_s
         while (left_s := until - monotonic()) > 0:
             self._wait(None, look_within_s(left_s, awaits_batch=self._back_at is not None))
@@ -177,7 +178,7 @@ class Channel:
             self._note_past()
 
     def _note_past(self) -> None:
-        """Without a daemon that would see it, have it noted once a restarted training has made a batch."""
+        """Without a daemon, record when a restarted training has made a batch."""
         if self._is_alone and self._back_at is not None and self._gate.count > self._back_at + _BATCH:
             from .state.values import inherited
 
@@ -200,14 +201,14 @@ class Channel:
         return connected is not None and connected.fileno() in ready
 
     def _attend(self) -> None:
-        """One connection, from its beginning to its end."""
+        """Serve one connection from its start to its end."""
         self._is_alone = True
         self._socket = self._connected()
         self._is_alone = False
         _Attendance(self._socket, self._orders).serve(self)
 
     def _connected(self) -> socket.socket:
-        """A connection to the daemon that it was called to, or to the usual one. Raises OSError."""
+        """Return a connection to the daemon at the given or the usual socket. Raises OSError."""
         if self._elsewhere is not None:
             try:
                 return _connect(self._elsewhere)
@@ -216,7 +217,7 @@ class Channel:
         return _connect(socket_path(self._environ))
 
     def describe(self) -> AgentAttend:
-        """What is said of this process when it attends; told anew at each connection, since it changes."""
+        """Return the description of this process for `attend`; made at each connection, since it changes."""
         framework = torch_state.version()
         return AgentAttend(
             token=self._token,
@@ -241,13 +242,13 @@ class Channel:
         )
 
     def next_turn(self, connected: socket.socket) -> bool:
-        """Wait for something, and look after what is pending; whether the socket can be read."""
+        """Wait for an event, and handle what is pending. Returns True if the socket can be read."""
         is_readable = self._wait(connected, None)
         self._look_after()
         return is_readable
 
     def _look_after(self) -> None:
-        """What is pending here, by whomever it was asked for."""
+        """Handle what is pending, from any source."""
         self._orders.tick()
         if self._departure is not None:
             self._departure.tick()
@@ -265,7 +266,7 @@ class _Attendance:
         self._attend_id: int | None = None
 
     def serve(self, channel: Channel) -> None:
-        """Until the daemon leaves or dismisses us. Raises OSError and HegmError."""
+        """Serve until the daemon leaves or dismisses us. Raises OSError and HegmError."""
         try:
             self._ask(Hello(versions=SUPPORTED_VERSIONS, name="hegm-agent", program_version=__version__, role="agent"))
             while self._protocol.welcome is None:
@@ -288,7 +289,7 @@ class _Attendance:
         return request_id
 
     def _report(self, report: AgentReport) -> None:
-        """Send it. A daemon that is gone by now hears it from the next `agent.attend`."""
+        """Send a report. If the daemon has ended, the next one learns it from `agent.attend`."""
         try:
             self._ask(report)
         except OSError as error:

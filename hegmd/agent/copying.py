@@ -77,7 +77,7 @@ def round_up(size_bytes: int, border_bytes: int = PAGE_BYTES) -> int:
 
 
 def copy_out(fd: int, capacity_bytes: int, spans: Iterable[Span], progress: Progress) -> None:
-    """Copy the spans into the descriptor, which has at least so much room. Raises OSError."""
+    """Copy the spans into the descriptor, which is large enough. Raises OSError."""
     with Writing(fd, capacity_bytes) as write:
         in_threads(write, spans, progress)
 
@@ -286,7 +286,7 @@ def _comes_in_huge_pages(base: int) -> bool:
 
 
 def in_threads(copy: Copy, spans: Iterable[Span], progress: Progress, most: int = MAX_THREADS) -> None:
-    """Have all the spans copied, piece by piece, by as many threads as are of use. Raises what a copy raises."""
+    """Copy all spans, piece by piece, in as many threads as are useful. Raises the first error of a copy."""
 
     def work(take: Callable[[], Span | None], tell: Progress) -> None:
         while (piece := take()) is not None:
@@ -297,7 +297,7 @@ def in_threads(copy: Copy, spans: Iterable[Span], progress: Progress, most: int 
 
 
 def ignore(_copied_bytes: int) -> None:
-    """Progress that nobody follows."""
+    """Progress that is not reported."""
 
 
 def give_back_heap() -> None:

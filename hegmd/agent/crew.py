@@ -1,7 +1,7 @@
-"""Threads that share out a row of items among them; what fails in one of them ends them all.
+"""Threads that work through a list of items. A failure in one ends all.
 
-For work that lets go of the interpreter, as calls by ctypes do. Knows nothing of what the items are. Everything here is
-of `_thread`, because `threading` is the job's to import.
+For work that releases the interpreter lock, such as calls by ctypes. Uses `_thread` only, because the job decides when
+`threading` is imported.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Crew:
         self.failure: BaseException | None = None
 
     def start(self, threads: int) -> None:
-        """Set that many to work, or as many as can be had; where none can, do all of it here and now."""
+        """Start that many threads, or as many as the node has; without any, do all of the work here."""
         self.ended.acquire()
         self._at_work = 1  # this one, until all are started
         started = 0
@@ -85,9 +85,9 @@ def share_out(
     most: int,
     beside: Callable[[], object] | None = None,
 ) -> None:
-    """Have the items worked on by as many threads as are of use; `beside` is done here meanwhile.
+    """Work on the items in as many threads as are useful; `beside` runs here meanwhile.
 
-    Raises what any of these raises, once nobody is at work any more.
+    Raises the first error of any of these, once all threads have ended.
     """
     crew = _Crew(work, items)
     crew.start(max(1, min(most, len(os.sched_getaffinity(0)), len(items) // 2)))

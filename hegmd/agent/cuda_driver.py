@@ -1,7 +1,7 @@
-"""The few calls to the CUDA driver that the agent makes in its worker, where the driver is loaded and in use already.
+"""The agent's few calls of the CUDA driver, in a worker where the driver is loaded and in use.
 
-Owns the binding to them. Never loads the driver into a process that has none, never makes a context: the caller has
-that of the device current in its thread. The driver lets go of nothing here that the process did not have before.
+Never loads the driver, never creates a context: the caller's thread has that of the device. The driver frees nothing
+here that the process did not have before.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ class Driver:
         self._set_limit = _bound(library.cuCtxSetLimit, ctypes.c_int, size)
 
     def allocation_of(self, address: int) -> int:
-        """Where the allocation begins that this address of video memory lies in."""
+        """Return the start of the allocation that contains this address."""
         base, size_bytes = ctypes.c_uint64(), ctypes.c_size_t()
         _check("cuMemGetAddressRange", self._range(ctypes.byref(base), ctypes.byref(size_bytes), address))
         return base.value
 
     def handle_of(self, allocation: int) -> bytes:
-        """What another process opens to reach that allocation, by CUDA IPC."""
+        """Return the CUDA IPC handle by which another process opens that allocation."""
         handle = _Handle()
         _check("cuIpcGetMemHandle", self._show(ctypes.byref(handle), allocation))
         return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES)
 
     def uuid_of(self, ordinal: int) -> str:
-        """The GPU that this device of the process is on now, as `nvidia-smi -L` shows it: another one after a move."""
+        """Return the current GPU of this device, as `nvidia-smi -L` shows it; a move changes it."""
         device, raw = ctypes.c_int(), ctypes.create_string_buffer(_UUID_BYTES)
         _check("cuDeviceGet", self._device(ctypes.byref(device), ordinal))
         _check("cuDeviceGetUuid", self._uuid(raw, device.value))
@@ -87,13 +87,13 @@ class Driver:
         _check("cuCtxSetCurrent", self._use(context))
 
     def stack_bytes(self) -> int:
-        """What the context that is current here keeps for each thread that a GPU can run."""
+        """Return what the current context keeps for the stack of each GPU thread."""
         size_bytes = ctypes.c_size_t()
         _check("cuCtxGetLimit", self._limit(ctypes.byref(size_bytes), _LIMIT_STACK_SIZE))
         return size_bytes.value
 
     def keep_stack_bytes(self, size_bytes: int) -> None:
-        """Have it keep so much; a kernel that needs more makes it grow."""
+        """Set that size; a kernel that needs more makes it grow."""
         _check("cuCtxSetLimit", self._set_limit(_LIMIT_STACK_SIZE, size_bytes))
 
     def copy_out(self, host: int, video: int, size_bytes: int) -> None:
@@ -182,13 +182,13 @@ class PeerAccess:
         return found
 
     def is_possible(self, device: int, other: int) -> bool:
-        """Whether that device could reach the other's memory."""
+        """Return True if that device could access the other's memory."""
         can = ctypes.c_int()
         _check("cuDeviceCanAccessPeer", self._can(ctypes.byref(can), device, other))
         return bool(can.value)
 
     def end(self, device: int, other: int) -> bool:
-        """Have that device not reach the other's memory any more; whether it did."""
+        """Disable that device's access to the other's memory; False if there was none."""
         code = self._between(device, other, self._disable)
         if code == _NOT_ENABLED:
             return False
@@ -196,7 +196,8 @@ class PeerAccess:
         return True
 
     def begin(self, device: int, other: int) -> int:
-        """Have that device reach the other's memory; what the driver answers, which refuses it after a restore."""
+        """Enable that device's access to the other's memory. Returns the driver's answer: it refuses after a
+        restore."""
 
         def enable(context: int | None) -> Any:
             return self._enable(context, 0)

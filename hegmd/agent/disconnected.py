@@ -1,10 +1,9 @@
-"""Stepping aside: while an image is made of the process its agent has no connection, and looks where to come back to.
+"""Disconnected for an image: meanwhile the agent has no connection, and polls for where to reconnect.
 
-Owns the meeting place, a file that the daemon made beside its socket, and what it says: empty is to stay, a path is the
-socket to come back to, and without the file it is the usual one. The place is looked at and never kept open, because a
-file that is open belongs to the image, and would have to be there, as large as it was, wherever that is restored. Time
-is counted in looks and slept in the C library: after a restore on another node the monotonic clock is another one, and
-whatever waits for an instant of the old one, as Python's own waits do when they were interrupted, may wait for days.
+Owns the rendezvous, a file that the daemon made beside its socket. Empty means wait; a path is the socket to reconnect
+to; without the file it is the usual one. The file is read but never kept open: an open file belongs to the image and
+would have to exist, with the same size, where that is restored. Time is counted in polls and slept in the C library:
+after a restore on another node the monotonic clock differs, and a wait for an instant of the old one may last for days.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _KIND, _REGULAR = 0o170000, 0o100000
 
 
 class Aside:
-    """One time of stepping aside: `path` is the meeting place, `limit_s` after what time nobody is waited for."""
+    """One time of being disconnected: `path` is the rendezvous, `limit_s` the longest wait."""
 
     def __init__(self, path: str, limit_s: float | None) -> None:
         self._path = path
@@ -35,7 +34,7 @@ class Aside:
         self._sleep = _sleeper()
 
     def wait(self) -> str | None:
-        """Until there is somebody to come back to: the path of its socket, or None for the usual one."""
+        """Wait for a daemon; returns the path of its socket, or None for the usual one."""
         for _ in range(self._looks):
             try:
                 seen = os.lstat(self._path)
@@ -48,11 +47,11 @@ class Aside:
         return None
 
     def is_revived(self) -> bool:
-        """Whether this is another process than the one that stepped aside: restored from its image."""
+        """Return True if this process was restored from the image."""
         return started_at() != self._process
 
     def _read(self) -> str | None:
-        """What the place says. One that anybody else could have written says nothing."""
+        """Return what the file says; nothing if other users could have written it."""
         try:
             fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
@@ -68,7 +67,7 @@ class Aside:
 
 
 def started_at() -> str:
-    """The process's start, which with its pid tells it from every other of this boot."""
+    """Return the process's start time, which identifies it with its pid until the next boot."""
     with open("/proc/self/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()[19].decode()
 

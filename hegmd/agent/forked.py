@@ -1,11 +1,11 @@
-"""What a forked child keeps of its parent's GPU, dropped: mappings and descriptors of NVIDIA's devices.
+"""Drops what a forked child has of its parent's GPU: mappings and descriptors of NVIDIA's devices.
 
-A child that is forked, as a loader's worker is, inherits them and cannot use them: CUDA does not work across a fork.
-They only keep the whole job from being dumped, since nobody outside of the driver can say what they are. A child whose
-parent has no CUDA keeps everything: NVML's descriptors, which it may go on using, look the same but for `-uvm`.
+A forked child, such as a loader's worker, inherits them and cannot use them: CUDA does not work across a fork. They
+only prevent a dump of the job, since only the driver knows their contents. A child of a parent without CUDA keeps
+everything: NVML's descriptors, which it may use, look the same except for `-uvm`.
 
-Runs in the child right after the fork, where only the thread that forked is left; so what it takes was found before.
-What cannot be dropped stays, and nothing is ever raised.
+Runs in the child right after the fork, where only the forking thread exists; so what it needs was prepared before. What
+cannot be dropped stays, and nothing is raised.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _munmap.restype = ctypes.c_int
 
 
 def leave_gpu(devices: str = DEVICES) -> int:
-    """Unmap and close what belongs to devices whose paths begin so; how many mappings and descriptors there were."""
+    """Unmap and close what belongs to devices with these path prefixes; returns how many mappings and descriptors."""
     held = _descriptors(devices)
     if not any(path.startswith(devices + ONLY_OF_CUDA) for path in held.values()):
         return 0

@@ -1,7 +1,7 @@
-"""The agent's one life in this process: the gate, the thread, and what a fork does to both.
+"""The agent's life in this process: the gate, the thread, and what a fork does to both.
 
-Made when the first thing that trains is imported. A forked child keeps the hooks, which find an inert gate, and gets
-neither thread nor socket: its parent's agent is not its own, and a forked child that trains by itself is not moved.
+Created when the first training framework is imported. A forked child keeps the hooks, with an inert gate, and has
+neither thread nor socket: its parent's agent is not its own, and a forked child that trains is not moved.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _channel: Channel | None = None
 
 
 def gate() -> Gate:
-    """The process's gate; it does nothing until `start`."""
+    """Return the process's gate, which does nothing until `start`."""
     global _gate  # noqa: PLW0603 - one agent a process
     if _gate is None:
         _gate = Gate()
@@ -37,7 +37,7 @@ def gate() -> Gate:
 
 
 def start() -> Gate:
-    """Bring the agent's thread to life, once; the gate that its hooks go to. Never raises."""
+    """Start the agent's thread once, and return the gate for its hooks. Never raises."""
     global _is_started  # noqa: PLW0603 - one agent a process
     made = gate()
     if _is_started:
@@ -71,7 +71,7 @@ def begin(environ: Mapping[str, str], unknown: Sequence[str] | None = None) -> G
 
 
 def note_restarted() -> None:
-    """The state of an operation is back in this process, which is to go on from it: have the daemon told."""
+    """Tell the daemon that the state of an operation is restored in this process."""
     from .departing import OPERATION
 
     if _channel is not None:
@@ -79,7 +79,7 @@ def note_restarted() -> None:
 
 
 def _live(channel: Channel) -> None:
-    """The thread: for as long as the process lives, since only it can bring back what is out of the process."""
+    """The thread. Runs as long as the process lives, since only it can reload offloaded bytes."""
     note("started")
     while True:
         try:
@@ -89,7 +89,7 @@ def _live(channel: Channel) -> None:
 
 
 def attend(channel: Channel) -> None:
-    """One time the whole of it; when it ends, a pause, so that what ends it each time leaves the job its processor."""
+    """Run the connection once, then pause, so that an error that ends it each time does not use a processor."""
     try:
         channel.run()
     except BaseException as error:  # noqa: BLE001 - a thread's end; nobody may be left parked by it
@@ -102,7 +102,7 @@ def attend(channel: Channel) -> None:
 
 
 def _orphan() -> None:
-    """In a forked child: what is left of the agent is taken out of the way."""
+    """In a forked child: disable what is left of the agent."""
     if _gate is not None:
         _gate.make_inert()
     let_go_in_child()

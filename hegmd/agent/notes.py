@@ -1,6 +1,6 @@
-"""What the agent says to whoever debugs it: lines in the file that HEGM_AGENT_DEBUG names, `-` for standard error.
+"""The agent's debug log: lines in the file of HEGM_AGENT_DEBUG, `-` for standard error.
 
-Without that variable nothing is written anywhere. Never raises: a full disk is no reason for a job to notice us.
+Without that variable nothing is written. Never raises: a full disk must not affect the job.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _STANDARD_ERROR = 2
 
 
 def note(text: str) -> None:
-    """Write a line, if somebody asked for them."""
+    """Write a line if the variable is set."""
     wanted = os.environ.get("HEGM_AGENT_DEBUG")
     if not wanted:
         return

@@ -1,8 +1,8 @@
-"""How this process stands between two orders: what is waited for, what was found, and whether it is to stay as it is.
+"""The state of this process between two orders: what is pending, what was surveyed, and whether it stays parked.
 
-Owns that state, which each order may only be judged by as a whole: a training thread that is parked is at rest only
-while nothing else is pending, and what was found of its storages holds only until it is let go. Called in the agent's
-thread; what an order does then is `orders`' and `byte_orders`' business.
+Orders are judged by this state as a whole: a parked training thread is at rest only while nothing else is pending, and
+a survey of its storages is valid only until it continues. Called in the agent's thread. `orders` and `byte_orders`
+carry out orders.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class Pending:
 
 
 class Standing:
-    """What is so until the next order."""
+    """What is valid until the next order."""
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
         self.carrying = Carrying()
         self.groups = ProcessGroups()
         self.pending: Pending | None = None
-        #: The storages as they were found last, while that still holds.
+        #: The last survey of the storages, while it is valid.
         self.found: torch_state.Found | None = None
-        #: Its communicator groups as they were found with these.
+        #: Its communicator groups in that survey.
         self.communicators: Communicators | None = None
-        #: Whether it is to stay parked however long there is no daemon.
+        #: True if it stays parked without a daemon, without a limit.
         self.resting = False
 
     def look(self) -> torch_state.Found:
@@ -61,24 +61,24 @@ class Standing:
         return found
 
     def take_pending(self) -> Pending | None:
-        """What was waited for, and is not any more."""
+        """Return the pending order and clear it."""
         pending, self.pending = self.pending, None
         return pending
 
     def require_parked(self, what: str) -> None:
-        """Raises HegmError unless its training thread stands and nothing else is waited for."""
+        """Raise HegmError unless its training thread is parked and nothing is pending."""
         if not self.gate.parked or self.pending is not None:
             raise refusal(f"{what} needs a parked training thread, and it is not parked", "park it first")
 
     def require_all_here(self, hint: str) -> None:
-        """Raises HegmError while bytes of it are out."""
+        """Raise HegmError while bytes of it are offloaded."""
         if self.carrying.out is not None:
             raise refusal("the bytes of this process are offloaded", hint)
         if self.groups.is_down:
             raise refusal("the communicator groups of this process are disconnected", "reconnect them first")
 
     def found_at_rest(self, what: str) -> torch_state.Found:
-        """The storages that are to leave, with nobody using them. Raises HegmError."""
+        """Return the storages to offload, while no thread uses them. Raises HegmError."""
         if self.carrying.out is not None:
             raise refusal(
                 "the bytes of this process are already offloaded", "reload them before they are offloaded again"

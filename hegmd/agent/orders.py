@@ -44,7 +44,7 @@ _URGENT = frozenset((1, 2, 3, 10, 12, 15))  # HUP, INT, QUIT, USR1, USR2, TERM
 
 
 class Orders:
-    """Obeys. `report` sends what became of an order; it is None while there is no daemon."""
+    """Carries out orders. `report` sends their results; it is None without a daemon."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
@@ -58,7 +58,7 @@ class Orders:
         self._left_alone: str | None = None
         self.known_bytes = self.obeyed = 0
         self.changed_by_itself = False
-        #: Set once it was told to step aside: the connection is to end, and whom to come back to is to be seen there.
+        #: Set by the order to disconnect: the connection ends, and this says where to reconnect.
         self.aside: Aside | None = None
         self._do: dict[str, Callable[[Order, int | None], None]] = {
             "count": lambda order, _fd: self._answers.done(order.order),  # every report has the count
@@ -76,12 +76,12 @@ class Orders:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are out of the process now."""
+        """Return the bytes that are offloaded."""
         return self._carrying.held_bytes
 
     @property
     def entrusted(self) -> bool:
-        """Whether those bytes are with the daemon alone."""
+        """Return True if only the daemon has these bytes."""
         return self._carrying.entrusted
 
     @property
@@ -92,20 +92,20 @@ class Orders:
     # ---- the daemon comes and goes ----------------------------------------------------------------------------------
 
     def begin(self, report: Callable[[AgentReport], None]) -> None:
-        """A daemon listens."""
+        """Start sending reports to a daemon."""
         self._answers.send = report
         self._alone_deadline = None
         self.changed_by_itself = False
 
     def end(self) -> None:
-        """The daemon is gone: what it asked for is withdrawn; what is parked waits for the next one.
+        """Withdraw the daemon's pending orders; a parked process waits for the next daemon.
 
-        In the middle of a move that is for a while; what was suspended stays suspended however long it takes.
+        During a move it waits for a limited time; a suspended process stays suspended without a limit.
         """
         if self._answers.send is None:
             return
         self._answers.send = None
-        # First of all: whatever is raised below, the process is not parked for good.
+        # First: whatever is raised below, the process must not stay parked.
         self._alone_deadline = monotonic() + _park_limit_s()
         self._bytes.finish()  # the next daemon must find the communicators in a state that lasts
         pending = self._standing.take_pending()
@@ -117,7 +117,7 @@ class Orders:
             self._alone_deadline = None
 
     def note_signal(self, number: int) -> None:
-        """From another thread: a signal waits for the parked thread."""
+        """A signal waits for the parked thread. From another thread."""
         if number in _URGENT:
             self._signal = number
 
@@ -136,7 +136,7 @@ class Orders:
     # ---- orders -----------------------------------------------------------------------------------------------------
 
     def obey(self, order: Order, fd: int | None) -> None:
-        """Do it, or begin to. The descriptor belongs to this call."""
+        """Carry out the order, or start to. The descriptor belongs to this call."""
         note(f"order {order.order}: {order.do}")
         self.obeyed += 1
         try:
@@ -168,7 +168,7 @@ class Orders:
             self._gate.ask(Asked(CALL, call=self._look_in_passing))
 
     def _park(self, order: Order, _fd: int | None) -> None:
-        """The last one counts: another boundary may be named while one is waited for, or while the thread stands."""
+        """Park at a boundary. The last order counts; it may name another boundary while an earlier one is pending."""
         at = order.at or 0
         fits = departing.fits_of(self._gate) if order.leaving else None
         goes_on = fits is not None and self._gate.parked and not departing.stands_well()
@@ -187,7 +187,7 @@ class Orders:
         if self._gate.parked and self._gate.count >= at and not goes_on:
             return
         attempts.begin()
-        # Ranks: whoever has passed that boundary must not stop at the next, where the others would never come.
+        # A rank that has passed that boundary must not park at the next one, which the others never reach.
         if order.exact and self._gate.count >= at and not self._gate.parked and not goes_on:
             self._standing.pending = None
             self._gate.withdraw()
@@ -204,15 +204,15 @@ class Orders:
         self._answers.done(order.order, parked_s=parked_s)
 
     def _rest(self, order: Order, _fd: int | None) -> None:
-        """The operation is at rest: this process stays as it is, also while there is no daemon."""
+        """The operation is suspended: this process stays parked without a daemon too."""
         self._standing.require_parked("rest")
         self._standing.resting = True
         self._answers.done(order.order)
 
     def _step_aside(self, order: Order, _fd: int | None) -> None:
-        """An image is to be made of the process: neither a socket nor a descriptor of its bytes may be in that.
+        """Disconnect for an image: the image must contain neither a socket nor a descriptor of its bytes.
 
-        One that has never come to a boundary, such as a launcher of ranks, has nothing to stand still for.
+        A process that never reached a boundary, such as a launcher of ranks, need not be parked.
         """
         if self._gate.count or self._gate.parked:
             self._standing.require_parked("aside")
@@ -238,7 +238,7 @@ class Orders:
         self._gate.release_and_watch()
 
     def _weigh(self, order: Order, _fd: int | None) -> None:
-        """What a restart would carry, of a process that stands or passes a boundary."""
+        """Report what a restart would save, for a process that is parked or passes a boundary."""
         if self._gate.parked:
             self._standing.require_parked("weigh")
             self._gate.let_others_go()  # one of them may have a lock that the script's own code needs here
@@ -254,7 +254,7 @@ class Orders:
         self._answers.done(order.order, imports=what.modules, path=what.path)
 
     def _leave(self, order: Order, _fd: int | None) -> None:
-        """There is no report: the end of the process is one."""
+        """Exit. There is no report: the end of the process is one."""
         self._standing.require_parked("leave")
         departing.leave()
 
@@ -271,7 +271,7 @@ class Orders:
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def tick(self) -> None:
-        """Look at the gate and at the clock, and answer what can be answered."""
+        """Check the gate and the limits, and answer what can be answered."""
         self._bytes.tick()
         if self._signal is not None:
             number, self._signal = self._signal, None
@@ -325,16 +325,16 @@ class Orders:
             attempts.pause()
 
     def _parked_s(self, pending: Pending | None) -> float:
-        """How long the training thread stood until now for what is being withdrawn."""
+        """Return how long the training thread was parked for the order that is withdrawn."""
         if pending is not None and pending.attempts is not None:
             return pending.attempts.parked_s
         since = self._gate.stands_since
         return 0.0 if since is None else monotonic() - since
 
     def _come_back(self, why: str) -> None:
-        """Bring everything back without being told to, and let the training go on. Tried again until it succeeds."""
+        """Reload everything without an order and let the training continue. Repeated until it succeeds."""
         note(f"coming back by itself: {why}")
-        if self._carrying.entrusted:  # it stays parked until they are brought back
+        if self._carrying.entrusted:  # it stays parked until they are reloaded
             self._alone_deadline = None
             return
         # Before anything that could raise, whatever that is: then it is tried again.
@@ -382,7 +382,7 @@ class Orders:
         self._answers.found(order, found, self.known_bytes, self._standing.communicators)
 
     def _wait_for(self, order: Order, limit_s: float | None, attempts: Attempts | None = None) -> None:
-        """A question gives way: of a process that was stopped meanwhile, nobody waits for its answer any more."""
+        """Make an order pending. A question is dropped once another order comes."""
         before = self._standing.pending
         if before is not None:
             if before.do not in _QUESTIONS:

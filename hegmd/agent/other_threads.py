@@ -1,14 +1,14 @@
-"""Whether every other thread of the process is at rest, so that storages can be taken from under all of them.
+"""Whether every other thread of the process is at rest, so that their storages can be offloaded.
 
-PyTorch works on a storage without holding the interpreter, so a thread that is in the middle of an operation cannot be
-told from the outside; what can be seen is where each thread's Python stands. A thread is at rest if it is parked at the
-gate, or stopped beside it, or waits inside one of the standard library's waiting places. One that trains has to be
-parked, and one inside a loader's iterator is about to get a batch: neither is at rest in a wait. The threads of
-PyTorch's compiler are known: they talk with its worker processes, of source code and never of storages.
+PyTorch works on a storage without the interpreter lock, so a thread inside an operation cannot be seen from outside;
+only the position of its Python code can. A thread is at rest if it is parked at the gate, stopped by the trap, or waits
+in one of the standard library's waiting functions. A thread that trains has to be parked, and one inside a loader's
+iterator is about to get a batch: neither is at rest in a wait. Threads of PyTorch's compiler are known: they exchange
+source code with worker processes, never storages.
 
-A thread that the trap holds runs no more Python of the script's, so what it does after its wait does not matter: it is
-at rest also in a `sleep` or a `recv` of its own, and wherever a package is that never touches a storage. Any other
-call may be PyTorch's: that thread counts as busy until it comes out of it. So does one that the trap does not hold.
+A thread that the trap holds runs no more Python code of the script, so what follows its wait does not matter: it is at
+rest also in its own `sleep` or `recv`, and in packages that never touch a storage. Any other call may be PyTorch's:
+that thread counts as busy until it returns. So does one that the trap does not hold.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _WAITS = frozenset(
     "__enter__ accept acquire get poll read readinto readline recv recv_into recvfrom recvmsg select sleep wait4 "
     "waitid waitpid".split()
 )
-# How long the training thread stands for an attempt, unless the daemon says otherwise.
+# How long an attempt parks the training thread, unless the daemon gives another limit.
 MAX_PARK_S = 0.5
 # Before a look, since a poll takes whole milliseconds and the job stands.
 _SOON_S = (0.0001, 0.0002, 0.0004)
@@ -53,9 +53,9 @@ _FIRST_PAUSE, _MAX_PAUSE = 2, 16
 
 
 class Attempts:
-    """Stops the training thread for a short while, until all others are at rest, and again later where they are not.
+    """Parks the training thread briefly until all others are at rest, and again later if they are not.
 
-    Between two attempts the training runs on, for longer each time.
+    Between two attempts the training continues, longer each time.
     """
 
     def __init__(
@@ -72,18 +72,18 @@ class Attempts:
         self._pause_s = self._max_park_s * _FIRST_PAUSE
         self._again_at: float | None = None
         self._parked_s = 0.0
-        #: A thread that was not at rest in the last attempt, in words.
+        #: A thread that was not at rest in the last attempt, as text.
         self.busy: str | None = None
 
     @property
     def parked_s(self) -> float:
-        """How long the training thread stood for it in all, until now."""
+        """Return how long all attempts parked the training thread."""
         since = self._gate.stands_since
         return self._parked_s + (0.0 if since is None else monotonic() - since)
 
     @property
     def is_stopped_too_long(self) -> bool:
-        """Whether the training thread has stood for this attempt for as long as it may."""
+        """Return True if this attempt has used its time."""
         since = self._gate.stands_since
         return since is not None and monotonic() - since >= self._max_park_s
 
@@ -92,11 +92,11 @@ class Attempts:
         return monotonic() + look_again_s if self._gate.parked else self._again_at
 
     def begin(self) -> None:
-        """Have the training thread stop at its next boundary that fits."""
+        """Park the training thread at its next boundary that fits."""
         self._gate.ask_on(self._asked)
 
     def look(self) -> bool:
-        """Whether the training thread is parked and all others are at rest; stops it again where that is due."""
+        """Return True if the training thread is parked and all others are at rest; parks it again when that is due."""
         if self._gate.parked:
             self.busy = self._busy(self._gate)
             return self.busy is None
@@ -106,7 +106,7 @@ class Attempts:
         return False
 
     def pause(self) -> None:
-        """Let the training run on, until it is time for the next attempt."""
+        """Let the training continue until the next attempt."""
         self._parked_s = self.parked_s
         self._gate.withdraw()
         self._again_at = monotonic() + self._pause_s
@@ -126,9 +126,9 @@ def busy_soon(gate: Gate) -> str | None:
 
 
 def busy_thread(gate: Gate) -> str | None:
-    """One thread that is not at rest, in words, or None when all are.
+    """Return one thread that is not at rest, as text, or None.
 
-    While the training thread is parked, all others are stopped as soon as they run Python of the script's.
+    While the training thread is parked, all others are stopped as soon as they run Python code of the script.
     """
     held = gate.stop_others() if gate.parked else frozenset[int]()
     with NoCollection():

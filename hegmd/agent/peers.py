@@ -1,9 +1,9 @@
-"""Access from one GPU of this process to another's memory: rolled back before the driver takes the process off.
+"""Access between GPUs of this process: disabled before the driver's checkpoint.
 
-The driver takes a process off that has such access, and never brings it back (580.159.04). Undone before, it comes back
-with all its bytes; then access is refused to it for good, and copies between its GPUs go through host memory. PyTorch
-asks for access at the first copy between two GPUs, and fails when that is refused. So it makes one such copy for each
-pair while access can still be had: it remembers that, and asks no more.
+The driver can checkpoint a process with such access but never restores it (580.159.04). Without it, the process is
+restored with all bytes; then access is refused to it permanently, and copies between its GPUs go through host memory.
+PyTorch requests access at the first copy between two GPUs, and fails if that is refused. So the agent lets it make one
+such copy for each pair while access is possible: PyTorch remembers that and does not request it again.
 
 Owns which pairs had access. Called in the agent's thread while the training thread is parked.
 """
@@ -24,13 +24,13 @@ _HINT = "leave the job on its GPUs; it was not changed"
 
 
 class Peers:
-    """The GPUs of this process that reached into one another's memory."""
+    """The GPUs of this process that access one another's memory."""
 
     def __init__(self) -> None:
         self._parted: list[tuple[int, int]] = []
 
     def part(self) -> int:
-        """Undo all access; for how many pairs. Raises HegmError, with access as it was, when that cannot be."""
+        """Disable all access; returns the number of pairs. Raises HegmError, with access unchanged, if that fails."""
         torch = cuda_state.in_use()
         if torch is None:
             raise refusal("its access between GPUs is unknown: it does not use PyTorch on them", _HINT)
@@ -51,7 +51,7 @@ class Peers:
         return len(self._parted)
 
     def rejoin(self) -> None:
-        """Have access again for the pairs that had it: they have, where the process was not taken off meanwhile."""
+        """Enable access again for these pairs; possible only if the process was not checkpointed meanwhile."""
         parted, self._parted = self._parted, []
         if not parted:
             return

@@ -1,12 +1,13 @@
-"""The gate that the training thread passes at every batch boundary: counts, and stops it there when that is asked.
+"""The gate that the training thread passes at every batch boundary: counts boundaries, and parks the thread on request.
 
-Owns the count, who the training thread is, and the parked threads. Touches no tensor and no socket. Called from two
-sides: hooks pass through it in the script's threads, and the agent's thread sets what it asks of them. An idle pass is
-an addition and one attribute test; everything else is behind `asked`. A parked thread waits on a lock of its own, so it
-holds neither the interpreter nor a lock of the script's.
+Owns the count, the identity of the training thread, and the parked threads. Touches no tensor and no socket. Hooks call
+it in the script's threads; the agent's thread sets requests. An idle pass is an addition and one attribute test;
+everything else is behind `asked`. A parked thread waits on a lock of its own, and holds neither the interpreter nor a
+lock of the script.
 
-The training thread is the one that steps optimizers. A loader that another thread reads ahead of it is no boundary, and
-that thread is stopped at its own next batch too. Before the first step whoever asks a loader is taken for it.
+The training thread is the one that steps optimizers. A loader that another thread reads ahead is no boundary, and that
+thread is stopped at its own next batch too. Before the first step, the thread that reads a loader counts as the
+training thread.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ CALL = "call"
 
 
 class Asked:
-    """What is asked of the training thread at its next boundary with that count or a higher one."""
+    """What the training thread is asked to do at its next boundary with that count or a higher one."""
 
     __slots__ = ("at", "call", "fits", "what")
 
@@ -48,7 +49,7 @@ class Asked:
 
 
 class Gate:
-    """One a process. `on_change` is called, from any thread, when something that was asked has come about."""
+    """One for each process. `on_change` is called, from any thread, when a request was carried out."""
 
     __slots__ = (
         "_asked",
@@ -101,17 +102,17 @@ class Gate:
 
     @property
     def parked(self) -> bool:
-        """Whether the training thread waits in here."""
+        """True while the training thread is parked."""
         return self._home in self._parked_locks
 
     @property
     def home(self) -> int:
-        """The training thread; 0 while there is none."""
+        """Return the training thread; 0 while there is none."""
         return self._home
 
     @property
     def parked_threads(self) -> frozenset[int]:
-        """Every thread that waits in here."""
+        """Return every thread that is parked here."""
         return frozenset(self._parked_locks)
 
     @property
@@ -125,7 +126,7 @@ class Gate:
         return frozenset(self._trainers)
 
     def ask(self, asked: Asked) -> None:
-        """Ask something of the training thread; what was asked before is forgotten."""
+        """Request something of the training thread; an earlier request is forgotten."""
         with self._lock:
             if not self._inert:
                 self.passed = self.declined = None
@@ -133,7 +134,7 @@ class Gate:
                 self.requested = True
 
     def ask_on(self, asked: Asked) -> None:
-        """The same, and whoever is parked goes on to it, without a moment in which nothing is asked."""
+        """The same; a parked thread continues to it without a moment without a request."""
         with self._lock:
             if not self._inert:
                 self.passed = self.declined = None
@@ -142,7 +143,7 @@ class Gate:
                 self._open()
 
     def withdraw(self) -> bool:
-        """Ask nothing any more and let go whoever is parked; whether the training thread was."""
+        """Withdraw the request and release parked threads; True if the training thread was parked."""
         with self._lock:
             self.requested = False
             self._asked = self._taken = None
@@ -151,7 +152,7 @@ class Gate:
         return was_parked
 
     def release_and_watch(self) -> None:
-        """Let everybody go, and note in `passed` when the training thread reaches its next boundary."""
+        """Release all threads, and set `passed` when the training thread reaches its next boundary."""
         with self._lock:
             self.passed = self._taken = None
             self._asked = Asked(WATCH)
@@ -166,14 +167,14 @@ class Gate:
         return self._trap.set(frozenset(self._trainers | {self._home}))
 
     def let_others_go(self) -> None:
-        """Let all but the training threads run, since code of the script's is about to run in the agent's thread."""
+        """Release all but the training threads, because code of the script will run in the agent's thread."""
         with self._lock:
             self._trap.lift()
             for ident in self._parked_locks.keys() - self._trainers - {self._home}:
                 _unlock(self._parked_locks.pop(ident))
 
     def make_inert(self) -> None:
-        """In a forked child: nothing will be asked here any more. The lock may have been held by another thread."""
+        """In a forked child: nothing is requested here any longer. Another thread may have held the lock."""
         self._inert = True
         self._trap.lift()
         self.requested = False
@@ -217,7 +218,7 @@ class Gate:
         self.on_change()
 
     def arrive_late(self) -> None:
-        """The training thread is where it can be parked, some way from the boundary at which that was asked of it."""
+        """The training thread reached a place where it can be parked, some way after the requested boundary."""
         asked = self._asked
         if self.requested and asked is not None and asked.what == PARK:
             self._wait(asked)
@@ -335,10 +336,10 @@ class Gate:
         return True
 
     def _stay(self, asked: Asked) -> BaseException | None:
-        """Stand until the door is opened; what was raised in here meanwhile.
+        """Wait until the door is opened; returns what was raised meanwhile.
 
-        What other threads raise in this one (PyThreadState_SetAsyncExc) may be raised at any step. It is the script's
-        and is raised on, but not before the door is open: whoever is counted as parked stays, whatever comes.
+        Other threads can raise in this one at any step (PyThreadState_SetAsyncExc). That is raised on to the script,
+        but only after the door is open: a thread that counts as parked stays.
         """
         door = allocate_lock()
         door.acquire()

@@ -1,9 +1,9 @@
-"""How the ranks of a job agree on a step before they take it: each states something, and all read what all have stated.
+"""How the ranks of a job agree on a step before they take it: each states something, and all read all statements.
 
-Uses the store that the job's ranks met in (`torch.distributed`), under keys of its own. Its keys never grow in number,
-and a key that an earlier agreement left behind cannot end a later one: every statement carries a number drawn for it,
-and each rank confirms the exact set of statements that it has read. The agreement holds once all have confirmed the
-same set. Every wait ends at a deadline. Knows nothing of what is stated.
+Uses the store in which the job's ranks met (`torch.distributed`), with keys of its own. The number of keys is bounded,
+and a key of an earlier agreement cannot end a later one: every statement has a number drawn for it, and each rank
+confirms the exact set of statements that it read. The agreement is reached once all have confirmed the same set. Every
+wait ends at a deadline. Does not interpret statements.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ class Ranks:
         return self._read(f"{step}/confirmed")
 
     def _read(self, name: str) -> list[str] | None:
-        """What is there under that name, by rank; None while a rank's is missing. Blocks for no other rank."""
+        """Return what is stored under that name, by rank; None while one is missing. Does not wait for ranks."""
         keys = [f"{name}/{rank}" for rank in range(self._size)]
         if not self._store.check(keys):
             return None
         return [bytes(value).decode() for value in self._store.multi_get(keys)]
 
     def _late(self, step: str, seen: str) -> HegmError:
-        """Names the ranks that did not come."""
+        """Return the names of missing ranks."""
         missing: list[str] = []
         for rank in range(self._size):
             key = f"{step}/confirmed/{rank}" if seen else f"{step}/stated/{rank}"

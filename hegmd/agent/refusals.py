@@ -1,4 +1,4 @@
-"""What the agent says when it cannot do what it was told: always which process, always the next step."""
+"""The agent's error messages: each names the process and the next step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ BUSY_HINT = "try again when it is parked or waiting"
 
 
 def refusal(message: str, hint: str) -> HegmError:
-    """That it cannot be done as things are."""
+    """Return the error for an order that cannot be carried out now."""
     return HegmError(REFUSED, f"process {os.getpid()}: {message}", hint)
 
 
 def not_made(size_bytes: int, error: BaseException, *, on_gpu: bool) -> HegmError:
-    """That storages could not be made again; where their GPU had no room, `lacks_bytes` says for how many bytes."""
+    """Return the error for storages that could not be allocated; `lacks_bytes` is what the GPU lacked."""
     where = "GPU" if on_gpu else "node"
     facts = {"lacks_bytes": size_bytes} if on_gpu and _is_out_of_memory(error) else {}
     return HegmError(
@@ -33,7 +33,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def no_boundary(limit_s: float | None, when: str) -> HegmError:
-    """That the training thread came to no boundary in time."""
+    """Return the error for a training thread that reached no boundary in time."""
     limit = "its limit" if limit_s is None else f"{limit_s:g} s"
     return refusal(
         " ".join(f"no batch boundary within {limit} {when}".split()),
@@ -42,7 +42,8 @@ def no_boundary(limit_s: float | None, when: str) -> HegmError:
 
 
 def not_parked(limit_s: float | None, busy: str | None, declined: str | None) -> HegmError:
-    """That nobody was parked: signals were not to be held back, another thread is busy, or nobody came in time."""
+    """Return the error for a failed park: signals could not be blocked, another thread is busy, or no boundary came in
+    time."""
     if declined is not None:
         return refusal(
             f"the thread was not parked, because its signals cannot be blocked: {declined}",

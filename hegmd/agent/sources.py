@@ -1,7 +1,7 @@
-"""The files that the modules of this process came from, as they were then: whether they are still the same.
+"""The files of this process's imported modules, and whether they are still the same.
 
-What was imported long ago may be another version by now, as after an installation of packages or an edit. Whatever is
-looked at is looked at without reading it: size, time of change and inode.
+A module that was imported long ago may have another version on disk now, after an installation or an edit. Files are
+compared by size, time of change and inode, without reading them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Sources:
-    """The files of the modules that were noted, and of the interpreter itself."""
+    """The files of the recorded modules, and of the interpreter."""
 
     def __init__(self) -> None:
         self._marks: dict[str, Mark | None] = {}
@@ -26,7 +26,7 @@ class Sources:
             self._marks[path] = _mark(path)
 
     def note(self, modules: Iterable[ModuleType]) -> None:
-        """Remember how the files of these are now, of those that are not known yet."""
+        """Record the files of these modules, if they are new."""
         for module in list(modules):
             spec = getattr(module, "__spec__", None)
             origin = None if spec is None or not spec.has_location else spec.origin
@@ -34,14 +34,14 @@ class Sources:
                 self._marks[origin] = _mark(origin)
 
     def check(self) -> None:
-        """Raises RuntimeError with the first that is another file now, or is not there any more."""
+        """Raise RuntimeError with the first file that changed or no longer exists."""
         for path, before in self._marks.items():
             if _mark(path) != before:
                 raise RuntimeError(f"{path} has changed since it was imported")
 
 
 def _mark(path: str) -> Mark | None:
-    """None for what is no file by itself, such as a module in an archive."""
+    """Return the file's identity; None if it is not a file, such as a module in an archive."""
     try:
         found = os.stat(path)
     except OSError:

@@ -1,8 +1,8 @@
-"""The storages of this process that are on their way out, out, or on their way back, whichever way they go.
+"""The storages of this process that are being offloaded, offloaded, or being reloaded, by any carrier.
 
-Owns that at most one set of them is out at a time, and by which of two ways: copied by this process into a descriptor
-(`transfer`), or shown to the daemon, which copies by itself (`shown`). Whether the moment is right is `orders`'
-business. Needs ctypes only when something is carried: a Python that was built without it trains as well.
+Owns that at most one set is offloaded at a time, and how: copied by this process into a descriptor (`transfer`), or
+exported to the daemon, which copies (`ipc_storages`). `orders` decides when. Needs ctypes only for offloading: a Python
+without it can train too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Carrying:
-    """What is out, and the ways out and back."""
+    """What is offloaded, and the ways out and back."""
 
     def __init__(self) -> None:
         self._offloaded: Offloaded | None = None
@@ -36,44 +36,44 @@ class Carrying:
 
     @property
     def out(self) -> Offloaded | Shown | None:
-        """The storages whose bytes are out of the process now."""
+        """Return the offloaded storages."""
         if self._offloaded is not None:
             return self._offloaded
         return self._shown if self._shown is not None and self._shown.out else None
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are out of the process now."""
+        """Return the bytes that are offloaded."""
         return 0 if self.out is None else self.out.size_bytes
 
     @property
     def entrusted(self) -> bool:
-        """Whether those bytes are with the daemon alone, so that this process cannot bring them back by itself."""
+        """Return True if only the daemon has these bytes, so that this process cannot reload them by itself."""
         if self._offloaded is not None:
             return self._offloaded.fd < 0
         return self.out is not None
 
     @property
     def mark(self) -> str:
-        """What was drawn for the memory that was copied to by this process; empty if none was."""
+        """Return the nonce of the memory that this process copied to; empty without one."""
         return "" if self._offloaded is None else self._offloaded.nonce.hex()
 
     def keeps(self, fd: int) -> bool:
-        """Whether that descriptor belongs to what is out."""
+        """Return True if that descriptor has the offloaded bytes."""
         return self._offloaded is not None and self._offloaded.fd == fd
 
     def find(self) -> Found:
-        """The storages of this process as they are now."""
+        """Survey the storages of this process."""
         return torch_state.find(self._showable)
 
     def forget(self) -> None:
-        """Let go of storages that have all their bytes, since the thread goes on. Those that are out stay."""
+        """Forget storages that have all their bytes, since the thread continues. Offloaded ones stay."""
         self._showable.forget()
         if self._shown is not None and not self._shown.out:
             self._shown = None
 
     def note_restored(self) -> None:
-        """The driver has brought back what this process has now, and it cannot be shown to others any more."""
+        """Record that the driver restored this process: its memory cannot be exported by CUDA IPC any longer."""
         torch = cuda_state.in_use()
         if torch is not None:
             segments = cuda_state.Segments(torch).all
@@ -89,26 +89,27 @@ class Carrying:
             self._showable.note_restored(self._shown.left)
 
     def part(self) -> int:
-        """Have its GPUs reach no other's memory, as the driver wants it; for how many pairs. Raises HegmError."""
+        """Disable access between its GPUs, as the driver requires; returns the number of pairs. Raises HegmError."""
         peers: Peers = self._peers or _parting().Peers()
         self._peers = peers
         return peers.part()
 
     def rejoin(self) -> None:
-        """Have that again before the thread goes on, as far as the driver lets it be had."""
+        """Enable that again before the thread continues, as far as the driver allows."""
         if self._peers is not None:
             self._peers.rejoin()
             self._peers = None
 
     def required_bytes(self, found: Found) -> int:
-        """What has to be held for these storages, by the way that needs more."""
+        """Return what has to be reserved for these storages, by the carrier that needs more."""
         wholes: tuple[int, int] = _transfer().required_bytes(found.sizes), _showing().flat_bytes(found.sizes)
         return max(wholes)
 
     # ---- copied by this process --------------------------------------------------------------------------------------
 
     def offload(self, fd: int | None, found: Found, progress: Callable[[int], None]) -> int:
-        """Copy the storages into the descriptor and free them; how many. Raises HegmError, with nothing changed."""
+        """Copy the storages into the descriptor and free them; returns how many. Raises HegmError; then nothing
+        changes."""
         if fd is None:
             raise refusal("no descriptor came with the order", "send the memory to copy to with it")
         self.forget()
@@ -122,14 +123,14 @@ class Carrying:
         return len(offloaded)
 
     def entrust(self) -> None:
-        """Close the own descriptor of what is out, if there is one. Raises HegmError when nothing is."""
+        """Close our descriptor of the offloaded bytes. Raises HegmError if nothing is offloaded."""
         if self.out is None:
             raise refusal("no bytes of this process are offloaded", "offload it first")
         if self._offloaded is not None:
             self._offloaded.close()
 
     def reload(self, fd: int | None, progress: Callable[[int], None]) -> Offloaded:
-        """Bring back what was offloaded. Raises HegmError, and leaves it out, when that cannot be."""
+        """Reload what was offloaded. Raises HegmError; then it stays offloaded."""
         offloaded = self._offloaded
         if offloaded is None:
             raise refusal("no bytes of this process are offloaded", "offload it first")
@@ -154,7 +155,7 @@ class Carrying:
         return shown, shown.show(partly=partly)
 
     def shown(self, what: str) -> Shown:
-        """The storages that were shown. Raises HegmError if there are none."""
+        """Return the exported storages. Raises HegmError if there are none."""
         if self._shown is None:
             raise refusal(f"{what} needs exported storages, and none were exported", "export them first")
         return self._shown

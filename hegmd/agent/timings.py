@@ -1,4 +1,4 @@
-"""What the parts of an order took, for which a job stands: told in its report, and logged by the daemon; no more."""
+"""How long the parts of an order took while the job was parked, for its report and the daemon's log."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from time import monotonic
 
 
 class Laps:
-    """Counts from when it is made; each lap from the one before."""
+    """Starts when it is created; each lap starts at the end of the one before."""
 
     __slots__ = ("_last", "spent_ms")
 
@@ -15,7 +15,7 @@ class Laps:
         self._last = monotonic()
 
     def end(self, name: str) -> None:
-        """That is over; once more under the same name is added to it."""
+        """End a lap; a repeated name adds to it."""
         now = monotonic()
         self.spent_ms[name] = round(self.spent_ms.get(name, 0.0) + (now - self._last) * 1e3, 3)
         self._last = now

@@ -170,10 +170,6 @@ class Said:
             return self._epoch
         return self.global_step() * self._batches_per_step // self._steps_per_epoch
 
-    def note_epoch(self, epoch: int) -> None:
-        """The epoch to tell of after a restart, from who sees the script's loops; the script's own word counts more."""
-        self._epoch = epoch
-
     def misfits(self, state: dict[str, Any], optimizers: list[Any]) -> list[str]:
         """Why this cannot be put back into the script as it is now; empty if it can. Nothing is changed."""
         found = [
