@@ -40,15 +40,15 @@ class Order(Record):
         default=None,
     )
     exact: bool = field(
-        "park: only at the boundary with that count; fails at once, stopping nobody, if it was passed", default=False
+        "park: only at the boundary with that count; fails at once, without parking, if it was passed", default=False
     )
     leaving: bool = field(
-        "park: where a restarted script could go on from: at that boundary, or soon after it, at the head of a loop "
+        "park: where a restarted script could continue from: at that boundary, or soon after it, at the head of a loop "
         "that trains",
         default=False,
     )
     max_park_s: float | None = field(
-        "park: how long the training thread may stand for an attempt that other threads of its process keep from "
+        "park: how long the training thread may be parked for an attempt that other threads of its process keep from "
         "succeeding; it then runs on, and is stopped again at a later boundary. nil for half a second",
         default=None,
     )
@@ -137,12 +137,12 @@ class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order)
         "the operation whose state it was started from and has put back; nil for any other process", default=None
     )
     mark: str | None = field(
-        "what it drew for the memory that it copied those bytes to, in hexadecimal: it stands there from the ninth "
+        "the nonce of the memory that it copied those bytes to, in hexadecimal: it is stored there from the ninth "
         "byte on; empty where the daemon copied them, or none are out; nil from an agent that does not say",
         default=None,
     )
     unknown: tuple[str, ...] | None = field(
-        "of an agent that `hegmctl attach` brought into a process that ran already: what it cannot know, one phrase "
+        "for an agent that `hegmctl attach` loaded into a running process: what it cannot know, one phrase "
         "each; nil for an agent that began with its process",
         default=None,
     )
@@ -153,8 +153,8 @@ class CudaDevice(Record):
 
     uuid: str = field("the GPU that it is on now, by the driver's word")
     size_bytes: int = field("bytes of the storages that it vouches for there")
-    padding_bytes: int = field("what its allocator takes there more than these have", default=0)
-    reserved_bytes: int = field("what its allocator has there of the driver, cached memory included", default=0)
+    padding_bytes: int = field("what its allocator takes there beyond these", default=0)
+    reserved_bytes: int = field("what its allocator has there from the driver, including cached memory", default=0)
 
 
 class CudaFacts(Record):
@@ -173,9 +173,9 @@ class CudaFacts(Record):
     reserved_bytes: int = field("what the allocator has of the driver, cached memory included", default=0)
     largest_bytes: int = field("bytes of the largest storage that it vouches for", default=0)
     stacks_bytes: int = field(
-        "what its contexts keep for the stacks of their threads, and are without while storages are out", default=0
+        "what its contexts keep for the stacks of their threads, but not while storages are offloaded", default=0
     )
-    padding_bytes: int = field("what its allocator takes more than its storages have", default=0)
+    padding_bytes: int = field("what its allocator takes beyond its storages", default=0)
     devices: tuple[CudaDevice, ...] = field(
         "what of all this is on each of its GPUs; empty where the driver did not say which these are now", default=()
     )
@@ -257,7 +257,7 @@ class AgentReport(Request, op="agent.report", reply=Noted):
     hint: str = field("failed: the next step", default="")
     boundary: int | None = field("batch boundaries that it has passed", default=None)
     parked_s: float | None = field(
-        "park, withdraw: how long the training thread stood for the order until now, in all attempts", default=None
+        "park, withdraw: how long the training thread was parked for the order until now, in all attempts", default=None
     )
     parked: bool | None = field("survey: whether the training thread is parked now", default=None)
     held_bytes: int | None = field("survey: bytes of its storages that are out of the process now", default=None)
@@ -265,7 +265,7 @@ class AgentReport(Request, op="agent.report", reply=Noted):
     size_bytes: int | None = field("survey, offload, reload: how many bytes; in progress, so far", default=None)
     left_alone: tuple[LeftAlone, ...] = field("survey: what it leaves to other carriers", default=())
     state_bytes: int | None = field("weigh: bytes of the state that a restart would carry", default=None)
-    refusals: tuple[str, ...] = field("weigh: what stands against a restart, or is not kept by one", default=())
+    refusals: tuple[str, ...] = field("weigh: what prevents a restart, or is not kept by one", default=())
     begin_anew: tuple[str, ...] | None = field(
         "weigh: variables of the script's that a restart does not keep, 16 at most; nil if it cannot tell", default=None
     )
@@ -299,12 +299,12 @@ class AgentReport(Request, op="agent.report", reply=Noted):
     )
     left: int | None = field("make: how many storages have still to be made after these", default=None)
     short_bytes: int | None = field(
-        "make, reload: of what its allocator had kept for later beside its storages, how much it could not have again",
+        "make, reload: how much of its allocator's cached memory it could not get back",
         default=None,
     )
     spent_ms: Mapping[str, float] = field(
         "survey, export, free, make: milliseconds that parts of it took, by a word for each", default={}
     )
     lacks_bytes: int | None = field(
-        "failed make, reload: for how many bytes its GPU has no room; nil if it failed for another reason", default=None
+        "failed make, reload: how many bytes its GPU lacks; nil if it failed for another reason", default=None
     )

@@ -45,10 +45,10 @@ class ImageWorker(Record):
     size_bytes: int = field("bytes of its storages, which are in `bytes`")
     rest_bytes: int = field("bytes that the driver carried, which are in the process")
     bytes: tuple[str, ...] = field("names of its byte files, in their order")
-    token: str | None = field("what its agent names itself by when it connects again", default=None)
+    token: str | None = field("the token with which its agent reconnects", default=None)
     boundary: int | None = field("the batch boundary at which it stood", default=None)
     agent_version: str | None = field("version of the agent in it", default=None)
-    frameworks: Mapping[str, str] | None = field("what it trains with, and the versions", default=None)
+    frameworks: Mapping[str, str] | None = field("the frameworks it trains with, and their versions", default=None)
     more: Mapping[str, object] | None = field("what else the way back takes", default=None)
 
 
@@ -56,7 +56,7 @@ class ImageFile(Record):
     """A file of the image."""
 
     name: str = field("its name in its folder")
-    size_bytes: int = field("bytes that it stands for")
+    size_bytes: int = field("bytes of memory that it holds")
     stored_bytes: int = field("bytes that are written of it; the rest are zeros, or saved by compression")
     sum: str = field("of `criu`: SHA-256 of the SHA-256 of each 8 MiB; of `bytes`: SHA-256 of its table of checksums")
 
@@ -78,7 +78,7 @@ class Manifest(Record):
     driver_version: str | None = field("version of their driver", default=None)
     gpus: tuple[ImageGpu, ...] = field("the GPUs that the job was on", default=())
     criu_version: str = field("the CRIU that dumped the processes", default="")
-    criu_options: tuple[str, ...] = field("what it was told besides the usual", default=())
+    criu_options: tuple[str, ...] = field("additional options of CRIU", default=())
     root_pid: int = field("the root of the tree that was dumped", default=0)
     processes: tuple[ImageProcess, ...] = field("the processes of the tree", default=())
     workers: tuple[ImageWorker, ...] = field("those with bytes on GPUs", default=())
@@ -97,7 +97,7 @@ class ImageSeen(Record):
         "whole, in-use (being restored, written or removed), left-over (of a writer that ended) or broken"
     )
     why: str | None = field("what is wrong with it; null when nothing is known to be")
-    size_bytes: int | None = field("bytes that the image stands for; null when unknown")
+    size_bytes: int | None = field("bytes of memory that the image holds; null when unknown")
     stored_bytes: int | None = field("bytes that it takes on disk; null when unknown")
     made_utc: float | None = field("when it was whole; null when unknown")
     host: str | None = field("the node that it is from; null when unknown")
@@ -121,7 +121,7 @@ class ImageVerified(Record):
     """The answer of `hegmctl images verify`: every byte was read and fits its checksum."""
 
     path: str = field("where it is")
-    size_bytes: int = field("bytes that the image stands for")
+    size_bytes: int = field("bytes of memory that the image holds")
     stored_bytes: int = field("bytes that were read")
     took_s: float = field("how long that took")
     foreign: tuple[str, ...] = field("what lies in the directory and is no part of the image", default=())
@@ -130,4 +130,4 @@ class ImageVerified(Record):
 class ImageRemoved(Record):
     """The answer of `hegmctl images rm`."""
 
-    paths: tuple[str, ...] = field("the directories that are gone")
+    paths: tuple[str, ...] = field("the removed directories")

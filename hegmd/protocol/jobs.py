@@ -41,7 +41,7 @@ class Job(Record):
         "starting: before its first batch; training; quiesced: parked between two batches; suspended: off its GPU; "
         "moving: an operation is under way; waiting: that operation waits for something; or ended"
     )
-    waits: str | None = field("of one that waits or is suspended: for what", default=None)
+    waits: str | None = field("what a waiting or suspended job waits for", default=None)
     uid: int = field("whose it is")
     user: str | None = field("the name of that user", default=None)
     gpus: tuple[str, ...] = field("the GPUs that its processes are on; `cpu` for one that trains on none", default=())
@@ -64,10 +64,10 @@ class Job(Record):
         default=None,
     )
     end: str | None = field("how it ended, in words", default=None)
-    pid: int | None = field("the process that `hegmctl run` became or is; nil if that is gone", default=None)
+    pid: int | None = field("the process that `hegmctl run` became or is; nil if it has ended", default=None)
     processes: tuple[JobProcess, ...] = field("its processes that are known", default=())
     operation: str | None = field("the operation that has it now", default=None)
-    notes: tuple[str, ...] = field("what stands against a restart of it, or is to be known beside", default=())
+    notes: tuple[str, ...] = field("what prevents a restart, and other notes", default=())
 
 
 class JobsReply(Record):
@@ -87,7 +87,7 @@ class Jobs(Request, op="jobs", reply=JobsReply):
 class JobReply(Record):
     """One job."""
 
-    job: Job = field("as it is now")
+    job: Job = field("its current state")
 
 
 class InspectJob(Request, op="job", reply=JobReply):
@@ -116,6 +116,6 @@ class RegisterJob(Request, op="job.register", reply=JobRegistered):
     """
 
     run: str = field("which `hegmctl run` it is, as its agents say it too: HEGM_RUN")
-    name: str | None = field("what it is to be called; nil to be named by its script", default=None)
+    name: str | None = field("its name; nil for the name of its script", default=None)
     command: tuple[str, ...] = field("its command, in words")
-    resumes: str | None = field("the operation at rest from whose state it goes on", default=None)
+    resumes: str | None = field("the suspended operation from whose state it continues", default=None)

@@ -144,7 +144,7 @@ class Limits(Record):
 
 
 class Welcome(Record):
-    """The connection stands."""
+    """The connection is accepted."""
 
     version: int = field("protocol version in force from here on")
     daemon_version: str = field("version of hegmd")
@@ -222,7 +222,7 @@ class Processes(Request, op="processes", reply=ProcessesReply):
 class EventsReply(Record):
     """The end of a stream of events."""
 
-    next_seq: int = field("ask with `since` of this number to go on without a gap")
+    next_seq: int = field("pass this number as `since` to continue without a gap")
 
 
 class Events(Request, op="events", reply=EventsReply, event=Event):
@@ -235,7 +235,7 @@ class Events(Request, op="events", reply=EventsReply, event=Event):
 
     since: int = field("only events with this number or a higher one; 0 for all that are remembered", default=0)
     follow: bool = field("whether to stay and wait for more", default=False)
-    kinds: tuple[str, ...] = field("only these kinds; `gpu` stands for all that begin with `gpu.`", default=())
+    kinds: tuple[str, ...] = field("only these kinds; `gpu` means all that begin with `gpu.`", default=())
     run: str | None = field("the run that `since` was counted in, from `welcome`; nil for this one", default=None)
 
 
@@ -246,11 +246,11 @@ class DoctorReply(Record):
 
 
 class Doctor(Request, op="doctor", reply=DoctorReply, event=Check):
-    """Check the node, with the daemon's own rights. Each check is also sent as an event as soon as it is made."""
+    """Check the node, with the daemon's own rights. Each check is also sent as an event when it is done."""
 
 
 class Setting(Record):
-    """One setting as it is in force."""
+    """One setting with its current value."""
 
     key: str = field("section.key")
     value: object = field("the value; unknown keys and bad values never get this far")

@@ -1,4 +1,4 @@
-"""What is asked of running jobs: to move, to stand, to leave their GPUs, to go into images and to come back.
+"""Requests about running jobs: migrate, quiesce, suspend, checkpoint, resume and restore them.
 
 And what is asked about that: the operations, their stories, and what no operation has. `messages` gathers them.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class OperationReply(Record):
-    """An operation, as it stands, and what was planned."""
+    """An operation, its current state, and what was planned."""
 
     operation: Operation | None = field("nil when only the plan was asked for", default=None)
     plan: Plan | None = field("nil where nothing was planned", default=None)
@@ -55,16 +55,16 @@ class Migrate(Request, op="migrate", reply=OperationReply, event=OperationProgre
 
 
 class Quiesce(Request, op="quiesce", reply=OperationReply, event=OperationProgress, changes_state=True):
-    """Stop running jobs between two of their batches, and let them stand there with all that they have.
+    """Park running jobs between two batches, with all their memory in place.
 
-    With `wait` the reply comes when they stand, in phase `holding`. They go on by themselves after `hold_s`, or by
-    `resume`. A `suspend`, `migrate` or `checkpoint` meanwhile begins where they stand, under the same operation.
+    With `wait` the reply comes when they are parked, in phase `holding`. They resume by themselves after `hold_s`, or
+    by `resume`. A `suspend`, `migrate` or `checkpoint` meanwhile starts from there, under the same operation.
     """
 
     pids: tuple[int | str, ...] = field("the jobs: of each its id, its name, or the pid of one of its processes")
-    hold_s: float | None = field("how long they are to stand at most; nil for the daemon's own", default=None)
+    hold_s: float | None = field("how long they are parked at most; nil for the daemon's setting", default=None)
     limit_s: float | None = field("how long the wait for a boundary may take; nil for the daemon's own", default=None)
-    wait: bool = field("whether to wait until they stand", default=True)
+    wait: bool = field("whether to wait until they are parked", default=True)
     dry_run: bool = field("whether only the plan is wanted", default=False)
 
 
@@ -93,15 +93,15 @@ class Suspend(Request, op="suspend", reply=OperationReply, event=OperationProgre
 class Checkpoint(Request, op="checkpoint", reply=OperationReply, event=OperationProgress, changes_state=True):
     """Write a running job into an image, between two of its batches: its processes and the bytes that it had on GPUs.
 
-    The job ends then, once the image was read back. With `leave_running` it goes on as soon as its processes are
+    The job ends once the image was read back. With `leave_running` it continues as soon as its processes are
     written; the bytes of its GPUs are written from the pool, and all of it read back, while it trains. Whenever that
-    fails there is no image, and the job goes on.
+    fails there is no image, and the job continues.
     For the owner of all its processes, and for root: an image holds their memory.
     """
 
     pid: int | str = field("the job: its id, its name, or the pid of one of its processes")
     path: str = field("the directory that the image is to have, absolute; written with the caller's rights")
-    leave_running: bool = field("whether the job is to go on after it", default=False)
+    leave_running: bool = field("whether the job continues after it", default=False)
     limit_s: float | None = field("how long the wait for a boundary may take; nil for the daemon's own", default=None)
     wait: bool = field("whether to wait for the end", default=True)
     dry_run: bool = field("whether only the plan is wanted", default=False)
@@ -130,7 +130,7 @@ class Restore(Request, op="restore", reply=OperationReply, event=OperationProgre
     """
 
     path: str = field("the image's directory, absolute; read with the caller's rights")
-    to: str | None = field("the GPU to go on at; nil for where it was", default=None)
+    to: str | None = field("the GPU to continue on; nil for the former one", default=None)
     as_then: bool = field("whether to refuse it also for longer files to which the job only appends", default=False)
     outlets: tuple[str, ...] = field("which of stdout and stderr go to the descriptors that come along", default=())
     limit_s: float | None = field("after how long to give it up; nil for never", default=None)
@@ -139,10 +139,10 @@ class Restore(Request, op="restore", reply=OperationReply, event=OperationProgre
 
 
 class Resume(Request, op="resume", reply=OperationReply, event=OperationProgress, changes_state=True):
-    """Let a suspended job go on, or one that only stands at a boundary."""
+    """Resume a suspended job, or one that is parked at a boundary."""
 
     pid: int | str = field("the job: its id, its name, or the pid of one of its processes")
-    to: str | None = field("the GPU to go on at; nil for where it was", default=None)
+    to: str | None = field("the GPU to continue on; nil for the former one", default=None)
     limit_s: float | None = field("after how long to suspend it again, its bytes not back; nil: never", default=None)
     wait: bool = field("whether to wait for the end", default=True)
     dry_run: bool = field("whether only the plan is wanted", default=False)
@@ -162,15 +162,15 @@ class Drain(Request, op="drain", reply=Drained, event=OperationProgress, changes
     """
 
     gpu: str = field("the GPU to be emptied")
-    to: tuple[str, ...] = field("the GPUs to go to; empty for any with room", default=())
+    to: tuple[str, ...] = field("the target GPUs; empty for any with enough free memory", default=())
     limit_s: float | None = field("how long each wait for a boundary may take", default=None)
     wait: bool = field("whether to wait for the end", default=True)
     dry_run: bool = field("whether only the plans are wanted", default=False)
 
 
 class Swap(Request, op="swap", reply=Drained, event=OperationProgress, changes_state=True):
-    """Let two jobs change places, or two processes of one. Where there is not room for both at once, one is suspended
-    meanwhile. Once begun it is carried out to its end, whoever leaves; without `wait`, the reply has its first step.
+    """Let two jobs, or two processes of one, exchange GPUs. If memory does not suffice for both, one is suspended
+    meanwhile. Once started it runs to its end, also without the caller; without `wait`, the reply has its first step.
     """
 
     first: int | str = field("the one job: its id, its name, or the pid of one of its processes")
@@ -194,7 +194,7 @@ class Operations(Request, op="operations", reply=OperationsReply):
 class StoryReply(Record):
     """An operation and its story."""
 
-    operation: Operation = field("how it stands")
+    operation: Operation = field("its current state")
     story: tuple[StoryLine, ...] = field("what happened to it, oldest first")
     untold: int = field("lines that are no longer remembered", default=0)
 
@@ -207,11 +207,11 @@ class Story(Request, op="operation", reply=StoryReply, event=OperationProgress):
 
 
 class CancelOperation(Request, op="operation.cancel", reply=OperationReply, changes_state=True):
-    """Have an operation turned back. Refused where going on is shorter than going back."""
+    """Roll an operation back. Refused if finishing it takes less time."""
 
     id: str = field("id of the operation")
     drop: bool = field(
-        "whether to give up for good the state that a suspended one holds for a process that is gone; anything else is "
+        "whether to drop the state that a suspended one keeps for a process that has ended; anything else is "
         "refused then, and the reply comes once the memory is given back",
         default=False,
     )
@@ -231,7 +231,7 @@ class Adopt(Request, op="adopt", reply=OperationReply, event=OperationProgress, 
     """Make an operation of a parked process that belongs to none, and resume the job."""
 
     pid: int | str = field("the job: its id, its name, or the pid of one of its processes")
-    to: str | None = field("the GPU to go on at; nil for the one that it was started for", default=None)
+    to: str | None = field("the GPU to continue on; nil for the one that it was started for", default=None)
     wait: bool = field("whether to wait for the end", default=True)
     dry_run: bool = field("whether only the plan is wanted", default=False)
 

@@ -1,4 +1,4 @@
-"""What is told of operations: what is planned, how one stands, its story, and why one cannot be. Frozen records.
+"""Records of operations: plan, state, history, and reasons of a refusal. Frozen.
 
 They say what people and programs need, and not all that the daemon keeps: the journal has its own form.
 """
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Reason(Record):
-    """One thing that stands, or stood, against an operation."""
+    """One reason against an operation."""
 
     code: str = field("one of the codes in the table of errors")
     message: str = field("what, with numbers")
@@ -38,7 +38,7 @@ class PlannedProcess(Record):
     to: str | None = field("where it is to go, each of its devices in the same order; nil to be suspended")
     size_bytes: int = field("bytes to carry")
     left_alone_bytes: int = field("bytes that stay in the process", default=0)
-    carrier: str = field(f"how the bytes go: {', '.join(CARRIER_NAMES)}, or none for one that only stands by")
+    carrier: str = field(f"how the bytes go: {', '.join(CARRIER_NAMES)}, or none for a process that only waits")
     method: str = field(
         "how it leaves its GPU and comes back: simulated, driver, restart, or keep-context", default="simulated"
     )
@@ -48,18 +48,20 @@ class PlannedProcess(Record):
         default=None,
     )
     driver_bytes: int = field(
-        "room that it needs besides its storages: what the driver carries, with a margin", default=0
+        "GPU memory that it needs besides its storages: what the driver carries, with a margin", default=0
     )
-    agent_overhead_bytes: int = field("room that its agent needs besides, when it makes its storages again", default=0)
+    agent_overhead_bytes: int = field(
+        "GPU memory that its agent needs besides, when it allocates its storages again", default=0
+    )
     driver_bytes_by_gpu: tuple[int, ...] = field(
         "of one on several GPUs: which part of that each of its devices needs, in their order", default=()
     )
     storage_bytes_by_gpu: tuple[int, ...] = field(
-        "of one on several GPUs: room for the storages on each of its devices, in their order, where these are carried",
+        "on several GPUs: memory for the offloaded storages on each of its devices, in their order",
         default=(),
     )
     overlap_bytes: int = field(
-        "of the room for its storages, what the carrier's own memory there makes free bit by bit", default=0
+        "the part of the memory for its storages that the carrier's own memory there frees step by step", default=0
     )
 
     own_bytes: int = field(
@@ -85,12 +87,12 @@ class Plan(Record):
     way: str = field("agent, or driver for processes without one")
     workers: tuple[PlannedProcess, ...] = field("one for each process of the job")
     size_bytes: int = field("bytes to carry, in all")
-    reservation_bytes: Mapping[str, int] = field("room to take, by GPU")
-    gpu_free_bytes: Mapping[str, int] = field("room that is free there")
+    reservation_bytes: Mapping[str, int] = field("memory to reserve, by GPU")
+    gpu_free_bytes: Mapping[str, int] = field("free memory there")
     pool_needed_bytes: int = field("bytes of the pool to take")
     pool_free_bytes: int = field("bytes of the pool that are free")
     estimate_s: float = field(
-        "how long the job will stand, beyond the wait for its boundary; of one that ends with it, until it has ended"
+        "estimated downtime after the wait for its boundary; if the job ends, the time until its end"
     )
     is_distributed: bool = field("whether all have to stop at the same boundary")
     hazards: tuple[str, ...] = field("what to know before saying yes", default=())
@@ -118,20 +120,20 @@ RESTART_STEPS = (SAVING, LEAVING, KEPT, IMPORTING, READIED, LOADING, FIRST_BATCH
 
 
 class OperationProcess(Record):
-    """How an operation stands with one process of the job."""
+    """The state of one process of an operation."""
 
     pid: int = field("process id")
     rank: int | None = field("its rank in a distributed job", default=None)
     began_on: str | None = field("the GPU that it was on when the operation began", default=None)
     gpu: str | None = field("the GPU that it is on; nil for none", default=None)
-    to: str | None = field("the GPU that it is to be on; nil for none", default=None)
+    to: str | None = field("its target GPU; nil for none", default=None)
     size_bytes: int = field("bytes to carry")
     state: str = field(
-        "running; parked: it stands at a boundary; out: its bytes are in the pool; off: the driver has taken it off "
+        "running; parked at a boundary; out: its bytes are in the pool; off: the driver has taken it off "
         "its GPU; gone; lost"
     )
     stays_bytes: int | None = field(
-        "of one that keeps its CUDA context while it is suspended: what it has on its GPU; nil if that is not known",
+        "what it has on its GPU if it keeps its CUDA context while it is suspended; nil if unknown",
         default=None,
     )
 
@@ -139,12 +141,12 @@ class OperationProcess(Record):
 class Wait(Record):
     """What an operation that is not over waits for."""
 
-    why: str = field("what it waits for, or what keeps it from going on")
+    why: str = field("what it waits for, or what blocks it")
     next: str = field("what can be done about it, a command where there is one")
 
 
 class Operation(Record):
-    """How an operation stands."""
+    """The state of an operation."""
 
     id: str = field("what to call it in commands")
     kind: str = field("migrate, suspend, resume, checkpoint, restore or quiesce")
@@ -164,10 +166,10 @@ class Operation(Record):
         default=None,
     )
     failure: Reason | None = field("why it did not, or will not, get to what was asked", default=None)
-    waits: Wait | None = field("what it waits for; nil while it comes on by itself, and when it is over", default=None)
+    waits: Wait | None = field("what it waits for; nil while it makes progress and when it has ended", default=None)
     way: str = field("agent; driver for processes without one; or restart", default="agent")
-    doing: str | None = field("of a restart that is under way: what is done now, in words", default=None)
-    note: str | None = field("once it is over: what is to be known beside that, in words", default=None)
+    doing: str | None = field("the current step of a running restart, in words", default=None)
+    note: str | None = field("a note about the result, in words", default=None)
 
 
 class Timing(Record):
@@ -199,8 +201,8 @@ class OperationProgress(Record):
     phase: str = field("what is done now; reading: of an image, before its operation has begun")
     moved_bytes: int = field("bytes that are through the step that is under way", default=0)
     size_bytes: int = field("bytes to carry, in all", default=0)
-    doing: str | None = field("of a restart: what is done now, in words; nil where the phase says it", default=None)
-    waits: Wait | None = field("what it waits for; nil while it comes on by itself", default=None)
+    doing: str | None = field("the current step of a restart, in words; nil if the phase says it", default=None)
+    waits: Wait | None = field("what it waits for; nil while it makes progress", default=None)
 
 
 class Orphan(Record):
@@ -211,7 +213,7 @@ class Orphan(Record):
     pid: int | None = field("the process that it is, or whose bytes they were", default=None)
     size_bytes: int | None = field("bytes that are held", default=None)
     where: str = field("where it is")
-    why: str = field("why nobody has it")
+    why: str = field("why no operation owns it")
     next: str = field("the command that does something about it")
     uid: int | None = field("whose it is, if that is known: they may give it up, as an administrator may", default=None)
 
@@ -220,5 +222,5 @@ class PeriodicImages(Record):
     """Images that are to be taken of a job while it runs, as `hegmctl run --checkpoint-every` was told."""
 
     every_s: float = field("seconds from one to the next")
-    keep: int = field("how many of them are kept; the oldest go once another one is whole")
+    keep: int = field("how many are kept; the oldest is removed once a new one is complete")
     path: str = field("the directory that they are in, absolute")

@@ -29,7 +29,7 @@ class Health(Record):
     notes: tuple[str, ...] = field("one sentence for each thing that is not as it should be", default=())
     ecc_corrected: int | None = field("corrected memory errors since the driver was loaded", default=None)
     ecc_uncorrected: int | None = field("uncorrected memory errors since the driver was loaded", default=None)
-    retired_pages: int | None = field("memory pages or rows taken out of use for good", default=None)
+    retired_pages: int | None = field("retired memory pages or rows", default=None)
     last_xid: int | None = field("the newest XID error that the driver reported since hegmd watches", default=None)
     xid_count: int | None = field("how many it reported since then; None before the first one", default=None)
 
@@ -111,16 +111,18 @@ class AgentInfo(Record):
     version: str = field("its version")
     framework: str | None = field("what trains there, such as torch; None if it has said nothing of it", default=None)
     framework_version: str | None = field("its version", default=None)
-    job: str | None = field("what its `hegmctl run` was named; None if it was not", default=None)
+    job: str | None = field("the name of its `hegmctl run`; None without one", default=None)
     run: str | None = field("which `hegmctl run` it belongs to; the processes of one move as one", default=None)
     rank: int | None = field("its rank, in a distributed job", default=None)
     boundary: int | None = field("batch boundaries that it had passed when it was last heard of", default=None)
-    parked: bool = field("whether its training thread stands at a boundary", default=False)
+    parked: bool = field("whether its training thread is parked at a boundary", default=False)
     held_bytes: int = field("bytes of its storages that are out of the process", default=0)
     supervised: bool = field(
         "whether it has a `hegmctl run --allow-restart` as its parent, which would start it again", default=False
     )
-    kept: bool = field("whether a Python is kept ready that would go on from its state after a restart", default=False)
+    kept: bool = field(
+        "whether a Python is prestarted that would continue from its state after a restart", default=False
+    )
     image_missed: str | None = field(
         "why the last of the images that are taken of it now and then was not made; None if it was, or there are none",
         default=None,
@@ -129,7 +131,7 @@ class AgentInfo(Record):
         "whether it trains without a GPU, as far as it says: it can be started again on one", default=False
     )
     unknown: tuple[str, ...] | None = field(
-        "of an agent that `hegmctl attach` brought into a process that ran already: what it cannot know, which blocks "
+        "for an agent that `hegmctl attach` loaded into a running process: what it cannot know, which blocks "
         "restarts but no move; None for an agent that began with its process",
         default=None,
     )
@@ -140,7 +142,7 @@ class Way(Record):
 
     way: str = field("driver, agent, criu or restart")
     possible: bool = field("whether node and process allow it as they are now")
-    reason: str = field("why not, or what it rests on")
+    reason: str = field("why not, or the reason why it is possible")
 
 
 class GpuProcess(Record):

@@ -83,8 +83,8 @@ class Supervise(Request, op="supervise", reply=SupervisionEnded, event=Superviso
     operation: str | None = field(
         "the operation that it expects a restart from, or whose state it started", default=None
     )
-    resumes: str | None = field("an operation at rest that it wants to go on with its command", default=None)
-    gpu: str | None = field("with that, the GPU to go on at; nil for where it was", default=None)
+    resumes: str | None = field("a suspended operation that its command wants to continue", default=None)
+    gpu: str | None = field("with that, the GPU to continue on; nil for the former one", default=None)
     key: str = field("which start of the operation that was, as the order said", default="")
     asks: bool = field("whether it can ask an interpreter which Python it is", default=False)
     ready: str | None = field(
