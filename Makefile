@@ -121,7 +121,7 @@ docs: ## write the generated documents again, from the code
 pictures: ## draw the pictures of the documents again, from docs/measurements and the code (RECORD=1: record the demo first)
 	@tools/setup.sh dev
 	@$(PYTHON) -c "import matplotlib" 2>/dev/null || $(PYTHON) -m pip install --quiet --editable '.[pictures]'
-	$(if $(RECORD),@$(PYTHON) -m tools.pictures.record)
+	$(if $(RECORD),@$(PYTHON) -m tools.pictures.record && $(PYTHON) -m tools.pictures.views)
 	@$(PYTHON) -m tools.pictures
 
 lint: ## formatter, linter, spelling and both type checkers

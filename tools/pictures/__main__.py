@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from tools.pictures import drawings, terminal
+from tools.pictures import drawings, terminal, views
 from tools.pictures.gallery import GALLERY, RECORDING, Picture
 from tools.pictures.themes import THEMES, Theme
 
@@ -20,6 +20,8 @@ def drawer(picture: Picture) -> Callable[[Theme], str]:
     drawn: dict[str, Callable[[Theme], str]] = {
         "demo": partial(terminal.demo, recording=RECORDING),
         "migrate": partial(terminal.migrate, recording=RECORDING),
+        "top": views.top,
+        "operation": views.operation,
         "processes": drawings.processes,
         "migration": drawings.migration,
         "holders": drawings.holders,

@@ -13,6 +13,9 @@ from tools.pictures.themes import Theme
 PICTURES = ROOT / "docs" / "pictures"
 HERE = Path(__file__).parent
 RECORDING = PICTURES / "recordings" / "demo.json"
+TOP, STORY = PICTURES / "recordings" / "top.json", PICTURES / "recordings" / "move.json"
+# The product's own code that draws a timeline.
+DRAWN_BY = (ROOT / "client" / "hegmctl" / "timeline.py", ROOT / "client" / "hegmctl" / "timeline_svg.py")
 _DIGEST = re.compile(r"<!-- drawn from ([0-9a-f]{64}) -->")
 
 
@@ -52,6 +55,8 @@ GALLERY = (
     Picture("timeline", "charts", _measured("moves", "moves_2026-11-21", "move_phases")),
     Picture("demo", "terminal", (RECORDING,)),
     Picture("migrate", "terminal", (RECORDING,)),
+    Picture("top", "views", (TOP,)),
+    Picture("operation", "views", (STORY, *DRAWN_BY)),
     Picture("processes", "drawings"),
     Picture("migration", "drawings"),
     Picture("holders", "drawings"),
