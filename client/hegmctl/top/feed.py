@@ -9,7 +9,7 @@ is away the screen says so, and a look is tried again.
 from __future__ import annotations
 
 import threading
-from time import monotonic, sleep, time
+from time import monotonic, time
 
 from hegmctl.operating_text import AT_REST, operation_text, plan_text, progress_text
 from hegmctl.tables import Style
@@ -56,16 +56,24 @@ class Feed:
         self._interval_s = interval_s
         self._poked = threading.Event()
         self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
 
     def start(self, listener: Listener) -> None:
         """Begin to watch."""
         for work in (self._look, self._follow):
-            threading.Thread(target=work, args=(listener,), daemon=True, name=f"top: {work.__name__}").start()
+            thread = threading.Thread(target=work, args=(listener,), daemon=True, name=f"top: {work.__name__}")
+            self._threads.append(thread)
+            thread.start()
 
     def stop(self) -> None:
         """Tell nothing more."""
         self._stopping.set()
         self._poked.set()
+
+    def join(self, within_s: float) -> None:
+        """Wait until both threads have ended, after `stop`. One that listens for events ends with its connection."""
+        for thread in self._threads:
+            thread.join(within_s)
 
     def poke(self) -> None:
         """Look at the node soon."""
@@ -82,7 +90,7 @@ class Feed:
                 if self._stopping.is_set():
                     return
                 listener.away(f"waiting for the daemon: {error.message}" if error.code in PASSING else error.message)
-                sleep(RETRY_S)
+                self._stopping.wait(RETRY_S)
 
     def _look_on(self, connection: Connection, listener: Listener) -> None:
         gpus: tuple[Gpu, ...] = ()
@@ -104,7 +112,7 @@ class Feed:
             rest_s = max(0.0, min(gpus_due, jobs_due) - monotonic())
             if self._poked.wait(min(BRISK_S, rest_s) if moving else rest_s):
                 jobs_due = min(jobs_due, monotonic() + max(BRISK_S, SPARE * took_s / 4))
-                sleep(BRISK_S)  # many events may come at once
+                self._stopping.wait(BRISK_S)  # many events may come at once
 
     def _follow(self, listener: Listener) -> None:
         since, run = 0, None
@@ -123,7 +131,7 @@ class Feed:
                             self.poke()
             except HegmError:  # the look tells of it
                 pass
-            sleep(RETRY_S)
+            self._stopping.wait(RETRY_S)
 
     # -- commands ------------------------------------------------------------------------------------------------------
 

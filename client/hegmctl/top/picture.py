@@ -320,7 +320,7 @@ class Picture:
         where = ",".join(dict.fromkeys(f"{here or 'pool'}->{to or 'pool'}" for here, to in ways))
         if op.phase in OVER:
             figures = binary_size(op.size_bytes)
-            figures += "" if op.downtime_s is None else f", stood for {op.downtime_s:.2f} s"
+            figures += "" if op.downtime_s is None else f", downtime {op.downtime_s:.2f} s"
         else:
             figures = f"{self._bar(op)} {binary_size(op.moved_bytes)}/{binary_size(op.size_bytes)}"
             figures += f"  {op.waits.why}" if op.waits is not None else ""

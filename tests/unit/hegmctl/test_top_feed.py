@@ -1,0 +1,155 @@
+"""`hegmctl top` beside a daemon: how it watches one, what it asks for, and what it says where it cannot draw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hegmctl.connection import connect
+from hegmctl.top.feed import Feed
+from hegmctl.top.picture import Listener, Seen
+from hegmd.protocol import messages as m
+from hegmd.protocol.jobs import Job, JobProcess
+from hegmd.protocol.operations import Operation, Plan
+from hegmd.protocol.snapshots import Event
+from tests.patience import HANG_S
+from tests.unit.hegmctl.fake_daemon import Asked, Caller, FakeDaemon, saying
+from tests.unit.hegmctl.running import hegmctl
+from tests.unit.hegmctl.terminal import Terminal
+
+JOB = Job(
+    id="j7",
+    name="bert",
+    state="training",
+    uid=1000,
+    gpus=("gpu0",),
+    vram_bytes=1 << 30,
+    steps_per_s=2.5,
+    started_utc=1.0,
+    pid=4711,
+    processes=(JobProcess(pid=4711, role="worker"), JobProcess(pid=4712, role="rank")),
+)
+DONE = Operation(id="3", kind="migrate", phase="done", processes=(), created_utc=1.0, size_bytes=0)
+PLAN = Plan(
+    kind="suspend",
+    way="agent",
+    workers=(),
+    size_bytes=0,
+    reservation_bytes={},
+    gpu_free_bytes={},
+    pool_needed_bytes=0,
+    pool_free_bytes=0,
+    estimate_s=0.5,
+    is_distributed=False,
+)
+EVENT = Event(seq=5, time_utc=4e9, kind="operation.done", severity="info", message="operation 3: done")
+
+
+class Heard(Listener):
+    """Keeps what it hears, and wakes whoever waits for it."""
+
+    def __init__(self, daemon: FakeDaemon) -> None:
+        self._daemon = daemon
+        self.looks: list[Seen] = []
+        self.events: list[Event] = []
+        self.troubles: list[str] = []
+
+    def seen(self, seen: Seen) -> None:
+        self.looks.append(seen)
+        self._wake()
+
+    def happened(self, event: Event) -> None:
+        self.events.append(event)
+        self._wake()
+
+    def away(self, why: str) -> None:
+        self.troubles.append(why)
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._daemon.news:
+            self._daemon.news.notify_all()
+
+
+@pytest.fixture
+def answering(daemon: FakeDaemon) -> FakeDaemon:
+    daemon.answers[m.Gpus] = saying(m.GpusReply(taken_utc=1.0, gpus=(), vendors=()))
+    daemon.answers[m.Jobs] = saying(m.JobsReply(taken_utc=1.0, jobs=(JOB,)))
+    daemon.answers[m.Operations] = saying(m.OperationsReply(operations=(DONE,)))
+    return daemon
+
+
+def feed_of(daemon: FakeDaemon) -> Feed:
+    return Feed(lambda: connect(str(daemon.path), timeout_s=HANG_S), interval_s=3600.0)
+
+
+def test_an_event_is_followed_by_a_look_and_a_daemon_that_leaves_is_told_of(answering: FakeDaemon) -> None:
+    requests: list[tuple[Caller, Asked]] = []
+    answering.answers[m.Events] = lambda caller, asked: requests.append((caller, asked))
+    feed, heard = feed_of(answering), Heard(answering)
+    feed.start(heard)
+    try:
+        answering.wait_until(lambda: bool(heard.looks) and bool(requests))
+        row = heard.looks[0].jobs[0]
+        assert (row.id, row.name, row.pids, row.steps_per_s) == ("j7", "bert", (4711, 4712), 2.5)
+        assert heard.looks[0].operations == (DONE,)
+        looks = len(heard.looks)
+        requests[0][0].event(requests[0][1].id, EVENT)
+        answering.wait_until(lambda: heard.events == [EVENT] and len(heard.looks) > looks)
+        answering.hang_up()
+        answering.wait_until(lambda: len(requests) > 1)
+        asked = requests[1][1].request
+        assert isinstance(asked, m.Events)
+        assert asked.since == EVENT.seq + 1, "it goes on where it was"
+    finally:
+        feed.stop()
+        answering.stop()
+        feed.join(HANG_S)
+    answering.wait_until(lambda: not answering.callers)
+
+
+def test_a_daemon_that_is_away_is_told_of_once_it_is_missed(answering: FakeDaemon) -> None:
+    feed, heard = feed_of(answering), Heard(answering)
+    answering.stop()
+    feed.start(heard)
+    try:
+        answering.wait_until(lambda: bool(heard.troubles))
+        assert heard.troubles[0].startswith("waiting for the daemon: ")
+    finally:
+        feed.stop()
+        feed.join(HANG_S)
+
+
+def test_a_command_names_the_job_and_its_plan_changes_nothing(answering: FakeDaemon) -> None:
+    answering.answers[m.Suspend] = saying(m.OperationReply(plan=PLAN))
+    answering.answers[m.Migrate] = saying(m.OperationReply(operation=DONE))
+    answering.answers[m.Resume] = saying(m.OperationReply(operation=DONE))
+    feed = feed_of(answering)
+    assert any("0.50 s" in line for line in feed.plan("suspend", "j7", None, 80))
+    assert answering.wait_for(m.Suspend) == m.Suspend(pids=("j7",), dry_run=True)
+    said: list[str] = []
+    assert feed.carry_out("migrate", "j7", "gpu1", said.append).startswith("operation 3")
+    assert answering.wait_for(m.Migrate) == m.Migrate(pids=("j7",), to="gpu1")
+    feed.carry_out("resume", "j7", None, said.append)
+    assert answering.wait_for(m.Resume) == m.Resume(pid="j7")
+
+
+def test_without_a_terminal_it_says_what_to_use_instead(daemon: FakeDaemon) -> None:
+    ran = hegmctl("top", socket=daemon.path)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "top needs a terminal" in ran.stderr
+    assert "hegmctl jobs" in ran.stderr
+    assert "prints no JSON" in hegmctl("top", "--json", socket=daemon.path).stderr
+    with Terminal("top", socket=daemon.path, environ={"TERM": "dumb"}) as terminal:
+        assert terminal.end() == 2
+
+
+def test_without_textual_it_says_how_to_install_it(daemon: FakeDaemon, tmp_path: Path) -> None:
+    (tmp_path / "textual.py").write_text("raise ModuleNotFoundError('no textual here', name='textual')\n")
+    paths = {"PYTHONPATH": f"{tmp_path}:client:."}
+    with Terminal("top", socket=daemon.path, environ=paths) as terminal:
+        assert terminal.end() != 0
+        said = " ".join(" ".join(terminal.picture.lines).split())
+    assert "top needs the package textual, which is not installed" in said
+    assert "pip install 'hegmd[top]'" in said
