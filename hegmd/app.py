@@ -204,7 +204,7 @@ class App:
             held.callback(take_away, path, path.lstat())
         except HegmError as error:
             hint = "systemctl restart hegmd.socket puts it back" if self._manager.present else error.hint
-            text = "the socket file %s is gone, and nobody can connect: %s; %s"
+            text = "the socket file %s is gone, and no client can connect: %s; %s"
             limited(logger, "socket", logging.ERROR, text, path, error.message, hint)
             return
         listener.take(listening)

@@ -291,7 +291,7 @@ def _unknown_setting(section: str, name: str) -> tuple[str, str]:
         return what, f"did you mean {elsewhere[far[0]]}?"
     if section:
         return what, f"in [{section}] there are {', '.join(inside)}"
-    return what, "settings stand below the name of their section, such as [log]"
+    return what, "write settings below the name of their section, such as [log]"
 
 
 def _key(*parts: str) -> str:
@@ -303,7 +303,7 @@ def _syntax_problem(text: str, path: Path, error: Exception) -> Problem:
     """The parser says where in words only, and of the end of the file or of too deep nesting not even that."""
     message = str(error) or "nested too deeply"
     place = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", message)
-    hint = "text stands in quotes, numbers and true or false do not, and each key only once"
+    hint = "write text in quotes, numbers and true or false without, and each key once"
     if place is None:
         return Problem(str(path), f"is not TOML: {message}", hint)
     line = int(place[1]) if place[1] else text.rstrip("\n").count("\n") + 1

@@ -97,7 +97,7 @@ class InventorySettings:
     refresh_s: float = setting(
         Amount(1, 3600, whole=False),
         10.0,
-        "Seconds between two looks at the GPUs when nobody asks; a request that needs newer facts gets them.",
+        "Seconds between two reads of the GPUs without requests; a request that needs newer facts gets them.",
         reloads=True,
     )
     query_deadline_s: float = setting(

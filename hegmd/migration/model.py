@@ -54,7 +54,7 @@ class GpuMemory(Record):
     vendor: str = field("nvidia, amd or simulated")
     chip: str | None = field("identity of the chip", default=None)
     state: str = field("ok, lost or unknown", default="ok")
-    free_bytes: int | None = field("memory that nobody holds; nil if not known")
+    free_bytes: int | None = field("free memory; nil if unknown")
     total_bytes: int | None = field("memory in all; nil if not known", default=None)
     mig: bool | None = field("whether it is cut into MIG instances", default=None)
     mps: bool | None = field("whether processes share it through MPS", default=None)
@@ -80,7 +80,7 @@ class AgentSurvey(Record):
         "its groups with other ranks; nil if it has none, or the agent does not know", default=None
     )
     state_bytes: int | None = field("what a restart would carry; nil if it has not said", default=None)
-    refusals: tuple[str, ...] = field("what stands against a restart, by its own word", default=())
+    refusals: tuple[str, ...] = field("what prevents a restart, as its agent reports", default=())
     unweighed: tuple[str, str] | None = field(
         "why it has not said what a restart would carry, and what to do; nil if nothing kept it from it", default=None
     )
@@ -127,7 +127,7 @@ class Candidate(Record):
     apart: bool = field("whether that is not its parent: who is would take its leaving for its end", default=False)
     ranks: bool = field("whether that can start several ranks from a state of each", default=False)
     python: bool = field("whether that would take another Python for it", default=False)
-    other_python: str = field("what the other one that was asked for says that it is; empty if not known", default="")
+    other_python: str = field("the version that the requested Python reports; empty if unknown", default="")
     no_python: str = field("why that is no Python; empty if it is one or if that is not known", default="")
     agent: AgentSurvey | None = field("its agent, if one is connected", default=None)
 
@@ -164,7 +164,7 @@ class Rates(Record):
     leave_s: float = field("until the GPU is seen to be free, and that is said", default=0.1)
     arm_s: float = field("making the helper ready to copy, its contexts on the GPUs above all", default=0.3)
     image_out_bytes_per_s: float = field("into an image, until it was read back", default=6.0e8)
-    image_left_bytes_per_s: float = field("into one whose job goes on, of its processes", default=1.2e9)
+    image_left_bytes_per_s: float = field("into an image whose job continues, of its processes", default=1.2e9)
     image_in_bytes_per_s: float = field("out of an image, while CRIU restores", default=1.5e9)
     image_out_s: float = field("a dump, and an image with next to nothing in it", default=1.0)
     image_left_s: float = field("a dump, with next to nothing in it", default=0.8)
@@ -194,7 +194,7 @@ class NodeSnapshotForPlan(Record):
     rates: Rates = field("how fast bytes go", default=Rates())
     uid: int = field("as which user hegmd runs", default=0)
     available_bytes: int | None = field("memory of the node that can still be taken", default=None)
-    outlived: bool = field("whether somebody keeps what hegmd holds when it ends", default=True)
+    outlived: bool = field("whether a store keeps the bytes when hegmd ends", default=True)
     proofs: tuple[Proof, ...] = field("the tried combinations of driver, NCCL, PyTorch, chip and links", default=())
 
 
@@ -211,7 +211,7 @@ class PlanRequest(Record):
     keep_context: bool = field("whether the processes keep their CUDA contexts on their GPUs", default=False)
     via: str | None = field("restart, where nothing else is to be thought of", default=None)
     allow_restart: bool = field("whether it may be a restart where there is no better way", default=False)
-    respawn: Respawn = field("of a restart: what is to be different for whoever is started anew", default=Respawn())
+    respawn: Respawn = field("of a restart: what changes for the new process", default=Respawn())
 
 
 class MigrationPlan(Record):
@@ -221,11 +221,11 @@ class MigrationPlan(Record):
     way: str = field("agent, or driver for processes without one")
     workers: tuple[PlannedProcess, ...] = field("one for each process of the job")
     size_bytes: int = field("bytes to carry, in all")
-    reservation_bytes: Mapping[str, int] = field("room to take, by GPU")
-    gpu_free_bytes: Mapping[str, int] = field("room that is free there")
+    reservation_bytes: Mapping[str, int] = field("memory to reserve, by GPU")
+    gpu_free_bytes: Mapping[str, int] = field("free memory there")
     pool_needed_bytes: int = field("bytes of the pool to take")
     pool_free_bytes: int = field("bytes of the pool that are free")
-    estimate_s: float = field("how long the job will stand, beyond the wait for its boundary")
+    estimate_s: float = field("estimated downtime after the wait for its boundary")
     is_distributed: bool = field("whether all have to stop at the same boundary")
     hazards: tuple[str, ...] = field("what to know before saying yes", default=())
     steps: tuple[str, ...] = field("what would be done, in order")

@@ -81,7 +81,7 @@ format = "xml"
         (
             "colour = true",
             "1: there is no setting colour",
-            "settings stand below the name of their section, such as [log]",
+            "write settings below the name of their section, such as [log]",
         ),
         ('[log]\n"a\\nb" = 1', '2: there is no setting log."a\\nb"', "in [log] there are level, format"),
         ('["l.og"]', '1: there is no section ["l.og"]', "did you mean [log]?"),

@@ -35,8 +35,8 @@ class Standing(Record):
     carrier: str = field("by which way its bytes went out", default=WORKER)
     at: str | None = field("the GPU that it is on; nil for none, or a simulated one", default=None)
     driver_bytes: int = field("what it may need on a GPU besides its storages", default=0)
-    anywhere: bool = field("whether nobody knows on which GPU the driver had it", default=False)
-    communicators: str = field("how its agent takes its communicators down; empty for one that has none", default="")
+    anywhere: bool = field("whether its former GPU is unknown", default=False)
+    communicators: str = field("how its agent disconnects its communicators; empty without any", default="")
 
 
 class Driven(Record):
@@ -48,7 +48,7 @@ class Driven(Record):
     name: str = field("short name of the program")
     state: str = field("running, locked or checkpointed")
     gpu: str | None = field("the GPU that it is on; nil when it is checkpointed", default=None)
-    driver_bytes: int = field("what it may need on a GPU to be restored; 0 for one that is on its GPU", default=0)
+    driver_bytes: int = field("memory that its restore may need; 0 if it is on its GPU", default=0)
 
 
 def driver_bytes_bound(own_bytes: int, whole_bytes: Iterable[int | None]) -> int:

@@ -47,7 +47,7 @@ class DropRequested(Event, tag="drop-requested"):
 class ResumeRequested(Event, tag="resume-requested"):
     """A client resumes a suspended job."""
 
-    to: Mapping[str, str] = field("the GPU that each worker is to go to, by the worker's name; none of one that holds")
+    to: Mapping[str, str] = field("the target GPU of each worker, by its name; none if it only waits")
     limit_s: float | None = field("how long that may take in all; nil for as long as its steps may", default=None)
 
 
@@ -215,7 +215,7 @@ class Checkpointed(Ending, tag="checkpointed"):
     """The process has nothing on any GPU any more; with keep-context, nothing but what it keeps there."""
 
     reserved_bytes: int | None = field(
-        "room that is held for it on the GPU that it left; nil if all that it had is still its own", default=None
+        "memory reserved for it on the GPU that it left; nil if it still has all of it", default=None
     )
     driver_bytes: int | None = field(
         "what it had there besides its storages, with a margin; nil if it was not measured", default=None
@@ -224,7 +224,7 @@ class Checkpointed(Ending, tag="checkpointed"):
         "of one on several GPUs: the part of that on each, in order", default=()
     )
     stays_bytes: int | None = field(
-        "of one that keeps its CUDA context: what it has on its GPU; nil if that is not known", default=None
+        "if it keeps its CUDA context: what it has on its GPU; nil if unknown", default=None
     )
 
 
@@ -263,14 +263,14 @@ class Ended(Ending, tag="ended"):
 class Restored(Ending, tag="restored"):
     """The process can use its GPU again."""
 
-    landed: str | None = field("where it is instead, for one that could only come back where it was", default=None)
-    pid: int | None = field("of a restart: the process that goes on in its place", default=None)
+    landed: str | None = field("its GPU, if it could only be restored on its former one", default=None)
+    pid: int | None = field("of a restart: the process that replaces it", default=None)
     start_ticks: int = field("of a restart: its start time in clock ticks since boot", default=0)
     token: str = field("of a restart: what its agent calls itself", default="")
     run: str | None = field("of a restart: the `hegmctl run` that started it", default=None)
     boundary: int = field("of a restart: batch boundaries that it has passed", default=0)
     is_earlier: bool = field(
-        "of a restart: whether it comes of the start before the one that is wanted, tried again", default=False
+        "of a restart: whether it comes from a retry of the start before the current one", default=False
     )
 
 
@@ -295,11 +295,11 @@ class Verified(Ending, tag="verified"):
 class Inspected(Ending, tag="inspected"):
     """The true state of a worker, according to its agent, the driver and the daemon."""
 
-    parked: bool = field("whether its training thread stands")
+    parked: bool = field("whether its training thread is parked")
     boundary: int = field("batch boundaries that it has passed")
     out_bytes: int = field("bytes of its storages that are not in the process now")
     gpu: str | None = field("the GPU that the process is on; nil when it is checkpointed")
-    reservations: Mapping[str, int] = field("room that is held for it now, by GPU, its own included")
+    reservations: Mapping[str, int] = field("memory reserved for it now, by GPU, its own included")
     pool_bytes: int = field("bytes of the pool that are held for it now")
     busy: bool = field("whether an order is still under way in it", default=False)
     failed: str = field("why it can never be brought back; empty as long as it can", default="")

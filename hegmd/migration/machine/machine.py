@@ -152,12 +152,12 @@ Put = Callable[[str, Iterable[str], Row], None]
 
 
 def _put_requests(put: Put) -> None:
-    put("begin", [PLANNED], Row(MOVE, "it begins", actions.begin))
-    put("begin", [*ACTIVE, SUSPENDED, *TERMINAL], Row(REFUSE, "it has begun already", hint=_WATCH))
+    put("begin", [PLANNED], Row(MOVE, "it starts", actions.begin))
+    put("begin", [*ACTIVE, SUSPENDED, *TERMINAL], Row(REFUSE, "it has already started", hint=_WATCH))
 
     settled = ("leaving", "ending", "verifying", "tidying")
     open_phases = [phase for phase in (PLANNED, *ACTIVE) if phase not in (*settled, "sealing")]
-    put("cancel-requested", ["sealing"], Row(MOVE, "the image is not wanted any more", actions.drop_image))
+    put("cancel-requested", ["sealing"], Row(MOVE, "the image is no longer wanted", actions.drop_image))
     put("cancel-requested", open_phases, Row(MOVE, "back, unless past return or on its way back", actions.cancel))
     put(
         "cancel-requested",
@@ -169,29 +169,29 @@ def _put_requests(put: Put) -> None:
         [SUSPENDED],
         Row(REFUSE, "the operation is not running, so there is nothing to cancel", hint="{otherwise}"),
     )
-    put("cancel-requested", TERMINAL, Row(REFUSE, "it is over", hint="see the others with: hegmctl ops"))
+    put("cancel-requested", TERMINAL, Row(REFUSE, "it has ended", hint="run: hegmctl ops"))
 
-    put("drop-requested", [SUSPENDED], Row(MOVE, "the state that is held is given up", actions.drop_state))
+    put("drop-requested", [SUSPENDED], Row(MOVE, "the state is dropped", actions.drop_state))
     put("drop-requested", [PLANNED, *ACTIVE], Row(REFUSE, "only a suspended operation keeps a state", hint=_WATCH))
     put(
         "drop-requested",
         TERMINAL,
-        Row(REFUSE, "it has ended and keeps no state", hint="see the others with: hegmctl ops"),
+        Row(REFUSE, "it has ended and keeps no state", hint="run: hegmctl ops"),
     )
 
     put("resume-requested", [SUSPENDED], Row(MOVE, "it heads for the GPUs named", actions.resume))
-    put("resume-requested", [HOLDING], Row(MOVE, "it goes on before its time", actions.let_go))
+    put("resume-requested", [HOLDING], Row(MOVE, "it resumes early", actions.let_go))
     others = [phase for phase in (PLANNED, *ACTIVE) if phase != HOLDING]
     put("resume-requested", others, Row(REFUSE, "only a suspended operation can be resumed", hint=_WATCH))
-    put("resume-requested", TERMINAL, Row(REFUSE, "it is over", hint="see what runs with: hegmctl ps"))
+    put("resume-requested", TERMINAL, Row(REFUSE, "it has ended", hint="run: hegmctl ps"))
 
-    put("taken-up", [HOLDING], Row(MOVE, "it becomes what is wanted, its job standing", actions.take_up))
+    put("taken-up", [HOLDING], Row(MOVE, "it becomes the requested operation while its job is parked", actions.take_up))
     put(
         "taken-up",
         [*others, SUSPENDED],
         Row(REFUSE, "only an operation that keeps its job parked can change its kind", hint=_WATCH),
     )
-    put("taken-up", TERMINAL, Row(REFUSE, "it is over", hint="ask again"))
+    put("taken-up", TERMINAL, Row(REFUSE, "it has ended", hint="try again"))
 
     put(
         "image-requested",
@@ -203,24 +203,24 @@ def _put_requests(put: Put) -> None:
         [PLANNED, *ACTIVE],
         Row(REFUSE, "only a suspended operation can be written to an image", hint=_WATCH),
     )
-    put("image-requested", TERMINAL, Row(REFUSE, "it is over", hint="see the others with: hegmctl ops"))
+    put("image-requested", TERMINAL, Row(REFUSE, "it has ended", hint="run: hegmctl ops"))
 
 
 def _put_happenings(put: Put) -> None:
     put("worker-exited", [PLANNED, *ACTIVE, SUSPENDED], Row(MOVE, "without it", actions.worker_exited))
-    put("training-ended", [*ACTIVE, SUSPENDED], Row(MOVE, "its state is of no more use", actions.training_ended))
-    put("training-ended", [PLANNED], Row(IGNORE, "nobody has gone on from a state yet"))
+    put("training-ended", [*ACTIVE, SUSPENDED], Row(MOVE, "its state is no longer needed", actions.training_ended))
+    put("training-ended", [PLANNED], Row(IGNORE, "no process has continued from a state yet"))
     put("came-on", ACTIVE, Row(MOVE, "it is told of", actions.came_on))
-    put("came-on", [PLANNED, SUSPENDED], Row(IGNORE, "nobody is started here"))
+    put("came-on", [PLANNED, SUSPENDED], Row(IGNORE, "no process is started here"))
     put("agent-lost", ACTIVE, Row(MOVE, "it waits for the agent", actions.agent_lost))
-    put("agent-lost", [PLANNED], Row(IGNORE, "nothing was asked of the agent yet"))
-    put("agent-lost", [SUSPENDED], Row(IGNORE, "nothing is asked of the agent; when it is back, it is looked at"))
-    put("agent-back", [*ACTIVE, SUSPENDED], Row(MOVE, "it is asked how it stands", actions.agent_back))
-    put("agent-back", [PLANNED], Row(IGNORE, "nothing was asked of the agent yet"))
+    put("agent-lost", [PLANNED], Row(IGNORE, "the agent has no order yet"))
+    put("agent-lost", [SUSPENDED], Row(IGNORE, "the agent has no order; it is inspected when it reconnects"))
+    put("agent-back", [*ACTIVE, SUSPENDED], Row(MOVE, "it is inspected", actions.agent_back))
+    put("agent-back", [PLANNED], Row(IGNORE, "the agent has no order yet"))
     put("deadline-passed", ACTIVE, Row(MOVE, "back where that is open, else another attempt", actions.deadline_passed))
     put("deadline-passed", [PLANNED, SUSPENDED], Row(IGNORE, "it has no deadline here: an alarm from an earlier phase"))
     put("recovered", [PLANNED], Row(MOVE, "it had not begun, and does not begin by itself", actions.recovered))
-    put("recovered", [*ACTIVE, SUSPENDED], Row(MOVE, "all are asked how they stand", actions.recovered))
+    put("recovered", [*ACTIVE, SUSPENDED], Row(MOVE, "all are inspected", actions.recovered))
     for event in (
         "worker-exited",
         "training-ended",

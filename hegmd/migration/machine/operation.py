@@ -34,12 +34,14 @@ FOR_AGENT, FOR_RETRY = "agent", "retry"
 class Limits(Record):
     """How long each part may take."""
 
-    arm_s: float = field("taking room and pool; of a restart, once more until the next process is ready", default=60.0)
+    arm_s: float = field(
+        "reserving GPU and pool memory; of a restart, again until the next process is ready", default=60.0
+    )
     park_s: float = field("stopping at a boundary", default=60.0)
     max_park_s: float = field(
-        "standing at a boundary while other threads are not at rest, before it runs on to another one", default=0.5
+        "parked at a boundary while other threads are not at rest, before it continues to another one", default=0.5
     )
-    hold_s: float = field("of a quiesce: standing at the boundary, before the job goes on by itself", default=60.0)
+    hold_s: float = field("of a quiesce: parked at the boundary, before the job resumes by itself", default=60.0)
     connect_s: float = field("taking the communicators of all ranks down, or connecting them again", default=60.0)
     move_s: float = field("taking the bytes out, or putting them back", default=600.0)
     hand_s: float = field("writing an image, from the dump to its verification", default=3600.0)
@@ -48,7 +50,7 @@ class Limits(Record):
         "these have each",
         default=None,
     )
-    verify_s: float = field("coming to the next boundary, before somebody is told that it is late", default=60.0)
+    verify_s: float = field("reaching the next boundary, before it is reported as late", default=60.0)
     retry_s: float = field("after what time something that does not work or answer is tried again", default=5.0)
 
 
@@ -81,10 +83,10 @@ class ImageRequest(Record):
     groups: tuple[int, ...] = field("the other groups", default=())
     root_pid: int = field("the process that is taken with all that descend from it", default=0)
     root_ticks: int = field("its start time in clock ticks since boot", default=0)
-    leave_running: bool = field("whether the job goes on after it; otherwise it ends", default=False)
+    leave_running: bool = field("whether the job continues after it; otherwise it ends", default=False)
     begun: bool = field("whether anything may have been written", default=False)
     written: bool = field(
-        "of one whose job goes on: whether its processes are written, so that what it still needs is in the pool alone",
+        "if the job continues: whether its processes are written, so that only bytes of the pool are missing",
         default=False,
     )
     unwanted: bool = field("whether what is written is to go", default=False)
@@ -124,41 +126,46 @@ class JobProcess(Record):
         "UUIDs of all GPUs of the node that the driver took it off on, if that was another: its own first", default=()
     )
     gpu_unknown: bool = field(
-        "whether nobody knows on which GPU the driver had it: it comes back there, whichever is its goal", default=False
+        "whether its former GPU is unknown: the driver restores it there, whatever its target", default=False
     )
     size_bytes: int = field("bytes of the storages that its agent vouches for")
     driver_bytes: int = field("what it needs on a GPU besides them: what the driver carries, with a margin", default=0)
-    agent_overhead_bytes: int = field("room that its agent needs besides, when it makes its storages again", default=0)
+    agent_overhead_bytes: int = field(
+        "GPU memory that its agent needs besides, when it allocates its storages again", default=0
+    )
     driver_bytes_by_gpu: tuple[int, ...] = field(
         "of one on several GPUs: which part of that each of its devices needs, in their order", default=()
     )
     storage_bytes_by_gpu: tuple[int, ...] = field(
-        "of one on several GPUs whose storages are carried: room for those of each device, in their order", default=()
+        "on several GPUs: memory for the offloaded storages of each device, in their order", default=()
     )
     overlap_bytes: int = field(
-        "of the room for its storages, what the carrier's own memory on that GPU makes free bit by bit", default=0
+        "the part of the memory for its storages that the carrier's own memory on that GPU frees step by step",
+        default=0,
     )
-    reservations: Mapping[str, int] = field("room that is held for it, by GPU, its own included; 0: perhaps")
+    reservations: Mapping[str, int] = field("memory reserved for it, by GPU, its own included; 0: unknown")
     pool_bytes: int = field("bytes of the pool that are held for it", default=0)
     boundary: int | None = field("batch boundaries that it had passed when it was last heard of", default=None)
     park_requested: bool = field("whether it was asked to park and that was not taken back", default=False)
-    is_parked: bool = field("whether its training thread stands", default=False)
+    is_parked: bool = field("whether its training thread is parked", default=False)
     measured: bool = field("whether its bytes were counted while it stood", default=False)
     offloaded: bool = field("whether any of its bytes are out of the process", default=False)
     was_offloaded: bool = field(
         "whether its bytes were ever taken, so that it has to prove that it has them", default=False
     )
     verified: bool = field("whether it passed a boundary after it had its bytes back", default=False)
-    needs_inspection: bool = field("whether how it stands has to be found out first", default=False)
-    recount_memory: bool = field("whether room and pool have to be counted anew, as after a restart", default=False)
+    needs_inspection: bool = field("whether it has to be inspected first", default=False)
+    recount_memory: bool = field(
+        "whether GPU and pool memory have to be counted again, as after a start of hegmd", default=False
+    )
     waits: str | None = field("what it waits for before anything is tried again: agent or retry", default=None)
     stays_bytes: int | None = field(
-        "of one that keeps its CUDA context: what stays on its GPU, as planned or as measured; nil if not known",
+        "if it keeps its CUDA context: what stays on its GPU, as planned or as measured; nil if unknown",
         default=None,
     )
-    kept_gpu: str | None = field("a GPU whose room is kept while it is suspended", default=None)
+    kept_gpu: str | None = field("a GPU whose memory stays reserved while it is suspended", default=None)
     communicators: str = field(
-        "how its agent takes down its communicators with other ranks: suspend or replace; empty for one that has none",
+        "how its agent disconnects its communicators with other ranks: suspend or replace; empty without any",
         default="",
     )
     is_connected: bool | None = field(
@@ -171,9 +178,9 @@ class JobProcess(Record):
         "of a restart: whether it has trained on until the next process was ready", default=False
     )
     state_saved: bool = field(
-        "of a restart: whether its state is whole in the pool, so that another can go on", default=False
+        "of a restart: whether its whole state is in the pool, so that another process can continue", default=False
     )
-    start_count: int = field("of a restart: how many processes have gone on from that state", default=0)
+    start_count: int = field("of a restart: how many processes have continued from that state", default=0)
     successor_activity: str = field(
         "of a restart, while there is no process: what the next one does; empty before it", default=""
     )
@@ -233,11 +240,11 @@ class Operation(Record):
     """An operation on all the workers of a job, which move as one."""
 
     id: str = field("what people call it")
-    kind: str = field("migrate, suspend, checkpoint, quiesce, or resume once a suspended one was asked to go on")
+    kind: str = field("migrate, suspend, checkpoint, quiesce, or resume once a suspended one is resumed")
     phase: str = field("where it is; see STATES.md", default="planned")
     direction: str = field("forward, back or hold", default=FORWARD)
     is_distributed: bool = field("whether the workers are ranks that have to stop at the same boundary", default=False)
-    workers: tuple[JobProcess, ...] = field("all of them, those too that only stand by")
+    workers: tuple[JobProcess, ...] = field("all of them, also those that only wait")
     limits: Limits = field("how long each part may take", default=Limits())
     owner_uid: int | None = field("whose processes they are", default=None)
     created_utc: float = field("when it was asked for, in seconds since 1970", default=0.0)
@@ -250,18 +257,18 @@ class Operation(Record):
     due: float | None = field("of a resume: the monotonic instant at which it turns back", default=None)
     attempts: int = field("how often the deadline passed in this part", default=0)
     reserves_late: bool = field(
-        "whether room on a target is taken only when all workers have left their GPUs: one has it from another",
+        "whether memory on a target is reserved only when all workers have left their GPUs, because they exchange them",
         default=False,
     )
     reconnects: int = field("how often its ranks were to connect their communicators anew", default=0)
     failed_reconnects: int = field("how many of these failed one after the other", default=0)
     failure: Failure | None = field("why it does not get to what was asked", default=None)
-    waiting_for: Failure | None = field("what it waits for now, such as room on a GPU", default=None)
-    parked_since: float | None = field("the monotonic instant from which its job stands", default=None)
+    waiting_for: Failure | None = field("what it waits for now, such as memory on a GPU", default=None)
+    parked_since: float | None = field("the monotonic instant from which its job is parked", default=None)
     downtime_s: float | None = field("how long its job stood, once that is over", default=None)
     spill: bool = field("whether its bytes are to go to disk while it is suspended", default=False)
     image: ImageRequest | None = field("of a checkpoint: the image", default=None)
-    respawn: Respawn | None = field("of a restart: what is different for whoever is started anew", default=None)
+    respawn: Respawn | None = field("of a restart: what changes for the new process", default=None)
     hold_expired: bool = field("of a quiesce: whether the job has stood for long enough", default=False)
 
     @property

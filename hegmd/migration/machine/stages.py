@@ -274,28 +274,32 @@ def _tidying(op: Operation, worker: JobProcess) -> Iterator[Want]:
 
 
 STAGES: tuple[Stage, ...] = (
-    Stage("settling", _settling, ("inspect",), "retry_s", "what is under way ends, and what is not known is found out"),
+    Stage("settling", _settling, ("inspect",), "retry_s", "running effects end, and unknown state is inspected"),
     Stage(
         "reserving",
         _arming,
         ("reserve", "reserve-pool", "release-reservation"),
         "arm_s",
-        "room on the target and pages of the pool are taken",
+        "memory of the target GPU and of the pool is reserved",
     ),
     Stage(
         "readying",
         _readying,
         ("await-successor",),
         "arm_s",
-        "the job trains on until the process that is to go on from its state has imported what takes long",
+        "the job trains until the process that continues from its state has imported its modules",
     ),
     Stage("counting", _counting, ("survey",), "park_s", "ranks say how many boundaries they have passed"),
     Stage(
         "quiescing", _quiescing, ("park",), "park_s", "the training threads stop at a boundary, ranks all at the same"
     ),
-    Stage("holding", _holding, ("hold",), "hold_s", "a job that was only to be stopped stands, until it is let go on"),
+    Stage("holding", _holding, ("hold",), "hold_s", "a quiesced job stays parked until it is resumed"),
     Stage(
-        "measuring", _measuring, ("survey",), "park_s", "what stands is counted; if it has grown, more is taken first"
+        "measuring",
+        _measuring,
+        ("survey",),
+        "park_s",
+        "the parked job is measured; if it has grown, more is reserved first",
     ),
     Stage(
         "disconnecting",
@@ -319,7 +323,7 @@ STAGES: tuple[Stage, ...] = (
         "move_s",
         "the driver takes the rest of the process off its GPU",
     ),
-    Stage("leaving", _leaving, ("release-reservation",), "retry_s", "the room of the suspended is given back"),
+    Stage("leaving", _leaving, ("release-reservation",), "retry_s", "the GPU memory of a suspended job is released"),
     Stage(
         "handing",
         _handing,
@@ -344,7 +348,7 @@ STAGES: tuple[Stage, ...] = (
         "connect_s",
         "the ranks of a job connect their communicators again, all of them",
     ),
-    Stage("releasing", _releasing, ("release", "withdraw"), "retry_s", "the training threads go on, all of them"),
+    Stage("releasing", _releasing, ("release", "withdraw"), "retry_s", "all training threads continue"),
     Stage("verifying", _verifying, ("verify",), "verify_s", "the next boundary is waited for"),
     Stage(
         "tidying",
@@ -358,7 +362,7 @@ STAGES: tuple[Stage, ...] = (
         _sealing,
         ("seal", "scrap"),
         "hand_s",
-        "the image of a job that has gone on has its bytes written from the pool, is read back and named",
+        "the image of a job that continues gets its bytes from the pool, is read back and named",
     ),
 )
 BY_PHASE = {stage.phase: stage for stage in STAGES}

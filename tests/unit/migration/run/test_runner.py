@@ -175,7 +175,7 @@ async def test_a_cancelled_wait_for_a_boundary_is_withdrawn_without_a_trace(tmp_
         assert ended.failure.code == CANCELLED.name
         assert node.reservations(process.pid) == {"gpu0": 7}
         assert node.moving.pool.held_bytes == 0
-        with pytest.raises(Refused, match="it is over"):
+        with pytest.raises(Refused, match="it has ended"):
             await node.operations.cancel(begun.operation.id, node.asked())
         agent.go_on.set()
 
