@@ -37,7 +37,7 @@ def advance(op: Operation, now: float) -> tuple[Operation, tuple[Effect, ...]]:
     op = _in_phase(op, stage.phase, now)
     emitted: list[Effect] = []
     for worker, want in wants:
-        if worker.waits is None and not _is_pending(op, worker, want):
+        if worker.waits is None and not _is_pending(op, worker, want) and not _is_too_soon(op, worker, want):
             op, effect = _emit(op, worker.name, want)
             emitted.append(effect)
     return op, tuple(emitted)
@@ -73,6 +73,19 @@ def _matches(pending: Pending, worker: JobProcess, want: Want) -> bool:
 
 def _is_pending(op: Operation, worker: JobProcess, want: Want) -> bool:
     return any(_matches(pending, worker, want) for pending in op.pending)
+
+
+def _is_too_soon(op: Operation, worker: JobProcess, want: Want) -> bool:
+    """True for the inspection of a worker whose bytes or communicators are still under way.
+
+    A worker can have one effect of each kind. If one fails, the other one has to end before its result can be seen.
+    """
+    return want[0] is effects.Inspect and any(
+        pending.worker == worker.name and pending.effect in _SIDE_BY_SIDE for pending in op.pending
+    )
+
+
+_SIDE_BY_SIDE = frozenset(one.tag for one in (effects.Disconnect, effects.Offload, effects.Reload, effects.Reconnect))
 
 
 def _is_covered(op: Operation, wants: list[tuple[JobProcess, Want]]) -> bool:

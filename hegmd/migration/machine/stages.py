@@ -49,14 +49,8 @@ def is_away(op: Operation) -> bool:
 def _settling(op: Operation, worker: JobProcess) -> Iterator[Want]:
     # While an image is written, no worker can be asked: the agents are disconnected, and the processes may be stopped.
     begun = op.image is not None and op.image.begun
-    is_needed = worker.needs_inspection and not worker.has_exited
-    is_moving = any(pending.worker == worker.name and pending.effect in _SIDE_BY_SIDE for pending in op.pending)
-    if is_needed and not is_moving and not (op.hands_over and begun) and not op.ends_workers:
+    if worker.needs_inspection and not worker.has_exited and not (op.hands_over and begun) and not op.ends_workers:
         yield effects.Inspect, {}
-
-
-# A worker can have one of each pair under way. If one fails, the worker is inspected when the other has ended.
-_SIDE_BY_SIDE = frozenset(one.tag for one in (effects.Disconnect, effects.Offload, effects.Reload, effects.Reconnect))
 
 
 def _arming(op: Operation, worker: JobProcess) -> Iterator[Want]:
