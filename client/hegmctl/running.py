@@ -198,7 +198,7 @@ def prepare(
     # For the agent in a Python that has no msgpack of its own, or another one than ours.
     environ["HEGM_MSGPACK"] = msgpack_folder()
     environ["HEGM_SOCKET"] = os.path.abspath(socket_path)
-    # A launcher's store with io_uring keeps its whole job out of every image; see hegmd/agent/no_io_uring.py.
+    # A launcher's store with io_uring keeps its whole job out of every image; see hegmd/agent/dumpable_launcher.py.
     environ.setdefault("USE_LIBUV", "0")
     # Two runs are two jobs, whatever they are called, and each moves by itself; one run within another is its own too.
     environ["HEGM_RUN"] = run_id or os.urandom(8).hex()

@@ -138,9 +138,10 @@ def _meet_optimizer(module: ModuleType) -> None:
 
 
 def _meet_launcher(module: ModuleType) -> None:
-    from . import no_io_uring
+    from . import dumpable_launcher
 
-    no_io_uring.choose_stores(module)
+    dumpable_launcher.choose_stores(module)
+    dumpable_launcher.ask_in_children()
 
 
 def _meet_data_parallel(module: ModuleType) -> None:

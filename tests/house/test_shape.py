@@ -35,6 +35,7 @@ EXCEPTIONS: dict[tuple[Rule, str], str] = {
     (rules.output, "hegmctl.output"): "the sink of the command line",
     (rules.output, "hegmctl.watch"): "hands the terminal to the screen",
     (rules.output, "hegmd.__main__"): "says what is wrong before there is a log",
+    (rules.leaving, "hegmd.agent.dumpable_launcher"): "the end of a child that answered a question",
     (rules.leaving, "hegmd.images.criu.parent"): "a program of its own, whose status is the job's",
     (rules.leaving, "hegmcompat.ctrl_cli"): "the one exit of hegm-ctrl",
     (rules.leaving, "hegmcompat.launcher_cli"): "the one exit of hegm-launcher",

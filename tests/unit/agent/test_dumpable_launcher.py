@@ -1,4 +1,4 @@
-"""torchrun's own stores go by USE_LIBUV: in a real Python with the agent on its path, over a stand-in for PyTorch."""
+"""What a launcher of ranks does without: in a real Python with the agent on its path, over a stand-in for PyTorch."""
 
 from __future__ import annotations
 
@@ -32,6 +32,32 @@ print(json.dumps([
     isinstance(TCPStore("h", 1), made),
 ]))
 """
+CUDA = """
+asked = []
+class Properties:
+    pci_bus_id, name, uuid = 27, "a GPU", b"not plain"
+def is_initialized():
+    return bool(asked)
+def device_count():
+    asked.append("device_count")
+    return 3
+def get_device_properties(gpu):
+    asked.append("get_device_properties")
+    if gpu > 2:
+        raise ValueError(gpu)
+    return Properties()
+"""
+COUNTING = """
+import json
+import torch.cuda
+import torch.distributed.elastic.rendezvous.registry
+found = [torch.cuda.device_count(), vars(torch.cuda.get_device_properties(0)), list(torch.cuda.asked)]
+try:
+    torch.cuda.get_device_properties(3)
+except ValueError:
+    found.append(list(torch.cuda.asked))
+print(json.dumps([*found, torch.cuda.device_count(), torch.cuda.asked]))
+"""
 
 
 @pytest.fixture
@@ -43,12 +69,14 @@ def framework(tmp_path: Path) -> Path:
         (tmp_path / package / "__init__.py").touch()
     (tmp_path / "torch" / "distributed" / "__init__.py").write_text(STORE)
     (folder / "registry.py").touch()
+    (tmp_path / "torch" / "cuda").mkdir()
+    (tmp_path / "torch" / "cuda" / "__init__.py").write_text(CUDA)
     return tmp_path
 
 
-def said(framework: Path, **environ: str) -> list[object]:
+def said(framework: Path, program: str = LAUNCHER, /, **environ: str) -> list[object]:
     plain = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{INJECT}:{framework}", **environ}
-    ran = subprocess.run([sys.executable, "-c", LAUNCHER], env=plain, capture_output=True, text=True, check=False)
+    ran = subprocess.run([sys.executable, "-c", program], env=plain, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     found: list[object] = json.loads(ran.stdout)
     return found
@@ -77,3 +105,10 @@ def test_a_pytorch_without_libuv_is_left_alone(framework: Path) -> None:
     ran = subprocess.run([sys.executable, "-c", text], env=plain, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout)[0] == ["h", 1, True, True]
+
+
+def test_a_launcher_asks_for_its_gpus_in_child_processes_and_opens_no_device(framework: Path) -> None:
+    """CRIU cannot dump a launcher that has the driver's devices open. What a child cannot tell, it asks itself."""
+    properties = {"pci_bus_id": 27, "name": "a GPU"}
+    failed = ["get_device_properties"]
+    assert said(framework, COUNTING) == [3, properties, [], failed, 3, [*failed, "device_count"]]

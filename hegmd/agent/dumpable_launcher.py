@@ -1,0 +1,96 @@
+"""What torchrun's launcher does without, so that CRIU can dump it: io_uring, and CUDA.
+
+The store where its ranks meet listens by libuv, which has io_uring. PyTorch has another server, and the variable
+USE_LIBUV to choose it, but torchrun's own stores ignore it: here they do not. `hegmctl run` sets it to 0 unless the
+user has set it. The launcher also asks how many GPUs there are, and for NUMA where they are, which opens the driver's
+devices for good: here a child process asks. No other process is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from ..protocol.codec import decode, encode
+from .notes import note
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+_VARIABLE, _ARGUMENT = "USE_LIBUV", "use_libuv"
+# Where it stands among the arguments of a store, for whoever does not name it.
+_PLACE = 8
+# What a launcher asks of torch.cuda.
+_QUESTIONS = ("is_available", "device_count", "get_device_properties")
+_PLAIN = (bool, int, float, str)
+
+
+def choose_stores(_module: Any) -> None:
+    """Have stores that are made from here on go by the variable. `_module` is torchrun's table of rendezvous."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    store = getattr(distributed, "TCPStore", None)
+    if os.environ.get(_VARIABLE) != "0" or store is None:
+        return
+    if _ARGUMENT not in (store.__init__.__doc__ or ""):  # this PyTorch has no libuv
+        return
+
+    def __init__(self: Any, *args: Any, **named: Any) -> None:  # noqa: N807 - of the class below
+        if len(args) <= _PLACE:
+            named.setdefault(_ARGUMENT, False)
+        store.__init__(self, *args, **named)
+
+    kept = {name: getattr(store, name) for name in ("__module__", "__qualname__", "__doc__")}
+    distributed.TCPStore = type(store.__name__, (store,), {**kept, "__init__": __init__})
+    note("this launcher's stores do without libuv")
+
+
+def ask_in_children() -> None:
+    """Have a launcher's questions about its GPUs answered by child processes, as long as it uses no CUDA itself."""
+    cuda: Any = sys.modules.get("torch.cuda")
+    for name in _QUESTIONS:
+        question = getattr(cuda, name, None)
+        if question is not None:
+            setattr(cuda, name, _in_child(cuda, question))
+
+
+def _in_child(cuda: Any, question: Callable[..., Any]) -> Callable[..., Any]:
+    def ask(*args: Any, **named: Any) -> Any:
+        told = None if cuda.is_initialized() else _told_by_child(lambda: question(*args, **named))
+        if told is None:
+            return question(*args, **named)
+        return _Told(told) if type(told) is dict else told
+
+    return ask
+
+
+def _told_by_child(question: Callable[[], Any]) -> Any:
+    """The answer; None if the child did not give one."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, encode(_plain(question())))
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as answer:
+        told = answer.read()
+    os.waitpid(child, 0)
+    return decode(told) if told else None
+
+
+class _Told:
+    """One of PyTorch's objects, as a child process has told its attributes."""
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self.__dict__.update(attributes)
+
+
+def _plain(answer: Any) -> Any:
+    """The answer, or its attributes by name where it is one of PyTorch's objects."""
+    if type(answer) in _PLAIN:
+        return answer
+    found = {name: getattr(answer, name) for name in dir(answer) if not name.startswith("_")}
+    return {name: value for name, value in found.items() if type(value) in _PLAIN}
