@@ -125,6 +125,7 @@ def answers(welcome: m.Welcome = WELCOME) -> dict[type[m.Request], Answerer]:
         m.Cancel: cancelling,
         m.Gpus: saying(GPUS),
         m.Processes: saying(PROCESSES),
+        m.Jobs: saying(m.JobsReply(taken_utc=0.0, jobs=())),
         m.Events: remembering(EVENTS),
         m.Doctor: check_all,
         m.ShowConfig: saying(CONFIG),

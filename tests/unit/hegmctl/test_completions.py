@@ -22,7 +22,7 @@ from tools.docs.hegmctl.completions import completions
 
 VERBS = {"gpus", "ps", "events", "doctor", "version", "config", "metrics", "ping", "simulate", "help"}
 VERBS |= {"run", "migrate", "suspend", "resume", "drain", "swap", "ops", "op", "cancel", "adopt", "images", "hegm"}
-VERBS |= {"checkpoint", "restore", "quiesce", "offload", "handoff"}
+VERBS |= {"checkpoint", "restore", "quiesce", "offload", "handoff", "attach", "jobs", "inspect", "wait", "top"}
 GLOBALS = {"--socket", "--json", "-q", "--quiet", "--color", "--no-color", "--timeout", "-h", "--help", "--version"}
 
 # What is on the line, word by word as bash takes it apart, and what is offered for the last word.
