@@ -1,4 +1,4 @@
-"""A training's state, written down by one process and put back by the next: for places where no process image can go.
+"""The state of a training, saved by one process and restored by the next, for targets that no process image can reach.
 
-Runs inside workers. Standard library only; torch and numpy are used where the job has imported them already.
+Runs inside workers. Standard library only; uses torch and numpy if the job has imported them.
 """

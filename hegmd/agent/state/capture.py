@@ -1,8 +1,7 @@
-"""The exact state of a training that stands at a boundary, as one plain value.
+"""The exact state of a training that is parked at a boundary, as one plain value.
 
-Owns what belongs to a state; `restore` puts it back into the script that runs anew. `capture` is called by the
-agent's thread while the training thread stands; what comes back of it shares memory with the training, and is to be
-written before that goes on.
+Owns what belongs to a state; `restore` restores it into the restarted script. The agent's thread calls `capture` while
+the training thread is parked. The result shares memory with the training, and has to be written before that continues.
 """
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ _GENERATOR = "write its loops in the script in place of the generator, or go ove
 
 
 def instead_of(name: str) -> str:
-    """What a script may write in place of a loop over an iterator of that kind."""
+    """Return what a script can write in place of a loop over such an iterator."""
     return _GENERATOR if name.startswith("generator ") else _INSTEAD.get(name, _BY_HAND)
 
 
 def capture(ident: int | None = None, frame: FrameType | None = None) -> tuple[dict[str, Any], list[Refusal]]:
-    """The state of the training, whose thread stands, and what stands against a restart from it.
+    """Return the state of the parked training, and what prevents a restart from it.
 
-    `ident` is that thread where it is not the gate's own, `frame` its frame where it is that which asks.
+    `ident` is the training thread if it is not the gate's own; `frame` is its frame if it calls itself.
     """
     thread = lifecycle.gate().home if ident is None else ident
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] - documented all the same

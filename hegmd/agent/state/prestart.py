@@ -1,8 +1,7 @@
-"""What the process that goes on may import before its turn, while this one trains still: PyTorch, and nothing else.
+"""What a prestarted process may import while this one still trains: PyTorch, and nothing else.
 
-Only where that can make no difference to the script: it has the environment that it was started with, or was given in
-its turn, since one that sets a variable before it imports PyTorch means PyTorch to see it; and it is started by its
-supervisor itself.
+Only if the script cannot notice: its environment is the one that it was started with, since a script that sets a
+variable before it imports PyTorch means PyTorch to see it; and its supervisor starts it directly.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A state put back into the script that runs anew and is at its place.
+"""Restores a state in the restarted script, which is at its place.
 
-First everything is compared, so that a state that does not fit changes nothing; then all is set, in the order in which
-one thing needs another. What begins anew is said on stderr: the script's output is its own.
+First everything is compared, so that a state that does not fit changes nothing; then all is set in the order of
+dependencies. Variables that start again are reported on stderr, because stdout belongs to the script.
 """
 
 from __future__ import annotations

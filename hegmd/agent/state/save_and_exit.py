@@ -1,8 +1,8 @@
-"""The ends of workers whose state is kept: that of one which leaves it, and of one which it could not be put back into.
+"""The exits of workers whose state is kept: of one that saved it, and of one in which it could not be restored.
 
-`save` writes into a descriptor while the training thread stands; `leave` flushes all output and ends with exit code 99,
-as `end_unrestored` does with 98: neither comes back. Exit handlers are not run: they are for the
-end of a training, which this is not, and what they would tear down the training thread stands in the middle of.
+`save` writes into a descriptor while the training thread is parked. `leave` flushes all output and exits with code 99,
+and `end_unrestored` with 98; neither returns. Exit handlers do not run: the training has not ended, and they could
+destroy what the training thread uses.
 """
 
 from __future__ import annotations

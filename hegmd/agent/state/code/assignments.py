@@ -1,8 +1,8 @@
-"""What a script's code changes, told from its bytecode: variables that it sets, and containers that it alters in place.
+"""What a script's code changes, from its bytecode: variables that it sets, and containers that it alters in place.
 
-The value stack is followed as far as it takes to say what a `.append`, a subscript or an attribute is of. Code that a
-loop reaches is found by names: whatever the loop mentions, calls implicitly, or has within it. So more may be found
-than a run would change; what only sets things up is no part of the loop and is not found.
+The value stack is followed as far as needed to find the target of an `.append`, a subscript or an attribute. The code
+that a loop reaches is found by names: what the loop mentions, calls implicitly, or contains. So more may be found than
+a run would change. Code that only sets things up is not part of the loop and is not found.
 """
 
 from __future__ import annotations

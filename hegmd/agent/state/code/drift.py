@@ -1,10 +1,10 @@
-"""What has changed in the script since it first came to its loop, wherever it is: seen by looking twice.
+"""What has changed in the script since it first reached its loop, found by comparing two moments.
 
-What `assignments` tells from the code is what the code names. A variable that a closure counts with, a default that is
-altered, an attribute set by `setattr` or on somebody else's object, a list that a hook fills: those are seen only by
-comparing. So all places that can hold a value are looked at when the script first comes to a loop, and each is
-remembered by a print of what was in it; nothing is kept alive by that. Variables of functions under way are none of
-these places: of them the code tells more, such as which are not read again.
+`assignments` finds what the code names. A variable that a closure counts with, a default that is altered, an attribute
+set by `setattr` or on an object of a library, a list that a hook fills: these are found only by comparing. So all
+places that can hold a value are read when the script first reaches a loop, and each is remembered by a fingerprint,
+which keeps nothing alive. Variables of running functions are not among them: the code says more about those, for
+example which are not read again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _THEIR_OWN = ("tqdm",)  # packages whose objects come back by themselves
 
 
 class Holder:
-    """Whoever has places for values: an object, a function, a cell of one, a module."""
+    """What has places for values: an object, a function, a cell of one, a module."""
 
     __slots__ = ("kind", "name", "thing")
 

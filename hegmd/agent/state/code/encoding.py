@@ -1,8 +1,8 @@
-"""Values of the script's own variables in a form that a state file has, and back into what the restarted script holds.
+"""Encodes values of the script's own variables for a state file, and decodes them into what the restarted script has.
 
-Containers that the script has already are filled and not replaced, so that whoever else holds them sees the same. One
-that several hold has one form, by which it is known to be one, and becomes one again. What has no form at all is said
-by its type; what has a state of its own is left in its place, and comes back by that.
+Containers that the script has are filled and not replaced, so that all their owners see the same. A container with
+several owners has one form and becomes one again. A value without a form is reported by its type. A value that has a
+state of its own stays in its place and is restored by that state.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which variables of a function that stands within a loop are read again, and which code comes round again. Pure.
+"""Which variables of a function inside a loop are read again, and which code runs again. Pure.
 
-A variable that is written before it is read on every way from here needs not be kept: the batch, its loss, all that
-lives within one pass of the body. What is written on the way from the loops' heads to the place is written again by a
-restarted script on its way there; what is written later is not.
+A variable that is written before it is read on every path from here need not be saved: the batch, its loss, and
+everything that lives within one pass of the body. What is written between the loops' heads and the place is written
+again by a restarted script; what is written later is not.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Where in a script a pass over a loader is first asked for its batches: by that a restarted script is at its place.
+"""Where in a script a pass over a loader is first asked for batches; a restarted script is brought to that place.
 
-A restarted script comes from the top and makes each pass again at its place. Who is then the first to ask must be who
-goes on with it: a batch that is taken above the loop, to see its shape for instance, would be another one there. So the
-first places that ask a pass are noted, and nothing is in the way of its later batches. A pass that was only asked above
-all loops is left to the script, which does that again by itself.
+A restarted script starts at the top and makes each pass again at its place. The first caller then has to be the one
+that continues with the pass: a batch that is taken above the loop, for example to read its shape, would be a different
+one. So the first places that ask a pass are recorded; its later batches cost nothing. A pass that was only asked above
+all loops is left to the script, which repeats that.
 """
 
 from __future__ import annotations

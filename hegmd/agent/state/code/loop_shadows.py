@@ -1,9 +1,9 @@
-"""`range` and `enumerate` in the script's own modules of a restarted worker, until the training is at its place again.
+"""`range` and `enumerate` in the modules of a restarted script, until the training has reached its place.
 
-They give what Python's own give, but where a loop of the saved place is entered for the first time: there they give the
-rest of what that loop had to do. A real `range`, a real `enumerate`: nothing of ours is in the loop. They are names in
-the script's modules and not in `builtins`, they pass for the types in `isinstance`, and they go when the place is
-reached, before the first step.
+They return what Python's own return, except where a loop of the saved place is entered for the first time: there they
+return the rest of that loop. They return a real `range` or `enumerate`, so the loop contains nothing of ours. They are
+names in the script's modules, not in `builtins`; `isinstance` takes them for the types; and they are removed at the
+place, before the first step.
 """
 
 from __future__ import annotations

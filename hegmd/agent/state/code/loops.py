@@ -1,8 +1,8 @@
-"""Which loops a place in a code object is in, and where on its frame's stack their iterators lie. Pure.
+"""Which loops a place in a code object is in, and where their iterators are on its frame's stack. Pure.
 
 A `for` loop keeps its iterator on the value stack from GET_ITER until it ends, so the depth of the stack at its head
-says in which slot. The depths are found as the compiler finds them: by following every way through the code with
-`dis.stack_effect`. A `while` loop keeps nothing anywhere; only that it is there can be said.
+gives the slot. The depths are computed as the compiler does, by following every path through the code with
+`dis.stack_effect`. A `while` loop keeps nothing; only its presence is known.
 """
 
 from __future__ import annotations

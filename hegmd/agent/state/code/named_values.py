@@ -1,7 +1,7 @@
-"""Values that are known by a name or a text: members of enumerations, paths, dates, fractions, functions and classes.
+"""Values that a name or a text identifies: members of enumerations, paths, dates, fractions, functions and classes.
 
-Makes only what the standard library and PyTorch make of plain numbers and texts. What is looked up by its name has to
-be there already: no attribute of anything is asked for that a module does not simply have.
+Creates only what the standard library and PyTorch create from plain numbers and texts. A value that is looked up by
+name has to exist: only plain attributes of modules are read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Where the training thread stands, in words that hold in another process: frames by function and line, loops by line.
+"""Where the training thread is, in words that are valid in another process: frames by function and line, loops by line.
 
-Offsets in bytecode differ between Pythons and addresses between processes, so neither is in a place. Frames of the
-standard library, of PyTorch, of progress bars and of the agent are looked through: they are how the script's own frames
-call each other. What a loop has done so far is read from its iterator, which the frame's stack holds.
+Offsets in bytecode differ between Pythons and addresses between processes, so a place contains neither. Frames of the
+standard library, of PyTorch, of progress bars and of the agent are skipped: the script's own frames call each other
+through them. A loop's progress is read from its iterator, which is on the frame's stack.
 """
 
 from __future__ import annotations

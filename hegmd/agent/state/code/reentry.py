@@ -1,7 +1,7 @@
-"""The functions that are under way, and which code of each is run again before the script comes here once more. Pure.
+"""The running functions, and which code of each runs again before the script is back at its place. Pure.
 
-Where in its loops a function stands says what of its variables is brought back by a restarted script on its way there,
-and what was set since the loop began and has to be carried.
+The position of a function in its loops decides which of its variables a restarted script sets again on its way, and
+which were set since the loop started and have to be saved.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Objects of the script's own classes, found under the names that it holds them by; and which of theirs it changes.
+"""Objects of the script's own classes, by the names that lead to them, and which of their attributes change.
 
-A name is a way from a function that is under way, or from a module of the script, over attributes, keys and places in
-lists, as in `agent/state/script/discovery`. What is found is looked at and never called.
+A name is a path from a running function, or from a module of the script, over attributes, keys and list positions, as
+in `agent/state/script/discovery`. Objects are read, never called.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whether the script itself could be read again by a Python that is started with the same words.
+"""Whether a Python that is started with the same words could read the script again.
 
-Asked before a training leaves. What came by a pipe was read once: the next Python would read nothing, end with 0 at
-once, and look as if the training were over.
+Checked before a training exits. A script from a pipe was read once: the next Python would read nothing, end with 0, and
+look as if the training had finished.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What lies on the value stack of a frame that stands still: the iterators of the loops it is in.
+"""What is on the value stack of a stopped frame: the iterators of the loops that it is in.
 
-Python shows a frame's variables and not its stack, so the stack is read where CPython keeps it. Only slots below those
-that the standing instruction uses are read, which hold a reference each; nothing is written. Where things lie differs
-between Pythons, and is not believed: before the first real use a frame of our own is read, whose iterators are known,
-and a Python that does not pass is one whose frames cannot be read.
+Python shows a frame's variables but not its stack, so the stack is read where CPython keeps it. Only slots below those
+of the current instruction are read, each of which holds a reference; nothing is written. The layout differs between
+Pythons and is verified: before the first use, a frame of our own with known iterators is read, and a Python that fails
+this is one whose frames cannot be read.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a saved state needs to know of training frameworks. Each framework is one module."""
+"""What a saved state has to know about training frameworks. Each framework is one module."""

@@ -1,10 +1,9 @@
-"""Loops that are not the script's: accelerate's loaders and the Trainers of Hugging Face and Lightning, at their place.
+"""Loops outside the script: accelerate's loaders and the Trainer of Hugging Face, brought to their place.
 
-Owns what has to be known of their inside, which is as little as can be: how many batches accelerate's loader has in
-hand, and by which methods the Trainer begins in the middle of an epoch, as it does from a checkpoint of its own. What
-they count goes along; what is of another make than is known here is a reason against a restart, never a guess. Models,
-optimizers, schedules and passes over loaders are found as in any script, and are nobody's business here. What is
-Lightning's is in `lightning.py`.
+Knows as little of their internals as possible: how many batches accelerate's loader has prefetched, and by which
+methods the Trainer starts in the middle of an epoch, as it does from its own checkpoints. Their counters are saved. An
+unknown version prevents a restart; nothing is guessed. Models, optimizers, schedules and passes over loaders are found
+as in any script. Lightning is in `lightning.py`.
 """
 
 from __future__ import annotations

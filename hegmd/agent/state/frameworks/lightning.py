@@ -1,10 +1,10 @@
-"""Lightning's Trainer, brought to its place: it begins as it does, and finds its counters set at the first batch.
+"""Lightning's Trainer, brought to its place: it starts as usual, and finds its counters set at the first batch.
 
-Its loops are `while` loops that go by counters, which it reads anew each time. So nothing is skipped and no loop is
-entered in another way: while the Trainer stands at its first batch, as the interrupted one did at a later one, its
-progress is loaded as from a checkpoint, beside what its callbacks count and what was logged. Lightning's own way of
-restarting in the middle of an epoch is not used: it makes an evaluation, a step of a schedule or a checkpoint twice or
-not at all, as the place has it. What is known of its inside is here; where that is not as it is known, it is refused.
+Its loops are `while` loops over counters that it reads each time. So nothing is skipped, and no loop is entered
+differently: at its first batch, its progress is loaded as from a checkpoint, with the counters of its callbacks and
+what was logged. Lightning's own restart in the middle of an epoch is not used: depending on the place, it repeats or
+skips an evaluation, a step of a schedule or a checkpoint. Internals that differ from what is known here prevent a
+restart.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whether a loader's data are the same as they were: told by what its dataset is made of.
+"""Whether a loader's data are the same as before, judged by what its dataset consists of.
 
-A dataset that a script makes anew on its way to the loop, out of random numbers for instance, has the same size and
-other rows. No item is asked of it: a dataset may count what it has given, draw from a generator of its own, open files.
+A dataset that a script makes again on its way to the loop, for example from random numbers, has the same size and other
+rows. No item is requested: a dataset may count its items, draw from a generator of its own, or open files.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Datasets without indices: where one is, if it can say so, or else by asking for everything once more.
+"""Datasets without indices: their position, if they report it, or else a replay from the start.
 
-A dataset, or the iterator that it makes, may have `state_dict` and `load_state_dict`, as PyTorch's StatefulDataLoader
-asks for; then it is where it was at once. If the script says that it gives the same each time, what was given is asked
-for again and thrown away. Of any other nothing is known, and it is refused.
+A dataset, or its iterator, may have `state_dict` and `load_state_dict`, as for PyTorch's StatefulDataLoader; then it is
+at its position at once. If the script declares that it yields the same each time, the items that were used are
+requested again and dropped. Any other dataset prevents a restart.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a loader is made of: samplers, datasets and generators; and whether another one is the same.
+"""What a loader consists of (samplers, datasets, generators), and whether another loader is the same.
 
-Nothing here asks a loader for a batch, draws a number or changes anything of it.
+Nothing here asks a loader for a batch, draws a number or changes it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The random states and the samplers' own values at a moment of a pass: remembered, and set again.
+"""The random states and the samplers' own values at one moment of a pass: saved, and set again.
 
-A pass goes by what these are when it begins and when its sampler is first asked; which of them it was made with is what
-`passes` remembers.
+A pass depends on these when it starts and when its sampler is first asked; `passes` records both.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""One pass over a loader: what is remembered of its beginning, and what is taken of it.
+"""One pass over a loader: what is recorded at its start, and what is saved of it.
 
-A pass is a function of the random states at its beginning and of what its sampler is. So the states are remembered when
-it begins, and again when its sampler is first asked; in the restarted script they are set at the same two moments
-(`rebuild`).
+A pass is a function of the random states at its start and of its sampler. So the states are recorded when it starts,
+and again when its sampler is first asked; the restarted script sets them at the same two moments (`rebuild`).
 """
 
 from __future__ import annotations

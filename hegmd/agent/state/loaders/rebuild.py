@@ -1,8 +1,7 @@
-"""A pass over a loader made again in the restarted script, from what was taken of it.
+"""Makes a pass over a loader again in the restarted script, from what was saved.
 
-The states of its beginning are set where the pass began, those of its first asking where its sampler is first asked,
-and the sampler is asked for the indices that were used up, without loading anything. Workers begin in turn where they
-were.
+The states of its start are set where the pass started, those of its first request where its sampler is first asked. The
+sampler is asked for the used indices without loading data. Workers continue in turn at their positions.
 """
 
 from __future__ import annotations

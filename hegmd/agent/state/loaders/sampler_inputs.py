@@ -1,8 +1,8 @@
-"""What a sampler makes its order of and a script changes: weights that follow the losses, lists of indices. And what of
-their data workers get at the beginning of a pass.
+"""What a script changes of a sampler's inputs, such as weights that follow the losses or lists of indices, and of the
+data that workers get at the start of a pass.
 
-A pass is made again before anything else of a state is put back, and its order comes of what the sampler held when the
-pass began. That is remembered where it is another than it was at the first look; what never changes is only looked at.
+A pass is made again before anything else of a state is restored, and its order depends on the sampler's inputs at the
+start of the pass. They are recorded if they differ from the first pass.
 """
 
 from __future__ import annotations

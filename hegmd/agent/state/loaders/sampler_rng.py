@@ -1,7 +1,7 @@
-"""The random generators that a dataset or a sampler may draw from: within it, and named by its code.
+"""The random generators from which a dataset or a sampler may draw: inside it, and named by its code.
 
-Calls nothing of the script's. The search is bounded, and says whether it came to its end: what it may have missed is
-not to be taken for nothing. In a worker, where it is made after each batch, long containers are left out.
+Calls nothing of the script. The search is limited, and reports whether it was complete. In a worker, where it runs
+after each batch, long containers are skipped.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""torchdata's StatefulDataLoader: passes over it are followed as over PyTorch's own, and its workers' by its own state.
+"""torchdata's StatefulDataLoader: its passes are followed like those of PyTorch's loader, its workers' by its own
+state.
 
-Without workers it reads like any loader, and the sampler is brought to its place as everywhere. With workers its
-iterator keeps what each of them says of itself, and only its own `state_dict` brings them back. That has no random
-numbers of the workers in it, so the script has to say that its data come the same each time.
+Without workers it reads like any loader, and its sampler is brought to its position as usual. With workers, its
+iterator keeps what each of them reports, and only its own `state_dict` restores them. That lacks the workers' random
+numbers, so the script has to declare that its data are the same each time.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The random generators of a loader's worker processes, seen by the process that trains.
+"""The random generators of a loader's worker processes, read by the process that trains.
 
-A worker that draws numbers for its batches is at a state which nobody else knows, and which skipping its batches does
-not give. So each worker writes its generators down after each batch, in memory that it shares with its parent: the last
-few, because it works ahead of what is delivered. The parent reads them when a state is taken and at no other time. In a
-restarted script a worker begins its first batch with the states that it is given here.
+Only a worker that draws numbers for its batches knows the state of its generators; skipping its batches does not
+reproduce it. So each worker writes its generators to memory shared with its parent after each batch: the last few,
+because it works ahead. The parent reads them when a state is saved, and only then. In a restarted script a worker
+starts its first batch with the given states.
 
-The object goes to the worker as the function that loaders run there at the start (`worker_init_fn`), in front of the
+The object reaches the worker as the function that loaders run there at the start (`worker_init_fn`), before the
 script's own.
 """
 

@@ -1,8 +1,8 @@
-"""What a script held when it first came to a place: what it will hold there again when it is run anew.
+"""What a script held when it first reached a place: what it will hold there when it runs again.
 
-By this it is told what a state can have and what is the script's own: a model that was made since has nobody to go to
-in a restarted script; a tensor that was there and has been written to since is carried along; a variable that has
-another value now is one that begins anew. Holds names, numbers and weak references, and nothing of the script's alive.
+This decides what a state can restore: a model that was made later has no counterpart in a restarted script; a tensor
+that existed and was written to is saved; a variable with another value is one that starts again. Stores names, numbers
+and weak references, and keeps nothing of the script alive.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Whether the training stands where it could go on from, and how it comes to such a place if it does not.
+"""Whether the training could continue from where it is, and how it reaches such a place otherwise.
 
-A restarted script comes to its place from the top, by way of its loops' heads. So the place has to be the head of a
-loop, of one that trains, and no other loop may have trained in the same pass of the loops around both: it would train
-once more on the way. Which loops train is seen at optimizers' steps, once for each pass over a loader and not at every
-step. A thread in the middle of a body goes on to the head under a trace of that one frame, and of nothing else.
+A restarted script reaches its place from the top through the heads of its loops. So the place has to be the head of a
+loop that trains, and no other loop may have trained in the same pass of the loops around both: it would train again.
+Optimizer steps show which loops train, once for each pass over a loader. A thread in the middle of a body continues to
+the head under a trace of that one frame only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What of a script has a state: models, optimizers, schedulers, generators, found under the names it holds them by.
+"""What of a script has a state: models, optimizers, schedulers, generators, by the names that lead to them.
 
-A name is a way from a module of the script, or from a function of it that is under way, over attributes, keys and
-places in lists. The same script has the same names when it runs again, which addresses and orders of collection are
-not. Everything has all its names, because a script may hold one thing under several and give it new ones as it goes.
+A name is a path from a module of the script, or from a running function, over attributes, keys and list positions. The
+same script has the same names when it runs again, unlike addresses and orders of collection. Everything has all its
+names, because a script may hold one object under several, and rename it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What each kind of thing that a script holds has for content: taken, compared with what is here, and set.
+"""What each kind of object contributes to a state: read, compared and set.
 
-One place for which of `agent/state/values/contents` and `agent/state/values/rng` it is; whatever is not named there
-goes by its `state_dict`.
+Chooses between `agent/state/values/contents` and `agent/state/values/rng`; other objects use their `state_dict`.
 """
 
 from __future__ import annotations

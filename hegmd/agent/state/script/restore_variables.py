@@ -1,6 +1,6 @@
-"""The script's own variables in the script that has been started again: whether they fit, and set where they were.
+"""Restores the script's own variables in the restarted script, if they fit.
 
-Called by the training thread, at the place where they were taken. Everything is compared before anything is set.
+The training thread calls it at the place where they were saved. Everything is compared before anything is set.
 """
 
 from __future__ import annotations

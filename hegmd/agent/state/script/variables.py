@@ -1,8 +1,8 @@
-"""The script's own variables over a restart: counters, bests, lists of losses, what its objects count in themselves.
+"""The script's own variables over a restart: counters, best values, lists of losses, counters of its objects.
 
-Chosen is what the code of the loops that are under way changes, and what is read again; nothing that only says how the
-script is set up, since that may be another setting in another place. Values that a state file has a form for go along;
-the others are named. Everything is looked at while the training stands, and nothing of it is there while it runs.
+Saved is what the code of the running loops changes and reads again; not what only configures the script, which may
+differ on another target. Values that have a form in a state file are saved; the others are named. Everything is read
+while the training is parked; nothing of this runs while it trains.
 """
 
 from __future__ import annotations
