@@ -71,14 +71,14 @@ def _told_by_child(question: Callable[[], Any]) -> Any:
     child = os.fork()
     if child == 0:
         try:
-            os.write(writer, encode(_plain(question())))
+            os.write(writer, encode({"told": _plain(question())}))
         finally:
             os._exit(0)
     os.close(writer)
     with open(reader, "rb") as answer:
         told = answer.read()
     os.waitpid(child, 0)
-    return decode(told) if told else None
+    return decode(told)["told"] if told else None
 
 
 class _Told:
