@@ -318,6 +318,8 @@ class JobRequests:
             samples.clear()  # it has gone back to an earlier batch
         while len(samples) > 1 and now - samples[0][0] > RATE_OVER_S:
             samples.popleft()
+        if len(samples) > 1 and now - samples[-1][0] < APART_S / 2:
+            samples.pop()  # of two looks at one moment, the later
         if not samples or now - samples[-1][0] >= APART_S / 2:
             samples.append((now, worker.boundary))
 

@@ -47,15 +47,14 @@ def test_a_job_is_ended_and_comes_back_on_another_gpu_with_every_loss_the_same(
     daemon: RunningDaemon, tmp_path: Path
 ) -> None:
     """Its loader's workers, its thread, its child and its open file with it; what it says goes where it is led."""
-    image, log = tmp_path / "image", tmp_path / "log"
+    image, log, expected = tmp_path / "image", tmp_path / "log", losses_alone(tmp_path / "alone", workers=2)
     log.write_text("before\n")
-    expected = losses_alone(tmp_path / "alone", workers=2)
     with HandedJob(tmp_path / "job", daemon.socket_path, workers=2, piped=True) as job:
         job.await_steps(20)
         done = job.operation("checkpoint", str(job.pid), str(image))
         assert (done["phase"], done["processes"][0]["state"]) == ("done", "gone")
-        assert job.process.wait(ENDS_WITHIN_S) == -9
-        assert len(job.losses) < len(expected)
+        assert (job.process.wait(ENDS_WITHIN_S), len(job.losses) < len(expected)) == (-9, True)
+        assert f"into the image {image}" in (named := job.command("jobs", "--all")["jobs"][-1])["end"]
         plan = job.command("restore", "--dry-run", str(image))["plan"]
         assert plan["kind"] == "restore"
         assert [line for line in plan["hazards"] if "its stdout is not connected" in line]
@@ -66,6 +65,7 @@ def test_a_job_is_ended_and_comes_back_on_another_gpu_with_every_loss_the_same(
         assert job.pid not in population_of([job.pid]).start_ticks
         back = job.operation("restore", str(image), "--to", "gpu1", "--stdout", str(log), "--timeout", "5min")
         assert (back["kind"], back["phase"], back["processes"][0]["gpu"]) == ("restore", "done", "gpu1")
+        assert job.command("inspect", str(job.pid))["job"]["id"] == named["id"], "a restored job is the same job"
         assert job.output() == expected
         assert log.read_text() == f"before\n{len(expected) - 1} steps\n"
 

@@ -343,3 +343,26 @@ async def test_the_asynchronous_face_with_the_real_daemon(daemon: RunningDaemon)
         assert len(seen) == 1
         assert (await hegmd.simulate_fault("gpu0", "none")).faults == {}
         assert (await hegmd.ping()) is not None
+
+
+def test_a_job_keeps_its_id_when_the_daemon_is_killed_and_its_exit_status_is_known(daemon: RunningDaemon) -> None:
+    script = "echo begun; read x; exit 7"
+    with subprocess.Popen(
+        command("run", "--name", "kept", "sh", "-c", script),
+        env=environment(daemon.socket_path),
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as job:
+        assert job.stdin is not None
+        assert job.stdout is not None
+        assert job.stdout.readline() == b"begun\n"
+        (before,) = answer(daemon, "jobs", "kept")["jobs"]
+        assert (before["state"], before["pid"], before["command"]) == ("starting", job.pid, f"sh -c '{script}'")
+        daemon.stop(signal.SIGKILL)
+        daemon.start()
+        (after,) = answer(daemon, "jobs", str(job.pid))["jobs"]
+        assert (after["id"], after["name"]) == (before["id"], "kept")
+        job.stdin.close()  # before Linux 6.15 its status is known only until its parent has asked for it
+        ended = hegmctl("wait", after["id"], socket=daemon.socket_path)
+    assert (ended.returncode, "with exit status 7" in ended.stdout) == (7, True), ended.stderr

@@ -72,6 +72,15 @@ def rank() -> Iterator[_Rank]:
     made.end()
 
 
+def test_the_boundaries_are_counted_without_the_training_thread(rank: _Rank) -> None:
+    """It may be in a batch that takes minutes: whoever looks at jobs gets the count at once."""
+    rank.let_pass(2)
+    rank.wait_until_passed(2)
+    rank.orders.obey(Order(order=7, do="count"), None)
+    assert rank.said() == [(7, "done", 2)]
+    assert not rank.gate.requested
+
+
 def test_an_order_that_comes_too_late_for_its_boundary_stops_nobody(rank: _Rank) -> None:
     rank.let_pass(3)
     rank.wait_until_passed(3)

@@ -12,6 +12,7 @@ import anyio
 import pytest
 
 from hegmd.errors import BAD_REQUEST, DENIED, NOT_FOUND, REFUSED, HegmError
+from hegmd.operations.job_requests import APART_S
 from hegmd.protocol import jobs as told
 from hegmd.protocol.messages import RegisterJob
 from hegmd.workers.job_file import DAMAGED_NAME, NAME, JobFile, JobRecord
@@ -54,14 +55,20 @@ def waiting_to_exit(status: int) -> Child:
     return subprocess.Popen(["sh", "-c", f"read x; exit {status}"], stdin=subprocess.PIPE)
 
 
-def end_now(child: Child, *, killed: bool = False) -> None:
-    if killed:
-        child.kill()
-    child.communicate()
-
-
 def has_ended(node: Node, job_id: str) -> bool:
     return any(job.id == job_id and not job.lives for job in node.moving.jobs)
+
+
+async def ended_job(node: Node, run: str, status: int, *, killed: bool = False) -> str:
+    """The id of a job that has ended so. Nobody reaps it before: earlier kernels tell its status only until then."""
+    with waiting_to_exit(status) as child:
+        job_id = await registered(node, child.pid, run)
+        assert child.stdin is not None
+        if killed:
+            child.kill()
+        child.stdin.close()
+        await until(node, lambda: has_ended(node, job_id))
+        return job_id
 
 
 @pytest.mark.parametrize(
@@ -137,12 +144,10 @@ async def test_a_damaged_file_is_kept_and_none_of_its_ids_is_used_again(tmp_path
         assert await registered(node, process.pid, "one") == "j42"
 
 
-@pytest.mark.parametrize(("end", "status"), [("exit", 7), ("kill", -9)])
-async def test_the_exit_status_of_a_job_is_known_though_it_is_no_child(tmp_path: Path, end: str, status: int) -> None:
+@pytest.mark.parametrize("status", [7, -9])
+async def test_the_exit_status_of_a_job_is_known_though_it_is_no_child(tmp_path: Path, status: int) -> None:
     async with running(tmp_path) as node:
-        with waiting_to_exit(7) as child:
-            job_id = await registered(node, child.pid, "one")
-            end_now(child, killed=end == "kill")
+        job_id = await ended_job(node, "one", 7, killed=status < 0)
         with anyio.fail_after(HANG_S):
             job = await node.moving.job_requests.wait(job_id, mine, _unheard)
         assert (job.state, job.status) == ("ended", status)
@@ -154,9 +159,7 @@ async def _unheard(_job: told.Job) -> None:
 
 async def test_a_job_that_ended_says_so_to_whoever_names_it(tmp_path: Path) -> None:
     async with running(tmp_path) as node:
-        with waiting_to_exit(3) as child:
-            await registered(node, child.pid, "one")
-        await until(node, lambda: has_ended(node, "j1"))
+        await ended_job(node, "one", 3)
         for name in ("j1", "train"):
             with pytest.raises(HegmError, match=r"job j1 \(train\) ended .* ago, with exit status 3") as refused:
                 await node.moving.job_requests.pids((name,), mine)
@@ -169,9 +172,7 @@ async def test_a_job_that_ended_says_so_to_whoever_names_it(tmp_path: Path) -> N
 async def test_a_name_that_two_jobs_had_is_the_running_one_or_a_choice(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         for run in ("one", "two"):
-            with waiting_to_exit(3) as child:
-                job_id = await registered(node, child.pid, run)
-            await until(node, lambda job_id=job_id: has_ended(node, job_id))  # type: ignore[misc] # pyright cannot tell
+            await ended_job(node, run, 3)
         with pytest.raises(HegmError, match=r"2 jobs were called 'train': j1 \(ended .*\), j2 \(ended") as refused:
             await node.moving.job_requests.one("train", mine)
         assert refused.value.code is BAD_REQUEST
@@ -233,6 +234,24 @@ async def test_a_suspended_job_is_named_by_its_operation_while_no_agent_is_there
     async with running(tmp_path) as node:  # the next daemon, to which no agent has come back
         assert (await seen(node))["j1"].state == "suspended"
         assert await node.moving.job_requests.pids(("j1",), mine) == (process.pid,)
+
+
+async def test_the_rate_of_a_job_is_that_of_its_slowest_rank(tmp_path: Path, process: Child, other: Child) -> None:
+    async with running(tmp_path) as node:
+        first = await node.attend(process.pid, run="one", rank=0, world_size=2)
+        second = await node.attend(other.pid, token="b" * 32, run="one", rank=1, world_size=2)
+        await until(node, lambda: any(len(job.members) == 2 for job in node.moving.jobs))
+        (job,) = (await seen(node)).values()
+        assert (job.boundary, job.steps_per_s) == (5, None), "it has come to no batch since it was first looked at"
+        first.boundary, second.boundary = 5 + 400, 5 + 200
+        (job,) = (await seen(node)).values()
+        assert job.boundary == 205
+        assert job.steps_per_s is not None
+        assert 0 < job.steps_per_s <= 200 / APART_S
+        second.boundary = 3  # a restart goes back to an earlier batch
+        (job,) = (await seen(node)).values()
+        assert job.boundary == 3
+        assert "count" in first.seen
 
 
 async def test_ended_jobs_are_remembered_up_to_a_number_of_each_user(tmp_path: Path, process: Child) -> None:

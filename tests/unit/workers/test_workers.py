@@ -191,6 +191,24 @@ async def test_orders_wait_for_the_one_before_them_but_for_withdraw(process: sub
         assert agent.seen == ["survey", "withdraw", "park"]
 
 
+async def test_a_count_waits_for_no_order_and_holds_up_none(process: subprocess.Popen[bytes]) -> None:
+    """It is asked of each job whenever somebody looks at jobs, also of one that is stopped."""
+    async with attended(process.pid) as (workers, agent, _, _):
+        agent.slow |= {"survey"}
+        worker = workers.find(process.pid)
+        assert worker is not None
+        await worker.give("survey")
+        agent.boundary = 41
+        assert (await worker.order("count", limit_s=60)).boundary == worker.boundary == 41
+        agent.go_on.set()
+        await anyio.wait_all_tasks_blocked()
+        agent.slow, agent.go_on = {"count"}, anyio.Event()
+        await worker.give("count", limit_s=60)
+        await worker.order("park")
+        assert agent.seen == ["survey", "count", "count", "park"]
+        agent.go_on.set()
+
+
 async def test_a_park_takes_the_place_of_one_that_is_under_way(process: subprocess.Popen[bytes]) -> None:
     async with attended(process.pid) as (workers, agent, _, _):
         agent.slow.add("park")
