@@ -122,6 +122,7 @@ class Link(OrderLink[Order, Given]):
         now = anyio.current_time()
         if do == COUNT:
             return iter(())
-        beside = COLLECTIVE if do in _BESIDE_COLLECTIVE else _BESIDE_COLLECTIVE if do in COLLECTIVE else frozenset()
-        beside |= {COUNT}
+        beside = frozenset({COUNT})
+        if do in COLLECTIVE or do in _BESIDE_COLLECTIVE:
+            beside |= _BESIDE_COLLECTIVE if do in COLLECTIVE else COLLECTIVE
         return (given for given in tuple(self.given.values()) if given.deadline > now and given.do not in beside)

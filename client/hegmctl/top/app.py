@@ -7,7 +7,7 @@ with 200 rows. The feed is handed in; it works in threads, and its news come as 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Protocol
 
 from textual.app import App, ComposeResult
@@ -121,15 +121,16 @@ class Page(ModalScreen[bool]):
     Page VerticalScroll { height: auto; max-height: 18; }
     """
 
-    def __init__(self, title: str, lines: list[str], question: str = "") -> None:
+    def __init__(self, title: str, lines: Sequence[str], question: str = "") -> None:
         super().__init__()
-        self._title, self._lines, self._question = title, lines, question
+        self.lines = tuple(lines)
+        self._title, self._question = title, question
 
     def compose(self) -> ComposeResult:
         with Vertical():
             yield Static(Content.styled(self._title, "bold"))
             with VerticalScroll():
-                yield Static(Content("\n".join(self._lines)), id="text")
+                yield Static(Content("\n".join(self.lines)), id="text")
             yield Static(Content.styled(self._question or "Esc closes this", "bold"))
 
     def action_no(self) -> None:

@@ -219,7 +219,7 @@ async def until(pilot: Pilot[None], holds: Callable[[], bool]) -> None:
 
 
 def page_of(app: TopApp) -> str:
-    return app.screen._lines[0] if isinstance(app.screen, Page) else ""
+    return app.screen.lines[0] if isinstance(app.screen, Page) else ""
 
 
 async def test_keys_ask_with_the_plan_first_and_act_on_a_yes_alone() -> None:
