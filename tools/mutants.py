@@ -2,9 +2,9 @@
 
 A mutant is one small change to a copy of the tree: an operator exchanged, a number or truth changed, a condition turned
 round, a statement left out. The quick tests of each area run once on the unchanged tree, to see which of them run which
-lines (`executed_lines.py`). A mutant meets those that ran its lines, the fastest first, and then those that import its
-module; where no test ran its lines in its own process, all tests of its area. One that they all pass survives: a test
-is missing, or the change makes no difference to anybody. The same seed makes the same mutants from the same tree.
+lines (`executed_lines.py`). A mutant meets those that ran its lines, the fastest first, then those that import its
+module, and in the end all of its area. One that they all pass survives: a test is missing, or the change makes no
+difference to anybody. The same seed makes the same mutants from the same tree.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "server": (("hegmd/server/**/*.py",), ("tests/unit/server", "tests/unit/test_app.py")),
     "protocol": (
         ("hegmd/protocol/**/*.py",),
-        ("tests/unit/protocol", "tests/unit/server", "tests/unit/hegmctl/test_wire.py"),
+        ("tests/unit/protocol", "tests/unit/server", "tests/unit/workers", "tests/unit/hegmctl/test_wire.py"),
     ),
 }
 MARKS = "not e2e and not gpu and not bench and not wide"
@@ -222,8 +222,7 @@ def near_tests(root: Path, area: str, path: Path) -> list[str]:
 def stages_of(root: Path, area: str, mutant: Mutant, ran: Runs | None) -> list[list[str]]:
     """The tests that run on a mutant, those that most likely find it first."""
     covering = [] if ran is None else ran.of(mutant)
-    near = near_tests(root, area, mutant.path)
-    return [covering, near] if covering else [near, tests_of(root, area, mutant.path)]
+    return [covering, near_tests(root, area, mutant.path), tests_of(root, area, mutant.path)]
 
 
 class Runs:
