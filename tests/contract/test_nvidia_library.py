@@ -62,7 +62,7 @@ def test_a_library_that_stopped_working_says_so_and_works_again(
     ("code", "cards", "kind", "message", "hint"),
     [
         (DRIVER_NOT_LOADED, True, DeviceError, "driver is not loaded", "modprobe nvidia"),
-        (DRIVER_NOT_LOADED, False, DeviceAbsent, "no NVIDIA GPU", "nothing"),
+        (DRIVER_NOT_LOADED, False, DeviceAbsent, "no NVIDIA GPU", "lspci -d 10de:"),
         (VERSION_MISMATCH, True, DeviceError, "580.126.09", "rmmod nvidia_uvm"),
         (OPERATING_SYSTEM, True, DeviceError, "blocked", "nvidia-smi"),
         (NO_PERMISSION, True, DeviceError, "Insufficient Permissions", "nvidia-smi"),

@@ -100,7 +100,7 @@ async def test_a_hold_goes_on_under_the_next_daemon_and_ends_in_its_time(tmp_pat
 async def test_a_time_that_is_none_is_refused(tmp_path: Path, process: Child, hold_s: float) -> None:
     async with running(tmp_path) as node:
         await node.attend(process.pid)
-        with pytest.raises(HegmError, match="is not a valid limit for standing there") as refused:
+        with pytest.raises(HegmError, match="is not a valid limit for the time parked there") as refused:
             await node.operations.quiesce([process.pid], hold_s, node.asked())
         assert refused.value.code is BAD_REQUEST
 

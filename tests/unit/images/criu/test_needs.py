@@ -197,14 +197,14 @@ STREAM, DATAGRAM = socket.SOCK_STREAM, socket.SOCK_DGRAM
 def test_a_unix_socket_to_outside_is_refused_and_one_within_is_not() -> None:
     ends = {7: UnixEnd(STREAM, True, None, 8), 8: UnixEnd(STREAM, True, "/run/other.sock", 7)}
     found = needs_of(tree(socket_of(100, 5, 7), unix=ends))
-    assert "connected to outside of the job (descriptor 5, to /run/other.sock)" in messages(found)[0]
+    assert "connected to a process outside the job (descriptor 5, to /run/other.sock)" in messages(found)[0]
     assert needs_of(tree(socket_of(100, 5, 7), socket_of(101, 6, 8), unix=ends)).reasons == ()
 
 
 def test_a_connection_that_nobody_has_accepted_yet_is_one_to_outside() -> None:
     waiting = {7: UnixEnd(STREAM, True, None, None)}
     assert (
-        "connected to outside of the job (descriptor 5)"
+        "connected to a process outside the job (descriptor 5)"
         in messages(needs_of(tree(socket_of(100, 5, 7), unix=waiting)))[0]
     )
     unused = {7: UnixEnd(STREAM, False, None, None)}
