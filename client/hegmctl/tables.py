@@ -7,8 +7,6 @@ the terminal is like comes in as a `Style`.
 
 from __future__ import annotations
 
-import re
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -19,9 +17,7 @@ UNKNOWN = "-"
 GAP = "  "
 WIDEST_PARAGRAPH = 100
 # A colour that `paint` has put in; two spaces and more, as between columns; a word with the spaces around it.
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_GAP = re.compile(r"^ +|  +")
-_PIECE = re.compile(r"^ *[^ ]+ *|[^ ]+ *")
+_COLOUR, _GAP, _PIECE = r"\x1b\[[0-9;]*m", r"^ +|  +", r"^ *[^ ]+ *|[^ ]+ *"
 _COLOURS = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2", "bold": "1"}
 
 
@@ -128,15 +124,19 @@ def fitted(lines: Iterable[str], columns: int | None) -> list[str]:
 
 
 def _broken(line: str, columns: int) -> list[str]:
-    plain = _COLOUR.sub("", line)
+    if width(line) <= columns:  # a colour only makes it longer
+        return [line]
+    import re  # only here: 4 ms that most answers need not pay
+
+    plain = re.sub(_COLOUR, "", line)
     if width(plain) <= columns:
         return [line]
-    starts = [gap.end() for gap in _GAP.finditer(plain) if gap.end() <= columns // 2]
+    starts = [gap.end() for gap in re.finditer(_GAP, plain) if gap.end() <= columns // 2]
     indent = " " * (starts[-1] if starts else 2)
     parts: list[str] = []
     part, used = "", 0
-    for piece in _PIECE.findall(line):
-        text = _COLOUR.sub("", piece)
+    for piece in re.findall(_PIECE, line):
+        text = re.sub(_COLOUR, "", piece)
         if part.strip() and used + width(text.rstrip()) > columns:
             parts.append(part.rstrip())
             part, used = indent, len(indent)
