@@ -280,9 +280,7 @@ def _interrupted(session: Session, connection: Connection, op_id: str) -> NoRetu
     rest = session.arguments.command.interrupted
     answer = ask(f"Cancel operation {op_id}? Otherwise it continues [y/N] ")
     if answer is None or answer.strip().lower() not in ("y", "yes"):
-        session.sink.note(
-            f"operation {op_id} continues: watch it with hegmctl op {op_id}, end it with hegmctl cancel {op_id}{rest}"
-        )
+        session.sink.note(f"operation {op_id} continues: see hegmctl op {op_id}; end it: hegmctl cancel {op_id}{rest}")
         raise KeyboardInterrupt
     try:
         connection.call(CancelOperation(id=op_id), OperationReply)

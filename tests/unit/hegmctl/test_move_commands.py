@@ -299,8 +299,7 @@ def test_ctrl_c_asks_once_and_leaves_it_going_unless_told_otherwise(daemon: Fake
         terminal.type(typed)
         assert terminal.end() == -signal.SIGINT
         shown = "\n".join(terminal.picture.lines)
-        told = " ".join(shown.split())  # which is wrapped to the terminal
-        assert "operation 7 continues: watch it with hegmctl op 7, end it with hegmctl cancel 7" in told
+        assert "operation 7 continues: see hegmctl op 7; end it: hegmctl cancel 7" in shown
         assert shown.count("Cancel operation") == 1
         assert BAR not in shown
     assert not _asked_to_cancel(daemon)
@@ -366,7 +365,7 @@ def test_ctrl_c_in_a_pipe_asks_nobody_and_says_what_goes_on(
         status, out, err = moving.end(signal.SIGINT)
     assert (status, out) == (-signal.SIGINT, "")
     note = json.loads(err)["note"]
-    assert note == f"operation 7 continues: watch it with hegmctl op 7, end it with hegmctl cancel 7{rest}"
+    assert note == f"operation 7 continues: see hegmctl op 7; end it: hegmctl cancel 7{rest}"
     assert not _asked_to_cancel(daemon)
 
 
