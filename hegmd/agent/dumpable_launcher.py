@@ -60,7 +60,7 @@ def _in_child(cuda: Any, question: Callable[..., Any]) -> Callable[..., Any]:
         told = None if cuda.is_initialized() else _told_by_child(lambda: question(*args, **named))
         if told is None:
             return question(*args, **named)
-        return _Told(told) if type(told) is dict else told
+        return _Told(told) if hasattr(told, "items") else told
 
     return ask
 
