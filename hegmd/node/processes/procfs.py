@@ -150,11 +150,10 @@ def exit_status(pidfd: int, pid: int, start_ticks: int) -> int | None:
     The kernel tells of one that its parent has reaped from Linux 6.15 on (PIDFD_INFO_EXIT), of one that waits for that
     always. In between the two looks it may have been reaped.
     """
-    for look in (_reaped_status, lambda _: _zombie_status(pid, start_ticks), _reaped_status):
-        status = look(pidfd)
-        if status is not None:
-            return status
-    return None
+    status = _reaped_status(pidfd)
+    if status is None:
+        status = _zombie_status(pid, start_ticks)
+    return _reaped_status(pidfd) if status is None else status
 
 
 def _reaped_status(pidfd: int) -> int | None:
