@@ -285,7 +285,9 @@ class ByDaemon:
         self._folder.mkdir()
 
     def run(self, held: ExitStack) -> None:
-        node = held.enter_context(Node(self._folder, settings=criu_settings(UNPACKED if UNPACKED.exists() else None)))
+        ready = f"ready_bytes = {self._asked.ready_gib << 30}\n"  # among the settings of the pool, which come first
+        criu = criu_settings(UNPACKED if UNPACKED.exists() else None)
+        node = held.enter_context(Node(self._folder, settings=f"{ready}{criu}"))
         run = [sys.executable, "-m", "hegmctl", "run", "--no-daemon-start", "--"]
         job = RankedJob(self._name, self._folder, self._asked, node.environ(), run)
         held.callback(job.close)
@@ -389,6 +391,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=240.0, help="begin no training after so long")
     parser.add_argument("--agent-only", action="store_true", help="without a hegmd")
     parser.add_argument("--gib", type=float, default=1.0, help="weights, gradients and moments of each rank")
+    parser.add_argument("--ready-gib", type=int, default=0, help="ready memory of the pool, for suspends")
     parser.add_argument("--images", action="store_true", help="into an image and back as well; takes CRIU")
     parser.add_argument("--rounds", type=int, default=4, help="so many exchanges of each kind")
     parser.add_argument("--reference-steps", type=int, default=REFERENCE_STEPS, help="steps of the undisturbed run")
