@@ -376,8 +376,8 @@ class DaemonDesk:
         elif self._left and not self._has_said:
             self._has_said = True
             self._say(
-                f"its state is held by operation {self._operation}, and {self._path} does not answer: {error}; it goes "
-                "on when hegmd is back"
+                f"its state is held by operation {self._operation}, and {self._path} does not answer: {error}; it "
+                "continues when hegmd answers again"
             )
 
     def _report(self, report: SuperviseReport) -> None:
