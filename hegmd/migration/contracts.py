@@ -117,9 +117,9 @@ class MigratedProcess:
     driver_bytes_by_gpu: tuple[int, ...] = ()
     #: Reservations for its storages on each of several GPUs, in their order, if a carrier moves them.
     storage_bytes_by_gpu: tuple[int, ...] = ()
-    #: True if it keeps its CUDA context on its GPU; and what is planned to stay there.
+    #: True if it keeps its CUDA context on its GPU; and what is planned to stay there, None where that is not known.
     keeps_context: bool = False
-    stays_bytes: int = 0
+    stays_bytes: int | None = None
     #: True if its storages only fit in rounds, as its carrier frees memory.
     in_rounds: bool = False
     #: True if memory on the GPU that it leaves is to be reserved for a rollback.

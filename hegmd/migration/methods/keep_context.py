@@ -27,6 +27,8 @@ from hegmd.protocol.operations import KEEP_CONTEXT
 
 # NVML shows freed memory as free 2.5 ms later.
 _SHOWN_AFTER_S = (0.003, 0.006, 0.012, 0.025, *[0.05] * 40)
+# Without a plan to compare with, the memory is looked at once, after so long.
+_UNPLANNED_AFTER_S = 0.025
 # The allocator of the process may have grown since it was counted; the rest of its storages has to be free.
 _MAX_KEPT_SHARE = 8
 
@@ -96,19 +98,28 @@ class KeepContextMethod:
 
     async def checkpoint(self, subject: MigratedProcess) -> CheckpointResult:
         """Confirm that the memory of the storages is free on the GPU. Raises HegmError if it is not."""
-        stays_bytes: int | None = None
-        limit_bytes = subject.stays_bytes + max(RESTORE_MARGIN_BYTES, subject.size_bytes // _MAX_KEPT_SHARE)
-        for pause_s in _SHOWN_AFTER_S:
-            stays_bytes = await self._used_bytes(subject)
-            if stays_bytes is None or stays_bytes <= limit_bytes:
-                break
-            await anyio.sleep(pause_s)
-        else:
-            raise _still_used(subject, stays_bytes or 0, limit_bytes)
+        stays_bytes = await (self._unplanned_bytes(subject) if subject.stays_bytes is None else self._freed(subject))
         if subject.gpu is not None:  # for a rollback; released with the operation's own step
             self._promised[subject.owner_key] = (subject.gpu, subject.wholes(subject.gpu))
         self._gpus.changed()
         return CheckpointResult(stays_bytes=stays_bytes)
+
+    async def _freed(self, subject: MigratedProcess) -> int | None:
+        """What stays, once it is no more than was planned. Raises HegmError if it is more."""
+        used_bytes = 0
+        limit_bytes = (subject.stays_bytes or 0) + max(RESTORE_MARGIN_BYTES, subject.size_bytes // _MAX_KEPT_SHARE)
+        for pause_s in _SHOWN_AFTER_S:
+            seen_bytes = await self._used_bytes(subject)
+            if seen_bytes is None or seen_bytes <= limit_bytes:
+                return seen_bytes
+            used_bytes = seen_bytes
+            await anyio.sleep(pause_s)
+        raise _still_used(subject, used_bytes, limit_bytes)
+
+    async def _unplanned_bytes(self, subject: MigratedProcess) -> int | None:
+        """What stays where the plan could not say how much: no amount is too much then."""
+        await anyio.sleep(_UNPLANNED_AFTER_S)
+        return await self._used_bytes(subject)
 
     async def _used_bytes(self, subject: MigratedProcess) -> int | None:
         """What it has on its GPUs; None where the vendor's library does not say."""

@@ -85,7 +85,7 @@ class Participants:
             driver_bytes_by_gpu=member.driver_bytes_by_gpu,
             storage_bytes_by_gpu=member.storage_bytes_by_gpu,
             keeps_context=member.keeps_context,
-            stays_bytes=member.stays_bytes or 0,
+            stays_bytes=member.stays_bytes,
             in_rounds=member.overlap_bytes > 0,
             reserves_late=op.reserves_late,
             stays_locked=bool(member.communicators),
