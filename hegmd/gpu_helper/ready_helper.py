@@ -47,13 +47,13 @@ class ReadyHelper:
             try:
                 await self.look()
                 pause_s = LOOK_S
-            except HegmError as error:
-                limited(logger, "ready-helper", logging.WARNING, "no GPU helper is ready: %s", error.message)
+            except (HegmError, OSError) as error:
+                limited(logger, "ready-helper", logging.WARNING, "no GPU helper is ready: %s", error)
                 pause_s = RETRY_S
             await anyio.sleep(pause_s)
 
     async def look(self) -> None:
-        """Have a helper, and with `contexts` its contexts, unless it has them. Raises HegmError."""
+        """Have a helper, and with `contexts` its contexts, unless it has them. Raises HegmError, OSError."""
         gpus = tuple(sorted(self._gpus())) if self._how == CONTEXTS else ()
         if self._held is not None and self._held == (self._link.pid, gpus):
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import anyio
@@ -64,3 +65,18 @@ async def test_a_driver_that_does_not_work_is_no_failure_of_the_daemon(node: Cud
             await ready.look()
         with anyio.fail_after(HANG_S):
             await ReadyHelper(link, OFF, list).run()
+
+
+async def test_a_lack_of_descriptors_is_no_failure_of_the_daemon(node: CudaNode) -> None:
+    asked = anyio.Event()
+
+    def scarce() -> list[str]:
+        asked.set()
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async with linked(node) as link, anyio.create_task_group() as tasks:
+        tasks.start_soon(ReadyHelper(link, CONTEXTS, scarce).run)
+        with anyio.fail_after(HANG_S):
+            await asked.wait()
+            await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
