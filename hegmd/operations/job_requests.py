@@ -110,8 +110,9 @@ class JobRequests:
 
     async def pids(self, wanted: Sequence[int | str], may: May) -> tuple[int, ...]:
         """The processes of these jobs that a command acts on. A pid stands for itself. Raises HegmError."""
+        self._jobs.look_again()
         found: dict[int, None] = {}
-        for one in wanted:
+        for one in dict.fromkeys(wanted):
             pid = int(one) if isinstance(one, int) or (one.isascii() and one.isdigit() and len(one) < 20) else None
             found.update(dict.fromkeys((pid,) if pid is not None else await self._processes_of(str(one), may)))
         return tuple(found)
@@ -121,7 +122,6 @@ class JobRequests:
         return (await self.pids((wanted,), may))[0]
 
     async def _processes_of(self, text: str, may: May) -> tuple[int, ...]:
-        self._jobs.look_again()
         job = self._allowed(self._jobs.named(text, may), may)
         if not job.lives:
             raise HegmError(NOT_FOUND, f"job {job} {self._jobs.told_end(job)}", "run: hegmctl jobs", {"job": job.id})
@@ -150,7 +150,7 @@ class JobRequests:
         """These jobs, or all that have not ended, or all. Raises HegmError for one that there is not."""
         self._jobs.look_again()
         if wanted:
-            numbers = {(await self._one(one, may)).number for one in wanted}
+            numbers = {(await self._one(one, may)).number for one in dict.fromkeys(wanted)}
             records = [job for job in self._jobs if job.number in numbers]
         else:
             records = [job for job in self._jobs if ended or job.lives]

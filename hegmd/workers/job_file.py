@@ -18,7 +18,7 @@ from pathlib import Path
 
 import anyio
 
-from hegmd.errors import HegmError
+from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.protocol.record import Record, as_list, as_map, field
 from hegmd.system.condition import Condition
 from hegmd.system.threads import run_detached
@@ -30,7 +30,10 @@ MAGIC = b"HEGMJOBS1"
 NAME, DAMAGED_NAME = "jobs", "jobs.damaged"
 # How long a registration waits for the disk.
 SAVED_WITHIN_S = 5.0
+# How long until the records are written again that could not be written, unless they change before.
+RETRY_S = 5.0
 _ID = re.compile(rb'"number": ?(\d{1,15})')
+_NEXT = re.compile(rb'"next": ?(\d{1,15})')
 
 
 class JobRecord(Record):
@@ -73,23 +76,30 @@ class JobFile:
         self._folder = folder
 
     def load(self) -> tuple[int, list[JobRecord]]:
-        """The next number, and every job. Raises nothing: a file that is damaged is kept, and said so in the log."""
+        """The next number, and every job. A file that is damaged is kept under another name, and the log says so.
+
+        Raises HegmError if it cannot be read now: the next save would replace its jobs, and ids would be used again.
+        """
         path = self._folder / NAME
         try:
             data = path.read_bytes()
         except FileNotFoundError:
             return 1, []
         except OSError as error:
-            logger.error("the jobs of before are not known: %s cannot be read: %s", path, error)
-            return 1, []
+            raise HegmError(
+                UNAVAILABLE,
+                f"the jobs of before are not known: {path} cannot be read: {error.strerror}",
+                f"start hegmd again; if that fails too, move the file away: mv {path} {path}.unread",
+                {"path": str(path)},
+            ) from None
         try:
             return _read(data)
         except (ValueError, HegmError) as error:
-            last = max((int(number) for number in _ID.findall(data)), default=0)
+            numbers = [*(int(number) + 1 for number in _ID.findall(data)), *map(int, _NEXT.findall(data))]
             logger.error("%s is damaged, and kept as %s: %s; jobs get new ids", path, DAMAGED_NAME, error)
             with contextlib.suppress(OSError):
                 path.replace(self._folder / DAMAGED_NAME)
-            return last + 1, []
+            return max(numbers, default=1), []
 
     def save(self, next_number: int, jobs: Sequence[JobRecord]) -> None:
         """Have these on disk. Raises OSError; the file is as it was then."""
@@ -115,17 +125,19 @@ _State = tuple[int, int, Sequence[JobRecord]]
 class JobSaving:
     """Has the newest records on disk soon after each change, in the order of the changes. `run` it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, retry_s: float = RETRY_S) -> None:
+        self._retry_s = retry_s
         self._file: JobFile | None = None
         self._newest: _State = (0, 1, ())
-        self._version = self._saved = 0
+        # The last change, the last one on disk, and the last one whose write has ended, on disk or not.
+        self._version = self._saved = self._tried = 0
         # At the end the loop's own thread writes, while another one may still do.
         self._lock = threading.Lock()
         self._written = 0
         self._news = Condition()
 
     def open(self, folder: Path) -> tuple[int, list[JobRecord]]:
-        """What `JobFile.load` gives. Blocks."""
+        """What `JobFile.load` gives. Blocks. Raises HegmError."""
         self._file = JobFile(folder)
         return self._file.load()
 
@@ -143,38 +155,46 @@ class JobSaving:
                 if version == self._saved:
                     await following.wait()
                     continue
-                await self._write_detached(self._newest)
-                self._saved = version
+                is_saved = await self._write_detached(self._newest)
+                self._tried = version
+                if is_saved:
+                    self._saved = version
                 self._news.notify_all()
+                if not is_saved and self._version == version:
+                    with anyio.move_on_after(self._retry_s):
+                        await self._news.wait()
         finally:
             if self._version > self._saved:
                 self._write(self._newest)
 
     async def until_saved(self) -> None:
-        """Wait until every change is on disk, and not for long: a job starts however slow that is."""
+        """Wait until every change is on disk, and not for long: a job starts however slow or full that is."""
         version = self._version
         with anyio.move_on_after(SAVED_WITHIN_S):
-            while self._saved < version:
+            while self._tried < version:
                 await self._news.wait()
 
-    async def _write_detached(self, newest: _State) -> None:
+    async def _write_detached(self, newest: _State) -> bool:
         try:
-            await run_detached(lambda _: self._write(newest), name="hegmd-jobs")
+            return await run_detached(lambda _: self._write(newest), name="hegmd-jobs")
         except HegmError as error:  # there is no thread to be had now
             limited(logger, "jobs", logging.ERROR, "the jobs cannot be written down: %s; %s", error.message, error.hint)
+            return False
 
-    def _write(self, newest: _State) -> None:
-        """Blocks. Raises nothing: jobs run and move without it, and the next change is written with all before it."""
+    def _write(self, newest: _State) -> bool:
+        """Whether it is on disk. Blocks. Raises nothing: jobs run and move without it, and it is written later."""
         version, next_number, jobs = newest
         with self._lock:
             if self._file is None or version <= self._written:
-                return
+                return True
             try:
                 self._file.save(next_number, jobs)
-                self._written = version
             except OSError as error:
                 message = "the jobs cannot be written down: %s; free space on that disk"
                 limited(logger, "jobs", logging.ERROR, message, error)
+                return False
+            self._written = version
+            return True
 
 
 def _read(data: bytes) -> tuple[int, list[JobRecord]]:

@@ -24,7 +24,7 @@ from hegmd.workers.workers import AgentConnection, Workers
 RUN = "HEGM_RUN"
 # Reading a process's environment takes the lock of its memory map.
 LOOK_S = 1.0
-MAX_COMMAND_CHARS = 500
+MAX_COMMAND_CHARS, MAX_RUN_CHARS = 500, 64
 _NAMELESS = "job"
 
 # What starts a script and is not the job: interpreters, launchers of ranks, and what only sets something first.
@@ -81,7 +81,21 @@ def run_of(worker: AgentConnection) -> str | None:
 
     An agent of an earlier release knows only its job's name.
     """
-    return worker.about.run or worker.about.job
+    run = worker.about.run or worker.about.job
+    return None if run is None else run[:MAX_RUN_CHARS]
+
+
+def status_text(status: int) -> str:
+    """How a process ended, by its exit status or minus its signal."""
+    return f"with exit status {status}" if status >= 0 else f"by signal {-status}"
+
+
+def ago(seconds: float) -> str:
+    """That time in its largest unit."""
+    for unit, size_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size_s:
+            return f"{seconds / size_s:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
 
 
 def trains(worker: AgentConnection) -> bool:

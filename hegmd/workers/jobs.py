@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -25,8 +25,9 @@ from hegmd.protocol.names import closest, job_number, why_no_name
 from hegmd.system.background_tasks import BackgroundTasks
 from hegmd.system.condition import Condition
 from hegmd.system.threads import run_detached
+from hegmd.telemetry.log import limited
 from hegmd.workers.job_file import JobRecord, JobSaving
-from hegmd.workers.job_names import name_of, run_of, script_of, shown_command
+from hegmd.workers.job_names import MAX_RUN_CHARS, ago, name_of, run_of, script_of, shown_command, status_text
 from hegmd.workers.supervisors import Supervisor, Supervisors
 from hegmd.workers.workers import CAME, ENDED, LEFT, AgentConnection, Workers
 
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 # Of jobs that have ended so many are remembered, for so long; of each user at most so many.
 MAX_ENDED, MAX_ENDED_OF_USER, MAX_ENDED_S = 500, 100, 30 * 86400.0
-MAX_RUNS, MAX_RUN_CHARS = 8, 64
+MAX_RUNS = 8
 # Ranks and their loaders' workers; those that came last, as a restart's.
 MAX_MEMBERS = 256
 # After a start of the daemon: agents and supervisors of jobs whose first process is gone have so long to connect.
@@ -112,7 +113,7 @@ class Jobs(BackgroundTasks):
 
     def _take_over(self) -> None:
         for job in tuple(self._jobs.values()):
-            is_there = job.pid is not None and job.boot == self._boot and self._start_ticks(job.pid) == job.start_ticks
+            is_there = job.pid is not None and job.boot == self._boot and self._is_there(job.pid, job.start_ticks)
             if job.lives and not job.is_gone and is_there:
                 self._watch_soon(job)
             elif job.lives:
@@ -171,7 +172,8 @@ class Jobs(BackgroundTasks):
             raise self._not_found(text, may)
         if len(chosen) == 1:
             return chosen[0]
-        listed = ", ".join(f"{job.id} ({'lives' if job.lives else self.told_end(job)})" for job in chosen[-10:])
+        ends = {job.id: self.told_end(job) if may(job.uid) else "ended" for job in chosen[-10:] if not job.lives}
+        listed = ", ".join(f"{job.id} ({ends.get(job.id, 'lives')})" for job in chosen[-10:])
         raise HegmError(
             BAD_REQUEST,
             f"{len(chosen)} jobs were called {text[:60]!r}: {listed}",
@@ -188,8 +190,8 @@ class Jobs(BackgroundTasks):
 
     def told_end(self, job: JobRecord) -> str:
         """How and when a job ended, in words."""
-        how = job.end or ("its exit status is not known" if job.status is None else _status_text(job.status))
-        return f"ended {_ago(self._utc() - (job.ended_utc or 0.0))} ago, {how}"
+        how = job.end or ("its exit status is not known" if job.status is None else status_text(job.status))
+        return f"ended {ago(self._utc() - (job.ended_utc or 0.0))} ago, {how}"
 
     # -- who comes and goes --------------------------------------------------------------------------------------------
 
@@ -234,6 +236,7 @@ class Jobs(BackgroundTasks):
             runs = (*(one for one in known.runs if one != run), run)[-MAX_RUNS:]
             kept = known.name if given is None else self._unique(given, known)
             job = self._back(known).replace(runs=runs, name=kept, command=command)
+            self._forget_runs(job, set(known.runs).difference(runs))
         self._by_run[uid, run] = job.number
         self._put(job)
         self._trim()
@@ -286,12 +289,15 @@ class Jobs(BackgroundTasks):
             self._put(job.replace(has_trained=True))
 
     def _come_back(self, job: JobRecord, pid: int, ticks: int) -> None:
-        """A process of it is there: it has not ended, and one without a first process has that one."""
+        """A process of it is there: it has not ended, and one without a first process has that one.
+
+        An exit status that is known is the job's: no other process replaces it.
+        """
         self._awaited.discard(job.number)
         if not job.lives:
             job = self._back(job)
             self._put(job)
-        if job.is_gone:
+        if job.is_gone and job.status is None:
             self._take_first(job, pid, ticks)
 
     async def _enter_worker(self, worker: AgentConnection) -> None:
@@ -323,17 +329,27 @@ class Jobs(BackgroundTasks):
         if self._tasks is not None and job.pid is not None and job.start_ticks is not None:
             self._tasks.start_soon(self._watch, job.number, job.pid, job.start_ticks)
 
+    def _is_there(self, pid: int, ticks: int | None) -> bool:
+        """Whether that process has not ended. One that cannot be looked at now has not."""
+        try:
+            return self._start_ticks(pid) == ticks
+        except HegmError as error:
+            limited(logger, "jobs", logging.WARNING, "%s; %s", error.message, error.hint)
+            return True
+
     async def _watch(self, number: int, pid: int, ticks: int) -> None:
         """Wait for the end of a job's first process, and note its exit status."""
-        status = None
-        try:
-            pidfd = os.pidfd_open(pid)
-        except OSError:
-            while self._start_ticks(pid) == ticks:  # noqa: ASYNC110 - no descriptor is to be had, so nothing wakes us
-                await anyio.sleep(_LOOK_INTERVAL_S)
-        else:
+        status = pidfd = None
+        while pidfd is None and self._is_there(pid, ticks):
             try:
-                if self._start_ticks(pid) == ticks:
+                pidfd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                break
+            except OSError:  # no descriptor is to be had now
+                await anyio.sleep(_LOOK_INTERVAL_S)
+        if pidfd is not None:
+            try:
+                if self._is_there(pid, ticks):
                     await anyio.wait_readable(pidfd)
                 status = exit_status(pidfd, pid, ticks)
             finally:
@@ -365,9 +381,12 @@ class Jobs(BackgroundTasks):
             is_old = self._utc() - (job.ended_utc or 0.0) > MAX_ENDED_S
             if is_old or place >= MAX_ENDED or of_user[job.uid] > MAX_ENDED_OF_USER:
                 del self._jobs[job.number]
-                for run in job.runs:
-                    if self._by_run.get((job.uid, run)) == job.number:
-                        del self._by_run[job.uid, run]
+                self._forget_runs(job, job.runs)
+
+    def _forget_runs(self, job: JobRecord, runs: Iterable[str]) -> None:
+        for run in runs:
+            if self._by_run.get((job.uid, run)) == job.number:
+                del self._by_run[job.uid, run]
 
     def _put(self, job: JobRecord) -> None:
         self._jobs[job.number] = job
@@ -376,14 +395,3 @@ class Jobs(BackgroundTasks):
     def _note_change(self) -> None:
         self._saving.change(self._next, tuple(self._jobs.values()))
         self.news.notify_all()
-
-
-def _status_text(status: int) -> str:
-    return f"with exit status {status}" if status >= 0 else f"by signal {-status}"
-
-
-def _ago(seconds: float) -> str:
-    for unit, size_s in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size_s:
-            return f"{seconds / size_s:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"

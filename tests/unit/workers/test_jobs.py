@@ -16,8 +16,8 @@ from hegmd.operations.job_requests import APART_S
 from hegmd.protocol import jobs as told
 from hegmd.protocol.messages import RegisterJob
 from hegmd.workers.job_file import DAMAGED_NAME, NAME, JobFile, JobRecord
-from hegmd.workers.job_names import MAX_COMMAND_CHARS, name_of, script_of, shown_command
-from hegmd.workers.jobs import MAX_ENDED_OF_USER
+from hegmd.workers.job_names import MAX_COMMAND_CHARS, MAX_RUN_CHARS, name_of, script_of, shown_command
+from hegmd.workers.jobs import MAX_ENDED_OF_USER, MAX_RUNS
 from tests.patience import HANG_S
 from tests.unit.moving_node import Node, running
 
@@ -284,3 +284,58 @@ async def test_a_full_disk_does_not_keep_a_job_from_its_name(tmp_path: Path, pro
         assert not (tmp_path / NAME).exists()
         with suppress(OSError):
             (tmp_path / f".{NAME}.new").rmdir()
+
+
+async def test_a_job_is_found_by_its_last_runs_only(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        runs = [f"run{number}" for number in range(MAX_RUNS + 3)]
+        for run in runs:
+            assert await registered(node, process.pid, run) == "j1"
+        found = [run for run in runs if node.moving.jobs.of_run(UID, run) is not None]
+        assert found == runs[-MAX_RUNS:], "of the others nothing is kept"
+
+
+async def test_a_run_of_any_length_that_an_agent_says_is_cut(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        await node.attend(process.pid, run="x" * 9999)
+        await until(node, lambda: any(job.members for job in node.moving.jobs))
+        assert [job.runs for job in node.moving.jobs] == [("x" * MAX_RUN_CHARS,)]
+
+
+async def test_a_name_that_is_asked_for_many_times_is_looked_up_once(tmp_path: Path, process: Child) -> None:
+    asked: list[int | None] = []
+
+    def may(uid: int | None) -> bool:
+        asked.append(uid)
+        return True
+
+    async with running(tmp_path) as node:
+        await registered(node, process.pid, "one")
+        await node.attend(process.pid, run="one")
+        assert await node.moving.job_requests.pids(["train"] * 1000, may) == (process.pid,)
+        assert len(asked) < 10
+        assert len(await node.moving.job_requests.jobs(["train"] * 1000, may, ended=False)) == 1
+        assert len(asked) < 20
+
+
+async def test_a_known_exit_status_is_not_replaced_by_that_of_another_process(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    async with running(tmp_path) as node:
+        with waiting_to_exit(7) as child:
+            await registered(node, child.pid, "one")
+            await node.attend(process.pid, run="one")
+            assert child.stdin is not None
+            child.stdin.close()
+            await until(node, lambda: any(job.is_gone for job in node.moving.jobs))
+        await node.attend(other.pid, token="b" * 32, run="one")
+        await until(node, lambda: any(len(job.members) == 2 for job in node.moving.jobs))
+        assert [(job.pid, job.status, job.lives) for job in node.moving.jobs] == [(child.pid, 7, True)]
+
+
+async def test_how_jobs_of_others_ended_is_not_told(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
+        for run in ("one", "two"):
+            await ended_job(node, run, 3)
+        with pytest.raises(HegmError, match=r"j1 \(ended\), j2 \(ended\) "):
+            await node.moving.job_requests.one("train", nobodys)

@@ -1,0 +1,90 @@
+"""The file of jobs and the look at their first processes, where the disk or the kernel has nothing to give."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from hegmd.errors import UNAVAILABLE, HegmError
+from hegmd.workers.job_file import NAME, JobFile, JobRecord, JobSaving
+from hegmd.workers.jobs import Jobs
+from hegmd.workers.supervisors import Supervisors
+from hegmd.workers.workers import Workers
+from tests.patience import HANG_S
+
+UID = os.geteuid()
+
+
+def record(number: int, pid: int | None = None, boot: str = "") -> JobRecord:
+    return JobRecord(
+        number=number,
+        name="a",
+        uid=UID,
+        runs=(f"r{number}",),
+        command="",
+        started_utc=0.0,
+        boot=boot,
+        pid=pid,
+        start_ticks=None if pid is None else 7,
+        is_gone=pid is None,
+    )
+
+
+class NoOperations:
+    def holds(self, job: JobRecord) -> bool:
+        return False
+
+    def end_of(self, job: JobRecord) -> str | None:
+        return None
+
+
+async def test_a_daemon_without_descriptors_goes_on_and_takes_no_job_for_ended(tmp_path: Path) -> None:
+    """It could neither open a descriptor of the first process nor read its start time, and all its tasks ended."""
+
+    def scarce(pid: int) -> int | None:
+        raise HegmError(UNAVAILABLE, f"hegmd cannot find out whether process {pid} exists", "try again")
+
+    boot = (await anyio.Path("/proc/sys/kernel/random/boot_id").read_text()).strip()
+    JobFile(tmp_path).save(3, [record(1, os.getpid(), boot), record(2, 1 << 22, boot)])
+    jobs = Jobs(Workers(scarce), Supervisors(scarce), scarce, NoOperations())
+    jobs.open(tmp_path)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(jobs.run)
+        await anyio.wait_all_tasks_blocked()
+        assert [job.is_gone for job in jobs] == [False, True], "of the second the kernel says that it does not exist"
+        tasks.cancel_scope.cancel()
+
+
+def test_a_file_that_cannot_be_read_is_not_taken_for_none(tmp_path: Path) -> None:
+    (tmp_path / NAME).mkdir()
+    with pytest.raises(HegmError, match="cannot be read: Is a directory"):
+        JobFile(tmp_path).load()
+
+
+def test_the_next_number_of_a_damaged_file_is_not_used_again(tmp_path: Path) -> None:
+    JobFile(tmp_path).save(42, [record(3)])  # the jobs in between are forgotten by now
+    with (tmp_path / NAME).open("ab") as file:
+        file.write(b" ")
+    assert JobFile(tmp_path).load() == (42, [])
+
+
+async def test_what_a_full_disk_did_not_take_is_written_once_it_does(tmp_path: Path) -> None:
+    blocked = tmp_path / f".{NAME}.new"
+    blocked.mkdir()
+    saving = JobSaving(retry_s=0.001)
+    saving.open(tmp_path)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(saving.run)
+        saving.change(2, [record(1)])
+        await saving.until_saved()
+        assert not (tmp_path / NAME).exists()
+        blocked.rmdir()
+        with anyio.fail_after(HANG_S):
+            while not (tmp_path / NAME).exists():
+                await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+    assert JobFile(tmp_path).load() == (2, [record(1)])
