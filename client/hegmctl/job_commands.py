@@ -80,7 +80,7 @@ def wait(session: Session) -> int:
         link.close()
     job = reply.job
     if job.status is None:
-        hint = "the kernel tells it from Linux 6.15 on, or with: hegmctl run --allow-restart"
+        hint = "before Linux 6.15 the kernel tells it only until the job's parent has asked: read its output"
         how = job.end or "ended, and its exit status is not known"
         raise HegmError(UNAVAILABLE, f"job {job.id} ({job.name}) {how}", hint, {"job": job.id})
     session.sink.answer(reply, ended_text)
