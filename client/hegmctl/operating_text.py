@@ -96,9 +96,9 @@ def outcome(operation: Operation, style: Style) -> list[str]:
 
 
 def _figures(operation: Operation) -> str:
-    # A job that comes from an image has stood for as long as it was away.
-    stands = operation.downtime_s is not None and operation.kind != "restore"
-    downtime = f"downtime {operation.downtime_s:.3f} s" if stands else ""
+    # The downtime of a job from an image would count the time when there was no process.
+    has_downtime = operation.downtime_s is not None and operation.kind != "restore"
+    downtime = f"downtime {operation.downtime_s:.3f} s" if has_downtime else ""
     # Only of an image is much done beside the job.
     is_telling = operation.kind in ("checkpoint", "restore") and operation.took_s is not None
     took = f"{operation.took_s:.1f} s in all" if is_telling else ""
