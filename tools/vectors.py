@@ -176,7 +176,7 @@ def refused_vectors() -> list[dict[str, Any]]:
         _refused("another version", after({"v": 99, "id": 2, "op": "ping"}), "incompatible", closes=False),
         _refused(
             "arguments that do not fit",
-            after({"v": 2, "id": 2, "op": "processes", "args": {"pids": ["one"]}}),
+            after({"v": 2, "id": 2, "op": "processes", "args": {"pids": [1.5]}}),
             "bad-request",
             closes=False,
         ),

@@ -52,7 +52,7 @@ class ByteOrders:
 
     def _offload(self, order: Order, fd: int | None) -> None:
         found = self._standing.found_at_rest("offload")
-        storages = self._carrying.offload(fd, found, self._answers.progress_of(order.order))
+        storages = self._carrying.offload(fd, found, self._progress_of(order))
         size_bytes = self._carrying.held_bytes
         self._answers.done(order.order, storages=storages, size_bytes=size_bytes, left_alone=counted(found))
 
@@ -63,7 +63,7 @@ class ByteOrders:
         self._answers.done(order.order)
 
     def _reload(self, order: Order, fd: int | None) -> None:
-        offloaded = self._carrying.reload(fd, self._answers.progress_of(order.order))
+        offloaded = self._carrying.reload(fd, self._progress_of(order))
         counts = {"storages": len(offloaded), "size_bytes": offloaded.size_bytes}
         self._answers.done(order.order, **counts, short_bytes=offloaded.short_bytes)
 
@@ -90,7 +90,7 @@ class ByteOrders:
         if fd is None:
             raise refusal("no descriptor came with the order", "send the memory to copy to or from with it")
         spans = unpacked_spans(order.spans or b"")
-        progress = self._answers.progress_of(order.order)
+        progress = self._progress_of(order)
         self._carrying.shown("copy").copy(order.direction or "", fd, spans, progress)
         self._answers.done(order.order, size_bytes=sum(size_bytes for _, _, size_bytes, _ in spans))
 
@@ -124,12 +124,23 @@ class ByteOrders:
         self._standing.require_parked("reconnect")
         self._begin(order, self._standing.groups.begin_reconnect(order.generation, order.limit_s, self._wake))
 
+    def _progress_of(self, order: Order) -> Callable[[int], None]:
+        """Tells of the bytes that have moved. A step of the communicators that is over meanwhile is answered then."""
+        tell = self._answers.progress_of(order.order)
+
+        def progress(so_far_bytes: int) -> None:
+            tell(so_far_bytes)
+            self.tick()
+
+        return progress
+
     def _wake(self) -> None:
         self._standing.gate.on_change()
 
     # ---- a step of its communicators; bytes can move meanwhile ----------------------------------------------------
 
     def _begin(self, order: Order, step: Step) -> None:
+        self.finish()  # the answer to an earlier order whose step has ended
         self._stepping = order.order, step
         self.tick()
 

@@ -141,10 +141,10 @@ class ProcessGroups:
         if self._is_down or world is None:
             return Step.ended(self._told if self._is_down else None)
         step = self._step = Step(limit_s, on_end)
-        self._has_failed = True  # until it has not
         return step.start(lambda: self._disconnect(world, step, abort=abort))
 
     def _disconnect(self, world: Any, step: Step, *, abort: bool) -> Communicators:
+        self._has_failed = True  # until it has not
         torch, library = _torch(), _library()
         groups = self._groups(torch, world)
         told = self._tell(groups, library)

@@ -9,6 +9,8 @@ devices for good: here a child process asks. No other process is touched.
 from __future__ import annotations
 
 import os
+import select
+import signal
 import sys
 
 from ..protocol.codec import decode, encode
@@ -24,6 +26,7 @@ _VARIABLE, _ARGUMENT = "USE_LIBUV", "use_libuv"
 _PLACE = 8
 # What a launcher asks of torch.cuda.
 _QUESTIONS = ("is_available", "device_count", "get_device_properties")
+_ANSWERS_WITHIN_MS = 60_000
 _PLAIN = (bool, int, float, str)
 
 
@@ -66,9 +69,15 @@ def _in_child(cuda: Any, question: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _told_by_child(question: Callable[[], Any]) -> Any:
-    """The answer; None if the child did not give one."""
+    """The answer; None if no child gives one in time."""
     reader, writer = os.pipe()
-    child = os.fork()
+    try:
+        child = os.fork()
+    except OSError as error:
+        note(f"no child can ask for the GPUs: {error}")
+        os.close(reader)
+        os.close(writer)
+        return None
     if child == 0:
         try:
             os.write(writer, encode({"told": _plain(question())}))
@@ -76,8 +85,15 @@ def _told_by_child(question: Callable[[], Any]) -> Any:
             os._exit(0)
     os.close(writer)
     with open(reader, "rb") as answer:
+        waiting = select.poll()
+        waiting.register(answer, select.POLLIN)
+        if not waiting.poll(_ANSWERS_WITHIN_MS):
+            os.kill(child, signal.SIGKILL)
         told = answer.read()
-    os.waitpid(child, 0)
+    try:
+        os.waitpid(child, 0)
+    except ChildProcessError:  # SIGCHLD is ignored here, and the kernel has reaped it
+        pass
     return decode(told)["told"] if told else None
 
 

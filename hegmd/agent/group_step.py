@@ -62,7 +62,11 @@ class Step:
             self._running.release()
             self._on_end()
 
-        start_new_thread(live, ())
+        try:
+            start_new_thread(live, ())
+        except RuntimeError as error:
+            self._running.release()
+            raise refusal(f"no thread can be started for its communicators: {error}", HINT_AGAIN) from error
         return self
 
     @property

@@ -78,7 +78,7 @@ def test_a_withdrawn_park_and_orders_out_of_turn_are_refused_in_words(socket_pat
         for do, word in (
             ("offload", "not parked"),
             ("release", "not parked"),
-            ("reload", "nothing"),
+            ("reload", "no bytes of this process"),
             ("fly", "no order"),
         ):
             refused = agent.order(do, pool if do == "offload" else None)
@@ -92,8 +92,8 @@ def test_a_withdrawn_park_and_orders_out_of_turn_are_refused_in_words(socket_pat
         os.truncate(pool, 4096)
         small = agent.done("offload", pool)  # what has no room stays where it is
         assert small.storages == 0
-        assert "no room" in " ".join(left.why for left in small.left_alone)
-        assert "nothing" in agent.order("reload", pool).message
+        assert "no memory for them" in " ".join(left.why for left in small.left_alone)
+        assert "no bytes of this process" in agent.order("reload", pool).message
         agent.done("release", limit_s=20)
 
 
@@ -104,7 +104,7 @@ def test_a_process_with_nothing_to_put_out_stayed_parked_for_ever(socket_path: P
         agent.done("park", limit_s=20)
         os.truncate(pool, MIB)
         assert agent.done("offload", pool).storages == 0
-        assert "nothing" in agent.order("reload", pool).message
+        assert "no bytes of this process are offloaded" in agent.order("reload", pool).message
         agent.done("release", limit_s=20)
         assert training.result()[1] == undisturbed([BY_HAND])
 
@@ -195,7 +195,7 @@ def test_what_it_has_entrusted_it_holds_no_descriptor_of_and_takes_from_another(
 
     with ScriptedDaemon(socket_path) as daemon, Training([PLAIN], socket_path) as training:
         agent = daemon.attended()
-        assert "nothing" in agent.order("entrust").message
+        assert "no bytes of this process are offloaded" in agent.order("entrust").message
         assert "not parked" in agent.order("rest").message
         size_bytes = _out(agent, pool)
         assert has_descriptor(), "the test would see none in any case"

@@ -253,7 +253,7 @@ def test_a_job_whose_storages_have_no_room_says_so_and_comes_back_when_there_is_
                 node.cuda.order("error cuCheckpointProcessCheckpoint 999")
                 assert other.tell("grab").startswith("grabbed")
             waits = _waiting(connection)
-            assert "no room" in waits.why
+            assert "MiB free of the" in waits.why
             assert watched.program.tell("seen").split().count("release") == 0
         node.cuda.mend()
         ended = at_rest(node)
@@ -299,7 +299,7 @@ def test_a_job_whose_way_back_was_taken_while_its_storages_were_free_waits_with_
                 assert other.tell("grab").startswith("grabbed")
                 assert other.tell("hoard") == "hoarding"
             told_of = (one for one in connection.follow("1") if one.waits is not None)
-            assert any("has no room" in one.waits.why for one in told_of if one.waits is not None)
+            assert any("free of the" in one.waits.why for one in told_of if one.waits is not None)
             assert watched.program.tell("seen").split().count("release") == 0
         ended = at_rest(node)
         assert (ended.phase, ended.processes[0].gpu, ended.processes[0].state) == ("rolled-back", "gpu0", "running")

@@ -83,12 +83,11 @@ def _fields(value: object, record: type[Record]) -> None:
 
 ONE_DOCUMENT = printed()[0][2]
 NEEDS_MORE = (
-    "inspect",
-    "wait",
     "simulate hold",
     "simulate fault",
     "inspect",
     "wait",
+    "doctor --nccl",
     "op",
     "cancel",
     "adopt --drop",

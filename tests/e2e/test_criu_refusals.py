@@ -69,7 +69,7 @@ CASES = (
         "a device",
         "import os\nheld = os.open('/dev/fuse', os.O_RDWR)",
         "has /dev/fuse open (descriptor 3), a device that CRIU cannot dump",
-        "something open that CRIU cannot dump: descriptor 3, chr 10:229",
+        "the job has descriptor 3 open, which CRIU cannot dump: chr 10:229",
     ),
     Case(
         "a mount namespace",
@@ -201,10 +201,10 @@ async def test_files_that_are_not_as_they_were_are_named(tmp_path: Path) -> None
         assert [(each.path, each.size_bytes, each.is_written) for each in needs.files] == [(str(file), 7, True)]
         file.write_bytes(b"123456789")
         grown = await _refusal(images, needs)
-        assert f"{file} has 9 bytes and had 7 when the image was made" in grown.message
+        assert f"{file} has 9 bytes; it had 7 when the image was written" in grown.message
         assert "--truncate-outputs" in grown.hint
         file.unlink()
-        assert f"{file} is not there" in (await _refusal(images, needs)).message
+        assert f"{file} does not exist" in (await _refusal(images, needs)).message
 
 
 async def test_an_image_that_is_none_or_of_another_version_is_said_to_be_so(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_a_process_that_has_grown_since_it_was_planned_for_takes_more_room_or_st
         ended = at_rest(node)
         assert ended.phase == "rolled-back"
         assert ended.failure is not None
-        assert "no room" in ended.failure.message
+        assert "MiB free of the" in ended.failure.message
         watched.steps += 1
         assert program.tell("step") == f"step {watched.steps}"
         neighbour.is_whole()

@@ -135,7 +135,7 @@ def _disconnecting(op: Operation, worker: JobProcess) -> Iterator[Want]:
     if _is_to_disconnect(op, worker):
         yield effects.Disconnect, {"limit_s": op.limits.connect_s * AGENT_SHARE, "abort": op.kind == CHECKPOINT}
     if any(_is_to_disconnect(op, other) for other in op.live):
-        yield from _offloading(op, worker)  # the bytes need no communicator
+        yield from _offloading(op, worker)  # last: an agent that copies bytes by itself takes no order meanwhile
 
 
 def _is_to_disconnect(op: Operation, worker: JobProcess) -> bool:
@@ -217,10 +217,10 @@ def _restoring(op: Operation, worker: JobProcess) -> Iterator[Want]:
 
 
 def _reloading(op: Operation, worker: JobProcess) -> Iterator[Want]:
+    if any(_is_to_reload(other) for other in op.live):
+        yield from _reconnecting(op, worker)  # first: an agent that copies bytes by itself takes no order meanwhile
     if _is_to_reload(worker):
         yield effects.Reload, {}
-    if any(_is_to_reload(other) for other in op.live):
-        yield from _reconnecting(op, worker)  # communicators need no bytes
 
 
 def _is_to_reload(worker: JobProcess) -> bool:

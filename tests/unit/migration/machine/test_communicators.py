@@ -38,7 +38,7 @@ def test_all_ranks_disconnect_and_are_locked_before_the_first_is_checkpointed_an
         ["lock"] * 2,
         ["checkpoint"] * 2,
         ["restore"] * 2,
-        ["reload", "reconnect"] * 2,
+        ["reconnect", "reload"] * 2,
         ["release"] * 2,
         ["verify"] * 2,
         ["release-reservation", "release-pool"] * 2,
@@ -73,12 +73,8 @@ def test_a_lock_that_fails_is_undone_on_all_ranks_in_the_reverse_order() -> None
     drive.end()
     drive.fail("refused")
     drive.until("rolled-back")
-    assert [phase for phase in drive.phases if phase.startswith(("un", "re"))][-4:] == [
-        "unlocking",
-        "reloading",
-        "reconnecting",
-        "releasing",
-    ]
+    phases = [phase for phase in drive.phases if phase.startswith(("un", "re"))]
+    assert phases[-3:] == ["unlocking", "reloading", "releasing"]
     assert all(rank.is_connected and not rank.is_locked and not rank.is_parked for rank in drive.op.workers)
 
 
@@ -93,20 +89,23 @@ def test_a_rank_that_has_grown_is_locked_again_before_any_is_checkpointed() -> N
 
 
 def _failing_to_reconnect(drive: Drive) -> None:
-    """Both ranks fail in this round, and are looked at."""
-    drive.until("reconnecting")
-    while _of(drive, "reconnect"):
-        drive.fail()
-    while _of(drive, "inspect"):
-        inspect = _of(drive, "inspect")[0]
-        drive.wanted.remove(inspect)
-        rank = drive.op.worker(inspect.worker)
+    """Both ranks fail in this round, and are looked at once their bytes have returned."""
+    drive.on(lambda: bool(_of(drive, "reconnect")))
+    for reconnect in _of(drive, "reconnect"):
+        drive.wanted.remove(reconnect)
+        ends: dict[str, Any] = {"effect": reconnect.number, "worker": reconnect.worker}
+        drive.feed(events.Failed(**ends, fault="broken", message="reconnect failed", hint="wait"))
+    while looked := [*_of(drive, "reload"), *_of(drive, "inspect")]:
+        effect = looked[0]
+        drive.wanted.remove(effect)
+        rank = drive.op.worker(effect.worker)
         assert rank is not None
-        drive.feed(ending(inspect, gpu=rank.gpu, pool_bytes=10))
+        found = {"gpu": rank.gpu, "pool_bytes": 10} if effect.tag == "inspect" else {}
+        drive.feed(ending(effect, **found))
 
 
 def test_ranks_that_cannot_connect_try_once_more_in_a_new_generation_and_are_then_held_with_their_bytes() -> None:
-    drive = Drive(ranks()).until("reconnecting")
+    drive = Drive(ranks()).until("reloading")
     first = drive.op.generation
     _failing_to_reconnect(drive)
     assert drive.op.direction == FORWARD
