@@ -106,6 +106,9 @@ class Agent:
 
     # ---- orders -----------------------------------------------------------------------------------------------------
 
+    def count(self, _: Order) -> dict[str, Any]:
+        return {}  # every report has it
+
     def survey(self, _: Order) -> dict[str, Any]:
         if not self.parked:
             self.boundary += 1
