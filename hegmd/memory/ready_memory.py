@@ -38,6 +38,8 @@ OPERATION = "ready"
 STEP_BYTES = 256 * MIB
 STEP_THREADS = 2
 MAX_SEGMENTS = 16
+# A segment that is larger than so many times a piece is kept for a larger one: what is cut off is no longer ready.
+MAX_TIMES_LARGER = 2
 # Below this share of the node's memory, segments are given back until twice as much is available again.
 LOW_SHARE = 0.05
 # Pauses of the background task: between looks, and after the node had no memory.
@@ -158,7 +160,7 @@ class ReadyMemory:
     # -- handing out ---------------------------------------------------------------------------------------------------
 
     async def take(self, name: PieceName, whole_bytes: int, fill: Fill | None, keep: MemoryKeeping) -> Memory | None:
-        """Make a piece of the segment that fits best; None if there is none or the node lacks the rest.
+        """Make a piece of the segment that fits best; None if none does or the node lacks the rest.
 
         Runs to its end if cancelled. The caller owns the memory.
         """
@@ -181,8 +183,11 @@ class ReadyMemory:
         return segment.memory
 
     def _best(self, whole_bytes: int) -> Segment | None:
-        """The smallest that is large enough, else the largest."""
-        ordered = sorted(self.segments, key=lambda one: one.size_bytes)
+        """The smallest that is large enough, else the largest; none that loses more pages than the piece has."""
+        if whole_bytes < self._step_bytes:  # pages for it are quickly made
+            return None
+        fitting = [one for one in self.segments if one.size_bytes <= MAX_TIMES_LARGER * whole_bytes]
+        ordered = sorted(fitting, key=lambda one: one.size_bytes)
         return next((one for one in ordered if one.size_bytes >= whole_bytes), ordered[-1] if ordered else None)
 
     async def _leave_store(self, segment: Segment, keep: MemoryKeeping) -> bool:

@@ -134,6 +134,24 @@ async def test_a_piece_is_made_of_it_with_its_own_size_and_every_page(keep: Memo
     pool.close()
 
 
+@pytest.mark.parametrize(
+    ("step_bytes", "ready_bytes", "size_bytes"),
+    [(8 * MIB, 10 * MIB, MIB), (STEP_BYTES, 40 * MIB, 3 * MIB)],
+    ids=["below a step", "more than twice as large"],
+)
+async def test_a_small_piece_does_not_cost_the_pages_of_a_large_one(
+    keep: MemoryKeeping, step_bytes: int, ready_bytes: int, size_bytes: int
+) -> None:
+    """A segment of 32 GiB was cut to 100 MiB for the first small piece, and the next large suspend had none."""
+    held = ReadyMemory(ready_bytes, node_memory=Node(), step_bytes=step_bytes)
+    pool = Pool(64 * MIB, keep=keep, ready=held, huge_free_bytes=lambda: 0)
+    while await pool.adjust_ready():
+        pass
+    await pool.take(KEY, size_bytes)
+    assert (held.size_bytes, pool.held_bytes) == (ready_bytes, whole_size(size_bytes))
+    pool.close()
+
+
 async def test_a_nameless_piece_made_of_it_cannot_be_cut_or_grown(store: DescriptorStore) -> None:
     keep = MemoryKeeping(store=store)
     pool = await filled(keep, 10 * MIB)
