@@ -18,7 +18,8 @@ from hegmctl.answers import AttachAnswer, AttachedProcess
 from hegmctl.endpoint import find_endpoint
 from hegmctl.remote_python import FIRST_VERSION, NoPython, RemotePython, gone, mapped_names, python_named_by
 from hegmctl.running import inject_folder, msgpack_folder
-from hegmd.errors import ATTENTION, EXTERNAL, TIMEOUT, HegmError, Refused
+from hegmctl.tables import printable
+from hegmd.errors import ATTENTION, EXTERNAL, NOT_FOUND, TIMEOUT, HegmError, Refused
 from hegmd.protocol.messages import InspectJob, JobReply
 
 TYPE_CHECKING = False
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from hegmctl.cli import Session
     from hegmctl.connection import Connection
     from hegmctl.tables import Style
+    from hegmd.protocol.snapshots import AgentInfo
 
 WITHIN_S = 30.0
 # An agent looks for its daemon when it begins; a busy training has the interpreter meanwhile.
@@ -44,12 +46,14 @@ _OVER = "start it with the agent next time: hegmctl run -- COMMAND"
 class Target:
     """What /proc shows of a process that is to be attached. Raises HegmError where there is none."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
+    def __init__(self, pid: int, proc_root: str = "/proc") -> None:
+        self.pid, self._proc_root = pid, proc_root
         try:
-            with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            with open(f"{proc_root}/{pid}/stat", encoding="ascii", errors="replace") as file:
+                self.start_ticks = int(file.read().rpartition(")")[2].split()[19])
+            with open(f"{proc_root}/{pid}/status", encoding="ascii", errors="replace") as file:
                 fields = dict(line.split(":", 1) for line in file if ":" in line)
-        except OSError as error:
+        except (OSError, IndexError) as error:
             raise gone(pid) from error
         self.state = fields["State"].split()[0]
         self.tracer = int(fields["TracerPid"])
@@ -59,7 +63,7 @@ class Target:
     def environ(self) -> dict[str, str]:
         """What it was started with; empty where that cannot be read."""
         try:
-            with open(f"/proc/{self.pid}/environ", "rb") as file:
+            with open(f"{self._proc_root}/{self.pid}/environ", "rb") as file:
                 entries = os.fsdecode(file.read()).split("\0")
         except OSError:
             return {}
@@ -82,6 +86,16 @@ class Target:
             message = f"process {self.pid} sees other files than hegmctl, as in a container"
             raise Refused(message, "run hegmctl attach inside its container")
 
+    def judge_again(self) -> None:
+        """Judge what has the pid now, and raise HegmError unless it is still this process of this user."""
+        now = Target(self.pid, self._proc_root)
+        if now.start_ticks != self.start_ticks:
+            raise gone(self.pid)
+        if (now.uids, now.gid) != (self.uids, self.gid):
+            message = f"process {self.pid} changed its user or group while hegmctl attached to it"
+            raise Refused(message, f"see what it runs: hegmctl ps {self.pid}")
+        now.judge()
+
 
 def attach(session: Session) -> int:
     """Attach to each process that was named, or to the ranks of each launcher that was."""
@@ -89,18 +103,20 @@ def attach(session: Session) -> int:
     within_s = session.arguments.seconds("timeout") or WITHIN_S
     socket_path = os.path.abspath(find_endpoint(session.arguments.text("socket")).path)
     with session.connect() as connection:
-        targets = [target for pid in dict.fromkeys(named) for target in _ranks_of(Target(pid)) or [Target(pid)]]
-        agents = {process.pid: process.agent for process in connection.processes().processes}
-        for target in targets:
+        agents = {process.pid: process.agent for process in connection.processes().processes if process.agent}
+        environ = {"HEGM_SOCKET": socket_path, "HEGM_RUN": os.urandom(8).hex()}
+        asked = [(target, more) for pid in dict.fromkeys(named) for target, more in chosen(Target(pid), agents)]
+        for target, _ in asked:
             target.judge()
-            _require_no_agent(target.pid, agents.get(target.pid) is not None)
+            _require_no_agent(target.pid, target.pid in agents)
             with _opened(target):
                 pass
-        environ = {"HEGM_SOCKET": socket_path, "HEGM_RUN": os.urandom(8).hex()}
-        if (name := session.arguments.text("name")) is not None:
-            environ["HEGM_JOB"] = name
-        attached = [_attach_one(target, environ, within_s, connection) for target in targets]
-    session.sink.answer(AttachAnswer(processes=tuple(attached), socket=socket_path), _text)
+        name = session.arguments.text("name")
+        named_so = {} if name is None else {"HEGM_JOB": name}
+        attached = [
+            _attach_one(target, {**environ, **more, **named_so}, within_s, connection) for target, more in asked
+        ]
+    session.sink.answer(AttachAnswer(processes=tuple(attached), socket=socket_path), text_of)
     return 0 if all(one.job is not None for one in attached) else ATTENTION.exit_status
 
 
@@ -116,6 +132,8 @@ def _opened(target: Target) -> RemotePython:
     named = python_named_by(pid)
     if named is not None and not any("torch" in name for name in mapped_names(pid)):
         raise _no_torch(pid)
+    if named is not None and _is_older(named):
+        raise _too_old(pid, named)
     try:
         python = RemotePython(pid)
     except NoPython:
@@ -136,6 +154,12 @@ def _opened(target: Target) -> RemotePython:
         python.close()
         raise
     return python
+
+
+def _is_older(named: str) -> bool:
+    """Whether that name of a file, such as 3.11, is surely of a version that cannot be attached."""
+    parts = [int(part) for part in named.split(".") if part]
+    return len(parts) > 1 and tuple(parts) < FIRST_VERSION
 
 
 def _too_old(pid: int, version: str) -> Refused:
@@ -170,6 +194,20 @@ def _ranks_of(target: Target) -> list[Target]:
     return found
 
 
+def chosen(target: Target, agents: Mapping[int, AgentInfo]) -> list[tuple[Target, dict[str, str]]]:
+    """What is attached to for that pid, each with the variables of the run that it joins.
+
+    Ranks of a launcher that have an agent already are left out, unless all have one: the others join their run.
+    """
+    ranks = _ranks_of(target)
+    missing = [rank for rank in ranks if rank.pid not in agents]
+    joined = next((agents[rank.pid] for rank in ranks if rank.pid in agents), None)
+    if not missing or joined is None:
+        return [(one, {}) for one in ranks or [target]]
+    found = {"HEGM_RUN": joined.run, "HEGM_JOB": joined.job}
+    return [(rank, {key: value for key, value in found.items() if value is not None}) for rank in missing]
+
+
 def _children(pid: int) -> list[int]:
     found: list[int] = []
     with suppress(OSError):
@@ -186,13 +224,14 @@ def _attach_one(target: Target, environ: Mapping[str, str], within_s: float, con
     until = monotonic() + within_s
     pidfd = _pidfd(target.pid)
     try:
-        with _opened(target) as python, _Folder(target) as folder:
-            folder.write(_SCRIPT, _script(folder.path, until, environ))
-            folder.write(_ASKED, "")
-            python.request(f"{folder.path}/{_SCRIPT}")
-            said = _await_answer(target.pid, pidfd, python, folder, until, within_s)
+        with _opened(target) as python:
+            target.judge_again()  # its pid may have gone to another process before it was opened
+            with Folder(target) as folder:
+                folder.write(_SCRIPT, _script(folder.path, until, environ))
+                folder.write(_ASKED, "")
+                said = _answered(target.pid, ask(target.pid, pidfd, python, folder, until, within_s))
             version = ".".join(map(str, python.version))
-        job = _await_job(target.pid, pidfd, connection)
+        job = await_job(target.pid, pidfd, connection)
     finally:
         os.close(pidfd)
     return AttachedProcess(
@@ -212,26 +251,37 @@ def _script(folder: str, until: float, environ: Mapping[str, str]) -> str:
     return f"{text}\n\narrive({folder!r}, {root!r}, {until!r}, {dict(environ)!r}, {msgpack_folder()!r})\n"
 
 
-def _await_answer(
-    pid: int, pidfd: int, python: RemotePython, folder: _Folder, until: float, within_s: float
-) -> dict[str, list[str]]:
-    """What the agent says of its arrival. Raises HegmError, and then nothing is left to be run."""
+def ask(pid: int, pidfd: int, python: RemotePython, folder: Folder, until: float, within_s: float) -> str:
+    """Have it run the script; what the agent says of its arrival. Raises HegmError.
+
+    However this ends, nothing is left to be run from a folder that is removed: another user could make it again.
+    """
+    try:
+        python.request(f"{folder.path}/{_SCRIPT}")
+        return _await_answer(pid, pidfd, folder, until, within_s)
+    except BaseException:
+        folder.is_left = True
+        with suppress(HegmError):
+            is_over = _has_ended(pidfd) or folder.read(_ANSWER) is not None
+            folder.is_left = not (is_over or (folder.withdraw() and python.withdraw()))
+        raise
+
+
+def _await_answer(pid: int, pidfd: int, folder: Folder, until: float, within_s: float) -> str:
     while (text := folder.read(_ANSWER)) is None:
         if _has_ended(pidfd):
             raise HegmError(EXTERNAL, f"process {pid} ended while hegmctl attached to it", _OVER)
         if monotonic() > until:
             if folder.withdraw():
-                folder.is_left = not python.withdraw()
                 message = f"the main thread of process {pid} ran no Python code for {within_s:g} s"
                 hint = (
                     f"retry between two steps, with a longer --timeout; nothing was changed; {_SLOWER.format(pid=pid)}"
                 )
                 raise HegmError(TIMEOUT, message, hint)
             if monotonic() > until + within_s:
-                folder.is_left = True
                 message = f"the agent did not arrive in process {pid} within {2 * within_s:g} s"
                 raise HegmError(TIMEOUT, message, f"see later whether it has: hegmctl ps {pid}")
-    return _answered(pid, text)
+    return text
 
 
 def _answered(pid: int, text: str) -> dict[str, list[str]]:
@@ -247,18 +297,22 @@ def _answered(pid: int, text: str) -> dict[str, list[str]]:
     if "importing" in refused:
         raise Refused(f"process {pid} is importing PyTorch", "retry when it trains")
     if "framework_version" not in said:
-        why = " ".join(said.get("failed", ["it gave no reason"]))
+        why = printable(" ".join(said.get("failed", ["it gave no reason"])))
         hint = "check that its user can read hegmd's files: hegmctl doctor"
         raise HegmError(EXTERNAL, f"the agent did not start in process {pid}: {why}", hint)
     return said
 
 
-def _await_job(pid: int, pidfd: int, connection: Connection) -> str | None:
+def await_job(pid: int, pidfd: int, connection: Connection) -> str | None:
     """The name of its job, once the daemon has heard of the agent; None if that takes too long."""
     until = monotonic() + SEEN_WITHIN_S
     while monotonic() < until and not _has_ended(pidfd):
         if any(process.pid == pid and process.agent for process in connection.processes().processes):
-            return connection.call(InspectJob(job=pid), JobReply).job.name
+            try:
+                return connection.call(InspectJob(job=pid), JobReply).job.name
+            except HegmError as error:
+                if error.code is not NOT_FOUND:  # the daemon has seen the agent, and has no job for it yet
+                    raise
     return None
 
 
@@ -276,12 +330,13 @@ def _has_ended(pidfd: int) -> bool:
     return bool(poll.poll(_POLL_INTERVAL_S * 1000))
 
 
-class _Folder:
+class Folder:
     """A folder of the target's user, with what is given to the target and what it answers. Removed with the context."""
 
     def __init__(self, target: Target) -> None:
         self._owner = (target.uids[1], target.gid)
         self.is_left = False  # the target may still run the script: it removes the folder itself
+        self._is_withdrawn = False
         self.path = os.path.join(gettempdir(), f"hegm-attach-{os.urandom(8).hex()}")
         try:
             os.mkdir(self.path, 0o700)
@@ -321,11 +376,10 @@ class _Folder:
 
     def withdraw(self) -> bool:
         """Take the right to come in back; whether the target had not taken it."""
-        try:
+        with suppress(OSError):
             os.unlink(_ASKED, dir_fd=self._fd)
-        except OSError:
-            return False
-        return True
+            self._is_withdrawn = True
+        return self._is_withdrawn
 
 
 def _is_same(path: str, other: str) -> bool:
@@ -352,13 +406,13 @@ def _name(pid: int) -> str:
         return "unknown"
 
 
-def _text(answer: AttachAnswer, _style: Style) -> list[str]:
+def text_of(answer: AttachAnswer, _style: Style) -> list[str]:
     lines: list[str] = []
     for one in answer.processes:
-        what = f"Python {one.python_version}, PyTorch {one.framework_version}"
+        what = f"Python {one.python_version}, PyTorch {printable(one.framework_version)}"
         lines.append(f"attached to process {one.pid} ({what})")
         if one.job is None:
             lines.append(f"  its agent has not reached the daemon: see that its user may use {answer.socket}")
-        lines += [f"  not known: {phrase}" for phrase in one.unknown]
+        lines += [f"  not known: {printable(phrase)}" for phrase in one.unknown]
     job = answer.processes[0].job
     return lines if job is None else [*lines, f"it can be moved, but not restarted: hegmctl migrate {job} --to GPU"]

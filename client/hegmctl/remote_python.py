@@ -48,6 +48,7 @@ class RemotePython:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
+        self._is_asked = False
         self._memory = _open_memory(pid)
         try:
             self._runtime = self._find_runtime()
@@ -87,13 +88,16 @@ class RemotePython:
         if len(encoded) > path_bytes:
             raise Refused(f"the path {path} is longer than {path_bytes - 1} bytes", "set TMPDIR to a shorter path")
         self._write(thread + requests + path_offset, encoded)
+        self._is_asked = True
         self._write(thread + requests + pending_offset, _FLAG.pack(1))
         breaker_at = thread + breaker_offset
         breaker = self._pointer(breaker_at)
         self._write(breaker_at, _POINTER.pack(breaker | _PLEASE_STOP))
 
     def withdraw(self) -> bool:
-        """Take the request back; whether the thread had not taken it yet."""
+        """Take the request back, if there is one; whether the thread had not taken it yet."""
+        if not self._is_asked:
+            return True
         _, thread = self._interpreter()
         _, requests, _, pending_offset, _, _ = self._support()
         pending_at = thread + requests + pending_offset
@@ -119,7 +123,10 @@ class RemotePython:
         for start, end in _writable_parts(self._pid):
             for at in range(start, min(end, start + left_bytes), _PIECE_BYTES):
                 size_bytes = min(_PIECE_BYTES, end - at)
-                found = os.pread(self._memory, size_bytes, at).find(_COOKIE)
+                try:
+                    found = os.pread(self._memory, size_bytes, at).find(_COOKIE)
+                except OSError:  # a page that its file no longer has, or that a device gives nobody
+                    continue
                 # The name of the section is aligned, and another string with these letters need not be.
                 if found >= 0 and found % 8 == 0:
                     return at + found
@@ -175,11 +182,11 @@ def mapped_names(pid: int) -> Iterator[str]:
 
 
 def _writable_parts(pid: int) -> Iterator[tuple[int, int]]:
-    """The writable parts of the mapped files, those of Python first."""
+    """The writable parts of the mapped files, those of Python first. A device's memory is never read."""
     parts: list[tuple[bool, int, int]] = []
     for line in _maps(pid):
         span, access, *rest = line.split(None, 5)
-        if access.startswith("rw") and len(rest) == 4 and rest[3].startswith("/"):
+        if access.startswith("rw") and len(rest) == 4 and rest[3].startswith("/") and not rest[3].startswith("/dev/"):
             start, _, end = span.partition("-")
             parts.append(("python" not in rest[3].rpartition("/")[2], int(start, 16), int(end, 16)))
     for _, first, last in sorted(parts):
