@@ -2,19 +2,17 @@
 
 Every reason against it is looked for first, in /proc and in the target's runtime; until then nothing of the target is
 touched. Then its Python is asked to run `hegmd/agent/arrival.py`. The wait for that has a limit, and what was asked is
-withdrawn when the limit is over. The files are handled through a descriptor of their folder: it may belong to another
-user, when root attaches.
-"""
+withdrawn when the limit is over."""
 
 from __future__ import annotations
 
 import os
 import select
 from contextlib import suppress
-from tempfile import gettempdir
 from time import monotonic
 
 from hegmctl.answers import AttachAnswer, AttachedProcess
+from hegmctl.attach_folder import ANSWER, ASKED, SCRIPT, Folder
 from hegmctl.endpoint import find_endpoint
 from hegmctl.remote_python import FIRST_VERSION, NoPython, RemotePython, gone, mapped_names, python_named_by
 from hegmctl.running import inject_folder, msgpack_folder
@@ -26,8 +24,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from typing_extensions import Self
-
     from hegmctl.cli import Session
     from hegmctl.connection import Connection
     from hegmctl.tables import Style
@@ -37,8 +33,6 @@ WITHIN_S = 30.0
 # An agent looks for its daemon when it begins; a busy training has the interpreter meanwhile.
 SEEN_WITHIN_S = 10.0
 _POLL_INTERVAL_S = 0.02
-_ASKED, _TAKEN, _SCRIPT, _ANSWER = "asked", "taken", "script.py", "answer"
-_MAX_ANSWER_BYTES = 65_536
 _SLOWER = "the driver alone moves it, more slowly: hegmctl migrate {pid} --to GPU"
 _OVER = "start it with the agent next time: hegmctl run -- COMMAND"
 
@@ -186,7 +180,7 @@ def _ranks_of(target: Target) -> list[Target]:
     if "RANK" in target.environ():
         return []
     found: list[Target] = []
-    for pid in _children(target.pid):
+    for pid in children_of(target.pid):
         with suppress(HegmError):
             child = Target(pid)
             if "RANK" in child.environ():
@@ -208,7 +202,8 @@ def chosen(target: Target, agents: Mapping[int, AgentInfo]) -> list[tuple[Target
     return [(rank, {key: value for key, value in found.items() if value is not None}) for rank in missing]
 
 
-def _children(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
+    """What the threads of that process have started and not waited for."""
     found: list[int] = []
     with suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -226,9 +221,9 @@ def _attach_one(target: Target, environ: Mapping[str, str], within_s: float, con
     try:
         with _opened(target) as python:
             target.judge_again()  # its pid may have gone to another process before it was opened
-            with Folder(target) as folder:
-                folder.write(_SCRIPT, _script(folder.path, until, environ))
-                folder.write(_ASKED, "")
+            with Folder((target.uids[1], target.gid)) as folder:
+                folder.write(SCRIPT, _script(folder.path, until, environ))
+                folder.write(ASKED, "")
                 said = _answered(target.pid, ask(target.pid, pidfd, python, folder, until, within_s))
             version = ".".join(map(str, python.version))
         job = await_job(target.pid, pidfd, connection)
@@ -257,18 +252,18 @@ def ask(pid: int, pidfd: int, python: RemotePython, folder: Folder, until: float
     However this ends, nothing is left to be run from a folder that is removed: another user could make it again.
     """
     try:
-        python.request(f"{folder.path}/{_SCRIPT}")
+        python.request(f"{folder.path}/{SCRIPT}")
         return _await_answer(pid, pidfd, folder, until, within_s)
     except BaseException:
         folder.is_left = True
         with suppress(HegmError):
-            is_over = _has_ended(pidfd) or folder.read(_ANSWER) is not None
+            is_over = _has_ended(pidfd) or folder.read(ANSWER) is not None
             folder.is_left = not (is_over or (folder.withdraw() and python.withdraw()))
         raise
 
 
 def _await_answer(pid: int, pidfd: int, folder: Folder, until: float, within_s: float) -> str:
-    while (text := folder.read(_ANSWER)) is None:
+    while (text := folder.read(ANSWER)) is None:
         if _has_ended(pidfd):
             raise HegmError(EXTERNAL, f"process {pid} ended while hegmctl attached to it", _OVER)
         if monotonic() > until:
@@ -328,58 +323,6 @@ def _has_ended(pidfd: int) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(_POLL_INTERVAL_S * 1000))
-
-
-class Folder:
-    """A folder of the target's user, with what is given to the target and what it answers. Removed with the context."""
-
-    def __init__(self, target: Target) -> None:
-        self._owner = (target.uids[1], target.gid)
-        self.is_left = False  # the target may still run the script: it removes the folder itself
-        self._is_withdrawn = False
-        self.path = os.path.join(gettempdir(), f"hegm-attach-{os.urandom(8).hex()}")
-        try:
-            os.mkdir(self.path, 0o700)
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            os.fchown(self._fd, *self._owner)
-        except OSError as error:
-            message = f"{self.path} cannot be made: {error.strerror}"
-            raise HegmError(EXTERNAL, message, "set TMPDIR to a folder that both users can reach") from error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        if not self.is_left:
-            for name in (_ASKED, _TAKEN, _SCRIPT, _ANSWER):
-                with suppress(OSError):
-                    os.unlink(name, dir_fd=self._fd)
-            with suppress(OSError):
-                os.rmdir(self.path)
-        os.close(self._fd)
-
-    def write(self, name: str, text: str) -> None:
-        """Make a file that the target's user can read."""
-        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=self._fd)
-        with open(fd, "w", encoding="utf-8") as file:
-            os.fchown(fd, *self._owner)
-            file.write(text)
-
-    def read(self, name: str) -> str | None:
-        """What the target wrote there; None before it has."""
-        try:
-            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._fd)
-        except OSError:
-            return None
-        with open(fd, "rb") as file:
-            return file.read(_MAX_ANSWER_BYTES).decode(errors="replace")
-
-    def withdraw(self) -> bool:
-        """Take the right to come in back; whether the target had not taken it."""
-        with suppress(OSError):
-            os.unlink(_ASKED, dir_fd=self._fd)
-            self._is_withdrawn = True
-        return self._is_withdrawn
 
 
 def _is_same(path: str, other: str) -> bool:

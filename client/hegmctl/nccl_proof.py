@@ -17,19 +17,31 @@ from tempfile import mkdtemp
 from time import monotonic
 
 from hegmctl.answers import NcclAnswer, NcclStep
+from hegmctl.attaching import children_of
 from hegmctl.running import gpus_asked, nccl_settings, place, prepare, visible
-from hegmd.errors import ATTENTION, DENIED, EXTERNAL, NOT_FOUND, REFUSED, HegmError, Refused
-from hegmd.protocol.messages import BeginProof, EndProof, Proof
+from hegmd.errors import (
+    ATTENTION,
+    BUSY,
+    DENIED,
+    DISCONNECTED,
+    EXTERNAL,
+    NOT_FOUND,
+    REFUSED,
+    UNAVAILABLE,
+    HegmError,
+    Refused,
+)
+from hegmd.protocol.messages import BeginProof, EndProof, OperationReply, Proof
 from hegmd.protocol.proofs import FAILED, PROVEN
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     from hegmctl.cli import Session
     from hegmctl.connection import Connection
     from hegmctl.tables import Style
-    from hegmd.protocol.operations import Operation
+    from hegmd.protocol.operations import Operation, OperationProgress
     from hegmd.protocol.snapshots import Gpu
 
 RANKS = 2
@@ -39,6 +51,8 @@ MORE_STEPS = 20
 _POLL_INTERVAL_MS = 50
 _HELPER = "hegmd.gpu_helper.child"
 _TAIL_BYTES = 1500
+# These say nothing of the job, even when its operation has begun.
+_NO_VERDICT = (BUSY, DENIED, DISCONNECTED, REFUSED, UNAVAILABLE)
 
 
 class MoveFailed(Exception):
@@ -59,6 +73,7 @@ class Ranks:
             (os.POSIX_SPAWN_DUP2, 1, 2),
         ]
         self.pids: list[int] = []
+        self._below: dict[int, int] = {}  # descriptors of what the launcher has started, by pid
         self.pid = os.posix_spawn(python, words, environ, file_actions=actions, setsid=True)
         self._pidfd = os.pidfd_open(self.pid)
 
@@ -70,6 +85,7 @@ class Ranks:
         """Until all ranks have made so many steps. Raises MoveFailed."""
         until = monotonic() + within_s
         while min(map(len, self.losses())) < count:
+            self._hold_descendants()
             if self._has_ended():
                 raise MoveFailed(f"the job ended at step {min(map(len, self.losses()))}: {self.last_words()}")
             if monotonic() > until:
@@ -109,13 +125,28 @@ class Ranks:
         poll.register(self._pidfd, select.POLLIN)
         return bool(poll.poll(_POLL_INTERVAL_MS))
 
+    def _hold_descendants(self) -> None:
+        """Open what the launcher has started, so that `close` ends those very processes."""
+        parents = [self.pid]
+        for parent in parents:
+            for pid in children_of(parent):
+                parents.append(pid)
+                if pid not in self._below:
+                    with suppress(ProcessLookupError):
+                        pidfd = os.pidfd_open(pid)
+                        self._below[pid] = pidfd
+                        if pid not in children_of(parent):  # it has ended, and its pid may be another's
+                            os.close(self._below.pop(pid))
+
     def close(self) -> None:
         """Kill what is left of it. torchrun gives each rank a session of its own."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        for pid in self.pids:
+        os.killpg(self.pid, signal.SIGSTOP)  # it starts nothing meanwhile; its pid is kept until it is waited for
+        self._hold_descendants()
+        os.killpg(self.pid, signal.SIGKILL)
+        for pidfd in self._below.values():
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
         os.waitpid(self.pid, 0)
         os.close(self._pidfd)
 
@@ -224,15 +255,15 @@ class _Trial:
     def _operate(self, what: str, job: Ranks, pid: int, *, to: str | None = None, is_resume: bool = False) -> None:
         began = monotonic()
         is_suspend = to is None and not is_resume
-        try:
+
+        def ask(on_progress: Callable[[OperationProgress], object]) -> OperationReply:
             if is_suspend:
-                operation = self._connection.suspend([pid]).operation
-            elif is_resume:
-                operation = self._connection.resume(pid, to).operation
-            else:
-                operation = self._connection.migrate([pid], to).operation
-        except HegmError as error:
-            raise MoveFailed(f"{what}: {error.message}") from error
+                return self._connection.suspend([pid], on_progress=on_progress)
+            if is_resume:
+                return self._connection.resume(pid, to, on_progress=on_progress)
+            return self._connection.migrate([pid], to, on_progress=on_progress)
+
+        operation = operation_of(what, ask)
         ended = self._judge(what, operation, "suspended" if is_suspend else "done")
         if not is_suspend:
             job.wait_for_steps(min(map(len, job.losses())) + MORE_STEPS, STEPS_WITHIN_S)
@@ -259,6 +290,17 @@ class _Trial:
             alone.close()
         compare(moved, expected, count)
         self.losses = count * RANKS
+
+
+def operation_of(what: str, ask: Callable[[Callable[[OperationProgress], object]], OperationReply]) -> Operation | None:
+    """The operation that was asked for. Raises MoveFailed if it failed, and HegmError if it never was tried."""
+    begun: list[OperationProgress] = []
+    try:
+        return ask(begun.append).operation
+    except HegmError as error:
+        if not begun or error.code in _NO_VERDICT:
+            raise
+        raise MoveFailed(f"{what}: {error.message}") from error
 
 
 def compare(moved: Sequence[Sequence[str]], expected: Sequence[Sequence[str]], count: int) -> None:

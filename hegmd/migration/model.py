@@ -196,6 +196,7 @@ class NodeSnapshotForPlan(Record):
     available_bytes: int | None = field("memory of the node that can still be taken", default=None)
     outlived: bool = field("whether a store keeps the bytes when hegmd ends", default=True)
     proofs: tuple[Proof, ...] = field("the tried combinations of driver, NCCL, PyTorch, chip and links", default=())
+    proving: tuple[int, ...] = field("ranks whose jobs try their combination: no verdict is against them", default=())
 
 
 class PlanRequest(Record):

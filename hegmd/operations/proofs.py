@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from pathlib import Path
 
 from hegmd.errors import NOT_FOUND, UNAVAILABLE, HegmError
 from hegmd.migration.plan.communicator_rules import combination_of
+from hegmd.node.processes.procfs import start_ticks_of
 from hegmd.operations.survey import May, PlanSurvey
-from hegmd.protocol.proofs import UNPROVEN, Proof
+from hegmd.protocol.proofs import UNPROVEN, Combination, Proof
 from hegmd.protocol.record import BadValue
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,8 @@ class Proofs:
     def __init__(self, folder: Path) -> None:
         self._path = folder / _NAME
         self._proofs: tuple[Proof, ...] | None = None
+        # By the pid of a rank: when it started, and what its job tries.
+        self._proving: dict[int, tuple[int | None, Combination]] = {}
 
     def all(self) -> tuple[Proof, ...]:
         """Every verdict that is kept."""
@@ -42,7 +46,18 @@ class Proofs:
         kept = [*others, *([] if proof.verdict == UNPROVEN else [proof.replace(proved_utc=time.time())])]
         if len(kept) != len(others) or len(others) != len(self.all()):
             self._write(tuple(kept[-_MAX_PROOFS:]))
+        self._proving = {pid: tried for pid, tried in self._proving.items() if tried[1] != proof.combination}
         return kept[-1] if kept and kept[-1].combination == proof.combination else proof
+
+    def let_prove(self, pid: int, combination: Combination) -> None:
+        """Do not hold a failed verdict against that rank's job, until there is a new verdict or the rank has ended."""
+        self._proving[pid] = start_ticks_of(pid), combination
+
+    def proving(self) -> tuple[int, ...]:
+        """The ranks whose jobs try their combination now."""
+        lives = {pid: start is not None and start_ticks_of(pid) == start for pid, (start, _) in self._proving.items()}
+        self._proving = {pid: tried for pid, tried in self._proving.items() if lives[pid]}
+        return tuple(self._proving)
 
     def _read(self) -> tuple[Proof, ...]:
         try:
@@ -57,8 +72,16 @@ class Proofs:
     def _write(self, proofs: tuple[Proof, ...]) -> None:
         fresh = self._path.with_suffix(".new")
         try:
-            fresh.write_text(json.dumps([proof.to_plain() for proof in proofs], indent=1) + "\n")
+            with open(fresh, "w", encoding="utf-8") as file:
+                file.write(json.dumps([proof.to_plain() for proof in proofs], indent=1) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
             fresh.replace(self._path)
+            folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
         except OSError as error:
             message = f"{self._path} cannot be written: {error.strerror or error}"
             raise HegmError(UNAVAILABLE, message, f"free space on the disk of {self._path.parent}") from error
@@ -73,14 +96,18 @@ class Proving:
         self._proofs = proofs
 
     async def begin(self, pid: int, may: May) -> Proof:
-        """The combination of that rank's job, with no verdict on it. Raises NOT_FOUND for no rank of a job."""
+        """The combination of that rank's job, which may be moved now. Raises NOT_FOUND for no rank of a job.
+
+        An earlier verdict stays on the disk until there is a new one: an interrupted trial allows no real job.
+        """
         snapshot = await self._survey.snapshot([pid], may=may)
         named = next((candidate for candidate in snapshot.candidates if candidate.pid == pid), None)
         members = [] if named is None else [one for one in snapshot.candidates if one.job == named.job]
         combination = combination_of(snapshot, members)
         if combination is None:
             raise HegmError(NOT_FOUND, f"process {pid} is no rank with communicators on a GPU", "run: hegmctl ps")
-        return self._proofs.keep(Proof(combination=combination, verdict=UNPROVEN))
+        self._proofs.let_prove(pid, combination)
+        return Proof(combination=combination, verdict=UNPROVEN)
 
     def end(self, proof: Proof) -> Proof:
         """Keep the verdict. Raises HegmError if the disk fails."""

@@ -166,6 +166,7 @@ class Moving:
             supervisors=self.supervisors,
             criu=self._images_by.criu,
             proofs=proofs.all,
+            proving=proofs.proving,
             own_pids=lambda: (self.helper.pid,),
         )
         self.proving = Proving(lookout, proofs)

@@ -75,6 +75,7 @@ class PlanSurvey:
     `pool` returns its free memory, `count` surveys one worker within a limit, `running` returns the operations with
     their reservations, `standing` the parked workers that belong to none, and `outlives` whether memory of jobs
     outlives the daemon. `criu` is the configured program, if any. `proofs` are the tried combinations with NCCL.
+    `proving` are ranks whose job tries its combination.
     `own_pids` are hegmd's own processes on GPUs, which no plan moves.
     """
 
@@ -92,6 +93,7 @@ class PlanSurvey:
         supervisors: Supervisors,
         criu: Path | None = None,
         proofs: Callable[[], tuple[Proof, ...]] = tuple,
+        proving: Callable[[], tuple[int, ...]] = tuple,
         own_pids: Callable[[], Collection[int | None]] = tuple,
     ) -> None:
         self._inventory = inventory
@@ -105,6 +107,7 @@ class PlanSurvey:
         self._supervisors = supervisors
         self._criu = criu
         self._proofs = proofs
+        self._proving = proving
         self._own_pids = own_pids
         self._looks = Looks(OUTSIDE_S, MAX_LOOKS)
 
@@ -164,6 +167,7 @@ class PlanSurvey:
             running=running,
             rates=self._rates(),
             proofs=self._proofs(),
+            proving=self._proving(),
             outlived=self._outlives(),
             uid=os.geteuid(),
             available_bytes=read_available_bytes(),

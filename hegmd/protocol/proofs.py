@@ -31,7 +31,7 @@ class Proof(Record):
 
 
 class BeginProof(Request, op="nccl.begin-proof", reply=Proof, changes_state=True):
-    """Name the combination of a throwaway job, and forget an earlier verdict on it, so that the job can be moved."""
+    """Name the combination of a throwaway job, and allow moves of that job until there is a verdict, or it ends."""
 
     pid: int = field("a rank of the job")
 

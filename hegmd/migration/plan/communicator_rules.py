@@ -50,7 +50,8 @@ def judge(draft: Draft, members: Sequence[Candidate]) -> None:
     if not ranks:
         return
     proof = proof_of(draft.snapshot, members, [worker.to for worker in draft.workers])
-    if proof is not None and proof.verdict == FAILED:
+    is_proving = any(candidate.pid in draft.snapshot.proving for candidate in members)
+    if proof is not None and proof.verdict == FAILED and not is_proving:
         message = f"process {ranks[0].pid} has {described(proof.combination)}: with these a throwaway job failed"
         hint = f"{_PROVE} to try them once more; or {_RESTART}"
         draft.against(REFUSED, f"{message} ({proof.detail})", hint, pid=ranks[0].pid)

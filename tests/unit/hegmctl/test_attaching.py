@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from hegmctl.answers import AttachAnswer, AttachedProcess
-from hegmctl.attaching import Folder, Target, ask, await_job, chosen, text_of
+from hegmctl.attach_folder import Folder
+from hegmctl.attaching import Target, ask, await_job, chosen, text_of
 from hegmctl.remote_python import NoPython, RemotePython
 from hegmctl.tables import PLAIN
 from hegmd.errors import NOT_FOUND, HegmError
@@ -72,7 +73,7 @@ class Python:
 
 @pytest.fixture
 def folder() -> Iterator[Folder]:
-    made = Folder(Target(os.getpid()))
+    made = Folder((os.geteuid(), os.getegid()))
     yield made
     rmtree(made.path, ignore_errors=True)
 

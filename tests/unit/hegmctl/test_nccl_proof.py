@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hegmctl.nccl_proof import MoveFailed, Ranks, compare
+from hegmctl.nccl_proof import MoveFailed, Ranks, compare, operation_of
+from hegmd.errors import BUSY, DISCONNECTED, EXTERNAL, REFUSED, TIMEOUT, Code, HegmError
 from tests.patience import HANG_S
 
 # Stands for a Python with torchrun: two ranks that print as many losses as are asked for. Its last two words say that.
@@ -56,6 +60,53 @@ def test_a_job_that_makes_no_step_is_not_waited_for_without_end(tmp_path: Path) 
         pid = job.pid
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+# Stands for a torchrun whose rank hangs while NCCL connects, in a session of its own.
+HANGS = """#!/bin/sh
+shift 6
+setsid sleep 1000 &
+echo $! >"$2.pid"
+wait
+"""
+
+
+def test_a_rank_that_hangs_before_its_first_step_is_ended_too(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "job.pid")
+    with ranks(tmp_path, HANGS):
+        pidfd = os.pidfd_open(int((tmp_path / "job.pid").read_text()))
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    try:
+        assert poll.poll(HANG_S * 1000)
+    finally:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        os.close(pidfd)
+
+
+@pytest.mark.parametrize(
+    ("code", "has_begun", "is_verdict"),
+    [
+        (REFUSED, False, False),
+        (BUSY, False, False),
+        (TIMEOUT, False, False),
+        (EXTERNAL, False, False),
+        (DISCONNECTED, True, False),
+        (TIMEOUT, True, True),
+        (EXTERNAL, True, True),
+    ],
+)
+def test_only_an_operation_that_failed_is_a_verdict(code: Code, has_begun: bool, is_verdict: bool) -> None:
+    """A verdict is kept for the whole node: a busy daemon must not refuse all jobs of that combination."""
+
+    def ask(on_progress: Any) -> Any:
+        if has_begun:
+            on_progress("parking")
+        raise HegmError(code, "it did not work", "retry")
+
+    with pytest.raises(MoveFailed if is_verdict else HegmError, match="it did not work"):
+        operation_of("suspend", ask)
 
 
 def test_one_other_loss_is_a_failure_and_named(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -28,8 +30,21 @@ def test_a_verdict_outlives_the_daemon_and_takes_the_place_of_the_one_before(tmp
     assert [(one.combination.driver, one.verdict) for one in again] == [("590.1", PROVEN), ("580.1", PROVEN)]
 
 
-def test_a_verdict_is_forgotten_when_the_combination_is_tried_once_more(tmp_path: Path) -> None:
-    """A failed one would refuse the moves of the throwaway job, and so could never be found out again."""
+def test_a_failed_verdict_stays_while_a_job_tries_the_combination_once_more(tmp_path: Path) -> None:
+    """An interrupted trial would allow all jobs what has failed. Only the trial's own job is moved meanwhile."""
+    proofs = Proofs(tmp_path)
+    proofs.keep(proof(FAILED))
+    proofs.let_prove(os.getpid(), TRIED)
+    assert [one.verdict for one in Proofs(tmp_path).all()] == [FAILED]
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as rank:
+        proofs.let_prove(rank.pid, TRIED)
+        assert proofs.proving() == (os.getpid(), rank.pid)
+    assert proofs.proving() == (os.getpid(),), "the rank has ended"
+    proofs.keep(proof(FAILED))
+    assert proofs.proving() == ()
+
+
+def test_a_verdict_of_unproven_forgets_the_one_before(tmp_path: Path) -> None:
     proofs = Proofs(tmp_path)
     proofs.keep(proof(FAILED))
     assert proofs.keep(proof(UNPROVEN)).verdict == UNPROVEN

@@ -215,6 +215,11 @@ def test_a_combination_with_which_the_throwaway_job_failed_is_refused_by_name() 
     assert "hegmctl doctor --nccl" in reason.hint
 
 
+def test_the_job_that_tries_a_failed_combination_once_more_is_not_refused() -> None:
+    job = linked(proofs=tried("failed"))
+    the_plan(planned(job.replace(proving=(job.candidates[0].pid,)), SUSPENSION))
+
+
 def test_ranks_without_nccl_are_not_told_to_prove_anything() -> None:
     told = [groups(backends=("gloo",), library=None, mechanism="replace")] * 2
     assert "proven" not in " ".join(the_plan(planned(a_job(*told), SUSPENSION)).hazards)
