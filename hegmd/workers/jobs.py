@@ -291,13 +291,13 @@ class Jobs(BackgroundTasks):
     def _come_back(self, job: JobRecord, pid: int, ticks: int) -> None:
         """A process of it is there: it has not ended, and one without a first process has that one.
 
-        An exit status that is known is the job's: no other process replaces it.
+        An exit status that is known is the job's and is kept, unless an operation ended the process.
         """
         self._awaited.discard(job.number)
         if not job.lives:
             job = self._back(job)
             self._put(job)
-        if job.is_gone and job.status is None:
+        if job.is_gone and (job.status is None or self._operations.end_of(job) is not None):
             self._take_first(job, pid, ticks)
 
     async def _enter_worker(self, worker: AgentConnection) -> None:

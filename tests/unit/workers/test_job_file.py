@@ -15,6 +15,8 @@ from hegmd.workers.jobs import Jobs
 from hegmd.workers.supervisors import Supervisors
 from hegmd.workers.workers import Workers
 from tests.patience import HANG_S
+from tests.unit.model_agent import ModelAgent
+from tests.unit.moving_node import start_ticks
 
 UID = os.geteuid()
 
@@ -34,12 +36,15 @@ def record(number: int, pid: int | None = None, boot: str = "") -> JobRecord:
     )
 
 
-class NoOperations:
+class Operations:
+    def __init__(self, end: str | None = None) -> None:
+        self._end = end
+
     def holds(self, job: JobRecord) -> bool:
         return False
 
     def end_of(self, job: JobRecord) -> str | None:
-        return None
+        return self._end
 
 
 async def test_a_daemon_without_descriptors_goes_on_and_takes_no_job_for_ended(tmp_path: Path) -> None:
@@ -50,7 +55,7 @@ async def test_a_daemon_without_descriptors_goes_on_and_takes_no_job_for_ended(t
 
     boot = (await anyio.Path("/proc/sys/kernel/random/boot_id").read_text()).strip()
     JobFile(tmp_path).save(3, [record(1, os.getpid(), boot), record(2, 1 << 22, boot)])
-    jobs = Jobs(Workers(scarce), Supervisors(scarce), scarce, NoOperations())
+    jobs = Jobs(Workers(scarce), Supervisors(scarce), scarce, Operations())
     jobs.open(tmp_path)
     async with anyio.create_task_group() as tasks:
         await tasks.start(jobs.run)
@@ -88,3 +93,26 @@ async def test_what_a_full_disk_did_not_take_is_written_once_it_does(tmp_path: P
                 await anyio.lowlevel.checkpoint()
         tasks.cancel_scope.cancel()
     assert JobFile(tmp_path).load() == (2, [record(1)])
+
+
+@pytest.mark.parametrize(("end", "is_taken"), [(None, False), ("written into the image", True)])
+async def test_the_status_of_a_process_that_an_operation_ended_is_not_the_jobs(
+    tmp_path: Path, end: str | None, is_taken: bool
+) -> None:
+    """A job that was written into an image and comes back at once has the restored process as its first."""
+    JobFile(tmp_path).save(2, [record(1).replace(status=-9)])
+    workers = Workers(start_ticks)
+    jobs = Jobs(workers, Supervisors(start_ticks), start_ticks, Operations(end))
+    jobs.open(tmp_path)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(workers.run)
+        await tasks.start(jobs.run)
+        agent = ModelAgent(workers, os.getpid())
+        agent.about = {"run": "r1"}
+        await agent.attend(tasks)
+        with anyio.fail_after(HANG_S):
+            while not next(iter(jobs)).members:
+                await jobs.news.wait()
+        (job,) = jobs
+        assert (job.pid, job.status) == ((os.getpid(), None) if is_taken else (None, -9))
+        tasks.cancel_scope.cancel()
