@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ while [ ! -e "$2.stop" ]; do sleep 0.01; done
 
 
 @contextmanager
-def ranks(folder: Path, program: str, steps: int = 0) -> Iterator[Ranks]:
+def ranks(folder: Path, program: str, steps: int = 0) -> Generator[Ranks]:
     python = folder / "python"
     python.write_text(program)
     python.chmod(0o755)
@@ -65,8 +65,7 @@ def test_a_job_that_makes_no_step_is_not_waited_for_without_end(tmp_path: Path) 
 # Stands for a torchrun whose rank hangs while NCCL connects, in a session of its own.
 HANGS = """#!/bin/sh
 shift 6
-setsid sleep 1000 &
-echo $! >"$2.pid"
+setsid sh -c 'echo $$ >"$0"; exec sleep 1000' "$2.pid" &
 wait
 """
 
