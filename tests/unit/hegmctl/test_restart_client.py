@@ -432,7 +432,7 @@ def test_a_daemon_that_was_away_hears_what_it_waits_for_when_it_is_back(attended
     attended.expect()
     assert attended.daemon is not None
     attended.daemon.stop()
-    attended.until(lambda: any("on when hegmd is back" in line for line in attended.said))
+    attended.until(lambda: any("continues when hegmd answers again" in line for line in attended.said))
     with attended.listen():
         offer = attended.attend()
         assert (offer.left, offer.operation, offer.started) == (True, "4", False)
