@@ -17,7 +17,7 @@ import anyio
 
 from hegmd.errors import DENIED, NOT_FOUND, HegmError, Refused
 from hegmd.migration.machine.machine import HOLDING
-from hegmd.migration.machine.next_effects import DONE, SUSPENDED, TERMINAL
+from hegmd.migration.machine.next_effects import DONE, SETTLING, SUSPENDED, TERMINAL
 from hegmd.migration.machine.operation import Operation
 from hegmd.migration.run.runner import Runner
 from hegmd.node.gpu_sets import CPU
@@ -341,8 +341,11 @@ def _state(job: JobRecord, op: Operation | None, *, is_waiting: bool, has_traine
     if not job.lives:
         return told.ENDED
     if op is not None and op.phase not in TERMINAL:
+        # A suspended job whose agents have not come back to a daemon that was restarted is suspended all the same.
+        is_off = op.phase == SETTLING.phase and all(one.gpu is None and one.target_gpu is None for one in op.live)
         at_rest = {HOLDING: told.QUIESCED, SUSPENDED: told.SUSPENDED}
-        return at_rest.get(op.phase, told.WAITING if is_waiting else told.MOVING)
+        phase = SUSPENDED if is_off else op.phase
+        return at_rest.get(phase, told.WAITING if is_waiting else told.MOVING)
     if is_waiting:
         return told.WAITING
     return told.TRAINING if has_trained else told.STARTING
