@@ -110,11 +110,16 @@ class JobRequests:
 
     async def pids(self, wanted: Sequence[int | str], may: May) -> tuple[int, ...]:
         """The processes of these jobs that a command acts on. A pid stands for itself. Raises HegmError."""
-        self._jobs.look_again()
         found: dict[int, None] = {}
+        has_looked = False
         for one in dict.fromkeys(wanted):
-            pid = int(one) if isinstance(one, int) or (one.isascii() and one.isdigit() and len(one) < 20) else None
-            found.update(dict.fromkeys((pid,) if pid is not None else await self._processes_of(str(one), may)))
+            if isinstance(one, int) or (one.isascii() and one.isdigit() and len(one) < 20):
+                found[int(one)] = None
+                continue
+            if not has_looked:
+                self._jobs.look_again()
+                has_looked = True
+            found.update(dict.fromkeys(await self._processes_of(one, may)))
         return tuple(found)
 
     async def pid(self, wanted: int | str, may: May) -> int:

@@ -84,8 +84,9 @@ class Play:
         self.wanted += wanted
 
     def end_one(self) -> None:
-        """End the oldest effect well."""
-        effect: Any = self.wanted.pop(0)
+        """End the oldest effect well; a reconnect after the reload beside it, so that each has its phase."""
+        oldest = next((at for at, effect in enumerate(self.wanted) if effect.tag != "reconnect"), 0)
+        effect: Any = self.wanted.pop(oldest)
         if self.op.pending_numbered(effect.number) is None:
             return  # given up since
         self.done.append(effect.tag)
