@@ -130,7 +130,9 @@ class JobSaving:
         self._file: JobFile | None = None
         self._newest: _State = (0, 1, ())
         # The last change, the last one on disk, and the last one whose write has ended, on disk or not.
-        self._version = self._saved = self._tried = 0
+        self._version: int = 0
+        self._saved: int = 0
+        self._tried: int = 0
         # At the end the loop's own thread writes, while another one may still do.
         self._lock = threading.Lock()
         self._written = 0
