@@ -98,7 +98,7 @@ def _vendor_remarks(vendors: Iterable[Vendor], *, absent: bool = False) -> list[
 
 
 def below(remarks: Sequence[str], style: Style) -> list[str]:
-    """What stands under a table."""
+    """The notes below a table."""
     lines: list[str] = []
     for remark in remarks:
         text = printable(remark)

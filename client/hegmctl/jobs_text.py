@@ -57,7 +57,7 @@ _FIELDS: dict[str, Callable[[Job, float], str]] = {
 
 
 def jobs_text(reply: JobsReply, style: Style) -> list[str]:
-    """The table of `hegmctl jobs`. Whose a job is stands there where they are of several users."""
+    """The table of `hegmctl jobs`. It has a column of users if the jobs have several owners."""
     if not reply.jobs:
         return ["No job is running here." if style.remarks else "No job."]
     of_several, ended = len({job.uid for job in reply.jobs}) > 1, any(job.state == ENDED for job in reply.jobs)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from hegmd.node.processes.procfs import start_ticks_of
 from hegmd.operations.survey import May, PlanSurvey
 from hegmd.protocol.proofs import UNPROVEN, Combination, Proof
 from hegmd.protocol.record import BadValue
+from hegmd.system.state_dir import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -70,18 +70,9 @@ class Proofs:
             return ()
 
     def _write(self, proofs: tuple[Proof, ...]) -> None:
-        fresh = self._path.with_suffix(".new")
+        text = json.dumps([proof.to_plain() for proof in proofs], indent=1) + "\n"
         try:
-            with open(fresh, "w", encoding="utf-8") as file:
-                file.write(json.dumps([proof.to_plain() for proof in proofs], indent=1) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.replace(self._path)
-            folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            replace_file(self._path, text.encode())
         except OSError as error:
             message = f"{self._path} cannot be written: {error.strerror or error}"
             raise HegmError(UNAVAILABLE, message, f"free space on the disk of {self._path.parent}") from error

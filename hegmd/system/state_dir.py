@@ -87,12 +87,7 @@ class StateDir:
                 if re.fullmatch(rf"[0-9a-f]{{{2 * _IDENTITY_BYTES}}}", known):
                     return known
             made = secrets.token_hex(_IDENTITY_BYTES)
-            fresh = path.with_suffix(".new")
-            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
-                file.write(f"{made}\n")
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.rename(path)
+            replace_file(path, f"{made}\n".encode())
         except OSError as error:
             raise HegmError(
                 UNAVAILABLE,
@@ -112,3 +107,19 @@ class StateDir:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Have exactly these bytes in the file, also after a power cut. Raises OSError; the file is as it was then."""
+    fresh = path.with_name(f".{path.name}.new")
+    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with open(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.rename(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import re
 import threading
 import zlib
@@ -21,6 +20,7 @@ import anyio
 from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.protocol.record import Record, as_list, as_map, field
 from hegmd.system.condition import Condition
+from hegmd.system.state_dir import replace_file
 from hegmd.system.threads import run_detached
 from hegmd.telemetry.log import limited
 
@@ -104,18 +104,7 @@ class JobFile:
     def save(self, next_number: int, jobs: Sequence[JobRecord]) -> None:
         """Have these on disk. Raises OSError; the file is as it was then."""
         body = json.dumps({"next": next_number, "jobs": [job.to_plain() for job in jobs]}).encode()
-        fresh = self._folder / f".{NAME}.new"
-        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with open(fd, "wb") as file:
-            file.write(b"%s %08x\n" % (MAGIC, zlib.crc32(body)) + body)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.rename(self._folder / NAME)
-        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        replace_file(self._folder / NAME, b"%s %08x\n" % (MAGIC, zlib.crc32(body)) + body)
 
 
 #: Which change it is, the next number, and every job.

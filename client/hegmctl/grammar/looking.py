@@ -90,7 +90,7 @@ LOOKING = (
     Verb(
         "inspect",
         "show all that is known of a job",
-        "Its state, its processes and what they do, what stands against a restart, and of a job that has ended when "
+        "Its state, its processes and what they do, what prevents a restart, and for a job that has ended when "
         "and how.",
         request="job",
         handler="job_commands:inspect",
