@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tools.mutants import AREAS, ROOT, Copies, Mutant, mutants_of, near_tests, sample
-from tools.mutants import tests_of as in_order
+from tools.forked_tests import ForkedTests, changed_functions
+from tools.mutant_tests import AreaTests
+from tools.mutants import AREAS, ROOT, paths_of, sample
+from tools.mutations import Mutant, mutants_of
 
 CODE = '''"""A docstring with 1 number."""
 import logging
@@ -58,45 +62,94 @@ def test_an_area_has_code_and_tests_of_its_own(area: str) -> None:
     assert sample(ROOT, [area], 1, 0)
     for patterns in AREAS[area]:
         assert all(list(ROOT.glob(pattern)) for pattern in patterns), patterns
-    assert in_order(ROOT, area, Path("none"))
 
 
-def test_the_tests_of_a_module_come_first() -> None:
-    assert in_order(ROOT, "server", Path("hegmd/server/auth.py"))[:2] == [
-        "tests/unit/server/test_auth.py",
-        "tests/unit/server",
-    ]
+def test_a_file_belongs_to_one_area() -> None:
+    """Otherwise a mutant meets the tests of one area by chance, and survives those of the other."""
+    paths = [path for area in AREAS for path in paths_of(ROOT, area)]
+    assert len(paths) == len(set(paths))
 
 
-def test_what_imports_a_module_is_near_it() -> None:
-    near = near_tests(ROOT, "server", Path("hegmd/server/scrape.py"))
-    assert "tests/unit/server/test_scrape.py" in near
-    assert 0 < len(near) < len(list((ROOT / "tests/unit/server").glob("test_*.py"))) / 2
+BODY = """class A:
+    size = 3
+    def grown(self, by=1):
+        return sorted((self.size, by), key=lambda one: one + 2)
+"""
+
+
+def test_a_function_is_replaced_and_what_an_import_runs_is_not() -> None:
+    for old, new, expected in (
+        ("+ 2", "- 2", {(3, "grown"), (4, "<lambda>")}),
+        ("(self.size, by)", "(self.size, 1)", {(3, "grown"), (4, "<lambda>")}),
+        ("size = 3", "size = 4", None),
+        ("by=1", "by=2", None),
+        ("grown", "grown", set()),
+    ):
+        found = changed_functions(BODY, BODY.replace(old, new))
+        assert (None if found is None else found.keys()) == expected, old
+
+
+LEAST = """SIGN = 1
+
+
+def least(a, b):
+    return SIGN * (a if a < b else b)
+"""
+TESTS = """import pytest
+from least import least
+
+
+@pytest.mark.parametrize("one", [1, 2])
+def test_first(one):
+    assert least(one, 3) == one
+
+
+def test_second():
+    assert least(4, 3) == 3
+
+
+def test_broken():
+    assert least(1, 2) == 2
+"""
 
 
 @pytest.mark.thorough
 def test_a_change_that_a_test_notices_is_found_and_another_survives(tmp_path: Path) -> None:
-    root, before = tmp_path / "root", "def least(a, b):\n    return a if a < b else b\n"
+    root = tmp_path / "root"
     (root / "client").mkdir(parents=True)
-    (root / "least.py").write_text(before)
-    (root / "test_least.py").write_text("from least import least\ndef test():\n    assert least(1, 2) == 1\n")
+    (root / "least.py").write_text(LEAST)
+    (root / "test_least.py").write_text(TESTS)
     (tmp_path / "copies").mkdir()
-    copies = Copies(root, tmp_path / "copies", limit_s=120)
 
     def change(old: str, new: str) -> Mutant:
-        begin = before.index(old)
-        return Mutant(Path("least.py"), 2, "a change", before, begin, begin + len(old), new)
+        begin = LEAST.index(old)
+        line = LEAST[:begin].count("\n") + 1
+        return Mutant(Path("least.py"), line, "a change", LEAST, begin, begin + len(old), new)
 
-    equal, wrong = change("<", "<="), change("a < b", "not (a < b)")
-    hangs = change("    return", "    while True: pass\n    return")
-    ran = copies.watched(["test_least.py"], [Path("least.py")])
-    assert ran is not None
-    assert ran.of(wrong) == ["test_least.py::test"]
-    assert [copies.passes([["test_least.py"]], change) for change in (None, equal, wrong, None)] == [
-        True,
-        True,
-        False,
-        True,
-    ]
-    assert not Copies(root, tmp_path / "copies", limit_s=3).passes([["test_least.py"]], hangs)
-    assert (root / "least.py").read_text() == before
+    equal = change(" < ", " <= ")
+    in_function = change("a < b", "not (a < b)"), change("(a if a < b else b)", "a"), change("b)", "c)")
+    at_import = (
+        change("SIGN = 1", "SIGN = 2"),
+        change("SIGN = 1", "SIGN = None + 1"),
+        change("(a, b)", "(a, b=1, *, c)"),
+    )
+    with closing(AreaTests(root, ["test_*.py"], [Path("least.py")], tmp_path / "copies", 120)) as tests:
+        assert tests.failing == ["test_least.py::test_broken"]
+        assert len(tests.tests_of(equal, in_function=True)) == 3
+        assert tests.verdict(equal).survived
+        for mutant in (*in_function, *at_import):
+            assert not tests.verdict(mutant).survived, mutant.diff()
+        assert tests.verdict(equal).survived
+        assert tests.verdict(in_function[0]).by.startswith("test_least.py::")
+    assert (root / "least.py").read_text() == LEAST
+
+
+@pytest.mark.thorough
+def test_what_does_not_end_in_time_has_no_status(tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree/test_long.py").write_text("import signal\ndef test(): signal.pause()\n")
+    with closing(ForkedTests(["-q", "-p", "no:cacheprovider"], [], tmp_path / "tree", os.environ, 120)) as forked:
+        assert forked.tests == ["test_long.py::test"]
+        assert forked.run(["test_long.py::test"], 0.0)[0] is None
+    with pytest.raises(ChildProcessError, match="nothing"):
+        ForkedTests(["nothing.py"], [], tmp_path / "tree", os.environ, 120)
