@@ -7,7 +7,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pythons criu demo test check test-wide mutants test-chaos bench bench-chaos bench-gpu test-gpu install uninstall deb man completions docs pictures lint format clean
+.PHONY: help setup pythons criu demo test check test-wide mutants test-chaos bench bench-chaos bench-gpu simulate-sharing test-gpu install uninstall deb man completions docs pictures lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,10 +25,11 @@ demo: ## start a simulated node with a few processes and look at it
 	@tools/setup.sh run
 	@$(PYTHON) contrib/demo/demo.py
 	@$(PYTHON) contrib/demo/moving.py
+	@$(PYTHON) -m contrib.demo.sharing
 
-# More than one of these for a processor were tried, and each test took a third more of it; more than four gain nothing.
+# One more of these than processors: end to end tests wait for a third of their time. More gain nothing.
 # WORKERS= runs one test after the other.
-WORKERS := -n logical --maxprocesses 4 --dist loadgroup
+WORKERS := -n $(shell echo $$(( $$(nproc) < 4 ? $$(nproc) + 1 : 4 ))) --dist loadgroup
 
 # The others have no quick test, and need not be collected for it.
 QUICK := tests/house tests/contract tests/simulation tests/unit
@@ -47,6 +48,7 @@ test: ## all tests but those that need a GPU; end to end ones and a real systemd
 	@{ tools/pythons.sh || echo "make: going on with the Pythons of this machine"; \
 		$(MAKE) --no-print-directory criu || echo "make: going on with the CRIU of this machine, if there is one"; } & \
 		tools/prometheus.sh & \
+		tools/slurm.sh & \
 		tools/setup.sh full; status=$$?; wait; exit $$status
 	@$(COMPILE)
 	$(PYTEST) -m "not gpu and not bench and not wide" -ra $(WORKERS)
@@ -85,6 +87,10 @@ bench-chaos: ## 100,000 seeded lives of the migration machine, and every damage 
 	@tools/setup.sh dev
 	@$(PYTHON) -m tests.simulation.damage
 	@$(PYTHON) -m tests.simulation.chaos $(or $(SEEDS),100000) $(or $(FIRST),0)
+
+simulate-sharing: ## run the sharing policy on 1,000 jobs in simulated time, beside FIFO and no sharing (SIMULATE="--seed 2"; --record, then `make pictures`)
+	@tools/setup.sh dev
+	@$(PYTHON) -m tools.sharing $(SIMULATE)
 
 bench-gpu: ## measure on this machine's GPUs, and compare with nvidia-smi (PYTHON=python3: by one that has torch; BENCH=--quick, IMAGES="--sizes 1")
 	$(SET_UP_FOR_GPU)

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "find_training_loop_sites",
     "global_step",
     "keep",
+    "released",
     "resumable",
     "set_gradient_accumulation_steps",
     "set_steps_per_epoch",
@@ -34,6 +37,23 @@ _said: Any = _interface.said
 
 #: A batch ends here: for loops without a DataLoader and an optimizer, called once a batch by the training thread.
 boundary: Callable[[], None] = _interface.make_boundary()
+
+_make_block: Callable[[Callable[[str], object]], AbstractContextManager[None]] = _interface.make_released()
+
+
+def released() -> AbstractContextManager[None]:
+    """Lend the GPU memory of this job to others: `with hegm.released(): rollouts()`.
+
+    At the begin of the block the tensors of this process leave its GPU; the CUDA context stays. At its end they come
+    back before the next line runs, also if the block raises. The block must not use tensors that existed before it.
+    If nothing can be lent, the block runs all the same, with its tensors in place, and a warning says why. Only the
+    training thread can lend; a block within a block changes nothing. All ranks of a job have to come to the block.
+    """
+    return _make_block(_warn)
+
+
+def _warn(why: str) -> None:
+    warnings.warn(f"hegm.released() lends no GPU memory: {why}", RuntimeWarning, stacklevel=4)
 
 
 def global_step(optimizer: Any = None) -> int:

@@ -3,6 +3,8 @@
 With __main__ and `wiring` the only part that reads the configuration: everything else is given values. Order matters on
 the way up (the state directory is locked before anything listens, and systemd hears READY only when the first inventory
 is there) and on the way down (peers are told before their connections close).
+
+Longer than 400 lines because each part is made, started and ended here, in the order of their dependencies.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 
 from hegmd import __version__
 from hegmd.config import Config, after_reload, changes
@@ -40,6 +43,8 @@ from hegmd.server.listener import Admission, Listener, bind, take_away
 from hegmd.server.scrape import ScrapePort, bind_loopback
 from hegmd.server.session import Session, SessionLimits
 from hegmd.server.textfile import Textfile
+from hegmd.sharing.requests import SharingRequests
+from hegmd.sharing.service import Sharing
 from hegmd.system.state_dir import StateDir
 from hegmd.system.stream import PeerStream
 from hegmd.system.systemd import Offer, PassedDescriptors
@@ -55,6 +60,7 @@ from hegmd.wiring import (
     node_facts,
     policy_for,
     providers_for,
+    sharing_rules,
     simulator_of,
     vendors_off,
 )
@@ -123,6 +129,7 @@ class App:
             simulator=self._simulator,
             managed=self._manager.present,
         )
+        self._sharing = Sharing(self._moving, self._events, sharing_rules(config), start_ticks_of)
         self._admission = Admission(self._policy, config.limits.clients, config.limits.clients_per_uid)
         self._dispatcher = Dispatcher(Handlers(self._services()).table(), self._policy, self._counters, self._audit)
 
@@ -142,11 +149,13 @@ class App:
             keeping = self._manager if self._offer.keeps_descriptors else None
             self._moving.keep_by(keep_for(self._config, state, keeping, passed))
             await self._moving.open()
+            await anyio.to_thread.run_sync(self._sharing.open, state.path)
             listeners = [self._listener(listening) for listening in self._listening_sockets(passed, held)]
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
                 async with self._inventory, anyio.create_task_group() as background:
                     await background.start(self._inventory.run, self._config.inventory.refresh_s)
                     await background.start(self._moving.run)
+                    await background.start(self._sharing.run)
                     background.start_soon(self._keep_alive)
                     background.start_soon(self._textfile.run)
                     if scrape_sockets:
@@ -173,6 +182,7 @@ class App:
                     break
                 await self._reload_on_signal()
             self._manager.stopping("telling clients")
+            self._sharing.stop()
             for listener in listeners:
                 listener.stop()
             serving.cancel_scope.deadline = anyio.current_time() + GOODBYE_S
@@ -336,7 +346,13 @@ class App:
             orphans=self._moving.orphans,
             restarts=self._moving.restarts,
             jobs=self._moving.job_requests,
+            recoveries=self._moving.recoveries,
             proving=self._moving.proving,
+            sharing=SharingRequests(
+                *(self._sharing, self._moving.jobs, self._moving.job_requests, self._inventory),
+                start_ticks=start_ticks_of,
+                owner_of=owner_of,
+            ),
             simulator=self._simulator,
             limits=Limits(frame_bytes=limits.frame_bytes, requests_in_flight=limits.requests_in_flight),
             doctor=self._examination.examine,
@@ -390,8 +406,18 @@ class App:
             operations=self._moving.runner.ended_counts,
             operations_now=self._moving.runner.states(),
             jobs=tuple([tally_of(job) for job in jobs]),
+            sharing=self._sharing.figures(),
+            recovery=self._moving.recoveries.tally,
         )
         return render(snapshot, self._counters, build=build, own=read_own_process(), tallies=tallies)
+
+
+def owner_of(pid: int) -> int | None:
+    """The user of that process; None if it does not exist."""
+    try:
+        return Path(f"/proc/{pid}").stat().st_uid
+    except OSError:
+        return None
 
 
 def tally_of(job: Job) -> JobTally:

@@ -39,6 +39,7 @@ from hegmd.settings import (
     QuiesceSettings,
     RestartSettings,
     Row,
+    SharingSettings,
     rows_of,
 )
 from hegmd.system.toml_lines import lines_of
@@ -76,6 +77,7 @@ class Config:
     quiesce: QuiesceSettings
     other_processes: OtherProcessesSettings
     restart: RestartSettings
+    sharing: SharingSettings
     path: Path | None
     sources: Mapping[str, str]
 

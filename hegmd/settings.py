@@ -4,6 +4,8 @@ Owns the table and no more: what kinds of value there are is in `setting_types`;
 said of bad ones, is in `config`. A row is a field of one of the section classes below, so that the rest of the program
 sees typed attributes and there is still one place to add a setting: everything else (the check of a file, `hegmctl
 config`, the shipped example) is read from here.
+
+Longer than 400 lines because every setting is here.
 """
 
 # ruff: noqa: RUF009 - `setting` declares a field as dataclasses.field does; its value is read-only
@@ -350,6 +352,58 @@ class RestartSettings:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharingSettings:
+    """Jobs that share GPUs: who goes first, who has to leave, and for how long."""
+
+    production: int = setting(
+        Amount(0, 100), 80, "The number of the priority `production`; jobs below it can be suspended.", reloads=False
+    )
+    normal: int = setting(
+        Amount(0, 100),
+        50,
+        "The number of the priority `normal`, that of a job of which nothing is said.",
+        reloads=False,
+    )
+    best_effort: int = setting(Amount(0, 100), 20, "The number of the priority `best-effort`.", reloads=False)
+    max_user_priority: int = setting(
+        Amount(0, 100),
+        50,
+        "The highest priority that users may give to jobs and leases; root and the daemon's group may give any.",
+        reloads=False,
+    )
+    users_suspend: str = setting(
+        OneOf(("lower", "own")),
+        "lower",
+        "Whose jobs of lower priority are suspended for those of a user: of everybody, or only their own.",
+        reloads=False,
+    )
+    max_lease_s: float = setting(
+        Amount(1, 31536000, whole=False),
+        86400.0,
+        "Seconds after which a lease ends that has neither a process nor a time of its own.",
+        reloads=False,
+    )
+    slices: str = setting(
+        OneOf(("off", "on")),
+        "off",
+        "Whether jobs of equal priority that do not fit on a GPU together take turns.",
+        reloads=False,
+    )
+    min_quantum_s: float = setting(
+        Amount(0.1, 86400, whole=False),
+        30.0,
+        "Seconds that a turn lasts at least; it also lasts 20 times as long as changing the jobs takes.",
+        reloads=False,
+    )
+    method: str = setting(
+        OneOf(("auto", "keep-context", "whole")),
+        "auto",
+        "How jobs leave for others: with their CUDA contexts kept where that frees enough, always so, or whole.",
+        reloads=False,
+    )
+
+
 SECTIONS: dict[str, type[Any]] = {
     "daemon": DaemonSettings,
     "inventory": InventorySettings,
@@ -364,6 +418,7 @@ SECTIONS: dict[str, type[Any]] = {
     "quiesce": QuiesceSettings,
     "other_processes": OtherProcessesSettings,
     "restart": RestartSettings,
+    "sharing": SharingSettings,
 }
 
 

@@ -31,7 +31,10 @@ from hegmd.node.inventory import Inventory, NodeSnapshot
 from hegmd.node.processes import ProcessTable
 from hegmd.node.processes.procfs import start_ticks_of
 from hegmd.operations.service import ImageMeans, Moving
+from hegmd.protocol.sharing import BEST_EFFORT, NORMAL, PRODUCTION
 from hegmd.server.auth import Policy
+from hegmd.sharing import model
+from hegmd.sharing.rules import SharingRules
 from hegmd.system.programs import start_keeper
 from hegmd.system.state_dir import StateDir
 from hegmd.system.systemd import PassedDescriptors, ServiceManager
@@ -146,6 +149,19 @@ def keep_for(
         sums.drop_all_but(())  # the pieces may be written again meanwhile, and later daemons would compare with these
     spill = SpillFolder(spill_dir, spare_bytes=SPILL_SPARE_BYTES)
     return MemoryKeeping(places, store, spill, None if config.pool.verify == "off" else sums)
+
+
+def sharing_rules(config: Config) -> SharingRules:
+    """Who goes first when jobs share GPUs, and for how long."""
+    own = config.sharing
+    return SharingRules(
+        priorities={PRODUCTION: own.production, NORMAL: own.normal, BEST_EFFORT: own.best_effort},
+        max_user_priority=own.max_user_priority,
+        max_lease_s=own.max_lease_s,
+        suspends_others=own.users_suspend == "lower",
+        method=own.method,
+        policy=model.Rules(slices=own.slices == "on", min_quantum_s=own.min_quantum_s),
+    )
 
 
 def moving_for(

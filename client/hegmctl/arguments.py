@@ -295,7 +295,7 @@ def convert(kind: str, text: str, what: str) -> object:
     if kind in (COUNT, PID, POSITIVE) or (kind == JOB and text.lstrip("-").isdigit()):
         return _whole(kind, text, what)
     if kind == SECONDS:
-        return _seconds(text, what)
+        return seconds_of(text, what)
     if kind == SIZE:
         from hegmctl.quantities import parse_size
 
@@ -334,7 +334,8 @@ def _whole(kind: str, text: str, what: str) -> int:
     return number
 
 
-def _seconds(text: str, what: str) -> float:
+def seconds_of(text: str, what: str) -> float:
+    """The seconds in that text. Raises HegmError, which says of `what`."""
     unit = next((unit for unit in _UNITS_S if text.endswith(unit)), "")
     try:
         seconds = float(text.removesuffix(unit)) * _UNITS_S.get(unit, 1.0)

@@ -10,7 +10,7 @@ import os
 
 from hegmctl.images_text import manifest_text, progress_text, removed_text, seen_text, verified_text
 from hegmctl.output import TextSink, require_yes
-from hegmd.errors import ATTENTION, USAGE, HegmError
+from hegmd.errors import ATTENTION, NOT_FOUND, USAGE, HegmError
 from hegmd.images.files import catalogue
 from hegmd.protocol.images import ImageProgress, ImageRemoved, ImagesSeen
 
@@ -29,6 +29,16 @@ def ls(session: Session) -> int:
     images = tuple(seen for folder in folders for seen in catalogue.look_into(folder))
     session.sink.answer(ImagesSeen(images=images), seen_text)
     return ATTENTION.exit_status if any(seen.state in ("broken", "left-over") for seen in images) else 0
+
+
+def newest_of(folder: str) -> str:
+    """The path of the newest whole image in that directory. Raises NOT_FOUND."""
+    images = catalogue.look_into(folder)
+    whole = [seen for seen in images if seen.state == "whole" and seen.made_utc is not None]
+    if not whole:
+        why = f"{len(images)} images, none of them whole" if images else "no image"
+        raise HegmError(NOT_FOUND, f"there is {why} in {folder}", f"run: hegmctl images ls {folder}", {"path": folder})
+    return max(whole, key=lambda seen: (seen.made_utc or 0.0, seen.path)).path
 
 
 def show(session: Session) -> int:

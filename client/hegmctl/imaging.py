@@ -31,6 +31,11 @@ def restore(session: Session) -> int:
     """`hegmctl restore`."""
     named = {name: path for name in STREAMS if (path := session.arguments.text(name)) is not None}
     request = of_kind(session.arguments.request(outlets=tuple(named)), Restore)
+    if session.arguments.flag("newest"):
+        from hegmctl.images import newest_of
+
+        request = request.replace(path=newest_of(request.path))
+        session.sink.note(f"the newest image is {request.path}")
     watched = Watched()
     with outlets(named, watched, keep=not request.dry_run) as fds:
         return _restore(session, request, fds, watched)

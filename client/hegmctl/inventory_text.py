@@ -174,8 +174,10 @@ def processes_text(reply: ProcessesReply, style: Style, on_gpus: Sequence[str] =
     if not reply.processes:
         return _none(_nobody(on_gpus), reply.vendors, style)
     held = any(process.held_bytes for process in reply.processes)
+    of_jobs = any(process.job for process in reply.processes)
     columns = [
         Column("PID", right=True),
+        *([Column("JOB", drop=4)] if of_jobs else []),
         Column("USER", shrink=8),
         Column("GPU", shrink=6),
         Column("VRAM", right=True),
@@ -184,7 +186,7 @@ def processes_text(reply: ProcessesReply, style: Style, on_gpus: Sequence[str] =
         Column("WORKLOAD", shrink=14, drop=2),
         Column("COMMAND", shrink=16),
     ]
-    rows = [_process_row(process, held=held) for process in reply.processes]
+    rows = [_process_row(process, held=held, of_jobs=of_jobs) for process in reply.processes]
     return [*table(columns, rows, style), *_process_remarks(reply, style)]
 
 
@@ -192,9 +194,10 @@ def _nobody(on_gpus: Sequence[str]) -> str:
     return f"No such process is on {' or '.join(on_gpus)}." if on_gpus else "No process is on a GPU here."
 
 
-def _process_row(process: GpuProcess, *, held: bool) -> list[Cell]:
+def _process_row(process: GpuProcess, *, held: bool, of_jobs: bool) -> list[Cell]:
     return [
         str(process.pid),
+        *([process.job or UNKNOWN] if of_jobs else []),
         _owner(process),
         _on_gpus(process),
         _vram(process),

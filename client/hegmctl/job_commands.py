@@ -1,4 +1,4 @@
-"""The commands about jobs: `jobs`, `inspect` and `wait`."""
+"""The commands about jobs: `jobs`, `inspect`, `wait` and `recovery`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,18 @@ from time import sleep
 
 from hegmctl.connection import of_kind
 from hegmctl.jobs_text import ended_text, filtered, job_text, jobs_text, templated
-from hegmd.errors import UNAVAILABLE, HegmError
-from hegmd.protocol.messages import InspectJob, Job, JobReply, Jobs, JobsReply, WaitForJob
+from hegmd.errors import UNAVAILABLE, USAGE, HegmError
+from hegmd.protocol.messages import (
+    DropRecovery,
+    InspectJob,
+    Job,
+    JobReply,
+    Jobs,
+    JobsReply,
+    RecoveryDropped,
+    RecoveryReply,
+    WaitForJob,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,7 +42,11 @@ def jobs(session: Session) -> int:
         return reply.replace(jobs=tuple(filtered(reply.jobs, filters)))
 
     def view(reply: JobsReply, style: Style) -> list[str]:
-        return jobs_text(reply, style) if write is None else write(reply.jobs, reply.taken_utc, style)
+        return (
+            jobs_text(reply, style, of_some=bool(filters))
+            if write is None
+            else write(reply.jobs, reply.taken_utc, style)
+        )
 
     interval_s = arguments.seconds("watch")
     if interval_s is not None:
@@ -85,6 +99,26 @@ def wait(session: Session) -> int:
         raise HegmError(UNAVAILABLE, f"job {job.id} ({job.name}) {how}", hint, {"job": job.id})
     session.sink.answer(reply, ended_text)
     return job.status if job.status >= 0 else _OF_A_SIGNAL - job.status
+
+
+def recovery(session: Session) -> int:
+    """`hegmctl recovery`: how jobs are protected, or the end of a state that is kept."""
+    from hegmctl.output import require_yes
+    from hegmctl.recovery_text import dropped_text, recovery_text
+
+    arguments = session.arguments
+    name = arguments.text("drop")
+    if name is None:
+        with session.connect() as connection:
+            session.sink.answer(connection.call(arguments.request(), RecoveryReply), recovery_text)
+        return 0
+    if arguments.values("JOB"):
+        raise HegmError(USAGE, "recovery takes jobs to show, or --drop and one", "hegmctl recovery lists what there is")
+    if not arguments.flag("yes"):
+        require_yes(f"Delete the state of job {name}? It can then never continue", name, "run: hegmctl recovery")
+    with session.connect() as connection:
+        session.sink.answer(connection.call(DropRecovery(job=name), RecoveryDropped), dropped_text)
+    return 0
 
 
 def _template(session: Session) -> str | None:

@@ -53,13 +53,17 @@ _FIELDS: dict[str, Callable[[Job, float], str]] = {
     "PID": lambda job, _now: UNKNOWN if job.pid is None else str(job.pid),
     "Status": lambda job, _now: UNKNOWN if job.status is None else str(job.status),
     "Operation": lambda job, _now: job.operation or UNKNOWN,
+    "Priority": lambda job, _now: str(job.priority),
 }
 
 
-def jobs_text(reply: JobsReply, style: Style) -> list[str]:
-    """The table of `hegmctl jobs`. It has a column of users if the jobs have several owners."""
+def jobs_text(reply: JobsReply, style: Style, *, of_some: bool = False) -> list[str]:
+    """The table of `hegmctl jobs`. It has a column of users if the jobs have several owners.
+
+    `of_some` says that not all jobs were asked for.
+    """
     if not reply.jobs:
-        return ["No job is running here." if style.remarks else "No job."]
+        return ["No job fits --filter." if of_some else "No job is running here." if style.remarks else "No job."]
     of_several, ended = len({job.uid for job in reply.jobs}) > 1, any(job.state == ENDED for job in reply.jobs)
     columns = [
         Column("JOB"),
@@ -116,6 +120,7 @@ def job_text(reply: JobReply, style: Style) -> list[str]:
         ("user", _user(job)),
         ("command", job.command),
         ("started", strftime("%Y-%m-%d %H:%M:%S", localtime(job.started_utc))),
+        ("priority", str(job.priority)),
         ("GPU", gpus_as_text(job.gpus)),
         ("VRAM", None if job.vram_bytes is None else binary_size(job.vram_bytes)),
         ("held", binary_size(job.held_bytes) if job.held_bytes else None),

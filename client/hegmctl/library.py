@@ -12,7 +12,7 @@ Type checkers and editors read library.pyi, which `make docs` writes from the sa
 from __future__ import annotations
 
 from hegmctl.grammar import VERBS
-from hegmd.protocol.messages import REQUESTS, WaitForJob
+from hegmd.protocol.messages import REQUESTS, MakeRoom, WaitForJob
 from hegmd.protocol.operations import OperationProgress
 from hegmd.protocol.record import REQUIRED, as_map
 
@@ -57,7 +57,7 @@ def is_operation(kind: type[Request]) -> bool:
 
 def waits(kind: type[Request]) -> bool:
     """Whether the reply may take as long as a job: what it does until then is told."""
-    return is_operation(kind) or kind is WaitForJob
+    return is_operation(kind) or kind in (MakeRoom, WaitForJob)
 
 
 def add_calls(sync: type, asynchronous: type, rows: Iterable[Verb]) -> None:

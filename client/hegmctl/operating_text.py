@@ -278,19 +278,21 @@ def operations_text(reply: OperationsReply, style: Style) -> list[str]:
     orphans = ["", *orphans_lines(reply.orphans, style)] if reply.orphans else []
     if not reply.operations:
         return ["There was no operation on this node.", *orphans]
+    of_jobs = any(operation.job for operation in reply.operations)
     columns = (
         Column("ID", right=True),
         Column("KIND"),
         Column("PHASE"),
-        Column("PIDS", shrink=8),
+        *([Column("JOB")] if of_jobs else []),
+        Column("PIDS", shrink=8, drop=5 if of_jobs else 0),
         Column("WHERE"),
         Column("SIZE", right=True, drop=1),
-        Column("BLACKOUT", right=True, drop=2),
+        Column("DOWNTIME", right=True, drop=2),
         Column("BEGAN", drop=3),
         Column("WHY", shrink=12, drop=4),
     )
     return [
-        *table(columns, [_row(operation) for operation in reply.operations], style),
+        *table(columns, [_row(operation, of_jobs=of_jobs) for operation in reply.operations], style),
         *_waits(reply, style),
         *orphans,
     ]
@@ -306,7 +308,7 @@ def _waits(reply: OperationsReply, style: Style) -> list[str]:
     return ["", style.paint("Waiting:", "yellow"), *lines] if lines else []
 
 
-def _row(operation: Operation) -> list[Cell]:
+def _row(operation: Operation, *, of_jobs: bool) -> list[Cell]:
     return [
         operation.id,
         f"{operation.kind} by restart" if operation.way == "restart" else operation.kind,
@@ -314,6 +316,7 @@ def _row(operation: Operation) -> list[Cell]:
             _words(operation.phase) if operation.doing is None else f"{_words(operation.phase)}: {operation.doing}",
             _COLOURS.get(operation.phase, "cyan"),
         ),
+        *([operation.job or UNKNOWN] if of_jobs else []),
         ",".join(str(process.pid) for process in operation.processes),
         _journeys(operation),
         binary_size(operation.size_bytes),

@@ -3,7 +3,7 @@
 Owns what is expected of the command, and how often it was tried to start it again; the state that it is started from is
 `held_state`'s. A restart is bounded: a start that ends before the daemon says that the training has passed a boundary
 was fruitless, and after a few of them the daemon is told, which has the job go on where it was, or gives it up with its
-state held.
+state held. Longer than 400 lines because each end of the command is judged by all that the daemon has said before.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from hegmctl.agentless import HINT, Lookout
 from hegmctl.held_state import HeldState
 from hegmctl.isolation import PATHS, begins_with_python
 from hegmctl.prestart import OPERATION, Beforehand
+from hegmctl.recovering import ended_how
 from hegmctl.supervision_line import Line
 from hegmctl.supervisor import GAVE_UP_STATUS, NOT_ITS_TURN_STATUS, GiveUp, Start, left_status
 from hegmd.errors import HegmError
 from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
+from hegmd.protocol.names import job_number
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hegmctl.python_probe import Probes
+    from hegmctl.recovering import Recovery
     from hegmctl.wire import Descriptors
 
 FIRST_PAUSE_S = 0.25
@@ -35,12 +38,14 @@ SLOW_HINT = (
     "wait if it starts slowly; a process of another user or container has no agent, and starts from the beginning"
 )
 TRIES = 2
+# How long a job that has failed waits for a daemon that is not there.
+DAEMON_WITHIN_S = 600.0
 
 
 class DaemonDesk:
     """What the daemon wants of one command. `say` takes a line for whoever watches."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what the command line says, each named
         self,
         path: str,
         command: Sequence[str],
@@ -51,6 +56,7 @@ class DaemonDesk:
         resumes: str | None = None,
         gpu: str | None = None,
         ready: str | None = None,
+        recovery: Recovery | None = None,
     ) -> None:
         self._path = path
         self._command = tuple(command)
@@ -58,6 +64,10 @@ class DaemonDesk:
         self._say = say
         self._tries = tries
         self._resumes, self._gpu, self._ready = resumes, gpu, ready
+        #: How the job is recovered, if it is; and how its command failed, while it waits for that.
+        self._recovery = recovery
+        self._fell: int | None = None
+        self._waits_until: float | None = None
         self._pid: int | None = None
         #: The operation that a restart is expected of, and whether the command has left for it or was started from it.
         self._operation = resumes
@@ -101,12 +111,15 @@ class DaemonDesk:
                 self._line.read(self._hear)
             except (OSError, HegmError) as error:
                 self._hang_up(error)
-        looks = [self._look_at_probes(now), self._look_for_agentless(now)]
+        looks = [self._look_at_probes(now), self._look_for_agentless(now), self._look_for_daemon(now)]
         looks += [] if self._line is not None else [self._again_at]
         return min((look for look in looks if look is not None), default=None)
 
     def ended(self, status: int, *, told: int | None) -> bool:
         """Whether a restart is expected, and nobody wanted the end of the command itself."""
+        if self._falls(status, told):
+            self._fall(status)
+            return True
         expected = self._operation is not None and told is None
         was_started, self._started, self._pid = self._started, False, None
         is_past = was_started and status != 0 and self._held.is_past()
@@ -144,6 +157,20 @@ class DaemonDesk:
             self._fail(f"it ended with {status} before its first boundary, started {self._starts} times")
         return True
 
+    def _falls(self, status: int, told: int | None) -> bool:
+        """Whether that end is a failure of a protected job, and not the end that an operation expects."""
+        recovery, operation = self._recovery, self._operation
+        is_free = operation is None or job_number(operation) is not None
+        return recovery is not None and recovery.is_protected and is_free and recovery.is_failure(status, told)
+
+    def _fall(self, status: int) -> None:
+        """Wait until the daemon has the command started from a snapshot, or gives it up."""
+        self._forget()
+        self._held.close()
+        self._pid, self._status, self._fell = None, status, status
+        self._say(f"it {ended_how(status)}, and is started again from its last snapshot")
+        self._report(SuperviseReport(result="fell", status=status))
+
     def wanted(self) -> Start | GiveUp | None:
         """What to do while no command runs."""
         if self._give_up is not None:
@@ -172,7 +199,7 @@ class DaemonDesk:
         self._expected = self._kept = None
         self._tells_at = monotonic() + LONG_S
         if self._order is not None:
-            self._due, self._left, self._started = False, False, True
+            self._due, self._left, self._started, self._fell = False, False, True, None
             self._starts += 1
             number, starts = self._number(), self._starts
             self._report(SuperviseReport(order=number, result="done", pid=pid, starts=starts, was_ready=was_ready))
@@ -187,6 +214,7 @@ class DaemonDesk:
         self._held.close()
         self._close_probes()
         if self._line is not None:
+            self._line.settle()
             self._line.close()
 
     # ---- what the daemon says ----------------------------------------------------------------------------------------
@@ -216,8 +244,11 @@ class DaemonDesk:
             elif self._order is not None:
                 self._settle(self._order)
             self._forget()
-        elif order.do == "give-up" and self._left:
-            self._give_up = GiveUp(order.message, order.hint)
+        elif order.do == "give-up" and (self._left or self._fell is not None):
+            status = GAVE_UP_STATUS if self._fell is None else self._fell
+            self._give_up = GiveUp(order.message, order.hint, status)
+        elif order.do == "protect" and self._recovery is not None:
+            self._recovery.is_protected = True
         elif order.do == "ask":
             self._ask(order)
         elif order.do == "note":
@@ -303,6 +334,20 @@ class DaemonDesk:
             self._say(f"it was started {LONG_S:g} s ago, but no training in it has loaded its state yet; {SLOW_HINT}")
         return None if self._found else self._lookout.look_at
 
+    def _look_for_daemon(self, now: float) -> float | None:
+        """Give up a failed job that no daemon recovers; when to look again at the latest."""
+        if self._fell is None or (self._waits_until is None and self._line is not None):
+            self._waits_until = None
+        elif self._waits_until is None:
+            self._waits_until = now + DAEMON_WITHIN_S
+        elif now >= self._waits_until:
+            self._waits_until = None
+            if self._line is None:
+                message = f"it {ended_how(self._fell)}, and hegmd has not answered for {DAEMON_WITHIN_S:g} s"
+                hint = f"start the daemon of {self._path}, and see what it has kept: hegmctl recovery"
+                self._give_up = GiveUp(message, hint, self._fell)
+        return self._waits_until
+
     def _settle(self, order: SupervisorOrder) -> None:
         """The surroundings of that start are the job's own from now on."""
         self._command, self._environ = self._surroundings_of(order)
@@ -346,6 +391,8 @@ class DaemonDesk:
             ready=self._ready,
             kept=self._kept is not None,
             readies=None if self._expected is None else self._expected[0],
+            recover=None if self._recovery is None else self._recovery.wish,
+            fell=self._fell,
         )
         try:
             self._line = Line(self._path, offer)
@@ -373,10 +420,11 @@ class DaemonDesk:
         elif declined and not self._has_said:
             self._has_said = True
             self._say(f"{error}; the job runs, but cannot be restarted")
-        elif self._left and not self._has_said:
+        elif (self._left or self._fell is not None) and not self._has_said:
             self._has_said = True
+            holder = "hegmd" if self._operation is None else f"operation {self._operation}"
             self._say(
-                f"its state is held by operation {self._operation}, and {self._path} does not answer: {error}; it "
+                f"its state is held by {holder}, and {self._path} does not answer: {error}; it "
                 "continues when hegmd answers again"
             )
 

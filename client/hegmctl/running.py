@@ -5,6 +5,8 @@ there is only the command, under the same pid, in the same process group, with t
 different for it is its environment: the agent's folder first on PYTHONPATH, what the agent has to know in HEGM_SOCKET,
 HEGM_RUN, HEGM_JOB, HEGM_GPU and HEGM_IMAGES, and with `--gpu` the GPUs that it sees. Where nobody listens, a daemon is
 started first, of which the command is neither parent nor child; it ends by itself after the last job.
+
+Longer than 400 lines because all that is done before the command begins is here.
 """
 
 from __future__ import annotations
@@ -16,7 +18,19 @@ from time import monotonic, sleep
 from hegmctl.endpoint import SYSTEM_SOCKET, Endpoint, find_endpoint, is_private, own_socket
 from hegmctl.exec_command import become, require
 from hegmctl.grammar.moving import NVLS, READY_WHEN
-from hegmd.errors import BAD_REQUEST, EXTERNAL, INCOMPATIBLE, NO_DAEMON, NOT_FOUND, REFUSED, USAGE, HegmError, Refused
+from hegmctl.recovering import recovery_asked
+from hegmd.errors import (
+    BAD_REQUEST,
+    DENIED,
+    EXTERNAL,
+    INCOMPATIBLE,
+    NO_DAEMON,
+    NOT_FOUND,
+    REFUSED,
+    USAGE,
+    HegmError,
+    Refused,
+)
 from hegmd.protocol.names import gpu_named
 
 TYPE_CHECKING = False
@@ -26,10 +40,11 @@ if TYPE_CHECKING:
     from hegmctl.arguments import Arguments
     from hegmctl.cli import Session
     from hegmctl.connection import Connection
+    from hegmctl.recovering import Recovery
     from hegmd.protocol.snapshots import Gpu
 
-# What is started so is on no GPU.
-CPU = "cpu"
+# What is started so is on no GPU, and what is started so waits until hegmd has chosen one.
+CPU, AUTO = "cpu", "auto"
 SIMULATED = "simulated"
 # As a restart sets them: hegmd/migration/methods/restart.py. HIP takes an empty list for no list at all.
 _VISIBLE = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "HIP_VISIBLE_DEVICES"}
@@ -51,19 +66,19 @@ MIN_PERIOD_S = 1.0
 def run(session: Session) -> int:
     """Become the command, or stay with it. Raises HegmError when there is none, or a daemon that does not serve us."""
     arguments = session.arguments
+    recovery = recovery_asked(arguments)
     supervised = _is_supervised(arguments)
     command = arguments.tail
     if not command:
         raise HegmError(USAGE, "run needs a command", "hegmctl run python3 train.py")
     images = periodic_images(arguments)
     nccl = nccl_settings(arguments.text("nvls"))
-    asked = gpus_asked(arguments.text("gpu"))
+    asked = gpus_asked(arguments.text("gpu"), waits=arguments.whole("bytes") is not None)
     _require_name(arguments.text("name"))
     require(command)
     if supervised:
         _require_agent(session, command)
-    endpoint = find_endpoint(arguments.text("socket"))
-    run_id = os.urandom(8).hex()
+    endpoint, run_id = find_endpoint(arguments.text("socket")), os.urandom(8).hex()
     try:
         seen = _look_at_daemon(session, asked, run_id)
     except HegmError as error:
@@ -87,7 +102,7 @@ def run(session: Session) -> int:
     if not supervised:
         os.environ.pop(ALLOW_RESTART, None)
         become(command)
-    return _stay_with(session, endpoint.path, command, seen.gpus)
+    return _stay_with(session, endpoint.path, command, seen.gpus, recovery)
 
 
 def _require_name(name: str | None) -> None:
@@ -99,7 +114,8 @@ def _require_name(name: str | None) -> None:
 
 
 def _is_supervised(arguments: Arguments) -> bool:
-    allowed = arguments.flag("allow-restart") or os.environ.get(ALLOW_RESTART, "") not in ("", "0")
+    asked = arguments.flag("allow-restart") or arguments.text("recover") is not None
+    allowed = asked or os.environ.get(ALLOW_RESTART, "") not in ("", "0")
     own = (arguments.whole("restart-tries"), arguments.text("resume"), arguments.text("ready"))
     if not allowed and any(value is not None for value in own):
         hint = "hegmctl run --allow-restart --resume ID -- COMMAND"
@@ -125,7 +141,9 @@ def _require_agent(session: Session, command: Sequence[str]) -> None:
     session.sink.note(f"`{word}` keeps hegmd's agent out of {command[0]}: the job runs, but cannot be restarted")
 
 
-def _stay_with(session: Session, path: str, command: Sequence[str], gpus: Sequence[str]) -> int:
+def _stay_with(
+    session: Session, path: str, command: Sequence[str], gpus: Sequence[str], recovery: Recovery | None
+) -> int:
     """Be the parent of the command; its exit status."""
     from hegmctl.output import flush
     from hegmctl.restart_client import TRIES, DaemonDesk
@@ -142,6 +160,7 @@ def _stay_with(session: Session, path: str, command: Sequence[str], gpus: Sequen
         resumes=arguments.text("resume"),
         gpu=",".join(gpus) or None,
         ready=arguments.text("ready"),
+        recovery=recovery,
     )
     flush()
     first = None if arguments.text("resume") is not None else Start(command, os.environ)
@@ -222,13 +241,20 @@ def msgpack_folder() -> str:
     return os.path.dirname(os.path.abspath(msgpack.__file__))
 
 
-def gpus_asked(text: str | None) -> tuple[str, ...]:
-    """The GPUs that were named with `--gpu`, in their order. Raises HegmError for a list that is none."""
+def gpus_asked(text: str | None, *, waits: bool = False) -> tuple[str, ...]:
+    """The GPUs that were named with `--gpu`, in their order. Raises HegmError for a list that is none.
+
+    A job that `waits` until a GPU has room for it can only have one; without a name, any.
+    """
     if text is None:
-        return ()
+        return (AUTO,) if waits else ()
     names = tuple(name.strip() for name in text.split(","))
-    if "" in names or len(set(names)) < len(names) or (CPU in names and len(names) > 1):
-        raise HegmError(USAGE, f"--gpu {text} is not a list of GPUs", "write each once: --gpu gpu0,gpu1; or --gpu cpu")
+    is_alone = len(names) == 1
+    if "" in names or len(set(names)) < len(names) or (not is_alone and {CPU, AUTO}.intersection(names)):
+        hint = "write each once: --gpu gpu0,gpu1; or --gpu cpu, or --gpu auto"
+        raise HegmError(USAGE, f"--gpu {text} is not a list of GPUs", hint)
+    if waits and (not is_alone or names == (CPU,)):
+        raise HegmError(USAGE, f"--bytes is for one GPU, not for {text}", "write --gpu auto, or name one GPU")
     return names
 
 
@@ -245,7 +271,20 @@ class Seen:
 
 
 def _look_at_daemon(session: Session, asked: tuple[str, ...], run_id: str, socket: str | None = None) -> Seen:
-    """See that a daemon serves us, and have it enter this process as a job. Raises HegmError."""
+    """See that a daemon serves us, and have it enter this process as a job. Waits for a GPU if that is asked for.
+
+    Raises HegmError.
+    """
+    size_bytes = session.arguments.whole("bytes")
+    if asked == (AUTO,) or size_bytes is not None:
+        from hegmctl.sharing_commands import wait_for_gpu
+        from hegmd.protocol.messages import PlaceJob
+
+        with session.connect(socket=socket) as connection:
+            name = _register(session, connection, run_id)
+        gpu = wait_for_gpu(session, PlaceJob(run=run_id, gpu=asked[0], size_bytes=size_bytes), socket)
+        with session.connect(socket=socket) as connection:
+            return Seen((gpu,), visible((gpu,), connection.gpus().gpus), name)
     with session.connect(socket=socket) as connection:
         gpus, variables = asked, dict[str, str]()
         if asked:
@@ -264,11 +303,12 @@ def _register(session: Session, connection: Connection, run_id: str) -> str | No
     arguments = session.arguments
     wanted = arguments.text("name")
     words = [os.fsencode(word)[:MAX_WORD_BYTES].decode("utf-8", "replace") for word in arguments.tail[:MAX_WORDS]]
-    request = RegisterJob(run=run_id, name=wanted, command=tuple(words), resumes=arguments.text("resume"))
+    priority, resumes = arguments.text("priority"), arguments.text("resume")
+    request = RegisterJob(run=run_id, name=wanted, command=tuple(words), resumes=resumes, priority=priority)
     try:
         job = connection.call(request, JobRegistered)
     except HegmError as error:
-        if error.code in (BAD_REQUEST, NOT_FOUND):
+        if error.code in (BAD_REQUEST, NOT_FOUND, DENIED):
             raise
         if error.code is not INCOMPATIBLE:  # as a daemon of an earlier release says
             session.sink.note(f"{error.message}; the job runs, and is named once its agent connects")

@@ -8,6 +8,7 @@ from time import monotonic
 
 from hegmctl.wire import NO_DESCRIPTORS, Descriptors, Wire
 from hegmd import __version__
+from hegmd.errors import HegmError
 from hegmd.protocol.connection import Answer, ClientConnection, Failure, Progress
 from hegmd.protocol.messages import SUPPORTED_VERSIONS, Hello, Request, Supervise, SupervisorOrder
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 CONNECT_S = 2.0
+# How long the daemon is waited for before the connection ends: what it was told last is lost with it otherwise.
+SETTLE_S = 1.0
 
 
 class Line:
@@ -26,6 +29,7 @@ class Line:
         self._protocol = ClientConnection()
         self._offer = offer
         self._offered: int | None = None
+        self._unanswered: set[int] = set()
         #: Whether the daemon has refused what was offered, and did not merely go away.
         self.declined = False
         try:
@@ -41,10 +45,23 @@ class Line:
         """Send it; its number."""
         number, frame = self._protocol.request(request)
         self._wire.send(frame, (), monotonic() + CONNECT_S)
+        if not isinstance(request, Supervise):
+            self._unanswered.add(number)
         return number
 
     def close(self) -> None:
         self._wire.close()
+
+    def settle(self) -> None:
+        """Wait briefly until the daemon has taken all that it was told. Orders that come meanwhile are left."""
+        deadline = monotonic() + SETTLE_S
+        try:
+            while self._unanswered and (data := self._wire.receive(deadline)):
+                self._protocol.feed(data)
+                while (said := self._protocol.next_event()) is not None:
+                    self._take(said, lambda _order, _fds: None)
+        except (OSError, HegmError):
+            pass  # it is gone, or does not answer
 
     def read(self, hear: Callable[[SupervisorOrder, Descriptors], object]) -> None:
         """Take all that has come, without waiting for more. Raises OSError and HegmError at its end."""
@@ -60,6 +77,8 @@ class Line:
                 self._take(said, hear)
 
     def _take(self, said: Answer | Failure | Progress, hear: Callable[[SupervisorOrder, Descriptors], object]) -> None:
+        if said.id is not None:
+            self._unanswered.discard(said.id)
         if self._offered is None and self._protocol.welcome is not None:
             self._offered = self.ask(self._offer)
         if isinstance(said, Failure):

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,21 @@ class Node:
         }
 
     @contextlib.contextmanager
-    def daemon(self) -> Iterator[None]:
+    def daemon(self, gpus: str = "2x8GiB", settings: str = "") -> Iterator[None]:
         """hegmd, ready to answer; it says itself when it is."""
         address = str(self.folder / "notify.sock")
-        words = ["--simulate", "2x8GiB", "--socket", self.environ["HEGM_SOCKET"], "--state-dir", f"{self.folder}/state"]
+        config = self.folder / "hegmd.toml"
+        config.write_text(settings)
+        words = [
+            "--config",
+            str(config),
+            "--simulate",
+            gpus,
+            "--socket",
+            self.environ["HEGM_SOCKET"],
+            "--state-dir",
+            f"{self.folder}/state",
+        ]
         with (self.folder / "hegmd.log").open("w+") as log, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
             notify.bind(address)
             environ = self.environ | {"NOTIFY_SOCKET": address}
@@ -84,20 +95,12 @@ class Node:
 class Training:
     """The script under `hegmctl run`; its lines go to a file, so that it never waits for a reader."""
 
-    def __init__(self, node: Node) -> None:
-        self.path = node.folder / "losses"
-        words = [
-            sys.executable,
-            "-m",
-            "hegmctl",
-            "run",
-            "--gpu",
-            "gpu0",
-            "--",
-            sys.executable,
-            str(TRAINING),
-            str(STEPS),
-        ]
+    def __init__(
+        self, node: Node, steps: int = STEPS, options: Sequence[str] = ("--gpu", "gpu0"), name: str = "losses"
+    ) -> None:
+        self.path = node.folder / name
+        run = [sys.executable, "-m", "hegmctl", "run", *options]
+        words = [*run, "--", sys.executable, str(TRAINING), str(steps)]
         with self.path.open("w") as losses:
             self.process = subprocess.Popen(words, env=node.environ, stdout=losses)
 
@@ -113,6 +116,12 @@ class Training:
                 raise NotAsTold("the training does not go on")
             time.sleep(0.02)
 
+    def end(self) -> None:
+        """Kill it if it runs."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+
     def resident_mib(self) -> int:
         """Memory that the process has."""
         pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
@@ -124,10 +133,10 @@ def tell(text: str) -> None:
     print(f"\n{text}", flush=True)
 
 
-def undisturbed(node: Node) -> list[str]:
+def undisturbed(node: Node, steps: int = STEPS) -> list[str]:
     """The losses of a run that nobody disturbs."""
     ran = subprocess.run(
-        [sys.executable, str(TRAINING), str(STEPS)], env=node.environ, capture_output=True, text=True, check=True
+        [sys.executable, str(TRAINING), str(steps)], env=node.environ, capture_output=True, text=True, check=True
     )
     return [line.split()[1] for line in ran.stdout.splitlines()]
 
@@ -143,9 +152,7 @@ def tour(node: Node) -> None:
             disturb(node, training)
             status = training.process.wait(PATIENCE_S * 2)
         finally:
-            if training.process.poll() is None:
-                training.process.send_signal(signal.SIGKILL)
-                training.process.wait()
+            training.end()
         operations = node.ask("ops")["operations"]
     if status:
         raise NotAsTold(f"the training ended with status {status}")
@@ -189,10 +196,15 @@ def disturb(node: Node, training: Training) -> None:
 
 
 def main() -> int:
-    """Run the tour in a folder that is gone afterwards; the exit status."""
+    """Run the tour; the exit status."""
     if find_spec("torch") is None:
         print("\nThe second part shows a PyTorch training being moved, and needs torch: pip install torch==2.13.0")
         return 0
+    return run_tour(tour)
+
+
+def run_tour(tour: Callable[[Node], None]) -> int:
+    """Run a tour on a node in a folder that is deleted afterwards; the exit status."""
     with tempfile.TemporaryDirectory(prefix=f"hegm-demo-{os.getpid()}-", dir="/tmp") as folder:
         try:
             tour(Node(Path(folder)))

@@ -31,6 +31,7 @@ class Answers:
 
     def failed(self, order: int, error: HegmError, parked_s: float | None = None) -> None:
         said = {"message": error.message, "hint": error.hint, "lacks_bytes": error.facts.get("lacks_bytes")}
+        said.update({name: error.facts[name] for name in ("state_bytes", "refusals") if name in error.facts})
         self._tell(order=order, result="failed", boundary=self._gate.count, parked_s=parked_s, **said)
 
     def progress_of(self, order: int) -> Callable[[int], None]:

@@ -19,10 +19,11 @@ from time import monotonic
 from .. import __version__
 from ..errors import HegmError
 from ..protocol.connection import Answer, ClientConnection, Failure, Progress
-from ..protocol.messages import SUPPORTED_VERSIONS, AgentAttend, AgentReport, Hello, Order
+from ..protocol.messages import SUPPORTED_VERSIONS, AgentAttend, AgentReport, Hello, Order, Request
 from ..protocol.operations import PeriodicImages
 from . import hegm_launcher, torch_state
 from .hegm_signal import LAUNCHER, REQUEST
+from .lending import Lending
 from .notes import note
 from .orders import Orders
 from .quiesce import Gate
@@ -78,6 +79,7 @@ class Channel:
         self._environ = environ
         self._unknown = unknown
         self._orders = Orders(gate)
+        self.lending = Lending(gate, self._orders)
         self._token = os.urandom(16).hex()
         self._woken, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._socket: socket.socket | None = None
@@ -111,9 +113,10 @@ class Channel:
             ):  # not the kernel's word: somebody's TimeoutError, raised in this thread of the script
                 raise
 
-    def note_restarted(self, operation: str | None) -> None:
+    def note_restarted(self, operation: str | None, step: int | None = None) -> None:
         """Record that the state of that operation is restored in this process, and tell the daemon at once. From the
-        training thread."""
+        training thread. `step` is the step of the snapshot that it is from, if it is from one."""
+        self._orders.snapshots.note_restored(step, self._gate.count)
         self._restarted = operation
         self._back_at = self._gate.count
         self._orders.changed_by_itself = True
@@ -156,6 +159,7 @@ class Channel:
     def hang_up(self) -> None:
         """End the connection; what is parked waits for the next one."""
         try:
+            self.lending.disconnect()
             self._orders.end()
         finally:
             connected, self._socket = self._socket, None
@@ -187,7 +191,9 @@ class Channel:
 
     def _wait(self, connected: socket.socket | None, longest_s: float | None) -> bool:
         """Until something comes, the gate has news, or a deadline passes; whether the socket can be read."""
-        deadlines = [self._orders.next_deadline(), self._departure.next_deadline() if self._departure else None]
+        deadlines = [self._orders.next_deadline(), self.lending.next_deadline]
+        if self._departure is not None:
+            deadlines.append(self._departure.next_deadline())
         for deadline in filter(None, deadlines):
             left_s = max(0.0, deadline - monotonic())
             longest_s = left_s if longest_s is None else min(left_s, longest_s)
@@ -205,7 +211,7 @@ class Channel:
         self._is_alone = True
         self._socket = self._connected()
         self._is_alone = False
-        _Attendance(self._socket, self._orders).serve(self)
+        _Attendance(self._socket, self._orders, self.lending).serve(self)
 
     def _connected(self) -> socket.socket:
         """Return a connection to the daemon at the given or the usual socket. Raises OSError."""
@@ -250,6 +256,7 @@ class Channel:
     def _look_after(self) -> None:
         """Handle what is pending, from any source."""
         self._orders.tick()
+        self.lending.tick(alone=self._is_alone)
         if self._departure is not None:
             self._departure.tick()
 
@@ -257,9 +264,10 @@ class Channel:
 class _Attendance:
     """One connection to a daemon."""
 
-    def __init__(self, connected: socket.socket, orders: Orders) -> None:
+    def __init__(self, connected: socket.socket, orders: Orders, lending: Lending) -> None:
         self._socket = connected
         self._orders = orders
+        self._lending = lending
         self._protocol = ClientConnection()
         self._fds: list[int] = []
         self._is_broken = False
@@ -274,6 +282,7 @@ class _Attendance:
                 self._take_all()
             self._orders.begin(self._report)
             self._attend_id = self._ask(channel.describe())
+            self._lending.connect(self._ask)
             while not self._is_broken and not self._orders.changed_by_itself and self._orders.aside is None:
                 if channel.next_turn(self._socket):
                     self._read()
@@ -283,7 +292,7 @@ class _Attendance:
             for fd in self._fds:
                 os.close(fd)
 
-    def _ask(self, request: Hello | AgentAttend | AgentReport) -> int:
+    def _ask(self, request: Request) -> int:
         request_id, frame = self._protocol.request(request)
         self._socket.sendall(frame)
         return request_id
@@ -315,13 +324,18 @@ class _Attendance:
                 fds, self._fds = self._fds[: said.fds], self._fds[said.fds :]
                 for unwanted in fds[1:]:
                     os.close(unwanted)
-                self._orders.obey(said.event, fds[0] if fds else None)
+                fd = fds[0] if fds else None
+                if not self._lending.postpones(said.event, fd):
+                    self._orders.obey(said.event, fd)
             elif isinstance(said, Failure):
                 if said.id is None or said.id == self._attend_id or self._protocol.welcome is None:
                     raise said.error
-                note(f"the daemon did not take a report: {said.error}")
-            elif isinstance(said, Answer) and said.id == self._attend_id:
-                return False
+                if not self._lending.take_answer(said.id, said.error):
+                    note(f"the daemon did not take a report: {said.error}")
+            elif isinstance(said, Answer):
+                if said.id == self._attend_id:
+                    return False
+                self._lending.take_answer(said.id, said.reply)
         return True
 
 

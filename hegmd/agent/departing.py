@@ -26,6 +26,7 @@ ALLOWED = "HEGM_ALLOW_RESTART"
 # Of what begins anew so much is told.
 _MAX_NAMES = 16
 _MAX_NAME = 200
+_MAX_REFUSAL = 500
 
 
 class Weight:
@@ -71,6 +72,30 @@ def stands_well() -> bool:
 def save(fd: int, progress: Callable[[int], None]) -> int:
     """Write the state of the parked training into the descriptor; how many bytes. Raises HegmError."""
     return int(_part("save_and_exit").save(fd, progress=progress))
+
+
+def snapshot(fd: int | None, most_bytes: int, begin: Callable[[], object]) -> tuple[int, tuple[str, ...]]:
+    """Write the state of the parked training into the descriptor; how many bytes, and what begins anew after a start
+    from it.
+
+    `begin` is called before the first byte is written. Raises HegmError, whose facts say how many bytes are needed, or
+    what prevents it.
+    """
+    leaving = _part("save_and_exit")
+    if _part("session").is_due():
+        raise refusal("it has not come to the place of the state that it was started from", "try again after that")
+    try:
+        size_bytes, anew = leaving.snapshot(fd, most_bytes, begin)
+    except leaving.TooLarge as error:
+        short = refusal(f"its state has {error.size_bytes} bytes, and the slot takes {most_bytes}", "take a larger one")
+        short.facts["state_bytes"] = error.size_bytes
+        raise short from error
+    except leaving.Prevented as error:
+        refused = refusal(str(error), leaving.hints_of(error.refusals))
+        if not error.passes:
+            refused.facts["refusals"] = [str(found)[:_MAX_REFUSAL] for found in error.refusals][:_MAX_NAMES]
+        raise refused from error
+    return int(size_bytes), tuple([str(name)[:_MAX_NAME] for name in anew[:_MAX_NAMES]])
 
 
 def leave() -> NoReturn:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from .channel import Channel
+    from .lending import Lending
 
 PAUSE_S = 1.0
 
@@ -50,6 +51,12 @@ def start() -> Gate:
     return made
 
 
+def lending() -> Lending | None:
+    """What `hegm.released()` uses; None if the agent's thread could not be started."""
+    start()
+    return None if _channel is None else _channel.lending
+
+
 def begin(environ: Mapping[str, str], unknown: Sequence[str] | None = None) -> Gate:
     """Start the agent's thread with those variables; `unknown` is what it does not know of a process it came into.
 
@@ -70,12 +77,12 @@ def begin(environ: Mapping[str, str], unknown: Sequence[str] | None = None) -> G
     return gate()
 
 
-def note_restarted() -> None:
-    """Tell the daemon that the state of an operation is restored in this process."""
+def note_restarted(step: int | None = None) -> None:
+    """Tell the daemon that the state of an operation, or of the snapshot of that step, is restored in this process."""
     from .departing import OPERATION
 
     if _channel is not None:
-        _channel.note_restarted(os.environ.get(OPERATION) or None)
+        _channel.note_restarted(os.environ.get(OPERATION) or None, step)
 
 
 def _live(channel: Channel) -> None:

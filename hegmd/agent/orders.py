@@ -6,6 +6,8 @@ does), and learns about the training thread from the gate; `order_state` has the
 
 Whatever fails, the process ends up training with all its bytes, or parked with all of them held. If the daemon is gone
 for too long, or a signal waits for the script's handler, the agent brings everything back by itself.
+
+Longer than 400 lines because each order is judged by what is pending, which only this module changes.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from .order_state import Pending, Standing
 from .other_threads import Attempts
 from .quiesce import CALL, PARK, Asked, Gate
 from .refusals import DEBUG_HINT, no_boundary, not_parked, refusal
+from .snapshots import BESIDE, SNAPSHOT, Snapshots
+from .thread_stacks import thread_stacks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -52,6 +56,7 @@ class Orders:
         self._standing = Standing(gate)
         self._carrying = self._standing.carrying
         self._bytes = ByteOrders(self._standing, self._answers)
+        self.snapshots = Snapshots(self._standing, self._answers)
         self._alone_deadline: float | None = None
         self._signal: int | None = None
         self._weighed: departing.Weight | HegmError | None = None
@@ -62,6 +67,7 @@ class Orders:
         self.aside: Aside | None = None
         self._do: dict[str, Callable[[Order, int | None], None]] = {
             "count": lambda order, _fd: self._answers.done(order.order),  # every report has the count
+            "stacks": lambda order, _fd: self._answers.done(order.order, stacks=thread_stacks(gate.home)),
             "survey": self._survey,
             "park": self._park,
             "withdraw": self._withdraw,
@@ -71,6 +77,7 @@ class Orders:
             "weigh": self._weigh,
             "beforehand": self._tell_beforehand,
             "leave": self._leave,
+            SNAPSHOT: self._snapshot,
             **self._bytes.table(),
         }
 
@@ -111,9 +118,10 @@ class Orders:
         pending = self._standing.take_pending()
         if pending is not None and not self._gate.parked:
             self._gate.withdraw()
-        elif pending is not None and pending.do == "park":
+        elif pending is not None and pending.do in ("park", SNAPSHOT):
             self._standing.let_go()
-        if not self._gate.parked or self._standing.resting:
+        self.snapshots.close()
+        if not self._gate.parked or self._standing.resting or self._gate.lent:
             self._alone_deadline = None
 
     def note_signal(self, number: int) -> None:
@@ -145,13 +153,15 @@ class Orders:
                 raise refusal(f"there is no order {order.do!r}", "bring hegmd and the agent to the same release")
             if self._left_alone is not None:
                 raise refusal(self._left_alone, "try again once it has been restarted")
+            if order.do not in BESIDE:
+                self._end_snapshot("another order came first")
             action(order, fd)
         except HegmError as error:
             self._answers.failed(order.order, error)
         except Exception as error:  # noqa: BLE001 - the edge: whatever fails in here, the script does not notice
             note(f"order {order.do} failed: {error!r}")
             self._answers.failed(order.order, refusal(f"the agent failed at {order.do}: {error!r}", DEBUG_HINT))
-            self._come_back("an error in the agent")
+            self.come_back("an error in the agent")
         finally:
             if fd is not None and not self._carrying.keeps(fd):
                 os.close(fd)
@@ -193,6 +203,26 @@ class Orders:
             self._gate.withdraw()
             passed = f"boundary {at} was passed before the order to park at it came"
             self._answers.failed(order.order, refusal(passed, "name a later one"))
+
+    def _snapshot(self, order: Order, fd: int | None) -> None:
+        """Park at a boundary, write the state into the slot, and let the training go on; an earlier one is given up."""
+        self._end_snapshot("a later snapshot was asked for")
+        attempts = self.snapshots.attempts_for(order)
+        self._wait_for(order, order.limit_s, attempts)
+        self.snapshots.begin(order, fd)
+        attempts.begin()
+        if order.exact and self._gate.count >= (order.at or 0) and not self._gate.parked:
+            self._end_snapshot(f"boundary {order.at} was passed before the order to take it there came")
+
+    def _end_snapshot(self, why: str) -> None:
+        """Give up the snapshot that waits for its boundary, if there is one."""
+        pending = self._standing.pending
+        if pending is None or pending.do != SNAPSHOT:
+            return
+        self._standing.pending = None
+        self._standing.let_go()
+        self.snapshots.close()
+        self._answers.failed(pending.order, refusal(why, "it is taken at a later boundary"))
 
     def _withdraw(self, order: Order, _fd: int | None) -> None:
         self._standing.require_all_here("reload it first, then release it")
@@ -276,12 +306,12 @@ class Orders:
         if self._signal is not None:
             number, self._signal = self._signal, None
             if self._gate.parked:
-                self._come_back(f"signal {number}")
+                self.come_back(f"signal {number}")
         now = monotonic()
         if self._standing.pending is not None:
             self._look_after(self._standing.pending, now)
         if self._alone_deadline is not None and now >= self._alone_deadline:
-            self._come_back("the limit on being parked without a daemon")
+            self.come_back("the limit on being parked without a daemon")
 
     def _look_after(self, pending: Pending, now: float) -> None:
         is_late = pending.deadline is not None and now >= pending.deadline
@@ -314,6 +344,9 @@ class Orders:
         declined = self._gate.declined
         if declined is None and attempts.look():
             self._standing.pending = None
+            if pending.do == SNAPSHOT:
+                self.snapshots.write(pending, attempts)
+                return
             self._answers.done(pending.order, parked_s=attempts.parked_s)
         elif is_late or declined is not None or (pending.exact and attempts.is_stopped_too_long):
             parked_s = attempts.parked_s
@@ -331,7 +364,7 @@ class Orders:
         since = self._gate.stands_since
         return 0.0 if since is None else monotonic() - since
 
-    def _come_back(self, why: str) -> None:
+    def come_back(self, why: str) -> None:
         """Reload everything without an order and let the training continue. Repeated until it succeeds."""
         note(f"coming back by itself: {why}")
         if self._carrying.entrusted:  # it stays parked until they are reloaded

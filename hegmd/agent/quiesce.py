@@ -8,6 +8,10 @@ lock of the script.
 The training thread is the one that steps optimizers. A loader that another thread reads ahead is no boundary, and that
 thread is stopped at its own next batch too. Before the first step, the thread that reads a loader counts as the
 training thread.
+
+The training thread is parked in a second place: at the begin and at the end of a `hegm.released()` block (`lending`).
+
+Longer than 400 lines because all that changes which threads are parked is under one lock.
 """
 
 from __future__ import annotations
@@ -67,6 +71,7 @@ class Gate:
         "_trap",
         "count",
         "declined",
+        "lent",
         "on_change",
         "on_signal",
         "passed",
@@ -77,16 +82,17 @@ class Gate:
 
     def __init__(self) -> None:
         self.requested = False
-        self.count = 0
+        self.count: int = 0
         self.thread = _NOBODY
         self.declined: str | None = None  # why nobody could be parked, since it was last asked
+        self.lent = False  # True from the moment a hegm.released() block runs until its storages are back
         self.passed: int | None = None
         self.stands_since: float | None = None  # the monotonic instant from which the training thread is parked
         self.on_change: Callable[[], None] = _ignore
         self.on_signal: Callable[[int], None] = _ignore_signal
         self._asked: Asked | None = None
         self._by_hand = False
-        self._count_at_step = 0
+        self._count_at_step: int = 0
         self._parked_locks: dict[int, object] = {}
         self._home = _NOBODY  # the training thread; `thread` is the same while the hooks are to count its batches
         self._inert = False
@@ -102,8 +108,8 @@ class Gate:
 
     @property
     def parked(self) -> bool:
-        """True while the training thread is parked."""
-        return self._home in self._parked_locks
+        """True while the training thread is parked, or in a hegm.released() block whose storages are away."""
+        return self.lent or self._home in self._parked_locks
 
     @property
     def home(self) -> int:
@@ -145,16 +151,24 @@ class Gate:
     def withdraw(self) -> bool:
         """Withdraw the request and release parked threads; True if the training thread was parked."""
         with self._lock:
-            self.requested = False
-            self._asked = self._taken = None
             was_parked = self.parked
+            self.requested = self.lent = False
+            self._asked = self._taken = None
             self._open()
         return was_parked
+
+    def run_block(self) -> None:
+        """Let the parked training thread run the body of its block. It counts as parked, and nothing stops others."""
+        with self._lock:
+            self.requested, self.lent = False, True
+            self._asked = self._taken = None
+            self._open()
 
     def release_and_watch(self) -> None:
         """Release all threads, and set `passed` when the training thread reaches its next boundary."""
         with self._lock:
             self.passed = self._taken = None
+            self.lent = False
             self._asked = Asked(WATCH)
             self.requested = True
             self._open()
@@ -177,7 +191,7 @@ class Gate:
         """In a forked child: nothing is requested here any longer. Another thread may have held the lock."""
         self._inert = True
         self._trap.lift()
-        self.requested = False
+        self.requested = self.lent = False
         self._asked = None
         self._lock = allocate_lock()
         self._parked_locks = {}
@@ -286,6 +300,40 @@ class Gate:
         if self.requested:
             self.at_boundary()
 
+    def pass_block(self) -> bool:
+        """The training thread is at the begin or the end of a block, which is a boundary; False for another thread."""
+        ident = get_ident()
+        if self._inert or (self._home != ident and _is_alive(self._home)):
+            return False
+        if self._home != ident:
+            self._adopt(0)
+            self.thread = _NOBODY if self._by_hand else ident
+        self.count += 1
+        if self.requested:
+            self.at_boundary()
+        return True
+
+    def park_here(self, wanted: Callable[[], bool]) -> None:
+        """Park the training thread where it is while `wanted()`; orders find it at whatever boundary they name.
+
+        All ranks of a job come to the same block, so a count that is raised here is raised in each of them.
+        """
+        while wanted():
+            with self._lock:
+                asked = self._asked if self.requested else None
+                if asked is None and wanted() and not self._inert:
+                    asked = self._asked = Asked(PARK)
+                    self._taken = self.declined = None
+                    self.requested = True
+            if asked is None or asked.fits is not None:
+                return
+            if asked.what == PARK:
+                self._wait(asked)
+                if self.declined is not None:
+                    return
+            else:
+                self.at_boundary()
+
     def _adopt(self, patience: int) -> None:
         with self._lock:
             self._trainers.discard(self._home)
@@ -362,6 +410,7 @@ class Gate:
                     return False
                 self._parked_locks[get_ident()] = door
                 if get_ident() == self._home:
+                    self.count = max(self.count, asked.at)  # larger only at a block, see `park_here`
                     self.stands_since = monotonic()
         return True
 

@@ -98,8 +98,14 @@ class Trap:
         if hook is None:
             return frozenset()
         with NoCollection():
-            frames = sys._current_frames().items()  # pyright: ignore[reportPrivateUsage] - it is documented
-            return hook.watch({at: frame for at, frame in frames if at not in self._spared and not is_ours(frame)})
+            frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] - it is documented
+            threads = {at: frame for at, frame in frames.items() if at not in self._spared and not is_ours(frame)}
+            # This very function is among them, and would keep itself and all that every thread has at this moment.
+            frames.clear()
+            try:
+                return hook.watch(threads)
+            finally:
+                threads.clear()
 
     def _begun(self) -> _Monitoring | _Tracing | None:
         """The hook of this Python. None where there is none: no ctypes, or no free place among the tools."""

@@ -56,6 +56,7 @@ class GpuMemory(Record):
     state: str = field("ok, lost or unknown", default="ok")
     free_bytes: int | None = field("free memory; nil if unknown")
     total_bytes: int | None = field("memory in all; nil if not known", default=None)
+    leased_bytes: int = field("what of the free memory is kept for others, as leases", default=0)
     mig: bool | None = field("whether it is cut into MIG instances", default=None)
     mps: bool | None = field("whether processes share it through MPS", default=None)
     uuid: str = field("what the driver calls it", default="")

@@ -3,6 +3,8 @@
 Puts together what the register of jobs, the agents, the operations and the inventory know. Decides nothing about
 operations. Agents are asked for their count of boundaries only when somebody wants to see jobs, and answer without the
 training thread.
+
+Longer than 400 lines because what is shown of a job is put together in one place.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from hegmd.node.gpu_sets import CPU
 from hegmd.node.inventory import Inventory
 from hegmd.operations.survey import May
 from hegmd.protocol import jobs as told
+from hegmd.protocol import operations as told_operations
 from hegmd.protocol.messages import RegisterJob
+from hegmd.protocol.names import job_number
 from hegmd.protocol.snapshots import GpuProcess
 from hegmd.workers.job_file import JobRecord
 from hegmd.workers.job_names import JobNames, trains
@@ -104,6 +108,8 @@ class JobRequests:
         self._workers = workers
         self._supervisors = supervisors
         self._runner = runner
+        #: What a job waits for that shares its GPU with others, in words; None if it waits for nothing of that kind.
+        self.waits_for: Callable[[JobRecord], str | None] = lambda _job: None
         self._samples: WeakKeyDictionary[AgentConnection, deque[Sample]] = WeakKeyDictionary()
 
     # -- what is asked -------------------------------------------------------------------------------------------------
@@ -183,15 +189,44 @@ class JobRequests:
                 await emit(view)
             await news.wait()
 
-    async def register(self, pid: int, uid: int, asked: RegisterJob) -> told.JobRegistered:
+    def with_job(self, operation: told_operations.Operation) -> told_operations.Operation:
+        """The same record with the id of its job, which is known by its runs, or while it lives by its processes."""
+        op = self._runner.history(operation.id).operation
+        for member in op.workers:
+            job = self._jobs.of_run(op.owner_uid, member.run) or self._of_member(member.pid, member.start_ticks)
+            if job is not None:
+                return operation.replace(job=job.id)
+        return operation
+
+    def of_process(self, process: GpuProcess) -> GpuProcess:
+        """The same record with the id of its job."""
+        job = self._of_member(process.pid, process.start_ticks)
+        return process if job is None else process.replace(job=job.id)
+
+    def _of_member(self, pid: int, start_ticks: int | None) -> JobRecord | None:
+        """The job that has, or had while it lived, this very process."""
+        worker = self._workers.find(pid)
+        job = None if worker is None else self._jobs.of_worker(worker)
+        if job is None:
+            job = next((job for job in self._jobs if job.pid == pid), None)
+        known = set[str]() if job is None else {*job.members, f"{job.pid}-{job.start_ticks}"}
+        return job if f"{pid}-{start_ticks}" in known else None
+
+    async def register(self, pid: int, uid: int, asked: RegisterJob, priority: int | None = None) -> told.JobRegistered:
         """Enter the job of a `hegmctl run`. Raises HegmError."""
         goes_on = None
-        if asked.resumes is not None:
+        if asked.resumes is not None and job_number(asked.resumes) is not None:
+            goes_on = self._allowed(self._jobs.named(asked.resumes, lambda owner: owner == uid), lambda one: one == uid)
+        elif asked.resumes is not None:
             op = self._runner.history(asked.resumes).operation
             runs = [member.run for member in op.workers if member.run and op.owner_uid == uid]
             goes_on = self._jobs.of_run(uid, runs[0]) if runs else None
-        job = await self._jobs.register(pid, uid, asked, goes_on)
+        job = await self._jobs.register(pid, uid, asked, goes_on, priority=priority)
         return told.JobRegistered(id=job.id, name=job.name)
+
+    async def record(self, wanted: int | str, may: May) -> JobRecord:
+        """The record of a job on which the caller may act. Raises HegmError."""
+        return self._allowed(await self._one(wanted, may), may)
 
     async def _one(self, wanted: int | str, may: May) -> JobRecord:
         if isinstance(wanted, str) and not (wanted.isascii() and wanted.isdigit()):
@@ -234,18 +269,22 @@ class JobRequests:
         listed = [seen.processes[process.pid] for process in processes if process.pid in seen.processes]
         gpus = tuple(dict.fromkeys(gpu for process in processes for gpu in process.gpus))
         on_cpu = any(worker.on_cpu and worker.gpu is None for worker in workers)
-        waits = None if op is None else self._runner.describe(op.id).waits
+        described = None if op is None else self._runner.describe(op.id).waits
+        shared = self.waits_for(job) if job.lives else None
         orphan = any(worker.parked or worker.held_bytes for worker in workers) and op is None
         boundaries = [worker.boundary for worker in workers if worker.boundary]
         if boundaries:
             self._jobs.note_training(job)
-        state = _state(job, op, is_waiting=waits is not None or orphan, has_trained=bool(boundaries) or job.has_trained)
+        is_waiting = described is not None or orphan or (op is None and shared is not None)
+        state = _state(job, op, is_waiting=is_waiting, has_trained=bool(boundaries) or job.has_trained)
         vram = [use.vram_bytes for process in listed for use in process.gpus]
         return told.Job(
             id=job.id,
             name=job.name,
             state=state,
-            waits="an orphan: run hegmctl adopt" if orphan else None if waits is None else waits.why,
+            waits="an orphan: run hegmctl adopt"
+            if orphan
+            else shared or (None if described is None else described.why),
             uid=job.uid,
             user=next((process.user for process in listed if process.uid == job.uid), None),
             gpus=gpus or ((CPU,) if on_cpu else ()),
@@ -260,6 +299,7 @@ class JobRequests:
             end=None if job.lives else self._jobs.told_end(job),
             pid=None if job.is_gone else job.pid,
             processes=processes,
+            priority=job.priority,
             operation=None if op is None else op.id,
             notes=tuple(dict.fromkeys(note for worker in workers for note in _notes(worker))),
         )
@@ -321,6 +361,8 @@ class JobRequests:
         samples = self._samples.setdefault(worker, deque(maxlen=MAX_SAMPLES))
         if samples and samples[-1][1] > worker.boundary:
             samples.clear()  # it has gone back to an earlier batch
+        if samples and samples[0][0] < worker.trains_since:
+            samples.clear()  # a rate over the time of an operation is that of no training
         while len(samples) > 1 and now - samples[0][0] > RATE_OVER_S:
             samples.popleft()
         if len(samples) > 1 and now - samples[-1][0] < APART_S / 2:

@@ -12,13 +12,15 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
+import anyio
+
 from hegmd.errors import BAD_REQUEST, BUSY, DENIED, NOT_FOUND, REFUSED, HegmError, Refused
 from hegmd.memory.pool import Key
 from hegmd.migration.machine import events
 from hegmd.migration.machine.adoption import adopted, adopted_of_driver
 from hegmd.migration.machine.describe import in_hand
 from hegmd.migration.machine.machine import HOLDING, handle
-from hegmd.migration.machine.next_effects import SUSPENDED
+from hegmd.migration.machine.next_effects import SETTLING, SUSPENDED
 from hegmd.migration.machine.operation import (
     MIGRATE,
     QUIESCE,
@@ -57,6 +59,9 @@ from hegmd.protocol.snapshots import GpuProcess, Way
 from hegmd.workers.job_names import JobNames
 from hegmd.workers.workers import Workers
 
+# After a start of the daemon, agents come back one by one. A resume that comes before them waits so long.
+SETTLES_WITHIN_S = 5.0
+
 
 class Operations:
     """The desk at which operations are asked for."""
@@ -87,6 +92,8 @@ class Operations:
         self._standing = standing
         self._utc = utc
         self.runner = runner
+        #: Whether a suspended operation, which was not its user's to resume, is so from now on; sharing sets it.
+        self.keep_suspended: Callable[[Operation], bool] = lambda _op: False
 
     # -- single operations ---------------------------------------------------------------------------------------------
 
@@ -133,6 +140,12 @@ class Operations:
     ) -> OperationResult:
         """Take jobs off their GPUs, or only their bytes to disk. Raises HegmError with every reason why not."""
         pids = await self.named(pids)
+        known = {op.id: op for pid in pids if (op := self.runner.of_process(pid)) is not None}
+        if known and not spill and not asked.dry_run and all(op.phase == SUSPENDED for op in known.values()):
+            self.check(asked, pids)
+            kept = [self.keep_suspended(op) for op in known.values()]
+            if all(kept):
+                return OperationResult(self.runner.describe(next(reversed(known))), None)
         suspended = [self.runner.of_process(pid) for pid in pids] if spill else []
         if suspended and all(op is not None and op.phase == SUSPENDED for op in suspended):
             self.check(asked, pids)
@@ -169,9 +182,9 @@ class Operations:
     async def resume(self, pid: int, to: str | None, asked: RequestContext) -> OperationResult:
         """Resume a suspended job. Raises HegmError with every reason why it cannot be resumed."""
         pid = await self.named_one(pid)
-        op = self.runner.of_process(pid)
         self.check(asked, [pid])
         limit_of(asked)
+        op = await self._settled(pid, asked)
         if op is not None and op.phase == HOLDING:
             return await self._release_held(op, pid, to, asked)
         if op is None or op.phase != SUSPENDED:
@@ -181,6 +194,14 @@ class Operations:
             return OperationResult(None, plan_record(plan))
         await self._claim_for(op)
         return await self._resume(op.id, plan, asked)
+
+    async def _settled(self, pid: int, asked: RequestContext) -> Operation | None:
+        """The operation that has the process, after it was given time to find its agents: they come one by one."""
+        op = self.runner.of_process(pid)
+        if op is not None and op.phase == SETTLING.phase:
+            with anyio.move_on_after(SETTLES_WITHIN_S):
+                await self.follow(op.id, asked.emit)
+        return self.runner.of_process(pid)
 
     async def _release_held(self, op: Operation, pid: int, to: str | None, asked: RequestContext) -> OperationResult:
         """Resume a quiesced job where it is."""
@@ -336,7 +357,7 @@ class Operations:
             self._refuse_if_taken(worker.pid, but_for=holder)
         op_id = self.runner.next_id() if holder is None else holder.id
         op = plan.operation(op_id, snapshot.candidates, chips, limits=limits, utc=self._utc())
-        op = op.replace(spill=spill, image=handoff)
+        op = op.replace(spill=spill, image=handoff, lent=asked.lent)
         if holder is None:
             await self.runner.begin(op)
         else:

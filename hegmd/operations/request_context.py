@@ -33,6 +33,7 @@ class RequestContext:
     dry_run: bool = False
     limit_s: float | None = None
     carrier: str | None = None
+    lent: bool = False  # of a suspend: whether the job itself asks, for a hegm.released() block
 
 
 @dataclass(frozen=True, slots=True)

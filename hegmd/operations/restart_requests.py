@@ -25,6 +25,7 @@ from hegmd.migration.run.runner import Runner
 from hegmd.operations.operations import Operations
 from hegmd.operations.request_context import RequestContext
 from hegmd.protocol.messages import Supervise, SuperviseReport
+from hegmd.protocol.names import job_number
 from hegmd.protocol.operations import IMPORTING, LOADING, READIED, OperationProgress
 from hegmd.system.background_tasks import BackgroundTasks
 from hegmd.workers.supervisors import Send, Supervisor, SupervisorAway, Supervisors, go_on_command
@@ -37,7 +38,8 @@ class Restarts(BackgroundTasks):
     """Serves the supervisors. `run` must be running while they are connected.
 
     `forget` is called with operations whose state is no longer needed. `is_over` says whether a successor has finished
-    its training, according to its supervisor's record; it blocks briefly.
+    its training, according to its supervisor's record; it blocks briefly. `require_kept` raises HegmError unless that
+    user may continue from the kept state of that job.
     """
 
     def __init__(
@@ -49,10 +51,12 @@ class Restarts(BackgroundTasks):
         *,
         forget: Callable[[str], object],
         is_over: Callable[[str], bool],
+        require_kept: Callable[[str, int], object],
     ) -> None:
         super().__init__()
         self._forget = forget
         self._is_over = is_over
+        self._require_kept = require_kept
         self._supervisors = supervisors
         self._workers = workers
         self._runner = runner
@@ -71,7 +75,9 @@ class Restarts(BackgroundTasks):
 
     async def attend(self, key: object, pid: int, uid: int, offer: Supervise, send: Send) -> None:
         """Let a supervisor attend until it leaves. Raises HegmError when it cannot have what it wants."""
-        if offer.resumes is not None:
+        if offer.resumes is not None and _is_recovery(offer.resumes):
+            self._require_kept(offer.resumes, uid)
+        elif offer.resumes is not None:
             self._require_held(offer.resumes, uid)
         await self._supervisors.attend(key, pid, uid, offer, send)
 
@@ -104,7 +110,7 @@ class Restarts(BackgroundTasks):
         if readies is not None and readies not in self._watched:
             self._watched.add(readies)  # it came with one: of an earlier daemon's, maybe, that is over
             self._tasks.start_soon(self._watch, readies)
-        if op_id is None:
+        if op_id is None or _is_recovery(op_id):
             return
         self._note_progress(op_id)
         if not supervisor.connected or supervisor.offer.pid is None:
@@ -197,8 +203,9 @@ class Restarts(BackgroundTasks):
                 is_its_own = (supervisor.offer.pid, supervisor.uid) == (worker.pid, worker.identity.uid)
                 if is_its_own and supervisor.offer.operation is not None:
                     self._note_progress(supervisor.offer.operation)
-        if self._tasks is not None and news in (CAME, BACK) and worker.about.restarted is not None:
-            self._tasks.start_soon(self._take_in, worker, worker.about.restarted)
+        restarted = worker.about.restarted
+        if self._tasks is not None and news in (CAME, BACK) and restarted is not None and not _is_recovery(restarted):
+            self._tasks.start_soon(self._take_in, worker, restarted)
 
     async def _take_in(self, worker: AgentConnection, op_id: str) -> None:
         """Resume an operation that waits for a successor with that process."""
@@ -250,6 +257,11 @@ class Restarts(BackgroundTasks):
         if self._supervisors.of_operation(supervisor.uid, op_id) is not supervisor:
             raise Refused(f"another process waits for operation {op_id} already", "run: hegmctl ps")
         return op
+
+
+def _is_recovery(name: str | None) -> bool:
+    """Whether a start is from a snapshot: then it names the job, and no operation."""
+    return name is not None and job_number(name) is not None
 
 
 async def _ignored(_progress: OperationProgress) -> None:

@@ -76,6 +76,7 @@ from hegmd.operations.simulated_placement import SimulatedPlacement
 from hegmd.operations.survey import PlanSurvey
 from hegmd.operations.suspended import ASKED, SuspendedOperations
 from hegmd.protocol.snapshots import AgentInfo, Gpu
+from hegmd.recovery.service import Recoveries
 from hegmd.system.programs import Rights
 from hegmd.telemetry.events import EventLog
 from hegmd.workers.job_names import JobNames
@@ -122,7 +123,8 @@ class Moving:
         disk: Disk | None = None,
     ) -> None:
         self._state_dir, self._images_by = state_dir, images_by or ImageMeans(state_dir / "hegmd.sock")
-        self._workers, self._inventory, self._events = workers, inventory, events
+        self.workers = self._workers = workers
+        self._inventory, self._events = inventory, events
         self._start_ticks, self._ready, self.pool = start_ticks, ready or Ready(), pool
         self.simulated_memory = SimulatedMemory(simulator, gpus=self._gpus, changed=inventory.expire)
         self.helper, self.supervisors = Link(), Supervisors(start_ticks)
@@ -147,7 +149,8 @@ class Moving:
         self._by_driver = None if simulated else self._driver_orphans()
         self.orphans = self._make_orphans(events)
         self.resting = SuspendedOperations(workers, pool, self.runner, events, when=spill)
-        self._make_desks(self._make_lookout(), handoff, restart_always=restart_always, max_park_s=max_park_s)
+        self.survey = self._make_lookout()
+        self._make_desks(self.survey, handoff, restart_always=restart_always, max_park_s=max_park_s)
         for part in (self.attendance, self.runner, self.resting, self.orphans, self.periodic):
             workers.listen(part.hear)
 
@@ -201,6 +204,17 @@ class Moving:
             jobs=self._names,
             max_park_s=max_park_s,
         )
+        self.recoveries = Recoveries(
+            workers=self._workers,
+            supervisors=self.supervisors,
+            jobs=self.jobs,
+            pool=self.pool,
+            events=self._events,
+            state_dir=self._state_dir,
+            gpus=self._gpus,
+            variables=self._restart.variables_for,
+            is_in_hand=self._is_in_hand,
+        )
         self.restarts = Restarts(
             self.supervisors,
             self._workers,
@@ -208,6 +222,7 @@ class Moving:
             self.operations,
             forget=self._forget_claim,
             is_over=partial(has_come_to_its_end, self._state_dir),
+            require_kept=self.recoveries.require_kept,
         )
         self.sequences = MultiStepOperations(lookout, self.operations)
         self.checkpoints = Checkpoints(self.operations, lookout, handoff, self._reviving, self._paces)
@@ -235,6 +250,7 @@ class Moving:
     def _restarting(self, by: Method) -> tuple[RestartMethod, StateCarrier]:
         workers, supervisors, pool = self._workers, self.supervisors, self.pool
         method = RestartMethod(workers, supervisors, pool, by=by, gpus=self._gpus, folder=self._state_dir)
+        self._restart = method
         readying = Readying(supervisors, method.surroundings_of, self._ready)
         self._kept_ready = KeptReady(supervisors, workers, readying, self._events, in_hand=self._is_in_hand)
         return method, StateCarrier(pool, supervisors, readying)
@@ -376,10 +392,11 @@ class Moving:
         """
         await anyio.to_thread.run_sync(self.runner.open)
         await anyio.to_thread.run_sync(self.jobs.open, self._state_dir)
+        await anyio.to_thread.run_sync(self.recoveries.open)
         self._images = Images(self._state_dir, in_unit=self._images_by.in_unit, key_file=self._images_by.key_file)
         self.places.open()
         unended = [op.id for op in self.runner.operations() if op.phase not in TERMINAL]
-        forget_claims(self._state_dir, unended)
+        forget_claims(self._state_dir, {*unended, *self.recoveries.job_ids})
         self._standing_notes.keep_only(unended)
         findings = await find_pieces(self.pool.keep, self.memory.adopt)
         self.pool.enter(findings.pieces, self._owned)
@@ -393,8 +410,8 @@ class Moving:
                 self.simulated_memory.hold_what_fits((member.pid, member.start_ticks), gpu, size_bytes)
 
     def _owned(self, key: Key) -> bool:
-        """Whether an operation that is not over has that piece."""
-        return any(
+        """Whether an operation that is not over has that piece, or it is a slot of a protected job."""
+        return self.recoveries.owns(key) or any(
             op.id == key.operation and op.worker(key.worker) is not None
             for op in self.runner.operations()
             if op.phase not in TERMINAL
@@ -422,6 +439,8 @@ class Moving:
                     await inner.start(self.jobs.run)
                     await inner.start(self.restarts.run)
                     self.restarts.take_over()
+                    await inner.start(self.recoveries.run)
+                    inner.start_soon(self.recoveries.keep_looking)
                     await inner.start(self.resting.run)
                     inner.start_soon(self.pool.keep_ready, self._is_moving)
                     inner.start_soon(self._ready_helper.run)

@@ -141,7 +141,7 @@ class SimulatedPlacement:
         if worker.boundary:  # its tensors are where it trains
             worker.on_cpu = worker.about.gpu == CPU if self._memory.simulated else worker.cuda is None
         if worker.gpu is None and worker.about.gpu != CPU:
-            worker.gpu = self._memory.place(worker.about.gpu)
+            worker.gpu = self._memory.place(worker.about.gpu, worker.about.rank)
         if worker.gpu is not None:
             self._memory.hold_what_fits((worker.pid, worker.identity.start_ticks), worker.gpu, worker.size_bytes or 0)
         self._changed()

@@ -59,6 +59,7 @@ MAX_LOOKS = 4
 NVIDIA = "nvidia"
 
 May = Callable[[int | None], bool]
+Leased = Callable[[Sequence[int], Sequence[Candidate]], Mapping[str, int]]
 # What was seen of processes from outside, by pid: the nearest ancestor among them, and its surroundings.
 Looked = dict[int, tuple[int | None, Surroundings]]
 Look = Callable[[Sequence[int], Looked], Coroutine[object, object, None]]
@@ -109,6 +110,8 @@ class PlanSurvey:
         self._proofs = proofs
         self._proving = proving
         self._own_pids = own_pids
+        #: How much memory of each GPU leases keep for others than these processes, by GPU; sharing sets it.
+        self.leased: Leased = lambda _pids, _candidates: {}
         self._looks = Looks(OUTSIDE_S, MAX_LOOKS)
 
     async def snapshot(
@@ -157,8 +160,10 @@ class PlanSurvey:
         running, pool = self._running(), self._pool()  # before anything is waited for: of the same moment
         candidates = await _seen_from_outside(_without_idle(tuple(self._candidates(node, pythons))), node, look)
         candidates = _with_stopped(candidates, pids)
+        leased = self.leased(tuple(pids), candidates)
+        gpus = [_gpu_memory(gpu, node.gpus) for gpu in node.gpus]
         return NodeSnapshotForPlan(
-            gpus=tuple(_gpu_memory(gpu, node.gpus) for gpu in node.gpus),
+            gpus=tuple([gpu.replace(leased_bytes=leased.get(gpu.id, 0)) for gpu in gpus]),
             candidates=candidates,
             unreachable=tuple(_unreachable(node)),
             beginning=tuple(pid for pid in pids if self._begins(pid)),

@@ -31,16 +31,19 @@ class Order(Record):
     order: int = field("number of the order, counted by the daemon on this connection")
     do: str = field(
         "survey, park, withdraw, offload, reload, export, free, make, copy, filled, part, rest, entrust, aside, "
-        "release, weigh, beforehand, save, disconnect, reconnect, leave, count or dismiss"
+        "release, weigh, beforehand, save, snapshot, disconnect, reconnect, leave, count, stacks or dismiss"
     )
-    at: int | None = field("park: at this boundary by count, or the next one after it; nil for the next", default=None)
+    at: int | None = field(
+        "park, snapshot: at this boundary by count, or the next one after it; nil for the next", default=None
+    )
     limit_s: float | None = field(
-        "park and release: how long it may take, nil for as long as it takes; disconnect and reconnect: "
+        "park, snapshot and release: how long it may take, nil for as long as it takes; disconnect and reconnect: "
         "the same, nil for 60 s; aside: when to come back by itself",
         default=None,
     )
     exact: bool = field(
-        "park: only at the boundary with that count; fails at once, without parking, if it was passed", default=False
+        "park, snapshot: only at the boundary with that count; fails at once, without parking, if it was passed",
+        default=False,
     )
     leaving: bool = field(
         "park: where a restarted script could continue from: at that boundary, or soon after it, at the head of a loop "
@@ -48,8 +51,8 @@ class Order(Record):
         default=False,
     )
     max_park_s: float | None = field(
-        "park: how long the training thread may be parked for an attempt that other threads of its process keep from "
-        "succeeding; it then runs on, and is stopped again at a later boundary. nil for half a second",
+        "park, snapshot: how long the training thread may be parked for an attempt that other threads of its process "
+        "keep from succeeding; it then runs on, and is stopped again at a later boundary. nil for half a second",
         default=None,
     )
     size_bytes: int | None = field(
@@ -77,7 +80,8 @@ class Order(Record):
         default=False,
     )
     generation: int | None = field(
-        "reconnect: a number that is the same for all ranks, and larger than in any earlier reconnect of this job",
+        "reconnect: a number that is the same for all ranks, and larger than in any earlier reconnect of this job; "
+        "snapshot: the number of the snapshot, the same for all ranks",
         default=None,
     )
 
@@ -115,6 +119,11 @@ class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order)
     import before its turn; parked, to `save` that into the descriptor that comes
     with the order, and to `leave`, which ends its process and is not reported. The process that is started from there
     puts the state back at its first boundary, attends anew, and says which operation it was `restarted` from.
+
+    For a recovery it is told to take a `snapshot`: it parks the training as for `save`, writes its state into the slot
+    that comes with the order, sets the slot's record, and lets the training go on. Without a descriptor, or with one
+    that is too small, the order fails and says how many bytes the state has. Any other order but `count` and `stacks`
+    ends a snapshot that has not begun to write. One that is asked for its `stacks` tells where its threads are.
     """
 
     token: str = field("names this agent across connections; made by the agent, 32 hexadecimal digits")
@@ -146,6 +155,35 @@ class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order)
         "each; nil for an agent that began with its process",
         default=None,
     )
+
+
+class Lent(Record):
+    """The storages of the job are off its GPUs."""
+
+    operation: str = field("id of the operation by which the job is suspended")
+
+
+class AgentLend(Request, op="agent.lend", reply=Lent, changes_state=True):
+    """Suspend the job of this agent's process with its CUDA contexts kept, because its script lends its GPU memory.
+
+    The training thread waits at the begin of a `hegm.released()` block meanwhile, and counts as parked; after the reply
+    it runs the block. The other ranks of the job come to the same block and send the same request. The processes copy
+    their bytes themselves, so that they can reload them without a daemon. An error means that nothing is lent; with
+    BUSY it can be asked again.
+    """
+
+
+class Reclaimed(Record):
+    """The storages of the job are on its GPUs again, and it has made its next batch or left its block."""
+
+
+class AgentReclaim(Request, op="agent.reclaim", reply=Reclaimed, changes_state=True):
+    """Resume the job that was suspended by `agent.lend`, because a block has ended.
+
+    NOT_FOUND says that no operation lends its memory. Any other error means that the job is still suspended, such as
+    for want of GPU memory, and that it can be asked again. Orders that reload wait for the end of the block in each
+    process.
+    """
 
 
 class CudaDevice(Record):
@@ -257,17 +295,24 @@ class AgentReport(Request, op="agent.report", reply=Noted):
     hint: str = field("failed: the next step", default="")
     boundary: int | None = field("batch boundaries that it has passed", default=None)
     parked_s: float | None = field(
-        "park, withdraw: how long the training thread was parked for the order until now, in all attempts", default=None
+        "park, withdraw, snapshot: how long the training thread was parked for the order until now, in all attempts",
+        default=None,
     )
     parked: bool | None = field("survey: whether the training thread is parked now", default=None)
     held_bytes: int | None = field("survey: bytes of its storages that are out of the process now", default=None)
     storages: int | None = field("survey, offload, reload: how many storages", default=None)
     size_bytes: int | None = field("survey, offload, reload: how many bytes; in progress, so far", default=None)
     left_alone: tuple[LeftAlone, ...] = field("survey: what it leaves to other carriers", default=())
-    state_bytes: int | None = field("weigh: bytes of the state that a restart would carry", default=None)
-    refusals: tuple[str, ...] = field("weigh: what prevents a restart, or is not kept by one", default=())
+    state_bytes: int | None = field(
+        "weigh: bytes of the state that a restart would carry; failed snapshot: the same, where its slot is too small",
+        default=None,
+    )
+    refusals: tuple[str, ...] = field(
+        "weigh, failed snapshot: what prevents a restart, or is not kept by one", default=()
+    )
     begin_anew: tuple[str, ...] | None = field(
-        "weigh: variables of the script's that a restart does not keep, 16 at most; nil if it cannot tell", default=None
+        "weigh, snapshot: variables of the script's that a restart does not keep, 16 at most; nil if it cannot tell",
+        default=None,
     )
     imports: tuple[str, ...] = field(
         "weigh, beforehand: modules of PyTorch that the next process may import before its turn; none where the script "
@@ -305,6 +350,7 @@ class AgentReport(Request, op="agent.report", reply=Noted):
     spent_ms: Mapping[str, float] = field(
         "survey, export, free, make: milliseconds that parts of it took, by a word for each", default={}
     )
+    stacks: tuple[str, ...] = field("stacks: of each thread its name and its calls, the innermost last", default=())
     lacks_bytes: int | None = field(
         "failed make, reload: how many bytes its GPU lacks; nil if it failed for another reason", default=None
     )

@@ -13,6 +13,8 @@ from .requests import Request
 STARTING, TRAINING, QUIESCED, SUSPENDED = "starting", "training", "quiesced", "suspended"
 MOVING, WAITING, ENDED = "moving", "waiting", "ended"
 JOB_STATES = (STARTING, TRAINING, QUIESCED, SUSPENDED, MOVING, WAITING, ENDED)
+# The priority of a job of which nothing was said: `normal`.
+DEFAULT_PRIORITY = 50
 # What a process is for its job.
 COMMAND, SUPERVISOR, LAUNCHER, WORKER, RANK = "command", "supervisor", "launcher", "worker", "rank"
 
@@ -39,7 +41,8 @@ class Job(Record):
     name: str = field("the same, for people; unique among the jobs that have not ended")
     state: str = field(
         "starting: before its first batch; training; quiesced: parked between two batches; suspended: off its GPU; "
-        "moving: an operation is under way; waiting: that operation waits for something; or ended"
+        "moving: an operation is under way; waiting: that operation waits for something, or the job has no GPU yet; or "
+        "ended"
     )
     waits: str | None = field("what a waiting or suspended job waits for", default=None)
     uid: int = field("whose it is")
@@ -66,6 +69,7 @@ class Job(Record):
     end: str | None = field("how it ended, in words", default=None)
     pid: int | None = field("the process that `hegmctl run` became or is; nil if it has ended", default=None)
     processes: tuple[JobProcess, ...] = field("its processes that are known", default=())
+    priority: int = field("its priority when GPUs are shared, 0 to 100", default=DEFAULT_PRIORITY)
     operation: str | None = field("the operation that has it now", default=None)
     notes: tuple[str, ...] = field("what prevents a restart, and other notes", default=())
 
@@ -119,3 +123,6 @@ class RegisterJob(Request, op="job.register", reply=JobRegistered):
     name: str | None = field("its name; nil for the name of its script", default=None)
     command: tuple[str, ...] = field("its command, in words")
     resumes: str | None = field("the suspended operation from whose state it continues", default=None)
+    priority: int | str | None = field(
+        "0 to 100, or the name of a priority; nil for normal, and for the one that a known job has", default=None
+    )

@@ -8,7 +8,7 @@ Glossary, one word per thing on the wire, in logs and in the CLI:
 
 A request class carries its wire tag (`op`), the record that answers it, the record that may come in between, and
 whether it changes state, in which case the daemon keeps an audit record of it. To add a message: add a class here, or
-in `moves`, `jobs`, `agents` or `supervision`, whose messages are gathered here, so that all are in this one place.
+in `moves`, `jobs`, `sharing`, `agents` or `supervision`, whose messages are gathered here: all are in this one place.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from __future__ import annotations
 from .agents import (
     AgentAttend,
     AgentDismissed,
+    AgentLend,
+    AgentReclaim,
     AgentReport,
     Communicators,
     CudaDevice,
     CudaFacts,
     LeftAlone,
+    Lent,
     Noted,
     Order,
     Place,
+    Reclaimed,
 )
 from .jobs import InspectJob, Job, JobRegistered, JobReply, Jobs, JobsReply, RegisterJob, WaitForJob
 from .moves import (
@@ -51,9 +55,27 @@ from .moves import (
 )
 from .proofs import BeginProof, Combination, EndProof, Proof
 from .record import Record, field
+from .recovery import DropRecovery, JobRecovery, Recovery, RecoveryAttempt, RecoveryDropped, RecoveryReply, Snapshot
 from .requests import REQUESTS, Request
+from .sharing import (
+    JobPlaced,
+    Lease,
+    MakeRoom,
+    PlaceJob,
+    PlaceProgress,
+    Queue,
+    QueuedJob,
+    QueueReply,
+    Release,
+    Released,
+    RoomProgress,
+    RoomReply,
+    RoomStep,
+    SetPriority,
+    WaitForRoom,
+)
 from .snapshots import Check, Event, Gpu, GpuProcess, Vendor
-from .supervision import Supervise, SuperviseReport, SupervisionEnded, SupervisorOrder
+from .supervision import RecoveryWish, Supervise, SuperviseReport, SupervisionEnded, SupervisorOrder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -61,10 +83,11 @@ if TYPE_CHECKING:
 
 # What is gathered here from other modules; what is defined here needs no list.
 __all__ = [
-    "REQUESTS",
     "Adopt",
     "AgentAttend",
     "AgentDismissed",
+    "AgentLend",
+    "AgentReclaim",
     "AgentReport",
     "BeginProof",
     "CancelOperation",
@@ -76,33 +99,58 @@ __all__ = [
     "Drain",
     "Drained",
     "DropOrphan",
+    "DropRecovery",
     "Dropped",
+    "JobRecovery",
+    "Recovery",
+    "RecoveryAttempt",
+    "RecoveryDropped",
+    "RecoveryReply",
+    "RecoveryWish",
+    "Snapshot",
     "EndProof",
     "Handoff",
     "InspectJob",
     "Job",
+    "JobPlaced",
     "JobRegistered",
     "JobReply",
     "Jobs",
     "JobsReply",
+    "Lease",
     "LeftAlone",
+    "MakeRoom",
+    "Lent",
     "Migrate",
     "Noted",
     "OperationReply",
     "Operations",
     "OperationsReply",
     "Order",
+    "Orphans",
+    "OrphansReply",
     "Place",
+    "PlaceJob",
+    "PlaceProgress",
     "Proof",
+    "Queue",
+    "QueueReply",
+    "QueuedJob",
     "Quiesce",
+    "REQUESTS",
+    "Reclaimed",
     "RegisterJob",
+    "Release",
+    "Released",
     "Request",
     "Restore",
     "Resume",
+    "RoomProgress",
+    "RoomReply",
+    "RoomStep",
+    "SetPriority",
     "Story",
     "StoryReply",
-    "Orphans",
-    "OrphansReply",
     "Supervise",
     "SuperviseReport",
     "SupervisionEnded",
@@ -110,6 +158,7 @@ __all__ = [
     "Suspend",
     "Swap",
     "WaitForJob",
+    "WaitForRoom",
 ]
 
 PROTOCOL_VERSION = 2

@@ -154,6 +154,7 @@ class Operation(Record):
         "what is done now; at the end done, rolled-back or lost; suspended lasts until a resume or until the hold ends"
     )
     processes: tuple[OperationProcess, ...] = field("the processes of the job")
+    job: str | None = field("the id of their job; nil if they belong to none or it is forgotten", default=None)
     owner_uid: int | None = field("whose they are", default=None)
     created_utc: float = field("when it was asked for, in seconds since 1970")
     size_bytes: int = field("bytes to carry, in all")

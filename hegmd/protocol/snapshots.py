@@ -157,6 +157,7 @@ class GpuProcess(Record):
     user: str | None = field("owner's name", default=None)
     name: str | None = field("short name of the program", default=None)
     command: str | None = field("command line; None when the caller may not see it", default=None)
+    job: str | None = field("the id of its job, as `hegmctl jobs` shows it; nil if it belongs to none", default=None)
     workload: Workload | None = field("container, pod, Slurm job or unit it belongs to", default=None)
     gpus: tuple[GpuUse, ...] = field("its share of each GPU")
     held_bytes: int = field("bytes that hegmd holds for it outside the process", default=0)
@@ -180,6 +181,7 @@ EVENT_KINDS: Mapping[str, tuple[str, ...]] = {
     "events": ("events.missed",),
     "gpu": ("gpu.back", "gpu.found", "gpu.health", "gpu.lost", "gpu.mode"),
     "inventory": ("inventory.fresh", "inventory.ready", "inventory.stale"),
+    "job": ("job.fell", "job.given-up", "job.hung", "job.protected", "job.recovered", "job.unprotected"),
     "operation": (
         *("operation.began", "operation.done", "operation.found", "operation.held", "operation.holding"),
         "operation.image-missed",
@@ -188,6 +190,11 @@ EVENT_KINDS: Mapping[str, tuple[str, ...]] = {
     ),
     "pool": ("pool.damaged", "pool.dropped", "pool.spill-failed", "pool.spilled", "pool.orphan"),
     "process": ("process.ended", "process.next-fell", "process.started"),
+    "sharing": (
+        *("sharing.failed", "sharing.lease-dropped", "sharing.lease-ended", "sharing.lease-held"),
+        *("sharing.lease-requested", "sharing.moved", "sharing.placed", "sharing.priority", "sharing.queued"),
+        *("sharing.resumed", "sharing.suspended"),
+    ),
     "vendor": ("vendor.failed", "vendor.recovered"),
 }
 

@@ -34,9 +34,10 @@ class SupervisorOrder(Record):
         "turn before any line of the script, which `start` gives it if it is for the same surroundings; unready: end "
         "that one; start: start it again, from the state in the descriptor that comes along, or ranks "
         "from theirs; forget: the operation is over, nothing is expected any more; give-up: it cannot be started "
-        "again, and its state stays where the operation has it; ask: have the program `python` say which Python it is, "
-        "with the environment of a start, and start nothing else; note: whoever watches is to read its message and its "
-        "hint. What it does not know it leaves be"
+        "again, and its state stays where the operation has it; protect: the job has a snapshot from which it can be "
+        "recovered, so a command that fails is reported as `fell`; ask: have the program `python` say which Python it "
+        "is, with the environment of a start, and start nothing else; note: whoever watches is to read its message and "
+        "its hint. What it does not know it leaves be"
     )
     operation: str = field(
         "the operation that it is about; empty for a note, for ask, and for a process that is kept ready for any"
@@ -55,6 +56,20 @@ class SupervisorOrder(Record):
     python: str | None = field("ready, start, ask: the interpreter to take in the place of its own", default=None)
     message: str = field("give-up: why; note: what", default="")
     hint: str = field("give-up, note: the next step", default="")
+
+
+class RecoveryWish(Record):
+    """How a job is to be recovered, as `hegmctl run --recover` was told."""
+
+    interval_s: float | None = field(
+        "time between two snapshots; nil for 100 times what the last one cost", default=None
+    )
+    max_recoveries: int | None = field("how often it is recovered in all; nil for no limit but progress", default=None)
+    hang_limit_s: float | None = field(
+        "after how long without a boundary it counts as hung; 0 for never, nil for 5 times the longest time between "
+        "two boundaries, and at least 60 s",
+        default=None,
+    )
 
 
 class SupervisionEnded(Record):
@@ -97,6 +112,12 @@ class Supervise(Request, op="supervise", reply=SupervisionEnded, event=Superviso
         default=False,
     )
     readies: str | None = field("the operation for whose restart one does", default=None)
+    recover: RecoveryWish | None = field("how the job is to be recovered; nil if it is not", default=None)
+    fell: int | None = field(
+        "how its command failed, by exit status or minus its signal, while the job was protected; it waits for a start "
+        "from a snapshot",
+        default=None,
+    )
 
 
 class SuperviseReport(Request, op="supervise.report", reply=Noted):
@@ -105,11 +126,12 @@ class SuperviseReport(Request, op="supervise.report", reply=Noted):
     order: int | None = field("number of the order; nil for what happened by itself", default=None)
     result: str = field(
         "done; failed: it cannot be done; or, without an order, ended: the command has, for a restart or of itself; "
+        "fell: the command of a protected job has failed; "
         "ready: the process that was to be made ready waits for its turn, or without a pid, never will"
     )
     pid: int | None = field("start, ready: the new process", default=None)
     was_ready: bool = field("start: whether that process had been made ready before its turn", default=False)
-    status: int | None = field("ended: its exit status, or minus the signal that ended it", default=None)
+    status: int | None = field("ended, fell: its exit status, or minus the signal that ended it", default=None)
     starts: int = field("failed, ended: how often it was started from that state by now", default=0)
     message: str = field(
         "failed: what and why; of ask: which Python it is, with `alone` after its version if it reads nothing of its "

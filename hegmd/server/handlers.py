@@ -23,10 +23,13 @@ from hegmd.operations.survey import May, nobody
 from hegmd.protocol import messages as m
 from hegmd.protocol.names import gpu_named, place_named
 from hegmd.protocol.snapshots import AgentInfo, Check, Gpu, GpuProcess, Way
+from hegmd.recovery.service import Recoveries
 from hegmd.server.auth import Policy
 from hegmd.server.dispatch import Handler
 from hegmd.server.operation_handlers import OperationHandlers
 from hegmd.server.session import Call
+from hegmd.server.sharing_handlers import SharingHandlers
+from hegmd.sharing.requests import SharingRequests
 from hegmd.telemetry.events import EventLog, require_kinds
 from hegmd.workers.workers import Workers
 
@@ -49,7 +52,9 @@ class Services:
     orphans: Orphans
     restarts: Restarts
     jobs: JobRequests
+    recoveries: Recoveries
     proving: Proving
+    sharing: SharingRequests
     simulator: SimulatedProvider | None
     limits: m.Limits
     doctor: Callable[[Callable[[Check], Awaitable[None]]], Awaitable[tuple[Check, ...]]]
@@ -63,6 +68,7 @@ class Handlers:
 
     def __init__(self, services: Services) -> None:
         self._s = services
+        self._sharing = SharingHandlers(services.policy, services.sharing)
 
     def table(self) -> Mapping[type[m.Request], Handler]:
         """Return the handler of each message."""
@@ -86,11 +92,14 @@ class Handlers:
             m.Jobs: self.jobs,
             m.InspectJob: self.inspect_job,
             m.WaitForJob: self.wait_for_job,
+            m.Recovery: self.recovery,
+            m.DropRecovery: self.drop_recovery,
             m.BeginProof: self.begin_proof,
             m.EndProof: self.end_proof,
+            **self._sharing.table(),
             **OperationHandlers(
                 *(self._s.policy, self._s.operations, self._s.sequences, self._s.checkpoints, self._s.orphans),
-                *(self._s.jobs, self._s.inventory),
+                *(self._s.jobs, self._s.inventory, self._s.workers),
             ).table(),
         }
 
@@ -145,12 +154,13 @@ class Handlers:
         wanted = [process.replace(ways=ways[process.pid]) for process in wanted]
         return m.ProcessesReply(
             taken_utc=snapshot.taken_utc,
-            processes=tuple(self._s.policy.visible(call.peer, process) for process in wanted),
+            processes=tuple(self._s.policy.visible(call.peer, self._s.jobs.of_process(process)) for process in wanted),
             vendors=snapshot.vendors,
         )
 
     async def register_job(self, call: Call, request: m.RegisterJob) -> m.JobRegistered:
-        return await self._s.jobs.register(call.peer.pid, call.peer.uid, request)
+        priority = self._s.sharing.priority(request.priority, self._sharing.caller(call))
+        return await self._s.jobs.register(call.peer.pid, call.peer.uid, request, priority)
 
     async def jobs(self, call: Call, request: m.Jobs) -> m.JobsReply:
         may = partial(self._s.policy.may_act_on, call.peer)
@@ -209,6 +219,13 @@ class Handlers:
     def _gpus(self) -> Sequence[Gpu]:
         latest = self._s.inventory.latest
         return () if latest is None else latest.gpus
+
+    async def recovery(self, call: Call, request: m.Recovery) -> m.RecoveryReply:
+        return await self._s.recoveries.show(request.jobs, partial(self._s.policy.may_act_on, call.peer))
+
+    async def drop_recovery(self, call: Call, request: m.DropRecovery) -> m.RecoveryDropped:
+        may = partial(self._s.policy.may_act_on, call.peer)
+        return m.RecoveryDropped(freed_bytes=await self._s.recoveries.drop(request.job, may))
 
     async def begin_proof(self, call: Call, request: m.BeginProof) -> m.Proof:
         return await self._s.proving.begin(request.pid, partial(self._s.policy.may_act_on, call.peer))

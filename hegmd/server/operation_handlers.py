@@ -8,17 +8,19 @@ from dataclasses import replace
 from hegmd.node.inventory import Inventory
 from hegmd.operations.image_requests import Checkpoints, Wished
 from hegmd.operations.job_requests import JobRequests
+from hegmd.operations.lending import Lending
 from hegmd.operations.operations import Operations
 from hegmd.operations.orphans import Orphans
 from hegmd.operations.request_context import OperationResult, RequestContext, Restarting
 from hegmd.operations.sequences import MultiStepOperations, Outcome
 from hegmd.protocol import messages as m
 from hegmd.protocol.names import place_named
-from hegmd.protocol.operations import StoryLine
+from hegmd.protocol.operations import OperationProgress, StoryLine
 from hegmd.server.auth import Policy
 from hegmd.server.dispatch import Handler
 from hegmd.server.session import Call
 from hegmd.system.programs import Rights
+from hegmd.workers.workers import Workers
 
 # How long a caller waits for an inspection; then it gets what is known.
 OPERATIONS_S = 1.0
@@ -37,12 +39,14 @@ class OperationHandlers:
         orphans: Orphans,
         jobs: JobRequests,
         inventory: Inventory,
+        workers: Workers,
     ) -> None:
         self._jobs = jobs
         self._inventory = inventory
         self._checkpoints = checkpoints
         self._policy = policy
         self._operations = operations
+        self._lending = Lending(operations, workers)
         self._sequences = sequences
         self._orphans = orphans
 
@@ -64,6 +68,8 @@ class OperationHandlers:
             m.Orphans: self.orphans,
             m.Adopt: self.adopt,
             m.DropOrphan: self.drop_orphan,
+            m.AgentLend: self.lend,
+            m.AgentReclaim: self.reclaim,
         }
 
     async def migrate(self, call: Call, request: m.Migrate) -> m.OperationReply:
@@ -123,7 +129,7 @@ class OperationHandlers:
     async def operations(self, call: Call, _: m.Operations) -> m.OperationsReply:
         await self._orphans.look(thorough=False, within_s=OPERATIONS_S)
         runner = self._operations.runner
-        operations = tuple(runner.describe(op.id) for op in runner.operations())
+        operations = tuple(self._jobs.with_job(runner.describe(op.id)) for op in runner.operations())
         return m.OperationsReply(operations=operations, orphans=self._orphans.all())
 
     async def story(self, call: Call, request: m.Story) -> m.StoryReply:
@@ -132,7 +138,9 @@ class OperationHandlers:
             await self._operations.follow(request.id, call.emit)
         history = runner.history(request.id)
         lines = tuple(StoryLine.from_plain(line.to_plain(), "story") for line in history.story)
-        return m.StoryReply(operation=runner.describe(request.id), story=lines, untold=history.untold)
+        return m.StoryReply(
+            operation=self._jobs.with_job(runner.describe(request.id)), story=lines, untold=history.untold
+        )
 
     async def cancel(self, call: Call, request: m.CancelOperation) -> m.OperationReply:
         ask = self._operations.drop if request.drop else self._operations.cancel
@@ -150,6 +158,21 @@ class OperationHandlers:
     async def drop_orphan(self, call: Call, request: m.DropOrphan) -> m.Dropped:
         freed_bytes = await self._orphans.drop(request.name, self._asked(call).may)
         return m.Dropped(name=request.name, size_bytes=freed_bytes)
+
+    async def lend(self, call: Call, _: m.AgentLend) -> m.Lent:
+        return m.Lent(operation=await self._lending.lend(call.peer.pid, self._silently(call)))
+
+    async def reclaim(self, call: Call, _: m.AgentReclaim) -> m.Reclaimed:
+        await self._lending.reclaim(call.peer.pid, self._silently(call))
+        return m.Reclaimed()
+
+    def _silently(self, call: Call) -> RequestContext:
+        """Return the context of a request that has no progress reports."""
+
+        async def say_nothing(_progress: OperationProgress) -> None:
+            pass
+
+        return replace(self._asked(call), emit=say_nothing)
 
     async def _place(self, text: str | None) -> str | None:
         """Return a target with the ids of its GPUs, however they were named."""

@@ -29,9 +29,11 @@ COLLECTIVE = frozenset({"disconnect", "reconnect"})
 # Those that an agent obeys while its communicators are taken down or up.
 _BESIDE_COLLECTIVE = MOVING | {"export", "filled", "part"}
 # Orders that an agent answers within a limit of its own, whatever its training does.
-LIMITED = frozenset({"survey", "weigh", "beforehand", "count"}) | COLLECTIVE
-# Waits for no other order, and no other order waits for it: the agent's own thread answers it.
-COUNT = "count"
+LIMITED = frozenset({"survey", "weigh", "beforehand", "count", "stacks"}) | COLLECTIVE
+# They wait for no other order, and no other order waits for them: the agent's own thread answers them.
+COUNT, STACKS = "count", "stacks"
+# Waits for the orders before it, and no other order waits for it: the agent gives it up for any other one.
+SNAPSHOT = "snapshot"
 # Orders that an agent answers at a boundary, however long that takes without a limit.
 _AT_A_BOUNDARY = frozenset({"park", "release"})
 # Margin beyond the limit that an agent keeps itself.
@@ -67,11 +69,15 @@ class OrderFailed(HegmError):
         self.lacks_bytes = report.lacks_bytes
         #: How long its training thread was parked for the order.
         self.parked_s = report.parked_s or 0.0
+        #: How many bytes the state has that its slot is too small for.
+        self.state_bytes = report.state_bytes
+        #: What prevents that its state is saved, now and later.
+        self.refusals = report.refusals
 
 
 def answered_within_s(do: str, limit_s: float | None) -> float:
     """Return how long an agent may take to answer an order with that limit."""
-    if do in MOVING or (limit_s is None and do in _AT_A_BOUNDARY):
+    if do in MOVING or do == SNAPSHOT or (limit_s is None and do in _AT_A_BOUNDARY):
         return math.inf
     if do in _AT_A_BOUNDARY or do in LIMITED:
         return (limit_s or _LIMITED_S) + ANSWERS_WITHIN_S
@@ -120,9 +126,9 @@ class Link(OrderLink[Order, Given]):
     def in_the_way(self, do: str) -> Iterator[Given]:
         """Return the orders that run and are not overdue, oldest first."""
         now = anyio.current_time()
-        if do == COUNT:
+        if do in (COUNT, STACKS):
             return iter(())
-        beside = frozenset({COUNT})
+        beside = frozenset({COUNT, STACKS, SNAPSHOT})
         if do in COLLECTIVE or do in _BESIDE_COLLECTIVE:
             beside |= _BESIDE_COLLECTIVE if do in COLLECTIVE else COLLECTIVE
         return (given for given in tuple(self.given.values()) if given.deadline > now and given.do not in beside)

@@ -10,28 +10,21 @@ import contextlib
 import json
 import logging
 import re
-import threading
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-import anyio
-
 from hegmd.errors import UNAVAILABLE, HegmError
+from hegmd.protocol.jobs import DEFAULT_PRIORITY
 from hegmd.protocol.record import Record, as_list, as_map, field
-from hegmd.system.condition import Condition
 from hegmd.system.state_dir import replace_file
-from hegmd.system.threads import run_detached
+from hegmd.system.state_saving import RETRY_S, StateSaving
 from hegmd.telemetry.log import limited
 
 logger = logging.getLogger(__name__)
 
 MAGIC = b"HEGMJOBS1"
 NAME, DAMAGED_NAME = "jobs", "jobs.damaged"
-# How long a registration waits for the disk.
-SAVED_WITHIN_S = 5.0
-# How long until the records are written again that could not be written, unless they change before.
-RETRY_S = 5.0
 _ID = re.compile(rb'"number": ?(\d{1,15})')
 _NEXT = re.compile(rb'"next": ?(\d{1,15})')
 
@@ -54,6 +47,7 @@ class JobRecord(Record):
     has_trained: bool = field("whether it was seen to come to a batch", default=False)
     ended_utc: float | None = field("when the job ended; nil before", default=None)
     end: str | None = field("how it ended, where that is more than a status", default=None)
+    priority: int = field("its priority when GPUs are shared, 0 to 100", default=DEFAULT_PRIORITY)
 
     @property
     def id(self) -> str:
@@ -107,25 +101,16 @@ class JobFile:
         replace_file(self._folder / NAME, b"%s %08x\n" % (MAGIC, zlib.crc32(body)) + body)
 
 
-#: Which change it is, the next number, and every job.
-_State = tuple[int, int, Sequence[JobRecord]]
+#: The next number, and every job.
+_State = tuple[int, Sequence[JobRecord]]
 
 
-class JobSaving:
-    """Has the newest records on disk soon after each change, in the order of the changes. `run` it."""
+class JobSaving(StateSaving[_State]):
+    """Has the newest records on disk soon after each change. `run` it."""
 
     def __init__(self, *, retry_s: float = RETRY_S) -> None:
-        self._retry_s = retry_s
+        super().__init__(self._save, _report, name="hegmd-jobs", retry_s=retry_s)
         self._file: JobFile | None = None
-        self._newest: _State = (0, 1, ())
-        # The last change, the last one on disk, and the last one whose write has ended, on disk or not.
-        self._version: int = 0
-        self._saved: int = 0
-        self._tried: int = 0
-        # At the end the loop's own thread writes, while another one may still do.
-        self._lock = threading.Lock()
-        self._written = 0
-        self._news = Condition()
 
     def open(self, folder: Path) -> tuple[int, list[JobRecord]]:
         """What `JobFile.load` gives. Blocks. Raises HegmError."""
@@ -134,58 +119,15 @@ class JobSaving:
 
     def change(self, next_number: int, jobs: Sequence[JobRecord]) -> None:
         """These are the newest."""
-        self._version += 1
-        self._newest = (self._version, next_number, jobs)
-        self._news.notify_all()
+        self.put((next_number, jobs))
 
-    async def run(self) -> None:
-        """Write what has changed, until cancelled; then the last change is written too."""
-        try:
-            while True:
-                following, version = self._news.next, self._version
-                if version == self._saved:
-                    await following.wait()
-                    continue
-                is_saved = await self._write_detached(self._newest)
-                self._tried = version
-                if is_saved:
-                    self._saved = version
-                self._news.notify_all()
-                if not is_saved and self._version == version:
-                    with anyio.move_on_after(self._retry_s):
-                        await self._news.wait()
-        finally:
-            if self._version > self._saved:
-                self._write(self._newest)
+    def _save(self, state: _State) -> None:
+        if self._file is not None:
+            self._file.save(*state)
 
-    async def until_saved(self) -> None:
-        """Wait until every change is on disk, and not for long: a job starts however slow or full that is."""
-        version = self._version
-        with anyio.move_on_after(SAVED_WITHIN_S):
-            while self._tried < version:
-                await self._news.wait()
 
-    async def _write_detached(self, newest: _State) -> bool:
-        try:
-            return await run_detached(lambda _: self._write(newest), name="hegmd-jobs")
-        except HegmError as error:  # there is no thread to be had now
-            limited(logger, "jobs", logging.ERROR, "the jobs cannot be written down: %s; %s", error.message, error.hint)
-            return False
-
-    def _write(self, newest: _State) -> bool:
-        """Whether it is on disk. Blocks. Raises nothing: jobs run and move without it, and it is written later."""
-        version, next_number, jobs = newest
-        with self._lock:
-            if self._file is None or version <= self._written:
-                return True
-            try:
-                self._file.save(next_number, jobs)
-            except OSError as error:
-                message = "the jobs cannot be written down: %s; free space on that disk"
-                limited(logger, "jobs", logging.ERROR, message, error)
-                return False
-            self._written = version
-            return True
+def _report(why: str) -> None:
+    limited(logger, "jobs", logging.ERROR, "the jobs cannot be written down: %s", why)
 
 
 def _read(data: bytes) -> tuple[int, list[JobRecord]]:

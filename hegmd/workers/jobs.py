@@ -4,6 +4,8 @@ A job is known from the moment at which its `hegmctl run` registers it, or its f
 its first process has, no agent and no supervisor of it is left, and no operation has it. One that comes back, from an
 image or because an agent connects late, is the same job again. Owns ids and names. What a job does at the moment, and
 on which GPUs, is for `hegmd.operations.job_requests` to say.
+
+Longer than 400 lines because all that changes the record of a job is here.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import anyio.abc
 
 from hegmd.errors import BAD_REQUEST, NOT_FOUND, HegmError
 from hegmd.node.processes.procfs import Unreadable, Vanished, exit_status, read_command
+from hegmd.protocol.jobs import DEFAULT_PRIORITY
 from hegmd.protocol.messages import RegisterJob
 from hegmd.protocol.names import closest, job_number, why_no_name
 from hegmd.system.background_tasks import BackgroundTasks
@@ -80,6 +83,8 @@ class Jobs(BackgroundTasks):
         self._saving = JobSaving()
         self._boot = ""
         self._next = 1
+        #: The priority of a job of which nothing is said.
+        self.default_priority = DEFAULT_PRIORITY
         self._jobs: dict[int, JobRecord] = {}
         self._by_run: dict[tuple[int, str], int] = {}
         #: Jobs of before whose first process was gone when this daemon started, until they had time to come back.
@@ -183,8 +188,8 @@ class Jobs(BackgroundTasks):
 
     def _not_found(self, text: str, may: May) -> HegmError:
         own = [job for job in self._jobs.values() if may(job.uid)]
-        known = [job.name for job in own if job.lives] + [job.id for job in own if job.lives]
-        close = closest(text, known) or closest(text, [job.name for job in own])
+        living = [job.name for job in own if job.lives]
+        close = closest(text, living) or closest(text, [job.name for job in own])
         hint = f"did you mean {close}? run: hegmctl jobs" if close else "run: hegmctl jobs --all"
         return HegmError(NOT_FOUND, f"there is no job {text[:60]!r}", hint, {"job": text[:60]})
 
@@ -195,10 +200,18 @@ class Jobs(BackgroundTasks):
 
     # -- who comes and goes --------------------------------------------------------------------------------------------
 
-    async def register(self, pid: int, uid: int, asked: RegisterJob, goes_on: JobRecord | None = None) -> JobRecord:
+    async def register(
+        self,
+        pid: int,
+        uid: int,
+        asked: RegisterJob,
+        goes_on: JobRecord | None = None,
+        *,
+        priority: int | None = None,
+    ) -> JobRecord:
         """Enter the job of a process; its id and name are on disk when this returns. Raises BAD_REQUEST.
 
-        `goes_on` is the job from whose state it goes on.
+        `goes_on` is the job from whose state it goes on. Without a priority it keeps the one that it has.
         """
         if not 0 < len(asked.run) <= MAX_RUN_CHARS:
             raise HegmError(BAD_REQUEST, "a job needs the id of its run", "HEGM_RUN is what its processes have it from")
@@ -213,6 +226,9 @@ class Jobs(BackgroundTasks):
         known = self.of_run(uid, asked.run) or goes_on or same  # a run within a run takes its place
         script = script_of(asked.command)
         job = self._enter(uid, asked.run, asked.name or name_of(script), shown_command(script), known, asked.name)
+        if priority is not None:
+            job = job.replace(priority=priority)
+            self._put(job)
         self._take_first(job, pid, ticks)
         await self._saving.until_saved()
         return self._jobs[job.number]
@@ -230,6 +246,7 @@ class Jobs(BackgroundTasks):
                 command=command,
                 started_utc=self._utc(),
                 boot=self._boot,
+                priority=self.default_priority,
             )
             self._next += 1
         else:
@@ -282,6 +299,13 @@ class Jobs(BackgroundTasks):
         job = self._jobs[job.number]
         if worker.name not in job.members:
             self._put(job.replace(members=(*job.members, worker.name)[-MAX_MEMBERS:]))
+
+    async def set_priority(self, number: int, priority: int) -> None:
+        """Change the priority of a job; it is on disk when this returns."""
+        job = self._jobs.get(number)
+        if job is not None and job.priority != priority:
+            self._put(job.replace(priority=priority))
+            await self._saving.until_saved()
 
     def note_training(self, job: JobRecord) -> None:
         """It was seen to come to a batch."""

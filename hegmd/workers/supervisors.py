@@ -21,7 +21,7 @@ from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
 from hegmd.system.condition import Condition
 from hegmd.workers.order_link import Awaited, OrderLink
 
-DONE, FAILED, ENDED, READY = "done", "failed", "ended", "ready"
+DONE, FAILED, ENDED, READY, FELL = "done", "failed", "ended", "ready", "fell"
 ASK, START = "ask", "start"
 # Number of ended supervisors that are remembered.
 MAX_ENDED = 1000
@@ -224,6 +224,9 @@ class Supervisor:
         if report.result == ENDED:
             self.status = report.status
             self.offer = self.offer.replace(pid=None, started=False, left=self.offer.operation is not None)
+        if report.result == FELL:
+            self.status = report.status
+            self.offer = self.offer.replace(pid=None, started=False, fell=report.status)
         given = None if report.order is None else link.given.get(report.order)
         if given is not None and given.do == ASK:
             pass  # says nothing about its command
@@ -234,7 +237,7 @@ class Supervisor:
             self.was_ready = report.was_ready
             started: dict[str, Any] = {"started": False}
             if given.do == START:
-                started = {"started": True, "left": False, "kept": False, "readies": None}
+                started = {"started": True, "left": False, "kept": False, "readies": None, "fell": None}
                 self._keeps = self._is_on_kept = False
             self.offer = self.offer.replace(pid=report.pid, operation=given.operation, key=given.key, **started)
         elif report.result == DONE and report.order is not None and report.order == link.start:

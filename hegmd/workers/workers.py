@@ -79,6 +79,8 @@ class AgentConnection:
         #: True if it trains without a GPU; None while unknown. `simulated_placement` sets it.
         self.on_cpu: bool | None = None
         self.boundary, self.parked, self.held_bytes = about.boundary, about.parked, about.held_bytes
+        #: When its training thread was last let go on, by the event loop's clock.
+        self.trains_since = 0.0
         #: Bytes of the storages that its agent can offload; None before they are counted.
         self.size_bytes: int | None = about.size_bytes or None
         self.left_alone: tuple[LeftAlone, ...] = ()
@@ -199,6 +201,7 @@ class AgentConnection:
             return
         if do in {"park", "withdraw", "release"}:
             self.parked = do == "park"
+            self.trains_since = anyio.current_time()
         if do == "survey":
             if report.size_bytes is not None:  # without a boundary the report has no sizes
                 self.size_bytes, self.left_alone, self.cuda = report.size_bytes, report.left_alone, report.cuda

@@ -24,6 +24,7 @@ from tests.bench import (
     bench_parking,
     bench_refresh,
     bench_roundtrip,
+    bench_sharing,
     bench_state,
     bench_steps,
     bench_top,
@@ -49,6 +50,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "checkpoint": bench_checkpoint.run,
     "state": bench_state.run,
     "top": bench_top.run,
+    "sharing": bench_sharing.run,
 }
 
 

@@ -494,7 +494,7 @@ def test_a_python_that_shuts_us_out_runs_without_an_agent_and_is_shown_so(
             assert "no agent" in way.reason
         table = _hegmctl(daemon, "ps")
         (row,) = [line.split() for line in table.stdout.splitlines() if line.split()[:1] == [str(jobs[0].pid)]]
-        assert row[:6] == [str(jobs[0].pid), row[1], "gpu1", "1.0", "MiB", "no"]
+        assert row[1:7] == [seen[jobs[0].pid].job, row[2], "gpu1", "1.0", "MiB", "no"]
         refused = _hegmctl(daemon, "migrate", str(jobs[0].pid), "--to", "gpu0")
         assert refused.returncode != 0
         assert f"process {jobs[0].pid} has no agent" in refused.stderr

@@ -131,7 +131,8 @@ def test_a_training_that_runs_already_becomes_a_job(daemon: RunningDaemon, pytho
 
 def test_the_ranks_of_a_launcher_become_one_job(daemon: RunningDaemon, python: str) -> None:
     with RunningJob([sys.executable, "-c", LAUNCHER, *loop(python, 5000)], daemon) as job:
-        job.read_steps(10)
+        while len(job._steps()) <= 1 + len(set(job._steps()[1:])):  # until both have begun
+            job.read_steps(1)
         pids = [int(pid) for pid in next(line for line in job.lines if len(line.split()) == 3).split()[1:]]
         assert [one["pid"] for one in job.attach()] == pids
         with connect(str(daemon.socket_path)) as hegmd:

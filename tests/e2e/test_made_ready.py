@@ -141,7 +141,8 @@ def test_it_goes_with_a_cancel_waits_for_its_turn_can_be_done_without_and_is_tra
         os.mkfifo(job.gate)
         last, fourth = job.asked("gpu1", third)
         job.read_steps(20)  # it stood for as long as the next Python imported PyTorch
-        described = job.story(last)
+        while (described := job.story(last)).phase == "reserving":
+            job._read_on(PACE_MS)
         assert (described.phase, described.processes[0].state) == ("readying", "running")
         assert str(described.doing).startswith("it trains on until the next Python is ready: ")
         job.gate.write_bytes(b"\n")

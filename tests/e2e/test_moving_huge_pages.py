@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sys
@@ -69,5 +70,9 @@ def test_a_job_goes_through_huge_pages_and_gives_them_back(socket_dir: Path, tmp
 
 def _page_sizes(pid: int) -> set[int]:
     """Of the memory for bytes in flight that a process has in its hands."""
-    folder = Path(f"/proc/{pid}/fd")
-    return {fd.stat().st_blksize for fd in folder.iterdir() if os.readlink(fd).startswith("/memfd:hegm")}
+    found: set[int] = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            if os.readlink(fd).startswith("/memfd:hegm"):
+                found.add(fd.stat().st_blksize)
+    return found

@@ -193,6 +193,6 @@ def test_each_command_that_is_shown_exists(page: str, tmp_path: Path) -> None:
     environ = os.environ | {"PATH": path, "HEGM_SOCKET": str(tmp_path / "none.sock")}
     ended = {}
     for line in asked:
-        command = ["bash", "-c", line.replace("PID", "4711")]
+        command = ["bash", "-c", line]
         ended[line] = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, check=False).returncode
     assert {line: status for line, status in ended.items() if status != NO_DAEMON_STATUS} == {}

@@ -86,8 +86,24 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # A program of its own, started by path
     "hegmd.images.criu.parent": (),
     "hegmd.images.files": HELPER,
-    "hegmd.operations": (*WORKERS, "hegmd.migration.*", "hegmd.images", "hegmd.images.files"),
-    "hegmd.server": (*NODE, "hegmd.workers", "hegmd.operations"),
+    # Snapshots of jobs and starts from them. Knows no operations
+    "hegmd.recovery": CARRIED,
+    "hegmd.operations": (*WORKERS, "hegmd.migration.*", "hegmd.images", "hegmd.images.files", "hegmd.recovery"),
+    "hegmd.sharing": (*WORKERS, "hegmd.workers", "hegmd.migration.*", "hegmd.operations", "hegmd.sharing.*"),
+    # The pure part of sharing, lowest first
+    "hegmd.sharing.model": (),
+    "hegmd.sharing.wanted": ("hegmd.sharing.model",),
+    "hegmd.sharing.room": ("hegmd.sharing.model", "hegmd.sharing.wanted"),
+    "hegmd.sharing.clearing": ("hegmd.sharing.model", "hegmd.sharing.wanted", "hegmd.sharing.room"),
+    "hegmd.sharing.wording": ("hegmd.node", "hegmd.sharing.model", "hegmd.sharing.wanted", "hegmd.sharing.room"),
+    "hegmd.sharing.policy": (
+        *("hegmd.sharing.model", "hegmd.sharing.wanted", "hegmd.sharing.room"),
+        *("hegmd.sharing.clearing", "hegmd.sharing.wording"),
+    ),
+    "hegmd.server": (
+        *(*NODE, "hegmd.workers", "hegmd.operations", "hegmd.recovery"),
+        *("hegmd.sharing", "hegmd.sharing.model"),
+    ),
     "hegmd.server.auth": ("hegmd.errors", "hegmd.protocol"),
     # Where it all comes together
     "hegmd.setting_types": (),
@@ -134,6 +150,13 @@ PURE = (
     "hegmd.migration.machine",
     "hegmd.migration.model",
     "hegmd.migration.plan",
+    "hegmd.sharing.model",
+    "hegmd.sharing.wanted",
+    "hegmd.sharing.room",
+    "hegmd.sharing.clearing",
+    "hegmd.sharing.wording",
+    "hegmd.sharing.policy",
+    "hegmd.recovery.policy",
 )
 
 # Parts get values. Only these read the configuration file's form.

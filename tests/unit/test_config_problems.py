@@ -95,7 +95,7 @@ format = "xml"
             "1: there is no section [zzz]",
             "there are "
             + ", ".join(f"[{name}]" for name in ("daemon", "inventory", "limits", "log", "audit", "metrics"))
-            + ", [events], [doctor], [pool], [images], [quiesce], [other_processes], [restart]",
+            + ", [events], [doctor], [pool], [images], [quiesce], [other_processes], [restart], [sharing]",
         ),
         ('log = "debug"', "1: log is a section, not text", "write [log], and its settings on the lines below"),
         ("[[log]]\n", "1: log is a section, not a list", "write [log], and its settings on the lines below"),

@@ -23,6 +23,7 @@ from hegmctl.arguments import parse
 from hegmd.__main__ import ARGUMENTS
 from hegmd.config import load
 
+SHARES = {"production": 80, "normal": 50, "best-effort": 20}
 FOLDER = Path(__file__).parents[2] / "contrib" / "kubernetes"
 # The first that has resource.k8s.io/v1, and the newest that the schemas know.
 VERSIONS = ("1.34", kubernetes_validate.latest_version())
@@ -102,7 +103,10 @@ def test_a_mistake_would_be_found(mistake: str) -> None:
 def test_what_a_pod_names_is_there(name: str, spec: dict[str, Any]) -> None:
     del name
     for claim in spec.get("resourceClaims", ()):
-        assert claim["resourceClaimTemplateName"] in found("ResourceClaimTemplate")
+        if "resourceClaimName" in claim:
+            assert claim["resourceClaimName"] in found("ResourceClaim")
+        else:
+            assert claim["resourceClaimTemplateName"] in found("ResourceClaimTemplate")
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     for volume in volumes.values():
         if "configMap" in volume:
@@ -132,6 +136,9 @@ def test_every_command_is_one_of_ours_and_its_variables_are_known(
         assert str(surroundings.folder) in mounts
         assert Path(words[-1]).parent == Path("/workspace")
         assert spec["securityContext"]["runAsNonRoot"], f"{name} would be root to hegmd"
+    elif program == "hegmctl":
+        assert parse(words).text("priority") == spec["priorityClassName"]
+        assert spec["securityContext"]["runAsNonRoot"], f"{name} would be root to hegmd"
     else:
         assert program == "hegmd"
         assert {word for word in words if word.startswith("--")} <= {argument.flag for argument in ARGUMENTS}
@@ -150,6 +157,27 @@ def test_every_command_is_one_of_ours_and_its_variables_are_known(
 def test_two_trainings_in_a_pod_have_a_port_each() -> None:
     ports = [read_surroundings(environment(each)).port for each in pod_specs()["train-two"]["containers"]]
     assert len(set(ports)) == len(ports) == 2
+
+
+def test_an_urgent_pod_makes_room_on_its_own_gpu_with_the_priority_of_its_class() -> None:
+    spec = pod_specs()["urgent"]
+    (init,) = spec["initContainers"]
+    shell, option, text = init["command"]
+    assert (shell, option) == ("sh", "-c")
+    program, *words = shlex.split(text.removeprefix("exec ").replace('"$(', "'$(").replace(')"', ")'"))
+    assert program == "hegmctl"
+    arguments = parse(words)
+    assert arguments.verb is not None
+    assert arguments.verb.name == "make-room"
+    assert arguments.text("priority") == spec["priorityClassName"]
+    assert arguments.request("room.make").to_plain()["hold_s"] == 120.0
+    assert init["resources"] == spec["containers"][0]["resources"], "nvidia-smi shows the GPU of the claim"
+
+
+def test_priority_classes_are_in_the_order_of_hegmds_priorities() -> None:
+    values = {name: made["value"] for name, made in found("PriorityClass").items()}
+    assert values == {name: SHARES[name] for name in values}
+    assert {spec.get("priorityClassName") for spec in pod_specs().values()} >= set(values) == {"normal", "best-effort"}
 
 
 @pytest.fixture

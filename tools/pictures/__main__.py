@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from tools.pictures import drawings, terminal, views
+from tools.pictures import drawings, sharing_chart, terminal, views
 from tools.pictures.gallery import GALLERY, RECORDING, Picture
 from tools.pictures.themes import THEMES, Theme
 
@@ -22,6 +22,7 @@ def drawer(picture: Picture) -> Callable[[Theme], str]:
         "migrate": partial(terminal.migrate, recording=RECORDING),
         "top": views.top,
         "operation": views.operation,
+        "sharing": sharing_chart.sharing,
         "processes": drawings.processes,
         "migration": drawings.migration,
         "holders": drawings.holders,

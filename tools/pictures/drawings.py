@@ -66,6 +66,10 @@ class Canvas:
         self._shapes.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="24" rx="4" fill="{colour}"/>')
         self.text(x + width / 2, y + 16, words, colour=self.theme.page, size="11", anchor="middle", weight="600")
 
+    def strip(self, x: float, y: float, width: float, colour: str) -> None:
+        """A filled bar of a chart."""
+        self._shapes.append(f'<rect x="{x:g}" y="{y:g}" width="{width:.1f}" height="15" rx="2" fill="{colour}"/>')
+
     def column(self, x: float, top: float, bottom: float) -> None:
         self._shapes.append(
             f'<path d="M{x:g} {top:g} V{bottom:g}" stroke="{self.theme.line}" stroke-width="1" stroke-dasharray="2 4"/>'

@@ -57,6 +57,7 @@ GALLERY = (
     Picture("migrate", "terminal", (RECORDING,)),
     Picture("top", "views", (TOP,)),
     Picture("operation", "views", (STORY, *DRAWN_BY)),
+    Picture("sharing", "sharing_chart", _measured("sharing_simulation")),
     Picture("processes", "drawings"),
     Picture("migration", "drawings"),
     Picture("holders", "drawings"),

@@ -14,6 +14,7 @@ from hegmctl.grammar.imaging import IMAGING
 from hegmctl.grammar.looking import LOOKING
 from hegmctl.grammar.moving import MOVING
 from hegmctl.grammar.rows import Verb
+from hegmctl.grammar.sharing import SHARING
 from hegmctl.grammar.words import (
     COMMANDS,
     COUNT,
@@ -106,4 +107,4 @@ _ASIDE = (
     ),
 )
 
-VERBS: dict[str, Verb] = {verb.name: verb for verb in (*LOOKING, *MOVING, *IMAGING, *_ASIDE)}
+VERBS: dict[str, Verb] = {verb.name: verb for verb in (*LOOKING, *MOVING, *SHARING, *IMAGING, *_ASIDE)}

@@ -44,6 +44,7 @@ IMAGING = (
         handler="imaging:restore",
         options=(
             Of("to", doc="target GPU; default: its former GPU"),
+            Option("--newest", doc="the image is a directory of images: restore the newest whole one in it"),
             Of(
                 "as_then",
                 names=("--truncate-outputs",),
@@ -62,6 +63,7 @@ IMAGING = (
         arguments=(Of("path", doc="the image"),),
         examples=(
             ("hegmctl restore /images/train --to gpu1", "resume it on gpu1"),
+            ("hegmctl restore --newest /images", "after a reboot: the last image of --checkpoint-every"),
             ("hegmctl restore /images/train --stdout train.log", "and append its output to train.log"),
         ),
     ),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from hegmctl.grammar.rows import LINES, Form, Verb
-from hegmctl.grammar.words import FILES, GPUS, PATH, PLACES, POSITIVE, SECONDS, SIZE, TEXT, Of, Option
+from hegmctl.grammar.words import FILES, GPUS, JOBS, PATH, PLACES, POSITIVE, SECONDS, SIZE, TEXT, Of, Option
 
 FAULTS = ("lost", "error", "hang", "unknown-memory", "ecc", "xid", "none")
-EVENT_KINDS = ("config", "events", "gpu", "inventory", "operation", "pool", "process", "vendor")
+EVENT_KINDS = ("config", "events", "gpu", "inventory", "job", "operation", "pool", "process", "sharing", "vendor")
 
 _WATCH = Option(
     "-w",
@@ -29,7 +29,7 @@ _FORMAT = Option(
     kind=TEXT,
     metavar="FORMAT",
     doc="json; or a template such as '{{.ID}} {{.State}}', or 'table {{.ID}}\\t{{.Name}}', of ID, Name, State, GPU, "
-    "VRAM, Steps, Age, Command, User, PID, Status and Operation",
+    "VRAM, Steps, Age, Command, User, PID, Status, Operation and Priority",
 )
 
 LOOKING = (
@@ -105,6 +105,28 @@ LOOKING = (
         request="job.wait",
         handler="job_commands:wait",
         examples=(("hegmctl wait train && hegmctl run python3 evaluate.py", "evaluate once it is trained"),),
+    ),
+    Verb(
+        "recovery",
+        "show how jobs are protected, and recovered",
+        "For each job of `hegmctl run --recover`: its snapshots with their step, age and size, what they cost, and "
+        "each recovery with the time that its parts took. With --drop it deletes the state that is kept of a job that "
+        "has ended.",
+        request="recovery",
+        handler="job_commands:recovery",
+        forms=(
+            Form(request="recovery", render="recovery_text:recovery_text"),
+            Form("--drop", request="recovery.drop", render="recovery_text:dropped_text", call="drop_recovery"),
+        ),
+        options=(
+            Option("--drop", kind=TEXT, metavar="JOB", complete=JOBS, doc="delete the state that is kept of this job"),
+            Option("-y", "--yes", doc="do not ask for confirmation"),
+        ),
+        arguments=(Of("jobs", doc="only these jobs: id, name, or a pid"),),
+        examples=(
+            ("hegmctl recovery train", "the snapshots and recoveries of the job `train`"),
+            ("hegmctl recovery --drop j7", "free the memory of a job that is not continued"),
+        ),
     ),
     Verb(
         "top",

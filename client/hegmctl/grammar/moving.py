@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from hegmctl.grammar.recovering import RECOVERY
 from hegmctl.grammar.rows import AFTER_PROGRESS, ONE, Form, Verb
+from hegmctl.grammar.sharing import PRIORITIES
 from hegmctl.grammar.words import (
     FILES,
     JOB,
@@ -13,6 +15,7 @@ from hegmctl.grammar.words import (
     PLACES,
     POSITIVE,
     SECONDS,
+    SIZE,
     TEXT,
     Argument,
     Of,
@@ -74,7 +77,23 @@ MOVING = (
                 kind=TEXT,
                 metavar="GPU",
                 complete=PLACES,
-                doc="the only GPUs that the command sees, or cpu; overrides CUDA_VISIBLE_DEVICES",
+                doc="the only GPUs that the command sees, or cpu; overrides CUDA_VISIBLE_DEVICES. With auto, hegmd "
+                "chooses one, and the job waits in the queue until one has room",
+            ),
+            Option(
+                "--bytes",
+                kind=SIZE,
+                metavar="SIZE",
+                doc="how much GPU memory the job will need: it waits until so much is free for it. Without, --gpu auto "
+                "chooses a GPU without other jobs",
+            ),
+            Option(
+                "--priority",
+                kind=TEXT,
+                metavar="PRIORITY",
+                choices=PRIORITIES,
+                doc="production, normal (default), best-effort, or 0 to 100: jobs of lower priority are suspended "
+                "for those of higher",
             ),
             Option(
                 "--name",
@@ -102,12 +121,7 @@ MOVING = (
                 doc="stay as the command's parent, so that hegmd can restart it between two batches: on a GPU of "
                 "another vendor or chip, or with another environment or Python; same as HEGM_ALLOW_RESTART=1",
             ),
-            Option(
-                "--restart-tries",
-                kind=POSITIVE,
-                metavar="NUMBER",
-                doc="number of start attempts per target; default: 2",
-            ),
+            *RECOVERY,
             Option(
                 "--ready",
                 kind=TEXT,
@@ -125,7 +139,13 @@ MOVING = (
                 doc="multicast by NVLink in NCCL: off, as the driver cannot checkpoint its memory; or keep, and then "
                 "ranks on several GPUs cannot be moved; off if not given and NCCL_NVLS_ENABLE is not set",
             ),
-            Option("--resume", kind=TEXT, metavar="ID", doc="continue from the saved state of a suspended operation"),
+            Option(
+                "--resume",
+                kind=TEXT,
+                metavar="ID",
+                doc="continue from the saved state of a suspended operation, or with --recover from the last snapshot "
+                "of a job",
+            ),
             Option(
                 "--simulate",
                 kind=TEXT,
@@ -139,9 +159,14 @@ MOVING = (
             ("hegmctl run python3 train.py", "a training that can be moved, suspended and resumed"),
             ("hegmctl run --gpu gpu1 --name llama torchrun train.py", "its ranks move as one, as the job `llama`"),
             (
+                "hegmctl run --gpu auto --bytes 20GiB --priority best-effort -- python3 train.py",
+                "wait for a GPU with 20 GiB, and leave it for others",
+            ),
+            (
                 "hegmctl run --allow-restart -- python3 train.py",
                 "a training that can also be restarted elsewhere",
             ),
+            ("hegmctl run --recover -- python3 train.py", "a training that survives the end of its process"),
             (
                 "hegmctl run --checkpoint-every 10min --dir /images -- python3 train.py",
                 "keep its last three images in /images",

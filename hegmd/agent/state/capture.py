@@ -59,8 +59,9 @@ def capture(ident: int | None = None, frame: FrameType | None = None) -> tuple[d
     `ident` is the training thread if it is not the gate's own; `frame` is its frame if it calls itself.
     """
     thread = lifecycle.gate().home if ident is None else ident
-    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] - documented all the same
-    taking = _Taking(thread, frame or frames.get(thread))
+    # All frames are not to be kept in a variable: this very function would keep itself and all that they have.
+    its = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage] - documented all the same
+    taking = _Taking(thread, frame or its)
     return taking.state, taking.refusals
 
 

@@ -182,7 +182,7 @@ class Due:
             self._undo.pop()()
         _arrived()
         note(f"the state was put back in {monotonic() - began:.4f} s")
-        note_restarted()
+        note_restarted(inherited.step())
 
     def _enumerate(self, loader: Any) -> Any:
         """What `hegm.resumable` gives meanwhile."""

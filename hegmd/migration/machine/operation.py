@@ -267,6 +267,7 @@ class Operation(Record):
     parked_since: float | None = field("the monotonic instant from which its job is parked", default=None)
     downtime_s: float | None = field("how long its job stood, once that is over", default=None)
     spill: bool = field("whether its bytes are to go to disk while it is suspended", default=False)
+    lent: bool = field("of a suspend: whether its job lends its memory, and ends that itself", default=False)
     image: ImageRequest | None = field("of a checkpoint: the image", default=None)
     respawn: Respawn | None = field("of a restart: what changes for the new process", default=None)
     hold_expired: bool = field("of a quiesce: whether the job has stood for long enough", default=False)

@@ -317,6 +317,11 @@ class RestartMethod:
         unset = tuple([name for name in (*_OTHERS, *respawn.unset) if name not in variables])
         return {"set": variables, "unset": unset, "python": respawn.python}
 
+    def variables_for(self, gpus: Sequence[str]) -> dict[str, Any]:
+        """Return what a start on these GPUs needs in its environment: variables to set, and those to leave out."""
+        variables = self._surroundings(gpus)
+        return {"set": variables, "unset": tuple([name for name in _OTHERS if name not in variables])}
+
     def _surroundings(self, gpus: Sequence[str]) -> dict[str, str]:
         """Return the variables that select that GPU or none for a process, or these GPUs, in their order, for ranks."""
         if CPU in gpus:

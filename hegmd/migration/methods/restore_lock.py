@@ -47,6 +47,15 @@ def has_come_to_its_end(folder: Path, operation: str) -> bool:
         return False
 
 
+def was_restored(folder: Path, operation: str) -> bool:
+    """Whether a process has put that state back, by its own word. Blocks for a moment. Ranks do not say so."""
+    try:
+        with lock_path(folder, operation).open("rb") as notes:
+            return notes.read(len(BACK)) == BACK
+    except OSError:
+        return False
+
+
 def has_passed(folder: Path, operation: str, rank: int) -> bool:
     """Whether that rank has trained on from its state, by its own word. Blocks for a moment."""
     try:

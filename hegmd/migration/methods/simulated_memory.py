@@ -83,8 +83,10 @@ class SimulatedMemory:
             self._simulator.release(who)
             self._changed()
 
-    def place(self, wanted: str | None) -> str | None:
+    def place(self, wanted: str | None, rank: int | None = None) -> str | None:
         """Return the GPU for a new worker: the one with most free memory, of those that it was started for.
+
+        A rank takes its own of several, in their order, as `cuda:LOCAL_RANK` does on real ones.
 
         Returns None if none of these is usable: a job is never put on a GPU that its user did not choose.
         """
@@ -102,6 +104,9 @@ class SimulatedMemory:
                     "a job was started for %s, which cannot be used",
                     wanted,
                 )
+            if rank is not None and len(gpus) == len(names) > 1:
+                own = names[rank % len(names)]
+                return next(gpu.id for gpu in gpus if own in (gpu.id, gpu.uuid))
         return max(gpus, key=lambda gpu: (self._free_bytes(gpu), -gpu.index)).id if gpus else None
 
     def _free_bytes(self, gpu: Gpu) -> int:

@@ -374,13 +374,16 @@ def _judge_memory(draft: Draft, needed: Mapping[str, int]) -> None:
             draft.against(
                 REFUSED, f"hegmd does not know how much memory is free on {name}", "see hegmctl doctor", gpu=name
             )
-        elif gpu.free_bytes < size_bytes:
-            message = f"{name} has {gigabytes(gpu.free_bytes)} free, but {gigabytes(size_bytes)} are needed"
+        elif gpu.free_bytes - gpu.leased_bytes < size_bytes:
+            leased = f", and {gigabytes(gpu.leased_bytes)} of it leased (hegmctl queue)" if gpu.leased_bytes else ""
+            message = f"{name} has {gigabytes(gpu.free_bytes)} free{leased}, but {gigabytes(size_bytes)} are needed"
             left = {worker.gpu for worker in draft.workers if worker.to == name}
             others = [
                 other.id
                 for other in draft.snapshot.gpus
-                if other.state == "ok" and other.chip == gpu.chip and (other.free_bytes or 0) >= size_bytes
+                if other.state == "ok"
+                and other.chip == gpu.chip
+                and (other.free_bytes or 0) - other.leased_bytes >= size_bytes
                 if other.id not in left
             ]
             elsewhere = f"choose a GPU with enough free memory: {listed(tuple(others))}"

@@ -22,6 +22,8 @@ __all__ = ["CONTENT_TYPE", "OPERATION_STATES", "Build", "JobTally", "Snapshot", 
 HEALTH_STATES = ("ok", "warn", "failed", "unknown")
 # The states of running operations. One that needs an administrator counts as waiting only.
 OPERATION_STATES = ("moving", "quiesced", "suspended", "waiting")
+# The states of jobs that are to be recovered, and of states that are kept.
+RECOVERY_STATES = ("starting", "protected", "unprotected", "recovering", "kept")
 VENDOR_STATES = ("ok", "absent", "off", "stale", "failed")
 
 
@@ -58,6 +60,14 @@ class JobTally:
 
 
 @dataclass(frozen=True, slots=True)
+class RecoveryTally:
+    """How many jobs of `hegmctl run --recover` are in each state, and how many snapshots were taken."""
+
+    states: Mapping[str, int]
+    snapshots: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Tallies:
     """Counts that other parts keep."""
 
@@ -72,6 +82,9 @@ class Tallies:
     #: Running operations by state: OPERATION_STATES.
     operations_now: Mapping[str, int] = field(default_factory=dict[str, int])
     jobs: Sequence[JobTally] = ()
+    #: Jobs and leases that share GPUs, by what they do.
+    sharing: Mapping[str, int] = field(default_factory=dict[str, int])
+    recovery: RecoveryTally = field(default_factory=lambda: RecoveryTally({}))
 
 
 # A changing value of a GPU: name, kind, meaning, and how to read it.
@@ -246,6 +259,11 @@ def _kept(out: Exposition, tallies: Tallies) -> None:
     for state in OPERATION_STATES:
         now.add(tallies.operations_now.get(state, 0), {"state": state})
     _jobs(out, tallies.jobs)
+    shared = out.family(
+        "hegmd_sharing", "gauge", "Jobs that wait for a GPU, jobs that are suspended for others, and leases by state."
+    )
+    _by_word(shared, "what", tallies.sharing)
+    _recovery(out, tallies.recovery)
     lost = out.family("hegmd_audit_records_lost_total", "counter", "Audit records that are in the log only.")
     lost.add(tallies.audit_lost)
     pool = out.family(
@@ -258,6 +276,14 @@ def _kept(out: Exposition, tallies: Tallies) -> None:
     orphans.add(tallies.orphans)
     missed = out.family("hegmd_images_missed", "gauge", "Jobs whose last scheduled image was not written.")
     missed.add(tallies.images_missed)
+
+
+def _recovery(out: Exposition, tally: RecoveryTally) -> None:
+    states = out.family("hegmd_recovery_jobs", "gauge", "Jobs of `hegmctl run --recover` by state.")
+    for state in RECOVERY_STATES:
+        states.add(tally.states.get(state, 0), {"state": state})
+    taken = out.family("hegmd_recovery_snapshots_total", "counter", "Snapshots of jobs since the daemon started.")
+    taken.add(tally.snapshots)
 
 
 def _jobs(out: Exposition, jobs: Sequence[JobTally]) -> None:

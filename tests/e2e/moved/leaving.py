@@ -1,6 +1,7 @@
 """A training that may be started again: each start says so in a file, and may be told to fail or to wait there."""
 
 import os
+import signal
 import sys
 
 with open("starts", "a", encoding="ascii") as starts:
@@ -29,4 +30,10 @@ for epoch in range(100):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if os.environ.get("HANGS_AT") == str(epoch) and not os.path.exists("hangs"):
+            with open("hangs", "w", encoding="ascii"):
+                pass
+            signal.pause()
+        if os.environ.get("FAILS_AT") == str(epoch) and index == 5:
+            sys.exit(7)
         print("step", epoch, index, loss.item().hex(), batch.sum().item().hex(), flush=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hegmctl.outputs import Cut, cut_back
-from hegmd.errors import EXTERNAL, REFUSED, UNAVAILABLE, HegmError
+from hegmd.errors import EXTERNAL, NOT_FOUND, REFUSED, UNAVAILABLE, HegmError
 from hegmd.protocol import messages as m
 from hegmd.protocol.operations import OperationProgress
 from hegmd.protocol.record import Record
@@ -18,6 +18,7 @@ from tests.unit.hegmctl.fake_daemon import Answerer, Asked, Caller, FakeDaemon, 
 from tests.unit.hegmctl.running import hegmctl
 from tests.unit.hegmctl.terminal import Terminal
 from tests.unit.hegmctl.test_move_commands import DONE, PLAN
+from tests.unit.images.files.directory import MANIFEST, built
 
 
 def cut_of(path: Path, size_bytes: int) -> Cut:
@@ -96,6 +97,24 @@ def test_a_restore_that_is_refused_for_what_has_grown_is_asked_for_again(tmp_pat
     assert output.read_text() == "0123"
     assert "was cut back to 4 bytes" in ran.stderr
     assert sorted(each.suffix for each in tmp_path.glob("output*")) == [""]
+
+
+def test_the_newest_whole_image_of_a_directory_is_restored(tmp_path: Path) -> None:
+    """One that is newer and broken is passed over; a directory without any is said to have none."""
+    (images := tmp_path / "images").mkdir()
+    made_utc = {"train-1": 1000.0, "train-2": 3000.0, "train-3": 2000.0, "train-4": 4000.0}
+    for name, utc in made_utc.items():
+        built(images / name, manifest=MANIFEST.replace(made_utc=utc), size_bytes=4096)
+    (images / "train-4" / "criu" / "pages-1.img").unlink()
+    answers = {**node.answers(), m.Restore: saying(m.OperationReply(operation=DONE))}
+    with FakeDaemon(tmp_path / "hegmd.sock", answers) as daemon:
+        ran = hegmctl("restore", "--newest", str(images), socket=daemon.path)
+        (asked,) = [one for one in daemon.asked if isinstance(one, m.Restore)]
+        none = hegmctl("restore", "--newest", str(tmp_path), socket=daemon.path)
+    assert (ran.returncode, asked.path) == (0, str(images / "train-2"))
+    assert f"the newest image is {images / 'train-2'}" in ran.stderr
+    assert none.returncode == NOT_FOUND.exit_status
+    assert "there is no image in" in none.stderr
 
 
 def test_outputs_stayed_cut_when_the_restore_that_they_were_cut_for_failed(tmp_path: Path) -> None:

@@ -123,6 +123,9 @@ def test_a_narrow_terminal_shows_what_matters() -> None:
     lines = operations_text(m.OperationsReply(operations=(ended,)), Style(columns=60, ellipsis="~"))
     assert all(width(line) <= 60 for line in lines)
     assert lines[0].split()[:5] == ["ID", "KIND", "PHASE", "PIDS", "WHERE"]
+    lines = operations_text(m.OperationsReply(operations=(ended.replace(job="j7"), ended)), Style(columns=60))
+    assert lines[0].split()[:5] == ["ID", "KIND", "PHASE", "JOB", "WHERE"], "a job is shorter than its pids"
+    assert [line.split()[4] for line in lines[1:3]] == ["j7", "-"]
 
 
 def test_a_story_tells_of_every_process_of_a_job() -> None:

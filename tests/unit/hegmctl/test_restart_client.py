@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 
 from hegmctl.prestart import LOCK_FD, OPERATION, STATE_FD
-from hegmctl.restart_client import LONG_S, DaemonDesk
+from hegmctl.recovering import Recovery
+from hegmctl.restart_client import DAEMON_WITHIN_S, LONG_S, DaemonDesk
 from hegmctl.supervisor import GAVE_UP_STATUS, LEFT_STATUS, NOT_ITS_TURN_STATUS, GiveUp, Start
 from hegmd.errors import Refused
 from hegmd.protocol.connection import Asked
-from hegmd.protocol.messages import Noted, Supervise, SuperviseReport, SupervisorOrder
+from hegmd.protocol.messages import Noted, RecoveryWish, Supervise, SuperviseReport, SupervisorOrder
 from tests.patience import HANG_S
 from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, failing, saying
@@ -526,3 +527,74 @@ def _lock(attended: Attended) -> int:
     target = attended.lock_path.resolve()
     found = [int(link.name) for link in Path("/proc/self/fd").iterdir() if link.exists() and link.resolve() == target]
     return found[0]
+
+
+def _recovered(socket_path: Path, tmp_path: Path) -> Attended:
+    attended = Attended(socket_path, tmp_path)
+    attended.desk = DaemonDesk(
+        str(socket_path), COMMAND, ENVIRON, say=attended.said.append, recovery=Recovery(RecoveryWish(interval_s=30.0))
+    )
+    return attended
+
+
+def test_a_command_that_fails_is_started_from_a_snapshot_once_the_job_is_protected(
+    socket_path: Path, tmp_path: Path
+) -> None:
+    """Its end before that is its own, and so is one that was wanted."""
+    attended = _recovered(socket_path, tmp_path)
+    with attended.listen():
+        offer = attended.attend()
+        assert offer.recover is not None
+        assert offer.recover.interval_s == 30.0
+        assert not attended.desk.ended(-signal.SIGKILL, told=None)
+        attended.order("protect", operation="j7")
+        attended.until(lambda: attended.desk.ended(-signal.SIGKILL, told=None))
+        attended.until(lambda: attended.reports()[-1].result == "fell")
+        assert attended.reports()[-1].status == -signal.SIGKILL
+        wanted = attended.start(operation="j7", set={"HEGM_GPU": "gpu1"})
+        assert (wanted.environ[OPERATION], wanted.environ["HEGM_GPU"]) == ("j7", "gpu1")
+        assert not attended.desk.ended(-signal.SIGTERM, told=signal.SIGTERM)
+        attended.desk.close()
+
+
+def test_a_job_that_is_not_recovered_ends_as_its_command_did(socket_path: Path, tmp_path: Path) -> None:
+    attended = _recovered(socket_path, tmp_path)
+    with attended.listen():
+        attended.attend()
+        attended.order("protect", operation="j7")
+        attended.until(lambda: attended.desk.ended(7, told=None))
+        assert attended.desk.wanted() is None
+        attended.order("give-up", operation="j7", message="it is enough", hint="its state is kept")
+        attended.until(lambda: attended.desk.wanted() is not None)
+        wanted = attended.desk.wanted()
+        assert isinstance(wanted, GiveUp)
+        assert (wanted.status, wanted.message) == (7, "it is enough")
+        attended.desk.close()
+
+
+def test_the_next_daemon_is_told_that_a_command_has_failed(socket_path: Path, tmp_path: Path) -> None:
+    attended = _recovered(socket_path, tmp_path)
+    with attended.listen():
+        attended.attend()
+        attended.order("protect", operation="j7")
+        attended.until(lambda: attended.desk.ended(7, told=None))
+    with attended.listen():
+        attended.until(lambda: bool(attended.offers()))
+        assert (attended.offers()[-1].fell, attended.offers()[-1].pid) == (7, None)
+        attended.desk.close()
+
+
+def test_a_failed_job_waits_for_its_daemon_for_a_bounded_time(socket_path: Path, tmp_path: Path) -> None:
+    attended = _recovered(socket_path, tmp_path)
+    with attended.listen():
+        attended.attend()
+        attended.order("protect", operation="j7")
+        attended.until(lambda: attended.desk.ended(7, told=None))
+        assert attended.desk.turn(monotonic() + 2 * DAEMON_WITHIN_S, None) is None
+    attended.until(lambda: any("does not answer" in line for line in attended.said))
+    assert attended.desk.wanted() is None
+    attended.desk.turn(monotonic() + DAEMON_WITHIN_S, None)
+    wanted = attended.desk.wanted()
+    assert isinstance(wanted, GiveUp)
+    assert (wanted.status, "has not answered for 600 s" in wanted.message) == (7, True)
+    attended.desk.close()

@@ -107,6 +107,9 @@ def test_processes_in_a_table() -> None:
         "",
         "99: it runs in another pid namespace",
     ]
+    of_a_job = [process.replace(job="j7" if process.pid == 4711 else None) for process in node.PROCESSES.processes]
+    head, *rows = processes_text(node.PROCESSES.replace(processes=tuple(of_a_job)), PIPE)
+    assert [line.split()[1] for line in (head, *rows[:2])] == ["JOB", "-", "j7"]
 
 
 def _on(*names: str) -> GpuProcess:

@@ -135,7 +135,7 @@ async def test_a_place_that_cannot_be_looked_into_keeps_no_daemon_from_starting(
 def test_huge_pages_are_found_by_what_is_mounted_and_two_state_directories_never_meet(tmp_path: Path) -> None:
     mounts, shared = tmp_path / "mounts", tmp_path / "shm"
     shared.mkdir()
-    mounts.write_text(f"proc /proc proc rw 0 0\nhuge {tmp_path} hugetlbfs rw,pagesize=2M 0 0\n")
+    mounts.write_text(f"proc /proc proc rw 0 0\nshort line\nhuge {tmp_path} hugetlbfs rw,pagesize=2M 0 0\n")
     (one,) = find_places("a" * 32, mounts=mounts, shared_memory=shared)  # that mount is in ordinary pages in truth
     (other,) = find_places("b" * 32, mounts=tmp_path / "none", shared_memory=shared)
     assert (one.huge, one.folder.parent) == (False, shared)

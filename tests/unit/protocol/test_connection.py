@@ -91,6 +91,8 @@ def test_events_come_before_the_reply_and_not_after_it() -> None:
     request_id, data = client.request(Events(follow=True))
     daemon.feed(data)
     daemon.next_event()
+    with pytest.raises(Bug):
+        daemon.event(request_id, Pong())
     client.feed(daemon.event(request_id, EVENT) + daemon.reply(request_id, EventsReply(next_seq=2)))
     progress = client.next_event()
     assert isinstance(progress, Progress)

@@ -31,7 +31,7 @@ from hegmd.protocol.messages import (
 )
 from hegmd.protocol.record import Record
 from hegmd.protocol.snapshots import Event
-from hegmd.server import handlers, operation_handlers
+from hegmd.server import handlers, operation_handlers, sharing_handlers
 from hegmd.server.auth import Peer, Policy
 from hegmd.server.dispatch import Dispatcher
 from hegmd.server.session import Call, PeerGone, Session, SessionLimits
@@ -234,7 +234,8 @@ async def test_a_peer_that_hangs_up_on_its_events_is_no_bug_of_the_handler(
 
 
 def test_every_message_is_handled() -> None:
-    tables = (handlers.Handlers.table, operation_handlers.OperationHandlers.table)
+    every = (handlers.Handlers, operation_handlers.OperationHandlers, sharing_handlers.SharingHandlers)
+    tables = [each.table for each in every]
     source = "".join(inspect.getsource(table) for table in tables)
     missing = [message.__name__ for message in REQUESTS.values() if f"m.{message.__name__}:" not in source]
     assert missing == [Cancel.__name__], "Cancel alone is answered by the session"

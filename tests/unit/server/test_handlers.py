@@ -25,12 +25,15 @@ from hegmd.operations.sequences import MultiStepOperations
 from hegmd.operations.survey import PlanSurvey
 from hegmd.protocol.messages import ConfigReply, Limits, Processes, ProcessesReply, ReloadReply, Request
 from hegmd.protocol.record import Record
+from hegmd.recovery.service import Recoveries
 from hegmd.server.auth import Peer, Policy
 from hegmd.server.handlers import Handlers, Services
 from hegmd.server.session import Call, Session, SessionLimits
+from hegmd.sharing.requests import SharingRequests
 from hegmd.system.descriptors import Descriptors
 from hegmd.system.stream import PeerStream
 from hegmd.telemetry.metrics import Counters
+from hegmd.workers.jobs import Jobs
 from hegmd.workers.supervisors import Supervisors
 from hegmd.workers.workers import AgentConnection, Workers
 from tests.unit.doubles import Provider, gpu, use
@@ -72,7 +75,8 @@ def _lookout_of(node: Node) -> PlanSurvey:
 def _only_pids(node: Node) -> JobRequests:
     """For requests that name pids."""
     nothing: Any = None
-    return JobRequests(nothing, nothing, nothing, node.inventory, nothing, nothing, nothing)
+    jobs = Jobs(Workers(), Supervisors(lambda pid: None), lambda pid: None, nothing)
+    return JobRequests(jobs, nothing, nothing, node.inventory, Workers(), nothing, nothing)
 
 
 def handlers_of(node: Node) -> Handlers:
@@ -88,7 +92,9 @@ def handlers_of(node: Node) -> Handlers:
         orphans=Orphans([], node.events),
         restarts=cast(Restarts, None),
         jobs=_only_pids(node),
+        recoveries=cast(Recoveries, None),
         proving=cast(Proving, None),
+        sharing=cast(SharingRequests, None),
         simulator=None,
         limits=Limits(frame_bytes=65_536, requests_in_flight=4),
         doctor=_nothing,

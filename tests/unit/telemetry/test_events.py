@@ -108,7 +108,7 @@ def test_a_kind_that_there_is_not_was_waited_for_without_end(kinds: tuple[str, .
 
 def test_every_kind_that_is_recorded_can_be_asked_for() -> None:
     sources = "\n".join(path.read_text() for path in (Path(__file__).parents[3] / "hegmd").rglob("*.py"))
-    recorded = set(re.findall(r'record(?:_gpu)?\(\s*"([a-z_]+\.[a-z_-]+)"', sources))
+    recorded = set(re.findall(r'record(?:_gpu|_event)?\(\s*"([a-z_]+\.[a-z_-]+)"', sources))
     recorded |= {f"operation.{phase}" for phase in TERMINAL} | set(HAPPENINGS) | {MISSED}
     table = {kind for kinds in EVENT_KINDS.values() for kind in kinds}
     assert recorded == table

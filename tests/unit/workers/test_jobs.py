@@ -15,11 +15,12 @@ from hegmd.errors import BAD_REQUEST, DENIED, NOT_FOUND, REFUSED, HegmError
 from hegmd.operations.job_requests import APART_S
 from hegmd.protocol import jobs as told
 from hegmd.protocol.messages import RegisterJob
+from hegmd.protocol.snapshots import GpuProcess
 from hegmd.workers.job_file import DAMAGED_NAME, NAME, JobFile, JobRecord
 from hegmd.workers.job_names import MAX_COMMAND_CHARS, MAX_RUN_CHARS, name_of, script_of, shown_command
 from hegmd.workers.jobs import MAX_ENDED_OF_USER, MAX_RUNS
 from tests.patience import HANG_S
-from tests.unit.moving_node import Node, running
+from tests.unit.moving_node import Node, running, start_ticks
 
 Child = subprocess.Popen[bytes]
 UID = os.geteuid()
@@ -229,11 +230,32 @@ async def test_a_suspended_job_is_named_by_its_operation_while_no_agent_is_there
         await registered(node, process.pid, "one")
         await node.attend(process.pid, run="one")
         pids = await node.moving.job_requests.pids(("train",), mine)
-        await node.operations.suspend(pids, node.asked())
+        ended = await node.operations.suspend(pids, node.asked())
+        assert ended.operation is not None
         assert (await seen(node))["j1"].state == "suspended"
+        assert node.moving.job_requests.with_job(ended.operation).job == "j1"
     async with running(tmp_path) as node:  # the next daemon, to which no agent has come back
         assert (await seen(node))["j1"].state == "suspended"
         assert await node.moving.job_requests.pids(("j1",), mine) == (process.pid,)
+        assert node.moving.job_requests.with_job(ended.operation).job == "j1"
+
+
+async def test_a_process_on_a_gpu_is_listed_with_its_job_but_not_another_one_with_its_pid(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    async with running(tmp_path) as node:
+        await registered(node, process.pid, "one")
+        await node.attend(other.pid, run="one")
+        await until(node, lambda: any(job.members for job in node.moving.jobs))
+        jobs = {one.pid: one for one in (await seen(node))["j1"].processes}
+        assert set(jobs) == {process.pid, other.pid}
+        of_process = node.moving.job_requests.of_process
+        for pid in jobs:
+            ticks = start_ticks(pid)
+            assert ticks is not None
+            assert of_process(GpuProcess(pid=pid, start_ticks=ticks, gpus=())).job == "j1"
+            assert of_process(GpuProcess(pid=pid, start_ticks=ticks + 1, gpus=())).job is None
+            assert of_process(GpuProcess(pid=pid, gpus=())).job is None
 
 
 async def test_the_rate_of_a_job_is_that_of_its_slowest_rank(tmp_path: Path, process: Child, other: Child) -> None:
@@ -252,6 +274,20 @@ async def test_the_rate_of_a_job_is_that_of_its_slowest_rank(tmp_path: Path, pro
         (job,) = (await seen(node)).values()
         assert job.boundary == 3
         assert "count" in first.seen
+
+
+async def test_the_rate_of_a_resumed_job_leaves_out_the_time_of_its_suspension(tmp_path: Path, process: Child) -> None:
+    """A job of 12 batches a second was shown with 0.2 for a minute after it had been suspended for a minute."""
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid, run="one")
+        pids = tuple(one.pid for one in (await seen(node))["j1"].processes)
+        agent.boundary += 400
+        assert (await seen(node))["j1"].steps_per_s is not None
+        suspended = await node.operations.suspend(pids, node.asked())
+        assert suspended.operation is not None
+        await node.operations.resume(process.pid, None, node.asked())
+        resumed = (await seen(node))["j1"]
+        assert (resumed.state, resumed.steps_per_s) == ("training", None), "it was not seen to go on since"
 
 
 async def test_ended_jobs_are_remembered_up_to_a_number_of_each_user(tmp_path: Path, process: Child) -> None:

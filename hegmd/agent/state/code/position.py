@@ -33,6 +33,8 @@ LOOKED_THROUGH = {"accelerate", "torch", "torchdata", "tqdm"}
 FILES_LOOKED_THROUGH: set[str] = set()
 
 _judged: dict[str, bool] = {}
+#: The same of files of modules: there are thousands of them, and each snapshot looks at all.
+_module_files: dict[str, bool] = {}
 
 
 def is_of_script(code: CodeType) -> bool:
@@ -49,7 +51,12 @@ def is_of_script(code: CodeType) -> bool:
 def is_users_module(module: Any) -> bool:
     """Whether the module is the user's own, and in no folder of installed packages."""
     path = getattr(module, "__file__", None)
-    return is_users(path) if isinstance(path, str) else getattr(module, "__name__", "") == "__main__"
+    if type(path) is not str:
+        return getattr(module, "__name__", "") == "__main__"
+    known = _module_files.get(path)
+    if known is None:
+        known = _module_files[path] = is_users(path)
+    return known
 
 
 def is_users(path: object) -> bool:

@@ -10,6 +10,7 @@ import os
 import sys
 from time import monotonic
 
+from ....protocol.slots import RECORD_BYTES, unpacked
 from ....protocol.supervision import BACK, PAST, PAST_AT
 from ...notes import note
 from ..storage import pinned_buffers, state_file
@@ -35,6 +36,8 @@ _claimed: tuple[str | None, str] | None = None
 _lock: int | None = None
 #: What was read by that descriptor.
 _file: os.stat_result | None = None
+#: The step of the snapshot that it is from.
+_step: int | None = None
 #: Which of several ranks this is; None for one that has a state alone.
 _rank: int | None = None
 
@@ -114,6 +117,11 @@ def _close() -> None:
         pass
 
 
+def step() -> int | None:
+    """The step of the snapshot that the state is from; None where it is from none, or was not read yet."""
+    return _step
+
+
 def note_past() -> None:
     """This process has trained on from its state: however it ends, that is no failure of its restart any more."""
     _note(PAST, PAST_AT + (_rank or 0))
@@ -157,11 +165,13 @@ def _handed(of_ranks: str) -> tuple[int, int] | None:
 
 
 def _read() -> Any:
-    global _file  # noqa: PLW0603 - one a process
+    global _file, _step  # noqa: PLW0603 - one a process
     number, path = _claimed or (os.environ.get(DESCRIPTOR), os.environ.get(PATH, ""))
     if number is not None:
         try:
             _file = os.fstat(int(number))
+            record = unpacked(os.pread(int(number), RECORD_BYTES, max(0, _file.st_size - RECORD_BYTES)))
+            _step = None if record is None else record.step
             return state_file.read(int(number))
         except ValueError as error:
             if isinstance(error, state_file.Damaged):

@@ -38,6 +38,30 @@ def _no_boundary() -> None:
     """Nobody asks anything here."""
 
 
+def make_released() -> Callable[[Callable[[str], object]], Any]:
+    """What makes a block whose process lends its GPU memory. The argument is told why nothing is lent."""
+    if not __name__.startswith("_hegm."):
+        return _no_block
+    from ... import lifecycle
+    from ...lending import Block
+
+    return lambda warn: Block(lifecycle.lending, warn)
+
+
+class _NoBlock:
+    """The block without an agent."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_exc: object) -> None:
+        pass
+
+
+def _no_block(_warn: Callable[[str], object]) -> _NoBlock:
+    return _NoBlock()
+
+
 def replayed(loader: Any) -> bool:
     """Whether the script has said that this loader gives the same items each time."""
     return bool(getattr(loader, _REPLAY, False))

@@ -18,7 +18,16 @@ from hegmd.images.files.folder import find, free_bytes_at, make
 from hegmd.images.files.lock import lock_alone
 from hegmd.images.files.signature import load_key
 from tests.huge import huge_memory
-from tests.unit.images.files.directory import BLOCK_BYTES, CHUNK_BYTES, SIZE_BYTES, built, flip, ignore, rewritten
+from tests.unit.images.files.directory import (
+    BLOCK_BYTES,
+    CHUNK_BYTES,
+    MANIFEST,
+    SIZE_BYTES,
+    built,
+    flip,
+    ignore,
+    rewritten,
+)
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving files away takes root")
 
@@ -371,7 +380,7 @@ def test_a_key_that_is_no_secret_is_refused(tmp_path: Path, text: str, mode: int
     path.chmod(mode)
     with pytest.raises(HegmError, match=why):
         load_key(path, make=True)
-    with pytest.raises(HegmError, match="cannot be read"):
+    with pytest.raises(HegmError, match="cannot be read: No such file"):
         load_key(tmp_path / "nowhere.key", make=False)
 
 
@@ -381,3 +390,14 @@ def test_a_directory_that_is_none_was_said_not_to_be_there(tmp_path: Path) -> No
         catalogue.read(str(tmp_path / "folder"))
     with pytest.raises(HegmError, match="No such file"):
         catalogue.read(str(tmp_path / "nowhere"))
+
+
+def test_the_free_space_of_a_disk_was_counted_in_bytes_and_not_in_blocks(tmp_path: Path) -> None:
+    status = os.statvfs(tmp_path)
+    # Other programs write meanwhile: half of what is free is more than the number of blocks.
+    assert free_bytes_at(str(tmp_path / "image")) > status.f_bavail * status.f_frsize // 2 > status.f_bavail
+
+
+def test_the_list_of_images_names_the_host_that_wrote_one(tmp_path: Path) -> None:
+    built(tmp_path / "image", b"x", MANIFEST.replace(host="node7"), size_bytes=1)
+    assert [seen.host for seen in catalogue.look_into(str(tmp_path))] == ["node7"]

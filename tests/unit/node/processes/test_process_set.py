@@ -257,7 +257,7 @@ def test_a_dump_that_a_signal_would_kill_is_not_told_to_end(tmp_path: Path) -> N
         told.start()
         let_go(people)
         told.join()
-        assert dumper.wait(0) == 0
+        assert dumper.wait(HANG_S) == 0
 
 
 def test_another_users_program_that_was_called_like_a_dumper_kept_a_job_standing() -> None:

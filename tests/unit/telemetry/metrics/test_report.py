@@ -200,10 +200,12 @@ def test_what_the_daemon_counts_is_told() -> None:
 
 
 def test_the_pool_and_what_needs_a_person_are_told() -> None:
-    tallies = Tallies(pool_bytes={"memory": 6, "disk": 2, "budget": 64}, orphans=3, images_missed=2)
+    shared = {"waiting": 1, "lease-held": 2}
+    tallies = Tallies(pool_bytes={"memory": 6, "disk": 2, "budget": 64}, orphans=3, images_missed=2, sharing=shared)
     found = parse(render(None, Counters(), build=BUILD, own=OWN, tallies=tallies))
     told = {labels["what"]: value for labels, value in values(found, "hegmd_pool_bytes")}
     assert told == {"memory": 6, "disk": 2, "budget": 64}
+    assert {labels["what"]: value for labels, value in values(found, "hegmd_sharing")} == shared
     assert values(found, "hegmd_orphans") == [({}, 3)]
     assert values(found, "hegmd_images_missed") == [({}, 2)]
 

@@ -1,0 +1,47 @@
+"""The options of `hegmctl run` about starting a job again."""
+
+from __future__ import annotations
+
+from hegmctl.grammar.words import POSITIVE, TEXT, Option
+
+RECOVERY = (
+    Option(
+        "--recover",
+        kind=TEXT,
+        metavar="INTERVAL",
+        implied="auto",
+        doc="stay as the command's parent, take a snapshot of the training into host memory at this interval, "
+        "and start it again from the last one if it fails; default: 100 times what a snapshot costs",
+    ),
+    Option(
+        "--max-recoveries",
+        kind=POSITIVE,
+        metavar="NUMBER",
+        doc="number of recoveries in all; in any case three in a row without progress are the last",
+    ),
+    Option(
+        "--hang-limit",
+        kind=TEXT,
+        metavar="TIME",
+        doc="after this time without a batch the training counts as hung, is killed and recovered; off for never; "
+        "default: 5 times the longest time between two batches, and at least 60 s",
+    ),
+    Option(
+        "--recover-from",
+        kind=TEXT,
+        metavar="CAUSE,...",
+        doc="what is recovered from: signal, error, or both; default: both",
+    ),
+    Option(
+        "--final-status",
+        kind=TEXT,
+        metavar="STATUS,...",
+        doc="exit statuses of the command that are no failure; 0, SIGTERM and SIGINT never are",
+    ),
+    Option(
+        "--restart-tries",
+        kind=POSITIVE,
+        metavar="NUMBER",
+        doc="number of start attempts per target; default: 2",
+    ),
+)

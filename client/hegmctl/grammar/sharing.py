@@ -1,0 +1,94 @@
+"""Commands about sharing GPUs: room for an urgent job, leases, the queue, and priorities."""
+
+from __future__ import annotations
+
+from hegmctl.grammar.rows import AFTER_PROGRESS, LINES, ONE, Form, Verb
+from hegmctl.grammar.words import GPUS, PID, PIDS, SECONDS, SIZE, Of, Option
+
+PRIORITIES = ("production", "normal", "best-effort")
+_PRIORITY = "production, normal, best-effort, or 0 to 100"
+
+SHARING = (
+    Verb(
+        "make-room",
+        "free memory of a GPU for something urgent, and keep it free",
+        "Suspends jobs of lower priority, or migrates them if another GPU has room, fewest bytes first, and keeps the "
+        "memory as a lease. The suspended jobs resume by themselves once the lease has ended: with the process, after "
+        "the time, or with `hegmctl release`. Prints the id of the lease. With --wait it returns once the memory is "
+        "free; if that cannot be, or takes longer than --timeout, it fails and there is no lease. Without --timeout "
+        "it fails as soon as nothing under way would help. Interrupted, it drops the lease.",
+        request="room.make",
+        handler="sharing_commands:make_room",
+        forms=(
+            Form(request="room.make", prints=ONE, render="sharing_text:room_text", call="make_room"),
+            Form("--wait", request="room.make", prints=AFTER_PROGRESS, render="sharing_text:room_text", call=""),
+        ),
+        options=(
+            Of("gpu", complete=GPUS, doc="the GPU; default: auto, the one where the fewest bytes have to leave"),
+            Of("size_bytes", names=("--bytes",), kind=SIZE, metavar="SIZE", doc="how much to free, such as 60GiB"),
+            Of(
+                "pid",
+                names=("--for",),
+                kind=PID,
+                metavar="PID",
+                complete=PIDS,
+                doc="end the lease with this process; it and its children use the memory",
+            ),
+            Of("hold_s", names=("--seconds",), kind=SECONDS, metavar="SECONDS", doc="end the lease after this time"),
+            Of("name", metavar="NAME", doc="a name for `hegmctl release`, besides the id"),
+            Of(
+                "priority",
+                metavar="PRIORITY",
+                choices=PRIORITIES,
+                doc=f"{_PRIORITY}; default: production, or the highest that you may use",
+            ),
+            Of("until_free", names=("--wait",), doc="wait until the memory is free"),
+        ),
+        examples=(
+            ("hegmctl make-room --gpu gpu0 --bytes 60GiB --for $$ --wait", "free 60 GiB for this shell"),
+            ("hegmctl make-room --bytes 20GiB --seconds 600 --dry-run", "which jobs would have to leave"),
+        ),
+    ),
+    Verb(
+        "release",
+        "end a lease",
+        "The jobs that were suspended for it resume by themselves.",
+        request="room.release",
+        forms=(Form(request="room.release", render="sharing_text:released_text", call="release"),),
+        arguments=(Of("lease", name="LEASE", doc="its id or its name"),),
+        examples=(("hegmctl release l3", "end lease l3"),),
+    ),
+    Verb(
+        "queue",
+        "show who runs, who waits for what, and the leases",
+        "One line for each job that has or wants a GPU, the highest priority first: what it does, since when, what it "
+        "waits for and what happens next. Below them the leases.",
+        request="queue",
+        handler="sharing_commands:queue",
+        forms=(
+            Form(request="queue", render="sharing_text:queue_text"),
+            Form("--watch", request="queue", prints=LINES, render="sharing_text:queue_text"),
+        ),
+        options=(
+            Option(
+                "-w",
+                "--watch",
+                kind=SECONDS,
+                metavar="SECONDS",
+                implied="2",
+                doc="repeat every 2 seconds, or as given, until interrupted",
+            ),
+        ),
+        examples=(("hegmctl queue --watch", "watch jobs take turns"),),
+    ),
+    Verb(
+        "priority",
+        "change the priority of a job",
+        "Jobs of higher priority get GPUs first, and jobs of lower priority are suspended for them. Jobs below "
+        "production can be suspended. Users may give priorities up to a limit that the administrator sets.",
+        request="job.priority",
+        forms=(Form(request="job.priority", render="sharing_text:priority_text", call="priority"),),
+        arguments=(Of("job"), Of("priority", name="PRIORITY", doc=_PRIORITY)),
+        examples=(("hegmctl priority train best-effort", "let other jobs go before `train`"),),
+    ),
+)

@@ -1,0 +1,95 @@
+"""What `hegmctl run --recover` was told, and which ends of its command are failures.
+
+Only a protected job is recovered: one of which the daemon holds a snapshot. Where the end of the command was wanted
+(exit status 0, SIGTERM or SIGINT from outside, a status that the user named), it is an end as any other. The daemon
+decides from which snapshot and on which GPU the command is started again, and how often.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from hegmd.errors import USAGE, HegmError
+from hegmd.protocol.supervision import RecoveryWish
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from hegmctl.arguments import Arguments
+
+SIGNAL, ERROR = "signal", "error"
+CAUSES = (SIGNAL, ERROR)
+AUTO, OFF = "auto", "off"
+_MIN_INTERVAL_S = 0.1
+# Who ends a job so wants its end. A shell or a launcher that was ended so reports it as 128 and the signal's number.
+_WANTED = frozenset((signal.SIGINT, signal.SIGTERM))
+_BY_SHELL = 128
+
+
+class Recovery:
+    """Owns whether the job is protected. `wish` is for the daemon."""
+
+    def __init__(
+        self, wish: RecoveryWish, causes: Collection[str] = CAUSES, final_statuses: Collection[int] = ()
+    ) -> None:
+        self.wish = wish
+        self._causes = frozenset(causes)
+        self._final = frozenset(final_statuses)
+        #: Whether the daemon has a snapshot of the job.
+        self.is_protected = False
+
+    def is_failure(self, status: int, told: int | None) -> bool:
+        """Whether an end of the command is one to recover from. `told` is the signal that came for it here."""
+        ending = -status if status < 0 else status - _BY_SHELL
+        if status == 0 or told is not None or ending in _WANTED or status in self._final:
+            return False
+        return (SIGNAL if status < 0 or status > _BY_SHELL else ERROR) in self._causes
+
+
+def ended_how(status: int) -> str:
+    """How a command ended, in words."""
+    return f"ended with exit status {status}" if status >= 0 else f"was ended by signal {-status}"
+
+
+def recovery_asked(arguments: Arguments) -> Recovery | None:
+    """What the command line says of recoveries; None without `--recover`. Raises HegmError."""
+    text, most = arguments.text("recover"), arguments.whole("max-recoveries")
+    causes, final, hang = (arguments.text(key) for key in ("recover-from", "final-status", "hang-limit"))
+    if text is None:
+        if any(value is not None for value in (most, causes, final, hang)):
+            hint = "hegmctl run --recover --max-recoveries 10 -- COMMAND"
+            raise HegmError(USAGE, "--max-recoveries, --hang-limit and their like are for --recover", hint)
+        return None
+    named = CAUSES if causes is None else tuple(causes.split(","))
+    if not named or set(named) - set(CAUSES):
+        raise HegmError(USAGE, f"--recover-from {causes} is no list of causes", f"write some of: {','.join(CAUSES)}")
+    wish = RecoveryWish(interval_s=_interval_s(text), max_recoveries=most, hang_limit_s=_hang_limit_s(hang))
+    return Recovery(wish, named, _statuses(final))
+
+
+def _interval_s(text: str) -> float | None:
+    from hegmctl.arguments import seconds_of
+
+    if text == AUTO:
+        return None
+    interval_s = seconds_of(text, "--recover")
+    if interval_s < _MIN_INTERVAL_S:
+        hint = f"write a time of at least {_MIN_INTERVAL_S:g} s, such as --recover=30s, or --recover alone"
+        raise HegmError(USAGE, f"--recover={text} is no interval", hint)
+    return interval_s
+
+
+def _hang_limit_s(text: str | None) -> float | None:
+    from hegmctl.arguments import seconds_of
+
+    if text is None:
+        return None
+    return 0.0 if text == OFF else seconds_of(text, "--hang-limit")
+
+
+def _statuses(text: str | None) -> tuple[int, ...]:
+    words = [] if text is None else text.split(",")
+    if not all(word.isdigit() and 0 < int(word) < 256 for word in words):
+        raise HegmError(USAGE, f"--final-status {text} is no list of exit statuses", "write numbers from 1 to 255: 3,4")
+    return tuple([int(word) for word in words])

@@ -1,0 +1,137 @@
+"""Leases and the queue as text."""
+
+from __future__ import annotations
+
+from time import time
+
+from hegmctl.quantities import binary_size, duration
+from hegmctl.tables import UNKNOWN, Column, Style, printable, table
+from hegmd.protocol.sharing import HELD, MOVING, QUEUED, RUNNING, STARTING, SUSPENDED
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from hegmctl.tables import Cell
+    from hegmd.protocol.messages import JobReply, QueueReply, Released, RoomProgress, RoomReply
+    from hegmd.protocol.sharing import Lease, QueuedJob, RoomStep
+
+_COLOURS = {RUNNING: "green", STARTING: "cyan", MOVING: "cyan", SUSPENDED: "yellow", QUEUED: "yellow"}
+
+
+def room_text(reply: RoomReply, style: Style) -> list[str]:
+    """The id of the lease, for scripts; or what would be done for it."""
+    if reply.lease is not None:
+        return [reply.lease.id]
+    where = printable(reply.gpu or "a GPU")
+    if not reply.steps:
+        return [f"{where} has the memory free", "nothing was changed: this is only the plan"]
+    return [*[_step(step) for step in reply.steps], "nothing was changed: this is only the plan"]
+
+
+def _step(step: RoomStep) -> str:
+    size = "" if step.size_bytes is None else f", {binary_size(step.size_bytes)}"
+    to = "" if step.to is None else f" to {step.to}"
+    return printable(f"{step.action} {step.job} ({step.name}) on {step.gpu or UNKNOWN}{to}{size}")
+
+
+def room_progress_text(progress: RoomProgress, style: Style) -> list[str]:
+    """One line: what a lease waits for."""
+    free = "" if progress.free_bytes is None else f" ({binary_size(progress.free_bytes)} free)"
+    where = f"{progress.gpu or 'a GPU'}{free}"
+    return [printable(f"lease {progress.lease}: {binary_size(progress.size_bytes)} on {where}, waits {progress.waits}")]
+
+
+def lease_note(lease: Lease) -> str:
+    """Describe a lease for people; scripts use its id."""
+    until = "it is released"
+    if lease.pid is not None:
+        until = f"process {lease.pid} ends"
+    elif lease.until_utc is not None:
+        until = f"{duration(max(0.0, lease.until_utc - time()))} are over"
+    size, where = binary_size(lease.size_bytes), lease.gpu or "a GPU"
+    if lease.state == HELD:
+        return f"{size} of {where} are kept free until {until}; sooner: hegmctl release {lease.id}"
+    return f"{size} of {where} are being freed, and kept until {until}: see hegmctl queue"
+
+
+def released_text(reply: Released, style: Style) -> list[str]:
+    """Which lease has ended."""
+    where = f" of {printable(reply.gpu)}" if reply.gpu else ""
+    return [f"lease {reply.lease} has ended: {binary_size(reply.size_bytes)}{where} are free for jobs again"]
+
+
+def priority_text(reply: JobReply, style: Style) -> list[str]:
+    """The priority that a job has now."""
+    return [printable(f"{reply.job.id} ({reply.job.name}) has priority {reply.job.priority}")]
+
+
+def queue_text(reply: QueueReply, style: Style) -> list[str]:
+    """The table of `hegmctl queue`."""
+    lines = _jobs(reply, style) if reply.jobs else ["No job has or wants a GPU."] if style.remarks else []
+    if reply.leases:
+        lines += ["", *_leases(reply, style)]
+    return lines
+
+
+def _jobs(reply: QueueReply, style: Style) -> list[str]:
+    columns = (
+        Column("JOB"),
+        Column("NAME", shrink=8),
+        Column("PRIORITY", right=True),
+        Column("STATE"),
+        Column("SINCE", right=True, drop=2),
+        Column("GPU", shrink=6),
+        Column("SIZE", right=True, drop=3),
+        Column("WAITS FOR", shrink=12),
+        Column("NEXT", shrink=12, drop=1),
+    )
+    return table(columns, [_row(job, reply.taken_utc) for job in reply.jobs], style)
+
+
+def _row(job: QueuedJob, now_utc: float) -> list[Cell]:
+    return [
+        job.job,
+        job.name,
+        str(job.priority),
+        (job.state, _COLOURS.get(job.state, "")),
+        duration(max(0.0, now_utc - job.since_utc)),
+        job.gpu or UNKNOWN,
+        UNKNOWN if job.size_bytes is None else binary_size(job.size_bytes),
+        job.why or UNKNOWN,
+        job.next or UNKNOWN,
+    ]
+
+
+def _leases(reply: QueueReply, style: Style) -> list[str]:
+    columns = (
+        Column("LEASE"),
+        Column("NAME", shrink=8),
+        Column("PRIORITY", right=True, drop=2),
+        Column("STATE"),
+        Column("SINCE", right=True, drop=3),
+        Column("GPU"),
+        Column("SIZE", right=True),
+        Column("USED", right=True, drop=4),
+        Column("ENDS", shrink=12),
+        Column("WAITS FOR", shrink=12, drop=1),
+    )
+    return table(columns, [_lease_row(lease, reply.taken_utc) for lease in reply.leases], style)
+
+
+def _lease_row(lease: Lease, now_utc: float) -> list[Cell]:
+    ends = UNKNOWN
+    if lease.pid is not None:
+        ends = f"with process {lease.pid}"
+    elif lease.until_utc is not None:
+        ends = f"in {duration(max(0.0, lease.until_utc - now_utc))}"
+    return [
+        lease.id,
+        lease.name or UNKNOWN,
+        str(lease.priority),
+        (lease.state, "green" if lease.state == HELD else "yellow"),
+        duration(max(0.0, now_utc - lease.since_utc)),
+        lease.gpu or UNKNOWN,
+        binary_size(lease.size_bytes),
+        binary_size(lease.used_bytes) if lease.used_bytes else UNKNOWN,
+        ends,
+        lease.waits or UNKNOWN,
+    ]

@@ -1,0 +1,86 @@
+"""Recovery of jobs from snapshots, as it is shown and asked for. `messages` gathers these."""
+
+from __future__ import annotations
+
+from .record import Record, field
+from .requests import Request
+
+# How a job under `hegmctl run --recover` is.
+STARTING, PROTECTED, UNPROTECTED, RECOVERING, KEPT = "starting", "protected", "unprotected", "recovering", "kept"
+# How a recovery ended.
+UNDER_WAY, RECOVERED, FAILED, GIVEN_UP = "under way", "recovered", "failed", "given up"
+
+
+class Snapshot(Record):
+    """One slot of one process."""
+
+    rank: int = field("the rank; 0 for a job of one process")
+    slot: int = field("which of its two slots, 0 or 1")
+    generation: int | None = field("counts the snapshots; nil for a slot without a whole one", default=None)
+    step: int | None = field(
+        "batch boundaries that the training had passed, those before a recovery included", default=None
+    )
+    size_bytes: int | None = field("bytes of the state", default=None)
+    taken_utc: float | None = field("when it was taken, in seconds since 1970", default=None)
+    damaged: bool = field("whether a start from it has failed", default=False)
+
+
+class RecoveryAttempt(Record):
+    """One recovery of a job."""
+
+    fell_utc: float = field("when its command had failed, in seconds since 1970")
+    why: str = field("how it ended")
+    step: int | None = field("the last step that was known of", default=None)
+    from_step: int | None = field("the step that it was started again from; nil if it was not", default=None)
+    generation: int | None = field("the number of that snapshot", default=None)
+    gpus: tuple[str, ...] = field("the GPUs that it was started on; none if they are not known", default=())
+    started_s: float | None = field("from the failure until it was started", default=None)
+    restored_s: float | None = field("from the failure until all of its processes had their state back", default=None)
+    trained_s: float | None = field("from the failure until the next step was made", default=None)
+    result: str = field("under way, recovered, failed, or given up", default=UNDER_WAY)
+    stacks: str | None = field("of a job that hung: where its threads were", default=None)
+
+
+class JobRecovery(Record):
+    """How one job is protected, and how it was recovered."""
+
+    id: str = field("the job's id")
+    name: str = field("its name")
+    uid: int = field("whose it is")
+    state: str = field(
+        "starting: no snapshot yet; protected; unprotected: `why` says what prevents snapshots; recovering; or kept: "
+        "the job has ended, and its state is kept"
+    )
+    why: str | None = field("what prevents a snapshot, or why its state is kept", default=None)
+    interval_s: float | None = field("time between two snapshots now; nil before the first", default=None)
+    cost_s: float | None = field("how long the training stood for the last snapshot", default=None)
+    snapshots: int = field("how many were taken since this daemon began", default=0)
+    held_bytes: int = field("host memory that its slots take")
+    slots: tuple[Snapshot, ...] = field("by rank and slot", default=())
+    begins_anew: tuple[str, ...] = field("variables of the script's that a recovery does not keep", default=())
+    recoveries: tuple[RecoveryAttempt, ...] = field("the oldest first; the last 20", default=())
+
+
+class RecoveryReply(Record):
+    """Jobs that are protected, or whose state is kept."""
+
+    taken_utc: float = field("when, in seconds since 1970")
+    jobs: tuple[JobRecovery, ...] = field("ordered by id")
+
+
+class Recovery(Request, op="recovery", reply=RecoveryReply):
+    """How jobs are protected by snapshots and were recovered. For jobs of other users only the state is shown."""
+
+    jobs: tuple[int | str, ...] = field("only these, by id, name or pid; empty for all", default=())
+
+
+class RecoveryDropped(Record):
+    """The state of the job is deleted."""
+
+    freed_bytes: int = field("host memory that this freed")
+
+
+class DropRecovery(Request, op="recovery.drop", reply=RecoveryDropped, changes_state=True):
+    """Delete the kept state of a job that has ended. Refused for a job that lives."""
+
+    job: int | str = field("the job, by its id or its name")

@@ -1,0 +1,179 @@
+"""Requests about sharing GPUs: room for an urgent job, leases, the queue, and priorities. `messages` gathers them.
+
+A lease is memory of one GPU that is kept free for one user. Jobs of lower priority are suspended for it, and resume by
+themselves once it has ended.
+"""
+
+from __future__ import annotations
+
+from .jobs import JobReply
+from .record import Record, field
+from .requests import Request
+
+# What `gpu` says when hegmd chooses one.
+AUTO = "auto"
+# The priorities that have a name, as a user writes them. The setting of each gives its number.
+PRODUCTION, NORMAL, BEST_EFFORT = "production", "normal", "best-effort"
+PRIORITY_NAMES = (PRODUCTION, NORMAL, BEST_EFFORT)
+MIN_PRIORITY, MAX_PRIORITY = 0, 100
+# A lease waits until its memory is free, and is held from then on.
+PENDING, HELD = "pending", "held"
+# What a job of the queue does.
+RUNNING, STARTING, MOVING, SUSPENDED, QUEUED = "running", "starting", "moving", "suspended", "waiting"
+
+
+class Lease(Record):
+    """Memory of a GPU that is kept for one user."""
+
+    id: str = field("what to call it in commands, such as l3")
+    name: str | None = field("the same, as its user named it", default=None)
+    gpu: str | None = field("the GPU; nil while none is chosen yet", default=None)
+    size_bytes: int = field("how much is kept")
+    used_bytes: int = field("how much of it the processes that it is for have taken", default=0)
+    state: str = field("pending: its memory is not free yet; or held")
+    priority: int = field("jobs of lower priority are suspended for it")
+    uid: int = field("whose it is")
+    pid: int | None = field("the process with which it ends; nil for none", default=None)
+    until_utc: float | None = field("when it ends at the latest, in seconds since 1970; nil for never", default=None)
+    since_utc: float = field("when it was asked for")
+    waits: str | None = field("what a pending one waits for", default=None)
+
+
+class RoomStep(Record):
+    """One job that has to leave, and how."""
+
+    job: str = field("the job's id")
+    name: str = field("its name")
+    action: str = field("suspend or migrate")
+    gpu: str | None = field("the GPU that it leaves", default=None)
+    to: str | None = field("the GPU that it goes to; nil when it is suspended", default=None)
+    size_bytes: int | None = field("the memory that it frees", default=None)
+
+
+class RoomProgress(Record):
+    """How far a lease is from being held."""
+
+    lease: str = field("its id")
+    gpu: str | None = field("the GPU; nil while none is chosen", default=None)
+    free_bytes: int | None = field("how much of its memory is free now; nil if unknown", default=None)
+    size_bytes: int = field("how much it needs")
+    waits: str = field("what it waits for")
+
+
+class RoomReply(Record):
+    """The lease, or what would be done for it."""
+
+    lease: Lease | None = field("nil when only the plan was asked for", default=None)
+    gpu: str | None = field("the GPU; nil while none is chosen", default=None)
+    steps: tuple[RoomStep, ...] = field("the jobs that have to leave, in order", default=())
+
+
+class MakeRoom(Request, op="room.make", reply=RoomReply, event=RoomProgress, changes_state=True):
+    """Free memory of a GPU, and keep it free as a lease.
+
+    Jobs of lower priority are suspended, or migrated to another GPU with room, fewest bytes first. The lease ends with
+    the process, after the time, or with a release; with neither process nor time, after the longest time that the
+    daemon allows. With `until_free` the reply comes once the memory is free; if that fails, or takes longer than
+    `limit_s`, the lease is dropped and the reply is an error. Whoever leaves before drops the lease.
+    """
+
+    gpu: str = field("the GPU, or auto for the one where the fewest bytes have to leave", default=AUTO)
+    size_bytes: int = field("how much to free and keep")
+    pid: int | None = field("the process with whose end the lease ends", default=None)
+    hold_s: float | None = field("after how many seconds it ends", default=None)
+    name: str | None = field("what to call it besides its id", default=None)
+    priority: int | str | None = field(
+        "0 to 100, or the name of a priority; nil for production, or the highest that the caller may use", default=None
+    )
+    until_free: bool = field("whether to wait until the memory is free", default=False)
+    limit_s: float | None = field("with `until_free`: how long to wait at most; nil for no limit", default=None)
+    dry_run: bool = field("whether only the plan is wanted", default=False)
+
+
+class WaitForRoom(Request, op="room.wait", reply=RoomReply, event=RoomProgress):
+    """Wait until a lease is held, as `room.make` does with `until_free`, for a caller whose connection has ended.
+
+    The lease is dropped if that fails, and if the caller that asked for it leaves.
+    """
+
+    lease: str = field("its id or its name")
+    limit_s: float | None = field("how long to wait at most; nil for no limit", default=None)
+
+
+class Released(Record):
+    """The lease has ended."""
+
+    lease: str = field("its id")
+    gpu: str | None = field("the GPU whose memory it kept", default=None)
+    size_bytes: int = field("how much it kept")
+
+
+class Release(Request, op="room.release", reply=Released, changes_state=True):
+    """End a lease. The jobs that were suspended for it resume by themselves."""
+
+    lease: str = field("its id or its name")
+
+
+class QueuedJob(Record):
+    """One job as the sharing of GPUs sees it."""
+
+    job: str = field("its id")
+    name: str = field("its name")
+    uid: int = field("whose it is")
+    priority: int = field("0 to 100")
+    state: str = field(
+        "running; starting: it was given a GPU and has not trained yet; moving: an operation is under way; suspended; "
+        "or waiting: it is not started yet"
+    )
+    gpu: str | None = field("the GPU that it is on, or was on when it was suspended", default=None)
+    size_bytes: int | None = field("the memory that it has or needs; nil if unknown", default=None)
+    since_utc: float = field("since when it does that, in seconds since 1970")
+    why: str | None = field("what it waits for", default=None)
+    next: str | None = field("what happens next", default=None)
+
+
+class QueueReply(Record):
+    """Who runs, who waits, and for what."""
+
+    taken_utc: float = field("when, in seconds since 1970")
+    jobs: tuple[QueuedJob, ...] = field("the highest priority first")
+    leases: tuple[Lease, ...] = field("oldest first")
+    slices: bool = field("whether jobs of equal priority that do not fit together take turns")
+
+
+class Queue(Request, op="queue", reply=QueueReply):
+    """The jobs that share the GPUs, those that wait for one, and the leases."""
+
+
+class SetPriority(Request, op="job.priority", reply=JobReply, changes_state=True):
+    """Change the priority of a job. It is kept with the job."""
+
+    job: int | str = field("the job, by its id, its name, or the pid of one of its processes")
+    priority: int | str = field("0 to 100, or the name of a priority")
+
+
+class PlaceProgress(Record):
+    """A job waits for a GPU."""
+
+    waits: str = field("what it waits for")
+    ahead: int = field("how many jobs are before it in the queue")
+
+
+class JobPlaced(Record):
+    """A job may start."""
+
+    gpu: str = field("the GPU on which it is to start")
+
+
+class PlaceJob(Request, op="job.place", reply=JobPlaced, event=PlaceProgress, changes_state=True):
+    """What `hegmctl run --gpu auto` asks before it becomes its command: wait for a GPU with room.
+
+    The job has its place in the queue until it is started or the calling process ends. The same run that asks again
+    has the same place. The reply keeps the memory for the job until it trains.
+    """
+
+    run: str = field("which `hegmctl run` it is")
+    gpu: str = field("the GPU, or auto for any", default=AUTO)
+    size_bytes: int | None = field(
+        "the memory that it will need; nil if that is not known: then it gets a GPU without other jobs", default=None
+    )

@@ -1,0 +1,124 @@
+"""A protected job: what is known of it now, and who hears of what happens to it.
+
+Shared by what takes its snapshots and by what starts it from them, which never act at the same time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from hegmd.errors import HegmError
+from hegmd.memory.pool import Pool
+from hegmd.protocol.slots import SlotRecord
+from hegmd.protocol.snapshots import Gpu
+from hegmd.protocol.supervision import RecoveryWish
+from hegmd.recovery.policy import complete_generations
+from hegmd.recovery.records import JobSnapshots
+from hegmd.recovery.slots import JobSlots, by_rank
+from hegmd.system.condition import Condition
+from hegmd.telemetry.events import EventLog
+from hegmd.telemetry.log import fields
+from hegmd.workers.supervisors import Supervisor, SupervisorAway
+from hegmd.workers.workers import AgentConnection, Workers
+
+logger = logging.getLogger(__name__)
+
+# The agent's own thread answers, if it has the interpreter.
+COUNT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What a protection uses of the daemon. `variables` returns what a start needs in its environment for GPUs."""
+
+    workers: Workers
+    pool: Pool
+    events: EventLog
+    state_dir: Path
+    gpus: Callable[[], Sequence[Gpu]]
+    variables: Callable[[Sequence[str]], dict[str, Any]]
+    is_in_hand: Callable[[int], bool]
+    save: Callable[[JobSnapshots], object]
+    news: Condition
+    utc: Callable[[], float] = time.time
+
+
+class ProtectedJob:
+    """One of them, from its first agent to its end."""
+
+    def __init__(self, node: Node, record: JobSnapshots, name: str, supervisor: Supervisor) -> None:
+        self.node = node
+        self.record = record
+        self.name = name
+        self.supervisor = supervisor
+        self.slots = JobSlots(node.pool, record.job)
+        #: The snapshot that it would be started from now.
+        self.newest: SlotRecord | None = None
+        #: The step of boundary 0 of its processes, and the last boundary that is known of.
+        self.first_step = 0
+        self.boundary = 0
+        #: What its failure is called, and where its threads were, if it was ended because it hung.
+        self.hang: tuple[str, str] | None = None
+
+    def __str__(self) -> str:
+        return f"job {self.record.job} ({self.name})"
+
+    @property
+    def wish(self) -> RecoveryWish:
+        """How it is to be recovered."""
+        return self.supervisor.offer.recover or RecoveryWish()
+
+    @property
+    def known_step(self) -> int | None:
+        """The last step that the training is known to have come to."""
+        steps = [] if self.newest is None else [self.newest.step]
+        steps += [self.first_step + self.boundary] if self.boundary else []
+        return max(steps, default=None)
+
+    def put(self, record: JobSnapshots) -> None:
+        """Have that known of it, also by a later daemon."""
+        self.record = record
+        self.node.save(record)
+
+    async def whole(self) -> list[SlotRecord]:
+        """Return the snapshots that it can be started from, the newest first."""
+        return complete_generations(by_rank(await self.slots.read()), max(1, self.record.ranks), self.record.bad)
+
+    def own_workers(self) -> list[AgentConnection]:
+        """Return its processes with an agent."""
+        who = self.supervisor.uid, self.supervisor.run
+        return [one for one in self.node.workers if (one.identity.uid, one.about.run) == who and not one.ended]
+
+    async def count(self, workers: Sequence[AgentConnection]) -> None:
+        """Have each say how many boundaries it has passed. One that does not answer in time is left out."""
+
+        async def one(worker: AgentConnection) -> None:
+            with anyio.move_on_after(COUNT_S):
+                try:
+                    await worker.order("count", limit_s=COUNT_S)
+                except HegmError as error:  # it is seen to have ended, or comes back
+                    logger.debug("%s", error.message)
+
+        async with anyio.create_task_group() as tasks:
+            for worker in workers:
+                tasks.start_soon(one, worker)
+
+    async def note(self, message: str, hint: str) -> None:
+        """Have the supervisor print it for the user."""
+        try:
+            await self.supervisor.tell("note", "", message=message, hint=hint)
+        except SupervisorAway as error:
+            logger.debug("%s", error.message)
+
+    def record_event(self, kind: str, severity: str, message: str) -> None:
+        """Record an event about it."""
+        facts = {"job": self.record.job}
+        self.node.events.record(kind, severity, message, facts=facts)
+        logger.info("%s", message, extra=fields(job=self.record.job))

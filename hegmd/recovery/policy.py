@@ -1,0 +1,140 @@
+"""When a snapshot is due, when a training hangs, and from which snapshot, where and how often a job starts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hegmd.protocol.slots import SlotRecord
+from hegmd.protocol.snapshots import Gpu
+
+# The training is paused for one part in so many of its time.
+SHARE = 100
+# A client may ask for any interval.
+LEAST_WISHED_S = 0.1
+# A tiny model is not stopped more often than this.
+LEAST_INTERVAL_S = 1.0
+# An interval that was asked for leaves the training this many times what a snapshot costs.
+LEAST_SHARE = 2
+# So many recoveries in a row may bring the training no further.
+MAX_FRUITLESS = 3
+# A training hangs after so many times the longest time between two boundaries that was seen (an evaluation between two
+# epochs lengthens it), and at least after this. Time in which an operation has the job does not count.
+LEARNED_TIMES = 5.0
+LEAST_HANG_S = 60.0
+
+
+def interval_s(wished_s: float | None, cost_s: float) -> float:
+    """Return the time from the end of one snapshot to the beginning of the next."""
+    if wished_s is None:
+        return max(LEAST_INTERVAL_S, SHARE * cost_s)
+    return max(LEAST_WISHED_S, wished_s, LEAST_SHARE * cost_s)  # in this order, which NaN does not pass
+
+
+def complete_generations(
+    slots: Mapping[int, Sequence[SlotRecord]], ranks: int, bad: Container[int] = ()
+) -> list[SlotRecord]:
+    """Return the record of rank 0 for every snapshot that all ranks have at one step, the newest first.
+
+    `slots` has the whole records of each rank. Generations in `bad` are left out.
+    """
+    found: list[SlotRecord] = []
+    for first in slots.get(0, ()):
+        mates = [
+            [record for record in slots.get(rank, ()) if record.generation == first.generation] for rank in range(ranks)
+        ]
+        is_whole = all(len(mate) == 1 and _fits(mate[0], rank, ranks, first) for rank, mate in enumerate(mates))
+        if is_whole and first.generation not in bad:
+            found.append(first)
+    return sorted(found, key=lambda record: -record.generation)
+
+
+def _fits(record: SlotRecord, rank: int, ranks: int, first: SlotRecord) -> bool:
+    return (record.rank, record.ranks, record.step) == (rank, ranks, first.step)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How often a job was recovered, and how far it has come."""
+
+    recoveries: int = 0
+    fruitless: int = 0
+    furthest_step: int | None = None
+
+    def fell(self, step: int | None) -> Budget:
+        """Return the budget after the job failed at that step."""
+        if step is not None and (self.furthest_step is None or step > self.furthest_step):
+            return replace(self, fruitless=0, furthest_step=step)
+        return replace(self, fruitless=self.fruitless + 1)
+
+    def spent(self) -> Budget:
+        """Return the budget after one more recovery."""
+        return replace(self, recoveries=self.recoveries + 1)
+
+    def exhausted(self, most: int | None) -> str | None:
+        """Return why the job is not to be recovered once more; None if it is."""
+        if most is not None and self.recoveries >= most:
+            return f"it was recovered {self.recoveries} times, as often as --max-recoveries allows"
+        if self.fruitless >= MAX_FRUITLESS:
+            return f"{self.fruitless} recoveries in a row brought it no further"
+        return None
+
+
+def gpus_to_start_on(former: Sequence[str], gpus: Sequence[Gpu]) -> tuple[str, ...] | None:
+    """Return the GPUs for a start: the former ones where they are healthy, others of their vendor for the rest.
+
+    None if there are not enough. Of several GPUs for a replacement, the one with the most free memory is taken.
+    """
+    known = {gpu.id: gpu for gpu in gpus}
+    vendors = {known[name].vendor for name in former if name in known}
+    spare = sorted(
+        (gpu for gpu in gpus if is_fit(gpu) and gpu.id not in former and (not vendors or gpu.vendor in vendors)),
+        key=lambda gpu: (-(gpu.memory_free_bytes or 0), gpu.index),
+    )
+    chosen: list[str] = []
+    for name in former:
+        gpu = known.get(name)
+        if gpu is not None and is_fit(gpu):
+            chosen.append(name)
+        elif spare:
+            chosen.append(spare.pop(0).id)
+        else:
+            return None
+    return tuple(chosen)
+
+
+def is_fit(gpu: Gpu) -> bool:
+    """Whether a job may be started there."""
+    return gpu.state == "ok" and gpu.health.state != "failed"
+
+
+class HangWatch:
+    """One training. `wished_s` is its limit; None for the learned one, 0 for none."""
+
+    def __init__(self, wished_s: float | None) -> None:
+        self._wished_s = wished_s
+        self._boundary: int | None = None
+        self._since = 0.0
+        self._longest_s = 0.0
+
+    @property
+    def limit_s(self) -> float | None:
+        """After how long without a boundary it counts as hung; None for never."""
+        if self._wished_s is None:
+            return max(LEAST_HANG_S, LEARNED_TIMES * self._longest_s)
+        return self._wished_s or None
+
+    def forget(self) -> None:
+        """Begin anew: it is not expected to make a step now."""
+        self._boundary = None
+
+    def see(self, boundary: int, now: float) -> float | None:
+        """Take its count of boundaries at that moment. Return how long it has made none, if that is too long."""
+        if self._boundary is None or boundary != self._boundary:
+            if self._boundary is not None:
+                self._longest_s = max(self._longest_s, now - self._since)
+            self._boundary, self._since = boundary, now
+            return None
+        limit_s = self.limit_s
+        without_s = now - self._since
+        return without_s if boundary and limit_s is not None and without_s > limit_s else None

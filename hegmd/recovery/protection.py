@@ -1,0 +1,243 @@
+"""One protected job, from its first agent to its end: its snapshots, and its starts from them in turn.
+
+A daemon that is started meanwhile continues from what the supervisor says and from the slots.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import anyio
+import anyio.to_thread
+
+from hegmd.errors import HegmError
+from hegmd.migration.methods import launchers
+from hegmd.migration.methods.progress_probe import is_stopped
+from hegmd.node.gpu_sets import gpus_of
+from hegmd.recovery.job import ProtectedJob
+from hegmd.recovery.policy import HangWatch, interval_s
+from hegmd.recovery.snapshots import MAX_RANKS, NotNow, SnapshotRounds, Unprotected
+from hegmd.recovery.starts import Starts
+from hegmd.workers.supervisors import SupervisorAway
+from hegmd.workers.workers import AgentConnection
+
+logger = logging.getLogger(__name__)
+
+# How often the training is asked how far it has come.
+LOOK_S = 1.0
+# How soon it is tried again while there is no snapshot, and after an attempt that came to nothing.
+SOON_S, AGAIN_S = 0.1, 1.0
+# A job that cannot be protected is tried again after so long: its script may be past what prevented it.
+UNPROTECTED_S = 30.0
+# A snapshot is to come of it within this time, or the job counts as unprotected.
+PATIENCE_S = 60.0
+# How long the agents of a training that hangs have to say where its threads are.
+STACKS_S, MAX_STACKS_CHARS = 5.0, 20_000
+
+
+class Protection:
+    """Runs for one job. `why` is what prevents its snapshots, `taken` how many there were."""
+
+    def __init__(self, job: ProtectedJob) -> None:
+        self.job = job
+        self.why: str | None = None
+        self.taken = 0
+        self._rounds = SnapshotRounds(job)
+        self._starts = Starts(job)
+        self._since = self._due = anyio.current_time()
+
+    # -- what is shown -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether the job is being started from a snapshot."""
+        return self._starts.is_recovering
+
+    @property
+    def cost_s(self) -> float | None:
+        """How long the training stood for the last snapshot."""
+        return self._rounds.cost_s if self.taken else None
+
+    @property
+    def interval_s(self) -> float | None:
+        """The time between two snapshots now."""
+        return interval_s(self.job.wish.interval_s, self._rounds.cost_s) if self.taken else None
+
+    # -- its life ------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Protect it until its supervisor has ended."""
+        await self._find_newest()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._watch)
+            while self.job.supervisor.lives:
+                try:
+                    await self._turn()
+                except SupervisorAway as error:
+                    logger.info("%s: %s", self.job, error.message)
+                with anyio.move_on_after(max(0.0, min(self._due - anyio.current_time(), LOOK_S))):
+                    await self.job.node.news.wait()
+            tasks.cancel_scope.cancel()
+
+    async def _turn(self) -> None:
+        """Do what is to be done now. Raises SupervisorAway."""
+        supervisor = self.job.supervisor
+        if not supervisor.connected:
+            return
+        if self._starts.is_wanted():
+            await self._starts.recover()
+            self._begin_anew()
+        elif self._starts.is_under_way():
+            await self._starts.go_on()
+            self._begin_anew()
+        elif supervisor.offer.pid is not None and anyio.current_time() >= self._due:
+            await self._take()
+
+    def _begin_anew(self) -> None:
+        self._since = anyio.current_time()
+        self._wait(self.interval_s or AGAIN_S)
+
+    async def _watch(self) -> None:
+        """Ask every so often how far the training has come, and end it once it has hung. Runs until cancelled."""
+        hangs = HangWatch(self.job.wish.hang_limit_s)
+        while True:
+            await anyio.sleep(LOOK_S)
+            own = [worker for worker in self.job.own_workers() if worker.boundary]
+            await self.job.count([worker for worker in own if worker.connected])
+            is_held = any(worker.parked or self.job.node.is_in_hand(worker.pid) for worker in own)
+            if not own or self.is_recovering or is_held or is_stopped(self.job.supervisor.pid):  # as by Ctrl-Z
+                hangs.forget()
+                continue
+            self.job.boundary = min(worker.boundary for worker in own)
+            without_s = hangs.see(self.job.boundary, anyio.current_time())
+            if without_s is not None:
+                await self._end_hung(own, without_s)
+                hangs.forget()
+
+    async def _end_hung(self, own: Sequence[AgentConnection], without_s: float) -> None:
+        """Note where the threads of a training are that hangs, and kill its processes."""
+        stacks = "\n".join([f"process {worker.pid}: {await _stacks_of(worker)}" for worker in own])
+        why = f"made no step for {without_s:.0f} s, and was killed"
+        self.job.hang = why, stacks
+        self.job.record_event("job.hung", "warning", f"{self.job} {why}")
+        for worker in own:
+            await anyio.to_thread.run_sync(launchers.end_one, worker.pid, worker.identity.start_ticks)
+
+    async def _find_newest(self) -> None:
+        """See what an earlier daemon has of it."""
+        whole = await self.job.whole()
+        if whole:
+            self.job.newest = whole[0]
+            try:
+                await self._tell_protected()
+            except SupervisorAway as error:
+                logger.info("%s: %s", self.job, error.message)
+
+    def _wait(self, seconds: float) -> None:
+        self._due = anyio.current_time() + seconds
+
+    # -- snapshots -----------------------------------------------------------------------------------------------------
+
+    async def _take(self) -> None:
+        """Take one snapshot, and say once where none can be taken."""
+        self._wait(AGAIN_S)
+        try:
+            ranks, launched = await self._processes()
+            generation = self.job.record.generation + 1
+            taken = await self._rounds.take(ranks, generation, self.job.record.bad)
+        except NotNow as error:
+            logger.debug("%s: no snapshot now: %s", self.job, error)
+            if anyio.current_time() - self._since > PATIENCE_S and self.job.newest is None:
+                await self._unprotect(f"{error}", "see docs/recovery.md for what can be protected")
+            self._wait(SOON_S if self.job.newest is None else AGAIN_S)
+            return
+        except Unprotected as error:
+            await self._unprotect(error.why, error.hint)
+            self._wait(UNPROTECTED_S)
+            return
+        is_first = self.job.newest is None
+        is_behind = (
+            self.job.newest is not None and taken.step < self.job.newest.step
+        )  # an operation has restarted it meanwhile
+        self.job.put(
+            self.job.record.replace(
+                furthest_step=None if is_behind else self.job.record.furthest_step,
+                ranks=len(ranks),
+                launched=launched,
+                gpus=self._gpus_of(ranks),
+                generation=taken.generation,
+                begins_anew=self._rounds.begins_anew,
+            )
+        )
+        self.job.newest, self.taken = taken, self.taken + 1
+        if is_first or self.why is not None:
+            await self._protect()
+        self._wait(self.interval_s or AGAIN_S)
+
+    def _gpus_of(self, ranks: Sequence[AgentConnection]) -> tuple[str, ...]:
+        """The GPUs that they are on, each once, in the order of the ranks. A GPU that is lost is still theirs."""
+        known = [name for worker in ranks if worker.gpu is not None for name in gpus_of(worker.gpu)]
+        if any(worker.gpu is None and not worker.on_cpu for worker in ranks) and self.job.record.gpus:
+            return self.job.record.gpus
+        return tuple(dict.fromkeys(known))
+
+    async def _processes(self) -> tuple[list[AgentConnection], bool]:
+        """The processes of the training by rank, and whether a launcher starts them. Raises NotNow, Unprotected."""
+        own = [worker for worker in self.job.own_workers() if worker.connected]
+        await self.job.count(own)
+        training = [worker for worker in own if worker.boundary]
+        if not training or self.job.supervisor.offer.pid is None:
+            raise NotNow("it has not come to its first batch")
+        ranked = [worker for worker in training if worker.about.rank is not None]
+        if not ranked or (len(training) == 1 and (training[0].about.world_size or 1) == 1 and self._is_child(training)):
+            if len(training) > 1:
+                raise Unprotected(
+                    f"{len(training)} processes train, and have no RANK", "start each as a job of its own"
+                )
+            if not self._is_child(training):
+                hint = "make the script that starts it exec it: exec python3 train.py"
+                why = f"process {training[0].pid} was not started by its hegmctl run itself"
+                raise Unprotected(why, hint)
+            return training, False
+        world = max(worker.about.world_size or 1 for worker in ranked)
+        if world > MAX_RANKS:
+            raise Unprotected(
+                f"it has {world} ranks, and {MAX_RANKS} can be protected", "use images: hegmctl checkpoint"
+            )
+        by_number = {worker.about.rank: worker for worker in ranked}
+        if sorted(rank for rank in by_number if rank is not None) != list(range(world)):
+            raise NotNow(f"of {world} ranks, {len(by_number)} are here")
+        return [by_number[rank] for rank in range(world)], True
+
+    def _is_child(self, training: Sequence[AgentConnection]) -> bool:
+        return training[0].pid == self.job.supervisor.offer.pid
+
+    async def _unprotect(self, why: str, hint: str) -> None:
+        if self.why == why:
+            return
+        is_news, self.why = self.why is None, why
+        if is_news:
+            message = f"{self.job} is not protected: {why}"
+            self.job.record_event("job.unprotected", "warning", message)
+            await self.job.note(message, hint)
+
+    async def _protect(self) -> None:
+        self.why = None
+        step = 0 if self.job.newest is None else self.job.newest.step
+        self.job.record_event("job.protected", "info", f"{self.job} has a snapshot of step {step}")
+        await self._tell_protected()
+
+    async def _tell_protected(self) -> None:
+        await self.job.supervisor.tell("protect", self.job.record.job)
+
+
+async def _stacks_of(worker: AgentConnection) -> str:
+    """Where its threads are; a C call that keeps the interpreter keeps its agent from saying so."""
+    with anyio.move_on_after(STACKS_S):
+        try:
+            report = await worker.order("stacks", limit_s=STACKS_S)
+            return "\n".join(report.stacks)[:MAX_STACKS_CHARS]
+        except HegmError as error:
+            return error.message
+    return "its agent does not answer: it is stopped, or a C call keeps the interpreter to itself"

@@ -1,0 +1,89 @@
+"""What is known of a protected job beyond the life of the daemon, on disk: its recoveries and how often they helped.
+
+One file for each job, written anew at each change. Which snapshots there are is not in it: each slot has a record of
+its own. A file that cannot be read is as good as none: the job is protected as a new one. Blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from hegmd.errors import HegmError
+from hegmd.protocol.record import Record, field
+from hegmd.protocol.recovery import RecoveryAttempt
+from hegmd.recovery.policy import Budget
+from hegmd.system.state_dir import replace_file
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "recovery"
+MAX_ATTEMPTS = 20
+
+
+class JobSnapshots(Record):
+    """One job that is protected, or whose state is kept."""
+
+    job: str = field("the id of the job")
+    uid: int = field("whose it is")
+    ranks: int = field("how many processes a snapshot is of; 0 before the first", default=0)
+    launched: bool = field("whether a launcher starts these", default=False)
+    gpus: tuple[str, ...] = field("the GPUs that they were on at the last snapshot, by rank", default=())
+    generation: int = field("the number of the newest snapshot that was begun", default=0)
+    bad: tuple[int, ...] = field("numbers of snapshots that could not be started from", default=())
+    begins_anew: tuple[str, ...] = field("variables of the script's that a recovery does not keep", default=())
+    attempts: tuple[RecoveryAttempt, ...] = field("its recoveries, the oldest first", default=())
+    recoveries: int = field("how many recoveries there were", default=0)
+    fruitless: int = field("how many of the last ones brought the training no further", default=0)
+    furthest_step: int | None = field("the last step that the training is known to have come to", default=None)
+    kept: str | None = field("why the state is kept, of a job that has ended", default=None)
+    kept_utc: float | None = field("since when", default=None)
+
+    @property
+    def budget(self) -> Budget:
+        """How often it may be recovered yet."""
+        return Budget(self.recoveries, self.fruitless, self.furthest_step)
+
+    def spending(self, budget: Budget) -> JobSnapshots:
+        """Return the record with that budget."""
+        return self.replace(
+            recoveries=budget.recoveries, fruitless=budget.fruitless, furthest_step=budget.furthest_step
+        )
+
+    def with_attempt(self, attempt: RecoveryAttempt) -> JobSnapshots:
+        """Return the record with one more recovery, or with a newer state of the last one."""
+        others = [one for one in self.attempts if one.fell_utc != attempt.fell_utc]
+        return self.replace(attempts=(*others, attempt)[-MAX_ATTEMPTS:])
+
+
+class SnapshotFiles:
+    """The files of one state directory."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._folder = state_dir / FOLDER
+
+    def load(self) -> Iterator[JobSnapshots]:
+        """Read all of them. One that cannot be read is removed."""
+        for path in sorted(self._folder.glob("j*.json")) if self._folder.is_dir() else ():
+            try:
+                yield JobSnapshots.from_plain(json.loads(path.read_bytes()), "recovery")
+            except (OSError, ValueError, HegmError) as error:
+                logger.warning("%s cannot be read, and is removed: %s", path, error)
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def save(self, record: JobSnapshots) -> None:
+        """Have it on disk. Failing that, say so: the job is protected all the same."""
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            replace_file(self._folder / f"{record.job}.json", json.dumps(record.to_plain()).encode())
+        except OSError as error:
+            logger.warning("the recoveries of job %s were not written down: %s", record.job, error)
+
+    def forget(self, job: str) -> None:
+        """Remove it. Fine where there is none."""
+        with contextlib.suppress(OSError):
+            (self._folder / f"{job}.json").unlink()

@@ -1,0 +1,274 @@
+"""All protected jobs of the node: which there are, what is told of them, and the states that are kept.
+
+A job is protected from the moment at which the `hegmctl run --recover` of it connects. When that has ended, the slots
+are given back, unless it was killed or the job was given up: then the state is kept for a day.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from hegmd.errors import DENIED, NOT_FOUND, HegmError, Refused
+from hegmd.memory.pool import Key, Pool
+from hegmd.protocol import recovery as told
+from hegmd.protocol.snapshots import Gpu
+from hegmd.recovery.job import Node, ProtectedJob
+from hegmd.recovery.policy import complete_generations
+from hegmd.recovery.protection import Protection
+from hegmd.recovery.records import JobSnapshots, SnapshotFiles
+from hegmd.recovery.slots import JobSlots, by_rank
+from hegmd.system.background_tasks import BackgroundTasks
+from hegmd.system.condition import Condition
+from hegmd.telemetry.events import EventLog
+from hegmd.telemetry.metrics.report import RecoveryTally
+from hegmd.workers.jobs import Jobs
+from hegmd.workers.supervisors import Supervisor, Supervisors
+from hegmd.workers.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+# How long the state of a job is kept that has ended without its own will.
+KEPT_S = 86400.0
+_LOOK_INTERVAL_S = 60.0
+# After a start of the daemon: supervisors have so long to come back.
+RETURN_WITHIN_S = 60.0
+# How soon a protection begins anew that has failed.
+FAILED_S = 1.0
+
+May = Callable[[int | None], bool]
+
+
+class Recoveries(BackgroundTasks):
+    """Owns the protection of each job. `open` it before the pool is looked through, then `run` it."""
+
+    def __init__(  # noqa: PLR0913 - the parts that it works on, each named
+        self,
+        *,
+        workers: Workers,
+        supervisors: Supervisors,
+        jobs: Jobs,
+        pool: Pool,
+        events: EventLog,
+        state_dir: Path,
+        gpus: Callable[[], Sequence[Gpu]],
+        variables: Callable[[Sequence[str]], dict[str, Any]],
+        is_in_hand: Callable[[int], bool],
+        utc: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__()
+        self._supervisors = supervisors
+        self._jobs = jobs
+        self._pool = pool
+        self._utc = utc
+        self._files = SnapshotFiles(state_dir)
+        #: What is known of each job, by its id, and the protections that run.
+        self._records: dict[str, JobSnapshots] = {}
+        self._running: dict[str, Protection] = {}
+        self._taken = 0
+        self._news = Condition()
+        self._node = Node(
+            workers=workers,
+            pool=pool,
+            events=events,
+            state_dir=state_dir,
+            gpus=gpus,
+            variables=variables,
+            is_in_hand=is_in_hand,
+            save=self._save,
+            news=self._news,
+            utc=utc,
+        )
+        supervisors.listen(self._hear)
+        workers.listen(lambda _news, _worker: self._news.notify_all())
+
+    # -- the life of the part ------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Read what is known of jobs from before. Blocks."""
+        self._records = {record.job: record for record in self._files.load()}
+
+    def owns(self, key: Key) -> bool:
+        """Whether a segment of the pool is a slot of a known job."""
+        return key.operation in self._records
+
+    @property
+    def job_ids(self) -> frozenset[str]:
+        """The jobs that have slots."""
+        return frozenset(self._records)
+
+    async def keep_looking(self) -> None:
+        """Free what was kept for too long, and what no job came back for. Runs until cancelled."""
+        await anyio.sleep(RETURN_WITHIN_S)
+        while True:
+            for record in tuple(self._records.values()):
+                try:
+                    await self._look_at(record)
+                except HegmError as error:
+                    logger.warning("the slots of job %s are still held: %s", record.job, error.message)
+            await anyio.sleep(_LOOK_INTERVAL_S)
+
+    async def _look_at(self, record: JobSnapshots) -> None:
+        if record.job in self._running:
+            return
+        if record.kept_utc is None:
+            self._save(record.replace(kept="its hegmctl run was killed", kept_utc=self._utc()))
+        elif self._utc() - record.kept_utc > KEPT_S or not JobSlots(self._pool, record.job).held():
+            await self._drop(record.job)
+
+    def _save(self, record: JobSnapshots) -> None:
+        self._records[record.job] = record
+        self._files.save(record)
+
+    # -- who comes and goes --------------------------------------------------------------------------------------------
+
+    def _hear(self, supervisor: Supervisor) -> None:
+        """A supervisor came, left or said something. Told from the event loop, must not wait."""
+        self._news.notify_all()
+        if supervisor.offer.recover is None or self._tasks is None or not supervisor.lives:
+            return
+        job = self._jobs.of_run(supervisor.uid, supervisor.run)
+        if job is not None and job.id not in self._running:
+            record = self._records.get(job.id) or JobSnapshots(job=job.id, uid=job.uid)
+            protection = self._running[job.id] = Protection(ProtectedJob(self._node, record, job.name, supervisor))
+            self._tasks.start_soon(self._protect, protection)
+
+    async def _protect(self, protection: Protection) -> None:
+        job = protection.job.record.job
+        self._save(protection.job.record)
+        try:
+            while protection.job.supervisor.lives:
+                await run_once(protection)
+        finally:
+            del self._running[job]
+            self._taken += protection.taken
+        for supervisor in self._supervisors:  # one may have come meanwhile that continues from the state
+            self._hear(supervisor)
+        offer = protection.job.supervisor.offer
+        if protection.job.record.kept is not None:
+            return
+        if offer.pid is None and offer.fell is None:
+            await self._drop_ended(protection.job.record)
+        else:
+            self._save(protection.job.record.replace(kept="its hegmctl run was killed", kept_utc=self._utc()))
+
+    async def _drop_ended(self, record: JobSnapshots) -> None:
+        """Give back the slots of a job that has ended; those that cannot be are tried again later."""
+        try:
+            await self._drop(record.job)
+        except HegmError as error:
+            logger.warning("the slots of job %s are still held: %s", record.job, error.message)
+            self._save(record.replace(kept="its memory could not be given back yet", kept_utc=0.0))
+
+    async def _drop(self, job: str) -> int:
+        """Give the slots back. Raises HegmError; then they are held, and it is tried again."""
+        freed_bytes = await JobSlots(self._pool, job).release()
+        self._records.pop(job, None)
+        self._files.forget(job)
+        return freed_bytes
+
+    # -- what is asked -------------------------------------------------------------------------------------------------
+
+    def require_kept(self, job: str, uid: int) -> None:
+        """Check that this user may continue from the kept state of that job. Raises HegmError."""
+        record = self._records.get(job)
+        if record is None or record.kept is None:
+            raise Refused(f"no state of job {job} is kept", "run: hegmctl recovery")
+        if record.uid != uid:
+            hint = "run the command as that user: only the owner may use a saved state"
+            raise HegmError(DENIED, f"job {job} belongs to uid {record.uid}", hint)
+
+    async def show(self, wanted: Sequence[int | str], may: May) -> told.RecoveryReply:
+        """How these jobs are protected, or all. Raises HegmError for one that is not."""
+        records = [self._named(one, may) for one in wanted] or list(self._records.values())
+        views = [await self._view(record, may) for record in sorted(records, key=lambda one: int(one.job[1:]))]
+        return told.RecoveryReply(taken_utc=self._utc(), jobs=tuple(views))
+
+    async def drop(self, wanted: int | str, may: May) -> int:
+        """Delete the kept state of a job; how many bytes that frees. Raises HegmError."""
+        record = self._named(wanted, may)
+        if not may(record.uid):
+            hint = "ask its owner, or an administrator of hegmd"
+            raise HegmError(DENIED, f"job {record.job} belongs to uid {record.uid}", hint)
+        if record.job in self._running:
+            raise Refused(f"job {record.job} has not ended", "its snapshots are deleted when it ends")
+        return await self._drop(record.job)
+
+    def _named(self, wanted: int | str, may: May) -> JobSnapshots:
+        job = self._jobs.of_pid(wanted) if isinstance(wanted, int) else self._jobs.named(wanted, may)
+        record = None if job is None else self._records.get(job.id)
+        if record is None:
+            hint = "start it with: hegmctl run --recover -- COMMAND"
+            raise HegmError(NOT_FOUND, f"job {wanted} is not protected, and no state of it is kept", hint)
+        return record
+
+    async def _view(self, record: JobSnapshots, may: May) -> told.JobRecovery:
+        running, slots = self._running.get(record.job), JobSlots(self._pool, record.job)
+        job = next((job for job in self._jobs if job.id == record.job), None)
+        view = told.JobRecovery(
+            id=record.job,
+            name=record.job if job is None else job.name,
+            uid=record.uid,
+            state=_state(record, running),
+            held_bytes=sum(slots.held().values()),
+        )
+        if not may(record.uid):
+            return view
+        read = await slots.read()
+        whole = {one.generation for one in complete_generations(by_rank(read), max(1, record.ranks))}
+        shown = [
+            told.Snapshot(rank=rank, slot=slot)
+            if found is None or found.generation not in whole
+            else told.Snapshot(
+                rank=rank,
+                slot=slot,
+                generation=found.generation,
+                step=found.step,
+                size_bytes=found.size_bytes,
+                taken_utc=found.taken_utc,
+                damaged=found.generation in record.bad,
+            )
+            for (rank, slot), found in sorted(read.items())
+        ]
+        return view.replace(
+            why=record.kept if running is None else running.why,
+            interval_s=None if running is None else running.interval_s,
+            cost_s=None if running is None else running.cost_s,
+            snapshots=0 if running is None else running.taken,
+            slots=tuple(shown),
+            begins_anew=record.begins_anew,
+            recoveries=record.attempts,
+        )
+
+    # -- what is counted -----------------------------------------------------------------------------------------------
+
+    @property
+    def tally(self) -> RecoveryTally:
+        """How many jobs are in each state, and how many snapshots were taken since the daemon began."""
+        states = Counter(_state(record, self._running.get(record.job)) for record in self._records.values())
+        return RecoveryTally(states, self._taken + sum(protection.taken for protection in self._running.values()))
+
+
+async def run_once(protection: Protection, pause_s: float = FAILED_S) -> None:
+    """Protect a job until its supervisor has ended. What fails for one job does not end the daemon."""
+    try:
+        await protection.run()
+    except Exception:  # the edge: a full disk, no more descriptors; the protection begins anew
+        logger.exception("the protection of %s failed, and begins anew", protection.job)
+        await anyio.sleep(pause_s)
+
+
+def _state(record: JobSnapshots, running: Protection | None) -> str:
+    if running is None:
+        return told.KEPT
+    if running.is_recovering:
+        return told.RECOVERING
+    if running.why is not None:
+        return told.UNPROTECTED
+    return told.STARTING if running.job.newest is None else told.PROTECTED

@@ -1,0 +1,151 @@
+"""Takes the snapshots of one job: of all its ranks at one boundary, into the slots that hold no newer one.
+
+A round begins with a count of all ranks, names a boundary a little ahead, and orders each to take its snapshot there. A
+rank that was quicker declines; then the round is repeated further ahead. What a broken round has written is never
+started from, because not all ranks have that snapshot, and it is in the slots whose turn it is again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import anyio
+
+from hegmd.errors import HegmError, Refused
+from hegmd.memory.pool import Source
+from hegmd.protocol.messages import AgentReport
+from hegmd.protocol.slots import SlotRecord
+from hegmd.recovery.job import ProtectedJob
+from hegmd.recovery.policy import complete_generations
+from hegmd.recovery.slots import SLOTS, by_rank
+from hegmd.workers.workers import AgentConnection, OrderFailed
+
+# How far ahead the boundary of a round is at first, and at most.
+FIRST_AHEAD, MAX_AHEAD = 2, 64
+# A state may have grown between the look at its size and its snapshot.
+MAX_ROUNDS = 10
+# A rank that is told of a boundary that never comes gives up by itself.
+LIMIT_S = 600.0
+MAX_RANKS = 15
+
+
+class Unprotected(Exception):
+    """What prevents snapshots of this job, in words for its user."""
+
+    def __init__(self, why: str, hint: str) -> None:
+        super().__init__(why)
+        self.why = why
+        self.hint = hint
+
+
+class NotNow(Exception):
+    """No snapshot came of it, which says nothing about the next one."""
+
+
+class SnapshotRounds:
+    """The rounds of one job."""
+
+    def __init__(self, job: ProtectedJob) -> None:
+        self._job = job
+        self._slots = job.slots
+        self._sizes: dict[int, int] = {}
+        self._ahead = FIRST_AHEAD
+        #: Variables of the script's that a start from the last snapshot does not keep.
+        self.begins_anew: tuple[str, ...] = ()
+        #: How long the training stood for the last snapshot.
+        self.cost_s = 0.0
+
+    async def take(self, ranks: Sequence[AgentConnection], generation: int, bad: Sequence[int] = ()) -> SlotRecord:
+        """Take a snapshot of these processes, in the order of their ranks. Raises NotNow, Unprotected.
+
+        `generation` is its number at least. Each round has a number of its own that no slot has yet: a daemon that was
+        killed has not always written down the last one.
+        """
+        held = [record.generation for record in (await self._slots.read()).values() if record is not None]
+        generation = max([generation, *(number + 1 for number in held)])
+        for number in range(MAX_ROUNDS):
+            if any(self._job.node.is_in_hand(worker.pid) for worker in ranks):
+                raise NotNow("an operation has the job")
+            slot = await self._next_slot(len(ranks), bad)
+            orders = await self._round(ranks, slot, generation + number)
+            if orders is None:
+                continue
+            records = by_rank(await self._slots.read())
+            newest = complete_generations(records, len(ranks))
+            if newest and newest[0].generation == generation + number:
+                self.cost_s = max([report.parked_s or 0.0 for report in orders])
+                self.begins_anew = tuple(dict.fromkeys(name for one in orders for name in one.begin_anew or ()))
+                return newest[0]
+        raise NotNow("its ranks did not come to one boundary together")
+
+    async def _next_slot(self, ranks: int, bad: Sequence[int]) -> int:
+        """The slot that does not have the newest snapshot that can be started from."""
+        records = await self._slots.read()
+        newest = complete_generations(by_rank(records), ranks, bad)
+        if not newest:
+            return 0
+        held = next(slot for slot in range(SLOTS) if _has(records.get((0, slot)), newest[0]))
+        return (held + 1) % SLOTS
+
+    async def _round(self, ranks: Sequence[AgentConnection], slot: int, generation: int) -> list[AgentReport] | None:
+        """One snapshot of each rank; None where another round is worth while. Raises NotNow, Unprotected."""
+        where: dict[str, Any] = {}
+        if len(ranks) > 1:
+            await self._job.count(ranks)
+            where = {"at": max(worker.boundary for worker in ranks) + self._ahead, "exact": True}
+        reports: dict[int, AgentReport] = {}
+        failed: list[Exception] = []
+
+        async def one(rank: int, worker: AgentConnection) -> None:
+            try:
+                reports[rank] = await self._order(rank, worker, slot, generation, where)
+            except (HegmError, Unprotected) as error:
+                failed.append(error)
+                if not _is_short(error):  # of each rank the size is told
+                    tasks.cancel_scope.cancel()  # the others give theirs up for the next round's
+
+        async with anyio.create_task_group() as tasks:
+            for rank, worker in enumerate(ranks):
+                tasks.start_soon(one, rank, worker)
+        if not failed:
+            return [reports[rank] for rank in range(len(ranks))]
+        first = next((error for error in failed if not _is_short(error)), failed[0])
+        if isinstance(first, Unprotected):
+            raise first
+        if isinstance(first, OrderFailed) and first.refusals:
+            what, _, hint = first.refusals[0].partition("; ")
+            raise Unprotected(what, hint or "see docs/restarts.md for what can be saved")
+        is_late = "at" in where and any(worker.boundary >= where["at"] for worker in ranks)
+        if is_late and self._ahead < MAX_AHEAD:
+            self._ahead *= 2
+        elif not _is_short(first):
+            raise NotNow(str(first))
+        return None
+
+    async def _order(
+        self, rank: int, worker: AgentConnection, slot: int, generation: int, where: Mapping[str, Any]
+    ) -> AgentReport:
+        size_bytes = self._sizes.get(rank)
+        fds: list[int] = []
+        if size_bytes is not None:
+            source = Source(worker.identity.uid, worker.identity.start_ticks)
+            try:
+                fds = [(await self._slots.take(rank, slot, size_bytes, source)).fd]
+            except Refused as error:
+                raise Unprotected(error.message, error.hint) from error
+        try:
+            return await worker.order("snapshot", fds=fds, generation=generation, limit_s=LIMIT_S, **where)
+        except OrderFailed as error:
+            if error.state_bytes is not None:
+                self._sizes[rank] = error.state_bytes
+            raise
+
+
+def _is_short(error: Exception) -> bool:
+    """Whether only the slot was too small."""
+    return isinstance(error, OrderFailed) and error.state_bytes is not None
+
+
+def _has(record: SlotRecord | None, newest: SlotRecord) -> bool:
+    return record is not None and record.generation == newest.generation

@@ -1,0 +1,201 @@
+"""Starts a job from its newest snapshot once its command has failed, and says when it is enough.
+
+The supervisor starts the command; this ends what the failed one has left, chooses snapshot and GPUs, and waits until
+the training has made a step. A start that came to no step counts as a recovery too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import anyio
+
+from hegmd.errors import HegmError
+from hegmd.migration.methods import launchers
+from hegmd.migration.methods.restore_lock import claimed, lock_path, was_restored
+from hegmd.protocol.recovery import FAILED, GIVEN_UP, RECOVERED, UNDER_WAY, RecoveryAttempt
+from hegmd.protocol.slots import SlotRecord
+from hegmd.recovery.job import ProtectedJob
+from hegmd.recovery.policy import gpus_to_start_on
+from hegmd.recovery.records import JobSnapshots
+from hegmd.workers.job_names import status_text
+from hegmd.workers.supervisors import SupervisorAway
+from hegmd.workers.workers import AgentConnection
+
+# How often it is seen whether a start has come to its next step.
+SOON_S, LOOK_S = 0.1, 1.0
+# Of a process in which its state could not be restored.
+UNRESTORED_STATUS = 98
+MAX_BAD = 8
+# From where a state is put back: that batch is asked for, and then the next.
+_BATCH = 1
+
+
+class Starts:
+    """The starts of one job."""
+
+    def __init__(self, job: ProtectedJob) -> None:
+        self._job = job
+        self.is_recovering = False
+
+    def is_wanted(self) -> bool:
+        """Whether its command has failed, or a new `hegmctl run` wants to continue from its kept state."""
+        offer = self._job.supervisor.offer
+        is_resumed = offer.resumes == self._job.record.job and offer.pid is None and not offer.started
+        return offer.fell is not None or is_resumed
+
+    def is_under_way(self) -> bool:
+        """Whether its command was started from a snapshot, and has not come to its next step."""
+        offer = self._job.supervisor.offer
+        return offer.started and offer.operation == self._job.record.job
+
+    async def recover(self) -> None:
+        """Start the job from its newest snapshot, or give it up. Raises SupervisorAway."""
+        self.is_recovering = True
+        try:
+            await self._recover()
+        finally:
+            self.is_recovering = False
+
+    async def go_on(self) -> None:
+        """Wait for the start that an earlier daemon has ordered. Raises SupervisorAway."""
+        attempts = self._job.record.attempts
+        self.is_recovering = True
+        try:
+            await self._await_start(
+                attempts[-1] if attempts else RecoveryAttempt(fell_utc=self._job.node.utc(), why="")
+            )
+        finally:
+            self.is_recovering = False
+
+    async def _recover(self) -> None:
+        fell, attempt = self._job.supervisor.offer.fell, self._begun_attempt()
+        await self._end_rest()
+        whole = await self._job.whole()
+        exhausted = self._job.record.budget.exhausted(self._job.wish.max_recoveries) if fell is not None else None
+        gpus = gpus_to_start_on(self._job.record.gpus, self._job.node.gpus())
+        if exhausted is not None or not whole:
+            await self._give_up(attempt, exhausted or "it has no whole snapshot to start from")
+        elif gpus is None:
+            await self._give_up(attempt, "the node has no healthy GPU for it")
+        else:
+            self._job.newest = whole[0]
+            attempt = attempt.replace(from_step=whole[0].step, generation=whole[0].generation, gpus=gpus)
+            try:
+                await self._start(whole[0], gpus)
+            except SupervisorAway:
+                raise
+            except HegmError as error:
+                await self._give_up(attempt, error.message)
+                return
+            attempt = attempt.replace(started_s=self._job.node.utc() - attempt.fell_utc)
+            self._job.put(self._job.record.spending(self._job.record.budget.spent()).with_attempt(attempt))
+            await self._await_start(attempt)
+
+    def _begun_attempt(self) -> RecoveryAttempt:
+        """Enter a new recovery into the record, or return the one that has been begun and not started."""
+        fell, before = (
+            self._job.supervisor.offer.fell,
+            self._job.record.attempts[-1] if self._job.record.attempts else None,
+        )
+        if before is not None and before.result == UNDER_WAY and before.started_s is None:
+            return before
+        if before is not None and before.result == UNDER_WAY:
+            self._job.put(self._with_failed(before, fell))
+        step = self._job.known_step
+        why = "was continued by hegmctl run" if fell is None else f"ended {status_text(fell)}"
+        hang, self._job.hang = self._job.hang, None
+        why, stacks = (why, None) if hang is None else hang
+        attempt = RecoveryAttempt(fell_utc=self._job.node.utc(), why=why, step=step, stacks=stacks)
+        budget = self._job.record.budget if fell is None else self._job.record.budget.fell(step)
+        self._job.put(self._job.record.spending(budget).with_attempt(attempt).replace(kept=None, kept_utc=None))
+        self._job.record_event("job.fell", "warning", f"{self._job} {why} at step {step}")
+        return attempt
+
+    def _with_failed(self, before: RecoveryAttempt, fell: int | None) -> JobSnapshots:
+        """The record after a start that came to no step: a snapshot that could not be restored is not used again."""
+        record = self._job.record.with_attempt(before.replace(result=FAILED))
+        unrestored = [one for one in record.attempts if one.generation == before.generation and one.restored_s is None]
+        is_restored = before.restored_s is not None or was_restored(self._job.node.state_dir, self._job.record.job)
+        is_bad = not is_restored and (fell == UNRESTORED_STATUS or len(unrestored) > 1)
+        if is_bad and before.generation is not None:
+            return record.replace(bad=(*record.bad, before.generation)[-MAX_BAD:])
+        return record
+
+    async def _end_rest(self) -> None:
+        """End what the failed command has left: ranks whose launcher was killed would train on."""
+        for worker in self._job.own_workers():
+            await anyio.to_thread.run_sync(launchers.end_one, worker.pid, worker.identity.start_ticks)
+        while self._job.own_workers():
+            await self._job.node.news.wait()
+
+    async def _start(self, snapshot: SlotRecord, gpus: Sequence[str]) -> None:
+        """Have the command started from that snapshot. Raises OrderFailed, SupervisorAway, Refused."""
+        records = await self._job.slots.read()
+        places = [place for place, record in records.items() if record and record.generation == snapshot.generation]
+        memories = [(await self._job.slots.memory(*place)).fd for place in sorted(places)]
+        lock = await anyio.to_thread.run_sync(self._fresh_lock)
+        ranks = tuple(range(snapshot.ranks)) if self._job.record.launched else ()
+        try:
+            await self._job.supervisor.order(
+                "start",
+                self._job.record.job,
+                fds=[*memories, lock],
+                ranks=ranks,
+                key=str(snapshot.generation),
+                **(self._job.node.variables(gpus) if gpus else {}),
+            )
+        finally:
+            os.close(lock)
+
+    def _fresh_lock(self) -> int:
+        """A lock of this start's own: a child that a killed process has left may still have the former one. Blocks."""
+        lock_path(self._job.node.state_dir, self._job.record.job).unlink(missing_ok=True)
+        return claimed(self._job.node.state_dir, self._job.record.job)
+
+    async def _await_start(self, attempt: RecoveryAttempt) -> None:
+        """Wait until all processes have their state and have made a step, or the command has failed again."""
+        if attempt.result == RECOVERED:  # its supervisor was away when it was to hear of that
+            await self._job.supervisor.tell("forget", self._job.record.job)
+            return
+        began = attempt.fell_utc
+        while self._job.supervisor.lives and self.is_under_way():
+            back = [worker for worker in self._job.own_workers() if worker.about.restarted == self._job.record.job]
+            if len(back) >= max(1, self._job.record.ranks):
+                if attempt.restored_s is None:
+                    attempt = attempt.replace(restored_s=self._job.node.utc() - began)
+                    self._job.put(self._job.record.with_attempt(attempt))
+                await self._job.count(back)
+                if all(worker.boundary > worker.about.boundary + _BATCH for worker in back):
+                    await self._note_recovered(attempt, back)
+                    return
+            with anyio.move_on_after(SOON_S if back else LOOK_S):
+                await self._job.node.news.wait()
+
+    async def _note_recovered(self, attempt: RecoveryAttempt, back: Sequence[AgentConnection]) -> None:
+        attempt = attempt.replace(trained_s=self._job.node.utc() - attempt.fell_utc, result=RECOVERED)
+        self._job.put(self._job.record.with_attempt(attempt))
+        self._job.first_step = max(0, (attempt.from_step or 0) - back[0].about.boundary)
+        self._job.boundary = back[0].boundary
+        message = f"{self._job} was recovered from step {attempt.from_step} in {attempt.trained_s or 0.0:.1f} s"
+        self._job.record_event("job.recovered", "info", message)
+        await self._job.note(message, f"see: hegmctl recovery {self._job.record.job}")
+        await self._job.supervisor.tell("forget", self._job.record.job)
+
+    async def _give_up(self, attempt: RecoveryAttempt, why: str) -> None:
+        """Have the supervisor end as its command did, and keep the state."""
+        step = attempt.step if self._job.newest is None else self._job.newest.step
+        message = f"{self._job} is not recovered: {why}; it {attempt.why}, and its last snapshot is of step {step}"
+        hint = (
+            f"its state is kept: hegmctl run --recover --resume {self._job.record.job} -- COMMAND continues from it, "
+            f"hegmctl recovery --drop {self._job.record.job} deletes it"
+        )
+        self._job.put(
+            self._job.record.with_attempt(attempt.replace(result=GIVEN_UP)).replace(
+                kept=why, kept_utc=self._job.node.utc()
+            )
+        )
+        self._job.record_event("job.given-up", "error", message)
+        await self._job.supervisor.tell("give-up", self._job.record.job, message=message, hint=hint)
+        self._job.supervisor.offer = self._job.supervisor.offer.replace(fell=None, resumes=None)

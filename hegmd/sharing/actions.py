@@ -1,0 +1,243 @@
+"""Carries out what the policy has decided: each action is an ordinary operation, asked for by "sharing".
+
+Owns one task for each action, the notes by which a job that was suspended comes back, and what a failure means: the job
+is left alone for a while, and nothing else changes. A task that is cancelled leaves its operation to the journal, and
+its note to the next daemon.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+
+from hegmd.errors import INTERNAL, Bug, HegmError, code_named
+from hegmd.migration.machine.next_effects import DONE, SUSPENDED
+from hegmd.migration.machine.wording import gigabytes
+from hegmd.operations.operations import Operations
+from hegmd.operations.request_context import OperationResult, RequestContext
+from hegmd.protocol.operations import Operation, OperationProgress
+from hegmd.sharing import model
+from hegmd.sharing.history import History
+from hegmd.sharing.model import Action
+from hegmd.sharing.records import SuspendedRecord
+from hegmd.sharing.rules import AUTO, KEEP_CONTEXT, SharingRules
+from hegmd.sharing.state import SharingMemory
+from hegmd.sharing.view import SeenJob, View
+from hegmd.system.background_tasks import BackgroundTasks
+from hegmd.telemetry.events import EventLog
+from hegmd.telemetry.log import fields
+
+logger = logging.getLogger(__name__)
+
+BY = "sharing"
+
+
+class SharingActions(BackgroundTasks):
+    """`run` has to be running. `changed` is called when an action has ended."""
+
+    def __init__(
+        self,
+        operations: Operations,
+        memory: SharingMemory,
+        history: History,
+        events: EventLog,
+        rules: SharingRules,
+        changed: Callable[[], object],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        utc: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__()
+        self._operations = operations
+        self._memory = memory
+        self._history = history
+        self._events = events
+        self._rules = rules
+        self._changed = changed
+        self._clock = clock
+        self._utc = utc
+        #: Actions that are under way, by the job.
+        self.acting: dict[str, Action] = {}
+
+    def of(self, job: str) -> Action | None:
+        """The action that is under way on that job."""
+        return self.acting.get(job)
+
+    def begin(self, action: Action, view: View) -> None:
+        """Carry an action out: a grant and a start at once, the others in a task."""
+        if self._tasks is None:
+            raise Bug("an action was begun before actions are carried out")
+        if action.kind == model.GRANT:
+            self._grant(action)
+        elif action.kind == model.START:
+            self._start(action, view)
+        elif action.subject not in self.acting and action.subject in view.jobs:
+            self.acting[action.subject] = action
+            self._tasks.start_soon(self._carry_out, action, view, name=f"{action.kind} of {action.subject}")
+
+    # -- at once -------------------------------------------------------------------------------------------------------
+
+    def _grant(self, action: Action) -> None:
+        lease = self._memory.leases.find(action.subject)
+        if lease is not None and not lease.is_held:
+            self._memory.leases.hold(lease.number, action.gpus[0])
+            message = f"lease {lease} holds {gigabytes(lease.size_bytes)} of {action.gpus[0]}"
+            self._record("sharing.lease-held", message, gpu=action.gpus[0], lease=lease.id)
+
+    def _start(self, action: Action, view: View) -> None:
+        job = view.jobs[action.subject].record
+        queued = self._memory.queue.get(job.number)
+        if queued is not None and queued.placed is None:
+            self._memory.put_queued(queued.replace(placed=action.gpus[0], placed_utc=self._utc()))
+            self._record("sharing.placed", f"job {job} starts on {action.gpus[0]}", gpu=action.gpus[0], job=job.id)
+
+    # -- operations ----------------------------------------------------------------------------------------------------
+
+    async def _carry_out(self, action: Action, view: View) -> None:
+        seen, began = view.jobs[action.subject], self._clock()
+        do = {model.SUSPEND: self._suspend, model.RESUME: self._resume, model.MIGRATE: self._migrate}[action.kind]
+        try:
+            operation = await do(action, seen, view)
+            wanted = SUSPENDED if action.kind == model.SUSPEND else DONE
+            if operation.phase != wanted or operation.failure is not None:
+                raise _failure_of(operation)
+            self._note_end(action, seen, self._clock() - began)
+        except HegmError as error:
+            self._note_failure(action, seen, error)
+        except Exception as bug:  # the edge of one action: what is wrong here is not to end the daemon
+            logger.exception("the %s of %s failed", action.kind, action.subject)
+            self._note_failure(
+                action, seen, HegmError(INTERNAL, f"{type(bug).__name__}: {bug}", "read the log of hegmd")
+            )
+        finally:
+            self.acting.pop(action.subject, None)
+            self._changed()
+
+    async def _suspend(self, action: Action, seen: SeenJob, view: View) -> Operation:
+        keeps = self._keeps_context(action, seen, view)
+        return await self._leave(
+            action, seen, lambda: self._operations.suspend(seen.pids, _context(), keep_context=keeps)
+        )
+
+    async def _leave(self, action: Action, seen: SeenJob, begin: Callable[[], Awaitable[OperationResult]]) -> Operation:
+        """Have a job leave its GPUs, with the note by which it comes back if it ends up suspended."""
+        past = self._history.of(action.subject)
+        note = SuspendedRecord(
+            job=seen.record.number,
+            gpu=",".join(action.gpus),
+            size_bytes=sum(action.size_bytes),
+            since_utc=self._utc(),
+            turn_s=0.0 if action.ends_turn else past.turn_s + max(0.0, self._clock() - past.since_s),
+            why=action.reason,
+        )
+        self._memory.put_suspended(note)
+        await self._memory.until_saved()
+        try:
+            answer = await begin()
+        except Exception:  # nothing has begun; of a cancelled task that is not known
+            self._memory.forget_suspended(seen.record.number)
+            raise
+        operation = _begun(answer)
+        self._memory.put_suspended(note.replace(operation=operation.id))
+        operation = await self._end_of(operation.id)
+        if operation.phase != SUSPENDED:
+            self._memory.forget_suspended(seen.record.number)
+        return operation
+
+    def _keeps_context(self, action: Action, seen: SeenJob, view: View) -> bool:
+        """Whether the job keeps its CUDA contexts: it can only leave so, or what it then frees is enough."""
+        leaves = seen.leaves
+        if leaves is None or leaves.stays_bytes is None:
+            return False
+        if leaves.keeps_context or self._rules.method == KEEP_CONTEXT:
+            return True
+        # A job that ends its turn comes back to the same GPU soon. Only then is a context worth its memory.
+        return self._rules.method == AUTO and action.ends_turn and is_enough(action, leaves.stays_bytes, view.snapshot)
+
+    async def _resume(self, action: Action, seen: SeenJob, view: View) -> Operation:
+        answer = await self._operations.resume(seen.pids[0], target_of(action, view.snapshot), _context())
+        return await self._end_of(_begun(answer).id)
+
+    async def _migrate(self, action: Action, seen: SeenJob, view: View) -> Operation:
+        to = target_of(action, view.snapshot)
+        # If it can neither arrive nor return, because its own GPU is full by then, it ends up suspended.
+        return await self._leave(action, seen, lambda: self._operations.migrate(seen.pids, to, _context()))
+
+    async def _end_of(self, op_id: str) -> Operation:
+        await self._operations.follow(op_id, _to_nobody)
+        return self._operations.runner.describe(op_id)
+
+    def _note_end(self, action: Action, seen: SeenJob, took_s: float) -> None:
+        past, job = self._history.of(action.subject), seen.record
+        self._history.note_success(action.subject)
+        where = ",".join(action.gpus)
+        if action.kind == model.SUSPEND:
+            past.suspend_s = took_s
+            self._record("sharing.suspended", f"job {job} was suspended: {action.reason}", gpu=where, job=job.id)
+        elif action.kind == model.RESUME:
+            past.resume_s = took_s
+            self._memory.forget_suspended(job.number)
+            self._record("sharing.resumed", f"job {job} was resumed on {where}", gpu=where, job=job.id)
+        else:
+            self._record("sharing.moved", f"job {job} was migrated to {where}: {action.reason}", gpu=where, job=job.id)
+
+    def _note_failure(self, action: Action, seen: SeenJob, error: HegmError) -> None:
+        first_line = error.message.replace("\n", "; ")
+        again_s = self._history.note_failure(action.subject, first_line, self._clock()) - self._clock()
+        message = f"job {seen.record} could not {_VERBS[action.kind]}: {first_line}; tried again in {again_s:.0f} s"
+        self._events.record("sharing.failed", "warning", message, facts={"job": seen.record.id})
+        logger.warning("%s", message, extra=fields(hint=error.hint))
+
+    def _record(self, kind: str, message: str, *, gpu: str, **facts: str) -> None:
+        self._events.record(kind, "info", message, gpu=gpu, facts=facts)
+        logger.info("%s", message)
+
+
+_VERBS = {model.SUSPEND: "be suspended", model.RESUME: "resume", model.MIGRATE: "be migrated"}
+
+
+def target_of(action: Action, snapshot: model.Snapshot) -> str | None:
+    """Return the target as the planner has it: one GPU, or which replaces which; None to stay where the job was."""
+    former = next((job.gpus for job in snapshot.jobs if job.id == action.subject), ())
+    if former == action.gpus:
+        return None
+    if len(action.gpus) == 1:
+        return action.gpus[0]
+    return ",".join(f"{old}={new}" for old, new in zip(former, action.gpus, strict=True) if old != new)
+
+
+def is_enough(action: Action, stays_bytes: Mapping[str, int], snapshot: model.Snapshot) -> bool:
+    """Whether the job for which another leaves fits on its GPUs although these bytes stay there."""
+    free = {gpu.id: gpu.free_bytes for gpu in snapshot.gpus}
+    wanted = next((job for job in snapshot.jobs if job.id == action.beneficiary), None)
+    if wanted is None or not wanted.needs_bytes:
+        return False
+    needed_bytes = max(wanted.needs_bytes)
+    for gpu, size_bytes in zip(action.gpus, action.size_bytes, strict=True):
+        free_bytes = free.get(gpu)
+        left_bytes = (free_bytes or 0) + size_bytes - stays_bytes.get(gpu, 0) - snapshot.rules.headroom_bytes
+        if free_bytes is None or left_bytes < needed_bytes:
+            return False
+    return True
+
+
+def _context() -> RequestContext:
+    return RequestContext(by=BY, may=lambda _uid: True, emit=_to_nobody, wait=False)
+
+
+def _begun(answer: OperationResult) -> Operation:
+    if answer.operation is None:
+        raise Bug("an action was planned and not begun")
+    return answer.operation
+
+
+def _failure_of(operation: Operation) -> HegmError:
+    why = operation.failure
+    if why is None:
+        return HegmError(INTERNAL, f"operation {operation.id} ended as {operation.phase}", f"hegmctl op {operation.id}")
+    return HegmError(code_named(why.code), why.message, why.hint)
+
+
+async def _to_nobody(_progress: OperationProgress) -> None:
+    """Discard progress: no client watches."""

@@ -1,0 +1,208 @@
+"""The leases: memory of GPUs that is kept for one user, and when each of them ends.
+
+A lease ends with a process, at a time, by a release, or with the boot of the kernel. A pending one also ends with the
+process that waits for it. A process is known by pid and start time, and watched by a pidfd, so a reused pid never
+prolongs a lease. Owns the records and their watches. Frees no memory: `service` does, by the policy.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import anyio
+import anyio.abc
+
+from hegmd.errors import BUSY, NOT_FOUND, HegmError, Refused
+from hegmd.migration.run.runner import ended as process_ended
+from hegmd.protocol.names import closest, why_no_name
+from hegmd.sharing.records import LeaseRecord
+from hegmd.system.background_tasks import BackgroundTasks
+
+# One user cannot fill the list.
+MAX_LEASES, MAX_LEASES_OF_USER = 256, 64
+
+StartTicks = Callable[[int], "int | None"]
+
+
+class Leases(BackgroundTasks):
+    """Every open lease. `changed` is called after each change; `ended` with a lease that ended by itself, and why."""
+
+    def __init__(
+        self,
+        start_ticks: StartTicks,
+        *,
+        boot: str,
+        changed: Callable[[], object],
+        ended: Callable[[LeaseRecord, str], object],
+        utc: Callable[[], float] = time.time,
+        ticks: Callable[[], int] | None = None,
+    ) -> None:
+        super().__init__()
+        self._start_ticks = start_ticks
+        self._boot = boot
+        self._changed = changed
+        self._on_end = ended
+        self._utc = utc
+        self._ticks = ticks or ticks_since_boot
+        self._leases: dict[int, LeaseRecord] = {}
+        self._watches: dict[tuple[int, int], anyio.CancelScope] = {}
+        self.next_number = 1
+
+    # -- the life of the part ------------------------------------------------------------------------------------------
+
+    def enter(self, leases: Sequence[LeaseRecord], next_number: int) -> None:
+        """Take over the leases of the daemon before, but for those of an earlier boot."""
+        self.next_number = max([next_number, *(lease.number + 1 for lease in leases)])
+        self._leases = {lease.number: lease for lease in leases if lease.boot == self._boot}
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Watch the leases until cancelled."""
+        try:
+            async with anyio.create_task_group() as self._tasks:
+                for lease in tuple(self._leases.values()):
+                    self._watch_soon(lease)
+                task_status.started()
+                await anyio.sleep_forever()
+        finally:
+            self._tasks = None
+            self._watches.clear()
+
+    # -- what is asked -------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[LeaseRecord]:
+        return iter(tuple(self._leases.values()))
+
+    def find(self, lease_id: str) -> LeaseRecord | None:
+        """The lease of that id."""
+        return next((lease for lease in self if lease.id == lease_id), None)
+
+    def named(self, text: str, may: Callable[[int | None], bool]) -> LeaseRecord:
+        """The lease of that id or name: of the caller's own first. Raises NOT_FOUND."""
+        found = [lease for lease in self if text in (lease.id, lease.name)]
+        found = [lease for lease in found if may(lease.uid)] or found
+        if found:
+            return found[0]
+        close = closest(text, [name for lease in self if may(lease.uid) for name in (lease.id, lease.name) if name])
+        hint = f"did you mean {close}? run: hegmctl queue" if close else "run: hegmctl queue; it may have ended"
+        raise HegmError(NOT_FOUND, f"there is no lease {text[:60]!r}", hint, {"lease": text[:60]})
+
+    def check_name(self, name: str | None, uid: int) -> None:
+        """See that a new lease of that user can have that name, and that there is room for one. Raises HegmError."""
+        own = [lease for lease in self if lease.uid == uid]
+        if len(own) >= MAX_LEASES_OF_USER or len(self._leases) >= MAX_LEASES:
+            message = f"{len(own)} leases of uid {uid} are open, and {len(self._leases)} in all"
+            raise HegmError(BUSY, message, "release some: hegmctl queue, hegmctl release LEASE")
+        if name is None:
+            return
+        why = "it looks like the id of a lease" if name[:1] == "l" and name[1:].isdigit() else why_no_name(name)
+        if why is not None:
+            raise Refused(f"a lease cannot be called {name[:80]!r}: {why}", "choose another name")
+        taken = next((lease for lease in own if lease.name == name), None)
+        if taken is not None:
+            hint = f"release it first: hegmctl release {taken.id}; or choose another name"
+            raise Refused(f"lease {taken.id} is called {name!r} already", hint, {"lease": taken.id})
+
+    def add(self, lease: LeaseRecord) -> LeaseRecord:
+        """Enter a lease, which gets its number, and watch it. Raises REFUSED if its process has ended."""
+        for pid, ticks in ((lease.pid, lease.start_ticks), (lease.waiter_pid, lease.waiter_ticks)):
+            if pid is not None and (ticks is None or self._start_ticks(pid) != ticks):
+                raise Refused(f"process {pid} has ended", "name a process that runs: --for PID", {"pid": pid})
+        lease = lease.replace(number=self.next_number, boot=self._boot, made_ticks=self._ticks())
+        self.next_number += 1
+        self._put(lease)
+        self._watch_soon(lease)
+        return lease
+
+    def hold(self, number: int, gpu: str) -> None:
+        """Its memory was seen free on that GPU: it is kept from now on."""
+        lease = self._leases.get(number)
+        if lease is not None:
+            self._put(lease.replace(is_held=True, gpu=gpu))
+
+    def answer(self, number: int) -> None:
+        """The waiting process is told now. The lease no longer ends with that process."""
+        lease = self._leases.get(number)
+        if lease is not None:
+            self._put(lease.replace(waiter_pid=None, waiter_ticks=None))
+
+    def waited_for(self, like: LeaseRecord, awaited: Collection[int] = ()) -> LeaseRecord | None:
+        """The lease for which that very process asked already, in the same words, and was not answered yet.
+
+        None of those with the numbers `awaited`: another request waits for them.
+        """
+        words = ("name", "size_bytes", "priority", "uid", "pid", "waiter_pid", "waiter_ticks")
+        for lease in self:
+            is_same = all(getattr(lease, word) == getattr(like, word) for word in words)
+            is_free = like.waiter_pid is not None and lease.number not in awaited
+            if is_free and is_same and like.gpu in (None, lease.gpu):
+                return lease
+        return None
+
+    def drop(self, number: int) -> LeaseRecord | None:
+        """End a lease. None if it has ended already."""
+        lease = self._leases.pop(number, None)
+        for pid in (lease.pid, lease.waiter_pid) if lease is not None else ():
+            scope = None if pid is None else self._watches.pop((number, pid), None)
+            if scope is not None:
+                scope.cancel()
+        scope = self._watches.pop((number, 0), None)
+        if scope is not None:
+            scope.cancel()
+        if lease is not None:
+            self._changed()
+        return lease
+
+    # -- their ends ----------------------------------------------------------------------------------------------------
+
+    def _put(self, lease: LeaseRecord) -> None:
+        self._leases[lease.number] = lease
+        self._changed()
+
+    def _watch_soon(self, lease: LeaseRecord) -> None:
+        if self._tasks is None:
+            return
+        watched = [(lease.pid, lease.start_ticks, f"process {lease.pid} has ended")]
+        if lease.waiter_pid is not None:
+            watched.append(
+                (lease.waiter_pid, lease.waiter_ticks, f"process {lease.waiter_pid}, which waited, has ended")
+            )
+        for pid, ticks, why in watched:
+            if pid is not None and ticks is not None and (lease.number, pid) not in self._watches:
+                scope = self._watches[lease.number, pid] = anyio.CancelScope()
+                self._tasks.start_soon(self._end_with, lease.number, pid, ticks, why, scope)
+        if lease.until_utc is not None:
+            scope = self._watches[lease.number, 0] = anyio.CancelScope()
+            self._tasks.start_soon(self._end_at, lease.number, lease.until_utc, scope)
+
+    async def _end_with(self, number: int, pid: int, ticks: int, why: str, scope: anyio.CancelScope) -> None:
+        with scope:
+            await process_ended(pid, lambda: self._start_ticks(pid) == ticks)
+            lease = self._leases.get(number)
+            if lease is not None and pid in (lease.pid, lease.waiter_pid):
+                self._watches.pop((number, pid), None)
+                self._end(lease, why)
+
+    async def _end_at(self, number: int, until_utc: float, scope: anyio.CancelScope) -> None:
+        with scope:
+            await self._sleep_until(until_utc)
+            lease = self._leases.get(number)
+            if lease is not None:
+                self._watches.pop((number, 0), None)
+                self._end(lease, "its time is over")
+
+    async def _sleep_until(self, until_utc: float) -> None:
+        left_s = until_utc - self._utc()
+        while left_s > 0:  # the clock may be set meanwhile
+            await anyio.sleep(min(left_s, 3600.0))
+            left_s = until_utc - self._utc()
+
+    def _end(self, lease: LeaseRecord, why: str) -> None:
+        self.drop(lease.number)
+        self._on_end(lease, why)
+
+
+def ticks_since_boot() -> int:
+    """This moment as the kernel gives the start times of processes."""
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))

@@ -1,0 +1,72 @@
+"""How much GPU memory jobs have, need and leave behind, and how much of a lease is in use. Reads parents from /proc."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from hegmd.migration.machine.operation import JobProcess
+from hegmd.migration.model import Candidate, MigrationPlan
+from hegmd.node.gpu_sets import gpus_of, shared_out
+from hegmd.node.processes.surroundings import parent_of
+from hegmd.sharing.records import LeaseRecord
+
+# How far a process is from the one that a lease is for: a shell, its launcher, its ranks.
+MAX_GENERATIONS = 16
+
+
+def held_by_gpu(candidates: Sequence[Candidate]) -> dict[str, int]:
+    """Return what these processes hold on each GPU, by the driver's word."""
+    held: dict[str, int] = {}
+    for candidate in candidates:
+        for gpu in candidate.gpus:
+            held[gpu] = held.get(gpu, 0) + candidate.driver_bytes_by_gpu.get(gpu, 0)
+    return held
+
+
+def needs_by_gpu(members: Sequence[JobProcess], place: Callable[[JobProcess], str | None]) -> dict[str, int]:
+    """Return what the processes of an operation need on each GPU of that place."""
+    needs: dict[str, int] = {}
+    for member in members:
+        for gpu, size in shared_out(place(member), member.reservation_bytes_by_gpu, member.reservation_bytes).items():
+            needs[gpu] = needs.get(gpu, 0) + size
+    return needs
+
+
+def stays_by_gpu(plan: MigrationPlan) -> dict[str, int]:
+    """Return what stays on each GPU after a suspension that keeps CUDA contexts."""
+    stays: dict[str, int] = {}
+    for worker in plan.workers:
+        for gpu in gpus_of(worker.gpu):
+            stays[gpu] = stays.get(gpu, 0) + (worker.stays_bytes or 0)
+    return stays
+
+
+def used_of_lease(lease: LeaseRecord, candidates: Sequence[Candidate], placed: Collection[int | None]) -> int:
+    """Return how much of its GPU the processes have that a lease is for.
+
+    With a process, these are that one and all that descend from it. Without, they are those that were started after the
+    lease was made, but for `placed`: the jobs to which sharing gave their GPU.
+    """
+    used_bytes = 0
+    for candidate in candidates:
+        size_bytes = candidate.driver_bytes_by_gpu.get(lease.gpu or "", 0)
+        if not size_bytes:
+            continue
+        if lease.pid is not None:
+            is_its = descends(candidate.pid, lease.pid)
+        else:
+            is_its = candidate.start_ticks >= lease.made_ticks and candidate.pid not in placed
+        used_bytes += size_bytes if is_its else 0
+    return min(used_bytes, lease.size_bytes)
+
+
+def descends(pid: int, ancestor: int) -> bool:
+    """Return whether that process is `ancestor`, or was started by it or its descendants."""
+    one: int | None = pid
+    for _ in range(MAX_GENERATIONS):
+        if one == ancestor:
+            return True
+        if one is None or one <= 1:
+            break
+        one = parent_of(one)
+    return False

@@ -1,0 +1,186 @@
+"""The values of the sharing policy: the node at one moment as the policy sees it, and what the policy decides.
+
+Owns these values only. Everything is frozen and plain, so a decision can be repeated from a saved snapshot. Times are
+seconds of one clock that never goes back; the same clock gives `now` to the policy. Unknown is None, never 0.
+
+Memory of a job is counted per GPU and without what stays there while the job is suspended (with `keep-context`, its
+CUDA context): `held_bytes` is what suspending it frees, `needs_bytes` is what it needs in order to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# What a job does, as far as the policy cares.
+QUEUED = "queued"  # it is not started yet
+RUNNING = "running"  # it trains; only such a job is suspended or migrated
+SUSPENDED = "suspended"  # suspended by the policy, which brings it back
+USER_SUSPENDED = "user-suspended"  # suspended by a user, who brings it back
+ARRIVING = "arriving"  # it starts, resumes or migrates: its memory on `gpus` is promised to it
+LEAVING = "leaving"  # it is being suspended or ends: the memory that it holds becomes free
+BUSY = "busy"  # another operation has it, or it is quiesced: it keeps what it holds
+JOB_STATES = (QUEUED, RUNNING, SUSPENDED, USER_SUSPENDED, ARRIVING, LEAVING, BUSY)
+
+# What a lease does.
+PENDING = "pending"  # its memory is not free yet
+HELD = "held"  # its memory is kept for it
+
+# What the policy can decide.
+START, RESUME, SUSPEND, MIGRATE, GRANT = "start", "resume", "suspend", "migrate", "grant"
+ACTIONS = (START, RESUME, SUSPEND, MIGRATE, GRANT)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU."""
+
+    id: str
+    total_bytes: int
+    #: What the driver says is free, less what operations have reserved. None if unknown: nothing is placed there.
+    free_bytes: int | None
+    chip: str | None = None
+    #: False: nothing is placed there. Jobs that run there are left alone.
+    is_healthy: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One job, with all its processes."""
+
+    id: str
+    name: str
+    state: str
+    priority: int
+    uid: int
+    #: When it entered this state: since then it runs, or since then it waits.
+    since_s: float
+    #: The GPUs that it is on, goes to, or was on when it was suspended; none for a job that never ran.
+    gpus: tuple[str, ...] = ()
+    #: What it needs on each of `gpus`, in the same order; one entry per GPU for a job that never ran. None if unknown:
+    #: it then needs a GPU without other jobs, and nothing else is placed beside it.
+    needs_bytes: tuple[int, ...] | None = None
+    #: What is taken for it on each GPU now, by its processes and by reservations of its operation.
+    held_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
+    #: The only GPUs on which it can be: pinned by its user, or its context is kept there. None for any.
+    allowed_gpus: tuple[str, ...] | None = None
+    #: The chip that it needs. None for any: it has not started yet.
+    chip: str | None = None
+    #: True if jobs and leases of higher priority, and the turns of equals, may suspend it.
+    is_preemptible: bool = True
+    #: True if jobs of other users may be suspended for it.
+    preempts_others: bool = False
+    #: Seconds of its present turn before `since_s`. 0 once a turn has ended: `Action.ends_turn`.
+    turn_s: float = 0.0
+    #: What one suspension and one resumption of it cost, measured or estimated.
+    switch_s: float = 1.0
+    #: Why the policy can do nothing with it and does not count on it, in words, such as "its agent is not connected".
+    hindrance: str = ""
+    #: The policy does nothing with it and does not count on it before this instant. None if no action failed lately.
+    retry_at_s: float | None = None
+
+    @property
+    def gpu_count(self) -> int:
+        """Return on how many GPUs it is."""
+        return max(1, len(self.gpus or self.needs_bytes or ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Memory of one GPU that is kept, or has to be freed and kept, for one user."""
+
+    id: str
+    name: str
+    state: str
+    priority: int
+    uid: int
+    since_s: float
+    size_bytes: int
+    #: The GPU; None while none is chosen for a pending lease on any GPU.
+    gpu: str | None = None
+    #: How much of a held lease is in use already by the processes that it is for.
+    used_bytes: int = 0
+    #: True if jobs of other users may be suspended for it.
+    preempts_others: bool = False
+    #: As for a job.
+    retry_at_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The settings of the policy."""
+
+    #: Whether jobs of equal priority that do not fit together take turns.
+    slices: bool = True
+    min_quantum_s: float = 30.0
+    #: A turn is at least so many times as long as its switch: 20 costs at most 5 %.
+    quantum_per_switch: float = 20.0
+    #: A job that was interrupted in its turn and has resumed runs at least so many times as long as its switch before
+    #: anyone has it suspended again. So requests that come and go do not starve it.
+    run_per_switch: float = 2.0
+    #: A job that was suspended comes back after this time at the earliest.
+    settle_s: float = 2.0
+    #: Kept free on each GPU: running jobs grow a little.
+    headroom_bytes: int = 0
+    #: A job of unknown need takes a GPU on which at least this part of all memory is free.
+    whole_gpu_share: float = 0.9
+    #: At most so many started jobs of equal priority share each GPU by turns; further ones wait until one ends.
+    turns_per_gpu: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The node at one moment."""
+
+    gpus: tuple[Gpu, ...]
+    jobs: tuple[Job, ...] = ()
+    leases: tuple[Lease, ...] = ()
+    rules: Rules = Rules()
+    #: Free bytes of the pool, to which jobs are suspended. None if unknown: the planner alone refuses.
+    pool_free_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing to do now. Actions of one decision can be carried out in any order, and at the same time."""
+
+    kind: str
+    #: The id of the job, or of the lease for `grant`.
+    subject: str
+    #: The GPUs to start, resume or migrate to, in the order of `Job.gpus`; the GPU of a grant; those that a suspended
+    #: job leaves.
+    gpus: tuple[str, ...]
+    #: What to reserve on each of `gpus` before anything else is done; what a suspension frees there.
+    size_bytes: tuple[int, ...]
+    #: Why, in words.
+    reason: str
+    #: The id of the job or lease for which a job is suspended or migrated.
+    beneficiary: str | None = None
+    #: True if the suspension ends the job's turn: `Job.turn_s` starts again from 0. Otherwise add the time it ran.
+    ends_turn: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What a job or a pending lease waits for, and what happens next, in words."""
+
+    subject: str
+    waits: str
+    next: str
+    #: When that happens if nothing else changes; None if unknown.
+    at_s: float | None = None
+    #: The GPUs on which that happens; empty if none is chosen.
+    gpus: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do now, what everyone waits for, and when to decide again if nothing else changes."""
+
+    actions: tuple[Action, ...] = ()
+    waiting: tuple[Waiting, ...] = ()
+    again_at_s: float | None = None
+
+    def waiting_of(self, subject: str) -> Waiting | None:
+        """Return what that job or lease waits for; None if it does not wait."""
+        return next((one for one in self.waiting if one.subject == subject), None)

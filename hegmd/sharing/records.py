@@ -1,0 +1,70 @@
+"""What the sharing of GPUs has to remember beyond the life of the daemon: leases, the queue, and who was suspended.
+
+Owns the records and their meaning. Where they are written is in `state_file`. Pure.
+"""
+
+from __future__ import annotations
+
+from hegmd.protocol.record import Record, field
+
+
+class LeaseRecord(Record):
+    """One lease, from its request to its end."""
+
+    number: int = field("the number in its id; counted up from 1 and never used again")
+    name: str | None = field("its name", default=None)
+    gpu: str | None = field("the GPU that was asked for, or that was chosen; nil while none is chosen", default=None)
+    size_bytes: int = field("how much memory is kept")
+    priority: int = field("jobs of lower priority leave for it")
+    uid: int = field("whose it is")
+    is_admin: bool = field("whether its user may act on the jobs of every user", default=False)
+    since_utc: float = field("when it was asked for")
+    made_ticks: int = field("the same, in clock ticks since boot")
+    boot: str = field("the boot of the kernel in which it was made: it ends with that")
+    pid: int | None = field("the process with which it ends", default=None)
+    start_ticks: int | None = field("the start time of that process", default=None)
+    until_utc: float | None = field("when it ends at the latest", default=None)
+    waiter_pid: int | None = field("the process that waits until it is held, without which it is dropped", default=None)
+    waiter_ticks: int | None = field("the start time of that process", default=None)
+    is_held: bool = field("whether its memory was seen free", default=False)
+
+    @property
+    def id(self) -> str:
+        """What people call it."""
+        return f"l{self.number}"
+
+    def __str__(self) -> str:
+        return self.id if self.name is None else f"{self.id} ({self.name})"
+
+
+class QueuedRecord(Record):
+    """One job that asked for a GPU: it waits for its start, or was given one. Kept until the job ends."""
+
+    job: int = field("the number of the job")
+    gpu: str | None = field("the GPU that was asked for; nil for any", default=None)
+    size_bytes: int | None = field("the memory that it says it needs", default=None)
+    since_utc: float = field("when it was asked for")
+    placed: str | None = field("the GPU that it was given", default=None)
+    placed_utc: float | None = field("when it was", default=None)
+    has_trained: bool = field("whether it was seen to train since", default=False)
+
+
+class SuspendedRecord(Record):
+    """One job that the sharing suspended, and that it resumes by itself."""
+
+    job: int = field("the number of the job")
+    operation: str | None = field("the operation; nil until it has begun", default=None)
+    gpu: str | None = field("the GPU that it left", default=None)
+    size_bytes: int | None = field("the memory that it left", default=None)
+    since_utc: float = field("when that was decided")
+    turn_s: float = field("how long its present turn had lasted", default=0.0)
+    why: str = field("for whom, in words")
+
+
+class SharingState(Record):
+    """All of it."""
+
+    next_lease: int = field("the number of the next lease", default=1)
+    leases: tuple[LeaseRecord, ...] = field("oldest first", default=())
+    queue: tuple[QueuedRecord, ...] = field("oldest first", default=())
+    suspended: tuple[SuspendedRecord, ...] = field("oldest first", default=())

@@ -1,0 +1,99 @@
+"""What people are told of sharing: jobs, leases and steps as the protocol has them, from one look at the node. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hegmd.protocol import sharing as told
+from hegmd.sharing import model
+from hegmd.sharing.records import LeaseRecord
+from hegmd.sharing.view import View
+
+_STATES = {
+    model.QUEUED: told.QUEUED,
+    model.SUSPENDED: told.SUSPENDED,
+    model.USER_SUSPENDED: told.SUSPENDED,
+    model.LEAVING: told.MOVING,
+}
+_BY_USER = "its user: run hegmctl resume"
+
+
+def lease_view(lease: LeaseRecord, view: View | None, waiting: model.Waiting | None) -> told.Lease:
+    """A lease as it is told."""
+    seen = () if view is None else view.snapshot.leases
+    used_bytes = next((one.used_bytes for one in seen if one.id == lease.id), 0)
+    gpu = lease.gpu or (waiting.gpus[0] if waiting is not None and waiting.gpus else None)
+    return told.Lease(
+        id=lease.id,
+        name=lease.name,
+        gpu=gpu,
+        size_bytes=lease.size_bytes,
+        used_bytes=used_bytes,
+        state=told.HELD if lease.is_held else told.PENDING,
+        priority=lease.priority,
+        uid=lease.uid,
+        pid=lease.pid,
+        until_utc=lease.until_utc,
+        since_utc=lease.since_utc,
+        waits=None if lease.is_held or waiting is None else waiting.waits,
+    )
+
+
+def steps_for(lease_id: str, view: View, decision: model.Decision) -> tuple[told.RoomStep, ...]:
+    """The jobs that have to leave for that lease."""
+    jobs = {job.id: job for job in view.snapshot.jobs}
+    steps: list[told.RoomStep] = []
+    for action in decision.actions:
+        if action.beneficiary == lease_id:
+            job = jobs[action.subject]
+            is_suspended = action.kind == model.SUSPEND
+            steps.append(
+                told.RoomStep(
+                    job=job.id,
+                    name=job.name,
+                    action=action.kind,
+                    gpu=",".join(job.gpus) or None,
+                    to=None if is_suspended else ",".join(action.gpus),
+                    size_bytes=sum(job.held_bytes.values()),
+                )
+            )
+    return tuple(steps)
+
+
+def job_views(
+    view: View, decision: model.Decision, now_utc: float, may: Callable[[int | None], bool]
+) -> tuple[told.QueuedJob, ...]:
+    """The jobs of the queue: the highest priority first, those that run before those that wait."""
+    waiting = {one.subject: one for one in decision.waiting}
+    order = sorted(view.snapshot.jobs, key=lambda job: (-job.priority, job.state == model.QUEUED, job.since_s, job.id))
+    views = [
+        _job_view(*(job, waiting.get(job.id), view.now, now_utc), has_operation=view.jobs[job.id].operation is not None)
+        for job in order
+    ]
+    return tuple([one if may(one.uid) else one.replace(why=None, next=None) for one in views])
+
+
+def _job_view(
+    job: model.Job, waiting: model.Waiting | None, now: float, now_utc: float, *, has_operation: bool
+) -> told.QueuedJob:
+    held_bytes = sum(job.held_bytes.values())
+    needs_bytes = None if job.needs_bytes is None else sum(job.needs_bytes)
+    state = told.MOVING if has_operation and job.state != model.RUNNING else told.RUNNING
+    if job.state == model.ARRIVING and not has_operation:
+        state = told.STARTING
+    state = _STATES.get(job.state, state)
+    why = waiting.waits if waiting is not None else _BY_USER if job.state == model.USER_SUSPENDED else None
+    if job.state == model.RUNNING and job.hindrance:
+        why = f"cannot be suspended: {job.hindrance}"
+    return told.QueuedJob(
+        job=job.id,
+        name=job.name,
+        uid=job.uid,
+        priority=job.priority,
+        state=state,
+        gpu=",".join(job.gpus) or None,
+        size_bytes=held_bytes or needs_bytes,
+        since_utc=now_utc - max(0.0, now - job.since_s),
+        why=why,
+        next=None if waiting is None else waiting.next,
+    )

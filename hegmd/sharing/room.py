@@ -1,0 +1,154 @@
+"""The memory of each GPU during one decision: what is free, what becomes free, and for whom it is kept.
+
+Owns these accounts and nothing else; the policy changes them while it goes through the waiting jobs, highest priority
+first. A promise counts like memory in use: what a job that runs has not taken yet, and what a lease has not used yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from hegmd.sharing.model import ARRIVING, BUSY, HELD, LEAVING, RUNNING, Gpu, Job, Lease, Snapshot
+from hegmd.sharing.wanted import Wanted
+
+# The states in which a job has memory on its GPUs, or a promise of it.
+PRESENT = (RUNNING, ARRIVING, BUSY)
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A GPU that is kept for the first job that waits for it."""
+
+    wanted: Wanted
+    #: What others can have there for good, because they fit beside it.
+    spare_bytes: int
+    #: When it can have the GPU; None if unknown.
+    at_s: float | None
+
+    def limit_bytes(self, other: Wanted) -> int | None:
+        """Return how much `other` may take of the GPU at most; None for no limit.
+
+        While the instant is unknown, whoever can be suspended for the waiting job at once may use the GPU.
+        """
+        is_evictable = (
+            other.is_preemptible and other.priority < self.wanted.priority and self.wanted.may_preempt(other.uid)
+        )
+        return None if self.at_s is None and is_evictable else self.spare_bytes
+
+
+@dataclass(slots=True)
+class Room:
+    """The memory of one GPU, while a decision is made. Amounts may be negative: more is promised than there is."""
+
+    gpu: Gpu
+    #: Free now, less all promises.
+    now_bytes: int
+    #: The same once everyone who leaves has left, less what those who wait for that will take.
+    soon_bytes: int
+    #: What jobs and leases can have in all: the rest belongs to other processes.
+    capacity_bytes: int
+    #: The jobs that run there and may be suspended or migrated, and what each frees there.
+    jobs: list[Job] = field(default_factory=list[Job])
+    freed_bytes: dict[str, int] = field(default_factory=dict[str, int])
+    #: The names of those that leave it.
+    leaving: list[str] = field(default_factory=list[str])
+    #: The priorities of all that is placed there.
+    priorities: list[int] = field(default_factory=list[int])
+    hold: Hold | None = None
+
+    def open_bytes(self, wanted: Wanted) -> int:
+        """Return what `wanted` could take at once."""
+        return min(self.now_bytes, self.open_soon_bytes(wanted))
+
+    def open_soon_bytes(self, wanted: Wanted) -> int:
+        """Return what `wanted` could take once all who leave have left."""
+        limit_bytes = self.hold.limit_bytes(wanted) if self.hold is not None else None
+        return self.soon_bytes if limit_bytes is None else min(self.soon_bytes, limit_bytes)
+
+    def leave(self, job: Job) -> None:
+        """Count on the memory of a job that runs there and is asked to leave."""
+        self.soon_bytes += self.freed_bytes[job.id]
+        self.leaving.append(job.name)
+        self.jobs = [other for other in self.jobs if other is not job]
+
+    def most_freed_bytes(self, priority: int) -> int:
+        """Return what all jobs of that priority and below would free, whether or not they may be asked to leave."""
+        return sum([self.freed_bytes[job.id] for job in self.jobs if job.priority <= priority])
+
+    def accounts(self) -> tuple[int, int, int, Hold | None]:
+        """Return what `reset` needs to undo `take`."""
+        return self.now_bytes, self.soon_bytes, len(self.priorities), self.hold
+
+    def reset(self, accounts: tuple[int, int, int, Hold | None]) -> None:
+        """Undo every `take` since `accounts` were returned."""
+        self.now_bytes, self.soon_bytes, count, self.hold = accounts
+        del self.priorities[count:]
+
+    def take(self, wanted: Wanted, share: int, *, at_once: bool) -> None:
+        """Keep memory for `wanted`: of what is free now, or of what becomes free."""
+        size_bytes = wanted.claim_bytes(self.gpu, share)
+        self.soon_bytes -= size_bytes
+        if at_once:
+            self.now_bytes -= size_bytes
+        self.priorities.append(wanted.priority)
+        if self.hold is not None and self.hold.limit_bytes(wanted) is not None:
+            self.hold = Hold(self.hold.wanted, self.hold.spare_bytes - size_bytes, self.hold.at_s)
+
+
+def footprint_bytes(job: Job, gpus: Mapping[str, Gpu]) -> dict[str, int]:
+    """Return what is taken by or promised to a job that is present, by GPU: so much becomes free when it leaves."""
+    footprint = dict(job.held_bytes)
+    for index, gpu_id in enumerate(job.gpus):
+        if job.needs_bytes is not None:
+            needed_bytes = job.needs_bytes[index]
+        else:
+            needed_bytes = gpus[gpu_id].total_bytes if gpu_id in gpus else 0
+        footprint[gpu_id] = max(needed_bytes, footprint.get(gpu_id, 0))
+    return footprint
+
+
+def rooms_of(snapshot: Snapshot) -> dict[str, Room]:
+    """Return the memory of all GPUs on which something may be placed, by id."""
+    gpus = {gpu.id: gpu for gpu in snapshot.gpus}
+    rooms: dict[str, Room] = {}
+    for gpu in snapshot.gpus:
+        if gpu.is_healthy and gpu.free_bytes is not None:
+            free_bytes = gpu.free_bytes - snapshot.rules.headroom_bytes
+            rooms[gpu.id] = Room(gpu, free_bytes, free_bytes, free_bytes)
+    _count_jobs(snapshot.jobs, rooms, gpus)
+    _count_leases(snapshot.leases, rooms)
+    return rooms
+
+
+def _count_jobs(jobs: Iterable[Job], rooms: Mapping[str, Room], gpus: Mapping[str, Gpu]) -> None:
+    for job in jobs:
+        for gpu_id, held_bytes in job.held_bytes.items():
+            if (room := rooms.get(gpu_id)) is None:
+                continue
+            room.capacity_bytes += held_bytes
+            # A job that migrates also leaves the GPUs that it comes from.
+            if job.state == LEAVING or (job.state == ARRIVING and gpu_id not in job.gpus):
+                room.soon_bytes += held_bytes
+                room.leaving.append(job.name)
+        if job.state in PRESENT:
+            for gpu_id, size_bytes in footprint_bytes(job, gpus).items():
+                if (room := rooms.get(gpu_id)) is None or gpu_id not in job.gpus:
+                    continue
+                promised_bytes = size_bytes - job.held_bytes.get(gpu_id, 0)
+                room.now_bytes -= promised_bytes
+                room.soon_bytes -= promised_bytes
+                room.priorities.append(job.priority)
+                if job.state == RUNNING:
+                    room.jobs.append(job)
+                    room.freed_bytes[job.id] = size_bytes
+
+
+def _count_leases(leases: Iterable[Lease], rooms: Mapping[str, Room]) -> None:
+    for lease in leases:
+        if lease.state == HELD and lease.gpu is not None and (room := rooms.get(lease.gpu)) is not None:
+            unused_bytes = max(0, lease.size_bytes - lease.used_bytes)
+            room.now_bytes -= unused_bytes
+            room.soon_bytes -= unused_bytes
+            room.capacity_bytes += lease.used_bytes
+            room.priorities.append(lease.priority)

@@ -1,0 +1,68 @@
+"""The settings of sharing, and what follows from them for a caller: which priorities there are, and who may give them.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hegmd.errors import BAD_REQUEST, DENIED, HegmError
+from hegmd.protocol.names import closest
+from hegmd.protocol.sharing import MAX_PRIORITY, MIN_PRIORITY, PRODUCTION
+from hegmd.sharing import model
+
+# How jobs leave: the values of the setting sharing.method.
+AUTO, KEEP_CONTEXT, WHOLE = "auto", "keep-context", "whole"
+
+
+@dataclass(frozen=True, slots=True)
+class SharingRules:
+    """The settings. `priorities` are the numbers of the names."""
+
+    priorities: Mapping[str, int]
+    max_user_priority: int
+    max_lease_s: float
+    #: Whether jobs of one user may be suspended for those of another, who is no administrator.
+    suspends_others: bool
+    method: str
+    policy: model.Rules
+
+    @property
+    def preemptible_below(self) -> int:
+        """Return the priority from which on no job is suspended for others."""
+        return self.priorities[PRODUCTION]
+
+    def priority(self, asked: int | str, *, is_admin: bool) -> int:
+        """Return the number of a priority that a caller names. Raises BAD_REQUEST, and DENIED above their limit."""
+        number = self._number(asked)
+        if not is_admin and number > self.max_user_priority:
+            raise HegmError(
+                DENIED,
+                f"priority {asked} is above {self.max_user_priority}, the highest that users may give",
+                "choose a lower one, or ask an administrator of hegmd; the limit is sharing.max_user_priority",
+                {"priority": number, "limit": self.max_user_priority},
+            )
+        return number
+
+    def lease_priority(self, asked: int | str | None, *, is_admin: bool) -> int:
+        """Return the priority of a lease: production, or the highest that its user may use, if nothing was said."""
+        if asked is not None:
+            return self.priority(asked, is_admin=is_admin)
+        production = self.priorities[PRODUCTION]
+        return production if is_admin else min(production, self.max_user_priority)
+
+    def _number(self, asked: int | str) -> int:
+        names = ", ".join(f"{name} ({number})" for name, number in self.priorities.items())
+        if isinstance(asked, str) and asked in self.priorities:
+            return self.priorities[asked]
+        if isinstance(asked, str) and not (asked.isascii() and asked.isdigit() and len(asked) < 10):
+            close = closest(asked, self.priorities)
+            hint = f"did you mean {close}? " if close else ""
+            message = f"there is no priority {asked[:40]!r}"
+            raise HegmError(BAD_REQUEST, message, f"{hint}write 0 to 100, or one of {names}")
+        number = int(asked)
+        if not MIN_PRIORITY <= number <= MAX_PRIORITY:
+            raise HegmError(BAD_REQUEST, f"{number} is not a priority", f"write 0 to 100, or one of {names}")
+        return number

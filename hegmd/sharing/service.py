@@ -1,0 +1,286 @@
+"""Shares the GPUs of the node: looks at it after each change, has the policy decide, and carries the decision out.
+
+Owns the loop and the parts that it needs. Idle while nobody waits: without a queue, a pending lease or a suspended job
+it takes no snapshot. The policy is in `policy`, the requests are in `requests`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import anyio
+import anyio.abc
+
+from hegmd.errors import HegmError
+from hegmd.migration.machine.machine import HOLDING
+from hegmd.migration.machine.next_effects import SUSPENDED
+from hegmd.migration.machine.operation import Operation
+from hegmd.migration.machine.wording import gigabytes
+from hegmd.migration.model import Candidate
+from hegmd.node.gpu_sets import CPU
+from hegmd.operations.job_requests import JobOperationsOf
+from hegmd.operations.service import Moving
+from hegmd.protocol.sharing import NORMAL
+from hegmd.sharing import model
+from hegmd.sharing.actions import SharingActions
+from hegmd.sharing.history import History
+from hegmd.sharing.leases import StartTicks
+from hegmd.sharing.policy import decide
+from hegmd.sharing.records import LeaseRecord
+from hegmd.sharing.rules import SharingRules
+from hegmd.sharing.state import SharingMemory
+from hegmd.sharing.view import SharingView, View
+from hegmd.system.condition import Condition
+from hegmd.telemetry.events import EventLog
+from hegmd.telemetry.log import limited
+from hegmd.workers.job_file import JobRecord
+from hegmd.workers.job_names import trains
+from hegmd.workers.workers import AgentConnection
+
+logger = logging.getLogger(__name__)
+
+# After a start, agents have so long to connect. Until then nothing is decided while one is missing.
+SETTLED_AFTER_S, SETTLE_INTERVAL_S = 15.0, 0.1
+# While somebody waits: at most so long from one look to the next. Nothing reports that other programs free memory.
+LOOK_INTERVAL_S = 1.0
+# Looks are at least so far apart: each asks the driver.
+MIN_INTERVAL_S = 0.02
+
+
+class Sharing:
+    """`open` it, then `run` it."""
+
+    def __init__(
+        self,
+        moving: Moving,
+        events: EventLog,
+        rules: SharingRules,
+        start_ticks: StartTicks,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        utc: Callable[[], float] = time.time,
+    ) -> None:
+        self._moving = moving
+        self._events = events
+        self.rules = rules
+        self._clock = clock
+        self._began = clock()
+        self._changed = Condition()
+        self.memory = SharingMemory(start_ticks, self.note_end)
+        self.history = History()
+        self._operations_of = JobOperationsOf(moving.runner)
+        self.actions = SharingActions(
+            moving.operations, self.memory, self.history, events, rules, self._changed.notify_all, clock=clock, utc=utc
+        )
+        self._view = SharingView(
+            *(moving.jobs, moving.workers, self._operations_of, moving.survey, self.memory, self.history, rules),
+            acting=self.actions.of,
+            clock=clock,
+            utc=utc,
+        )
+        #: Told after each decision.
+        self.decided = Condition()
+        #: The last look at the node and what was decided; None before the first.
+        self.latest: tuple[View, model.Decision] | None = None
+        #: Set once the daemon stops: whoever waits then has not left by itself.
+        self.is_stopping = False
+        moving.jobs.default_priority = rules.priorities[NORMAL]
+        moving.survey.leased = self.leased_bytes
+        moving.job_requests.waits_for = self.waits_for
+        moving.operations.keep_suspended = self.keep_suspended
+
+    # -- the life of the part ------------------------------------------------------------------------------------------
+
+    def open(self, folder: Path) -> None:
+        """Read what the daemon before has left. Blocks. Raises HegmError if it cannot be trusted."""
+        self.memory.open(folder)
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Share the GPUs until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(self.memory.run)
+            await tasks.start(self.actions.run)
+            for news in (self.memory.news, self._moving.jobs.news, self._moving.supervisors.news):
+                tasks.start_soon(self._pass_on, news)
+            tasks.start_soon(self._keep_deciding)
+            task_status.started()
+
+    def stop(self) -> None:
+        """Said before the requests of clients are cancelled because the daemon stops."""
+        self.is_stopping = True
+
+    def look_again(self) -> None:
+        """Something has changed."""
+        self._changed.notify_all()
+
+    async def _pass_on(self, news: Condition) -> None:
+        while True:
+            await news.wait()
+            self._changed.notify_all()
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    async def _keep_deciding(self) -> None:
+        await self._settle()
+        while True:
+            changed = self._changed.next
+            again_at_s: float | None = None
+            self._forget_what_is_over()
+            if self.is_wanted:
+                try:
+                    again_at_s = await self._decide()
+                except HegmError as error:
+                    limited(logger, "sharing", logging.ERROR, "GPUs cannot be shared now: %s", error.message)
+                except Exception:  # the edge of one decision: what is wrong here is not to end the daemon
+                    logger.exception("a decision about sharing GPUs failed")
+                wait_s = LOOK_INTERVAL_S if again_at_s is None else min(LOOK_INTERVAL_S, again_at_s - self._clock())
+                with anyio.move_on_after(max(MIN_INTERVAL_S, wait_s)):
+                    await changed.wait()
+                await anyio.sleep(MIN_INTERVAL_S)
+            else:
+                await changed.wait()
+
+    async def _settle(self) -> None:
+        """After a start, wait for the agents of jobs of before: without them it is not known what they hold."""
+        while self._clock() - self._began < SETTLED_AFTER_S and self._awaits_agents():
+            with anyio.move_on_after(SETTLE_INTERVAL_S):
+                await self._changed.wait()
+
+    def _awaits_agents(self) -> bool:
+        for job in self._moving.jobs:
+            if job.lives and job.members:
+                workers = [worker for worker in self._moving.jobs.workers_of(job) if worker.connected]
+                if not workers or any(self._is_unplaced(worker) for worker in workers):
+                    return True
+        return False
+
+    def _is_unplaced(self, worker: AgentConnection) -> bool:
+        """Whether it trains, and what it holds on a simulated GPU is not known yet. Real drivers know it at once."""
+        held = self._moving.simulated_memory
+        who = (worker.pid, worker.identity.start_ticks)
+        is_free = trains(worker) and worker.about.gpu != CPU and self._moving.runner.of_process(worker.pid) is None
+        return held.simulated and is_free and not held.of(who)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is anything to decide."""
+        memory = self.memory
+        waits = any(not record.has_trained for record in memory.queue.values())
+        return waits or bool(memory.suspended) or any(not lease.is_held for lease in memory.leases)
+
+    async def _decide(self) -> float | None:
+        view = await self._view.take()
+        decision = decide(view.snapshot, view.now)
+        self.latest = (view, decision)
+        for action in decision.actions:
+            self.actions.begin(action, view)
+        self.decided.notify_all()
+        return decision.again_at_s
+
+    async def look(self, *more: LeaseRecord) -> tuple[View, model.Decision]:
+        """Look at the node now and decide, without carrying anything out. `more` are leases only thought of."""
+        view = await self._view.take(*more)
+        return view, decide(view.snapshot, view.now)
+
+    def _forget_what_is_over(self) -> None:
+        """Drop the notes of jobs that have ended, that run again, or that their users have suspended."""
+        jobs = {job.number: job for job in self._moving.jobs if job.lives}
+        for number, queued in tuple(self.memory.queue.items()):
+            job = jobs.get(number)
+            # Who waits for its start is `hegmctl run` itself; without it nobody would be started.
+            if job is None or (job.is_gone and not queued.has_trained):
+                self.memory.forget_queued(number)
+        for number, note in tuple(self.memory.suspended.items()):
+            job = jobs.get(number)
+            if job is not None and self.actions.of(job.id) is not None:
+                continue
+            op = None if job is None else self._operations_of.of(job)
+            is_others = op is not None and op.phase in (SUSPENDED, HOLDING) and not self._view.is_ours(op, note)
+            if op is None or is_others:
+                self.memory.forget_suspended(number)
+        self.history.keep_only({job.id for job in jobs.values()} | {lease.id for lease in self.memory.leases})
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def note_end(self, lease: LeaseRecord, why: str) -> None:
+        """A lease has ended."""
+        message = f"lease {lease} has ended: {why}"
+        if lease.is_held:
+            self._record("sharing.lease-ended", message, gpu=lease.gpu, lease=lease.id)
+        else:
+            self._record("sharing.lease-dropped", message, gpu=lease.gpu, lease=lease.id)
+
+    def note_request(self, lease: LeaseRecord) -> None:
+        """A lease was asked for."""
+        where = lease.gpu or "any GPU"
+        message = f"lease {lease} needs {gigabytes(lease.size_bytes)} on {where}, with priority {lease.priority}"
+        self._record("sharing.lease-requested", message, gpu=lease.gpu, lease=lease.id)
+
+    def note_queued(self, job: JobRecord) -> None:
+        """A job waits for a GPU."""
+        self._record("sharing.queued", f"job {job} waits for a GPU, with priority {job.priority}", job=job.id)
+
+    def note_priority(self, job: JobRecord, priority: int) -> None:
+        """The priority of a job was changed."""
+        if job.priority != priority:
+            self._record("sharing.priority", f"job {job} has priority {priority}, after {job.priority}", job=job.id)
+        self.look_again()
+
+    def _record(self, kind: str, message: str, *, gpu: str | None = None, **facts: str) -> None:
+        self._events.record(kind, "info", message, gpu=gpu, facts=facts)
+        logger.info("%s", message)
+
+    # -- what others are told ------------------------------------------------------------------------------------------
+
+    def leased_bytes(self, pids: Sequence[int], candidates: Sequence[Candidate]) -> Mapping[str, int]:
+        """How much memory of each GPU is kept for others than those processes, and not used yet.
+
+        Held leases, pending ones for which jobs leave, and what jobs said that they need.
+        """
+        kept = self._view.stated_bytes(candidates)
+        helped = {action.beneficiary for action in self.actions.acting.values()}
+        for lease in self.memory.leases:
+            if lease.gpu is not None and lease.pid not in pids and (lease.is_held or lease.id in helped):
+                unused_bytes = lease.size_bytes - self._view.used_bytes(lease, candidates)
+                kept[lease.gpu] = kept.get(lease.gpu, 0) + max(0, unused_bytes)
+        return kept
+
+    def keep_suspended(self, op: Operation) -> bool:
+        """A user suspends a job that is suspended for others: it is theirs to resume from now on. Whether it was."""
+        for number, note in tuple(self.memory.suspended.items()):
+            if op.phase == SUSPENDED and self._view.is_ours(op, note):
+                job = next((job for job in self._moving.jobs if job.number == number), None)
+                if job is not None and self._operations_of.of(job) is op and self.actions.of(job.id) is None:
+                    self.memory.forget_suspended(number)
+                    return True
+        return False
+
+    def figures(self) -> Mapping[str, int]:
+        """How many jobs wait and are suspended, and how many leases there are, for the metrics."""
+        held = [lease.is_held for lease in self.memory.leases]
+        return {
+            "waiting": sum(record.placed is None for record in self.memory.queue.values()),
+            "suspended": len(self.memory.suspended),
+            "lease-held": sum(held),
+            "lease-pending": len(held) - sum(held),
+        }
+
+    def waits_for(self, job: JobRecord) -> str | None:
+        """What a job waits for that was suspended for others, or is not started yet; None for any other."""
+        queued, note = self.memory.queue.get(job.number), self.memory.suspended.get(job.number)
+        is_queued = queued is not None and queued.placed is None
+        action = self.actions.of(job.id)
+        is_migrating = action is not None and action.kind == model.MIGRATE
+        if not is_queued and (note is None or is_migrating):
+            return None
+        waiting = self.waiting_of(job.id)
+        if waiting is not None:
+            return waiting.waits
+        return "a GPU" if is_queued else "room on its GPU; it resumes by itself"
+
+    def waiting_of(self, subject: str) -> model.Waiting | None:
+        """What the policy says that a job or lease waits for."""
+        return None if self.latest is None else self.latest[1].waiting_of(subject)

@@ -1,0 +1,98 @@
+"""What the sharing of GPUs remembers, in memory and on disk: leases, queue, and the jobs that it suspended.
+
+Owns when it is written: after each change, and at once before something is done that only this file explains. A job is
+in the list of suspended ones before its operation begins, so a daemon killed in between finds it, or finds it running.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import anyio.abc
+
+from hegmd.sharing import state_file
+from hegmd.sharing.leases import Leases, StartTicks
+from hegmd.sharing.records import LeaseRecord, QueuedRecord, SharingState, SuspendedRecord
+from hegmd.system.condition import Condition
+from hegmd.system.state_saving import StateSaving
+from hegmd.telemetry.log import limited
+
+logger = logging.getLogger(__name__)
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class SharingMemory:
+    """`open` it, then `run` it. `lease_ended` is called with a lease that ended by itself, and why."""
+
+    def __init__(self, start_ticks: StartTicks, lease_ended: Callable[[LeaseRecord, str], object]) -> None:
+        boot = _BOOT_ID.read_text().strip()
+        self.leases = Leases(start_ticks, boot=boot, changed=self._note_change, ended=lease_ended)
+        #: Jobs that asked for a GPU, and jobs that were suspended, by the number of the job.
+        self.queue: dict[int, QueuedRecord] = {}
+        self.suspended: dict[int, SuspendedRecord] = {}
+        #: Told of each change.
+        self.news = Condition()
+        self._folder: Path | None = None
+        self._saving = StateSaving(self._save, _report, name="hegmd-sharing")
+
+    def open(self, folder: Path) -> None:
+        """Read what the daemon before has left. Blocks. Raises HegmError if it cannot be trusted."""
+        self._folder = folder
+        state = state_file.load(folder)
+        self.leases.enter(state.leases, state.next_lease)
+        self.queue = {one.job: one for one in state.queue}
+        self.suspended = {one.job: one for one in state.suspended}
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Watch the leases and write what changes, until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._saving.run)
+            await tasks.start(self.leases.run)
+            task_status.started()
+
+    async def until_saved(self) -> None:
+        """Wait until all changes are on disk, for a few seconds at most."""
+        await self._saving.until_saved()
+
+    def put_queued(self, record: QueuedRecord) -> None:
+        """Enter or change a job that asked for a GPU."""
+        self.queue[record.job] = record
+        self._note_change()
+
+    def put_suspended(self, record: SuspendedRecord) -> None:
+        """Enter or change a job that is suspended for others."""
+        self.suspended[record.job] = record
+        self._note_change()
+
+    def forget_suspended(self, job: int) -> None:
+        """It runs again, has ended, or is its user's to resume."""
+        if self.suspended.pop(job, None) is not None:
+            self._note_change()
+
+    def forget_queued(self, job: int) -> None:
+        """It has ended."""
+        if self.queue.pop(job, None) is not None:
+            self._note_change()
+
+    def _note_change(self) -> None:
+        self._saving.put(
+            SharingState(
+                next_lease=self.leases.next_number,
+                leases=tuple(self.leases),
+                queue=tuple(self.queue.values()),
+                suspended=tuple(self.suspended.values()),
+            )
+        )
+        self.news.notify_all()
+
+    def _save(self, state: SharingState) -> None:
+        if self._folder is not None:
+            state_file.save(self._folder, state)
+
+
+def _report(why: str) -> None:
+    limited(logger, "sharing", logging.ERROR, "leases and queue cannot be written down: %s", why)

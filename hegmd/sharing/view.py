@@ -1,0 +1,406 @@
+"""Takes the snapshot for the sharing policy: GPUs, jobs and leases as they are at this moment.
+
+Owns how the node's jobs, operations and processes become the states that the policy knows. Decides nothing about them.
+
+Longer than 400 lines because all states that a job can be in are told apart here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hegmd.migration.machine.machine import HOLDING
+from hegmd.migration.machine.next_effects import SUSPENDED
+from hegmd.migration.machine.operation import FORWARD, MIGRATE, RESUME, SUSPEND, JobProcess, Operation
+from hegmd.migration.model import Candidate, MigrationPlan, NodeSnapshotForPlan, PlanRequest
+from hegmd.migration.plan.forecast import expected
+from hegmd.migration.plan.planner import planned
+from hegmd.node.gpu_sets import gpus_of
+from hegmd.operations.job_requests import JobOperationsOf
+from hegmd.operations.survey import PlanSurvey
+from hegmd.sharing import model
+from hegmd.sharing.history import UNKNOWN_SWITCH_S, History
+from hegmd.sharing.memory_use import descends, held_by_gpu, needs_by_gpu, stays_by_gpu, used_of_lease
+from hegmd.sharing.records import LeaseRecord, QueuedRecord, SuspendedRecord
+from hegmd.sharing.rules import AUTO, KEEP_CONTEXT, WHOLE, SharingRules
+from hegmd.sharing.state import SharingMemory
+from hegmd.workers.job_file import JobRecord
+from hegmd.workers.job_names import trains
+from hegmd.workers.jobs import Jobs
+from hegmd.workers.workers import AgentConnection, Workers
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """How a running job can leave its GPUs, by the planner's word."""
+
+    #: Why it cannot; empty if it can.
+    hindrance: str = ""
+    #: About how long one suspension and one resumption take.
+    switch_s: float | None = None
+    #: What stays on its GPUs if its contexts are kept; None if they cannot be.
+    stays_bytes: Mapping[str, int] | None = None
+    #: Whether it can only leave so.
+    keeps_context: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SeenJob:
+    """One job, and what actions on it need to know."""
+
+    record: JobRecord
+    pids: tuple[int, ...]
+    operation: Operation | None
+    leaves: Leaving | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The node at one moment: as the policy sees it, and the jobs behind it by their ids."""
+
+    now: float
+    snapshot: model.Snapshot
+    jobs: Mapping[str, SeenJob] = field(default_factory=dict[str, SeenJob])
+
+
+class SharingView:
+    """`acting` returns the action that is under way on a job, by the job's id."""
+
+    def __init__(  # noqa: PLR0913 - the parts that it asks, each named
+        self,
+        jobs: Jobs,
+        workers: Workers,
+        operations: JobOperationsOf,
+        survey: PlanSurvey,
+        memory: SharingMemory,
+        history: History,
+        rules: SharingRules,
+        *,
+        acting: Callable[[str], model.Action | None],
+        clock: Callable[[], float] = time.monotonic,
+        utc: Callable[[], float] = time.time,
+    ) -> None:
+        self._jobs = jobs
+        self._workers = workers
+        self._operations = operations
+        self._survey = survey
+        self._memory = memory
+        self._history = history
+        self._rules = rules
+        self._acting = acting
+        self._clock = clock
+        self._utc = utc
+        #: The processes with an agent of each job at this look, by the job's number.
+        self._attending: dict[int, list[AgentConnection]] = {}
+        #: The priority that a job has at least because it uses a lease, by the job's number.
+        self._lent: dict[int, int] = {}
+
+    async def take(self, *more: LeaseRecord) -> View:
+        """Look at the node. `more` are leases that are only thought of."""
+        node = await self._survey.snapshot(())
+        now = self._clock()
+        free = {gpu.id: gpu.free_bytes for gpu in expected(node).gpus}
+        gpus = [
+            model.Gpu(gpu.id, gpu.total_bytes, free.get(gpu.id), gpu.chip, is_healthy=gpu.state == "ok")
+            for gpu in node.gpus
+            if gpu.total_bytes is not None
+        ]
+        jobs: list[model.Job] = []
+        seen: dict[str, SeenJob] = {}
+        self._attending = self._workers_by_job()
+        candidates = self._candidates_of(node.candidates)
+        self._lent = self._lent_priorities(candidates)
+        for record in self._jobs:
+            if record.lives:
+                found = self._job(record, candidates.get(record.number, ()), node, now)
+                if found is not None:
+                    jobs.append(found[0])
+                    seen[record.id] = found[1]
+        leases = [self._lease(lease, node, now) for lease in (*self._memory.leases, *more)]
+        snapshot = model.Snapshot(
+            tuple(gpus), tuple(jobs), tuple(leases), self._rules.policy, pool_free_bytes=node.pool.free_bytes
+        )
+        return View(now, snapshot, seen)
+
+    def is_ours(self, op: Operation, record: SuspendedRecord | None) -> bool:
+        """Whether a suspended operation is one that sharing began."""
+        if record is None:
+            return False
+        return op.id == record.operation or (record.operation is None and op.created_utc >= record.since_utc)
+
+    # -- jobs ----------------------------------------------------------------------------------------------------------
+
+    def _workers_by_job(self) -> dict[int, list[AgentConnection]]:
+        found: dict[int, list[AgentConnection]] = {}
+        for worker in self._workers:
+            job = self._jobs.of_worker(worker)
+            if job is not None and job.lives:
+                found.setdefault(job.number, []).append(worker)
+        return found
+
+    def _candidates_of(self, candidates: Sequence[Candidate]) -> dict[int, list[Candidate]]:
+        """The processes on GPUs of each job, by its number."""
+        owners: dict[int, int] = {}
+        for number, workers in self._workers_by_job().items():
+            owners.update({worker.pid: number for worker in workers})
+        for job in self._jobs:
+            if job.lives and job.pid is not None and not job.is_gone:
+                owners.setdefault(job.pid, job.number)
+        found: dict[int, list[Candidate]] = {}
+        for candidate in candidates:
+            if candidate.pid in owners:
+                found.setdefault(owners[candidate.pid], []).append(candidate)
+        return found
+
+    def _job(
+        self, record: JobRecord, candidates: Sequence[Candidate], node: NodeSnapshotForPlan, now: float
+    ) -> tuple[model.Job, SeenJob] | None:
+        """The job as the policy sees it; None for one that neither has nor wants a GPU."""
+        workers = [worker for worker in self._attending.get(record.number, ()) if trains(worker)]
+        held = held_by_gpu(candidates)
+        op, queued = self._operations.of(record), self._memory.queue.get(record.number)
+        if queued is not None and queued.placed is not None and not queued.has_trained and workers and held:
+            queued = queued.replace(has_trained=True)
+            self._memory.put_queued(queued)
+        if op is not None:
+            return self._in_operation(record, op, held, node, now)
+        if queued is not None and not queued.has_trained:
+            return self._starting(record, queued, held, now)
+        if not held:
+            return None
+        if not workers:
+            return self._told(record, model.BUSY, now, SeenJob(record, (), None), gpus=tuple(held), held=held)
+        return self._running(record, workers, held, queued, node, now)
+
+    def _running(
+        self,
+        record: JobRecord,
+        workers: Sequence[AgentConnection],
+        held: Mapping[str, int],
+        queued: QueuedRecord | None,
+        node: NodeSnapshotForPlan,
+        now: float,
+    ) -> tuple[model.Job, SeenJob]:
+        pids = tuple([worker.pid for worker in workers])
+        action = self._acting(record.id)
+        state = model.RUNNING if action is None else model.LEAVING if action.kind == SUSPEND else model.ARRIVING
+        gpus, needs = tuple(held), tuple(held.values())
+        if action is not None and action.kind == MIGRATE:
+            gpus, needs = action.gpus, action.size_bytes
+        leaves = self._judge(node, pids, workers) if action is None else Leaving()
+        if leaves.keeps_context and leaves.stays_bytes is not None:
+            stays = leaves.stays_bytes
+            held = {gpu: max(0, size - stays.get(gpu, 0)) for gpu, size in held.items()}
+            needs = tuple(held.values())
+        if action is None:
+            needs = _with_stated(needs, queued)
+        return self._told(
+            *(record, state, now, SeenJob(record, pids, None, leaves)),
+            gpus=gpus,
+            needs=needs,
+            held=held,
+            allowed=_pinned(workers, queued, held),
+            chip=_chip(node, held),
+            hindrance=leaves.hindrance,
+            estimate_s=leaves.switch_s,
+            since_utc=None if self._history.of(record.id).state else record.started_utc,
+        )
+
+    def _judge(self, node: NodeSnapshotForPlan, pids: tuple[int, ...], workers: Sequence[AgentConnection]) -> Leaving:
+        """How a running job can leave its GPUs."""
+        if not all(worker.connected for worker in workers):
+            return Leaving("its agent is not connected")
+        whole = planned(node, PlanRequest(kind=SUSPEND, pids=pids))
+        kept = planned(node, PlanRequest(kind=SUSPEND, pids=pids, keep_context=True))
+        stays = stays_by_gpu(kept) if isinstance(kept, MigrationPlan) else None
+        if self._rules.method != KEEP_CONTEXT and isinstance(whole, MigrationPlan):
+            return Leaving("", 2 * whole.estimate_s, stays if self._rules.method == AUTO else None)
+        if self._rules.method != WHOLE and isinstance(kept, MigrationPlan):
+            return Leaving("", 2 * kept.estimate_s, stays, keeps_context=True)
+        against = kept if self._rules.method == KEEP_CONTEXT else whole
+        return Leaving(against[0].message if not isinstance(against, MigrationPlan) else "it cannot be suspended")
+
+    def _in_operation(
+        self,
+        record: JobRecord,
+        op: Operation,
+        held: Mapping[str, int],
+        node: NodeSnapshotForPlan,
+        now: float,
+    ) -> tuple[model.Job, SeenJob]:
+        members = tuple(op.live)
+        seen = SeenJob(record, tuple([member.pid for member in members]), op)
+        action, suspended = self._acting(record.id), self._memory.suspended.get(record.number)
+        former = needs_by_gpu(members, lambda one: one.previous_gpu or one.first_gpu)
+        chip = members[0].chip if members else None
+        if op.phase == SUSPENDED and action is not None and action.kind == model.RESUME:
+            return self._told(
+                *(record, model.ARRIVING, now, seen), gpus=action.gpus, needs=action.size_bytes, chip=chip
+            )
+        if op.phase == SUSPENDED:
+            is_ours = suspended is not None and self.is_ours(op, suspended)
+            if suspended is not None and is_ours:  # a new daemon knows the turn by this alone
+                self._history.of(record.id).turn_s = suspended.turn_s
+            stays_here = any(member.keeps_context for member in members)
+            return self._told(
+                *(record, model.SUSPENDED if is_ours else model.USER_SUSPENDED, now, seen),
+                gpus=tuple(former),
+                needs=_with_stated(tuple(former.values()), self._memory.queue.get(record.number)),
+                allowed=tuple(former) if stays_here else self._pinned_in_queue(record, former),
+                chip=chip,
+                hindrance=self._hindrance_of_return(members),
+                since_utc=suspended.since_utc if suspended is not None and is_ours else op.created_utc,
+            )
+        if op.phase != HOLDING and op.direction == FORWARD and op.kind == SUSPEND:
+            return self._told(*(record, model.LEAVING, now, seen), gpus=tuple(held), held=held, chip=chip)
+        if op.phase != HOLDING and op.direction == FORWARD and op.kind in (RESUME, MIGRATE):
+            to = needs_by_gpu(members, lambda one: one.target_gpu)
+            left = {gpu: size for gpu, size in held.items() if gpu not in to}
+            # What it needs is not free any more: it is reserved, or was taken off what is free.
+            return self._told(
+                *(record, model.ARRIVING, now, seen), gpus=tuple(to), needs=tuple(to.values()), held={**to, **left}
+            )
+        return self._told(*(record, model.BUSY, now, seen), gpus=tuple(held), held=held, chip=chip)
+
+    def _hindrance_of_return(self, members: Sequence[JobProcess]) -> str:
+        for member in members:
+            worker = self._workers.find(member.pid)
+            if member.has_agent and not member.is_absent and (worker is None or not worker.connected):
+                return f"the agent of process {member.pid} is not connected"
+        return ""
+
+    def _starting(
+        self, record: JobRecord, queued: QueuedRecord, held: Mapping[str, int], now: float
+    ) -> tuple[model.Job, SeenJob]:
+        """A job that waits for its start, or was given a GPU and has not trained yet."""
+        needs = None if queued.size_bytes is None else (queued.size_bytes,)
+        state = model.QUEUED if queued.placed is None else model.ARRIVING
+        gpus = () if queued.placed is None else (queued.placed,)
+        return self._told(
+            *(record, state, now, SeenJob(record, (), None)),
+            gpus=gpus,
+            needs=needs,
+            held=held,
+            allowed=None if queued.gpu is None else (queued.gpu,),
+            since_utc=queued.since_utc,
+        )
+
+    def _pinned_in_queue(self, record: JobRecord, former: Mapping[str, int]) -> tuple[str, ...] | None:
+        workers = [worker for worker in self._attending.get(record.number, ()) if trains(worker)]
+        return _pinned(workers, self._memory.queue.get(record.number), former)
+
+    def _told(  # noqa: PLR0913 - the facts of a job, each named
+        self,
+        record: JobRecord,
+        state: str,
+        now: float,
+        seen: SeenJob,
+        *,
+        gpus: tuple[str, ...] = (),
+        needs: tuple[int, ...] | None = (),
+        held: Mapping[str, int] | None = None,
+        allowed: tuple[str, ...] | None = None,
+        chip: str | None = None,
+        hindrance: str = "",
+        estimate_s: float | None = None,
+        since_utc: float | None = None,
+    ) -> tuple[model.Job, SeenJob]:
+        since_s = None if since_utc is None else now - max(0.0, self._utc() - since_utc)
+        past = self._history.note_state(record.id, state, now, since_s)
+        known = needs if needs != () else tuple((held or {}).get(gpu, 0) for gpu in gpus)
+        job = model.Job(
+            id=record.id,
+            name=record.name,
+            state=state,
+            priority=self._priority(record),
+            uid=record.uid,
+            since_s=past.since_s,
+            gpus=gpus,
+            needs_bytes=known,
+            held_bytes=dict(held or {}),
+            allowed_gpus=allowed,
+            chip=chip,
+            is_preemptible=self._priority(record) < self._rules.preemptible_below,
+            preempts_others=self._rules.suspends_others or record.uid == 0,
+            turn_s=past.turn_s,
+            switch_s=past.switch_s or estimate_s or UNKNOWN_SWITCH_S,
+            hindrance=hindrance,
+            retry_at_s=past.retry_at_s,
+        )
+        return job, seen
+
+    def _priority(self, record: JobRecord) -> int:
+        return max(record.priority, self._lent.get(record.number, 0))
+
+    # -- leases --------------------------------------------------------------------------------------------------------
+
+    def _lease(self, lease: LeaseRecord, node: NodeSnapshotForPlan, now: float) -> model.Lease:
+        past = self._history.of(lease.id)
+        return model.Lease(
+            id=lease.id,
+            name=str(lease),
+            state=model.HELD if lease.is_held else model.PENDING,
+            priority=lease.priority,
+            uid=lease.uid,
+            since_s=now - max(0.0, self._utc() - lease.since_utc),
+            size_bytes=lease.size_bytes,
+            gpu=lease.gpu,
+            used_bytes=self.used_bytes(lease, node.candidates) if lease.is_held else 0,
+            preempts_others=self._rules.suspends_others or lease.is_admin,
+            retry_at_s=past.retry_at_s,
+        )
+
+    def _lent_priorities(self, candidates: Mapping[int, Sequence[Candidate]]) -> dict[int, int]:
+        """A job within a held lease is as important as the lease: it would not do to suspend it for another."""
+        lent: dict[int, int] = {}
+        for lease in self._memory.leases:
+            if lease.is_held and lease.pid is not None:
+                for number, processes in candidates.items():
+                    if any(descends(process.pid, lease.pid) for process in processes):
+                        lent[number] = max(lease.priority, lent.get(number, 0))
+        return lent
+
+    def stated_bytes(self, candidates: Sequence[Candidate]) -> dict[str, int]:
+        """By GPU, the memory that jobs said they need and have not taken yet. A suspended one keeps none."""
+        kept: dict[str, int] = {}
+        if not any(record.size_bytes and record.placed for record in self._memory.queue.values()):
+            return kept
+        by_job = self._candidates_of(candidates)
+        jobs = {job.number: job for job in self._jobs}
+        for number, record in self._memory.queue.items():
+            job = jobs.get(number)
+            if job is None or record.placed is None or record.size_bytes is None:
+                continue
+            held = held_by_gpu(by_job.get(number, ()))
+            gpu = record.placed if not record.has_trained else next(iter(held), None)
+            if gpu is not None and len(held) < 2 and self._operations.of(job) is None:
+                kept[gpu] = kept.get(gpu, 0) + max(0, record.size_bytes - held.get(gpu, 0))
+        return kept
+
+    def used_bytes(self, lease: LeaseRecord, candidates: Sequence[Candidate]) -> int:
+        """How much of a lease is in use by those that it is for."""
+        placed = {job.pid for job in self._jobs if job.number in self._memory.queue}
+        return used_of_lease(lease, candidates, placed)
+
+
+def _with_stated(needs: tuple[int, ...], queued: QueuedRecord | None) -> tuple[int, ...]:
+    """What a job needs, at least what it said: it may not have taken all of it yet."""
+    if queued is None or queued.size_bytes is None or len(needs) != 1:
+        return needs
+    return (max(needs[0], queued.size_bytes),)
+
+
+def _pinned(
+    workers: Sequence[AgentConnection], queued: QueuedRecord | None, held: Mapping[str, int]
+) -> tuple[str, ...] | None:
+    """The only GPUs on which its user lets it be; None for any."""
+    if queued is not None:
+        return None if queued.gpu is None else (queued.gpu,)
+    named = [worker.about.gpu for worker in workers if worker.about.gpu]
+    return tuple(dict.fromkeys([gpu for name in named for gpu in gpus_of(name)] + list(held))) if named else None
+
+
+def _chip(node: NodeSnapshotForPlan, held: Mapping[str, int]) -> str | None:
+    return next((gpu.chip for gpu in node.gpus if gpu.id in held), None)

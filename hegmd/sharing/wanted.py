@@ -1,0 +1,111 @@
+"""Who asks for memory of a GPU: waiting jobs, pending leases, and jobs that have to leave theirs.
+
+Owns one value for all three, and the order in which they have their turns. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hegmd.sharing.model import GRANT, MIGRATE, QUEUED, RESUME, RUNNING, START, SUSPENDED, Gpu, Job, Lease, Rules
+
+# The order among equals: what was interrupted in its turn, then those who wait, then those whose turn has just ended.
+_INTERRUPTED, _IN_LINE, _DISPLACED = range(3)
+_ACTIONS = {QUEUED: START, SUSPENDED: RESUME, RUNNING: MIGRATE}
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A job or lease that asks for memory."""
+
+    id: str
+    name: str
+    #: What is done once it has the memory.
+    action: str
+    priority: int
+    uid: int
+    #: Its place in the order: the smallest is first.
+    turn: tuple[int, int, float, str]
+    #: What it needs on each of its GPUs; None if unknown.
+    needs_bytes: tuple[int, ...] | None
+    gpu_count: int
+    allowed_gpus: tuple[str, ...] | None
+    chip: str | None
+    preempts_others: bool
+    #: Whether a job of higher priority may suspend it once it runs; never True for a lease.
+    is_preemptible: bool
+    #: The job; None for a lease.
+    job: Job | None = None
+    hindrance: str = ""
+    retry_at_s: float | None = None
+
+    def may_preempt(self, uid: int) -> bool:
+        """Return whether jobs of that user may be suspended for it."""
+        return self.preempts_others or uid == self.uid
+
+    def need_bytes(self, gpu: Gpu, share: int, rules: Rules) -> int:
+        """Return the memory that has to be free on `gpu` if that is the GPU number `share` of its GPUs."""
+        if self.needs_bytes is None:
+            return int(gpu.total_bytes * rules.whole_gpu_share)
+        return self.needs_bytes[share]
+
+    def claim_bytes(self, gpu: Gpu, share: int) -> int:
+        """Return what is kept for it there: all of the GPU if its need is unknown."""
+        return gpu.total_bytes if self.needs_bytes is None else self.needs_bytes[share]
+
+    def shares(self) -> list[int]:
+        """Return the numbers of its GPUs, the one that needs the most first."""
+        needs_bytes = self.needs_bytes
+        if self.gpu_count == 1:
+            return [0]
+        numbers = list(range(self.gpu_count))
+        return numbers if needs_bytes is None else sorted(numbers, key=lambda share: -needs_bytes[share])
+
+    def kind(self) -> tuple[object, ...]:
+        """Return what decides, besides its size, where it may be and who leaves for it."""
+        return (
+            *(self.priority, self.action, self.is_preemptible, None if self.preempts_others else self.uid),
+            *(self.allowed_gpus, self.chip, self.gpu_count, self.needs_bytes is None),
+        )
+
+
+def wanted_by(job: Job, displaced_s: float | None = None) -> Wanted:
+    """Return what a waiting job asks for, or one that has to leave its GPU at the instant `displaced_s`."""
+    group = _INTERRUPTED if job.state == SUSPENDED and job.turn_s > 0 else _IN_LINE
+    turn = (-job.priority, group, job.since_s, job.id)
+    return Wanted(
+        id=job.id,
+        name=job.name,
+        action=_ACTIONS[job.state],
+        priority=job.priority,
+        uid=job.uid,
+        turn=turn if displaced_s is None else (-job.priority, _DISPLACED, displaced_s, job.id),
+        needs_bytes=job.needs_bytes,
+        gpu_count=job.gpu_count,
+        allowed_gpus=job.allowed_gpus,
+        chip=job.chip,
+        preempts_others=job.preempts_others,
+        is_preemptible=job.is_preemptible,
+        job=job,
+        hindrance=job.hindrance,
+        retry_at_s=job.retry_at_s,
+    )
+
+
+def wanted_for(lease: Lease) -> Wanted:
+    """Return what a pending lease asks for. It comes before the jobs of its priority."""
+    return Wanted(
+        id=lease.id,
+        name=lease.name,
+        action=GRANT,
+        priority=lease.priority,
+        uid=lease.uid,
+        turn=(-lease.priority, _INTERRUPTED, lease.since_s, lease.id),
+        needs_bytes=(lease.size_bytes,),
+        gpu_count=1,
+        allowed_gpus=None if lease.gpu is None else (lease.gpu,),
+        chip=None,
+        preempts_others=lease.preempts_others,
+        is_preemptible=False,
+        retry_at_s=lease.retry_at_s,
+    )

@@ -1,0 +1,221 @@
+"""A training under `hegmctl run --recover` whose process is killed: it continues exactly, or says why it does not."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hegmctl.connection import connect
+from hegmd.protocol.recovery import JobRecovery
+from tests.e2e.daemon import RunningDaemon
+from tests.e2e.moved_job import BARE, SCRIPTS, SLOWLY_MS, MovedJob, Script, steps_alone
+from tests.e2e.references import TWO_RANKS
+from tests.needs import need_torch
+from tests.patience import HANG_S
+
+pytestmark = [pytest.mark.e2e]
+need_torch()
+
+LEAVING, RANKED = str(SCRIPTS / "leaving.py"), str(SCRIPTS / "ranked.py")
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
+    with RunningDaemon(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> list[str]:
+    """What the training tells of its steps by itself."""
+    return steps_alone([sys.executable, LEAVING], tmp_path_factory.mktemp("undisturbed"))
+
+
+class RecoveredJob(MovedJob):
+    """The training under its supervisor, which goes no faster than it is read."""
+
+    more = BARE
+
+    def __init__(self, daemon: RunningDaemon, folder: Path, *options: str, gpu: str = "gpu0", **more: str) -> None:
+        self.folder = folder
+        self.more = {**BARE, **more}
+        words = [sys.executable, "-m", "hegmctl", "run", "--recover=0.1s", "--gpu", gpu, *options]
+        Script.__init__(self, [*words, "--", sys.executable, LEAVING], daemon.socket_path, folder)
+        self._daemon = daemon
+        self._gpu = 0
+
+    def pids(self) -> list[int]:
+        """The pid of each start."""
+        return [int(line.split()[0]) for line in (self.folder / "starts").read_text().splitlines() if line]
+
+    def until(self, is_so: Callable[[JobRecovery], bool], *, ended: bool = False) -> JobRecovery:
+        """Read on until that is so of the job's recovery; what is told of it then. `ended`: it may be over before."""
+        with connect(str(self._daemon.socket_path)) as hegmd:
+            while True:
+                is_over = not ended and self.process.poll() is not None
+                found = hegmd.recovery().jobs
+                if found and is_so(found[0]):
+                    return found[0]
+                assert not is_over, (found, self._error_text())
+                self._read_on(SLOWLY_MS)
+
+    def stopped_with_two_slots(self) -> list[tuple[int, int]]:
+        """Stop its process while it writes neither of its slots; these, with their generations."""
+        while True:
+            os.kill(self.pids()[0], signal.SIGSTOP)
+            slots = _slots_of(self.folder)
+            if all(generation for _slot, generation in slots):
+                return slots
+            os.kill(self.pids()[0], signal.SIGCONT)
+            self._read_on(SLOWLY_MS)
+
+    def read_to_the_end(self) -> list[str]:
+        """Every line that tells of a step, once nobody has its output open."""
+        while self._read():
+            pass
+        return self._steps()
+
+    def errors(self) -> str:
+        """What it printed to its standard error."""
+        return self._error_text()
+
+
+def _has_two(job: JobRecovery) -> bool:
+    return job.state == "protected" and sum(slot.step is not None for slot in job.slots) == 2
+
+
+def _flip_a_bit(folder: Path, slot: int) -> None:
+    """In the tensors of that slot of the only job."""
+    identity = (folder / "state" / "identity").read_text()[:16]
+    (path,) = Path(f"/dev/shm/hegmd-{os.geteuid()}-{identity}").glob(f"hegm-pool-j1-0.{slot}-*")
+    with path.open("r+b") as file:
+        data = bytearray(file.read())
+        at = data.rindex(b"HEGMSLOT")
+        place = max(index for index in range(0, at, 4096) if data[index : index + 4096].strip(b"\0"))
+        data[place] ^= 1
+        file.seek(0)
+        file.write(data)
+
+
+def test_a_killed_training_continues_though_its_daemon_was_killed_and_its_newest_snapshot_damaged(
+    daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
+) -> None:
+    """Every loss equals the undisturbed run's, those of the repeated steps too."""
+    with RecoveredJob(daemon, tmp_path) as job:
+        job.until(_has_two)
+        daemon.stop(signal.SIGKILL)
+        newest = max(job.stopped_with_two_slots(), key=lambda slot: slot[1])
+        os.kill(job.pids()[0], signal.SIGKILL)
+        _flip_a_bit(tmp_path, newest[0])
+        daemon.start()
+        job.until(lambda told: told.recoveries[-1:] != () and told.recoveries[-1].result == "recovered")
+        told = job.steps()
+        assert list(dict.fromkeys(told)) == undisturbed
+        assert set(told) == set(undisturbed)
+        assert len(job.pids()) == 3
+        assert "do not fit their checksums" in job.errors()
+    with connect(str(daemon.socket_path)) as hegmd:
+        while hegmd.recovery().jobs:  # its memory is given back once its supervisor is seen to have ended
+            select.poll().poll(SLOWLY_MS)
+
+
+def _slots_of(folder: Path) -> list[tuple[int, int]]:
+    """Each slot of the only job with its generation, as a daemon that starts reads it."""
+    from hegmd.protocol.slots import RECORD_BYTES, unpacked
+
+    identity = (folder / "state" / "identity").read_text()[:16]
+    found: list[tuple[int, int]] = []
+    for slot in (0, 1):
+        (path,) = Path(f"/dev/shm/hegmd-{os.geteuid()}-{identity}").glob(f"hegm-pool-j1-0.{slot}-*")
+        record = unpacked(path.read_bytes()[-RECORD_BYTES:])
+        found.append((slot, 0 if record is None else record.generation))
+    return found
+
+
+def test_a_training_that_fails_again_and_again_ends_with_its_own_status_and_keeps_its_state(
+    daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
+) -> None:
+    """Another `hegmctl run` continues from that."""
+    with RecoveredJob(daemon, tmp_path, "--max-recoveries", "1", FAILS_AT="60") as job:
+        job.until(lambda told: told.state == "protected")
+        job.read_to_the_end()
+        assert job.process.wait(HANG_S) == 7
+        assert len(job.pids()) == 2
+        assert "it was recovered 1 times, as often as --max-recoveries allows" in job.errors()
+        assert "hegmctl run --recover --resume j1" in job.errors()
+        kept = job.until(lambda told: told.state == "kept", ended=True)
+        assert kept.held_bytes > 0
+        assert kept.recoveries[-1].result == "given up"
+        before = job.read_to_the_end()
+    with RecoveredJob(daemon, tmp_path, "--resume", "j1") as again:
+        told = again.steps()
+        assert list(dict.fromkeys([*before, *told])) == undisturbed
+        assert told[0] != undisturbed[0]
+
+
+def test_a_training_that_hangs_is_killed_and_recovered_on_a_healthy_gpu(
+    daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
+) -> None:
+    """Its GPU is lost meanwhile, so that it continues on the other one."""
+    with RecoveredJob(daemon, tmp_path, "--hang-limit", "4s", HANGS_AT="9") as job:
+        job.until(_has_two)
+        job.answer("simulate", "fault", "gpu0", "lost")
+        told = job.until(lambda told: told.recoveries[-1:] != () and told.recoveries[-1].result == "recovered")
+        assert "made no step for" in told.recoveries[0].why
+        assert f"{LEAVING}:" in (told.recoveries[0].stacks or "")
+        assert told.recoveries[0].gpus == ("gpu1",)
+        assert list(dict.fromkeys(job.steps())) == undisturbed
+        assert len(job.pids()) == 2
+
+
+def test_a_job_that_the_pool_has_no_memory_for_is_unprotected_and_says_so_once(
+    tmp_path: Path,
+) -> None:
+    with (
+        RunningDaemon(tmp_path).configured("[pool]\nbudget_bytes = 1048576\n") as daemon,
+        RecoveredJob(daemon, tmp_path) as job,
+    ):
+        told = job.until(lambda told: told.state == "unprotected")
+        assert told.why is not None
+        with connect(str(daemon.socket_path)) as hegmd:
+            assert 'hegmd_recovery_jobs{state="unprotected"} 1' in hegmd.metrics().text
+        assert "the pool may hold 1 MiB" in told.why
+        os.kill(job.pids()[0], signal.SIGKILL)
+        job.read_to_the_end()
+        assert job.process.wait(HANG_S) == -signal.SIGKILL
+        assert job.errors().count("is not protected") == 1
+        with connect(str(daemon.socket_path)) as hegmd:
+            assert len([event for event in hegmd.events() if event.kind == "job.unprotected"]) == 1
+
+
+class RecoveredRanks(RecoveredJob):
+    """Two ranks of torchrun under one supervisor."""
+
+    def __init__(self, daemon: RunningDaemon, folder: Path) -> None:
+        self.folder = folder
+        words = [sys.executable, "-m", "hegmctl", "run", "--recover=0.1s", "--gpu", "gpu0", "--"]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        Script.__init__(self, [*words, sys.executable, *launcher, RANKED], daemon.socket_path, folder)
+        self._daemon = daemon
+        self._gpu = 0
+
+
+@pytest.mark.xdist_group("ranks")
+def test_two_ranks_continue_from_one_step_when_one_of_them_is_killed(daemon: RunningDaemon, tmp_path: Path) -> None:
+    alone = steps_alone([sys.executable, *TWO_RANKS, RANKED], tmp_path)
+    (tmp_path / "starts").unlink()
+    with RecoveredRanks(daemon, tmp_path) as job:
+        seen = job.until(lambda told: sum(slot.step is not None for slot in told.slots) == 4)
+        assert {slot.rank for slot in seen.slots} == {0, 1}
+        os.kill(job.pids()[1], signal.SIGKILL)
+        told = job.steps()
+        for rank in ("0", "1"):
+            own, undisturbed = ([step for step in steps if step.split()[1] == rank] for steps in (told, alone))
+            assert list(dict.fromkeys(own)) == undisturbed
+        assert len(job.pids()) == 4

@@ -1,0 +1,101 @@
+"""Which ends of a command are failures to recover from, what may be written on the command line, and what is shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from hegmctl.arguments import parse
+from hegmctl.recovering import Recovery, recovery_asked
+from hegmctl.recovery_text import recovery_text
+from hegmctl.tables import Style
+from hegmd.errors import HegmError
+from hegmd.protocol.messages import RecoveryWish
+from hegmd.protocol.recovery import JobRecovery, RecoveryAttempt, RecoveryReply, Snapshot
+
+
+def _asked(*words: str) -> Recovery | None:
+    return recovery_asked(parse(["run", *words, "--", "python3", "train.py"]))
+
+
+@pytest.mark.parametrize(
+    ("status", "told", "words", "expected"),
+    [
+        (-9, None, (), True),
+        (1, None, (), True),
+        (137, None, (), True),
+        (0, None, (), False),
+        (-15, None, (), False),
+        (-2, None, (), False),
+        (143, None, (), False),
+        (130, None, (), False),
+        (1, 15, (), False),
+        (-9, 2, (), False),
+        (3, None, ("--final-status", "3,4"), False),
+        (5, None, ("--final-status", "3,4"), True),
+        (1, None, ("--recover-from", "signal"), False),
+        (-11, None, ("--recover-from", "signal"), True),
+        (139, None, ("--recover-from", "signal"), True),
+        (-11, None, ("--recover-from", "error"), False),
+    ],
+)
+def test_an_end_that_somebody_wanted_is_no_failure(
+    status: int, told: int | None, words: tuple[str, ...], expected: bool
+) -> None:
+    recovery = _asked("--recover", *words)
+    assert recovery is not None
+    assert recovery.is_failure(status, told) is expected
+
+
+def test_the_interval_is_chosen_unless_it_is_given() -> None:
+    assert _asked() is None
+    automatic, given = _asked("--recover"), _asked("--recover=2min", "--max-recoveries", "5", "--hang-limit", "off")
+    assert automatic is not None
+    assert given is not None
+    assert automatic.wish == RecoveryWish()
+    assert given.wish == RecoveryWish(interval_s=120.0, max_recoveries=5, hang_limit_s=0.0)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--recover=soon",),
+        ("--recover=0.01s",),
+        ("--max-recoveries", "3"),
+        ("--recover", "--recover-from", "cuda"),
+        ("--recover", "--final-status", "0"),
+        ("--recover", "--final-status", "x"),
+    ],
+)
+def test_what_means_nothing_is_a_mistake(words: tuple[str, ...]) -> None:
+    with pytest.raises(HegmError) as caught:
+        _asked(*words)
+    assert caught.value.code.name == "usage"
+
+
+def test_slots_and_recoveries_are_shown_with_what_they_cost() -> None:
+    slots = (
+        Snapshot(rank=0, slot=0, generation=8, step=1200, size_bytes=3 << 20, taken_utc=90.0),
+        Snapshot(rank=0, slot=1),
+    )
+    attempt = RecoveryAttempt(
+        fell_utc=80.0, why="ended by signal 9", step=1190, from_step=1100, gpus=("gpu1",), started_s=0.1, trained_s=2.5
+    )
+    job = JobRecovery(
+        id="j7",
+        name="train",
+        uid=0,
+        state="protected",
+        interval_s=50.0,
+        cost_s=0.5,
+        snapshots=9,
+        held_bytes=8 << 20,
+        slots=slots,
+        recoveries=(attempt,),
+    )
+    text = "\n".join(recovery_text(RecoveryReply(taken_utc=100.0, jobs=(job,)), Style()))
+    assert "j7 (train): protected" in text
+    assert "a snapshot every 50 s; the last one cost 500 ms (0.99% of the time); 8.0 MiB of host memory" in text
+    assert "no whole snapshot" in text
+    assert "ended by signal 9" in text
+    assert "2.5 s" in text
+    assert recovery_text(RecoveryReply(taken_utc=1.0, jobs=()), Style())[0].startswith("No job is protected here")

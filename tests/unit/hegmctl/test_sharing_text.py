@@ -1,0 +1,90 @@
+"""What the commands about sharing GPUs take and print."""
+
+from __future__ import annotations
+
+import pytest
+
+from hegmctl.arguments import parse
+from hegmctl.running import gpus_asked
+from hegmctl.sharing_text import lease_note, queue_text, released_text, room_progress_text, room_text
+from hegmctl.tables import Style
+from hegmd.errors import USAGE, HegmError
+from hegmd.protocol.messages import MakeRoom, QueueReply, Released, RoomProgress, RoomReply, RoomStep, SetPriority
+from hegmd.protocol.sharing import Lease, QueuedJob
+
+GIB = 1 << 30
+PLAIN = Style()
+LEASE = Lease(id="l3", gpu="gpu0", size_bytes=60 * GIB, state="held", priority=80, uid=0, pid=4711, since_utc=5.0)
+
+
+def test_the_words_of_a_command_become_its_request() -> None:
+    words = [
+        "make-room",
+        "--gpu",
+        "1",
+        "--bytes",
+        "60GiB",
+        "--for",
+        "4711",
+        "--wait",
+        "--timeout",
+        "9",
+        "--priority",
+        "7",
+    ]
+    assert parse(words).request() == MakeRoom(
+        gpu="1", size_bytes=60 * GIB, pid=4711, until_free=True, limit_s=9.0, priority="7"
+    )
+    assert parse(["priority", "train", "7"]).request() == SetPriority(job="train", priority="7")
+    assert parse(["priority", "4711", "best-effort"]).request() == SetPriority(job=4711, priority="best-effort")
+
+
+def test_a_job_that_waits_for_room_waits_for_one_gpu() -> None:
+    assert gpus_asked("auto") == ("auto",)
+    assert gpus_asked(None, waits=True) == ("auto",)
+    assert gpus_asked("gpu1", waits=True) == ("gpu1",)
+    assert gpus_asked("gpu0,gpu1") == ("gpu0", "gpu1")
+    for text, waits in (("auto,gpu1", False), ("gpu0,gpu1", True), ("cpu", True)):
+        with pytest.raises(HegmError) as refused:
+            gpus_asked(text, waits=waits)
+        assert refused.value.code is USAGE
+
+
+def test_scripts_read_the_id_of_a_lease_and_people_the_rest() -> None:
+    assert room_text(RoomReply(lease=LEASE, gpu="gpu0"), PLAIN) == ["l3"]
+    assert lease_note(LEASE) == "60.0 GiB of gpu0 are kept free until process 4711 ends; sooner: hegmctl release l3"
+    pending = LEASE.replace(state="pending", gpu=None, pid=None)
+    assert lease_note(pending) == "60.0 GiB of a GPU are being freed, and kept until it is released: see hegmctl queue"
+    released = Released(lease="l3", gpu="gpu0", size_bytes=60 * GIB)
+    assert released_text(released, PLAIN) == ["lease l3 has ended: 60.0 GiB of gpu0 are free for jobs again"]
+    progress = RoomProgress(
+        lease="l3", gpu="gpu0", free_bytes=GIB, size_bytes=60 * GIB, waits="until train has left gpu0"
+    )
+    assert room_progress_text(progress, PLAIN) == [
+        "lease l3: 60.0 GiB on gpu0 (1.0 GiB free), waits until train has left gpu0"
+    ]
+
+
+def test_a_plan_names_each_job_that_would_leave() -> None:
+    steps = (
+        RoomStep(job="j1", name="train", action="suspend", gpu="gpu0", size_bytes=GIB),
+        RoomStep(job="j2", name="eval", action="migrate", gpu="gpu0", to="gpu1"),
+    )
+    assert room_text(RoomReply(gpu="gpu0", steps=steps), PLAIN) == [
+        "suspend j1 (train) on gpu0, 1.0 GiB",
+        "migrate j2 (eval) on gpu0 to gpu1",
+        "nothing was changed: this is only the plan",
+    ]
+    assert room_text(RoomReply(gpu="gpu0"), PLAIN)[0] == "gpu0 has the memory free"
+
+
+def test_the_queue_shows_jobs_and_leases_and_unknown_as_such() -> None:
+    waiting = QueuedJob(job="j2", name="eval", uid=0, priority=20, state="waiting", since_utc=40.0, why="a GPU")
+    lines = queue_text(QueueReply(taken_utc=100.0, jobs=(waiting,), leases=(LEASE,), slices=False), PLAIN)
+    assert lines[0].split()[:5] == ["JOB", "NAME", "PRIORITY", "STATE", "SINCE"]
+    assert lines[1].split() == ["j2", "eval", "20", "waiting", "1", "min", "-", "-", "a", "GPU", "-"]
+    assert lines[2] == ""
+    assert "with process 4711" in lines[4]
+    assert queue_text(QueueReply(taken_utc=1.0, jobs=(), leases=(), slices=False), PLAIN) == [
+        "No job has or wants a GPU."
+    ]

@@ -1,0 +1,87 @@
+"""The daemon's side of hegm.released(): one operation for all ranks, which only the job ends."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import anyio
+import pytest
+
+from hegmd.errors import BUSY, NOT_FOUND, REFUSED, HegmError
+from hegmd.operations.lending import Lending
+from tests.patience import HANG_S
+from tests.unit.moving_node import running
+
+Child = subprocess.Popen[bytes]
+
+
+async def test_two_requests_for_one_job_are_one_operation(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        lending = Lending(node.operations, node.workers)
+        found: list[str] = []
+
+        async def lend() -> None:
+            found.append(await lending.lend(process.pid, node.asked()))
+
+        async with anyio.create_task_group() as both:
+            both.start_soon(lend)
+            agent.slow.add("park")
+            with anyio.fail_after(HANG_S):
+                await agent.waiting.wait()
+            both.start_soon(lend)
+            await anyio.wait_all_tasks_blocked()
+            agent.go_on.set()
+        assert len(found) == 2
+        assert len(set(found)) == 1
+        assert agent.data is None
+        assert node.reservations(process.pid) == {}
+        await lending.reclaim(process.pid, node.asked())
+        assert (agent.data, agent.parked) == (b"weights", False)
+
+
+async def test_the_next_daemon_knows_what_is_lent(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        lent = await Lending(node.operations, node.workers).lend(process.pid, node.asked())
+        await agent.leave()
+    async with running(tmp_path) as node:
+        agent.workers = node.workers
+        await agent.attend(node.tasks)
+        await node.at_rest(lent)
+        assert await Lending(node.operations, node.workers).lend(process.pid, node.asked()) == lent
+        await Lending(node.operations, node.workers).reclaim(process.pid, node.asked())
+        assert agent.data == b"weights"
+
+
+async def test_a_block_right_after_the_start_ran_with_its_memory_in_place(tmp_path: Path, process: Child) -> None:
+    """Its GPU was not known yet. The agent is told to ask again, for some seconds; then it is told why not."""
+    async with running(tmp_path) as node:
+        await node.attend(process.pid)
+        worker = node.workers.find(process.pid)
+        assert worker is not None
+        for lending, code in (
+            (Lending(node.operations, node.workers), BUSY),
+            (Lending(node.operations, node.workers, known_within_s=0.0), REFUSED),
+        ):
+            worker.gpu = None
+            with pytest.raises(HegmError) as refused:
+                await lending.lend(process.pid, node.asked())
+            assert refused.value.code is code
+        assert node.operations.runner.of_process(process.pid) is None
+
+
+async def test_what_a_user_has_suspended_no_job_resumes(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        await node.operations.suspend([process.pid], node.asked(), keep_context=True)
+        lending = Lending(node.operations, node.workers)
+        with pytest.raises(HegmError) as busy:
+            await lending.lend(process.pid, node.asked())
+        assert busy.value.code is BUSY
+        with pytest.raises(HegmError) as unknown:
+            await lending.reclaim(process.pid, node.asked())
+        assert unknown.value.code is NOT_FOUND
+        assert agent.data is None
+        await node.operations.resume(process.pid, None, node.asked())

@@ -1,0 +1,49 @@
+"""Names that users write: of GPUs, and words that are close to a known one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from hegmd.errors import NOT_FOUND, HegmError
+from hegmd.node.devices.simulated import SimulatedProvider
+from hegmd.node.devices.topology import parse_topology
+from hegmd.protocol.agents import packed, unpacked
+from hegmd.protocol.names import closest, distance, gpu_named, place_named
+from hegmd.protocol.snapshots import Gpu
+
+
+@pytest.fixture
+def gpus() -> Iterator[tuple[Gpu, ...]]:
+    provider = SimulatedProvider(parse_topology("2x8GiB"))
+    provider.open()
+    yield tuple(gpu.replace(id=f"gpu{gpu.index}") for gpu in provider.snapshot().gpus)
+    provider.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"), [("gpo1", "did you mean gpu1? run: hegmctl gpus"), ("tpu", "run: hegmctl gpus")]
+)
+def test_a_name_close_to_a_gpu_is_suggested_and_no_other(gpus: tuple[Gpu, ...], text: str, hint: str) -> None:
+    with pytest.raises(HegmError) as caught:
+        gpu_named(text, gpus)
+    assert (caught.value.code, caught.value.hint) == (NOT_FOUND, hint)
+
+
+def test_an_unknown_gpu_in_a_target_stays_for_the_planner_to_refuse(gpus: tuple[Gpu, ...]) -> None:
+    assert place_named("0=gpu1, gpu9", gpus) == "gpu0=gpu1,gpu9"
+
+
+def test_a_word_with_a_third_of_its_letters_wrong_is_not_close() -> None:
+    assert closest("migrade", ["migrate", "top"]) == "migrate"
+    assert closest("abcdef", ["abzzzz"]) is None
+
+
+def test_a_swap_counts_once_only_if_both_letters_are_swapped() -> None:
+    assert (distance("ab", "ba"), distance("abc", "axb"), distance("ba", "cb")) == (1, 2, 2)
+
+
+def test_places_come_back_as_they_were_packed() -> None:
+    spots = [(1, 2, 3), (4, 5, 6)]
+    assert unpacked(packed(spots)) == spots

@@ -1,0 +1,31 @@
+"""When a training that makes no step counts as hung."""
+
+from __future__ import annotations
+
+from hegmd.recovery.policy import LEAST_HANG_S, HangWatch
+
+
+def test_the_limit_is_learned_from_the_longest_time_between_two_boundaries() -> None:
+    watch = HangWatch(None)
+    assert watch.see(1, 0.0) is None
+    assert watch.limit_s == LEAST_HANG_S
+    assert watch.see(2, 30.0) is None
+    assert watch.limit_s == 150.0
+    assert watch.see(2, 170.0) is None
+    assert watch.see(2, 181.0) == 151.0
+
+
+def test_what_is_not_expected_to_make_a_step_does_not_hang() -> None:
+    watch = HangWatch(5.0)
+    assert watch.see(0, 0.0) is None
+    assert watch.see(0, 100.0) is None  # it has not come to its first batch
+    assert watch.see(3, 101.0) is None
+    watch.forget()
+    assert watch.see(3, 200.0) is None
+    assert watch.see(3, 206.0) == 6.0
+
+
+def test_a_limit_of_nothing_is_none() -> None:
+    watch = HangWatch(0.0)
+    watch.see(1, 0.0)
+    assert watch.see(1, 1e6) is None

@@ -1,0 +1,96 @@
+"""When a snapshot is due, which one counts, how often a job is recovered, and where."""
+
+from __future__ import annotations
+
+import pytest
+
+from hegmd.protocol.slots import SlotRecord
+from hegmd.protocol.snapshots import Gpu, Health
+from hegmd.recovery.policy import MAX_FRUITLESS, Budget, complete_generations, gpus_to_start_on, interval_s
+
+
+def _record(generation: int, step: int, rank: int = 0, ranks: int = 1) -> SlotRecord:
+    return SlotRecord(
+        generation=generation, step=step, rank=rank, ranks=ranks, size_bytes=10, taken_utc=0.0, took_s=0.1
+    )
+
+
+@pytest.mark.parametrize(
+    ("wished_s", "cost_s", "expected_s"),
+    [
+        (None, 0.5, 50.0),
+        (None, 0.001, 1.0),
+        (30.0, 0.5, 30.0),
+        (0.1, 0.5, 1.0),
+        (float("nan"), 0.01, 0.1),
+        (-5.0, 0.01, 0.1),
+    ],
+)
+def test_the_training_stands_for_a_hundredth_of_its_time_unless_told_otherwise(
+    wished_s: float | None, cost_s: float, expected_s: float
+) -> None:
+    """An interval that is shorter than two snapshots take is raised."""
+    assert interval_s(wished_s, cost_s) == pytest.approx(expected_s)
+
+
+def test_only_a_snapshot_that_all_ranks_have_of_one_step_counts() -> None:
+    slots = {
+        0: [_record(4, 40, 0, 2), _record(5, 50, 0, 2)],
+        1: [_record(4, 40, 1, 2), _record(6, 60, 1, 2)],
+    }
+    assert [record.generation for record in complete_generations(slots, 2)] == [4]
+    slots[1][1] = _record(5, 51, 1, 2)
+    assert [record.generation for record in complete_generations(slots, 2)] == [4]
+    slots[1][1] = _record(5, 50, 1, 2)
+    assert [record.generation for record in complete_generations(slots, 2)] == [5, 4]
+    assert [record.generation for record in complete_generations(slots, 2, bad=(5,))] == [4]
+    assert complete_generations({0: slots[0]}, 2) == []
+
+
+def test_three_recoveries_that_bring_it_no_further_are_the_last() -> None:
+    budget = Budget()
+    for _ in range(MAX_FRUITLESS + 1):
+        budget = budget.fell(500)
+        if budget.exhausted(None) is None:
+            budget = budget.spent()
+    assert budget.recoveries == MAX_FRUITLESS
+    assert "3 recoveries in a row" in (budget.exhausted(None) or "")
+
+
+def test_a_training_that_comes_further_each_time_is_recovered_until_the_limit_that_was_given() -> None:
+    budget = Budget()
+    for step in range(0, 100, 10):
+        budget = budget.fell(step)
+        assert budget.exhausted(None) is None
+        budget = budget.spent()
+    assert "--max-recoveries" in (budget.exhausted(10) or "")
+    assert budget.exhausted(11) is None
+
+
+def test_a_failure_at_an_unknown_step_is_no_progress() -> None:
+    assert Budget(furthest_step=3).fell(None).fruitless == 1
+
+
+def _gpu(number: int, state: str = "ok", health: str = "ok", vendor: str = "nvidia", free: int = 10) -> Gpu:
+    return Gpu(
+        id=f"gpu{number}",
+        index=number,
+        uuid=f"GPU-{number}",
+        vendor=vendor,
+        state=state,
+        memory_free_bytes=free,
+        health=Health(state=health),
+    )
+
+
+def test_a_job_is_started_where_it_was_if_its_gpu_is_healthy() -> None:
+    gpus = [_gpu(0), _gpu(1, free=99)]
+    assert gpus_to_start_on(("gpu0",), gpus) == ("gpu0",)
+    assert gpus_to_start_on((), gpus) == ()
+
+
+def test_another_gpu_of_its_vendor_takes_the_place_of_one_that_is_lost_or_failed() -> None:
+    others = [_gpu(1, vendor="amd", free=999), _gpu(2, free=5), _gpu(3, free=50), _gpu(4, health="failed", free=500)]
+    assert gpus_to_start_on(("gpu0",), [_gpu(0, state="lost"), *others]) == ("gpu3",)
+    assert gpus_to_start_on(("gpu2", "gpu0"), [_gpu(0, health="failed"), *others]) == ("gpu2", "gpu3")
+    assert gpus_to_start_on(("gpu0", "gpu1"), [_gpu(0, state="lost"), _gpu(1, state="lost")]) is None

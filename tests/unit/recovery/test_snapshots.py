@@ -1,0 +1,74 @@
+"""Rounds of snapshots: which slot and which number each one has, whatever an earlier daemon has left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from hegmd.memory.pool import Pool, Source
+from hegmd.memory.sizes import MIB
+from hegmd.protocol.messages import AgentReport
+from hegmd.protocol.slots import RECORD_BYTES, SlotRecord, packed
+from hegmd.recovery.job import ProtectedJob
+from hegmd.recovery.slots import JobSlots
+from hegmd.recovery.snapshots import SnapshotRounds
+from hegmd.workers.workers import AgentConnection, OrderFailed
+
+STATE_BYTES = 8192
+SOURCE = Source(os.geteuid(), 1)
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    made = Pool(64 * MIB, huge_free_bytes=lambda: 0)
+    yield made
+    made.close()
+
+
+class Process:
+    """A training of one process whose agent writes what it is told to."""
+
+    pid, boundary, identity = 1, 5, SimpleNamespace(uid=SOURCE.uid, start_ticks=1)
+
+    def __init__(self) -> None:
+        self.written: list[int] = []
+
+    async def order(self, _do: str, *, fds: list[int], generation: int, **_more: Any) -> AgentReport:
+        if not fds:
+            raise OrderFailed(self.pid, "snapshot", AgentReport(order=1, result="failed", state_bytes=STATE_BYTES))
+        self.written.append(generation)
+        write(fds[0], generation, step=self.boundary)
+        return AgentReport(order=1, result="done", parked_s=0.1)
+
+
+def _in_no_hand(_pid: int) -> bool:
+    return False
+
+
+def write(fd: int, generation: int, step: int) -> None:
+    """Set the record of a slot."""
+    record = SlotRecord(
+        generation=generation, step=step, rank=0, ranks=1, size_bytes=STATE_BYTES, taken_utc=1.0, took_s=0.1
+    )
+    os.pwrite(fd, packed(record), os.fstat(fd).st_size - RECORD_BYTES)
+
+
+async def test_a_snapshot_has_a_higher_number_than_any_slot_though_an_earlier_daemon_wrote_none_down(
+    pool: Pool,
+) -> None:
+    """With a lower one, the snapshot before it would count as the newest."""
+    slots, process = JobSlots(pool, "j1"), Process()
+    for slot, generation in ((0, 6), (1, 9)):
+        write((await slots.take(0, slot, STATE_BYTES, SOURCE)).fd, generation, step=generation)
+    job = SimpleNamespace(slots=slots, node=SimpleNamespace(is_in_hand=_in_no_hand))
+    rounds = SnapshotRounds(cast("ProtectedJob", job))
+    taken = await rounds.take([cast("AgentConnection", process)], generation=6)
+    assert process.written == [taken.generation]
+    assert taken.generation > 9
+    found = await slots.read()
+    assert found[0, 0] == taken
+    assert [record.generation for record in found.values() if record is not None] == [taken.generation, 9]

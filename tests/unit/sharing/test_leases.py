@@ -1,0 +1,224 @@
+"""Leases and when they end, the file that they are in, and who may give which priority."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from hegmd.errors import BAD_REQUEST, BUSY, DENIED, INCOMPATIBLE, NOT_FOUND, REFUSED, UNAVAILABLE, HegmError
+from hegmd.sharing import state_file
+from hegmd.sharing.history import FIRST_RETRY_S, MAX_RETRY_S, History
+from hegmd.sharing.leases import MAX_LEASES_OF_USER, Leases
+from hegmd.sharing.records import LeaseRecord, QueuedRecord, SharingState, SuspendedRecord
+from tests.patience import HANG_S
+from tests.unit.moving_node import start_ticks
+from tests.unit.sharing.shared_node import rules
+
+Child = subprocess.Popen[bytes]
+
+
+def lease(**changes: Any) -> LeaseRecord:
+    made = LeaseRecord(number=0, size_bytes=1, priority=80, uid=0, since_utc=0.0, made_ticks=0, boot="")
+    return made.replace(**changes)
+
+
+class Watched:
+    """Leases, and which of them have ended by themselves."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.ended: list[str] = []
+        self.changes = 0
+        self.over = anyio.Event()
+        self.leases = Leases(start_ticks, boot="this", changed=self._note_change, ended=self._note_end, **changes)
+
+    def _note_change(self) -> None:
+        self.changes += 1
+
+    def _note_end(self, one: LeaseRecord, why: str) -> None:
+        self.ended.append(f"{one.id}: {why}")
+        self.over.set()
+
+
+async def test_a_lease_ends_with_its_process(process: Child) -> None:
+    watched = Watched()
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(watched.leases.run)
+        made = watched.leases.add(lease(pid=process.pid, start_ticks=start_ticks(process.pid)))
+        assert [made.id, made.boot] == ["l1", "this"]
+        process.kill()
+        with anyio.fail_after(HANG_S):
+            await watched.over.wait()
+        tasks.cancel_scope.cancel()
+    assert watched.ended == [f"l1: process {process.pid} has ended"]
+    assert list(watched.leases) == []
+
+
+async def test_a_pid_that_another_process_has_by_now_is_no_process_of_a_lease(process: Child) -> None:
+    with pytest.raises(HegmError, match="has ended") as refused:
+        Watched().leases.add(lease(pid=process.pid, start_ticks=1))
+    assert refused.value.code is REFUSED
+    watched = Watched()
+    watched.leases.enter([lease(number=4, boot="this", pid=process.pid, start_ticks=1, is_held=True)], 5)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(watched.leases.run)
+        with anyio.fail_after(HANG_S):
+            await watched.over.wait()
+        tasks.cancel_scope.cancel()
+    assert watched.ended == [f"l4: process {process.pid} has ended"]
+
+
+async def test_a_lease_ends_with_who_waits_for_it_until_that_process_was_told(process: Child, other: Child) -> None:
+    watched = Watched()
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(watched.leases.run)
+        for child in (process, other):
+            watched.leases.add(lease(waiter_pid=child.pid, waiter_ticks=start_ticks(child.pid)))
+        for number in (1, 2):
+            watched.leases.hold(number, "gpu0")
+        watched.leases.answer(1)
+        process.kill()
+        process.wait()
+        other.kill()
+        with anyio.fail_after(HANG_S):
+            await watched.over.wait()
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+    assert watched.ended == [f"l2: process {other.pid}, which waited, has ended"]
+    assert [(one.id, one.gpu, one.is_held) for one in watched.leases] == [("l1", "gpu0", True)]
+
+
+async def test_a_lease_ends_at_its_time_also_if_that_passed_without_a_daemon() -> None:
+    now = [100.0]
+    watched = Watched(utc=lambda: now[0])
+    watched.leases.enter([lease(number=1, boot="this", until_utc=99.0), lease(number=2, boot="before")], 2)
+    assert [one.id for one in watched.leases] == ["l1"], "the other is of an earlier boot"
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(watched.leases.run)
+        with anyio.fail_after(HANG_S):
+            await watched.over.wait()
+        tasks.cancel_scope.cancel()
+    assert watched.ended == ["l1: its time is over"]
+    assert watched.leases.next_number == 3
+
+
+def test_a_process_that_asks_again_in_the_same_words_means_the_same_lease() -> None:
+    leases = Watched().leases
+    ticks = start_ticks(os.getpid())
+    asked = lease(waiter_pid=os.getpid(), waiter_ticks=ticks, size_bytes=2)
+    made = leases.add(asked)
+    leases.hold(made.number, "gpu0")
+    for other in ({"size_bytes": 3}, {"gpu": "gpu1"}, {"waiter_ticks": 1}, {"waiter_pid": None}, {"name": "x"}):
+        assert leases.waited_for(asked.replace(**other)) is None
+    found = leases.waited_for(asked)
+    assert found is not None
+    assert found.id == made.id
+    leases.answer(made.number)
+    assert leases.waited_for(asked) is None
+
+
+def test_a_lease_is_named_by_id_or_name_and_that_of_the_caller_comes_first() -> None:
+    leases = Watched().leases
+    leases.add(lease(name="serve", uid=1))
+    leases.add(lease(name="serve", uid=2))
+    assert leases.named("l1", lambda uid: uid == 2).id == "l1"
+    assert leases.named("serve", lambda uid: uid == 2).id == "l2"
+    with pytest.raises(HegmError, match="there is no lease 'serv'") as unknown:
+        leases.named("serv", lambda uid: uid == 2)
+    assert unknown.value.code is NOT_FOUND
+    assert "did you mean serve?" in unknown.value.hint
+
+
+def test_one_user_cannot_take_all_leases_nor_a_name_twice() -> None:
+    leases = Watched().leases
+    leases.check_name("serve", 1)
+    leases.add(lease(name="serve", uid=1))
+    leases.check_name("serve", 2)
+    for name, says in (("serve", "lease l1 is called 'serve' already"), ("l3", "looks like the id"), ("a b", "letter")):
+        with pytest.raises(HegmError, match=says):
+            leases.check_name(name, 1)
+    for _ in range(MAX_LEASES_OF_USER - 1):
+        leases.add(lease(uid=1))
+    with pytest.raises(HegmError, match="64 leases of uid 1 are open") as full:
+        leases.check_name(None, 1)
+    assert full.value.code is BUSY
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+STATE = SharingState(
+    next_lease=8,
+    leases=(lease(number=7, name="serve", pid=1, start_ticks=2, is_held=True, gpu="gpu0"),),
+    queue=(QueuedRecord(job=3, since_utc=1.5, size_bytes=2),),
+    suspended=(SuspendedRecord(job=4, since_utc=2.5, why="l7 needs gpu0", turn_s=1.0, operation="9"),),
+)
+
+
+def test_all_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert state_file.load(tmp_path) == SharingState()
+    state_file.save(tmp_path, STATE)
+    assert state_file.load(tmp_path) == STATE
+
+
+@pytest.mark.parametrize("cut", [1, 30, -1])
+def test_a_damaged_file_is_kept_and_no_number_of_it_is_used_again(tmp_path: Path, cut: int) -> None:
+    state_file.save(tmp_path, STATE)
+    path = tmp_path / state_file.NAME
+    data = path.read_bytes()
+    path.write_bytes(data[:cut] if cut < 0 else data[:cut] + b"x" + data[cut + 1 :])
+    assert state_file.load(tmp_path) == SharingState(next_lease=8)
+    assert (tmp_path / state_file.DAMAGED_NAME).exists()
+    assert not path.exists()
+
+
+def test_a_file_of_a_newer_version_is_not_touched(tmp_path: Path) -> None:
+    state_file.save(tmp_path, STATE)
+    path = tmp_path / state_file.NAME
+    newer = path.read_bytes().replace(b"HEGMSHARING1", b"HEGMSHARING2")
+    path.write_bytes(newer)
+    with pytest.raises(HegmError, match="its version is 2, and this one knows 1") as refused:
+        state_file.load(tmp_path)
+    assert refused.value.code is INCOMPATIBLE
+    assert path.read_bytes() == newer
+
+
+def test_a_file_that_cannot_be_read_is_not_taken_for_none(tmp_path: Path) -> None:
+    (tmp_path / state_file.NAME).mkdir()
+    with pytest.raises(HegmError, match="cannot be read: Is a directory") as refused:
+        state_file.load(tmp_path)
+    assert refused.value.code is UNAVAILABLE
+
+
+# ---- priorities and the past -----------------------------------------------------------------------------------------
+
+
+def test_a_priority_is_a_number_or_a_name_up_to_the_callers_limit() -> None:
+    own = rules()
+    assert [own.priority(one, is_admin=True) for one in ("production", 100, "0")] == [80, 100, 0]
+    assert [own.priority(one, is_admin=False) for one in ("normal", 50, "best-effort")] == [50, 50, 20]
+    assert [own.lease_priority(None, is_admin=is_admin) for is_admin in (True, False)] == [80, 50]
+    for asked, code in ((51, DENIED), ("production", DENIED), (101, BAD_REQUEST), (-1, BAD_REQUEST)):
+        with pytest.raises(HegmError) as refused:
+            own.priority(asked, is_admin=False)
+        assert refused.value.code is code
+    with pytest.raises(HegmError, match="no priority 'norma'") as unknown:
+        own.priority("norma", is_admin=True)
+    assert unknown.value.hint.startswith("did you mean normal?")
+
+
+def test_what_fails_again_and_again_is_tried_less_and_less_often() -> None:
+    history = History()
+    waits_s = [history.note_failure("j1", "no", 0.0) for _ in range(9)]
+    assert waits_s[:3] == [FIRST_RETRY_S, 2 * FIRST_RETRY_S, 4 * FIRST_RETRY_S]
+    assert waits_s[-1] == MAX_RETRY_S
+    history.note_success("j1")
+    assert history.of("j1").retry_at_s is None
+    assert history.note_state("j1", "running", 5.0, 2.0).since_s == 2.0
+    assert history.note_state("j1", "running", 6.0).since_s == 2.0
+    assert history.note_state("j1", "suspended", 7.0, 9.0).since_s == 7.0, "not later than now"
+    history.keep_only({"j2"})
+    assert history.of("j1").state == ""

@@ -1,0 +1,230 @@
+"""The sharing policy, case by case: who gets a GPU, who has to leave it, and who is left alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hegmd.sharing.model import ARRIVING, BUSY, LEAVING, RUNNING, USER_SUSPENDED, Gpu, Job, Rules
+from hegmd.sharing.policy import decide, explain
+from tests.unit.sharing.nodes import (
+    GIB,
+    NOW,
+    OTHER_USER,
+    decided,
+    gpu,
+    held,
+    kinds,
+    node,
+    pending,
+    queued,
+    running,
+    suspended,
+)
+
+
+def test_an_idle_node_has_nothing_to_do() -> None:
+    assert decided(gpu(), gpu("gpu1"), running("j1")) == ()
+
+
+def test_a_queued_job_starts_where_most_memory_is_free() -> None:
+    actions = decided(gpu("gpu0", 50), gpu("gpu1", 70), queued("j1", 40))
+    assert kinds(actions) == [("start", "j1", ("gpu1",))]
+    assert actions[0].size_bytes == (40 * GIB,)
+
+
+def test_a_queued_job_avoids_a_gpu_with_jobs_of_its_priority_or_higher() -> None:
+    assert kinds(decided(gpu("gpu0", 70), gpu("gpu1", 60), running("j1", 10), queued("j2", 40))) == [
+        ("start", "j2", ("gpu1",))
+    ]
+
+
+def test_a_pinned_job_waits_for_its_gpu() -> None:
+    job = replace(queued("j1", 60), allowed_gpus=("gpu0",))
+    assert decided(gpu("gpu0", 20), gpu("gpu1", 80), job) == ()
+
+
+@pytest.mark.parametrize("unusable", [gpu("gpu0", None), gpu("gpu0", is_healthy=False), gpu("gpu0", 30, total_gib=30)])
+def test_nothing_starts_on_a_gpu_that_is_unhealthy_or_unknown_or_too_small(unusable: Gpu) -> None:
+    assert decided(unusable, queued("j1", 40)) == ()
+
+
+def test_a_job_of_unknown_need_takes_a_gpu_without_others_and_keeps_it() -> None:
+    assert decided(gpu("gpu0", 60), running("j1", 20, since_s=NOW), queued("j2", None)) == ()
+    assert kinds(decided(gpu("gpu0"), queued("j2", None))) == [("start", "j2", ("gpu0",))]
+    begun = replace(running("j2", 1), needs_bytes=None)
+    assert decided(gpu("gpu0", 79), begun, queued("j3", 10), rules=Rules(slices=False)) == ()
+
+
+def test_memory_that_a_running_job_has_not_taken_yet_is_not_given_away() -> None:
+    begun = replace(running("j1", 60), held_bytes={"gpu0": 5 * GIB})
+    assert decided(gpu("gpu0", 75), begun, queued("j2", 40), rules=Rules(slices=False)) == ()
+
+
+def test_only_one_of_two_jobs_gets_memory_that_is_enough_for_one() -> None:
+    assert kinds(decided(gpu(), queued("j1", 60), queued("j2", 60, priority=80))) == [("start", "j2", ("gpu0",))]
+
+
+def test_a_higher_priority_suspends_the_fewest_bytes_of_the_lowest_priority() -> None:
+    jobs = [running("j1", 30, priority=20), running("j2", 20, priority=20), running("j3", 20, priority=50)]
+    actions = decided(gpu("gpu0", 10), *jobs, queued("j4", 30, priority=80))
+    assert kinds(actions) == [("suspend", "j2", ("gpu0",))]
+    assert (actions[0].beneficiary, actions[0].ends_turn) == ("j4", False)
+    assert "j4" in actions[0].reason
+
+
+def test_it_waits_for_the_job_that_leaves_already_and_suspends_no_other() -> None:
+    jobs = [replace(running("j1", 40, priority=20), state=LEAVING), running("j2", 40, priority=20)]
+    assert decided(gpu("gpu0", 0), *jobs, queued("j3", 40, priority=80)) == ()
+
+
+def test_memory_that_becomes_free_for_one_is_not_given_to_another() -> None:
+    leaving = replace(running("j1", 60, priority=20), state=LEAVING)
+    assert decided(gpu("gpu0", 20), leaving, queued("j3", 80, priority=80), queued("j4", 10)) == ()
+
+
+def test_a_job_migrates_if_another_gpu_has_room() -> None:
+    actions = decided(gpu("gpu0", 0), gpu("gpu1", 40), running("j1", 40), running("j2", 40), pending(40))
+    assert kinds(actions) == [("migrate", "j1", ("gpu1",))] or kinds(actions) == [("migrate", "j2", ("gpu1",))]
+
+
+def test_a_lease_is_granted_when_its_memory_is_free() -> None:
+    assert kinds(decided(gpu("gpu0", 60), pending(40))) == [("grant", "l1", ("gpu0",))]
+
+
+def test_a_held_lease_keeps_what_is_not_used_yet() -> None:
+    assert decided(gpu("gpu0", 50), held(60, used_gib=30), queued("j1", 30)) == ()
+    assert kinds(decided(gpu("gpu0", 50), held(60, used_gib=30), queued("j1", 20))) == [("start", "j1", ("gpu0",))]
+
+
+def test_a_suspended_job_comes_back_to_any_gpu_before_one_of_lower_priority_starts() -> None:
+    actions = decided(gpu("gpu0", 0), gpu("gpu1", 40), suspended("j1", 40), queued("j2", 40, priority=20))
+    assert kinds(actions) == [("resume", "j1", ("gpu1",))]
+
+
+def test_a_job_that_was_suspended_a_moment_ago_comes_back_a_moment_later() -> None:
+    snapshot = node(gpu(), suspended("j1", since_s=NOW - 0.5))
+    decision = decide(snapshot, NOW)
+    assert (decision.actions, decision.again_at_s) == ((), NOW + 1.5)
+    assert kinds(decide(snapshot, NOW + 1.5).actions) == [("resume", "j1", ("gpu0",))]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"is_preemptible": False},
+        {"hindrance": "its agent is not connected"},
+        {"retry_at_s": NOW + 5},
+        {"state": BUSY},
+        {"state": ARRIVING},
+        {"uid": OTHER_USER},
+        {"priority": 80},
+    ],
+)
+def test_some_jobs_are_never_suspended_for_another(change: dict[str, Any]) -> None:
+    job = replace(running("j1", 80, priority=20, since_s=NOW), **change)
+    assert decided(gpu("gpu0", 0), job, pending(40)) == ()
+
+
+def test_an_interrupted_job_that_has_resumed_runs_twice_as_long_as_its_switch() -> None:
+    resumed = replace(running("j1", 80, priority=20, since_s=NOW - 1), turn_s=9.0, switch_s=2.0)
+    assert decide(node(gpu("gpu0", 0), resumed, pending(40)), NOW).again_at_s == NOW + 3
+    assert kinds(decided(gpu("gpu0", 0), resumed, pending(40), now=NOW + 3)) == [("suspend", "j1", ("gpu0",))]
+
+
+def test_jobs_of_other_users_leave_for_who_has_the_right() -> None:
+    job = replace(running("j1", 80, priority=20), uid=OTHER_USER)
+    assert kinds(decided(gpu("gpu0", 0), job, replace(pending(40), preempts_others=True))) == [
+        ("suspend", "j1", ("gpu0",))
+    ]
+
+
+def test_a_job_that_a_user_suspended_is_left_alone() -> None:
+    assert decided(gpu(), replace(suspended("j1"), state=USER_SUSPENDED)) == ()
+
+
+# -- turns -------------------------------------------------------------------------------------------------------------
+
+
+def test_equals_take_turns_when_a_turn_has_ended() -> None:
+    snapshot = node(gpu("gpu0", 20), running("j1", 60, since_s=NOW - 10), suspended("j2", 60))
+    decision = decide(snapshot, NOW)
+    assert (decision.actions, decision.again_at_s) == ((), NOW + 20)
+    (action,) = decide(snapshot, NOW + 20).actions
+    assert (action.kind, action.subject, action.ends_turn) == ("suspend", "j1", True)
+
+
+def test_a_turn_is_twenty_times_as_long_as_its_switch() -> None:
+    costly = replace(running("j1", 60, since_s=NOW - 30), switch_s=4.0)
+    assert decide(node(gpu("gpu0", 20), costly, suspended("j2", 60)), NOW).again_at_s == NOW + 50
+
+
+def test_an_interrupted_job_continues_its_turn_before_others() -> None:
+    interrupted = replace(suspended("j2", 60, since_s=NOW - 5), turn_s=10.0)
+    assert kinds(decided(gpu(), suspended("j1", 60), interrupted)) == [("resume", "j2", ("gpu0",))]
+
+
+def test_nobody_behind_the_first_in_line_gets_a_gpu_that_it_waits_for() -> None:
+    jobs = [running("j1", 60, since_s=NOW - 10), suspended("j2", 70, since_s=1), suspended("j3", 15, since_s=2)]
+    assert decided(gpu("gpu0", 20), *jobs) == ()
+    fits_beside = suspended("j4", 10, since_s=2)
+    assert kinds(decided(gpu("gpu0", 20), *jobs[:2], fits_beside)) == [("resume", "j4", ("gpu0",))]
+
+
+def test_without_slices_equals_wait_for_the_end() -> None:
+    jobs = [running("j1", 60), suspended("j2", 60)]
+    assert decided(gpu("gpu0", 20), *jobs, rules=Rules(slices=False)) == ()
+
+
+def test_a_new_job_takes_turns_only_if_the_pool_has_room_for_the_next_exchange() -> None:
+    jobs = [running("j1", 60), queued("j2", 60)]
+    assert decided(gpu("gpu0", 20), *jobs, pool_gib=119) == ()
+    assert kinds(decided(gpu("gpu0", 20), *jobs, pool_gib=120)) == [("suspend", "j1", ("gpu0",))]
+    assert kinds(decided(gpu("gpu0", 20), jobs[0], suspended("j2", 60), pool_gib=60)) == [("suspend", "j1", ("gpu0",))]
+
+
+def test_a_job_that_would_not_give_way_takes_no_turn_of_others() -> None:
+    stubborn = replace(suspended("j2", 60), is_preemptible=False)
+    assert decided(gpu("gpu0", 20), running("j1", 60), stubborn) == ()
+
+
+# -- several GPUs ------------------------------------------------------------------------------------------------------
+
+
+def _on_two(job: Job) -> Job:
+    sizes = (60 * GIB, 50 * GIB)
+    held_bytes = {"gpu0": 60 * GIB, "gpu1": 50 * GIB} if job.state == RUNNING else {}
+    return replace(job, gpus=("gpu0", "gpu1"), needs_bytes=sizes, held_bytes=held_bytes)
+
+
+def test_a_job_on_two_gpus_waits_until_both_have_room() -> None:
+    job = _on_two(suspended("j1"))
+    assert decided(gpu("gpu0", 60), gpu("gpu1", 40), job) == ()
+    assert kinds(decided(gpu("gpu0", 60), gpu("gpu1", 50), job)) == [("resume", "j1", ("gpu0", "gpu1"))]
+    assert kinds(decided(gpu("gpu0", 50), gpu("gpu1", 60), job)) == [("resume", "j1", ("gpu1", "gpu0"))]
+
+
+def test_suspending_a_job_frees_all_its_gpus() -> None:
+    victim = _on_two(running("j1", priority=20))
+    actions = decided(gpu("gpu0", 20), gpu("gpu1", 30), victim, queued("j2", 70), queued("j3", 60))
+    assert kinds(actions) == [("suspend", "j1", ("gpu0", "gpu1"))]
+    assert actions[0].size_bytes == (60 * GIB, 50 * GIB)
+
+
+# -- what is said ------------------------------------------------------------------------------------------------------
+
+
+def test_every_waiting_job_is_told_what_happens_next() -> None:
+    jobs = [
+        running("j1", 60, since_s=NOW - 10),
+        suspended("j2", 60),
+        queued("j3", 200),
+        replace(suspended("j4"), hindrance="its agent is not connected"),
+    ]
+    told = {waiting.subject: waiting for waiting in explain(node(gpu("gpu0", 20), *jobs, pending(10)), NOW)}
+    assert told["l1"].next == "its memory is kept on gpu0, which had 10 GiB free for it"
+    assert (told["j2"].waits, told["j2"].next) == ("until the turn of j1 ends in 20 s", "it resumes on gpu0")
+    assert told["j3"].waits == "200 GiB on 1 GPU; the largest on this node has 80 GiB"
+    assert told["j4"].waits == "its agent is not connected"
