@@ -14,7 +14,11 @@ from hegmd.errors import HegmError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from hegmctl.supervisor import Desk
+    from collections.abc import Callable
+
+    from hegmcompat.launcher import Launcher
+    from hegmctl.supervisor import Desk, GiveUp, Start
+
 
 SUMMARY = "run a training that can leave, and go on from its state"
 USAGE = (
@@ -22,16 +26,91 @@ USAGE = (
 )
 
 
+class BothDesks:
+    """The launcher's files and the daemon as one desk: decides which of them an exit of the command concerns.
+
+    A state in the launcher's file is the launcher's, whatever the daemon expected. Otherwise the daemon is asked first.
+    `meet` connects to the daemon, again after each lock: while the launcher waits behind a lock it has no connection,
+    because a CRIU image of the waiting launcher must not contain one.
+    """
+
+    def __init__(self, files: Launcher, meet: Callable[[], Desk]) -> None:
+        self._files = files
+        self._meet = meet
+        self._daemon: Desk | None = None
+        self._lent: Start | None = None  # the start that the daemon asked for
+
+    def turn(self, now: float, pid: int | None) -> float | None:
+        """Run the periodic work of both, and return the earliest time at which one of them needs it again."""
+        looks = [self._files.turn(now, pid)]
+        if self._daemon is not None:
+            looks.append(self._daemon.turn(now, pid))
+        return min((look for look in looks if look is not None), default=None)
+
+    def expected(self) -> None:
+        """Do nothing: a launcher prestarts no process."""
+
+    def is_ready(self, pid: int | None) -> None:
+        """Do nothing: a launcher prestarts no process."""
+
+    def started(self, pid: int, *, was_ready: bool = False) -> None:
+        """Tell both that the command runs."""
+        if self._daemon is None:
+            self._daemon = self._meet()
+        if self._lent is not None:
+            self._files.settle(self._lent.command, self._lent.environ)
+            self._lent = None
+        self._files.started(pid)
+        self._daemon.started(pid)
+
+    def not_started(self, why: str) -> None:
+        """Tell the desk that asked for the start why the command could not be started."""
+        self._lent = None
+        if self._daemon is not None and self._files.wanted() is None:
+            self._daemon.not_started(why)
+        else:
+            self._files.not_started(why)
+
+    def wanted(self) -> Start | GiveUp | None:
+        """Return what one of them wants while no command runs; the launcher's files come first."""
+        from hegmctl.supervisor import Start
+
+        wanted = self._files.wanted()
+        if wanted is None and self._daemon is not None:
+            wanted = self._daemon.wanted()
+            self._lent = wanted if isinstance(wanted, Start) else None
+        return wanted
+
+    def ended(self, status: int, *, told: int | None) -> bool:
+        """Return whether the command has to be started again. Raises HegmError."""
+        daemon = self._daemon
+        if self._files.has_new_state():
+            if daemon is not None:
+                daemon.ended(status, told=told or signal.SIGUSR1)  # so the daemon waits for no state
+                daemon.close()
+                self._daemon = None
+        elif daemon is not None and daemon.ended(status, told=told):
+            self._files.left_to_daemon()
+            return True
+        return self._files.ended(status, told=told)
+
+    def close(self) -> None:
+        """Close both."""
+        self._files.close()
+        if self._daemon is not None:
+            self._daemon.close()
+
+
 def main() -> NoReturn:
-    """The program."""
+    """Run the program and exit with its status."""
     sys.exit(run(sys.argv[1:]))
 
 
 def run(words: Sequence[str]) -> int:
-    """Do what the words say; the exit status."""
+    """Run the command line and return its exit status."""
     if not words or words[0] in ("-h", "--help"):
         complain(USAGE)
-        return 0  # as HeGM has it
+        return 0  # like HeGM
     is_debug = words[0] == "--debug"
     command = words[1:] if is_debug else words
     if not command:
@@ -45,7 +124,6 @@ def run(words: Sequence[str]) -> int:
 
 
 def _launch(command: Sequence[str], *, is_debug: bool) -> int:
-    from hegmcompat.both_desks import BothDesks
     from hegmcompat.control import Control
     from hegmcompat.launcher import Launcher
     from hegmcompat.rest import serve_beside
@@ -62,12 +140,12 @@ def _launch(command: Sequence[str], *, is_debug: bool) -> int:
     def meet_daemon() -> Desk:
         return DaemonDesk(socket_path, launcher.command, launcher.environ, say=warn, gpu=os.environ.get("HEGM_GPU"))
 
-    # Signals are for the main thread, which waits for them: the interface's threads are born with all of them blocked.
+    # The main thread waits for the signals. The HTTP interface's threads start with all signals blocked.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     control = Control(surroundings)
     at = surroundings.host, surroundings.port, surroundings.token
     server = serve_beside(control, *at, is_quiet=surroundings.is_quiet)
-    # Held back in workers as well: until its agent is there to take it, SIGUSR1 would end one.
+    # Workers start with SIGUSR1 blocked: it would end a worker whose agent has no handler yet.
     signal.pthread_sigmask(signal.SIG_SETMASK, mask | {signal.SIGUSR1})
     try:
         return Supervisor(BothDesks(launcher, meet_daemon), warn).run(launcher.first())

@@ -1,15 +1,17 @@
-"""Images of jobs on disk: `hegmctl images`, with the rights of whoever asks and without a daemon.
+"""`hegmctl images`: list, show, check and remove images of jobs, and write the answers as text.
 
-A directory of one's own takes no daemon to look at, and one that lies where no hegmd runs is looked at all the same.
-What an image is and when it is whole is hegmd's own code, which is loaded here and nowhere else in hegmctl.
+The command needs no daemon: it reads the directory itself, with the caller's rights. The daemon's own code judges
+images, and no other module of hegmctl loads it.
 """
 
 from __future__ import annotations
 
 import os
+from time import localtime, strftime
 
-from hegmctl.images_text import manifest_text, progress_text, removed_text, seen_text, verified_text
 from hegmctl.output import TextSink, require_yes
+from hegmctl.quantities import binary_size, duration
+from hegmctl.tables import UNKNOWN, Column, Style, printable, table
 from hegmd.errors import ATTENTION, NOT_FOUND, USAGE, HegmError
 from hegmd.images.files import catalogue
 from hegmd.protocol.images import ImageProgress, ImageRemoved, ImagesSeen
@@ -19,8 +21,101 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hegmctl.cli import Session
+    from hegmd.protocol.images import ImageSeen, ImageVerified, Manifest
+
+
+_STATES = {"whole": "green", "in-use": "cyan", "left-over": "yellow", "broken": "red"}
+_COLUMNS = (
+    Column("STATE"),
+    Column("MADE"),
+    Column("SIZE", right=True),
+    Column("ON DISK", right=True, drop=1),
+    Column("NODE", drop=2),
+    Column("COMMAND", shrink=12, drop=3),
+    Column("PATH"),
+)
 
 _TELL_EVERY_BYTES = 256 << 20
+
+
+def seen_text(answer: ImagesSeen, style: Style) -> list[str]:
+    """A line for each, and why one is not good below."""
+    if not answer.images:
+        return ["There is no image here."]
+    rows = [_row(image, style) for image in answer.images]
+    remarks = [_remark(image, image.why) for image in answer.images if image.why]
+    left = any(image.state == "left-over" for image in answer.images)
+    if left and style.remarks:
+        remarks.append("Remove unfinished images with: hegmctl images rm DIR")
+    return [*table(_COLUMNS, rows, style), *(["", *remarks] if remarks else [])]
+
+
+def _row(image: ImageSeen, style: Style) -> list[str | tuple[str, str]]:
+    return [
+        (image.state, _STATES.get(image.state, "")),
+        _time(image.made_utc),
+        _size(image.size_bytes),
+        _size(image.stored_bytes),
+        image.host or UNKNOWN,
+        image.command or UNKNOWN,
+        image.path,
+    ]
+
+
+def _remark(image: ImageSeen, why: str) -> str:
+    return printable(why if image.path in why else f"{image.path}: {why}")
+
+
+def manifest_text(manifest: Manifest, style: Style) -> list[str]:
+    """What an operator wants to know before a restore; JSON has all of it."""
+    gpus = ", ".join(f"{gpu.id} ({gpu.chip or UNKNOWN})" for gpu in manifest.gpus)
+    criu_bytes = sum(file.size_bytes for file in manifest.criu_files)
+    driver = f"{manifest.vendor or UNKNOWN} {manifest.driver_version or ''}".rstrip()
+    facts = (
+        ("made", f"{_time(manifest.made_utc)}, by hegmd {manifest.hegmd_version or UNKNOWN}"),
+        ("owner", f"uid {manifest.uid}, gid {manifest.gid}"),
+        ("node", f"{manifest.host or UNKNOWN}, Linux {manifest.kernel or UNKNOWN}, {manifest.architecture or UNKNOWN}"),
+        ("GPUs", f"{gpus or UNKNOWN}, {driver}" if gpus else UNKNOWN),
+        ("CRIU", " ".join((manifest.criu_version or UNKNOWN, *manifest.criu_options))),
+        ("the job", "continued after it" if manifest.leave_running else "was ended for it"),
+        ("memory", f"{binary_size(criu_bytes)} in {len(manifest.criu_files)} CRIU files"),
+        *((f"pid {one.pid}", one.command or UNKNOWN) for one in manifest.processes),
+        *((f"bytes {file.name}", _stored(file.size_bytes, file.stored_bytes)) for file in manifest.byte_files),
+        ("id", manifest.id),
+    )
+    columns = max(len(name) for name, _ in facts)
+    return [f"{printable(name):<{columns}}  {printable(fact)}" for name, fact in facts]
+
+
+def progress_text(progress: ImageProgress, style: Style) -> list[str]:
+    """How far it is, on one line."""
+    return [f"read {binary_size(progress.done_bytes)} of {binary_size(progress.size_bytes)}"]
+
+
+def verified_text(answer: ImageVerified, style: Style) -> list[str]:
+    """What was found good."""
+    read = f"{binary_size(answer.stored_bytes)} in {duration(answer.took_s)}"
+    whole = f"{printable(answer.path)} is complete: every byte matches its checksum ({read})"
+    strange = [f"not part of the image: {printable(os.path.join(answer.path, name))}" for name in answer.foreign]
+    return [whole, *strange]
+
+
+def removed_text(answer: ImageRemoved, style: Style) -> list[str]:
+    """What is gone."""
+    return [f"removed: {printable(path)}" for path in answer.paths]
+
+
+def _stored(size_bytes: int, stored_bytes: int) -> str:
+    zeros = "" if stored_bytes == size_bytes else f", {binary_size(stored_bytes)} of it stored, the rest zeros"
+    return f"{binary_size(size_bytes)}{zeros}"
+
+
+def _size(size_bytes: int | None) -> str:
+    return UNKNOWN if size_bytes is None else binary_size(size_bytes)
+
+
+def _time(time_utc: float | None) -> str:
+    return UNKNOWN if time_utc is None else strftime("%Y-%m-%d %H:%M", localtime(time_utc))
 
 
 def ls(session: Session) -> int:

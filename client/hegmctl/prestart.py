@@ -39,7 +39,7 @@ _DESCRIPTORS = (STATE_FD, LOCK_FD)
 # As long as PyTorch takes to be imported from a slow disk; from then on it is not waited for.
 IMPORTS_WITHIN_S = 30.0
 _MAX_BYTES = 1024
-# All that any of them says to be so; see hegmd/agent/unread.py.
+# What all of them report as unread; see `unread` in hegmd/agent/standby.py.
 _MAY_BE_UNREAD = frozenset(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HEGM_GPU"))
 _MESSAGE_BYTES = 1 << 20
 

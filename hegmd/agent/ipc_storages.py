@@ -22,7 +22,7 @@ from .copying import round_up
 from .cuda_driver import USUAL_STACK_BYTES, Driver
 from .notes import note
 from .refusals import not_made, refusal
-from .timings import Laps
+from .torch_state import Laps
 from .video_memory import VideoMemory
 
 TYPE_CHECKING = False

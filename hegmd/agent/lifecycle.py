@@ -1,16 +1,21 @@
-"""The agent's life in this process: the gate, the thread, and what a fork does to both.
+"""Starts the agent in this process: its gate and its thread. Disarms both in a forked child.
 
-Created when the first training framework is imported. A forked child keeps the hooks, with an inert gate, and has
-neither thread nor socket: its parent's agent is not its own, and a forked child that trains is not moved.
+The first import of a training framework starts the agent. A forked child keeps the hooks with an inert gate, and has
+neither thread nor socket: a forked child that trains is not migrated.
+
+A forked child, such as a loader's worker, also drops the mappings and descriptors of NVIDIA's devices that it
+inherits. It cannot use them, because CUDA does not work across a fork, and CRIU cannot dump them. A child of a parent
+without CUDA keeps everything: NVML's descriptors, which it may use, look the same except for `-uvm`. All this runs
+right after the fork, where only the forking thread exists, so `prepare_for_forks` reads what it needs beforehand.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 from _thread import start_new_thread
 from time import sleep
 
-from .forked import leave_gpu
 from .notes import note
 from .quiesce import Gate
 from .signals import let_go_in_child
@@ -22,11 +27,19 @@ if TYPE_CHECKING:
     from .channel import Channel
     from .lending import Lending
 
+
 PAUSE_S = 1.0
 
 _gate: Gate | None = None
 _is_started = False
 _channel: Channel | None = None
+
+DEVICES = "/dev/nvidia"
+ONLY_OF_CUDA = "-uvm"
+
+_munmap = ctypes.CDLL(None).munmap
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_munmap.restype = ctypes.c_int
 
 
 def gate() -> Gate:
@@ -116,3 +129,51 @@ def _orphan() -> None:
     if _channel is not None:
         _channel.close_in_child()
     leave_gpu()
+
+
+def leave_gpu(devices: str = DEVICES) -> int:
+    """Unmap and close what belongs to devices with these path prefixes; returns how many mappings and descriptors."""
+    held = _descriptors(devices)
+    if not any(path.startswith(devices + ONLY_OF_CUDA) for path in held.values()):
+        return 0
+    dropped = sum([int(_munmap(start, size_bytes) == 0) for start, size_bytes in _ranges(devices)])
+    for fd in held:
+        try:
+            os.close(fd)
+            dropped += 1
+        except OSError:
+            pass
+    return dropped
+
+
+def _descriptors(devices: str) -> dict[int, str]:
+    found: dict[int, str] = {}
+    try:
+        names = os.listdir("/proc/self/fd")
+    except OSError:
+        return found
+    for name in names:
+        try:
+            path = os.readlink("/proc/self/fd/" + name)
+        except OSError:  # the listing's own
+            continue
+        if path.startswith(devices):
+            found[int(name)] = path
+    return found
+
+
+def _ranges(devices: str) -> list[tuple[int, int]]:
+    """Address and size of each mapping of theirs."""
+    wanted = os.fsencode(devices)
+    found: list[tuple[int, int]] = []
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            lines = maps.read().splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        parts = line.split(None, 5)
+        if len(parts) == 6 and parts[5].startswith(wanted):
+            start, _, end = parts[0].partition(b"-")
+            found.append((int(start, 16), int(end, 16) - int(start, 16)))
+    return found

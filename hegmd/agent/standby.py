@@ -1,15 +1,14 @@
-"""A Python that was started before its turn: it imports PyTorch, and waits before any line of the script.
+"""Runs in a prestarted process: imports PyTorch, then waits for its turn before the script's first line.
 
-Its supervisor starts it while the process that is to leave trains still, by the same command and with one end of a pair
-of sockets. Over that it is told what to import, says that it has, and gets its turn: what its environment lacks yet,
-and the descriptors of the state. It may wait for long, and is then told once more what to import shortly before its
-turn. Whatever else comes of it, such as the end of its supervisor, ends this process: it is never to be a second one of
-a training that goes on.
+The supervisor starts it with the job's command, while the process that it replaces still trains. Over a socket pair the
+supervisor names the modules to import. The turn comes over the same socket, with the missing environment variables and
+the descriptors of the state. Shortly before a late turn the supervisor names the modules again. Any other end of the
+conversation, such as the supervisor's exit, ends this process, so a job never has two.
 
-Nothing of the script's may see a difference. All that was imported has to be what the script's own search path leads
-to, and unchanged on disk; no GPU may have been opened; and PyTorch is out of sight until the script imports it: what
-the agent does then, it does then. Its environment may still change in what nothing here has read (`unread`), and is
-told to the supervisor that asks. Until its turn it is the first to go where memory runs short.
+The script must not see a difference. All imported modules must be those that the script's search path leads to, and
+unchanged on disk. No GPU may be open. PyTorch stays hidden until the script imports it, and the agent does its work
+then. Environment variables that no code here has read can still change: `unread` names them for the supervisor. While
+the process waits, the kernel ends it first when memory runs short.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ from __future__ import annotations
 import os
 import sys
 
-from . import unread
 from .notes import note
-from .sources import Sources
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,34 +26,117 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn, Protocol
 
     class Hooks(Protocol):
-        """The agent's at PyTorch's imports."""
+        """The agent's hooks at PyTorch's imports."""
 
         def hold(self) -> None:
-            """Do nothing at an import before `let_go`."""
+            """Defer the work of all imports until `let_go`."""
             ...
 
         def let_go(self) -> None:
-            """Do now what was held."""
+            """Do the deferred work now."""
             ...
 
+    Mark = tuple[int, int, int, int]
 
-#: The end of the pair that this process has; set by who starts it before its turn.
+
+CUDA = "CUDA_VISIBLE_DEVICES"
+# The first is read by the agent alone. The others are read by PyTorch for ROCm and AMD's runtime.
+_OURS, _AMDS = ("HEGM_GPU",), ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_DRIVER = "libcuda.so"
+_NOT_INITIALIZED = 3
+
+#: This process's end of the socket pair; the supervisor sets it in a process that it prestarts.
 READY_FD = "HEGM_READY_FD"
-#: Set where the supervisor is to hear which variables may still be set or removed.
+#: Set if the supervisor asks which variables can still be set or removed.
 TELL_UNREAD = "HEGM_READY_TELL"
 IMPORTS, PATH, READY, GO = b"imports", b"path", b"ready", b"go"
 _TORCH = "torch"
 _OWN = "_hegm"
-# Those of the agent that come to life with PyTorch. Reading them starts nothing.
+# Modules of the agent that PyTorch's import starts. Importing them starts nothing.
 _ITS_OWN = ("lifecycle", "storage_transfer", "channel", "boundary", "state.session", "state.restore")
 _MAX_BYTES = 1 << 20
 _MAX_DESCRIPTORS = 4
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
-# By which the supervisor tells it from a training that has come to its end. See client/hegmctl/supervisor.py.
+# This status tells the supervisor that the process never had its turn. See client/hegmctl/supervisor.py.
 _NOT_ITS_TURN = 97
-#: What this process was given in its turn, and None for what it lost then: the script began with it, and the kernel
-#: goes on telling what the process was started with.
+#: The variables that came with the turn; None for one that was removed. The script began with these, but the kernel
+#: keeps reporting the environment at the process's start.
 by_turn: dict[bytes, bytes | None] = {}
+
+
+def unread() -> list[str]:
+    """Return the environment variables that no code in this process can have read, so that they can still change.
+
+    The list is short: for other variables an import could have read them (OpenMP reads OMP_NUM_THREADS, MKL reads
+    MKL_*, PyTorch reads PYTORCH_* and TORCH_*). NVIDIA's driver reads its variable in `cuInit` and never again. ROCm's
+    runtime reads its variables when it is loaded, as far as is known, so there they count as read.
+    """
+    version = sys.modules.get("torch.version")
+    if getattr(version, "hip", None) is not None:
+        return [*_OURS]
+    return [*_OURS, *_AMDS, *([CUDA] if _is_driver_untouched() else [])]
+
+
+def _is_driver_untouched() -> bool:
+    """Return whether `cuInit` was never called: then every other driver function answers CUDA_ERROR_NOT_INITIALIZED.
+
+    PyTorch reads the variable itself only to count GPUs, and keeps the count only once CUDA is initialised.
+    """
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
+            paths = {line.rstrip("\n").partition("/")[2] for line in file if _DRIVER in line}
+    except OSError:
+        return False
+    if not paths:
+        return True
+    if os.environ.get(CUDA, "0").strip() in ("", "-1"):
+        return False  # a cuInit that found no GPU failed, and looks like one that was never called
+    return all(_answer(f"/{path}") == _NOT_INITIALIZED for path in paths)
+
+
+def _answer(path: str) -> int | None:
+    """Return the library's answer to a request for the number of GPUs; None if it cannot be called."""
+    ctypes: Any = __import__("ctypes")
+    try:
+        return int(ctypes.CDLL(path).cuDeviceGetCount(ctypes.byref(ctypes.c_int())))
+    except (OSError, AttributeError):
+        return None
+
+
+class Sources:
+    """The files of the recorded modules and of the interpreter. `check` tells whether they are still the same.
+
+    An installation or an edit can replace a module's file after its import. Files are compared by size, time of change
+    and inode, and are not read.
+    """
+
+    def __init__(self) -> None:
+        self._marks: dict[str, Mark | None] = {}
+        for path in ("/proc/self/exe", sys.executable):
+            self._marks[path] = _mark(path)
+
+    def note(self, modules: Iterable[ModuleType]) -> None:
+        """Record the files of these modules, if they are new."""
+        for module in list(modules):
+            spec = getattr(module, "__spec__", None)
+            origin = None if spec is None or not spec.has_location else spec.origin
+            if isinstance(origin, str) and origin not in self._marks:
+                self._marks[origin] = _mark(origin)
+
+    def check(self) -> None:
+        """Raise RuntimeError with the first file that changed or no longer exists."""
+        for path, before in self._marks.items():
+            if _mark(path) != before:
+                raise RuntimeError(f"{path} has changed since it was imported")
+
+
+def _mark(path: str) -> Mark | None:
+    """Return the file's identity; None if it is not a file, such as a module in an archive."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def wait_for_turn(hooks: Hooks) -> None:
@@ -115,7 +195,7 @@ class _Waiting:
         self._sources.note(sys.modules.values())
         self.look()
         _check_devices()
-        names = unread.unread() if self._tells else []
+        names = unread() if self._tells else []
         note(f"ready: {len(sys.modules) - len(self._before)} modules are imported before its turn")
         self._hidden = self._hidden or OutOfSight(self._hooks)
         self._hidden.hide()

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import gc
 import sys
+from time import monotonic
 
 from . import addresses, cuda_state, reducer_buckets
 from .notes import note
-from .timings import Laps
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from ..protocol.messages import CudaFacts
+
 
 OTHER_OWNER = "their memory belongs to something else, such as a numpy array or a mapped file"
 SHARED = "they are shared with other processes"
@@ -40,6 +41,22 @@ UNREADABLE = "they cannot be inspected"
 OUT_OF_MEMORY = "there is no memory for them where the others are copied"
 NO_STORAGE = "they have no storage, like sparse tensors"
 ADDRESS_KEPT = "the script has their address outside of PyTorch, such as from data_ptr(), and it has to stay"
+
+
+class Laps:
+    """Starts when it is created; each lap starts at the end of the one before."""
+
+    __slots__ = ("_last", "spent_ms")
+
+    def __init__(self) -> None:
+        self.spent_ms: dict[str, float] = {}
+        self._last = monotonic()
+
+    def end(self, name: str) -> None:
+        """End a lap; a repeated name adds to it."""
+        now = monotonic()
+        self.spent_ms[name] = round(self.spent_ms.get(name, 0.0) + (now - self._last) * 1e3, 3)
+        self._last = now
 
 
 class Found:

@@ -1,6 +1,6 @@
 """The pool: memory for the bytes of jobs in flight, each piece with one owner and one name, within one budget.
 
-Pages are there before anything relies on them: they are taken by several threads off the loop (`page_allocation`), in 2
+Pages are there before anything relies on them: they are taken by several threads off the loop (`pool_memory`), in 2
 MiB pages where the node has enough free ones of those, and a piece that cannot be had whole is given back whole and
 refused with numbers. A piece outlives the daemon, however that ends: it is a file in memory (pool_places), or where no
 place takes it, memory that a store holds by descriptor (store). While its job rests it may be on disk instead

@@ -27,8 +27,8 @@ from typing import Any
 import anyio
 
 from hegmd.agent import copying, transfer
-from hegmd.memory.page_allocation import Window
 from hegmd.memory.pool import Key, Memory, Pool
+from hegmd.memory.pool_memory import Window
 from tests.bench.report import Row
 
 GIB = 1 << 30

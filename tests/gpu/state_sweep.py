@@ -29,7 +29,7 @@ from hegmd.agent.crew import share_out
 from hegmd.agent.cuda_driver import Copies
 from hegmd.agent.state.storage import checksums, pinned_buffers, raw_copy
 from hegmd.agent.state.storage.staging import THREADS, Ring, loads
-from hegmd.memory import page_allocation
+from hegmd.memory import pool_memory
 from hegmd.memory.pool_memory import read_huge_free_bytes
 
 MIB = 1 << 20
@@ -49,7 +49,7 @@ class Sweep:
         self.driver = Copies()
         self.fd = os.memfd_create("pool", os.MFD_CLOEXEC | (os.MFD_HUGETLB if huge else 0))
         os.ftruncate(self.fd, size_bytes)
-        page_allocation.populate(self.fd, size_bytes)
+        pool_memory.populate(self.fd, size_bytes)
         self.map = mmap.mmap(self.fd, size_bytes)
         self._anchor: Any = ctypes.c_char.from_buffer(self.map)
         self.pool = ctypes.addressof(self._anchor)

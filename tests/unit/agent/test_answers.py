@@ -9,7 +9,7 @@ import pytest
 from hegmd.agent.answers import Answers
 from hegmd.agent.ipc_storages import View
 from hegmd.agent.quiesce import Gate
-from hegmd.agent.timings import Laps
+from hegmd.agent.torch_state import Laps
 from hegmd.errors import BAD_REQUEST, HegmError
 from hegmd.protocol.agents import AgentReport, Order, packed, unpacked
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from hegmd.agent import copying
-from hegmd.memory import page_allocation
+from hegmd.memory import pool_memory
 from tests.huge import huge_memory
 
 ROOT = Path(__file__).parents[3]
@@ -66,13 +66,13 @@ def _file() -> int:
     fd, path = tempfile.mkstemp(dir="/dev/shm", prefix="hegm-test-")
     os.unlink(path)
     os.truncate(fd, ROOM_BYTES)
-    page_allocation.populate(fd, ROOM_BYTES)
+    pool_memory.populate(fd, ROOM_BYTES)
     return fd
 
 
 def _huge_pages() -> int:
     fd = _sealed()
-    page_allocation.populate(fd, ROOM_BYTES)
+    pool_memory.populate(fd, ROOM_BYTES)
     return fd
 
 
@@ -135,7 +135,7 @@ def test_little_is_left_to_the_c_library() -> None:
 
 
 def _is_in_huge_pages(fd: int) -> bool:
-    with page_allocation.Window(fd, 0, ROOM_BYTES) as address:
+    with pool_memory.Window(fd, 0, ROOM_BYTES) as address:
         ctypes.c_char.from_address(address).value = b"\1"
         smaps = Path("/proc/self/smaps").read_text()
     mapping = smaps[smaps.index(f"\n{address:x}-") :]

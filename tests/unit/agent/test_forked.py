@@ -10,7 +10,7 @@ from pathlib import Path
 # Maps and opens what it is given, forks, and says what is left in the child, in the parent, and what was dropped.
 PROGRAM = """
 import json, mmap, os, sys
-from hegmd.agent.forked import leave_gpu
+from hegmd.agent.lifecycle import leave_gpu
 prefix, kept = sys.argv[1], sys.argv[2:]
 held = []
 for name in kept:

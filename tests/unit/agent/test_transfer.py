@@ -15,7 +15,7 @@ import pytest
 from hegmd.agent import torch_state, transfer
 from hegmd.agent.storage_transfer import Carrying
 from hegmd.errors import HegmError
-from hegmd.memory import page_allocation
+from hegmd.memory import pool_memory
 from tests.needs import need_torch
 
 torch: Any = need_torch()
@@ -37,7 +37,7 @@ def room() -> Iterator[int]:
     fd = os.memfd_create("pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.truncate(fd, 256 * MIB)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    page_allocation.populate(fd, 256 * MIB)
+    pool_memory.populate(fd, 256 * MIB)
     yield fd
     os.close(fd)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hegmctl.images_text import manifest_text, removed_text, seen_text, verified_text
+from hegmctl.images import manifest_text, removed_text, seen_text, verified_text
 from hegmctl.tables import Style
 from hegmd.errors import NOT_FOUND, REFUSED
 from hegmd.images.files.folder import make

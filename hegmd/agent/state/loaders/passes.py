@@ -6,14 +6,16 @@ and again when its sampler is first asked; the restarted script sets them at the
 
 from __future__ import annotations
 
+import os
 import weakref
 from _thread import get_ident
 
 from ..code import loop_position
 from ..code.position import said
-from ..values import rng
-from ..values.refusals import Refusal
-from . import dataset_identity, iterable_datasets, sampler_inputs, sampler_rng, stateful_loader
+from ..values import contents, rng
+from ..values.refusals import DoesNotFit, Refusal
+from ..values.script_api import replayed
+from . import dataset_identity, sampler_inputs, sampler_rng, stateful_loader
 from .loaders import data_of, generators_of, kept_iterator, signature_of
 from .pass_states import beginning_of, states_of
 from .worker_rng import Seeds
@@ -22,6 +24,78 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
+
+
+REPLAY = "HEGM_REPLAY"
+_ITERABLE = 1  # torch.utils.data.dataloader._DatasetKind
+_HINT = (
+    "give the dataset state_dict and load_state_dict; or, if it gives the same each time, take it from "
+    "hegm.resumable(loader, replay=True), or set HEGM_REPLAY=1"
+)
+
+
+def stream_of(loader: Any) -> Stream | None:
+    """What is known of the loader's dataset; None where it has indices."""
+    return Stream(loader) if loader._dataset_kind == _ITERABLE else None
+
+
+class Stream:
+    """A dataset that is read one item after the other."""
+
+    def __init__(self, loader: Any) -> None:
+        self._dataset = loader.dataset
+        self._replays = replayed(loader) or os.environ.get(REPLAY, "") not in ("", "0")
+        self._workers = int(loader.num_workers)
+        self._says = False
+
+    def refusals(self, given: int, iterator: Any) -> list[Refusal]:
+        """Why it could not be brought to where it is."""
+        self._says = not self._workers and (_says_where(self._dataset) or _says_where(_reader_of(iterator)))
+        if given and not self._replays:
+            return [Refusal("a batch of an outer loop over an iterable dataset is in use", _HINT)]
+        if self._says or self._replays:
+            return []
+        name = type(self._dataset).__qualname__
+        if self._workers:
+            return [Refusal(f"workers read {name}, an iterable dataset, and cannot say where they are in it", _HINT)]
+        return [Refusal(f"a loader reads {name}, an iterable dataset that cannot say where it is", _HINT)]
+
+    def taken(self, iterator: Any) -> dict[str, Any]:
+        """Where it is, as far as it says so."""
+        if self._replays or not self._says:
+            return {"replays": self._replays}
+        reader = _reader_of(iterator)
+        owner, place = ("reader", reader) if _says_where(reader) else ("dataset", self._dataset)
+        return {"replays": False, "of": owner, "state": contents.loose(place.state_dict())}
+
+    def prepare(self, taken: Any) -> None:
+        """Before the loader makes its iterator: a dataset that is asked itself is told now."""
+        if taken["replays"] != self._replays:
+            raise DoesNotFit(["a loader that could be replayed cannot be now, or the other way round"])
+        if taken.get("of") == "dataset":
+            self._dataset.load_state_dict(contents.owned(taken["state"]))
+
+    def go_on(self, iterator: Any, taken: Any, delivered: int) -> None:
+        """After it has: be where so many batches have been given."""
+        if taken["replays"]:
+            for index in range(delivered):
+                try:
+                    iterator._next_data()
+                except StopIteration:
+                    raise DoesNotFit(
+                        [f"an iterable dataset had given {delivered} batches, and ends after {index}"]
+                    ) from None
+        elif taken["of"] == "reader":
+            _reader_of(iterator).load_state_dict(contents.owned(taken["state"]))
+        iterator._num_yielded = delivered
+
+
+def _reader_of(iterator: Any) -> Any:
+    return iterator._dataset_fetcher.dataset_iter
+
+
+def _says_where(thing: Any) -> bool:
+    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
 class Iteration:
@@ -66,7 +140,7 @@ class Iteration:
         self._first: Any = None
         self._seeds: Seeds | None = None
         self._own = stateful_loader.Own(loader) if stateful_loader.goes_by_state(loader) else None
-        self._stream = None if self._own is not None else iterable_datasets.stream_of(loader)
+        self._stream = None if self._own is not None else stream_of(loader)
         self._data = data_of(loader, path)
         before = _read_at.get(path)
         self._sums = dataset_identity.sums_of(loader.dataset) if self._stream is None else {}

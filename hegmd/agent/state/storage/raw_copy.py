@@ -1,23 +1,26 @@
-"""Raw bytes between memory and a state file: each by the quickest way that its device has.
+"""Copies raw bytes between tensors and a state file, by the quickest way that each device has.
 
-Host memory is copied by several threads. Video memory goes through a little pinned memory (`ring`), and is added up by
-the GPU that it is on (`gpu_checksums`). The agent's own carrier does without pinned memory, which makes the driver's
-part slower; here the process ends, or has only just begun. What is on neither a CPU nor an NVIDIA GPU goes the way that
-PyTorch has for it.
+Several threads copy host memory. Video memory is copied through a little pinned memory (`staging`). The agent's own
+carrier uses no pinned memory, because it slows down the driver's checkpoint; here the process ends, or has just
+started. PyTorch copies from and to any other device.
+
+The GPU computes the checksums of its own memory while the bytes are copied. The CPU computes checksums as fast as it
+copies, but cannot do both at once: it would halve the rate. The GPU sums the words of each page, as `checksums` does,
+and the CPU adds the CRC. The CPU does all of it where the GPU cannot, and for small tensors.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from binascii import crc32
 
 from ....errors import HegmError
 from ... import copying
-from ...copying import PIECE_BYTES
+from ...copying import PAGE_BYTES, PIECE_BYTES
 from ...cuda_driver import Copies
 from ...notes import note
 from . import checksums
-from .gpu_checksums import VideoSums
 from .staging import Ring, loads
 from .tensors import CPU
 
@@ -30,6 +33,81 @@ if TYPE_CHECKING:
     from .tensors import Raw
 
     Progress = Callable[[int], None]
+
+
+MIN_BYTES = 1 << 20
+_WORD_BYTES = 8
+
+
+class VideoSums:
+    """The checksums of some of these raws, which are all on one GPU; `added` has those that are there."""
+
+    def __init__(self, raws: list[Raw], places: list[int]) -> None:
+        self._torch: Any = sys.modules["torch"]
+        self._mine = [(raw, place) for raw, place in zip(raws, places) if self._is_mine(raw)]
+        self.places: set[int] = {place for _raw, place in self._mine}
+
+    def _is_mine(self, raw: Raw) -> bool:
+        tensor, address, size_bytes, _where = raw
+        if size_bytes < MIN_BYTES or address % _WORD_BYTES or sys.byteorder != "little":
+            return False
+        return hasattr(self._torch, "sum") and not (address - tensor.untyped_storage().data_ptr()) % _WORD_BYTES
+
+    def add(self, found: dict[int, int]) -> None:
+        """Put the checksum of each part of them under its place. Where that cannot be, `places` is empty then."""
+        if not self._mine:
+            return
+        try:
+            sums, rests = self._added()
+        except Exception as error:  # noqa: BLE001 - of PyTorch or CUDA, such as no memory left for the sums
+            note(f"the GPU does not add up, the processor does: {error!r}")
+            self.places = set()
+            return
+        at = 0
+        for index, ((_tensor, _address, size_bytes, _where), place) in enumerate(self._mine):
+            words = size_bytes // PAGE_BYTES * _WORD_BYTES
+            step = PIECE_BYTES // PAGE_BYTES * _WORD_BYTES
+            for part, start in enumerate(range(0, words, step)):
+                found[place + part * PIECE_BYTES] = crc32(sums[at + start : at + min(start + step, words)])
+            tail_bytes = size_bytes % PAGE_BYTES
+            if tail_bytes:
+                last = place + size_bytes // PIECE_BYTES * PIECE_BYTES
+                rest = rests[index * PAGE_BYTES : index * PAGE_BYTES + tail_bytes]
+                found[last] = crc32(rest, found.get(last, 0))
+            at += words
+
+    def _added(self) -> tuple[memoryview, memoryview]:
+        """The sums of all their pages, and a page for each with the bytes after its last whole one."""
+        torch = self._torch
+        where = self._mine[0][0][3]
+        count = sum(raw[2] // PAGE_BYTES for raw, _place in self._mine)
+        with torch.inference_mode():
+            sums = torch.empty(count, dtype=torch.int64, device=where)
+            rests = torch.empty(len(self._mine) * PAGE_BYTES, dtype=torch.uint8, device=where)
+            at = 0
+            for index, ((tensor, address, size_bytes, _where), _place) in enumerate(self._mine):
+                storage = tensor.untyped_storage()
+                first = address - storage.data_ptr()
+                pages, tail_bytes = divmod(size_bytes, PAGE_BYTES)
+                words = torch.empty(0, dtype=torch.int64, device=where)
+                words.set_(
+                    storage, first // _WORD_BYTES, (pages, PAGE_BYTES // _WORD_BYTES), (PAGE_BYTES // _WORD_BYTES, 1)
+                )
+                torch.sum(words, dim=1, out=sums[at : at + pages])
+                at += pages
+                if tail_bytes:
+                    rest = torch.empty(0, dtype=torch.uint8, device=where)
+                    rest.set_(storage, first + pages * PAGE_BYTES, (tail_bytes,), (1,))
+                    rests[index * PAGE_BYTES : index * PAGE_BYTES + tail_bytes].copy_(rest)
+            return _in_memory(sums), _in_memory(rests)
+
+
+def _in_memory(tensor: Any) -> memoryview:
+    """Its bytes, in this process's own memory."""
+    here = tensor.cpu()
+    view = (ctypes.c_char * (here.numel() * here.element_size())).from_address(here.data_ptr())
+    view.tensor = here  # which owns the memory
+    return memoryview(view).cast("B")
 
 
 def copy_pieces_out(
@@ -170,9 +248,6 @@ def _fetched(raw: Raw) -> tuple[Any, int]:
     storage = tensor.untyped_storage()
     copy = storage.cpu()
     return copy, copy.data_ptr() + address - storage.data_ptr()
-
-
-# ---- video memory ---------------------------------------------------------------------------------------------------
 
 
 def _driver_for(devices: Iterable[str]) -> Copies | None:

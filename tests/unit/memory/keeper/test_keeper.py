@@ -345,7 +345,7 @@ async def test_another_user_is_not_served(folder: Path) -> None:
 def test_a_caller_for_whom_there_was_no_descriptor_kept_it_busy_for_ever(tmp_path: Path) -> None:
     code = (
         "import resource, socket, sys\n"
-        "from hegmd.memory.keeper.serving import Keeper\n"
+        "from hegmd.memory.keeper.__main__ import Keeper\n"
         "class Counting(socket.socket):\n"
         "    calls = 0\n"
         "    def accept(self):\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.memory import page_allocation
+from hegmd.memory import pool_memory
 from hegmd.memory.pool_places import SHARED_MEMORY
 from hegmd.memory.sizes import HUGE_PAGE_BYTES
 from tests.wide import quick_first
@@ -36,7 +36,7 @@ def _named(size_bytes: int) -> int:
 @pytest.mark.parametrize("size_bytes", quick_first([4096, HUGE_PAGE_BYTES, 65 * MIB, 130 * MIB + 4096], 2))
 def test_every_page_is_there_and_empty(size_bytes: int) -> None:
     fd = _memfd(size_bytes)
-    page_allocation.populate(fd, size_bytes)
+    pool_memory.populate(fd, size_bytes)
     stat = os.fstat(fd)
     assert stat.st_size == size_bytes
     assert stat.st_blocks * 512 >= size_bytes
@@ -47,7 +47,7 @@ def test_every_page_is_there_and_empty(size_bytes: int) -> None:
 def test_what_was_written_before_stays() -> None:
     fd = _memfd(8 * MIB)
     os.pwrite(fd, b"here", 5 * MIB)
-    page_allocation.populate(fd, 8 * MIB)
+    pool_memory.populate(fd, 8 * MIB)
     assert os.pread(fd, 4, 5 * MIB) == b"here"
     os.close(fd)
 
@@ -59,9 +59,9 @@ def test_pages_are_huge_where_the_kernel_makes_them_on_demand(make: Callable[[in
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("this kernel has no transparent huge pages")
     fd = make(64 * MIB)
-    page_allocation.populate(fd, 64 * MIB)
+    pool_memory.populate(fd, 64 * MIB)
     # Touching a byte of a huge page brings the whole page; a small one would come alone.
-    with page_allocation.Window(fd, 0, 64 * MIB) as address:
+    with pool_memory.Window(fd, 0, 64 * MIB) as address:
         ctypes.memset(address, 1, 1)
         smaps = Path("/proc/self/smaps").read_text()
     os.close(fd)
@@ -78,5 +78,5 @@ def test_pages_that_are_not_to_be_had_are_an_error_and_no_signal(size_bytes: int
     os.truncate(fd, size_bytes // 2)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
     with pytest.raises(PermissionError):
-        page_allocation.populate(fd, size_bytes)
+        pool_memory.populate(fd, size_bytes)
     os.close(fd)

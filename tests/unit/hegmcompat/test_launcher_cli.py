@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hegmcompat.both_desks import BothDesks
 from hegmcompat.launcher import Launcher
+from hegmcompat.launcher_cli import BothDesks
 from hegmcompat.surroundings import read_surroundings
 from hegmctl.supervisor import GiveUp, Start
 

@@ -9,7 +9,7 @@ import torch
 
 from hegmd.agent.copying import PAGE_BYTES, PIECE_BYTES
 from hegmd.agent.state.storage import checksums
-from hegmd.agent.state.storage.gpu_checksums import MIN_BYTES, VideoSums
+from hegmd.agent.state.storage.raw_copy import MIN_BYTES, VideoSums
 
 SIZES = (MIN_BYTES, MIN_BYTES + 8, PIECE_BYTES - 5, PIECE_BYTES, 2 * PIECE_BYTES + 3 * PAGE_BYTES + 17)
 
