@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hegmd.protocol.operations import StoryLine
-from tests.gpu import bench_record, bench_restart, restarts_run
+from tests.gpu import bench_record, bench_restart, recovery_jobs, restarts_run
 from tests.gpu.in_turn import PARTS
 from tests.gpu.moves_node import WentWrongError
 
@@ -156,3 +156,21 @@ def test_both_are_among_what_is_run_in_turn() -> None:
     words = {part.name: part.words for kind in PARTS.values() for part in kind}
     assert words["restarts"] == ("-m", "tests.gpu.restarts_run")
     assert words["restart"] == ("-m", "tests.gpu.bench_restart")
+
+
+ALONE = [f"step 1 {number} {number:x}\n" for number in range(9)]
+
+
+def steps(pid: int, *numbers: int) -> list[str]:
+    return [f"step {pid} {number} {number:x}\n" for number in numbers]
+
+
+def test_a_recovered_training_is_exact_if_each_process_repeats_steps_of_the_undisturbed_run() -> None:
+    told = recovery_jobs.compared([*steps(2, 0, 1, 2, 3), "step 2 4", *steps(3, 2, 3, 4)], ALONE)
+    assert told == {"exact": True, "checked": 7, "told": 7, "repeated": 2, "processes": 2}
+    assert recovery_jobs.compared(steps(2, *range(12)), ALONE)["checked"] == 9
+
+
+@pytest.mark.parametrize("second", [steps(3, 5, 6), ["step 3 2 f\n"], steps(3, 2, 4)])
+def test_a_recovered_training_that_leaves_out_or_changes_a_step_is_not_exact(second: list[str]) -> None:
+    assert not recovery_jobs.compared([*steps(2, 0, 1, 2, 3), *second], ALONE)["exact"]

@@ -1,0 +1,348 @@
+"""One command for a machine with an NVIDIA GPU: what do snapshots cost, and how soon does a killed training go on?
+
+    python3 -m tests.gpu.recovery_run --out recovery.json [--sizes 1,32] [--tasks pause,kill,torchrun] [--kills N]
+                                      [--budget-s N] [--rehearse]
+
+It needs one GPU, PyTorch and hegmd's own dependencies (`pip install .`), and no network. With the default sizes it
+takes about seven minutes, host memory for two states of the largest size, and video memory for three. `--rehearse`
+does the same on simulated GPUs with small trainings: that shows that the program runs, and its figures say nothing.
+
+* `pause`: an AdamW training whose state (weights, gradients and moments) has so many GiB runs under
+  `hegmctl run --recover`, once with room for a shadow copy and once without (`HEGM_SNAPSHOT_SHADOW=off`). Told are the
+  pause of each snapshot by the agent's word, the longest gap between two steps, and what part of the time all gaps took
+  in which a step took more than twice the median. With the shadow copy the interval is the one chosen by default.
+* `kill`: a training of 810 million parameters (12.9 GB state) is killed with SIGKILL. Told is the time until the first
+  line of a new process, with `--ready always` and without.
+* `torchrun`: the same with torchrun, which starts a script again that saves itself with torch.save.
+
+Each loss of each process is compared, bit for bit, with that of an undisturbed run. Undisturbed runs are stopped with
+SIGSTOP while something is measured. OUT has all figures as JSON and is written anew after each of them. Exit status 1
+if a loss differs or if something went wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hegmd.protocol.recovery import RECOVERED
+from tests.gpu.moves_jobs import TRAINING
+from tests.gpu.moves_node import WentWrongError, until
+from tests.gpu.recovery_jobs import Losses, ProtectedJob, compared, gaps_of, step_times
+from tests.gpu.restart_node import RestartNode
+
+TASKS = ("pause", "kill", "torchrun")
+# Of weights and moments: adamw.py has gradients besides.
+KILLED_GIB, REHEARSED_GIB = 9.1, 0.02
+SHARE_WITHOUT_GRADIENTS = 0.75
+POOL_BYTES = 100 << 30
+WITHIN_S = 120.0
+# How long a training is looked at while snapshots are taken of it, and before the first.
+LOOK_S, MAX_LOOK_S, BASE_S = 12.0, 60.0, 6.0
+SNAPSHOTS = 4
+# With no shadow copy the default interval would be more than a minute.
+SHORT_INTERVAL_S = "2s"
+SAVE_EVERY_S = 5.0
+POLL_S = 0.05
+_OFF = {"HEGM_SNAPSHOT_SHADOW": "off"}
+
+
+class Bench:
+    """All tasks, on one GPU. `figures` is what OUT has."""
+
+    def __init__(self, node: RestartNode, asked: argparse.Namespace) -> None:
+        self.node, self._asked = node, asked
+        self._notes = node.folder / "agent.notes"
+        self._ends = time.monotonic() + asked.budget_s
+        self.figures: dict[str, Any] = {"went_wrong": [], "pause": [], "kill": [], "torchrun": [], "exact": []}
+        #: What is compared at the end: what it is of, its steps, and the undisturbed run.
+        self._to_compare: list[tuple[str, list[str], Losses]] = []
+        self._held = contextlib.ExitStack()
+
+    def run(self) -> None:
+        with self._held:
+            for name in self._asked.tasks:
+                self._guarded(name, {"pause": self._pause, "kill": self._kill, "torchrun": self._torchrun}[name])
+            self._guarded("compare", self._compare)
+
+    def _guarded(self, name: str, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - the other tasks are to be measured all the same
+            traceback.print_exc()
+            print(self.node.log_tail(30), flush=True)
+            self._keep("went_wrong", {"task": name, "why": f"{type(error).__name__}: {error}"[:2000]})
+
+    def _keep(self, kind: str, figure: dict[str, Any]) -> None:
+        self.figures[kind].append(figure)
+        print(kind, json.dumps(figure), flush=True)
+        self._asked.out.write_text(json.dumps(self.figures, indent=1) + "\n")
+
+    def _require_time(self) -> None:
+        if time.monotonic() > self._ends:
+            raise WentWrongError(f"{self._asked.budget_s:g} s are over")
+
+    def _alone(self, words: Sequence[str], base_s: float = 0.0) -> Losses:
+        """An undisturbed run, which has stopped once it is known how fast it is."""
+        environ = {**self.node.environ(), **self.node.begun_on("gpu0")[1]}
+        del environ["HEGM_SOCKET"]
+        alone = Losses(words, environ)
+        self._held.callback(alone.close)
+        alone.wait_for(lambda: len(alone.steps()) >= 5, "an undisturbed run does not train", WITHIN_S)
+        if base_s:
+            since = time.monotonic()
+            until(lambda: time.monotonic() - since > base_s, "the time", 2 * base_s)
+        alone.stop()
+        return alone
+
+    @contextlib.contextmanager
+    def _job(
+        self, alone: Losses, what: str, words: Sequence[str], *options: str, **more: str
+    ) -> Iterator[ProtectedJob]:
+        job = ProtectedJob(self.node, words, *options, **more)
+        try:
+            yield job
+        finally:
+            self._to_compare.append((what, job.steps(), alone))
+            job.close()
+            self._await_end_of_slots()
+
+    def _await_end_of_slots(self) -> None:
+        """Give back what the daemon keeps of a job whose supervisor was killed."""
+
+        def is_over() -> bool:
+            with self.node.connect() as connection:
+                jobs = connection.recovery().jobs
+                for job in jobs:
+                    if job.state == "kept":
+                        connection.drop_recovery(job.id)
+            return not jobs
+
+        until(is_over, "that the slots are given back", WITHIN_S)
+
+    # -- pauses --------------------------------------------------------------------------------------------------------
+
+    def _pause(self) -> None:
+        for size_gib in self._asked.sizes:
+            words = [str(TRAINING / "adamw.py"), str(size_gib * SHARE_WITHOUT_GRADIENTS), "made-there"]
+            alone = self._alone(words, BASE_S)
+            base = gaps_of(step_times(alone, 0.0))[10:]
+            step_s = {"mean": statistics.mean(base), "median": statistics.median(base)}
+            for mode, option, more in (("shadow", "--recover", {}), ("paused", f"--recover={SHORT_INTERVAL_S}", _OFF)):
+                self._require_time()
+                with self._job(alone, f"pause {size_gib} {mode}", words, option, **more) as job:
+                    figure = self._watched(job, self._asked.look_s)
+                self._keep("pause", {"size_gib": size_gib, "mode": mode, "alone_step_s": step_s, **figure})
+
+    def _watched(self, job: ProtectedJob, look_s: float) -> dict[str, Any]:
+        """What snapshots cost a training. The first two have to take memory from the node, and count by themselves."""
+        seen: dict[int, dict[str, Any]] = {}
+        watched_from, is_cold, pause = 0.0, True, threading.Event()
+        began = time.monotonic()
+        while time.monotonic() - began < MAX_LOOK_S + (WITHIN_S if is_cold else 0.0):
+            told = job.recovery()
+            if told is not None and told.snapshots and told.snapshots not in seen:
+                records = [slot for slot in told.slots if slot.step is not None]
+                size_bytes = max((slot.size_bytes or 0 for slot in records), default=0)
+                seen[told.snapshots] = {"cost_s": told.cost_s, "interval_s": told.interval_s, "size_bytes": size_bytes}
+                if told.snapshots == 2:
+                    is_cold, watched_from = False, time.monotonic()
+                    began = watched_from
+            if told is not None and told.state == "unprotected":
+                raise WentWrongError(f"it is not protected: {told.why}")
+            is_enough = sum(number > 2 for number in seen) >= SNAPSHOTS
+            if watched_from and is_enough and time.monotonic() - watched_from > look_s:
+                break
+            if not job.alive:
+                raise WentWrongError(f"it has ended: {job.error_text()}")
+            pause.wait(POLL_S)  # the daemon tells nobody that a snapshot was taken
+        if not watched_from:
+            watched_from = began
+        gaps = gaps_of(step_times(job, watched_from))
+        median = statistics.median(gaps)
+        excess_s = sum(gap - median for gap in gaps if gap > 2 * median)
+        warm = [one["cost_s"] for number, one in seen.items() if number > 2 and one["cost_s"] is not None]
+        return {
+            "snapshots": list(seen.values()),
+            "pause_s": statistics.median(warm) if warm else None,
+            "max_pause_s": max(warm, default=None),
+            "longest_gap_s": max(gaps),
+            "step_s": {"mean": statistics.mean(gaps), "median": median},
+            "watched_s": sum(gaps),
+            "excess_share": excess_s / sum(gaps),
+            "notes": _last_of(self._notes),
+        }
+
+    # -- kills ---------------------------------------------------------------------------------------------------------
+
+    def _kill(self) -> None:
+        words = [str(TRAINING / "adamw.py"), str(self._asked.killed_gib), "made-there"]
+        alone = self._alone(words)
+        for ready in ("always", None):
+            options = ["--recover=3s", *(["--ready", ready] if ready else [])]
+            with self._job(alone, f"kill, ready {ready}", words, *options) as job:
+                for number in range(self._asked.kills):
+                    self._require_time()
+                    self._keep("kill", {"ready": ready or "off", **self._kill_once(job, number, is_kept=bool(ready))})
+
+    def _kill_once(self, job: ProtectedJob, number: int, *, is_kept: bool) -> dict[str, Any]:
+        def is_protected() -> bool:
+            told = job.recovery()
+            whole = [] if told is None else [slot for slot in told.slots if slot.step is not None]
+            return told is not None and told.state == "protected" and len(whole) == 2
+
+        until(is_protected, "that it is protected", WITHIN_S)
+        if is_kept:
+            until(partial(self._has_next, job), "that a next process is kept ready", WITHIN_S)
+        job.read_steps(2)
+        pid, told = job.worker(), len(job.lines)
+        killed_at, killed_utc = time.monotonic(), time.time()
+        os.kill(pid, signal.SIGKILL)
+
+        def firsts() -> list[int]:
+            lines = list(job.lines)
+            return [
+                at
+                for at in range(told, len(lines))
+                if lines[at].startswith("step ") and lines[at].split()[1] != f"{pid}"
+            ]
+
+        job.wait_for(lambda: len(firsts()) > 1, "it does not train again", WITHIN_S)
+        until(
+            lambda: len(_recoveries(job)) > number and _recoveries(job)[-1].result == RECOVERED, "a recovery", WITHIN_S
+        )
+        last = _recoveries(job)[-1]
+        marks = {
+            line.split()[1]: float(line.split()[2]) - killed_utc
+            for line in list(job.lines)[told:]
+            if line.startswith("mark ")
+        }
+        return {
+            "next_step_s": job.times[firsts()[0]] - killed_at,
+            "started_s": last.started_s,
+            "restored_s": last.restored_s,
+            "trained_s": last.trained_s,
+            "marks_s": marks,
+            "steps_lost": None if last.step is None or last.from_step is None else last.step - last.from_step,
+        }
+
+    def _has_next(self, job: ProtectedJob) -> bool:
+        """Whether the process that is kept ready has imported all, by the word of its agent."""
+        notes = self._notes.read_text(errors="replace") if self._notes.exists() else ""
+        return any(re.search(rf"hegm agent {pid} [\d.]+: ready: ", notes) for pid in job.children()[1:])
+
+    # -- torchrun ------------------------------------------------------------------------------------------------------
+
+    def _torchrun(self) -> None:
+        folder = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="hegm-saved-")))
+        script, size = str(TRAINING / "saved.py"), str(self._asked.killed_gib)
+        alone = self._alone([script, size, str(folder / "none"), "1e9"])
+        environ = {**self.node.environ(), **self.node.begun_on("gpu0")[1], "PYTHONUNBUFFERED": "1"}
+        del environ["HEGM_SOCKET"]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--max-restarts", "9"]
+        job = Losses([*launcher, script, size, str(folder / "saved.pt"), str(SAVE_EVERY_S)], environ)
+        with contextlib.closing(job):
+            for _ in range(self._asked.kills):
+                self._require_time()
+                self._keep("torchrun", self._kill_under_torchrun(job))
+            self._to_compare.append(("torchrun", job.steps(), alone))
+            os.kill(int(job.steps()[-1].split()[1]), signal.SIGTERM)
+
+    def _kill_under_torchrun(self, job: Losses) -> dict[str, Any]:
+        told = len(job.lines)
+
+        def new(word: str) -> list[int]:
+            lines = list(job.lines)
+            return [at for at in range(told, len(lines)) if lines[at].startswith(word)]
+
+        job.wait_for(lambda: len(new("saved ")) > 0, "it does not save itself", WITHIN_S)
+        saved = job.lines[new("saved ")[0]].split()
+        told = len(job.lines)
+        job.wait_for(lambda: len(new("step ")) > 2, "it does not train", WITHIN_S)
+        pid, told = int(saved[1]), len(job.lines)
+        killed_at = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        job.wait_for(
+            lambda: any(job.lines[at].split()[1] != f"{pid}" for at in new("step ")), "no new process trains", WITHIN_S
+        )
+        first = next(at for at in new("step ") if job.lines[at].split()[1] != f"{pid}")
+        return {"next_step_s": job.times[first] - killed_at, "save_s": float(saved[3]), "every_s": SAVE_EVERY_S}
+
+    # -- exactness -----------------------------------------------------------------------------------------------------
+
+    def _compare(self) -> None:
+        """Have all undisturbed runs come as far as the trainings that were disturbed."""
+        for _what, _steps, alone in self._to_compare:
+            alone.go_on()
+        for what, steps, alone in self._to_compare:
+            wanted = len({tuple(line.split()[2:]) for line in steps})
+            left_s = max(10.0, self._ends + 60 - time.monotonic())
+            with contextlib.suppress(WentWrongError):  # as far as it has come
+                alone.wait_for(partial(_has_steps, alone, wanted + 3), "it is late", left_s)
+            self._keep("exact", {"what": what, **compared(steps, alone.steps())})
+
+
+def _has_steps(alone: Losses, count: int) -> bool:
+    return len(alone.steps()) >= count
+
+
+def _recoveries(job: ProtectedJob) -> Sequence[Any]:
+    told = job.recovery()
+    return () if told is None else told.recoveries
+
+
+def _last_of(path: Path) -> list[str]:
+    """The last notes of the agents of how a snapshot was taken."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return [line for line in lines if "snapshot" in line][-6:]
+
+
+def _parsed(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--sizes", default="1,32", help="GiB of state, gradients included")
+    parser.add_argument("--tasks", default=",".join(TASKS), help=", ".join(TASKS))
+    parser.add_argument("--kills", type=int, default=2)
+    parser.add_argument("--budget-s", type=float, default=330.0, help="begin no measurement after so long")
+    parser.add_argument("--rehearse", action="store_true", help="on simulated GPUs, with small trainings")
+    asked = parser.parse_args(argv)
+    asked.tasks = asked.tasks.split(",")
+    if set(asked.tasks) - set(TASKS):
+        parser.error(f"--tasks takes some of {', '.join(TASKS)}")
+    asked.sizes = [REHEARSED_GIB] if asked.rehearse else [float(text) for text in asked.sizes.split(",")]
+    asked.killed_gib = REHEARSED_GIB if asked.rehearse else KILLED_GIB
+    asked.look_s = 1.0 if asked.rehearse else LOOK_S
+    return asked
+
+
+def main(argv: Sequence[str]) -> int:
+    asked = _parsed(argv)
+    with tempfile.TemporaryDirectory(prefix="hegm-recovery-") as name:
+        folder = Path(name)
+        more = {"HEGM_AGENT_DEBUG": str(folder / "agent.notes")}
+        with RestartNode(folder, rehearsed=asked.rehearse, pool_bytes=POOL_BYTES, more=more) as node:
+            if not node.gpus():
+                print("there is no GPU here; --rehearse does it on simulated ones", flush=True)
+                return 1
+            bench = Bench(node, asked)
+            bench.run()
+    print(json.dumps(bench.figures, indent=1))
+    return int(bool(bench.figures["went_wrong"]) or not all(one["exact"] for one in bench.figures["exact"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
