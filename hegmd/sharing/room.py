@@ -131,6 +131,10 @@ def _count_jobs(jobs: Iterable[Job], rooms: Mapping[str, Room], gpus: Mapping[st
             if job.state == LEAVING or (job.state == ARRIVING and gpu_id not in job.gpus):
                 room.soon_bytes += held_bytes
                 room.leaving.append(job.name)
+        if job.state == LEAVING:  # until it is parked, it can still take what it said that it needs
+            for gpu_id, size_bytes in footprint_bytes(job, gpus).items():
+                if (room := rooms.get(gpu_id)) is not None:
+                    room.now_bytes -= size_bytes - job.held_bytes.get(gpu_id, 0)
         if job.state in PRESENT:
             for gpu_id, size_bytes in footprint_bytes(job, gpus).items():
                 if (room := rooms.get(gpu_id)) is None or gpu_id not in job.gpus:

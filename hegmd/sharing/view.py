@@ -31,6 +31,9 @@ from hegmd.workers.job_names import trains
 from hegmd.workers.jobs import Jobs
 from hegmd.workers.workers import AgentConnection, Workers
 
+# A process that does not say what it holds is asked again after this long.
+ASK_AGAIN_S = 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
@@ -94,13 +97,15 @@ class SharingView:
         self._utc = utc
         #: The processes with an agent of each job at this look, by the job's number.
         self._attending: dict[int, list[AgentConnection]] = {}
+        #: When each process that had not said what it holds was asked last.
+        self._asked_at: dict[int, float] = {}
         #: The priority that a job has at least because it uses a lease, by the job's number.
         self._lent: dict[int, int] = {}
 
     async def take(self, *more: LeaseRecord) -> View:
         """Look at the node. `more` are leases that are only thought of."""
-        node = await self._survey.snapshot(())
         now = self._clock()
+        node = await self._survey.snapshot(self._uncounted(now), may=lambda _uid: True)
         free = {gpu.id: gpu.free_bytes for gpu in expected(node).gpus}
         gpus = [
             model.Gpu(gpu.id, gpu.total_bytes, free.get(gpu.id), gpu.chip, is_healthy=gpu.state == "ok")
@@ -123,6 +128,14 @@ class SharingView:
             tuple(gpus), tuple(jobs), tuple(leases), self._rules.policy, pool_free_bytes=node.pool.free_bytes
         )
         return View(now, snapshot, seen)
+
+    def _uncounted(self, now: float) -> tuple[int, ...]:
+        """The processes that train and have not said yet what they hold. Each is asked rarely: it may not answer."""
+        self._asked_at = {pid: at for pid, at in self._asked_at.items() if now - at < ASK_AGAIN_S}
+        found = [worker.pid for worker in self._workers if worker.boundary and worker.size_bytes is None]
+        asked = tuple([pid for pid in found if pid not in self._asked_at])
+        self._asked_at.update(dict.fromkeys(asked, now))
+        return asked
 
     def is_ours(self, op: Operation, record: SuspendedRecord | None) -> bool:
         """Whether a suspended operation is one that sharing began."""
@@ -254,7 +267,8 @@ class SharingView:
                 since_utc=suspended.since_utc if suspended is not None and is_ours else op.created_utc,
             )
         if op.phase != HOLDING and op.direction == FORWARD and op.kind == SUSPEND:
-            return self._told(*(record, model.LEAVING, now, seen), gpus=tuple(held), held=held, chip=chip)
+            needs = _with_stated(tuple(held.values()), self._memory.queue.get(record.number))
+            return self._told(*(record, model.LEAVING, now, seen), gpus=tuple(held), needs=needs, held=held, chip=chip)
         if op.phase != HOLDING and op.direction == FORWARD and op.kind in (RESUME, MIGRATE):
             to = needs_by_gpu(members, lambda one: one.target_gpu)
             left = {gpu: size for gpu, size in held.items() if gpu not in to}
@@ -375,7 +389,9 @@ class SharingView:
                 continue
             held = held_by_gpu(by_job.get(number, ()))
             gpu = record.placed if not record.has_trained else next(iter(held), None)
-            if gpu is not None and len(held) < 2 and self._operations.of(job) is None:
+            op = self._operations.of(job)
+            leaves = op is not None and op.kind == SUSPEND and op.phase != SUSPENDED
+            if gpu is not None and len(held) < 2 and (op is None or leaves):
                 kept[gpu] = kept.get(gpu, 0) + max(0, record.size_bytes - held.get(gpu, 0))
         return kept
 

@@ -76,11 +76,12 @@ class Agent:
         about = AgentAttend(
             token=self.token,
             python_version="3.11",
+            run=os.environ.get("HEGM_RUN"),
             framework="torch",
             boundary=self.boundary,
             parked=self.parked,
             held_bytes=self.held_bytes,
-            size_bytes=sum(self.sizes),
+            size_bytes=0,  # it is counted when the agent is asked, as by the real one
             entrusted=self.held_bytes > 0 and self.own_fd < 0,
             mark="",
         )

@@ -33,7 +33,7 @@ from tests.gpu.moves_node import MIB, Node, WentWrongError, until
 
 GIB = 1 << 30
 POLL_S = 0.002
-FREE_WITHIN_S = 60.0
+FREE_WITHIN_S = 30.0
 READY_WITHIN_S = 180.0
 STEPS = 20000
 MODES = ("keep-context", "whole")

@@ -80,6 +80,12 @@ def test_it_waits_for_the_job_that_leaves_already_and_suspends_no_other() -> Non
     assert decided(gpu("gpu0", 0), *jobs, queued("j3", 40, priority=80)) == ()
 
 
+def test_what_a_job_said_that_it_needs_is_not_free_before_it_has_left() -> None:
+    leaving = replace(running("j1", 1), state=LEAVING, needs_bytes=(40 * GIB,))
+    assert decided(gpu("gpu0", 79), leaving, queued("j2", 60)) == ()
+    assert kinds(decided(gpu("gpu0", 79), leaving, queued("j2", 30))) == [("start", "j2", ("gpu0",))]
+
+
 def test_memory_that_becomes_free_for_one_is_not_given_to_another() -> None:
     leaving = replace(running("j1", 60, priority=20), state=LEAVING)
     assert decided(gpu("gpu0", 20), leaving, queued("j3", 80, priority=80), queued("j4", 10)) == ()

@@ -39,6 +39,19 @@ async def test_a_job_leaves_for_a_lease_and_returns_once_it_has_ended(tmp_path: 
         assert sorted(shared.events) == ["lease-ended", "lease-held", "lease-requested", "resumed", "suspended"]
 
 
+async def test_a_job_that_has_not_said_what_it_holds_is_asked_before_it_is_judged(
+    tmp_path: Path, process: Child
+) -> None:
+    async with sharing_on(tmp_path) as shared:
+        await shared.node.attend(process.pid, BYTES, boundary=3)
+        worker = shared.node.workers.find(process.pid)
+        assert worker is not None
+        worker.size_bytes = None  # as of a job on a real GPU, which no operation has counted yet
+        planned = await shared.make_room(7 * MIB, dry_run=True)
+        assert [step.job for step in planned.steps] == ["j1"]
+        assert worker.size_bytes == len(BYTES)
+
+
 async def test_a_dry_run_names_who_would_leave_and_changes_nothing(tmp_path: Path, process: Child) -> None:
     async with sharing_on(tmp_path) as shared:
         await shared.node.attend(process.pid, BYTES)

@@ -1,0 +1,287 @@
+"""One command for a machine with one NVIDIA GPU: how soon does an urgent job get its memory, and what do turns cost?
+
+    PYTHONPATH=.:client python3 -m tests.gpu.sharing_run [--parts room,turns,shared] [--sizes 32,1] [--repeat 5]
+                                                         [--shared-s 480] [--out FILE]
+
+`room`: a training of so many GiB has to leave for a lease, with its CUDA context kept and without; from the request
+until NVML shows the memory free, and until the training's next step after the lease is released. `turns`: two trainings
+share a GPU that has room for one; from the last step of one to the first step of the other. `shared`: the same two for
+so many seconds, and the steps of both per second against those of one that trains alone. What the trainings print,
+losses bit for bit and digests, is compared with an undisturbed run. Ends with status 1 if anything differs.
+
+A lease without a process takes the rest of the GPU, so that there is room for one. Runs over the stub driver too, where
+its figures say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from hegmd.errors import HegmError
+from hegmd.memory.sizes import whole_size
+from hegmd.protocol.messages import Event, Events, EventsReply, MakeRoom, Queue, QueueReply, Release, RoomReply
+from hegmd.protocol.moves import Operations, OperationsReply
+from hegmd.protocol.operations import Operation
+from hegmd.protocol.sharing import Released
+from tests.gpu.bench_suspend import FREE_WITHIN_S, READY_WITHIN_S, Watch, ready_bytes
+from tests.gpu.moves_jobs import DIGEST_EVERY, PACE_S, Kind, Lines, command_of, on_stub
+from tests.gpu.moves_node import MIB, Node, WentWrongError, until
+from tests.gpu.moves_timing import phases_s
+
+GIB = 1 << 30
+# What a training has besides its tensors: its context, and the blocks that its allocator keeps.
+BESIDES_BYTES = 1536 * MIB
+# So much of the GPU is left to two trainings, as a multiple of what one needs: one fits, with the other's context.
+ROOM_FOR_ONE = 1.7
+STEPS = 1_000_000
+TURN_WITHIN_S = 240.0
+METHODS = ("whole",) if on_stub() else ("whole", "keep-context")
+
+
+class Training(Lines):
+    """A job of the queue."""
+
+    def __init__(self, node: Node, name: str, size_gib: int, folder: Path, *options: str) -> None:
+        self.node, self.size_gib, self.folder = node, size_gib, folder
+        words = ["--name", name, "--gpu", "gpu0", "--bytes", str(needed_bytes(size_gib)), *options]
+        command = command_of(kind_of(size_gib, STEPS), folder, PACE_S)
+        super().__init__(
+            [sys.executable, "-m", "hegmctl", "run", "--no-daemon-start", *words, "--", *command], node.environ()
+        )
+
+    def trains(self) -> None:
+        """Wait until it has its turn and trains."""
+        count = len(self.lines)
+        self.wait_for(lambda: len(self.lines) > count + DIGEST_EVERY, "it does not train", TURN_WITHIN_S)
+
+    def step_times(self) -> list[float]:
+        """When each step was done."""
+        return [at for at, line in zip(self.times, list(self.lines), strict=False) if _is_step(line)]
+
+
+def _is_step(line: str) -> bool:
+    return not line.startswith("digest")
+
+
+def kind_of(size_gib: int, steps: int) -> Kind:
+    return Kind(f"shared-{size_gib}", "peer", pad_mib=size_gib << 10, steps=steps)
+
+
+def needed_bytes(size_gib: int) -> int:
+    return size_gib * GIB + BESIDES_BYTES
+
+
+def compare(node: Node, trainings: Sequence[Training]) -> None:
+    """Compare what ended trainings have printed with an undisturbed run. Raises WentWrongError where they differ."""
+    one = trainings[0]
+    longest = max(len(training.lines) for training in trainings)
+    environ = node.environ()
+    del environ["HEGM_SOCKET"]
+    with closing(Lines(command_of(kind_of(one.size_gib, longest), one.folder, 0.0), environ)) as reference:
+        reference.wait_for(lambda: len(reference.lines) >= longest, "the undisturbed run is late", TURN_WITHIN_S)
+        for training in trainings:
+            for number, (said, wanted) in enumerate(zip(training.lines, reference.lines, strict=False)):
+                if said != wanted:
+                    raise WentWrongError(f"line {number} is {said!r}, and undisturbed it is {wanted!r}")
+
+
+@contextmanager
+def lease(node: Node, size_bytes: int) -> Iterator[str]:
+    """A lease of gpu0 for the block."""
+    with node.connect() as connection:
+        wanted = MakeRoom(gpu="gpu0", size_bytes=size_bytes, until_free=True, priority=100, limit_s=FREE_WITHIN_S)
+        try:
+            reply = connection.call(wanted, RoomReply)
+        except HegmError as error:
+            raise WentWrongError(f"no lease: {error.message}\n{queue(node)}") from error
+    assert reply.lease is not None
+    try:
+        yield reply.lease.id
+    finally:
+        with node.connect() as connection:
+            connection.call(Release(lease=reply.lease.id), Released)
+
+
+def gpu_bytes(node: Node) -> int:
+    """How much memory gpu0 has."""
+    with node.connect() as connection:
+        return next(gpu.memory_total_bytes or 0 for gpu in connection.gpus().gpus if gpu.id == "gpu0")
+
+
+@contextmanager
+def sharing_node(size_gib: int, settings: str) -> Iterator[tuple[Node, Path]]:
+    """A daemon that shares, with enough ready memory for one such training."""
+    ready = 0 if on_stub() else whole_size(size_gib * GIB + GIB)
+    text = f'ready_bytes = {ready}\nready_helper = "contexts"\n[sharing]\n{settings}'
+    with tempfile.TemporaryDirectory(prefix="hegm-sharing-") as name:
+        with Node(Path(name), settings=text) as node:
+            try:
+                until(lambda: ready_bytes(node) >= ready, "that all memory is ready", READY_WITHIN_S)
+                yield node, Path(name)
+            except (HegmError, WentWrongError):
+                print(node.log_tail(40), flush=True)
+                raise
+
+
+# -- room --------------------------------------------------------------------------------------------------------------
+
+
+def room(size_gib: int, method: str, repeat: int) -> dict[str, Any]:
+    """A training leaves for a lease, and comes back."""
+    ready = 0 if on_stub() else whole_size(size_gib * GIB + GIB)
+    rows: list[dict[str, float]] = []
+    with sharing_node(size_gib, f'method = "{method}"\n') as (node, folder):
+        with closing(Training(node, "low", size_gib, folder, "--priority", "best-effort")) as training:
+            training.trains()
+            for _ in range(repeat):
+                until(lambda: ready_bytes(node) >= ready, "that all memory is ready", READY_WITHIN_S)
+                rows.append(room_once(node, training, keeps=method == "keep-context"))
+                print(f"  {size_gib} GiB {method}: {_rounded(rows[-1])}", flush=True)
+            training.end()
+            compare(node, [training])
+    medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    return {"what": "make-room", "size_gib": size_gib, "method": method, "count": repeat, **_rounded(medians)}
+
+
+def room_once(node: Node, training: Training, *, keeps: bool) -> dict[str, float]:
+    held_mib = sum(node.gpus.account().places(training.pid).values())
+    limit_mib = held_mib - 0.9 * training.size_gib * 1024 if keeps else 0.0
+    if on_stub():
+        limit_mib = held_mib
+    wanted_bytes = gpu_bytes(node) - needed_bytes(training.size_gib) // 2
+    watch, asked_at = Watch(node, training.pid, limit_mib), time.monotonic()
+    with lease(node, wanted_bytes):
+        replied_s = time.monotonic() - asked_at
+        free_s = max(0.0, watch.wait() - asked_at)
+        operation = _last_operation(node, training.pid)
+        boundary_s = _waited_for_boundary(node, operation)
+        steps, released_at = len(training.lines), time.monotonic()
+    training.wait_for(lambda: len(training.lines) > steps, "it does not train", TURN_WITHIN_S)
+    back_s = training.times[steps] - released_at
+    training.trains()
+    return {"free_s": free_s, "boundary_s": boundary_s, "replied_s": replied_s, "back_s": back_s}
+
+
+def _last_operation(node: Node, pid: int) -> Operation:
+    with node.connect() as connection:
+        known = connection.call(Operations(), OperationsReply).operations
+    return [one for one in known if any(pid == there.pid for there in one.processes)][-1]
+
+
+def _waited_for_boundary(node: Node, operation: Operation) -> float:
+    """How long the operation waited for a boundary between two batches."""
+    return phases_s(node.story(operation.id), operation.created_utc).get("quiescing", 0.0)
+
+
+# -- turns -------------------------------------------------------------------------------------------------------------
+
+
+def turns(size_gib: int, within: Callable[[float, list[float]], bool], quantum_s: float) -> dict[str, Any]:
+    """Two trainings take turns until `within` says that it is enough, of the seconds and of the switches."""
+    settings = f'slices = "on"\nmin_quantum_s = {quantum_s}\n'
+    with sharing_node(size_gib, settings) as (node, folder), ExitStack() as held:
+        filler = gpu_bytes(node) - int(ROOM_FOR_ONE * needed_bytes(size_gib))
+        held.enter_context(lease(node, filler))
+        first = held.enter_context(closing(Training(node, "first", size_gib, folder)))
+        first.trains()
+        alone_began = time.monotonic()
+        count = len(first.step_times())
+        first.wait_for(lambda: len(first.step_times()) >= count + 300, "it does not train", TURN_WITHIN_S)
+        alone = (len(first.step_times()) - count) / (time.monotonic() - alone_began)
+        second = held.enter_context(closing(Training(node, "second", size_gib, folder)))
+        second.trains()
+        began, done = time.monotonic(), len(first.step_times()) + len(second.step_times())
+        while within(time.monotonic() - began, switches(first, second)):
+            time.sleep(0.2)  # a program that watches
+            if not (first.alive and second.alive):
+                raise WentWrongError(f"a training ended: {first.error_text()} {second.error_text()}\n{queue(node)}")
+        took_s = time.monotonic() - began
+        done = len(first.step_times()) + len(second.step_times()) - done
+        gaps = switches(first, second)
+        first.end()
+        second.end()
+        compare(node, [first, second])
+        print(events(node), flush=True)
+        if not gaps:
+            raise WentWrongError(f"no turn ended\n{queue(node)}\n{events(node)}")
+    return {
+        "what": "turns",
+        "size_gib": size_gib,
+        "quantum_s": quantum_s,
+        "seconds": round(took_s, 1),
+        "switches": len(gaps),
+        "switch_s": round(statistics.median(gaps), 3),
+        "longest_switch_s": round(max(gaps), 3),
+        "steps": done,
+        "alone_steps_per_s": round(alone, 3),
+        "throughput": round(done / took_s / alone, 4),
+    }
+
+
+def switches(first: Training, second: Training) -> list[float]:
+    """From the last step of one training to the first step of the other, for each change, without the first one."""
+    steps = sorted([(at, 0) for at in first.step_times()] + [(at, 1) for at in second.step_times()])
+    gaps = [later[0] - earlier[0] for earlier, later in zip(steps, steps[1:], strict=False) if earlier[1] != later[1]]
+    return gaps[1:]  # the first one has the start of the second training in it
+
+
+def queue(node: Node) -> str:
+    with node.connect() as connection:
+        return str(connection.call(Queue(), QueueReply))
+
+
+def events(node: Node) -> str:
+    with node.connect() as connection:
+        return "\n".join(one.message for one in connection.stream(Events(kinds=("sharing",)), Event, EventsReply))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _rounded(row: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in row.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="room,turns,shared")
+    parser.add_argument("--sizes", default="32,1", help="in GiB; `shared` takes the first")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--quantum-s", type=float, default=5.0, help="for `turns`")
+    parser.add_argument("--shared-quantum-s", type=float, default=30.0)
+    parser.add_argument("--shared-s", type=float, default=480.0)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    parts, sizes = asked.parts.split(","), [int(text) for text in asked.sizes.split(",")]
+    runs: list[Callable[[], dict[str, Any]]] = []
+    if "room" in parts:
+        runs += [lambda size=size, how=how: room(size, how, asked.repeat) for size in sizes for how in METHODS]
+    if "turns" in parts:
+        enough = asked.repeat
+        runs += [lambda size=size: turns(size, lambda _, gaps: len(gaps) < enough, asked.quantum_s) for size in sizes]
+    if "shared" in parts:
+        runs += [lambda: turns(sizes[0], lambda seconds, _: seconds < asked.shared_s, asked.shared_quantum_s)]
+    rows, wrong = [], False
+    for run in runs:
+        try:
+            rows.append(run())
+            print(json.dumps(rows[-1]), flush=True)
+        except (HegmError, WentWrongError) as error:
+            wrong = True
+            print(f"WENT WRONG: {error}", flush=True)
+        if asked.out is not None:
+            asked.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
