@@ -52,10 +52,12 @@ def _job(job: JobRecovery, now_utc: float, style: Style) -> Iterator[str]:
     state = style.paint(job.state, _COLOURS.get(job.state, ""))
     yield f"{job.id} ({printable(job.name)}): {state}{'' if job.why is None else f': {printable(job.why)}'}"
     if job.interval_s is not None and job.cost_s is not None:
-        share = job.cost_s / max(job.interval_s + job.cost_s, 1e-9)
+        copied_s = job.copied_s or 0.0
+        share = job.cost_s / max(job.interval_s + job.cost_s + copied_s, 1e-9)
+        beside = "" if job.copied_s is None else f", and was copied for {duration(copied_s)} beside the training"
         yield (
             f"  a snapshot every {duration(job.interval_s)}; the last one cost {duration(job.cost_s)} ({share:.2%} of "
-            f"the time); {binary_size(job.held_bytes)} of host memory"
+            f"the time){beside}; {binary_size(job.held_bytes)} of host memory"
         )
     if job.begins_anew:
         yield f"  begin anew after a recovery: {printable(', '.join(job.begins_anew))}"

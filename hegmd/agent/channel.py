@@ -131,6 +131,7 @@ class Channel:
                 pass
         if self._socket is not None:
             self._socket.close()
+        self._orders.snapshots.close_in_child()
 
     def run(self) -> None:
         """The thread: connect, attend, begin again."""

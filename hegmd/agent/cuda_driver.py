@@ -21,6 +21,7 @@ _UUID_BYTES = 16
 _OUT_OF_MEMORY = 2  # of CUresult
 _LIMIT_STACK_SIZE = 0  # of CUlimit
 _NON_BLOCKING = 1  # of CUstream_flags
+_RELAXED = 2  # of CUstreamCaptureMode
 
 
 class _Handle(ctypes.Structure):
@@ -152,6 +153,49 @@ class Copies(Driver):
     def unpin(self, address: int) -> None:
         """No longer."""
         _check("cuMemHostUnregister", self._unpin(address))
+
+
+class CopiesBeside(Copies):
+    """Copies while the training goes on, and memory of the driver's own for them. Raises HegmError.
+
+    Threads that use it make no call that would spoil a CUDA graph which another thread records meanwhile.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        library = self._library
+        pointer, size, stream = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
+        self._take = _bound(library.cuMemAlloc_v2, ctypes.POINTER(pointer), size)
+        self._give_back = _bound(library.cuMemFree_v2, pointer)
+        self._within = _bound(library.cuMemcpyDtoDAsync_v2, pointer, pointer, size, stream)
+        self._memory = _bound(library.cuMemGetInfo_v2, ctypes.POINTER(size), ctypes.POINTER(size))
+        self._exchange = _bound(library.cuThreadExchangeStreamCaptureMode, ctypes.POINTER(ctypes.c_int))
+
+    def use(self, context: int | None) -> None:
+        """Use that context in this thread, whatever another thread records."""
+        super().use(context)
+        mode = ctypes.c_int(_RELAXED)
+        _check("cuThreadExchangeStreamCaptureMode", self._exchange(ctypes.byref(mode)))
+
+    def memory(self) -> tuple[int, int]:
+        """How much memory of the GPU is free, and how much it has."""
+        free_bytes, total_bytes = ctypes.c_size_t(), ctypes.c_size_t()
+        _check("cuMemGetInfo", self._memory(ctypes.byref(free_bytes), ctypes.byref(total_bytes)))
+        return free_bytes.value, total_bytes.value
+
+    def take(self, size_bytes: int) -> int:
+        """The address of new memory."""
+        address = ctypes.c_uint64()
+        _check("cuMemAlloc", self._take(ctypes.byref(address), size_bytes))
+        return address.value
+
+    def give_back(self, address: int) -> None:
+        """Free it, once nothing is under way in it."""
+        _check("cuMemFree", self._give_back(address))
+
+    def begin_within(self, to: int, video: int, size_bytes: int, stream: int | None) -> None:
+        """Copy from video memory to video memory of the same GPU."""
+        _check("cuMemcpyDtoDAsync", self._within(to, video, size_bytes, stream))
 
 
 class PeerAccess:

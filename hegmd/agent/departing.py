@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from .quiesce import Gate
     from .state.prestart import Beforehand
+    from .state.storage.state_file import Rest
 
 # The operation from whose state this process is to go on, as its supervisor says.
 OPERATION = "HEGM_RESTART"
@@ -74,9 +75,9 @@ def save(fd: int, progress: Callable[[int], None]) -> int:
     return int(_part("save_and_exit").save(fd, progress=progress))
 
 
-def snapshot(fd: int | None, most_bytes: int, begin: Callable[[], object]) -> tuple[int, tuple[str, ...]]:
-    """Write the state of the parked training into the descriptor; how many bytes, and what begins anew after a start
-    from it.
+def snapshot(fd: int | None, most_bytes: int, begin: Callable[[], object]) -> tuple[int, tuple[str, ...], Rest | None]:
+    """Write the state of the parked training into the descriptor; how many bytes, what begins anew after a start from
+    it, and what is still to be written while the training goes on.
 
     `begin` is called before the first byte is written. Raises HegmError, whose facts say how many bytes are needed, or
     what prevents it.
@@ -85,7 +86,7 @@ def snapshot(fd: int | None, most_bytes: int, begin: Callable[[], object]) -> tu
     if _part("session").is_due():
         raise refusal("it has not come to the place of the state that it was started from", "try again after that")
     try:
-        size_bytes, anew = leaving.snapshot(fd, most_bytes, begin)
+        size_bytes, anew, rest = leaving.snapshot(fd, most_bytes, begin)
     except leaving.TooLarge as error:
         short = refusal(f"its state has {error.size_bytes} bytes, and the slot takes {most_bytes}", "take a larger one")
         short.facts["state_bytes"] = error.size_bytes
@@ -95,7 +96,7 @@ def snapshot(fd: int | None, most_bytes: int, begin: Callable[[], object]) -> tu
         if not error.passes:
             refused.facts["refusals"] = [str(found)[:_MAX_REFUSAL] for found in error.refusals][:_MAX_NAMES]
         raise refused from error
-    return int(size_bytes), tuple([str(name)[:_MAX_NAME] for name in anew[:_MAX_NAMES]])
+    return int(size_bytes), tuple([str(name)[:_MAX_NAME] for name in anew[:_MAX_NAMES]]), rest
 
 
 def leave() -> NoReturn:

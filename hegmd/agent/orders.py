@@ -25,7 +25,7 @@ from .order_state import Pending, Standing
 from .other_threads import Attempts
 from .quiesce import CALL, PARK, Asked, Gate
 from .refusals import DEBUG_HINT, no_boundary, not_parked, refusal
-from .snapshots import BESIDE, SNAPSHOT, Snapshots
+from .snapshots import BESIDE, BESIDE_FETCHING, SNAPSHOT, Snapshots
 from .thread_stacks import thread_stacks
 
 TYPE_CHECKING = False
@@ -121,6 +121,7 @@ class Orders:
         elif pending is not None and pending.do in ("park", SNAPSHOT):
             self._standing.let_go()
         self.snapshots.close()
+        self.snapshots.leave_unanswered()
         if not self._gate.parked or self._standing.resting or self._gate.lent:
             self._alone_deadline = None
 
@@ -155,6 +156,8 @@ class Orders:
                 raise refusal(self._left_alone, "try again once it has been restarted")
             if order.do not in BESIDE:
                 self._end_snapshot("another order came first")
+            if order.do not in BESIDE_FETCHING:
+                self.snapshots.end_fetching("another order came first")
             action(order, fd)
         except HegmError as error:
             self._answers.failed(order.order, error)
@@ -292,7 +295,7 @@ class Orders:
 
     def next_deadline(self) -> float | None:
         """When `tick` has to be called at the latest."""
-        deadlines = [self._alone_deadline, self._bytes.next_deadline()]
+        deadlines = [self._alone_deadline, self._bytes.next_deadline(), self.snapshots.next_deadline()]
         pending = self._standing.pending
         if pending is not None:
             deadlines.append(pending.deadline)
@@ -303,6 +306,7 @@ class Orders:
     def tick(self) -> None:
         """Check the gate and the limits, and answer what can be answered."""
         self._bytes.tick()
+        self.snapshots.tick()
         if self._signal is not None:
             number, self._signal = self._signal, None
             if self._gate.parked:

@@ -1,19 +1,25 @@
 """Snapshots: the state of the training is written into a slot of the host pool while the training goes on.
 
-One order does all of it in the agent's thread: the training thread is parked at a boundary from which a new process
-could continue, its state is written, the record of the slot is set, and the thread is released. So no other order comes
-in between, and a daemon that ends meanwhile leaves no parked training. Owns the descriptor of the slot while the order
-waits for its boundary, and the number of the step, which counts on in a process that was started from a snapshot.
+One order does all of it: the training thread is parked at a boundary from which a new process could continue, its state
+is written, and the thread is released. Where a GPU has room for a shadow of its part of the state, the thread is
+released as soon as that is made, and the shadow is fetched by a thread of its own. The record of the slot is set last.
+So no other order comes in between, and a daemon that ends meanwhile leaves no parked training. Any order that does more
+than ask ends the fetching: its memory is given back before the order is carried out.
+
+Owns the descriptor of the slot until the order is answered, and the number of the step, which counts on in a process
+that was started from a snapshot.
 """
 
 from __future__ import annotations
 
 import os
+from _thread import allocate_lock, start_new_thread
 from time import monotonic, time
 
 from ..errors import HegmError
 from ..protocol.slots import RECORD_BYTES, SlotRecord, packed
 from . import copying, departing
+from .notes import note
 from .other_threads import Attempts
 from .quiesce import PARK, Asked
 from .refusals import DEBUG_HINT, refusal
@@ -23,11 +29,72 @@ if TYPE_CHECKING:
     from ..protocol.messages import Order
     from .answers import Answers
     from .order_state import Pending, Standing
+    from .state.storage.state_file import Rest
 
 SNAPSHOT = "snapshot"
 # Orders that may come while a snapshot waits for its boundary. Any other one comes first.
 BESIDE = frozenset((SNAPSHOT, "count", "stacks"))
+# Those that may come while one is fetched.
+BESIDE_FETCHING = BESIDE - {SNAPSHOT} | {"survey", "weigh", "beforehand"}
 _NONE = -1
+_LOOK_S = 0.01
+
+
+class Fetching:
+    """What is left of a snapshot whose training goes on. Owns the slot, and a thread until `ended` can be had."""
+
+    def __init__(self, slot: int, end: int, rest: Rest, record: SlotRecord) -> None:
+        self._slot, self._end, self._rest, self._record = slot, end, rest, record
+        self._is_over = False
+        self._began = monotonic()
+        self.took_s = 0.0
+        self.error: Exception | None = None
+        #: Of whom an answer is expected, and what it says.
+        self.order: int | None = None
+        self.told: dict[str, object] = {}
+        self._ended = allocate_lock()
+        self._ended.acquire()
+
+    def start(self) -> None:
+        """Begin. Without threads it is done here."""
+        try:
+            start_new_thread(self._live, ())
+        except RuntimeError:
+            self._live()
+
+    def _live(self) -> None:
+        try:
+            self._rest.write(self._slot, lambda: self._is_over)
+            copying.write_small(self._slot, self._end, packed(self._record))
+        except BaseException as error:  # noqa: BLE001 - told of by the agent's thread
+            self.error = error if isinstance(error, Exception) else RuntimeError(repr(error))
+        finally:
+            self.took_s = monotonic() - self._began
+            self._ended.release()
+
+    def is_done(self) -> bool:
+        """Whether it has come to its end."""
+        if not self._ended.acquire(blocking=False):
+            return False
+        self._ended.release()
+        return True
+
+    def end(self) -> None:
+        """End it, if it has not ended. A slot that was not written to its end has no record."""
+        self._is_over = True
+        with self._ended:
+            pass
+
+    def close(self) -> None:
+        """Once it has ended: let go of the slot."""
+        os.close(self._slot)
+
+    def close_in_child(self) -> None:
+        """A forked child has not the thread, and no business with the slot."""
+        try:
+            os.close(self._slot)
+        except OSError:
+            pass
 
 
 class Snapshots:
@@ -38,6 +105,7 @@ class Snapshots:
         self._answers = answers
         self._slot = _NONE
         self._order: Order | None = None
+        self._fetching: Fetching | None = None
         #: The step of boundary 0 of this process.
         self._first_step = 0
 
@@ -61,11 +129,11 @@ class Snapshots:
         self._slot = _NONE if fd is None else os.dup(fd)
 
     def write(self, pending: Pending, attempts: Attempts) -> None:
-        """Write the state of the training, which is parked, answer the order, and let the training go on."""
+        """Write the state of the training, which is parked, and let that go on; answer the order then, or later."""
         order, gate = self._order, self._standing.gate
         try:
             gate.let_others_go()  # one of them may have a lock that the script's own code needs here
-            size_bytes, anew = self._write(0 if order is None else order.generation or 0)
+            size_bytes, anew, rest = self._write(0 if order is None else order.generation or 0)
         except HegmError as error:
             self._let_go()
             self._answers.failed(pending.order, error, parked_s=attempts.parked_s)
@@ -74,22 +142,25 @@ class Snapshots:
             why = refusal(f"its state was not written: {error!r}", DEBUG_HINT)
             self._answers.failed(pending.order, why, parked_s=attempts.parked_s)
         else:
-            parked_s, boundary = attempts.parked_s, gate.count
+            told = {"size_bytes": size_bytes, "parked_s": attempts.parked_s, "boundary": gate.count, "begin_anew": anew}
             self._let_go()
-            told = {"size_bytes": size_bytes, "parked_s": parked_s, "boundary": boundary, "begin_anew": anew}
-            self._answers.done(pending.order, **told)
+            if rest is None:
+                self._answers.done(pending.order, **told)
+            else:
+                self.fetch(rest, pending.order, told)
 
-    def _write(self, generation: int) -> tuple[int, tuple[str, ...]]:
+    def _write(self, generation: int) -> tuple[int, tuple[str, ...], Fetching | None]:
         began, slot = monotonic(), self._slot
         end = 0 if slot == _NONE else os.fstat(slot).st_size - RECORD_BYTES
         if end <= 0:
-            return departing.snapshot(None, 0, _nothing)
+            size_bytes, anew, _rest = departing.snapshot(None, 0, _nothing)
+            return size_bytes, anew, None
 
         def clear() -> None:
             """From here on the slot has no whole snapshot until its record is set again."""
             copying.write_small(slot, end, bytes(RECORD_BYTES))
 
-        size_bytes, anew = departing.snapshot(slot, end, clear)
+        size_bytes, anew, rest = departing.snapshot(slot, end, clear)
         rank, ranks = _number("RANK", 0), _number("WORLD_SIZE", 1)
         record = SlotRecord(
             generation=generation,
@@ -100,8 +171,60 @@ class Snapshots:
             taken_utc=time(),
             took_s=monotonic() - began,
         )
+        if rest is not None:
+            self._slot = _NONE  # it belongs to what is fetched
+            return size_bytes, anew, Fetching(slot, end, rest, record)
         copying.write_small(slot, end, packed(record))
-        return size_bytes, anew
+        return size_bytes, anew, None
+
+    # ---- what is fetched beside the training ------------------------------------------------------------------------
+
+    def fetch(self, rest: Fetching, order: int, told: dict[str, object]) -> None:
+        """Begin to write the rest, and answer the order with this and the time that it took."""
+        rest.order, rest.told, self._fetching = order, told, rest
+        rest.start()
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has to be called at the latest."""
+        return None if self._fetching is None else monotonic() + _LOOK_S
+
+    def tick(self) -> None:
+        """Answer what has been fetched."""
+        if self._fetching is not None and self._fetching.is_done():
+            self._answer("")
+
+    def end_fetching(self, why: str) -> None:
+        """Give up what is being fetched, if anything is; its memory is given back then."""
+        if self._fetching is not None:
+            self._fetching.end()
+            self._answer(why)
+
+    def leave_unanswered(self) -> None:
+        """Who has asked for what is being fetched is gone; the snapshot comes of it all the same."""
+        if self._fetching is not None:
+            self._fetching.order = None
+
+    def _answer(self, why: str) -> None:
+        fetched, self._fetching = self._fetching, None
+        if fetched is None:
+            return
+        fetched.close()
+        if fetched.error is not None:
+            note(f"snapshot: not fetched: {fetched.error!r}")
+        if fetched.order is None:
+            return
+        if fetched.error is None:
+            self._answers.done(fetched.order, **fetched.told, copied_s=fetched.took_s)
+            return
+        error = fetched.error
+        if not isinstance(error, HegmError):
+            error = refusal(why or f"its state was not fetched: {error!r}", "it is taken at a later boundary")
+        self._answers.failed(fetched.order, error)
+
+    def close_in_child(self) -> None:
+        """Close what a forked child inherited."""
+        if self._fetching is not None:
+            self._fetching.close_in_child()
 
     def _let_go(self) -> None:
         self.close()

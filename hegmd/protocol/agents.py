@@ -298,6 +298,10 @@ class AgentReport(Request, op="agent.report", reply=Noted):
         "park, withdraw, snapshot: how long the training thread was parked for the order until now, in all attempts",
         default=None,
     )
+    copied_s: float | None = field(
+        "snapshot: how long the state was copied to the host while the training went on; nil if it stood meanwhile",
+        default=None,
+    )
     parked: bool | None = field("survey: whether the training thread is parked now", default=None)
     held_bytes: int | None = field("survey: bytes of its storages that are out of the process now", default=None)
     storages: int | None = field("survey, offload, reload: how many storages", default=None)

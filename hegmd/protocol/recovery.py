@@ -54,6 +54,9 @@ class JobRecovery(Record):
     why: str | None = field("what prevents a snapshot, or why its state is kept", default=None)
     interval_s: float | None = field("time between two snapshots now; nil before the first", default=None)
     cost_s: float | None = field("how long the training stood for the last snapshot", default=None)
+    copied_s: float | None = field(
+        "how long that was copied to the host while the training went on; nil if it stood meanwhile", default=None
+    )
     snapshots: int = field("how many were taken since this daemon began", default=0)
     held_bytes: int = field("host memory that its slots take")
     slots: tuple[Snapshot, ...] = field("by rank and slot", default=())

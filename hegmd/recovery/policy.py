@@ -10,6 +10,8 @@ from hegmd.protocol.snapshots import Gpu
 
 # The training is paused for one part in so many of its time.
 SHARE = 100
+# The training goes on for nine parts in ten of its time without a copy beside it, which may slow it down.
+COPY_SHARE = 10
 # A client may ask for any interval.
 LEAST_WISHED_S = 0.1
 # A tiny model is not stopped more often than this.
@@ -24,11 +26,22 @@ LEARNED_TIMES = 5.0
 LEAST_HANG_S = 60.0
 
 
-def interval_s(wished_s: float | None, cost_s: float) -> float:
-    """Return the time from the end of one snapshot to the beginning of the next."""
+def interval_s(wished_s: float | None, cost_s: float, copied_s: float = 0.0) -> float:
+    """Return the time from the end of one snapshot to the beginning of the next.
+
+    `cost_s` is how long the training stood for the last one, `copied_s` how long it was copied beside the training.
+    """
     if wished_s is None:
-        return max(LEAST_INTERVAL_S, SHARE * cost_s)
+        return max(LEAST_INTERVAL_S, SHARE * cost_s, (COPY_SHARE - 1) * copied_s)
     return max(LEAST_WISHED_S, wished_s, LEAST_SHARE * cost_s)  # in this order, which NaN does not pass
+
+
+def raised(wished_s: float | None, cost_s: float) -> str | None:
+    """Return, in words for the user, that the interval that was asked for is too short; None if it is not."""
+    used_s = interval_s(wished_s, cost_s)
+    if wished_s is None or used_s <= wished_s:
+        return None
+    return f"--recover={wished_s:g}s is too short: a snapshot takes {cost_s:.2g} s, so the interval is {used_s:.2g} s"
 
 
 def complete_generations(

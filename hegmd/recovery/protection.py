@@ -16,7 +16,7 @@ from hegmd.migration.methods import launchers
 from hegmd.migration.methods.progress_probe import is_stopped
 from hegmd.node.gpu_sets import gpus_of
 from hegmd.recovery.job import ProtectedJob
-from hegmd.recovery.policy import HangWatch, interval_s
+from hegmd.recovery.policy import HangWatch, interval_s, raised
 from hegmd.recovery.snapshots import MAX_RANKS, NotNow, SnapshotRounds, Unprotected
 from hegmd.recovery.starts import Starts
 from hegmd.workers.supervisors import SupervisorAway
@@ -46,6 +46,7 @@ class Protection:
         self._rounds = SnapshotRounds(job)
         self._starts = Starts(job)
         self._since = self._due = anyio.current_time()
+        self._has_noted_raised = False
 
     # -- what is shown -------------------------------------------------------------------------------------------------
 
@@ -60,9 +61,16 @@ class Protection:
         return self._rounds.cost_s if self.taken else None
 
     @property
+    def copied_s(self) -> float | None:
+        """How long that was copied to the host while the training went on; None if it stood meanwhile."""
+        return self._rounds.copied_s if self.taken else None
+
+    @property
     def interval_s(self) -> float | None:
         """The time between two snapshots now."""
-        return interval_s(self.job.wish.interval_s, self._rounds.cost_s) if self.taken else None
+        if not self.taken:
+            return None
+        return interval_s(self.job.wish.interval_s, self._rounds.cost_s, self._rounds.copied_s or 0.0)
 
     # -- its life ------------------------------------------------------------------------------------------------------
 
@@ -173,7 +181,15 @@ class Protection:
         self.job.newest, self.taken = taken, self.taken + 1
         if is_first or self.why is not None:
             await self._protect()
+        await self._note_raised()
         self._wait(self.interval_s or AGAIN_S)
+
+    async def _note_raised(self) -> None:
+        """Say once that snapshots are further apart than was asked for. The first one takes longer than the others."""
+        why = raised(self.job.wish.interval_s, self._rounds.cost_s) if self.taken > 1 else None
+        if why is not None and not self._has_noted_raised:
+            self._has_noted_raised = True
+            await self.job.note(why, f"see: hegmctl recovery {self.job.record.job}")
 
     def _gpus_of(self, ranks: Sequence[AgentConnection]) -> tuple[str, ...]:
         """The GPUs that they are on, each once, in the order of the ranks. A GPU that is lost is still theirs."""

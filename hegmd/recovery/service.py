@@ -240,6 +240,7 @@ class Recoveries(BackgroundTasks):
             why=record.kept if running is None else running.why,
             interval_s=None if running is None else running.interval_s,
             cost_s=None if running is None else running.cost_s,
+            copied_s=None if running is None else running.copied_s,
             snapshots=0 if running is None else running.taken,
             slots=tuple(shown),
             begins_anew=record.begins_anew,

@@ -55,6 +55,8 @@ class SnapshotRounds:
         self.begins_anew: tuple[str, ...] = ()
         #: How long the training stood for the last snapshot.
         self.cost_s = 0.0
+        #: How long it was copied to the host while the training went on; None if it stood meanwhile.
+        self.copied_s: float | None = None
 
     async def take(self, ranks: Sequence[AgentConnection], generation: int, bad: Sequence[int] = ()) -> SlotRecord:
         """Take a snapshot of these processes, in the order of their ranks. Raises NotNow, Unprotected.
@@ -75,6 +77,7 @@ class SnapshotRounds:
             newest = complete_generations(records, len(ranks))
             if newest and newest[0].generation == generation + number:
                 self.cost_s = max([report.parked_s or 0.0 for report in orders])
+                self.copied_s = max([one.copied_s for one in orders if one.copied_s is not None], default=None)
                 self.begins_anew = tuple(dict.fromkeys(name for one in orders for name in one.begin_anew or ()))
                 return newest[0]
         raise NotNow("its ranks did not come to one boundary together")

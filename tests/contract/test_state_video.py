@@ -11,13 +11,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hegmd.agent import copying
-from hegmd.agent.state.storage import checksums, pinned_buffers, raw_copy
+from hegmd.agent.state.storage import checksums, pinned_buffers, raw_copy, shadow
 from hegmd.errors import HegmError
 from tests.stubs.cuda.node import CudaNode, order_in_force
 
@@ -76,7 +77,7 @@ def _content(size_bytes: int, seed: int) -> bytes:
     return bytes((seed + number) & 0xFF for number in range(251)) * (size_bytes // 251 + 1)
 
 
-def _out(torch: Any, fd: int) -> tuple[list[bytes], list[int], dict[int, int]]:
+def _raws(torch: Any, fd: int) -> tuple[list[bytes], list[Any], list[int]]:
     contents = [_content(size, size)[:size] for size in SIZES]
     storages = [torch.Storage(content) for content in contents]
     raws = [
@@ -88,6 +89,11 @@ def _out(torch: Any, fd: int) -> tuple[list[bytes], list[int], dict[int, int]]:
     contents.append(b"host memory")
     places = [copying.PAGE_BYTES * 3 + sum(copying.round_up(size) for size in SIZES[:n]) for n in range(len(raws))]
     os.ftruncate(fd, 64 << 20)
+    return contents, raws, places
+
+
+def _out(torch: Any, fd: int) -> tuple[list[bytes], list[int], dict[int, int]]:
+    contents, raws, places = _raws(torch, fd)
     found: dict[int, int] = {}
     raw_copy.copy_pieces_out(fd, 64 << 20, raws, places, found, copying.ignore)
     return contents, places, found
@@ -195,6 +201,53 @@ def _see_it_filled(torch: Any) -> None:
     assert [storage.content() for storage in storages] == contents
 
 
+def fetches_a_shadow_of_what_the_training_has_changed_since(state: Path) -> None:
+    """In another thread; the memory is given back then."""
+    torch, fd = _job(), _file(state)
+    contents, raws, places = _raws(torch, fd)
+    found: dict[int, int] = {}
+    shadows = raw_copy.shadow_pieces_out(fd, 64 << 20, raws, places, found)
+    assert shadows is not None
+    for storage, *_ in raws[:-1]:
+        storage.overwrite(bytes(storage.nbytes()))
+    free_bytes = torch.cuda.mem_get_info(0)[0]
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(shadows.fetch, fd, 64 << 20, found, lambda: False).result()
+    _see_the_file((contents, places, found), fd)
+    assert torch.cuda.mem_get_info(0)[0] - free_bytes >= sum(SIZES)
+    assert torch.cuda.summed == 2, "the GPU adds up what is large"
+
+
+def makes_no_shadow_that_would_leave_the_job_little_room(state: Path) -> None:
+    torch, fd = _job(), _file(state)
+    _contents, raws, places = _raws(torch, fd)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(0)
+    room_bytes = int(total_bytes * shadow.SHARE_LEFT_FREE)
+    taken = torch.Storage(bytes(1))
+    taken.resize_(free_bytes - room_bytes - sum(SIZES) // 2)
+    assert raw_copy.shadow_pieces_out(fd, 64 << 20, raws, places, {}) is None
+    taken.resize_(0)
+    torch.cuda.empty_cache()
+    _order(state, "error cuMemAlloc_v2 2")
+    assert raw_copy.shadow_pieces_out(fd, 64 << 20, raws, places, {}) is None
+
+
+def gives_a_shadow_back_at_once_when_it_is_not_wanted_any_more(state: Path) -> None:
+    torch, fd = _job(), _file(state)
+    _contents, raws, places = _raws(torch, fd)
+    free_bytes = torch.cuda.mem_get_info(0)[0]
+    found: dict[int, int] = {}
+    shadows = raw_copy.shadow_pieces_out(fd, 64 << 20, raws, places, found)
+    assert shadows is not None
+    with pytest.raises(shadow.Ended):
+        shadows.fetch(fd, 64 << 20, found, lambda: True)
+    shadows.close()
+    shadows.close()
+    assert torch.cuda.mem_get_info(0)[0] >= free_bytes - (2 << 20), "but for the sums, which PyTorch keeps in its cache"
+    calls = (state / "log").read_text()
+    assert calls.count("cuMemHostRegister") == calls.count("cuMemHostUnregister") == 1
+
+
 CASES: dict[str, Callable[[Path], None]] = {
     case.__name__: case
     for case in (
@@ -206,6 +259,9 @@ CASES: dict[str, Callable[[Path], None]] = {
         leaves_no_pinned_memory_behind_where_a_copy_fails,
         fills_video_memory,
         pins_the_memory_that_was_prepared_and_no_other,
+        fetches_a_shadow_of_what_the_training_has_changed_since,
+        makes_no_shadow_that_would_leave_the_job_little_room,
+        gives_a_shadow_back_at_once_when_it_is_not_wanted_any_more,
     )
 }
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any, NoReturn
 
+    from .storage.state_file import Rest
+
 _DENSE = "make the embedding with sparse=False, and its optimizer one for dense gradients (Adam in place of SparseAdam)"
 _HELD_ELSEWHERE = "make it anew in each batch, or keep what it is made of with hegm.keep(name, get, set)"
 LEFT_STATUS = 99
@@ -64,11 +66,12 @@ class Prevented(Exception):
         self.passes = all(found.passes for found in refusals)
 
 
-def snapshot(fd: int | None, most_bytes: int, begin: Callable[[], object]) -> tuple[int, list[str]]:
+def snapshot(fd: int | None, most_bytes: int, begin: Callable[[], object]) -> tuple[int, list[str], Rest | None]:
     """Write the state of the parked training, which then goes on, into the beginning of a descriptor.
 
-    Return how many bytes it has, and what begins anew in a process that is started from it. `begin` is called before
-    the first byte is written. What the script has printed is flushed before. Raises TooLarge, Prevented and OSError.
+    Return how many bytes it has, what begins anew in a process that is started from it, and what is still to be written
+    while the training goes on. `begin` is called before the first byte is written. What the script has printed is
+    flushed before. Raises TooLarge, Prevented, OSError and HegmError.
     """
     from .capture import capture
     from .code import source_check
@@ -87,12 +90,17 @@ def snapshot(fd: int | None, most_bytes: int, begin: Callable[[], object]) -> tu
         raise TooLarge(whole.size_bytes)
     if cuda_state.in_use() is not None:
         pinned_buffers.prepare()
+    rest = None
     try:
         _flush_again()
         begin()
-        return whole.write(fd), variables.begin_anew(state)
+        rest = whole.begin(fd)
+        if rest is None:
+            whole.write(fd)
+        return whole.size_bytes, variables.begin_anew(state), rest
     finally:
-        pinned_buffers.drop()
+        if rest is None:
+            pinned_buffers.drop()
 
 
 def save(

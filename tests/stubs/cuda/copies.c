@@ -111,6 +111,17 @@ CUresult cuStreamDestroy_v2(CUstream stream) {
     WAITING((wait_stream(stream), (uint64_t)stream > 2 ? free(stream) : (void)0));
 }
 
+/* Nothing is recorded here: each thread has a mode, which decides nothing. */
+CUresult cuThreadExchangeStreamCaptureMode(int *mode) {
+    static __thread int own;
+    ENTER();
+    if (*mode < 0 || *mode > 2) LEAVE(CUDA_ERROR_INVALID_VALUE);
+    int before = own;
+    own = *mode;
+    *mode = before;
+    LEAVE(CUDA_SUCCESS);
+}
+
 CUresult cuStreamQuery(CUstream stream) {
     ENTER();
     pthread_mutex_lock(&streams);

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, cast
 
 import pytest
 
+from hegmd.agent.snapshots import Fetching
+from hegmd.agent.state.storage.shadow import Ended
 from hegmd.protocol.messages import Order
+from hegmd.protocol.slots import RECORD_BYTES, SlotRecord, unpacked
+from tests.patience import HANG_S
 from tests.unit.agent.test_exact_park import _Rank
+
+END, PAUSE_S = 8192, 0.001
+RECORD = SlotRecord(generation=1, step=2, rank=0, ranks=1, size_bytes=4, taken_utc=3.0, took_s=0.5)
 
 
 @pytest.fixture
@@ -57,3 +68,94 @@ def test_a_daemon_that_ends_meanwhile_leaves_no_parked_training(rank: _Rank) -> 
     rank.let_pass(2)
     rank.wait_until_passed(2)
     assert not rank.gate.requested
+
+
+class Rest:
+    """What is left of a state: it is written once it is let go, or ends when it is not wanted."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+        self.looks = threading.Event()
+
+    def write(self, fd: int, is_over: Callable[[], bool]) -> None:
+        while not self.let_go.wait(PAUSE_S):
+            if is_over():
+                raise Ended
+            self.looks.set()
+        os.pwrite(fd, b"rest", 0)
+
+
+@pytest.fixture
+def slot() -> Iterator[int]:
+    made = os.memfd_create("slot")
+    os.truncate(made, END + RECORD_BYTES)
+    yield made
+    os.close(made)
+
+
+def _fetch(rank: _Rank, slot: int) -> Rest:
+    """The training goes on, and the rest of its snapshot is being written."""
+    rest, told = Rest(), {"size_bytes": 4, "parked_s": 0.5, "begin_anew": ()}
+    fetching = Fetching(os.dup(slot), END, cast("Any", rest), RECORD)
+    rank.orders.snapshots.fetch(fetching, 7, told)
+    assert rest.looks.wait(HANG_S)
+    return rest
+
+
+def _record(slot: int) -> SlotRecord | None:
+    return unpacked(os.pread(slot, RECORD_BYTES, END))
+
+
+def _tick_until(rank: _Rank, fact: Callable[[], object]) -> None:
+    while not fact():
+        rank.orders.tick()
+        threading.Event().wait(PAUSE_S)
+
+
+def test_the_order_is_answered_once_the_rest_is_written_and_questions_are_answered_meanwhile(
+    rank: _Rank, slot: int
+) -> None:
+    rest = _fetch(rank, slot)
+    rank.orders.obey(Order(order=8, do="count"), None)
+    assert [report.order for report in rank.reports] == [8]
+    assert _record(slot) is None
+    assert rank.orders.next_deadline() is not None
+    rest.let_go.set()
+    _tick_until(rank, lambda: len(rank.reports) == 2)
+    (_, report), told = rank.reports, _record(slot)
+    assert (report.order, report.result, report.parked_s, report.size_bytes) == (7, "done", 0.5, 4)
+    assert report.copied_s is not None
+    assert (told, os.pread(slot, 4, 0)) == (RECORD, b"rest")
+    assert rank.orders.next_deadline() is None
+
+
+def test_an_order_that_does_more_than_ask_ends_what_is_being_written_first(rank: _Rank, slot: int) -> None:
+    _fetch(rank, slot)
+    rank.park(8, at=1)
+    assert [(report.order, report.result) for report in rank.reports] == [(7, "failed")]
+    assert "another order came first" in rank.reports[0].message
+    assert _record(slot) is None
+    rank.orders.end()
+
+
+def test_a_snapshot_comes_of_it_though_the_daemon_ends_and_nobody_is_answered(rank: _Rank, slot: int) -> None:
+    rest = _fetch(rank, slot)
+    rank.orders.end()
+    rank.orders.begin(rank.reports.append)
+    rest.let_go.set()
+    _tick_until(rank, lambda: rank.orders.next_deadline() is None)
+    assert (rank.reports, _record(slot)) == ([], RECORD)
+
+
+def test_a_forked_child_lets_go_of_the_slot(rank: _Rank, slot: int) -> None:
+    own = os.listdir("/proc/self/fd")
+    rest = _fetch(rank, slot)
+    with pytest.warns(DeprecationWarning, match="fork") if sys.version_info >= (3, 12) else nullcontext():
+        child = os.fork()
+    if child == 0:
+        rank.orders.snapshots.close_in_child()
+        os._exit(len(os.listdir("/proc/self/fd")) - len(own))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    rest.let_go.set()
+    _tick_until(rank, lambda: len(rank.reports) == 1)
+    assert _record(slot) == RECORD

@@ -6,7 +6,7 @@ import pytest
 
 from hegmd.protocol.slots import SlotRecord
 from hegmd.protocol.snapshots import Gpu, Health
-from hegmd.recovery.policy import MAX_FRUITLESS, Budget, complete_generations, gpus_to_start_on, interval_s
+from hegmd.recovery.policy import MAX_FRUITLESS, Budget, complete_generations, gpus_to_start_on, interval_s, raised
 
 
 def _record(generation: int, step: int, rank: int = 0, ranks: int = 1) -> SlotRecord:
@@ -31,6 +31,17 @@ def test_the_training_stands_for_a_hundredth_of_its_time_unless_told_otherwise(
 ) -> None:
     """An interval that is shorter than two snapshots take is raised."""
     assert interval_s(wished_s, cost_s) == pytest.approx(expected_s)
+
+
+def test_a_state_that_is_copied_beside_the_training_is_copied_for_a_tenth_of_its_time() -> None:
+    assert interval_s(None, 0.02, 1.5) == pytest.approx(13.5)
+    assert interval_s(2.0, 0.02, 1.5) == pytest.approx(2.0)
+
+
+def test_an_interval_that_is_shorter_than_snapshots_take_is_raised_in_words() -> None:
+    assert raised(0.5, 0.4) == "--recover=0.5s is too short: a snapshot takes 0.4 s, so the interval is 0.8 s"
+    assert raised(0.8, 0.4) is None
+    assert raised(None, 40.0) is None
 
 
 def test_only_a_snapshot_that_all_ranks_have_of_one_step_counts() -> None:

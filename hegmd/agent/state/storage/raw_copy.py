@@ -14,25 +14,28 @@ from __future__ import annotations
 import ctypes
 import sys
 from binascii import crc32
+from functools import partial
 
 from ....errors import HegmError
 from ... import copying
 from ...copying import PAGE_BYTES, PIECE_BYTES
-from ...cuda_driver import Copies
+from ...cuda_driver import Copies, CopiesBeside
 from ...notes import note
-from . import checksums
+from . import checksums, shadow
+from .shadow import Shadows
 from .staging import Ring, loads
 from .tensors import CPU
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from typing import Any
+    from typing import Any, TypeVar
 
     from ...copying import Copy, Span
     from .tensors import Raw
 
     Progress = Callable[[int], None]
+    Driver = TypeVar("Driver", bound=Copies)
 
 
 MIN_BYTES = 1 << 20
@@ -114,10 +117,59 @@ def copy_pieces_out(
     fd: int, capacity_bytes: int, raws: list[Raw], places: list[int], found: dict[int, int], progress: Progress
 ) -> None:
     """Copy them to their places, and put the checksum of each part under its place. Raises OSError, HegmError."""
-    spans: dict[str, list[Span]] = {}
+    driver = _driver_for([raw[3] for raw in raws], Copies)
+    here, there, _fetched_ones = _by_memory(raws, places, driver)
+    done = _Done(progress)
+    with copying.Writing(fd, capacity_bytes) as write:
+        copying.in_threads(checksums.summing(write, found), here, done.tell)
+        done.add(here)
+        for where, pairs in there.items():
+            if driver is not None:
+                _copy_video_out(driver, where, pairs, write, found, done)
+
+
+def shadow_pieces_out(
+    fd: int, capacity_bytes: int, raws: list[Raw], places: list[int], found: dict[int, int]
+) -> Shadows | None:
+    """The same, but of what lies in video memory a shadow is made, which is fetched later.
+
+    None, with nothing written, where nothing lies there, or a shadow has no room. Raises OSError, HegmError.
+    """
+    if not shadow.is_wanted():
+        return None
+    driver = _driver_for([raw[3] for raw in raws], CopiesBeside)
+    here, there, _fetched_ones = _by_memory(raws, places, driver)
+    if driver is None or not there:
+        return None
+    shadows = Shadows(driver)
+    try:
+        for where, pairs in there.items():
+            with _Chosen(where):
+                if not shadows.add(pairs, partial(_sum_up, pairs, found)):
+                    shadows.close()
+                    return None
+        with copying.Writing(fd, capacity_bytes) as write:
+            copying.in_threads(checksums.summing(write, found), here, copying.ignore)
+    except BaseException:
+        shadows.close()
+        raise
+    return shadows
+
+
+def _sum_up(pairs: list[tuple[Raw, int]], found: dict[int, int]) -> set[int]:
+    """Have the GPU add up what it can; the places of that."""
+    added = VideoSums([raw for raw, _place in pairs], [place for _raw, place in pairs])
+    added.add(found)
+    return added.places
+
+
+def _by_memory(
+    raws: list[Raw], places: list[int], driver: Copies | None
+) -> tuple[list[Span], dict[str, list[tuple[Raw, int]]], list[Any]]:
+    """What lies in host memory, what lies on each GPU, and what PyTorch has fetched, which has to stay."""
+    here: list[Span] = []
     there: dict[str, list[tuple[Raw, int]]] = {}
     fetched: list[Any] = []
-    driver = _driver_for(raw[3] for raw in raws)
     for raw, place in zip(raws, places):
         _owner, address, size_bytes, where = raw
         if where != CPU and driver is not None and where.startswith("cuda"):
@@ -126,15 +178,8 @@ def copy_pieces_out(
         if where != CPU:
             copy, address = _fetched(raw)
             fetched.append(copy)
-        spans.setdefault(CPU, []).append((address, place, size_bytes))
-    done = _Done(progress)
-    with copying.Writing(fd, capacity_bytes) as write:
-        for mine in spans.values():
-            copying.in_threads(checksums.summing(write, found), mine, done.tell)
-            done.add(mine)
-        for where, pairs in there.items():
-            if driver is not None:
-                _copy_video_out(driver, where, pairs, write, found, done)
+        here.append((address, place, size_bytes))
+    return here, there, fetched
 
 
 def _copy_video_out(
@@ -169,7 +214,7 @@ def fill(pairs: Iterable[tuple[Any, Any]], progress: Progress | None = None) -> 
     spans: dict[str, dict[int, Span]] = {}
     filled: list[Any] = []
     todo = list(pairs)
-    driver = _driver_for(str(target.device) for _saved, target in todo)
+    driver = _driver_for([str(target.device) for _saved, target in todo], Copies)
     for saved, target in todo:
         where = str(target.device)
         if not _is_the_same_to_the_byte(saved, target) or (where != CPU and driver is None):
@@ -250,15 +295,35 @@ def _fetched(raw: Raw) -> tuple[Any, int]:
     return copy, copy.data_ptr() + address - storage.data_ptr()
 
 
-def _driver_for(devices: Iterable[str]) -> Copies | None:
+def _driver_for(devices: Iterable[str], kind: type[Driver]) -> Driver | None:
     """The CUDA driver, if one of these is a GPU of its; None where PyTorch has to copy, as for AMD's."""
     if not any(where.startswith("cuda") for where in devices):
         return None
     try:
-        return Copies()
-    except HegmError as error:
-        note(f"PyTorch copies: {error.message}")
+        return kind()
+    except (HegmError, AttributeError) as error:
+        note(f"PyTorch copies: {error}")
         return None
+
+
+class _Chosen:
+    """One GPU is this thread's for as long as the context lasts, and has nothing left to do."""
+
+    def __init__(self, where: str) -> None:
+        self._device = int(where.partition(":")[2] or 0)
+        self._cuda: Any = sys.modules["torch"].cuda
+
+    def __enter__(self) -> None:
+        self._chosen = self._cuda.device(self._device)
+        self._chosen.__enter__()
+        try:
+            self._cuda.synchronize(self._device)
+        except BaseException:
+            self._chosen.__exit__(None, None, None)
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        self._chosen.__exit__(*exc)
 
 
 class _Video:
@@ -266,14 +331,11 @@ class _Video:
 
     def __init__(self, driver: Copies, where: str) -> None:
         self._driver = driver
-        self._device = int(where.partition(":")[2] or 0)
-        self._cuda: Any = sys.modules["torch"].cuda
+        self._chosen = _Chosen(where)
 
     def __enter__(self) -> Ring:
-        self._chosen = self._cuda.device(self._device)
         self._chosen.__enter__()
         try:
-            self._cuda.synchronize(self._device)
             self._ring = Ring(self._driver)
             return self._ring.__enter__()
         except BaseException:

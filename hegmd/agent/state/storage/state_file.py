@@ -24,16 +24,19 @@ from ...copying import PAGE_BYTES, PIECE_BYTES, round_up
 from . import checksums, decoder
 from .encoder import Tree
 from .errors import Damaged, NotPlain
-from .raw_copy import copy_pieces_out
+from .raw_copy import copy_pieces_out, shadow_pieces_out
+from .shadow import Ended
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from .shadow import Shadows
+
     Progress = Callable[[int], None]
 
-__all__ = ["Damaged", "NotPlain", "State", "read", "size_bytes", "write"]
+__all__ = ["Damaged", "Ended", "NotPlain", "Rest", "State", "read", "size_bytes", "write"]
 
 MAGIC = b"HEGMSTAT"
 VERSION = 1
@@ -61,21 +64,62 @@ class State:
         """Raises NotPlain."""
         self._tree = Tree(value)
         self._sizes = [raw[2] for raw in self._tree.raws]
-        self._table_at = HEADER_BYTES + len(self._tree.data)
-        self._places, self.size_bytes = _layout(self._table_at, self._sizes)
+        self._places, self.size_bytes = _layout(HEADER_BYTES + len(self._tree.data), self._sizes)
 
     def write(self, fd: int, progress: Progress | None = None) -> int:
         """Write it; a descriptor that is too small is made larger. Raises OSError."""
+        self._prepare(fd)
+        found: dict[int, int] = {}
+        copy_pieces_out(fd, self.size_bytes, self._tree.raws, self._places, found, progress or copying.ignore)
+        return _seal(fd, self._tree.data, self._sizes, found)
+
+    def begin(self, fd: int) -> Rest | None:
+        """Write what can be written at once, such that its bytes may change then; None where `write` is to do it all.
+
+        Raises OSError, HegmError.
+        """
+        found: dict[int, int] = {}
+        self._prepare(fd)
+        shadows = shadow_pieces_out(fd, self.size_bytes, self._tree.raws, self._places, found)
+        return None if shadows is None else Rest(shadows, self._tree.data, self._sizes, self.size_bytes, found)
+
+    def _prepare(self, fd: int) -> None:
         if os.fstat(fd).st_size < self.size_bytes:
             os.ftruncate(fd, self.size_bytes)
         copying.write_small(fd, 0, bytes(HEADER_BYTES))
-        found: dict[int, int] = {}
-        copy_pieces_out(fd, self.size_bytes, self._tree.raws, self._places, found, progress or copying.ignore)
-        parts = [found[place] for place in _parts(self._places, self._sizes)]
-        table = struct.pack(f"<{len(self._sizes)}Q{len(parts)}I", *self._sizes, *parts)
-        copying.write_small(fd, HEADER_BYTES, self._tree.data + table)
-        copying.write_small(fd, 0, _header(self._tree.data, table, len(self._sizes), self.size_bytes))
-        return self.size_bytes
+
+
+class Rest:
+    """What is still to be written of a value whose own bytes may have changed. It keeps nothing of the value alive."""
+
+    def __init__(self, shadows: Shadows, tree: bytes, sizes: list[int], size_bytes: int, found: dict[int, int]) -> None:
+        self._shadows = shadows
+        self._tree = tree
+        self._sizes = sizes
+        self._found = found
+        self.size_bytes = size_bytes
+
+    def write(self, fd: int, is_over: Callable[[], bool]) -> None:
+        """Write it, in any thread. Raises Ended once `is_over`, OSError, HegmError. The memory is given back anyway."""
+        try:
+            self._shadows.fetch(fd, self.size_bytes, self._found, is_over)
+        finally:
+            self._shadows.close()
+        _seal(fd, self._tree, self._sizes, self._found)
+
+    def close(self) -> None:
+        """It is not wanted."""
+        self._shadows.close()
+
+
+def _seal(fd: int, tree: bytes, sizes: list[int], found: dict[int, int]) -> int:
+    """Write all but the pieces, the header last; how many bytes there are in all. Raises OSError."""
+    places, size_bytes = _layout(HEADER_BYTES + len(tree), sizes)
+    parts = [found[place] for place in _parts(places, sizes)]
+    table = struct.pack(f"<{len(sizes)}Q{len(parts)}I", *sizes, *parts)
+    copying.write_small(fd, HEADER_BYTES, tree + table)
+    copying.write_small(fd, 0, _header(tree, table, len(sizes), size_bytes))
+    return size_bytes
 
 
 def read(fd: int) -> Any:

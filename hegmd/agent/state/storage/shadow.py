@@ -1,0 +1,177 @@
+"""A shadow of what a state has in video memory: copied within the GPU in milliseconds, and fetched while the training
+goes on.
+
+Owns that memory. It is the driver's own: nothing of it comes from PyTorch's allocator or stays in its cache, so that it
+splits none of the job's blocks, and is in no graph's pool. It is taken only where the GPU has room for it and a good
+deal more, and given back as soon as it is fetched. Should the job take so much meanwhile that little is left, fetching
+ends at once, with `Ended`: then there is no snapshot, and the next one is taken without a shadow.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from _thread import allocate_lock
+
+from ....errors import HegmError
+from ... import copying
+from ...copying import round_up
+from ...notes import note
+from . import checksums
+from .staging import Ring, loads
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ...copying import Span
+    from ...cuda_driver import CopiesBeside
+    from .tensors import Raw
+
+#: `off` has the training wait until all is fetched.
+SWITCH = "HEGM_SNAPSHOT_SHADOW"
+# Of the GPU's memory, so much stays free for what the job may take meanwhile; and with less than half of it left the
+# shadow is given up.
+SHARE_LEFT_FREE = 0.05
+# Each copy has the interpreter for a moment, which the training needs: more threads would be quicker, and slow it down.
+THREADS = 4
+_BORDER_BYTES = 512
+
+
+class Ended(Exception):
+    """It is not fetched, because nobody wants it any more, or the job needs the memory."""
+
+
+#: Whether the job needed the memory of the last one.
+_was_squeezed = False
+
+
+def is_wanted() -> bool:
+    """Whether the next snapshot may have a shadow."""
+    global _was_squeezed
+    was_squeezed, _was_squeezed = _was_squeezed, False
+    return not was_squeezed and os.environ.get(SWITCH, "") not in ("off", "0")
+
+
+class _Ending:
+    """The end of the interpreter, after which CUDA is not to be used any more: what is under way ends before."""
+
+    def __init__(self) -> None:
+        self.has_come = False
+        self.under_way = allocate_lock()
+        self._is_awaited = False
+
+    def expect(self) -> None:
+        if not self._is_awaited:
+            self._is_awaited = True
+            atexit.register(self._come)
+            os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        """In a forked child, which has not the thread that would let go of the lock."""
+        self.under_way = allocate_lock()
+
+    def _come(self) -> None:
+        self.has_come = True
+        with self.under_way:
+            pass
+
+
+_ending = _Ending()
+
+
+class _Shadow:
+    """On one GPU."""
+
+    def __init__(self, driver: CopiesBeside, address: int, spans: list[Span], summed: set[int]) -> None:
+        self.context = driver.context()
+        self.address = address
+        self.spans = spans
+        #: The places whose checksums are known.
+        self.summed = summed
+
+
+class Shadows:
+    """Of all GPUs. Threads of ours that fetch them use no stream and no memory of the job's."""
+
+    def __init__(self, driver: CopiesBeside) -> None:
+        self._driver = driver
+        self._made: list[_Shadow] = []
+
+    def add(self, pairs: list[tuple[Raw, int]], sum_up: Callable[[], set[int]]) -> bool:
+        """Copy these, which are on the GPU of this thread; False where that has no room.
+
+        `sum_up` is called meanwhile: it returns the places whose checksums are known. Raises HegmError.
+        """
+        sizes = [round_up(raw[2], _BORDER_BYTES) for raw, _place in pairs]
+        free_bytes, total_bytes = self._driver.memory()
+        if free_bytes - sum(sizes) < total_bytes * SHARE_LEFT_FREE:
+            note(f"snapshot: no room for a shadow of {sum(sizes)} bytes, {free_bytes} are free")
+            return False
+        try:
+            address = self._driver.take(sum(sizes))
+        except HegmError as error:
+            note(f"snapshot: no shadow: {error.message}")
+            return False
+        made = _Shadow(self._driver, address, [], set())
+        self._made.append(made)
+        stream = self._driver.make_stream()
+        try:
+            for (raw, place), size_bytes in zip(pairs, sizes):
+                self._driver.begin_within(address, raw[1], raw[2], stream)
+                made.spans.append((address, place, raw[2]))
+                address += size_bytes
+            made.summed = sum_up()
+        finally:
+            self._driver.wait(stream)
+            self._driver.end_stream(stream)
+        return True
+
+    def fetch(self, fd: int, capacity_bytes: int, found: dict[int, int], is_over: Callable[[], bool]) -> None:
+        """Write them to their places in the descriptor, and give their memory back. In any thread.
+
+        Raises Ended once `is_over`, OSError, HegmError.
+        """
+        _ending.expect()
+        with _ending.under_way, copying.Writing(fd, capacity_bytes) as write:
+            summing = checksums.summing(write, found)
+            while self._made:
+                made = self._made[-1]
+                places = {
+                    place + start
+                    for _address, place, size_bytes in made.spans
+                    if place in made.summed
+                    for start in range(0, size_bytes, copying.PIECE_BYTES)
+                }
+
+                def move(host: int, place: int, size_bytes: int, places: set[int] = places) -> None:
+                    if _ending.has_come or is_over():
+                        raise Ended
+                    (write if place in places else summing)(host, place, size_bytes)
+
+                self._driver.use(made.context)
+                with Ring(self._driver, THREADS) as ring:
+                    ring.out(loads(made.spans), move, self._look)
+                self._give_back()
+
+    def _look(self, _so_far_bytes: int) -> None:
+        """End it where the job needs the memory."""
+        global _was_squeezed  # noqa: PLW0603 - one process
+        free_bytes, total_bytes = self._driver.memory()
+        if free_bytes < total_bytes * SHARE_LEFT_FREE / 2:
+            note(f"snapshot: the shadow is given up, {free_bytes} bytes are free")
+            _was_squeezed = True
+            raise Ended
+
+    def _give_back(self) -> None:
+        made = self._made.pop()
+        self._driver.use(made.context)
+        self._driver.give_back(made.address)
+
+    def close(self) -> None:
+        """Give all of it back that is not fetched. Closing twice is fine."""
+        while self._made:
+            try:
+                self._give_back()
+            except HegmError as error:
+                note(f"snapshot: memory of a shadow stays: {error.message}")
