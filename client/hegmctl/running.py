@@ -58,6 +58,8 @@ MAX_WORDS, MAX_WORD_BYTES = 100, 500
 KEPT = 3
 # Tells every Python of the command that it has a supervisor; and, set beforehand, makes `hegmctl run` one.
 ALLOW_RESTART = "HEGM_ALLOW_RESTART"
+# Tells each process of a recovered job to cut back its output files, and which process is its supervisor.
+TRUNCATE_OUTPUTS = "HEGM_TRUNCATE_OUTPUTS"
 # What tells a process of the state that this one start is from; an earlier start's would lead it elsewhere.
 OF_ONE_START = ("HEGM_STATE", "HEGM_STATE_FD", "HEGM_STATE_LOCK_FD", "HEGM_STATES", "HEGM_RESTART")
 MIN_PERIOD_S = 1.0
@@ -151,6 +153,8 @@ def _stay_with(
 
     arguments = session.arguments
     os.environ[ALLOW_RESTART] = "1"
+    if arguments.flag("truncate-outputs"):
+        os.environ[TRUNCATE_OUTPUTS] = str(os.getpid())
     desk = DaemonDesk(
         os.path.abspath(path),
         command,
@@ -210,7 +214,7 @@ def prepare(
     run_id: str | None = None,
 ) -> None:
     """What the command's environment needs besides its own."""
-    for variable in OF_ONE_START:
+    for variable in (*OF_ONE_START, TRUNCATE_OUTPUTS):
         environ.pop(variable, None)
     before = environ.get("PYTHONPATH")
     environ["PYTHONPATH"] = inject_folder() + (os.pathsep + before if before else "")

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 
 PAUSE_S = 1.0
+# Set by a supervisor that was told to cut back what a recovered script has appended to files.
+FOLLOWS_OUTPUTS = "HEGM_TRUNCATE_OUTPUTS"
 
 _gate: Gate | None = None
 _is_started = False
@@ -83,6 +85,10 @@ def begin(environ: Mapping[str, str], unknown: Sequence[str] | None = None) -> G
     from .channel import Channel
 
     storage_transfer.load()
+    if environ.get(FOLLOWS_OUTPUTS):
+        from .state.script import output_files
+
+        output_files.follow()
     _channel = Channel(gate(), environ, unknown)
     _is_started = True
     os.register_at_fork(after_in_child=_orphan)

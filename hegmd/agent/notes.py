@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 from time import time
 
+DEBUG = "HEGM_AGENT_DEBUG"
 _STANDARD_ERROR = 2
 
 
 def note(text: str) -> None:
     """Write a line if the variable is set."""
-    wanted = os.environ.get("HEGM_AGENT_DEBUG")
+    wanted = os.environ.get(DEBUG)
     if not wanted:
         return
     line = f"hegm agent {os.getpid()} {time():.3f}: {text}\n".encode(errors="replace")

@@ -162,8 +162,9 @@ def test_a_training_that_fails_again_and_again_ends_with_its_own_status_and_keep
 def test_a_training_that_hangs_is_killed_and_recovered_on_a_healthy_gpu(
     daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
 ) -> None:
-    """Its GPU is lost meanwhile, so that it continues on the other one."""
-    with RecoveredJob(daemon, tmp_path, "--hang-limit", "4s", HANGS_AT="9") as job:
+    """Its GPU is lost meanwhile, so that it continues on the other one. No step is in its log twice."""
+    options = "--hang-limit", "4s", "--truncate-outputs"
+    with RecoveredJob(daemon, tmp_path, *options, HANGS_AT="9", LOG="log") as job:
         job.until(_has_two)
         job.answer("simulate", "fault", "gpu0", "lost")
         told = job.until(lambda told: told.recoveries[-1:] != () and told.recoveries[-1].result == "recovered")
@@ -172,6 +173,7 @@ def test_a_training_that_hangs_is_killed_and_recovered_on_a_healthy_gpu(
         assert told.recoveries[0].gpus == ("gpu1",)
         assert list(dict.fromkeys(job.steps())) == undisturbed
         assert len(job.pids()) == 2
+        assert (tmp_path / "log").read_text().splitlines() == undisturbed
 
 
 def test_a_job_that_the_pool_has_no_memory_for_is_unprotected_and_says_so_once(

@@ -39,6 +39,11 @@ RECOVERY = (
         doc="exit statuses of the command that are no failure; 0, SIGTERM and SIGINT never are",
     ),
     Option(
+        "--truncate-outputs",
+        doc="with --recover: cut files that the script appends to, and its output where that is a file, back to their "
+        "length at the snapshot; without it, repeated steps repeat their output",
+    ),
+    Option(
         "--restart-tries",
         kind=POSITIVE,
         metavar="NUMBER",

@@ -75,13 +75,16 @@ def snapshot(fd: int | None, most_bytes: int, begin: Callable[[], object]) -> tu
     """
     from .capture import capture
     from .code import source_check
-    from .script import variables
+    from .script import output_files, variables
     from .storage import pinned_buffers, state_file
 
     state, refusals = capture()
     refusals = [*source_check.refusals(), *refusals]
     if refusals:
         raise Prevented(refusals)
+    if output_files.is_wanted():
+        _flush_again()
+        state[output_files.KEY] = output_files.lengths()
     try:
         whole = state_file.State(state)
     except state_file.NotPlain as error:
@@ -164,7 +167,7 @@ def not_plain(state: dict[str, Any], error: Any) -> Refusal:
 
 def leave() -> NoReturn:
     """End the process: what it has written is flushed, its loaders' workers end with it."""
-    _flush_all()
+    flush_all()
     processes = sys.modules.get("multiprocessing.process")
     for child in list(getattr(processes, "_children", ())):
         try:
@@ -176,7 +179,7 @@ def leave() -> NoReturn:
 
 def end_unrestored(reasons: list[str]) -> NoReturn:
     """Say why a restarted worker is not to go on, and end it before it has done a step: its state is whole."""
-    _flush_all()
+    flush_all()
     text = f"hegm: the training was not restarted: {'; '.join(reasons)}. Nothing of its state was used up.\n"
     os.write(2, text.encode(errors="replace"))
     os._exit(UNRESTORED_STATUS)
@@ -203,7 +206,7 @@ _descriptors: list[str] = []
 
 
 def _flush_again() -> None:
-    """The same as `_flush_all`, which takes a fifth of a second, but that only files opened since are looked for."""
+    """The same as `flush_all`, which takes a fifth of a second, but that only files opened since are looked for."""
     global _descriptors  # noqa: PLW0603 - one process
     weakref: Any = sys.modules["weakref"]
     now = _open_files()
@@ -224,7 +227,7 @@ def _open_files() -> list[str]:
     return sorted(entry for entry in found if not any(word in entry for word in _NO_FILES))
 
 
-def _flush_all() -> None:
+def flush_all() -> None:
     """Every file that the script writes to, wherever it holds it; text before the bytes under it."""
     _flush(_open_writers())
 

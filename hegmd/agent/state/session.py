@@ -20,8 +20,8 @@ from .code.value_stack import caller
 from .frameworks import accelerate_hf, lightning
 from .loaders import passes, stateful_loader
 from .loaders.rebuild import PassAgain
-from .save_and_exit import end_unrestored, tell_waiting
-from .script import capture_points
+from .save_and_exit import end_unrestored, flush_all, tell_waiting
+from .script import capture_points, output_files
 from .script.baseline import note_place
 from .values import inherited
 from .values.refusals import DoesNotFit
@@ -169,6 +169,9 @@ class Due:
         if left:
             end_unrestored([f"the loop at {where} was entered in another way" for where in left])
         began = monotonic()
+        if output_files.KEY in state and inherited.step() is not None:
+            flush_all()
+            output_files.cut_back(state[output_files.KEY])
         try:
             put_back(state, frame)
         except DoesNotFit as error:

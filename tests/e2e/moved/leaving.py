@@ -37,3 +37,6 @@ for epoch in range(100):
         if os.environ.get("FAILS_AT") == str(epoch) and index == 5:
             sys.exit(7)
         print("step", epoch, index, loss.item().hex(), batch.sum().item().hex(), flush=True)
+        if os.environ.get("LOG"):
+            with open(os.environ["LOG"], "a", encoding="ascii") as log:
+                print("step", epoch, index, loss.item().hex(), batch.sum().item().hex(), file=log)

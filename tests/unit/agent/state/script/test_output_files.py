@@ -1,0 +1,141 @@
+"""Which files a recovered process cuts back to their length at the snapshot, and which it leaves alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hegmd.agent.state.script import output_files
+
+HOLDS = "import sys; held = open(sys.argv[1], 'a'); print('holds', flush=True); sys.stdin.read()"
+
+
+@pytest.fixture(autouse=True)
+def wish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor is whoever has started these tests."""
+    monkeypatch.setenv(output_files.WISH, str(os.getppid()))
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    made = tmp_path / "log"
+    made.write_text("one\n")
+    return made
+
+
+def test_a_file_that_has_grown_is_cut_and_written_on_from_there(log: Path) -> None:
+    """By descriptors that append and by those that keep their own place, as a redirected output does."""
+    with log.open("a") as appending, log.open("w") as own_place:
+        own_place.write("one\n")
+        own_place.flush()
+        saved = output_files.lengths()
+        assert [path for path, *_ in saved] == [str(log)]
+        print("two", file=appending, flush=True)
+        own_place.seek(0, os.SEEK_END)
+        print("two again", file=own_place, flush=True)
+        output_files.cut_back(saved)
+        assert log.read_text() == "one\n"
+        print("three", file=own_place, flush=True)
+        print("four", file=appending, flush=True)
+    assert log.read_text() == "one\nthree\nfour\n"
+
+
+def test_a_file_that_is_opened_anew_for_each_line_is_known_too(log: Path) -> None:
+    """In a process of its own, since no audit hook can be taken back."""
+    program = (
+        "from hegmd.agent.state.script import output_files as files; import sys\n"
+        "files.follow()\n"
+        "for _ in range(2):\n"
+        "    with open(sys.argv[1], 'a') as log: log.write('two\\n')\n"
+        "    saved = files.lengths()\n"
+        "    with open(sys.argv[1], 'a') as log: log.write('three\\n')\n"
+        "    files.cut_back(saved)\n"
+    )
+    environ = {**os.environ, output_files.WISH: str(os.getpid())}
+    subprocess.run([sys.executable, "-c", program, str(log)], env=environ, check=True)
+    assert log.read_text() == "one\ntwo\ntwo\n"
+
+
+def _replaced(log: Path) -> None:
+    log.unlink()
+    log.write_text("another file\n")
+
+
+def _rewritten(log: Path) -> None:
+    log.write_text("six\nseven\n")
+
+
+def _shorter(log: Path) -> None:
+    log.write_text("o")
+
+
+def _linked(log: Path) -> None:
+    log.rename(log.with_name("other"))
+    with log.with_name("other").open("a") as other:
+        other.write("two\n")
+    log.symlink_to("other")
+
+
+def _gone(log: Path) -> None:
+    log.unlink()
+
+
+@pytest.mark.parametrize("change", [_replaced, _rewritten, _shorter, _linked, _gone])
+def test_what_is_not_the_same_file_with_more_at_its_end_is_left_alone(
+    log: Path, change: Callable[[Path], None]
+) -> None:
+    with log.open("a"):
+        saved = output_files.lengths()
+    change(log)
+    before = log.read_text() if log.exists() else None
+    output_files.cut_back(saved)
+    assert (log.read_text() if log.exists() else None) == before
+
+
+def test_a_file_that_is_changed_in_the_middle_is_no_output(log: Path) -> None:
+    with log.open("r+b"), log.open("rb"), log.open("wb") as behind:
+        behind.write(b"one\n")
+        behind.flush()
+        behind.seek(0)
+        assert output_files.lengths() == []
+
+
+@pytest.fixture
+def other(log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of the job's that is neither this one's child nor on its line, once its parent has ended."""
+    starts = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {HOLDS!r}, sys.argv[1]])"
+    made = subprocess.Popen([sys.executable, "-c", starts, str(log)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert made.stdout is not None
+    assert made.stdin is not None
+    assert made.stdout.readline() == b"holds\n"
+    made.wait()
+    yield made
+    made.stdin.close()
+    made.stdout.read()
+    made.stdout.close()
+
+
+def test_a_file_that_another_process_writes_too_is_left_alone_and_that_is_said(
+    log: Path, other: subprocess.Popen[bytes], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert other.returncode == 0
+    with log.open("a") as mine:
+        saved = output_files.lengths()
+        print("two", file=mine, flush=True)
+        output_files.cut_back(saved)
+    assert log.read_text() == "one\ntwo\n"
+    assert "writes to it as well" in capfd.readouterr().err
+
+
+def test_without_the_wish_nothing_is_cut(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with log.open("a") as mine:
+        saved = output_files.lengths()
+        print("two", file=mine, flush=True)
+        monkeypatch.delenv(output_files.WISH)
+        output_files.cut_back(saved)
+    assert log.read_text() == "one\ntwo\n"
