@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from hegmd.protocol.messages import GpusReply, ProcessesReply
     from hegmd.protocol.snapshots import Gpu, GpuProcess, Health, PeerLink, Vendor, Workload
 
-_COLOURS = {"ok": "green", "warn": "yellow", "unknown": "yellow", "failed": "red", "lost": "red"}
+_COLOURS = {
+    "ok": "green",
+    "warn": "yellow",
+    "unknown": "yellow",
+    **dict.fromkeys(("failed", "failing", "gone", "lost"), "red"),
+}
+_HEALTHY = "healthy"
 _LONG_ID = 12
 _SIMULATED = "simulated"
 
@@ -41,7 +47,7 @@ def gpus_text(reply: GpusReply, style: Style) -> list[str]:
 
 
 def _gpu_row(gpu: Gpu) -> list[Cell]:
-    health = gpu.state if gpu.state != "ok" else gpu.health.state
+    health = _health_word(gpu)
     return [
         gpu.id,
         gpu.name or UNKNOWN,
@@ -53,6 +59,13 @@ def _gpu_row(gpu: Gpu) -> list[Cell]:
         (health, _COLOURS.get(health, "")),
         gpu.pci_address or UNKNOWN,
     ]
+
+
+def _health_word(gpu: Gpu) -> str:
+    """One word: what is worst about it."""
+    if gpu.state != "ok":
+        return gpu.state
+    return gpu.health.state if gpu.health.condition == _HEALTHY else gpu.health.condition
 
 
 def _with_unit(value: float | None, unit: str) -> str:
@@ -78,8 +91,13 @@ def _gpu_remarks(reply: GpusReply, style: Style) -> list[str]:
     for gpu in reply.gpus:
         if gpu.state == "lost" and not gpu.health.notes:
             remarks.append(f"{gpu.id}: lost; it fell off the bus and the driver does not reach it")
-        remarks += [f"{gpu.id}: {note}" for note in gpu.health.notes]
+        remarks += [_remark(gpu, note) for note in gpu.health.notes]
     return below(remarks + _vendor_remarks(reply.vendors), style)
+
+
+def _remark(gpu: Gpu, note: str) -> str:
+    """A note; the one for which it is failing or gone says so."""
+    return f"{gpu.id} is {gpu.health.condition}: {note}" if note == gpu.health.reason else f"{gpu.id}: {note}"
 
 
 def _vendor_remarks(vendors: Iterable[Vendor], *, absent: bool = False) -> list[str]:
@@ -149,11 +167,16 @@ def _gpu_facts(gpu: Gpu, ids: dict[str, str]) -> list[tuple[str, str]]:
         ("MPS", switch[gpu.mps]),
         ("persistence", switch[gpu.persistence]),
         ("health", gpu.health.state),
+        ("condition", _condition(gpu.health)),
         ("memory errors", ", ".join(f"{UNKNOWN if count is None else count} {what}" for count, what in counts)),
         ("last XID", _last_xid(gpu.health)),
     ]
     links = [("links", _link(link, ids)) for link in gpu.links] or [("links", UNKNOWN)]
     return facts + links[:1] + [("", value) for _label, value in links[1:]]
+
+
+def _condition(health: Health) -> str:
+    return health.condition if health.reason is None else f"{health.condition}: {health.reason}"
 
 
 def _last_xid(health: Health) -> str:

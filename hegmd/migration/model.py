@@ -16,6 +16,7 @@ from hegmd.protocol.messages import Communicators, CudaFacts, LeftAlone
 from hegmd.protocol.operations import BY_DRIVER, HOST, PEER, WORKER, PlannedProcess
 from hegmd.protocol.proofs import Proof
 from hegmd.protocol.record import Record, field
+from hegmd.protocol.snapshots import HEALTHY
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class GpuMemory(Record):
     vendor: str = field("nvidia, amd or simulated")
     chip: str | None = field("identity of the chip", default=None)
     state: str = field("ok, lost or unknown", default="ok")
+    condition: str = field("healthy, failing or gone", default=HEALTHY)
+    why: str | None = field("of one that is failing or gone: what says so", default=None)
     free_bytes: int | None = field("free memory; nil if unknown")
     total_bytes: int | None = field("memory in all; nil if not known", default=None)
     leased_bytes: int = field("what of the free memory is kept for others, as leases", default=0)

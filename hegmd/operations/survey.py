@@ -464,6 +464,8 @@ def _gpu_memory(gpu: Gpu, gpus: Sequence[Gpu]) -> GpuMemory:
         vendor=gpu.vendor,
         chip=gpu.chip,
         state=gpu.state,
+        condition=gpu.health.condition,
+        why=gpu.health.reason,
         free_bytes=gpu.memory_free_bytes if gpu.memory_free_bytes is not None else left_bytes,
         total_bytes=gpu.memory_total_bytes,
         mig=gpu.mig,

@@ -363,4 +363,4 @@ class SimulateFault(Request, op="simulate.fault", reply=FaultReply, changes_stat
     """Make a simulated GPU, or the whole simulated vendor library, fail, or mend it again."""
 
     target: str = field("id of a GPU, or `vendor` for the whole library")
-    fault: str = field("lost, error, hang, unknown-memory, ecc, xid, or none to mend it")
+    fault: str = field("lost, error, hang, unknown-memory, ecc, xid, xid79, or none to mend it")

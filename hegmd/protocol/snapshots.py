@@ -22,6 +22,12 @@ class PeerLink(Record):
     bytes_per_s: int | None = field("what they carry together in one direction, by the vendor's word", default=None)
 
 
+# Whether a job is to be on that GPU.
+HEALTHY, FAILING, GONE = "healthy", "failing", "gone"
+# Why not: words of the setting `evacuate.on` too.
+UNCORRECTED, CORRECTED, ROWS, LINK, DRIVER, LOST = "uncorrected", "corrected", "rows", "link", "driver", "lost"
+
+
 class Health(Record):
     """What speaks for or against trusting a GPU with a job."""
 
@@ -32,6 +38,16 @@ class Health(Record):
     retired_pages: int | None = field("retired memory pages or rows", default=None)
     last_xid: int | None = field("the newest XID error that the driver reported since hegmd watches", default=None)
     xid_count: int | None = field("how many it reported since then; None before the first one", default=None)
+    condition: str = field(
+        "healthy; failing: it works, and is no place for a job any more; or gone: no job can go on there",
+        default=HEALTHY,
+    )
+    causes: tuple[str, ...] = field(
+        "of a GPU that is failing or gone, the worst first: uncorrected or corrected (memory errors), rows (of memory "
+        "that have to be replaced), link, driver, lost",
+        default=(),
+    )
+    reason: str | None = field("of such a GPU: the note that says why", default=None)
 
 
 class Gpu(Record):

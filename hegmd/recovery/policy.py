@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hegmd.protocol.slots import SlotRecord
-from hegmd.protocol.snapshots import Gpu
+from hegmd.protocol.snapshots import GONE, HEALTHY, Gpu
 
 # The training is paused for one part in so many of its time.
 SHARE = 100
@@ -96,7 +96,8 @@ class Budget:
 def gpus_to_start_on(former: Sequence[str], gpus: Sequence[Gpu]) -> tuple[str, ...] | None:
     """Return the GPUs for a start: the former ones where they are healthy, others of their vendor for the rest.
 
-    None if there are not enough. Of several GPUs for a replacement, the one with the most free memory is taken.
+    A former GPU that is failing is taken if no healthy one is left. None if there are not enough. Of several GPUs for a
+    replacement, the one with the most free memory is taken.
     """
     known = {gpu.id: gpu for gpu in gpus}
     vendors = {known[name].vendor for name in former if name in known}
@@ -111,6 +112,8 @@ def gpus_to_start_on(former: Sequence[str], gpus: Sequence[Gpu]) -> tuple[str, .
             chosen.append(name)
         elif spare:
             chosen.append(spare.pop(0).id)
+        elif gpu is not None and gpu.state == "ok" and gpu.health.condition != GONE:
+            chosen.append(name)
         else:
             return None
     return tuple(chosen)
@@ -118,7 +121,7 @@ def gpus_to_start_on(former: Sequence[str], gpus: Sequence[Gpu]) -> tuple[str, .
 
 def is_fit(gpu: Gpu) -> bool:
     """Whether a job may be started there."""
-    return gpu.state == "ok" and gpu.health.state != "failed"
+    return gpu.state == "ok" and gpu.health.condition == HEALTHY
 
 
 class HangWatch:

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from hegmd.migration.machine.machine import HOLDING
 from hegmd.migration.machine.next_effects import SUSPENDED
 from hegmd.migration.machine.operation import FORWARD, MIGRATE, RESUME, SUSPEND, JobProcess, Operation
-from hegmd.migration.model import Candidate, MigrationPlan, NodeSnapshotForPlan, PlanRequest
+from hegmd.migration.model import Candidate, GpuMemory, MigrationPlan, NodeSnapshotForPlan, PlanRequest
 from hegmd.migration.plan.forecast import expected
 from hegmd.migration.plan.planner import planned
 from hegmd.node.gpu_sets import gpus_of
 from hegmd.operations.job_requests import JobOperationsOf
 from hegmd.operations.survey import PlanSurvey
+from hegmd.protocol.snapshots import HEALTHY
 from hegmd.sharing import model
 from hegmd.sharing.history import UNKNOWN_SWITCH_S, History
 from hegmd.sharing.memory_use import descends, held_by_gpu, needs_by_gpu, stays_by_gpu, used_of_lease
@@ -108,7 +109,7 @@ class SharingView:
         node = await self._survey.snapshot(self._uncounted(now), may=lambda _uid: True)
         free = {gpu.id: gpu.free_bytes for gpu in expected(node).gpus}
         gpus = [
-            model.Gpu(gpu.id, gpu.total_bytes, free.get(gpu.id), gpu.chip, is_healthy=gpu.state == "ok")
+            model.Gpu(gpu.id, gpu.total_bytes, free.get(gpu.id), gpu.chip, is_healthy=_is_healthy(gpu))
             for gpu in node.gpus
             if gpu.total_bytes is not None
         ]
@@ -416,6 +417,10 @@ def _pinned(
         return None if queued.gpu is None else (queued.gpu,)
     named = [worker.about.gpu for worker in workers if worker.about.gpu]
     return tuple(dict.fromkeys([gpu for name in named for gpu in gpus_of(name)] + list(held))) if named else None
+
+
+def _is_healthy(gpu: GpuMemory) -> bool:
+    return gpu.state == "ok" and gpu.condition == HEALTHY
 
 
 def _chip(node: NodeSnapshotForPlan, held: Mapping[str, int]) -> str | None:

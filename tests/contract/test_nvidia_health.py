@@ -135,6 +135,94 @@ def test_a_lost_gpu_that_came_back_is_watched_again(node: NvidiaNode, provider: 
     assert health(provider).last_xid == 64
 
 
+# ---- whether jobs are to be on it ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recorded", "condition", "causes"),
+    [
+        ("31 43 45 13", "healthy", ()),
+        ("63", "failing", ("rows",)),
+        ("64", "failing", ("rows",)),
+        ("63 94 45", "failing", ("rows", "uncorrected")),
+        ("48 45 45", "failing", ("uncorrected",)),
+        ("74", "failing", ("link",)),
+        ("92", "failing", ("corrected",)),
+        ("119 45", "failing", ("driver",)),
+        ("48 95 45", "gone", ("uncorrected",)),
+        ("74 79", "gone", ("lost", "link")),
+    ],
+)
+def test_a_row_of_xids_makes_a_gpu_failing_or_gone_for_a_stated_reason(
+    node: NvidiaNode, provider: NvidiaProvider, recorded: str, condition: str, causes: tuple[str, ...]
+) -> None:
+    """As drivers report them: what a job did, and what follows from an error, are XIDs too."""
+    node.scenario.order(*(f"xid {sequence} 0 {number}" for sequence, number in enumerate(recorded.split(), 1)))
+    found = health(provider)
+    assert (found.condition, found.causes) == (condition, causes)
+    assert (found.reason is None) == (condition == "healthy")
+    assert found.reason is None or found.reason in found.notes
+    assert health(provider, 1).condition == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("facts", "condition", "causes"),
+    [
+        ({"ecc_uncorrected": 2}, "failing", ("uncorrected",)),
+        ({"remapped_rows": "0 1 1 0"}, "failing", ("rows",)),
+        ({"remapped_rows": "0 8 0 1"}, "failing", ("rows",)),
+        ({"remapped_rows": "3 8 0 0"}, "healthy", ()),
+        ({"retired_pending": 1}, "failing", ("rows",)),
+        ({"field.230": 4}, "failing", ("driver",)),
+        ({"clocks_event_reasons": "0x48"}, "healthy", ()),
+        ({"fabric_state": 2}, "healthy", ()),
+    ],
+)
+def test_counters_make_a_gpu_failing_and_heat_does_not(
+    node: NvidiaNode,
+    provider: NvidiaProvider,
+    facts: dict[str, str | int | None],
+    condition: str,
+    causes: tuple[str, ...],
+) -> None:
+    node.scenario.gpus[0] |= facts
+    node.scenario.write()
+    assert (health(provider).condition, health(provider).causes) == (condition, causes)
+
+
+def test_corrected_errors_that_rise_make_a_gpu_failing_and_old_ones_do_not(
+    node: NvidiaNode, provider: NvidiaProvider
+) -> None:
+    node.scenario.gpus[1] |= {"ecc_corrected": 5000}
+    node.scenario.write()
+    node.scenario.gpus[0] |= {"ecc_corrected": 99}
+    node.scenario.write()
+    assert health(provider).condition == "healthy"
+    node.scenario.gpus[0] |= {"ecc_corrected": 100}
+    node.scenario.write()
+    found = health(provider)
+    assert (found.condition, found.causes, found.state) == ("failing", ("corrected",), "warn")
+    provider.close()
+    provider.open()
+    assert health(provider).condition == "failing"
+
+
+def test_a_gpu_that_was_reset_is_healthy_again(node: NvidiaNode, provider: NvidiaProvider) -> None:
+    """It was lost and answers, or its counters began anew; how many XIDs there were is still told."""
+    node.scenario.gpus[0] |= {"ecc_uncorrected": 1}
+    node.scenario.order("xid 1 0 48", "xid 2 1 79")
+    assert [gpu.health.condition for gpu in provider.snapshot().gpus] == ["failing", "gone"]
+    node.scenario.order("lost_after 1 0")
+    lost = health(provider, 1)
+    assert (lost.condition, lost.causes[0]) == ("gone", "lost")
+    node.scenario.gpus[0] |= {"ecc_uncorrected": 0}
+    node.scenario.mend()
+    node.scenario.write()
+    first, second = provider.snapshot().gpus
+    assert (first.health.condition, second.health.condition) == ("healthy", "healthy")
+    assert (first.health.xid_count, second.health.xid_count) == (1, 1)
+
+
 def test_a_storm_of_events_is_one_note(node: NvidiaNode, provider: NvidiaProvider) -> None:
     node.scenario.order(*(f"xid {sequence} 0 92" for sequence in range(1, 101)))
     found = health(provider)

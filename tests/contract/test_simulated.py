@@ -222,7 +222,7 @@ def test_memory_errors_and_xids_are_told_in_words_and_numbers() -> None:
     first, second = provider.snapshot().gpus
     assert (first.health.ecc_uncorrected, first.health.last_xid) == (1, 48)
     assert second.health.last_xid == 74
-    assert second.health.notes == ("the driver reported XID 74",)
+    assert second.health.notes == ("the driver reported XID 74, an error of a link",)
 
 
 def test_health_is_doubted_as_with_a_real_gpu(tmp_path: Path) -> None:

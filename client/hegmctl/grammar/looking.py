@@ -5,7 +5,7 @@ from __future__ import annotations
 from hegmctl.grammar.rows import LINES, Form, Verb
 from hegmctl.grammar.words import FILES, GPUS, JOBS, PATH, PLACES, POSITIVE, SECONDS, SIZE, TEXT, Of, Option
 
-FAULTS = ("lost", "error", "hang", "unknown-memory", "ecc", "xid", "none")
+FAULTS = ("lost", "error", "hang", "unknown-memory", "ecc", "xid", "xid79", "none")
 EVENT_KINDS = ("config", "events", "gpu", "inventory", "job", "operation", "pool", "process", "sharing", "vendor")
 
 _WATCH = Option(
@@ -263,6 +263,7 @@ LOOKING = (
             Of("fault", choices=FAULTS, doc="one of " + ", ".join(FAULTS[:-1]) + "; or none, to repair it"),
         ),
         examples=(
+            ("hegmctl simulate fault gpu0 ecc", "gpu0 has an uncorrectable memory error, and is failing"),
             ("hegmctl simulate fault gpu1 lost", "gpu1 falls off the bus"),
             ("hegmctl simulate fault gpu1 none", "gpu1 is back"),
         ),

@@ -14,7 +14,7 @@ from hegmctl.operating_text import AT_REST
 from hegmctl.quantities import binary_size, duration, used_of_total
 from hegmctl.tables import printable, shortened, width
 from hegmd.protocol.operations import PHASES_IN_ORDER, Operation
-from hegmd.protocol.snapshots import Event, Gpu
+from hegmd.protocol.snapshots import HEALTHY, Event, Gpu
 
 Part = tuple[str, str]
 Line = list[Part]
@@ -251,19 +251,29 @@ class Picture:
         if gpu.state != "ok":
             text = f"{name}{gpu.state}"
             return [(text.ljust(room) if fill else text, "red")]
-        busy = "  -%" if gpu.utilisation_percent is None else f"{gpu.utilisation_percent:3.0f}%"
+        busy = " -%" if gpu.utilisation_percent is None else f"{gpu.utilisation_percent:.0f}%"
         memory = used_of_total(gpu.memory_used_bytes, gpu.memory_total_bytes).replace(" ", "").rjust(14)
-        product = f"  {printable(gpu.name)}" if gpu.name and room >= 70 else ""
-        each = min(HISTORY, max(4, (room - len(name) - len(busy) - len(memory) - width(product) - 2) // 2))
-        history = self._history.get(gpu.id, ())
         style = {"warn": "yellow", "failed": "red"}.get(gpu.health.state, "")
-        line: Line = [
-            (name, style),
-            (self.sparkline([used for used, _ in history], each), "green"),
-            (f" {busy} ", ""),
-            (self.sparkline([full for _, full in history], each), "cyan"),
-            (f"{memory}{product}", ""),
-        ]
+        line: Line
+        if gpu.health.condition != HEALTHY:
+            why = printable(f"{gpu.health.condition}: {gpu.health.reason}")
+            left = max(8, room - len(name) - len(memory) - 6)
+            line = [
+                (name, "red"),
+                (shortened(why, left, self._ellipsis).ljust(left), "red"),
+                (f" {busy:>4} {memory}", ""),
+            ]
+        else:
+            product = f"  {printable(gpu.name)}" if gpu.name and room >= 70 else ""
+            each = min(HISTORY, max(4, (room - len(name) - 4 - len(memory) - width(product) - 2) // 2))
+            history = self._history.get(gpu.id, ())
+            line = [
+                (name, style),
+                (self.sparkline([used for used, _ in history], each), "green"),
+                (f" {busy:>4} ", ""),
+                (self.sparkline([full for _, full in history], each), "cyan"),
+                (f"{memory}{product}", ""),
+            ]
         spent = sum(width(text) for text, _ in line)
         return [*line, (" " * (room - spent), "")] if fill and spent < room else line
 

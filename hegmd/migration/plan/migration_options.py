@@ -16,7 +16,7 @@ from hegmd.migration.model import AgentSurvey, Candidate, GpuMemory, NodeSnapsho
 from hegmd.migration.plan import driver_rules
 from hegmd.migration.plan.members import NVIDIA
 from hegmd.migration.plan.planner import against_leaving
-from hegmd.protocol.snapshots import GpuProcess, Way
+from hegmd.protocol.snapshots import GONE, GpuProcess, Way
 
 __all__ = ["ways_of"]
 
@@ -185,7 +185,8 @@ class _Judge:
     def _targets(self) -> tuple[GpuMemory, ...]:
         taken = {gpu.id for gpu in self._own}
         kinds = {(gpu.vendor, gpu.chip) for gpu in self._own}
-        whole = [gpu for gpu in self._families.snapshot.gpus if gpu.state == "ok" and not gpu.mig and not gpu.mps]
+        fit = [gpu for gpu in self._families.snapshot.gpus if gpu.state == "ok" and gpu.condition != GONE]
+        whole = [gpu for gpu in fit if not gpu.mig and not gpu.mps]
         return tuple([gpu for gpu in whole if gpu.id not in taken and (gpu.vendor, gpu.chip) in kinds])
 
 

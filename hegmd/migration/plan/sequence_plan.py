@@ -19,6 +19,7 @@ from hegmd.migration.plan.forecast import after
 from hegmd.migration.plan.members import in_rank_order, members_of
 from hegmd.migration.plan.planner import planned, planned_return
 from hegmd.protocol.operations import PEER, WORKER, Reason
+from hegmd.protocol.snapshots import HEALTHY
 
 _ON_ONE_EACH = "use hegmctl migrate: swap supports jobs on one GPU each, or of as many ranks on GPUs of their own"
 
@@ -42,8 +43,8 @@ def departure(
 ) -> MigrationPlan | tuple[Reason, ...]:
     """Return the plan that moves a job off that GPU, to the first possible target; its other processes stay.
 
-    Without targets, it tries the other GPUs, the one with most free memory first. If all refuse, it returns the reasons
-    of each.
+    Without targets, it tries the other healthy GPUs, the one with most free memory first. If all refuse, it returns the
+    reasons of each.
     """
     candidate = candidate_of(snapshot, pid)
     members = () if candidate is None else members_of(snapshot, candidate)
@@ -58,7 +59,8 @@ def departure(
         reasons.update(dict.fromkeys(found))
     if not reasons:
         hint = f"suspend what runs on it: hegmctl suspend {pid}"
-        return (Reason(code=REFUSED.name, message=f"there is no other GPU than {gpu}", hint=hint, pid=pid),)
+        message = f"there is no other healthy GPU than {gpu}"
+        return (Reason(code=REFUSED.name, message=message, hint=hint, pid=pid),)
     return tuple(reasons)
 
 
@@ -84,7 +86,8 @@ def planned_drain(
 
 
 def _others(snapshot: NodeSnapshotForPlan, gpu: str) -> list[str]:
-    others = [other for other in snapshot.gpus if other.id != gpu and other.state == "ok"]
+    fit = [other for other in snapshot.gpus if other.state == "ok" and other.condition == HEALTHY]
+    others = [other for other in fit if other.id != gpu]
     return [other.id for other in sorted(others, key=lambda other: -(other.free_bytes or 0))]
 
 

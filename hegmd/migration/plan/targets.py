@@ -17,6 +17,7 @@ from hegmd.migration.plan.draft import Draft
 from hegmd.migration.plan.members import NVIDIA
 from hegmd.node.gpu_sets import CPU, gpus_of, is_several, place_of
 from hegmd.protocol.names import gpu_meant
+from hegmd.protocol.snapshots import GONE
 
 _TO = "="
 
@@ -135,6 +136,8 @@ def judge_target(draft: Draft, to: str, vendor: str, chip: str | None, *, stays:
         return
     elif target.state != "ok":
         draft.against(REFUSED, f"{to} is {target.state}", "choose another; see hegmctl gpus", gpu=to)
+    elif target.condition == GONE:
+        draft.against(REFUSED, f"{to} is gone: {target.why}", "choose another; see hegmctl gpus", gpu=to)
     elif target.mig or target.mps:
         how = "cut into MIG instances" if target.mig else "shared through MPS"
         draft.against(REFUSED, f"{to} is {how}", "choose a GPU without MIG and MPS; see hegmctl gpus", gpu=to)

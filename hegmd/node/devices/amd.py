@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 from hegmd.node.devices.amd_binding import DEFAULT_ROCM, Unfit, load_binding
-from hegmd.node.devices.amd_facts import VENDOR, records_of, uuids_of
+from hegmd.node.devices.amd_facts import VENDOR, AmdFacts, records_of, uuids_of
 from hegmd.node.devices.amd_smi import AmdSmi
 from hegmd.node.devices.base import DeviceAbsent, DeviceError, VendorSnapshot
+from hegmd.node.devices.condition import CorrectedErrors
 from hegmd.node.devices.kfd import Kfd
 
 _log = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ class AmdProvider:
         self._smi: AmdSmi | None = None
         self._is_open = False
         self._last_reason = ""
+        self._corrected: dict[str, CorrectedErrors] = {}
 
     def open(self) -> None:
         if self._is_open:
@@ -96,7 +99,7 @@ class AmdProvider:
             for each in facts:
                 each.failures["processes"] = "kernels before 5.9 do not list them"
         return VendorSnapshot(
-            gpus=records_of(facts, self._kfd.driver_version()),
+            gpus=records_of(self._with_history(facts), self._kfd.driver_version()),
             uses=self._kfd.uses({gpu.gpu_id: uuids[gpu.pci_address] for gpu in gpus}),
             driver_version=self._kfd.driver_version(),
             library_version=None,
@@ -114,12 +117,18 @@ class AmdProvider:
             uses = smi.uses(facts, uuids)
         driver_version = smi.driver_version or self._kfd.driver_version()
         return VendorSnapshot(
-            gpus=records_of(facts, driver_version),
+            gpus=records_of(self._with_history(facts), driver_version),
             uses=uses,
             driver_version=driver_version,
             library_version=smi.library_version,
             compute_version=self._rocm_version(),
         )
+
+    def _with_history(self, gpus: list[AmdFacts]) -> list[AmdFacts]:
+        for facts in gpus:
+            corrected = self._corrected.setdefault(facts.pci_address, CorrectedErrors())
+            facts.risen_corrected = corrected.see(facts.ecc_corrected, time.time())
+        return gpus
 
     def _rocm_version(self) -> str | None:
         try:

@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hegmd.protocol.snapshots import Gpu, Health, PeerLink
+from hegmd.node.devices.condition import FAILED, WARN, Note, conditioned, corrected_note
+from hegmd.protocol.snapshots import CORRECTED, GONE, LOST, ROWS, UNCORRECTED, Gpu, Health, PeerLink
 
 VENDOR = "amd"
 PCI_VENDOR_ID = 0x1002
@@ -56,6 +57,7 @@ class AmdFacts:
     power_watts: float | None = None
     power_limit_watts: float | None = None
     ecc_corrected: int | None = None
+    risen_corrected: int = 0
     ecc_uncorrected: int | None = None
     ecc_deferred: int | None = None
     bad_pages: BadPages | None = None
@@ -155,26 +157,29 @@ def judge(facts: AmdFacts) -> Health:
     """Return the GPU's health, with a sentence for each problem."""
     if facts.state == "lost":
         note = "the GPU fell off the bus; read the kernel log (dmesg | grep -i amdgpu), then reset or reboot the node"
-        return Health(state="failed", notes=(note,))
+        return conditioned([Note(FAILED, note, LOST, GONE)]).replace(state="failed")
     told = [f"{what} ({words})" for what, words in facts.failures.items()]
     if facts.state == "unknown":
         note = f"the driver reports nothing about this GPU: {', '.join(told)}; compare with amd-smi and the kernel log"
         return Health(state="unknown", notes=(note,))
-    failed, notes = False, [f"the driver failed to report its {each}" for each in told]
+    notes = [Note(WARN, f"the driver failed to report its {each}") for each in told]
     if facts.ecc_uncorrected:
-        notes.append(f"{facts.ecc_uncorrected} uncorrected memory errors since the driver was loaded")
+        words = f"{facts.ecc_uncorrected} uncorrected memory errors since the driver was loaded"
+        notes.append(Note(WARN, words, UNCORRECTED))
     if facts.ecc_deferred:
-        notes.append(f"{facts.ecc_deferred} memory errors will hit the next process that reads that memory")
+        words = f"{facts.ecc_deferred} memory errors will hit the next process that reads that memory"
+        notes.append(Note(WARN, words, UNCORRECTED))
+    if facts.risen_corrected:
+        notes.append(Note(WARN, corrected_note(facts.risen_corrected), CORRECTED))
     pages = facts.bad_pages
     if pages is not None and pages.pending:
-        notes.append(f"{pages.pending} bad memory pages are retired at the next reset")
+        notes.append(Note(WARN, f"{pages.pending} bad memory pages are retired at the next reset", ROWS))
     if pages is not None and pages.failed:
-        failed = True
-        notes.append(f"{pages.failed} bad memory pages could not be retired; reset the GPU")
+        notes.append(Note(FAILED, f"{pages.failed} bad memory pages could not be retired; reset the GPU", ROWS))
+    failed = any(note.weight == FAILED for note in notes)
     doubtless = facts.ecc_uncorrected is not None or pages is not None
-    return Health(
+    return conditioned(notes).replace(
         state="failed" if failed else "warn" if notes else "ok" if doubtless else "unknown",
-        notes=tuple(notes),
         ecc_corrected=facts.ecc_corrected,
         ecc_uncorrected=facts.ecc_uncorrected,
         retired_pages=None if pages is None else pages.retired,

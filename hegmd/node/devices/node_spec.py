@@ -13,7 +13,7 @@ from hegmd import __version__
 
 MAX_GPUS = 256
 VENDOR = "vendor"
-GPU_FAULTS = ("lost", "error", "hang", "unknown-memory", "ecc", "xid")
+GPU_FAULTS = ("lost", "error", "hang", "unknown-memory", "ecc", "xid", "xid79")
 VENDOR_FAULTS = ("lost", "error", "hang")
 LINK_KINDS = ("simulated", "nvlink", "xgmi", "pcie")
 PLAYED = ("nvidia", "amd")

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hegmd.node.devices.base import DeviceAbsent, DeviceError, ProcessUse, VendorSnapshot
-from hegmd.node.devices.nvidia_health import HealthFacts, XidRecord, judge, without_answer
+from hegmd.node.devices.nvidia_health import ErrorHistory, HealthFacts, judge, without_answer
 from hegmd.node.devices.nvidia_host import NvidiaHost
 from hegmd.node.devices.nvidia_links import read_links
 from hegmd.node.devices.nvidia_processes import merge, read_entries
@@ -89,7 +89,7 @@ class NvidiaProvider:
         self._host = host or NvidiaHost()
         self._clock_utc = clock_utc
         self._inside = threading.Lock()
-        self._xids: dict[str, XidRecord] = {}
+        self._histories: dict[str, ErrorHistory] = {}
         self._last_at: dict[int, _Card] = {}
         self._nvml: Nvml | None = None
         self._forget()
@@ -286,10 +286,13 @@ class NvidiaProvider:
         return _Card(uuid, None if pci is None else pci[0], asked.name(), chip, numa_node)
 
     def _health(self, asked: NvmlGpu, index: int, uuid: str, *, processes_untold: bool) -> Health:
+        corrected, uncorrected = asked.ecc_errors(corrected=True), asked.ecc_errors(corrected=False)
+        history = self._history_of(uuid)
         facts = HealthFacts(
             index=index,
-            ecc_corrected=asked.ecc_errors(corrected=True),
-            ecc_uncorrected=asked.ecc_errors(corrected=False),
+            ecc_corrected=corrected,
+            risen_corrected=history.answers(corrected, uncorrected, self._clock_utc()),
+            ecc_uncorrected=uncorrected,
             retired_pages=asked.retired_pages(),
             retired_pending=asked.retired_pending(),
             rows=asked.remapped_rows(),
@@ -299,7 +302,7 @@ class NvidiaProvider:
             failures=asked.failures,
             processes_untold=processes_untold,
         )
-        return judge(facts, self._xids_of(uuid))
+        return judge(facts, history)
 
     def _without_answer(self, silent: list[tuple[int, str, str]], present: set[str]) -> list[Gpu]:
         gpus: list[Gpu] = []
@@ -308,6 +311,8 @@ class NvidiaProvider:
             if card is None or card.uuid in present:
                 card = _Card(f"GPU-unknown-at-index-{index}")  # it never said who it is
             present.add(card.uuid)
+            history = self._history_of(card.uuid)
+            history.is_lost = history.is_lost or state == "lost"
             gpus.append(
                 Gpu(
                     id=str(index),
@@ -320,22 +325,22 @@ class NvidiaProvider:
                     state=state,
                     numa_node=card.numa_node,
                     driver_version=self._versions[0],
-                    health=without_answer(state, words, self._xids_of(card.uuid)),
+                    health=without_answer(state, words, history),
                 )
             )
         return gpus
 
     # ---- XID events and links ---------------------------------------------------------------------------------------
 
-    def _xids_of(self, uuid: str) -> XidRecord:
-        return self._xids.setdefault(uuid, XidRecord())
+    def _history_of(self, uuid: str) -> ErrorHistory:
+        return self._histories.setdefault(uuid, ErrorHistory())
 
     def _hear(self, nvml: Nvml) -> None:
         try:
             for key, number in nvml.xids():
                 uuid = self._watched.get(key)
                 if uuid is not None:
-                    self._xids_of(uuid).add(number, self._clock_utc())
+                    self._history_of(uuid).add(number, self._clock_utc())
                     self._linked = None  # it may have been a link
         except GpuLost:
             self._watched = {}  # watch the ones that are left

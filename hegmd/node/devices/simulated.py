@@ -15,14 +15,20 @@ from dataclasses import dataclass
 
 from hegmd.errors import BAD_REQUEST, NOT_FOUND, HegmError, Refused
 from hegmd.node.devices.base import DeviceAbsent, DeviceError, ProcessUse, VendorSnapshot
+from hegmd.node.devices.condition import FAILED, OK, WARN, Note, conditioned
 from hegmd.node.devices.node_spec import GPU_FAULTS, VENDOR, VENDOR_FAULTS, GpuSpec, Topology, gpu_id, write_size
-from hegmd.protocol.snapshots import Gpu, GpuUse, Health, PeerLink
+from hegmd.protocol.snapshots import GONE, LINK, LOST, UNCORRECTED, Gpu, GpuUse, Health, PeerLink
 
 MEND = "none"
-# What NVIDIA's driver would tell: 48 is its number for an uncorrectable memory error, 74 for an error of a link.
-_XID_OF_ECC = 48
-_XID_OF_FAULT = 74
-_SHUTS_OUT = ("lost", "error", "hang")
+# What NVIDIA's driver would tell: 48 is its number for an uncorrectable memory error, 74 for an error of a link, 79 for
+# a GPU that fell off the bus.
+_XIDS = {"ecc": 48, "xid": 74, "xid79": 79}
+_XID_NOTES = {
+    48: Note(FAILED, "the driver reported XID 48, an uncorrectable memory error", UNCORRECTED),
+    74: Note(WARN, "the driver reported XID 74, an error of a link", LINK),
+    79: Note(FAILED, "the driver reported XID 79: it fell off the bus", LOST, GONE),
+}
+_SHUTS_OUT = ("lost", "error", "hang", "xid79")
 _MENDING = "repair it with the fault `none`"
 
 
@@ -204,7 +210,8 @@ class SimulatedProvider:
             fault = faults.get(gpu_id(index))
             known = self._identity(index, spec)
             if fault == "lost":
-                health = Health(state="failed", notes=("it fell off the bus, as requested",))
+                note = Note(FAILED, "it fell off the bus, as requested", LOST, GONE)
+                health = conditioned([note]).replace(state="failed")
                 gpus.append(known.replace(state="lost", health=health))
             elif fault == "error":
                 health = Health(state="unknown", notes=("it answers with an error, as requested",))
@@ -286,15 +293,15 @@ def _as_float(value: int | None) -> float | None:
 
 def _health(spec: GpuSpec, fault: str | None) -> Health:
     uncorrected = (spec.ecc_uncorrected or 0) + 1 if fault == "ecc" else spec.ecc_uncorrected
-    last_xid = {"ecc": _XID_OF_ECC, "xid": _XID_OF_FAULT}.get(fault or "", spec.last_xid)
-    notes: list[str] = []
+    last_xid = _XIDS.get(fault or "", spec.last_xid)
+    notes: list[Note] = []
     if uncorrected:
-        notes.append(f"uncorrected memory errors: {uncorrected}")
+        notes.append(Note(WARN, f"uncorrected memory errors: {uncorrected}", UNCORRECTED))
     if last_xid is not None:
-        notes.append(f"the driver reported XID {last_xid}")
-    return Health(
-        state="failed" if last_xid == _XID_OF_ECC else "warn" if notes else "ok",
-        notes=tuple(notes),
+        notes.append(_XID_NOTES.get(last_xid, Note(WARN, f"the driver reported XID {last_xid}")))
+    worst = max((note.weight for note in notes), default=OK)
+    return conditioned(notes).replace(
+        state={FAILED: "failed", OK: "ok"}.get(worst, "warn"),
         ecc_corrected=spec.ecc_corrected,
         ecc_uncorrected=uncorrected,
         retired_pages=spec.retired_pages,

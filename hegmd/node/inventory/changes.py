@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hegmd.node.processes.roll import Roll
-from hegmd.protocol.snapshots import Gpu, GpuProcess, Vendor
+from hegmd.protocol.snapshots import GONE, HEALTHY, Gpu, GpuProcess, Health, Vendor
 from hegmd.telemetry.events import EventLog
 
 __all__ = ["Changes"]
@@ -31,6 +31,7 @@ class _Known:
 
     state: str
     health: str
+    condition: str = HEALTHY
     last_xid: int | None = None
     xid_count: int | None = None
     ecc_uncorrected: int | None = None
@@ -145,10 +146,13 @@ class Changes:
         if health.state != known.health and known.state == "ok":
             severity = _SEVERITY_OF_HEALTH.get(health.state, "info")
             found.append((severity, f"health is {health.state}, was {known.health}{_why(gpu)}"))
+        if health.condition != known.condition:
+            found.append(_condition_news(health))
         if found:
             severity = max((severity for severity, _ in found), key=_RANK.index)
             text = f"{gpu.id}: {'; '.join(text for _, text in found)}"
             facts: dict[str, object] = {"state": health.state, "last_xid": health.last_xid}
+            facts["condition"] = health.condition
             facts["xid_count"] = health.xid_count
             facts |= {"ecc_uncorrected": health.ecc_uncorrected, "retired_pages": health.retired_pages}
             self._record_gpu("gpu.health", severity, text, gpu, facts)
@@ -211,6 +215,14 @@ def _remember(known: _Known, gpu: Gpu) -> None:
             setattr(known, field, mode)
     if gpu.state == "ok":
         known.health = gpu.health.state
+        known.condition = gpu.health.condition
+
+
+def _condition_news(health: Health) -> tuple[str, str]:
+    """The severity and the words of a condition that has changed."""
+    if health.condition == HEALTHY:
+        return "info", "it is healthy again"
+    return "error" if health.condition == GONE else "warning", f"it is {health.condition}"
 
 
 def _grew(before: int | None, now: int | None) -> bool:

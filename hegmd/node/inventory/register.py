@@ -17,12 +17,13 @@ from dataclasses import dataclass
 
 from hegmd.node.devices.base import ProcessUse, VendorSnapshot
 from hegmd.node.inventory.vendors import VendorView
-from hegmd.protocol.snapshots import Gpu, Health
+from hegmd.protocol.snapshots import GONE, LOST, Gpu, Health
 
 __all__ = ["GpuRegister"]
 
 _UNANSWERED = ("failed", "absent")
-_LOST = Health(state="failed", notes=("the driver no longer lists it",))
+_WORDS = "the driver no longer lists it"
+_LOST = Health(state="failed", notes=(_WORDS,), condition=GONE, causes=(LOST,), reason=_WORDS)
 _UNKNOWN = Health(state="unknown", notes=("the vendor's library does not report its state",))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hegmd.protocol.snapshots import Gpu, GpuProcess, Vendor
+from hegmd.protocol.snapshots import FAILING, GONE, HEALTHY, Gpu, GpuProcess, Vendor
 from hegmd.telemetry.metrics.counters import Counters
 from hegmd.telemetry.metrics.exposition import CONTENT_TYPE, Exposition, Family, Labels
 from hegmd.telemetry.metrics.own_process import OwnProcess
@@ -20,6 +20,7 @@ from hegmd.telemetry.metrics.own_process import OwnProcess
 __all__ = ["CONTENT_TYPE", "OPERATION_STATES", "Build", "JobTally", "Snapshot", "Tallies", "render"]
 
 HEALTH_STATES = ("ok", "warn", "failed", "unknown")
+CONDITIONS = (HEALTHY, FAILING, GONE)
 # The states of running operations. One that needs an administrator counts as waiting only.
 OPERATION_STATES = ("moving", "quiesced", "suspended", "waiting")
 # The states of jobs that are to be recovered, and of states that are kept.
@@ -157,11 +158,14 @@ def _gpus(out: Exposition, snapshot: Snapshot, answering: set[str]) -> None:
     up = out.family("hegmd_gpu_up", "gauge", "Whether the GPU answers: 0 when it is lost or its library hangs.")
     total = out.family("hegmd_gpu_memory_total_bytes", "gauge", "GPU memory.")
     health = out.family("hegmd_gpu_health", "gauge", "Health of the GPU: 1 for the current state.")
+    condition = out.family("hegmd_gpu_condition", "gauge", "Whether jobs are to be on the GPU: 1 for its condition.")
     for gpu in snapshot.gpus:
         fixed = {"pci_address": gpu.pci_address, "chip": gpu.chip, "driver_version": gpu.driver_version}
         info.add(1, {**labels[gpu.id], **{name: value for name, value in fixed.items() if value is not None}})
         up.add(gpu in answers, labels[gpu.id])
         total.add(gpu.memory_total_bytes, labels[gpu.id])
+        for name in CONDITIONS:
+            condition.add(gpu.health.condition == name, {**labels[gpu.id], "condition": name})
     for gpu in answers:
         for name in HEALTH_STATES:
             health.add(gpu.health.state == name, {**labels[gpu.id], "state": name})

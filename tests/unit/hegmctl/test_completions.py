@@ -43,7 +43,7 @@ CASES: list[tuple[list[str], set[str]]] = [
     (["simulate", "hold", ""], {"gpu0", "gpu1"}),
     (["simulate", "fault", ""], {"gpu0", "gpu1", "vendor"}),
     (["simulate", "fault", "gpu0", "l"], {"lost"}),
-    (["--socket", "/tmp/s", "simulate", "--timeout", "3", "fault", "gpu0", "x"], {"xid"}),
+    (["--socket", "/tmp/s", "simulate", "--timeout", "3", "fault", "gpu0", "x"], {"xid", "xid79"}),
     (["simulate", "--"], {name for name in GLOBALS if name.startswith("--")}),
     (["migrate", ""], {"99", "4711"}),
     (["migrate", "4711", "--to", ""], {"gpu0", "gpu1", "cpu"}),

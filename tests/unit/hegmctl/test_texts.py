@@ -17,6 +17,15 @@ PIPE = Style()
 ABSENT = Vendor(vendor="amd", state="absent", message="there is no amdgpu driver.", hint="")
 
 
+def test_a_gpu_that_is_failing_is_called_so_with_the_reason() -> None:
+    health = node.GPU0.health.replace(
+        state="warn", notes=("it is hot", "XID 63"), condition="failing", causes=("rows",), reason="XID 63"
+    )
+    lines = gpus_text(node.GPUS.replace(gpus=(node.GPU0.replace(health=health),)), PIPE)
+    assert "failing" in lines[1]
+    assert lines[-2:] == ["gpu0: it is hot", "gpu0 is failing: XID 63"]
+
+
 def test_gpus_in_a_table() -> None:
     assert gpus_text(node.GPUS, PIPE) == [
         "GPU   NAME                 MEMORY  UTIL  TEMP      POWER  MODE    HEALTH  PCI",

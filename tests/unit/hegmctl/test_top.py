@@ -131,6 +131,20 @@ def test_a_gpu_has_its_last_minutes_and_a_gap_where_nothing_was_known() -> None:
     assert "#" not in text(picture, 200, 24)[1]
 
 
+def test_a_gpu_that_is_failing_says_why_in_the_place_of_its_history() -> None:
+    picture = Picture(unicode=False)
+    health = Health(
+        state="warn", condition="failing", reason="XID 63, last seen\x1b[31m: a bad memory row was recorded"
+    )
+    picture.take(Seen(0.0, "n", [gpu(0, 90.0).replace(health=health)], (), ()))
+    for columns in (40, 80, 200):
+        first = text(picture, columns, 24)[1]
+        assert first.startswith("gpu0  failing: X"[: columns // 3])
+        assert first.rstrip().endswith("90.0/141.0GiB")
+        assert len(first) <= columns
+        assert "\x1b" not in first
+
+
 def test_a_look_at_operations_alone_adds_nothing_to_the_history_of_gpus() -> None:
     picture = Picture(unicode=False)
     seen = Seen(0.0, "n", [gpu(0, 99.0)], (), ())

@@ -82,7 +82,7 @@ def test_a_failure_at_an_unknown_step_is_no_progress() -> None:
     assert Budget(furthest_step=3).fell(None).fruitless == 1
 
 
-def _gpu(number: int, state: str = "ok", health: str = "ok", vendor: str = "nvidia", free: int = 10) -> Gpu:
+def _gpu(number: int, state: str = "ok", condition: str = "healthy", vendor: str = "nvidia", free: int = 10) -> Gpu:
     return Gpu(
         id=f"gpu{number}",
         index=number,
@@ -90,7 +90,7 @@ def _gpu(number: int, state: str = "ok", health: str = "ok", vendor: str = "nvid
         vendor=vendor,
         state=state,
         memory_free_bytes=free,
-        health=Health(state=health),
+        health=Health(state="ok", condition=condition),
     )
 
 
@@ -101,7 +101,18 @@ def test_a_job_is_started_where_it_was_if_its_gpu_is_healthy() -> None:
 
 
 def test_another_gpu_of_its_vendor_takes_the_place_of_one_that_is_lost_or_failed() -> None:
-    others = [_gpu(1, vendor="amd", free=999), _gpu(2, free=5), _gpu(3, free=50), _gpu(4, health="failed", free=500)]
+    others = [
+        _gpu(1, vendor="amd", free=999),
+        _gpu(2, free=5),
+        _gpu(3, free=50),
+        _gpu(4, condition="failing", free=500),
+    ]
     assert gpus_to_start_on(("gpu0",), [_gpu(0, state="lost"), *others]) == ("gpu3",)
-    assert gpus_to_start_on(("gpu2", "gpu0"), [_gpu(0, health="failed"), *others]) == ("gpu2", "gpu3")
+    assert gpus_to_start_on(("gpu2", "gpu0"), [_gpu(0, condition="failing"), *others]) == ("gpu2", "gpu3")
     assert gpus_to_start_on(("gpu0", "gpu1"), [_gpu(0, state="lost"), _gpu(1, state="lost")]) is None
+
+
+def test_a_failing_gpu_is_better_than_none_and_one_that_is_gone_is_not() -> None:
+    assert gpus_to_start_on(("gpu0",), [_gpu(0, condition="failing"), _gpu(1, condition="failing")]) == ("gpu0",)
+    assert gpus_to_start_on(("gpu0",), [_gpu(0, condition="failing"), _gpu(1)]) == ("gpu1",)
+    assert gpus_to_start_on(("gpu0",), [_gpu(0, condition="gone"), _gpu(1, condition="failing")]) is None

@@ -171,8 +171,9 @@ def test_jobs_of_as_many_ranks_on_gpus_of_their_own_change_places() -> None:
 
 def test_a_gpu_is_left_for_the_one_with_most_room_and_only_by_who_is_there() -> None:
     gpus = (_gpu("gpu0", 8), _gpu("gpu1", 3), _gpu("gpu2", 5), _gpu("gpu3", 9, state="lost"))
+    unfit = (_gpu("gpu4", 9, condition="failing"), _gpu("gpu5", 9, condition="gone"))
     job = [_process(1, "gpu0", job="run"), _process(2, "gpu1", job="run")]
-    found = departure(_snapshot(*job, gpus=gpus), 1, "gpu0", ())
+    found = departure(_snapshot(*job, gpus=gpus + unfit), 1, "gpu0", ())
     assert isinstance(found, MigrationPlan)
     assert [(moved.pid, moved.to, moved.carrier) for moved in found.workers] == [
         (1, "gpu2", "worker"),
@@ -187,8 +188,11 @@ def test_every_target_says_why_not() -> None:
         "gpu1 has 1.0 GiB free, but 2.0 GiB are needed",
         "hegmd does not know how much memory is free on gpu2",
     ]
+    gone = (_gpu("gpu0", 8), _gpu("gpu1", 8, condition="gone", why="XID 79"))
+    found = departure(_snapshot(_process(1, "gpu0"), gpus=gone), 1, "gpu0", ("gpu1",))
+    assert _messages(found) == ["gpu1 is gone: XID 79"]
     alone = departure(_snapshot(_process(1, "gpu0"), gpus=gpus[:1]), 1, "gpu0", ())
-    assert _messages(alone) == ["there is no other GPU than gpu0"]
+    assert _messages(alone) == ["there is no other healthy GPU than gpu0"]
 
 
 def test_a_job_is_listed_once_and_a_drain_plans_each_after_the_others() -> None:

@@ -78,6 +78,8 @@ async def test_a_gpu_that_does_not_answer_is_not_called_lost() -> None:
         ({"health": Health(state="ok", retired_pages=1)}, "gpu.health", "warning", "1 retired"),
         ({"health": Health(state="failed", notes=("row remapping failed",))}, "gpu.health", "error", "row remapping"),
         ({"health": Health(state="warn", last_xid=48)}, "gpu.health", "warning", "XID 48; health is warn"),
+        ({"health": Health(state="ok", condition="failing")}, "gpu.health", "warning", "it is failing"),
+        ({"health": Health(state="ok", condition="gone")}, "gpu.health", "error", "it is gone"),
         ({"mig": True}, "gpu.mode", "info", "MIG mode is on now"),
         ({"mps": True, "persistence": False}, "gpu.mode", "info", "MPS is on now, persistence mode is off now"),
     ],

@@ -98,6 +98,7 @@ def test_what_is_not_known_is_left_out_and_never_0() -> None:
     assert about_gpus == {
         "hegmd_gpu_info",
         "hegmd_gpu_up",
+        "hegmd_gpu_condition",
         "hegmd_gpu_health",
         "hegmd_gpu_processes",
         "hegmd_gpu_processes_memory_bytes",
