@@ -31,7 +31,7 @@ from hegmd.memory.pool_memory import Memory, make_memory, read_available_bytes, 
 from hegmd.memory.pool_names import NONCE_BYTES, Key, PieceName, Source
 from hegmd.memory.pool_piece import MemoryKeeping, Piece
 from hegmd.memory.ready_memory import LOOK_S, RETRY_S, ReadyMemory
-from hegmd.memory.sizes import MIB, whole_size
+from hegmd.memory.sizes import MIB, whole_size, with_margin
 from hegmd.memory.spill_file import SpillFolder
 from hegmd.memory.spilling import Progress, read_into, say_nothing, with_memory, write_out
 from hegmd.telemetry.log import fields
@@ -155,9 +155,8 @@ class Pool:
         known = self._held.get(key)
         if known is not None and known.usable_bytes >= size_bytes and known.memory is not None:
             return known.memory
-        name = PieceName(key, size_bytes, secrets.token_hex(NONCE_BYTES), source)
-        whole_bytes = whole_size(size_bytes)
-        memory = await self._make(name, whole_bytes, size_bytes)
+        name, memory = await self._make_with_margin(key, size_bytes, source)
+        whole_bytes = whole_size(name.usable_bytes)
         try:
             await self.release(key)
         except BaseException:
@@ -347,6 +346,21 @@ class Pool:
         return piece
 
     # -- parts ---------------------------------------------------------------------------------------------------------
+
+    async def _make_with_margin(self, key: Key, size_bytes: int, source: Source | None) -> tuple[PieceName, Memory]:
+        """Memory for a job that may grow until it is parked, or without a margin if there is none for it."""
+        try:
+            return await self._make_named(key, with_margin(size_bytes), size_bytes, source)
+        except HegmError:
+            if with_margin(size_bytes) == size_bytes:
+                raise
+            return await self._make_named(key, size_bytes, size_bytes, source)
+
+    async def _make_named(
+        self, key: Key, usable_bytes: int, asked_bytes: int, source: Source | None
+    ) -> tuple[PieceName, Memory]:
+        name = PieceName(key, usable_bytes, secrets.token_hex(NONCE_BYTES), source)
+        return name, await self._make(name, whole_size(usable_bytes), asked_bytes)
 
     async def _make(
         self, name: PieceName, whole_bytes: int, asked_bytes: int, fill: Callable[[Memory], None] | None = None

@@ -27,7 +27,7 @@ from hegmd.errors import HegmError
 from hegmd.memory.pool_memory import Fill, Memory, make_memory
 from hegmd.memory.pool_names import NONCE_BYTES, Key, PieceName
 from hegmd.memory.pool_piece import MemoryKeeping, Piece
-from hegmd.memory.sizes import HUGE_PAGE_BYTES, MIB, whole_size
+from hegmd.memory.sizes import HUGE_PAGE_BYTES, MIB, whole_size, with_margin
 from hegmd.telemetry.log import fields, limited
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def layout(wanted_bytes: int, job_bytes: Iterable[int], smallest_bytes: int = ST
     left_bytes = wanted_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     sizes: list[int] = []
     for size_bytes in sorted(job_bytes, reverse=True)[: MAX_SEGMENTS - 1]:
-        whole_bytes = min(whole_size(size_bytes), left_bytes)
+        whole_bytes = min(whole_size(with_margin(size_bytes)), left_bytes)
         if size_bytes >= smallest_bytes and whole_bytes:
             sizes.append(whole_bytes)
             left_bytes -= whole_bytes

@@ -11,6 +11,8 @@ HUGE_PAGE_BYTES = 2 * MIB
 # The agent writes a table of its storages before the bytes, and aligns each to a page.
 TABLE_BYTES = 4 * MIB
 TABLE_SHARE = 32
+# Pages for a smaller piece are quickly made: no margin is taken for it.
+MARGIN_FROM_BYTES, MARGIN_SHARE = 256 * MIB, 64
 # What a process needs on its GPU during a restore, beyond the figure of NVML.
 RESTORE_MARGIN_BYTES = 256 * MIB
 # What a process may need on its GPU beyond the memory of its own that its video memory was put into: what the driver
@@ -43,6 +45,14 @@ def whole_size(size_bytes: int) -> int:
     """Return the size of a segment for so many bytes of storages: with the agent's table, in whole huge pages."""
     wanted = size_bytes + size_bytes // TABLE_SHARE + TABLE_BYTES
     return (wanted + HUGE_PAGE_BYTES - 1) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+
+
+def with_margin(size_bytes: int) -> int:
+    """Return how much to take for a job that trains on: it has grown a little when it is parked.
+
+    A piece that is too small by one byte is made again while the job is parked, which takes seconds for a large job.
+    """
+    return size_bytes + (size_bytes // MARGIN_SHARE if size_bytes >= MARGIN_FROM_BYTES else 0)
 
 
 def storages_in(whole_bytes: int) -> int:

@@ -177,6 +177,8 @@ class SharingActions(BackgroundTasks):
             self._record("sharing.suspended", f"job {job} was suspended: {action.reason}", gpu=where, job=job.id)
         elif action.kind == model.RESUME:
             past.resume_s = took_s
+            # It runs from now on, whenever the node is looked at next.
+            self._history.note_state(action.subject, model.RUNNING, self._clock())
             self._memory.forget_suspended(job.number)
             self._record("sharing.resumed", f"job {job} was resumed on {where}", gpu=where, job=job.id)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Iterator
@@ -44,6 +45,18 @@ async def test_what_is_taken_is_there_and_without_a_name_cannot_be_cut_or_grown(
         with pytest.raises(PermissionError):
             os.ftruncate(memory.fd, size_bytes)
     assert not os.get_inheritable(memory.fd)
+
+
+async def test_a_large_job_that_has_grown_a_little_keeps_its_memory() -> None:
+    with contextlib.closing(Pool(1024 * MIB, huge_free_bytes=lambda: 0)) as pool:
+        first = await pool.take(KEY, 256 * MIB)
+        assert await pool.take(KEY, 258 * MIB) is first
+        assert await pool.take(KEY, 264 * MIB) is not first
+
+
+async def test_a_job_gets_its_memory_where_there_is_none_for_a_margin() -> None:
+    with contextlib.closing(Pool(whole_size(256 * MIB), huge_free_bytes=lambda: 0)) as pool:
+        assert (await pool.take(KEY, 256 * MIB)).size_bytes == whole_size(256 * MIB)
 
 
 async def test_over_the_budget_is_refused_with_numbers_and_nothing_changes(pool: Pool) -> None:

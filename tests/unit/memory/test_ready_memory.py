@@ -18,7 +18,7 @@ from hegmd.memory.pool import Key, MemoryKeeping, Pool
 from hegmd.memory.pool_found import find_pieces
 from hegmd.memory.pool_places import Place
 from hegmd.memory.ready_memory import NodeMemory, ReadyMemory, allowed_bytes, layout, read_node_memory
-from hegmd.memory.sizes import MIB, storages_in, whole_size
+from hegmd.memory.sizes import MIB, storages_in, whole_size, with_margin
 from tests.patience import HANG_S
 from tests.unit.descriptor_store import DescriptorStore
 from tests.unit.pools import KEY, OTHER, files_under, found_again, keep_in
@@ -310,7 +310,8 @@ def test_the_layout_has_one_segment_for_each_job_that_fits() -> None:
     assert layout(32 * GIB, ()) == [32 * GIB]
     assert layout(0, [GIB]) == []
     one = layout(32 * GIB, [10 * GIB])
-    assert one == [32 * GIB - whole_size(10 * GIB), whole_size(10 * GIB)]
+    needed = whole_size(with_margin(10 * GIB))
+    assert one == [32 * GIB - needed, needed]
     assert layout(32 * GIB, [40 * GIB, 8 * GIB]) == [32 * GIB]
     assert layout(8 * GIB, [MIB] * 50) == [8 * GIB], "small jobs need none"
     many = layout(1 << 40, [GIB] * 50)

@@ -52,6 +52,17 @@ async def test_a_job_that_has_not_said_what_it_holds_is_asked_before_it_is_judge
         assert worker.size_bytes == len(BYTES)
 
 
+async def test_a_job_that_is_back_counts_as_running_from_then_on(tmp_path: Path, process: Child) -> None:
+    async with sharing_on(tmp_path) as shared:
+        await shared.node.attend(process.pid, BYTES)
+        made = await shared.make_room(7 * MIB, gpu="gpu0", until_free=True)
+        assert made.lease is not None
+        await shared.requests.release(told.Release(lease=made.lease.id), ADMIN)
+        await shared.until(lambda: "resumed" in shared.events)
+        past = shared.sharing.actions._history.of("j1")  # nothing else looks at the node then
+        assert past.state == model.RUNNING
+
+
 async def test_a_dry_run_names_who_would_leave_and_changes_nothing(tmp_path: Path, process: Child) -> None:
     async with sharing_on(tmp_path) as shared:
         await shared.node.attend(process.pid, BYTES)

@@ -1,6 +1,6 @@
 """One command for a machine with one NVIDIA GPU: how soon does an urgent job get its memory, and what do turns cost?
 
-    PYTHONPATH=.:client python3 -m tests.gpu.sharing_run [--parts room,turns,shared] [--sizes 32,1] [--repeat 5]
+    PYTHONPATH=.:client python3 -m tests.gpu.bench_sharing [--parts room,turns,shared] [--sizes 32,1] [--repeat 5]
                                                          [--shared-s 480] [--out FILE]
 
 `room`: a training of so many GiB has to leave for a lease, with its CUDA context kept and without; from the request
@@ -23,15 +23,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from hegmd.errors import HegmError
 from hegmd.memory.sizes import whole_size
-from hegmd.protocol.messages import Event, Events, EventsReply, MakeRoom, Queue, QueueReply, Release, RoomReply
+from hegmd.protocol.messages import Events, EventsReply, MakeRoom, Queue, QueueReply, Release, RoomReply
 from hegmd.protocol.moves import Operations, OperationsReply
 from hegmd.protocol.operations import Operation
 from hegmd.protocol.sharing import Released
+from hegmd.protocol.snapshots import Event
 from tests.gpu.bench_suspend import FREE_WITHIN_S, READY_WITHIN_S, Watch, ready_bytes
 from tests.gpu.moves_jobs import DIGEST_EVERY, PACE_S, Kind, Lines, command_of, on_stub
 from tests.gpu.moves_node import MIB, Node, WentWrongError, until
@@ -44,6 +47,10 @@ BESIDES_BYTES = 1536 * MIB
 ROOM_FOR_ONE = 1.7
 STEPS = 1_000_000
 TURN_WITHIN_S = 240.0
+# A step of an operation that is worth a line.
+LONG_STEP_S = 0.02
+# A job that was interrupted is left alone for twice as long as its switch, so it trains for so long between two leases.
+UNDISTURBED_LINES = 300
 METHODS = ("whole",) if on_stub() else ("whole", "keep-context")
 
 
@@ -58,10 +65,10 @@ class Training(Lines):
             [sys.executable, "-m", "hegmctl", "run", "--no-daemon-start", *words, "--", *command], node.environ()
         )
 
-    def trains(self) -> None:
-        """Wait until it has its turn and trains."""
+    def trains(self, lines: int = DIGEST_EVERY) -> None:
+        """Wait until it has its turn and has printed so many lines."""
         count = len(self.lines)
-        self.wait_for(lambda: len(self.lines) > count + DIGEST_EVERY, "it does not train", TURN_WITHIN_S)
+        self.wait_for(lambda: len(self.lines) > count + lines, "it does not train", TURN_WITHIN_S)
 
     def step_times(self) -> list[float]:
         """When each step was done."""
@@ -122,14 +129,13 @@ def sharing_node(size_gib: int, settings: str) -> Iterator[tuple[Node, Path]]:
     """A daemon that shares, with enough ready memory for one such training."""
     ready = 0 if on_stub() else whole_size(size_gib * GIB + GIB)
     text = f'ready_bytes = {ready}\nready_helper = "contexts"\n[sharing]\n{settings}'
-    with tempfile.TemporaryDirectory(prefix="hegm-sharing-") as name:
-        with Node(Path(name), settings=text) as node:
-            try:
-                until(lambda: ready_bytes(node) >= ready, "that all memory is ready", READY_WITHIN_S)
-                yield node, Path(name)
-            except (HegmError, WentWrongError):
-                print(node.log_tail(40), flush=True)
-                raise
+    with tempfile.TemporaryDirectory(prefix="hegm-sharing-") as name, Node(Path(name), settings=text) as node:
+        try:
+            until(lambda: ready_bytes(node) >= ready, "that all memory is ready", READY_WITHIN_S)
+            yield node, Path(name)
+        except (HegmError, WentWrongError):
+            print(node.log_tail(40), flush=True)
+            raise
 
 
 # -- room --------------------------------------------------------------------------------------------------------------
@@ -139,15 +145,16 @@ def room(size_gib: int, method: str, repeat: int) -> dict[str, Any]:
     """A training leaves for a lease, and comes back."""
     ready = 0 if on_stub() else whole_size(size_gib * GIB + GIB)
     rows: list[dict[str, float]] = []
-    with sharing_node(size_gib, f'method = "{method}"\n') as (node, folder):
-        with closing(Training(node, "low", size_gib, folder, "--priority", "best-effort")) as training:
-            training.trains()
-            for _ in range(repeat):
-                until(lambda: ready_bytes(node) >= ready, "that all memory is ready", READY_WITHIN_S)
-                rows.append(room_once(node, training, keeps=method == "keep-context"))
-                print(f"  {size_gib} GiB {method}: {_rounded(rows[-1])}", flush=True)
-            training.end()
-            compare(node, [training])
+    with sharing_node(size_gib, f'method = "{method}"\n') as (node, folder), ExitStack() as held:
+        training = held.enter_context(closing(Training(node, "low", size_gib, folder, "--priority", "best-effort")))
+        training.trains()
+        for _ in range(repeat):
+            until(lambda: ready_bytes(node) >= ready, "that all memory is ready", READY_WITHIN_S)
+            rows.append(room_once(node, training, keeps=method == "keep-context"))
+            print(f"  {size_gib} GiB {method}: {_rounded(rows[-1])}", flush=True)
+        print(events(node), flush=True)
+        training.end()
+        compare(node, [training])
     medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     return {"what": "make-room", "size_gib": size_gib, "method": method, "count": repeat, **_rounded(medians)}
 
@@ -157,8 +164,10 @@ def room_once(node: Node, training: Training, *, keeps: bool) -> dict[str, float
     limit_mib = held_mib - 0.9 * training.size_gib * 1024 if keeps else 0.0
     if on_stub():
         limit_mib = held_mib
-    wanted_bytes = gpu_bytes(node) - needed_bytes(training.size_gib) // 2
+    free_bytes = gpu_bytes(node) - int(held_mib * MIB)
+    wanted_bytes = free_bytes + int(held_mib * MIB) // 2
     watch, asked_at = Watch(node, training.pid, limit_mib), time.monotonic()
+    asked_utc = time.time()
     with lease(node, wanted_bytes):
         replied_s = time.monotonic() - asked_at
         free_s = max(0.0, watch.wait() - asked_at)
@@ -167,7 +176,14 @@ def room_once(node: Node, training: Training, *, keeps: bool) -> dict[str, float
         steps, released_at = len(training.lines), time.monotonic()
     training.wait_for(lambda: len(training.lines) > steps, "it does not train", TURN_WITHIN_S)
     back_s = training.times[steps] - released_at
-    training.trains()
+    training.trains(UNDISTURBED_LINES)
+    story = node.story(operation.id)
+    spent = phases_s(story, operation.created_utc)
+    parts = ", ".join(f"{name} {value:.3f}" for name, value in spent.items() if value > 0.001)
+    print(f"  began {story.story[0].utc - asked_utc:.3f} s after the request; {parts}", flush=True)
+    for step in [step for line in story.story for step in line.timings]:
+        if step.took_s > LONG_STEP_S:
+            print(f"    {step.began_utc - asked_utc:.3f} {step.lane} {step.name}: {step.took_s:.3f} s", flush=True)
     return {"free_s": free_s, "boundary_s": boundary_s, "replied_s": replied_s, "back_s": back_s}
 
 
@@ -230,7 +246,7 @@ def turns(size_gib: int, within: Callable[[float, list[float]], bool], quantum_s
 def switches(first: Training, second: Training) -> list[float]:
     """From the last step of one training to the first step of the other, for each change, without the first one."""
     steps = sorted([(at, 0) for at in first.step_times()] + [(at, 1) for at in second.step_times()])
-    gaps = [later[0] - earlier[0] for earlier, later in zip(steps, steps[1:], strict=False) if earlier[1] != later[1]]
+    gaps = [later[0] - earlier[0] for earlier, later in pairwise(steps) if earlier[1] != later[1]]
     return gaps[1:]  # the first one has the start of the second training in it
 
 
@@ -264,10 +280,9 @@ def main() -> int:
     parts, sizes = asked.parts.split(","), [int(text) for text in asked.sizes.split(",")]
     runs: list[Callable[[], dict[str, Any]]] = []
     if "room" in parts:
-        runs += [lambda size=size, how=how: room(size, how, asked.repeat) for size in sizes for how in METHODS]
+        runs += [partial(room, size, how, asked.repeat) for size in sizes for how in METHODS]
     if "turns" in parts:
-        enough = asked.repeat
-        runs += [lambda size=size: turns(size, lambda _, gaps: len(gaps) < enough, asked.quantum_s) for size in sizes]
+        runs += [partial(turns, size, lambda _, gaps: len(gaps) < asked.repeat, asked.quantum_s) for size in sizes]
     if "shared" in parts:
         runs += [lambda: turns(sizes[0], lambda seconds, _: seconds < asked.shared_s, asked.shared_quantum_s)]
     rows, wrong = [], False
