@@ -52,7 +52,7 @@ EXCEPTIONS: dict[tuple[Rule, str], str] = {
     (rules.leaving, "hegmd.gpu_helper.child"): "ends at once, whatever its threads wait for in the driver",
     (rules.leaving, "hegmd.agent.state.save_and_exit"): "ends a worker that has left its state, or cannot have it back",
     (rules.leaving, "hegmd.memory.keeper.__main__"): "the keeper's one exit",
-    (rules.sleep, "tests/gpu/sharing_run.py"): "a program that watches a machine with a GPU",
+    (rules.sleep, "tests/gpu/bench_sharing.py"): "a program that watches a machine with a GPU",
     (rules.sleep, "tests/e2e/training/sleeper.py"): "a job that is slow, with a thread that sleeps, is what it plays",
 }
 
