@@ -14,6 +14,7 @@ from __future__ import annotations
 import compileall
 import concurrent.futures
 import contextlib
+import itertools
 import os
 import queue
 import re
@@ -35,6 +36,8 @@ TEST_LIMIT_S = 120
 #: The time limit of a test whose duration is known: so many seconds, and so many times its duration.
 _LEAST_LIMIT_S = 15.0
 _SLOWER = 20.0
+#: The time limit of a test file under the trace function. What does not end in time runs again without it.
+_TRACED_LIMIT_S = 120.0
 
 
 class BrokenTestsError(Exception):
@@ -136,22 +139,29 @@ class AreaTests:
     def _watch(self) -> None:
         """Run all tests on the unchanged tree, and note what they run."""
         with self._copy() as copy:
-            _, noted = copy.forked.run(copy.forked.tests, self._limit_s, is_whole=True, is_traced=True)
-            # A test that looks at Python's trace function may fail under ours.
-            _, again = copy.forked.run(noted["failed"], self._limit_s, is_whole=True)
-            self.failing = again["failed"]
-            self._opaque |= {_file_of(test) for test in again["tests"]}
-            for test, ran in {**noted["tests"], **again["tests"]}.items():
-                if test in self.failing:
-                    continue
-                self._seconds[test] = ran["seconds"]
-                if ran["starts_process"]:
-                    self._opaque.add(_file_of(test))
-                for path, line in ran["lines"]:
-                    where = str(Path(path).relative_to(copy.tree)), line
-                    self._tests_by_line.setdefault(where, []).append(test)
+            for file, tests in itertools.groupby(copy.forked.tests, _file_of):
+                self._watch_file(copy, file, list(tests))
         if not self._seconds:
             raise BrokenTestsError("none of them passes")
+
+    def _watch_file(self, copy: _Copy, file: str, tests: list[str]) -> None:
+        _, noted = copy.forked.run(tests, _TRACED_LIMIT_S, is_whole=True, is_traced=True)
+        again: dict[str, Any] = {"tests": {}, "failed": []}
+        # A test that looks at Python's trace function may fail under ours, and a busy loop may not end.
+        doubtful = [test for test in tests if test in noted["failed"] or test not in noted["tests"]]
+        if doubtful:
+            self._opaque.add(file)
+            _, again = copy.forked.run(doubtful, self._limit_s, is_whole=True)
+            self.failing += again["failed"]
+        for test, ran in {**noted["tests"], **again["tests"]}.items():
+            if test in again["failed"]:
+                continue
+            self._seconds[test] = ran["seconds"]
+            if ran["starts_process"]:
+                self._opaque.add(file)
+            for path, line in ran["lines"]:
+                where = str(Path(path).relative_to(copy.tree)), line
+                self._tests_by_line.setdefault(where, []).append(test)
 
     @contextlib.contextmanager
     def _copy(self) -> Iterator[_Copy]:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import hashlib
 import itertools
 import os
-import random
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from tools.equivalent_mutants import EQUIVALENT
 from tools.mutant_tests import AreaTests, BrokenTestsError
 from tools.mutations import Mutant, mutants_of
 
@@ -84,12 +87,15 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def sample(root: Path, areas: Sequence[str], count: int, seed: int) -> list[tuple[str, Mutant]]:
-    """So many mutants, the same number of each area as far as that goes."""
+    """So many mutants, the same number of each area as far as that goes.
+
+    A change of the tree replaces few of them: their order depends on their own lines alone.
+    """
     chosen: list[tuple[str, Mutant]] = []
     for at, area in enumerate(areas):
         every = [mutant for path in paths_of(root, area) for mutant in mutants_of(path, (root / path).read_text())]
         share = count // len(areas) + (at < count % len(areas))
-        random.Random(f"{seed} {area}").shuffle(every)
+        every.sort(key=lambda mutant: hashlib.sha256(f"{seed} {mutant.change}".encode()).digest())
         chosen += [(area, one) for one in itertools.islice(filter(lambda one: one.can_run, every), share)]
     return chosen
 
@@ -109,32 +115,56 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     areas = asked.only or list(AREAS)
     chosen = sample(ROOT, areas, asked.count, asked.seed)
-    survivors = 0
+    tallies: dict[str, Tally] = {}
     with tempfile.TemporaryDirectory(prefix="hegm-mutants-", ignore_cleanup_errors=True) as folder:
         for area in areas:
             mutants = [mutant for of, mutant in chosen if of == area]
             try:
-                survivors += judge(area, mutants, Path(folder), asked.jobs, asked.limit_s)
+                tallies[area] = judge(area, mutants, Path(folder), asked.jobs, asked.limit_s)
             except BrokenTestsError as error:
                 print(f"without any change the tests of {area} fail: {error}")
                 return 2
-    print(f"{len(chosen) - survivors} of {len(chosen)} mutants were found, {survivors} survived (seed {asked.seed})")
-    return 1 if survivors else 0
+    print(f"seed {asked.seed}: found, survived, equivalent")
+    for area, tally in (tallies | {"all": Tally.sum_of(tallies.values())}).items():
+        print(f"{area:10}{tally}")
+    return 1 if any(tally.survived for tally in tallies.values()) else 0
 
 
-def judge(area: str, mutants: Sequence[Mutant], folder: Path, jobs: int, limit_s: float) -> int:
-    """Print the verdict on each of these mutants of an area, and return how many survived."""
-    survivors = 0
-    files = [mutant.path for mutant in mutants]
-    with contextlib.closing(AreaTests(ROOT, AREAS[area][1], files, folder, limit_s)) as tests:
+@dataclass
+class Tally:
+    """How many mutants tests found, how many no test found, and how many make no difference to anybody."""
+
+    found: int = 0
+    survived: int = 0
+    equivalent: int = 0
+
+    @classmethod
+    def sum_of(cls, tallies: Iterable[Tally]) -> Tally:
+        columns = zip(*(dataclasses.astuple(tally) for tally in tallies), strict=True)
+        return cls(*map(sum, columns))
+
+    def __str__(self) -> str:
+        share = self.found / max(1, self.found + self.survived)
+        return f"{self.found:5}{self.survived:5}{self.equivalent:5}   {share:.0%}"
+
+
+def judge(area: str, mutants: Sequence[Mutant], folder: Path, jobs: int, limit_s: float) -> Tally:
+    """Print the verdict on each of these mutants of an area, and count them."""
+    tally = Tally()
+    with contextlib.closing(AreaTests(ROOT, AREAS[area][1], [one.path for one in mutants], folder, limit_s)) as tests:
         for test in tests.failing:
             print(f"left out, because it fails without any change: {test}")
-        for mutant, verdict in tests.judge(mutants, jobs):
-            survivors += verdict.survived
+        for mutant in mutants:
+            if mutant.change in EQUIVALENT:
+                tally.equivalent += 1
+                print(f"equal    {mutant.path}:{mutant.line} {mutant.what} ({EQUIVALENT[mutant.change]})")
+        for mutant, verdict in tests.judge([one for one in mutants if one.change not in EQUIVALENT], jobs):
+            tally.survived += verdict.survived
+            tally.found += not verdict.survived
             print(f"{verdict} {mutant.path}:{mutant.line} {mutant.what} {verdict.by}", flush=True)
             if verdict.survived:
                 print(mutant.diff(), flush=True)
-    return survivors
+    return tally
 
 
 if __name__ == "__main__":

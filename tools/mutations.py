@@ -53,6 +53,13 @@ class Mutant:
             return False
         return self.after != self.before
 
+    @property
+    def change(self) -> tuple[str, str, str]:
+        """The file, the lines before and the lines after: what is left of it when other lines come and go."""
+        lines = self.diff().splitlines()[3:]
+        old, new = ("\n".join(line[1:].strip() for line in lines if line[0] == sign) for sign in "-+")
+        return str(self.path), old, new
+
     def diff(self) -> str:
         lines = difflib.unified_diff(
             self.before.splitlines(), self.after.splitlines(), str(self.path), "the mutant", n=1, lineterm=""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.equivalent_mutants import EQUIVALENT
 from tools.forked_tests import ForkedTests, changed_functions
 from tools.mutant_tests import AreaTests
 from tools.mutants import AREAS, ROOT, paths_of, sample
@@ -53,6 +54,14 @@ def test_the_same_seed_makes_the_same_mutants_of_every_area() -> None:
     first, again, other = (sample(ROOT, ["pool", "server"], 8, seed) for seed in (1, 1, 2))
     assert first == again != other
     assert [area for area, _ in first] == ["pool"] * 4 + ["server"] * 4
+
+
+@pytest.mark.thorough
+def test_each_mutant_that_is_called_equivalent_can_be_made() -> None:
+    """An entry stays behind when its line is changed."""
+    for path, old, new in EQUIVALENT:
+        mutants = mutants_of(ROOT / path, (ROOT / path).read_text())
+        assert (old, new) in {mutant.change[1:] for mutant in mutants}, path
 
 
 @pytest.mark.thorough
