@@ -130,7 +130,7 @@ class AreaTests:
         return [
             file
             for file in files
-            if Path(file).stem.startswith(f"test_{stem}") or names.search((self._root / file).read_text())
+            if Path(file).stem.startswith(f"test_{stem}") or names.search((self._copies[0].tree / file).read_text())
         ]
 
     def _limits(self) -> dict[str, float]:
