@@ -19,6 +19,10 @@ _EXCHANGED: dict[type[ast.AST], str] = {
 }  # fmt: skip
 
 
+#: Results that mean the same as None to most callers. `return False` is changed as a constant.
+_FALSE = {"None", "False"}
+
+
 @dataclass(frozen=True)
 class Mutant:
     """One change of a file: which bytes of its text are replaced, and by what."""
@@ -129,7 +133,7 @@ def mutants_of(path: Path, text: str) -> list[Mutant]:
         elif isinstance(node, ast.If | ast.While | ast.IfExp):
             begin, end = source.span(node.test)
             add(node.test, "condition", begin, end, f"not ({text.encode()[begin:end].decode()})")
-        elif isinstance(node, ast.Return) and node.value is not None and ast.unparse(node.value) != "None":
+        elif isinstance(node, ast.Return) and node.value is not None and ast.unparse(node.value) not in _FALSE:
             add(node, "result", *source.span(node), "return None")
         elif isinstance(node, ast.Expr | ast.Raise | ast.AugAssign | ast.Delete | ast.Continue | ast.Break):
             add(node, "statement", *source.span(node), "pass")

@@ -22,7 +22,6 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import anyio
-import anyio.lowlevel
 import anyio.to_thread
 
 from hegmd.errors import BUSY, CANCELLED, NOT_FOUND, UNAVAILABLE, HegmError, Refused
@@ -217,7 +216,7 @@ class Pool:
         """
         while await self.adjust_ready(may_grow=not is_busy()) or self.ready.wanted_bytes:
             while not is_busy() and await self.adjust_ready():
-                await anyio.lowlevel.checkpoint()
+                pass
             await anyio.sleep(RETRY_S if self.ready.is_short else LOOK_S)
 
     # -- on disk -------------------------------------------------------------------------------------------------------

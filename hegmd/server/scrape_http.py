@@ -44,7 +44,6 @@ class Refusal(Exception):
     """A request that gets another answer than metrics."""
 
     def __init__(self, status: str, why: str, *headers: str, with_body: bool = True) -> None:
-        super().__init__(why)
         self.response = Response(status, f"{why}\n".encode(), headers=headers, with_body=with_body)
 
 

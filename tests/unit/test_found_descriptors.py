@@ -49,3 +49,16 @@ async def test_memory_in_pages_of_the_usual_size_was_taken_for_huge_pages() -> N
     assert piece.memory.size_bytes == 4096, "as large as what was asked for is large enough"
     piece.memory.close()
     await store.drop(*list(store.kept))
+
+
+async def test_huge_pages_in_the_store_are_known_as_such() -> None:
+    store = DescriptorStore()
+    fd = os.memfd_create("huge", os.MFD_CLOEXEC | os.MFD_HUGETLB)  # takes no page until it is written to
+    os.truncate(fd, 1 << 21)
+    await store.put("hegm-pool-7-4711-4096.00c0ffee", fd)
+    os.close(fd)
+    (piece,) = (await find_pieces(MemoryKeeping(store=store), VideoMemory(Gpus(), store).adopt)).pieces
+    assert piece.memory is not None
+    assert piece.memory.huge
+    piece.memory.close()
+    await store.drop(*list(store.kept))

@@ -140,6 +140,19 @@ async def test_a_piece_has_a_private_file_that_goes_with_it(keep: MemoryKeeping,
     await pool.release(KEY)  # twice is fine
 
 
+async def test_memory_is_given_back_if_what_it_was_to_replace_cannot_be(keep: MemoryKeeping, tmp_path: Path) -> None:
+    pool = opened(keep)
+    await pool.take(KEY, 3 * MIB)
+    (before,) = files_under(tmp_path)
+    before.unlink()
+    before.mkdir()
+    with pytest.raises(HegmError, match="cannot be removed"):
+        await pool.take(KEY, 5 * MIB)
+    assert files_under(tmp_path) == []
+    assert pool.held_bytes == whole_size(3 * MIB)
+    pool.close()
+
+
 async def test_a_suspended_jobs_bytes_are_found_by_the_next_daemon(keep: MemoryKeeping) -> None:
     before = opened(keep)
     os.pwrite((await before.take(KEY, 3 * MIB)).fd, b"weights", 0)

@@ -269,3 +269,15 @@ def test_a_link_in_the_place_of_a_file_to_be_written_leads_nowhere(
 def test_a_rename_of_a_file_that_is_not_there_is_an_error(folder: SpillFolder, memory: tuple[int, bytes]) -> None:
     with pytest.raises(HegmError, match="cannot be renamed"):
         folder.rename(NAME, f"{NAME}5")
+
+
+def test_the_folder_is_made_with_those_above_it(tmp_path: Path, memory: tuple[int, bytes]) -> None:
+    folder = SpillFolder(tmp_path / "state" / "spill", spare_bytes=0)
+    folder.write(NAME, memory[0], SIZE_BYTES, never, ignore)
+    assert read_all(folder) == memory[1]
+
+
+def test_a_file_that_cannot_be_removed_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "spill").touch()
+    with pytest.raises(HegmError, match="cannot be removed: Not a directory"):
+        SpillFolder(tmp_path / "spill", spare_bytes=0).remove(NAME)

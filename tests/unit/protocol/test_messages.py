@@ -98,3 +98,11 @@ def test_an_audit_record_has_all_of_a_request_but_the_values_of_an_environment(o
 
 def test_a_migration_has_variables_for_the_test_above() -> None:
     assert any(f.type_text.startswith("Mapping[str, str]") for f in messages.Migrate.fields)
+
+
+def test_a_planned_process_reserves_memory_for_its_storages_unless_the_driver_carries_them() -> None:
+    process = full(operations.PlannedProcess)
+    assert isinstance(process, operations.PlannedProcess)
+    process = process.replace(size_bytes=100, overlap_bytes=30, agent_overhead_bytes=4, driver_bytes=5)
+    assert process.replace(carrier=operations.WORKER).reservation_bytes == 79
+    assert process.replace(carrier=operations.BY_DRIVER).reservation_bytes == 9

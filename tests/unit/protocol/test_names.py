@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hegmd.errors import NOT_FOUND, HegmError
+from hegmd.errors import BAD_REQUEST, NOT_FOUND, HegmError
 from hegmd.node.devices.simulated import SimulatedProvider
 from hegmd.node.devices.topology import parse_topology
 from hegmd.protocol.agents import packed, unpacked
@@ -29,6 +29,14 @@ def test_a_name_close_to_a_gpu_is_suggested_and_no_other(gpus: tuple[Gpu, ...], 
     with pytest.raises(HegmError) as caught:
         gpu_named(text, gpus)
     assert (caught.value.code, caught.value.hint) == (NOT_FOUND, hint)
+
+
+def test_the_beginning_of_two_uuids_is_refused_with_both_ids(gpus: tuple[Gpu, ...]) -> None:
+    alike = [gpu.replace(uuid=f"GPU-0a1b2c3d-{gpu.index}") for gpu in gpus]
+    with pytest.raises(HegmError, match="UUIDs of gpu0, gpu1") as caught:
+        gpu_named("gpu-0a1b2c3d", alike)
+    assert caught.value.code == BAD_REQUEST
+    assert gpu_named("gpu-0a1b2c3d-1", alike) == "gpu1"
 
 
 def test_an_unknown_gpu_in_a_target_stays_for_the_planner_to_refuse(gpus: tuple[Gpu, ...]) -> None:

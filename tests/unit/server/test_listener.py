@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import resource
 import socket
 import stat
 from collections.abc import AsyncIterator
@@ -285,3 +286,18 @@ async def test_a_replaced_socket_is_closed_even_if_the_daemon_was_busy_with_it(s
             assert isinstance(await client.ask(Ping()), Answer)
             assert [one.fileno() == -1 for one in sockets] == [True, True, False]
             assert _descriptors() == before
+
+
+async def test_a_client_is_served_later_while_no_descriptor_is_free(
+    socket_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with listening(socket_path):
+        with connected(socket_path) as waiting:
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+                while "cannot accept connections: Too many open files" not in caplog.text:
+                    await anyio.lowlevel.checkpoint()
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert isinstance(await waiting.hello(), Answer)

@@ -254,3 +254,19 @@ def test_a_port_that_is_taken_is_refused_with_the_way_to_find_who_has_it() -> No
             bind_loopback(port)
     assert caught.value.code is REFUSED
     assert f"sport = :{port}" in caught.value.hint
+
+
+def test_a_port_that_is_taken_on_one_address_is_taken_on_none() -> None:
+    """The socket that was bound first would stay open."""
+    with socket.socket(socket.AF_INET6) as other:
+        try:
+            other.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(HegmError, match="Address already in use") as caught:
+            bind_loopback(port)
+        del caught
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", port))
