@@ -45,6 +45,8 @@ def test_a_manifest_that_is_too_large_is_neither_read_nor_written(tmp_path: Path
     assert f"manifest.json has more than {MAX_BYTES} bytes" in refusal(path, REFUSED)
     with pytest.raises(HegmError, match=f"the limit is {MAX_BYTES}"):
         written(MANIFEST.replace(host="x" * MAX_BYTES))
+    room = MAX_BYTES - len(written(MANIFEST.replace(host="")))
+    assert len(written(MANIFEST.replace(host="x" * room))) == MAX_BYTES
 
 
 @pytest.mark.parametrize(
