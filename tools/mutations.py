@@ -93,7 +93,7 @@ def _is_told_only(node: ast.stmt) -> bool:
         return False
     if isinstance(node.value, ast.Constant):
         return True
-    return isinstance(node.value, ast.Call) and ast.unparse(node.value.func).startswith(("logger.", "note"))
+    return isinstance(node.value, ast.Call) and ast.unparse(node.value.func).startswith(("logger.", "limited", "note"))
 
 
 def _judged(tree: ast.Module) -> Iterator[ast.AST]:

@@ -50,6 +50,7 @@ async def test_bytes_pass_through_video_memory_and_are_in_the_pool_when_the_chec
     async with moving() as job:
         await job.take_out()
         assert job.marked()
+        assert job.carrier.staged(job.subject) is not None
         assert job.in_pool() == bytes(SIZE_BYTES), "not there yet"
         assert job.held() == {staging_out_owner(job.subject)}
         async with job.carrier.overlap_checkpoint(job.subject) as passed:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -179,3 +179,23 @@ def test_before_code_of_the_scripts_runs_in_the_agents_thread_all_others_are_let
     script.gate.let_others_go()
     script.tick_until(lambda: script.woke == ["woke"])
     assert script.gate.parked
+
+
+def test_a_step_of_the_communicators_ends_before_the_daemon_is_given_up() -> None:
+    """The next daemon would find them neither connected nor disconnected."""
+
+    class Step:
+        is_over = False
+        is_due = 0.0
+        waited = False
+
+        def result(self) -> list[str]:
+            self.waited = True
+            return []
+
+    orders, step = Orders(Gate()), Step()
+    orders.begin(lambda _: None)
+    orders._bytes._stepping = (1, cast(Any, step))
+    orders.end()
+    assert step.waited
+    assert orders._bytes.next_deadline() is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 from hegmd.agent.state.frameworks import accelerate_hf, lightning
@@ -52,3 +52,32 @@ def test_a_generator_of_accelerates_that_is_not_known_has_no_place() -> None:
     exec("def __iter__(self):\n    yield 1", names)
     assert accelerate_hf.look_ahead(names["__iter__"](None)) == (None, 0)
     assert accelerate_hf.look_ahead(number for number in (1, 2)) is None
+
+
+def test_the_batches_that_a_trainer_has_in_hand_are_given_again() -> None:
+    """It reads one ahead, and stands in the middle of those for one step of the optimizer."""
+
+    class DataLoaderShard:
+        end_of_dataloader = False
+
+    loader: dict[str, Any] = {"__name__": "accelerate.data_loader"}
+    exec("def batches(self, dataloader_iter):\n    yield 1\n    yield 2", loader)
+    iterator = iter(())
+    generator = loader["batches"](DataLoaderShard(), iterator)
+    next(generator)
+    trainer = SimpleNamespace(
+        state=SimpleNamespace(global_step=3),
+        control=SimpleNamespace(should_save=False),
+        callback_handler=SimpleNamespace(callbacks=[]),
+    )
+    script: dict[str, Any] = {"__name__": accelerate_hf.TRAINER, "frames": sys._getframe}
+    exec(
+        "def get_batch_samples(epoch_iterator, batch_samples):\n    return frames(1), frames(0)\n"
+        "def _run_epoch(self, epoch, step, epoch_iterator, batch_samples):\n"
+        "    return get_batch_samples(epoch_iterator, batch_samples)",
+        script,
+    )
+    taking = accelerate_hf.Taking([*script["_run_epoch"](trainer, 2, 7, generator, ["one", "other"])])
+    assert taking.read == (iterator, 3)
+    taken = taking.state["trainer"]
+    assert (taken["epoch"], taken["batches"], taken["state"]) == (2, 8, {"global_step": 3})

@@ -113,3 +113,10 @@ def test_a_state_of_a_tensor_that_is_none_of_an_optimizers_parameters_has_no_for
     before.state[torch.nn.Parameter(torch.ones(2))] = {"seen": torch.ones(2)}
     with pytest.raises(state_file.NotPlain):
         written(contents.take_optimizer(before, {}))
+
+
+def test_a_buffer_that_has_two_names_is_known_by_both() -> None:
+    module = torch.nn.Module()
+    module.register_buffer("mask", torch.ones(2))
+    module.register_buffer("same", module.mask)
+    assert [name for name, _ in contents._tensors_of(module)] == ["mask", "same"]

@@ -1,0 +1,69 @@
+"""Memory that is reserved on a GPU for a process: whole or not at all, and waited for where it is about to be free."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from hegmd.memory.video_memory import VideoMemory
+from hegmd.migration.contracts import OutOfMemory
+from hegmd.migration.methods.gpu_reservation import GpuReservation
+from tests.unit.memory.test_video_memory import GIB
+from tests.unit.memory.test_video_memory import Gpus as Helper
+
+SUBJECT: Any = SimpleNamespace(operation="7", name="4711")
+
+
+class Gpus:
+    """The node's GPUs, all with the same free memory."""
+
+    def __init__(self, free_bytes: int | None = None) -> None:
+        self.free_bytes = free_bytes
+        self.asked = 0
+
+    async def gpu(self, _name: str) -> Any:
+        self.asked += 1
+        return SimpleNamespace(memory_free_bytes=self.free_bytes)
+
+    async def uuid_of(self, name: str) -> str:
+        return f"GPU-{name}"
+
+    @asynccontextmanager
+    async def turns(self, _names: Iterable[str]) -> AsyncIterator[None]:
+        yield
+
+    def changed(self) -> None:
+        pass
+
+
+def reservation(gpus: Gpus, memory: VideoMemory | None = None) -> GpuReservation:
+    return GpuReservation(memory or VideoMemory(Helper()), cast(Any, gpus))
+
+
+async def test_as_much_as_is_wanted_is_enough() -> None:
+    gpus = Gpus(100)
+    assert await reservation(gpus).wait_until_free("gpu0", 100) == 100
+    assert gpus.asked == 1
+
+
+async def test_memory_that_becomes_free_meanwhile_is_seen() -> None:
+    gpus = Gpus(None)
+
+    async def free() -> None:
+        gpus.free_bytes = 100
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(free)
+        assert await reservation(gpus).wait_until_free("gpu0", 100) == 100
+
+
+async def test_a_reservation_is_on_all_gpus_or_on_none() -> None:
+    memory = VideoMemory(Helper(capacity_bytes=3 * GIB))
+    with pytest.raises(OutOfMemory, match="no room"):
+        await reservation(Gpus(), memory).reserve_by_gpu(SUBJECT, {"gpu0": 2 * GIB, "gpu1": 4 * GIB}, {})
+    assert memory.by_owner() == {}
