@@ -151,6 +151,16 @@ def modules(*prefixes: str) -> tuple[Module, ...]:
     return tuple(_module(path) for name, path in _paths().items() if any(is_within(name, prefix) for prefix in wanted))
 
 
+def names(package: str) -> list[str]:
+    """The names of the modules in a package of the product, which need not be parsed for that."""
+    return [name for name in _paths() if is_within(name, package)]
+
+
+def module(name: str) -> Module:
+    """The module of that name."""
+    return _module(_paths()[name])
+
+
 def modules_of_tests() -> tuple[Module, ...]:
     return tuple(_module(path) for name, path in _paths().items() if name.startswith("tests/"))
 

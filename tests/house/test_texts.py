@@ -176,6 +176,7 @@ def unknown_messages(quoted: list[str]) -> list[str]:
     return unknown
 
 
+@pytest.mark.thorough
 def test_each_message_that_is_explained_can_be_seen() -> None:
     quoted = quoted_messages((ROOT / "docs" / "troubleshooting.md").read_text())
     assert len(quoted) > 20

@@ -12,12 +12,13 @@ import pytest
 from hegmd.agent.state.storage import state_file
 from hegmd.memory.sizes import MIB
 from tests.unit.pools import KEY, found_again, keep_in, opened
+from tests.wide import quick_first
 
 SIZES = [100, MIB, 2 * MIB - 4096, 3 * MIB, 5 * MIB]
 
 
 @pytest.mark.parametrize("spilled", [False, True])
-@pytest.mark.parametrize("reserved_bytes", SIZES)
+@pytest.mark.parametrize("reserved_bytes", quick_first(SIZES, 1))
 async def test_a_state_is_read_whatever_size_was_reserved_for_it(
     tmp_path: Path, reserved_bytes: int, spilled: bool
 ) -> None:
