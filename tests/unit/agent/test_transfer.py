@@ -205,7 +205,7 @@ def test_a_process_that_had_its_bytes_again_kept_the_descriptor_of_them(room: in
 
 
 def test_large_storages_begin_on_pages_and_small_ones_follow_closely() -> None:
-    page = transfer.PAGE_BYTES
+    page = 4096
     first, large, small, other = transfer._places_of([10, page, 70, 1])
     assert (first % 64, large % page, small, other) == (0, 0, large + page, large + page + 128)
     assert first + 10 <= large < first + page + 10

@@ -12,7 +12,7 @@ import pytest
 
 from hegmd.errors import DENIED, INCOMPATIBLE, NOT_FOUND, REFUSED, UNAVAILABLE, Code, HegmError
 from hegmd.images.files import catalogue
-from hegmd.images.files.folder import find, free_bytes_at
+from hegmd.images.files.folder import LOCK, find, free_bytes_at
 from hegmd.images.files.refusals import told
 from hegmd.images.files.signature import MAX_BYTES, written
 from tests.unit.images.files.directory import BLOCK_BYTES, MANIFEST, built, ignore
@@ -135,3 +135,12 @@ def _furnish(folder: Path) -> None:
         (folder / name).symlink_to(target)
     (folder / "full" / "other").mkdir(parents=True)
     built(folder / "image")
+
+
+def test_a_lock_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "image"
+    built(path)
+    (path / LOCK).unlink(missing_ok=True)
+    (path / LOCK).symlink_to(tmp_path / "elsewhere")
+    with find(str(path)) as image, pytest.raises(OSError, match="Too many levels of symbolic links"):
+        image.lock()

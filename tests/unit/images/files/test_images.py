@@ -23,7 +23,6 @@ from hegmd.images.files.catalogue import look_into, sweep
 from hegmd.images.files.images import Images
 from hegmd.images.files.open_image import ImageWriter
 from hegmd.images.files.private_directory import Private
-from hegmd.images.files.user_processes import UserProcesses
 from hegmd.protocol.images import ImageProcess, Manifest
 from hegmd.system.programs import Rights
 from tests.unit.images.files.directory import flip
@@ -358,12 +357,9 @@ def hands_here() -> list[int]:
     return [child.pid for child in psutil.Process().children() if "hegmd.images.files.child" in child.cmdline()]
 
 
-async def test_what_is_private_is_for_the_daemon_alone(tmp_path: Path) -> None:
+def test_what_is_private_is_for_the_daemon_alone(tmp_path: Path) -> None:
     images_in(tmp_path / "state")
     assert (tmp_path / "state" / "images").stat().st_mode & 0o777 == 0o700
-    private = Private(tmp_path)
-    assert os.fstat(private.fd).st_mode & 0o777 == 0o700
-    await private.close()
 
 
 @pytest.mark.thorough
@@ -393,18 +389,3 @@ async def test_what_criu_wrote_in_private_is_missed_by_name(tmp_path: Path) -> N
             private.open_files(["gone.img"])
     finally:
         await private.close()
-
-
-async def test_a_start_that_is_cancelled_leaves_no_process() -> None:
-    """It would stay until the daemon ends."""
-    processes = UserProcesses(in_unit=False, program=("/bin/sh", "-c", "read -r words"))  # which says nothing
-    async with anyio.create_task_group() as tasks:
-        await tasks.start(processes.run)
-        async with anyio.create_task_group() as starting:
-            starting.start_soon(processes.start, None)
-            while not psutil.Process().children():
-                await anyio.lowlevel.checkpoint()
-            starting.cancel_scope.cancel()
-        while psutil.Process().children():
-            await anyio.lowlevel.checkpoint()
-        tasks.cancel_scope.cancel()
