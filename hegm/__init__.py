@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ __all__ = [
     "find_training_loop_sites",
     "global_step",
     "keep",
+    "recovery",
     "released",
     "resumable",
     "set_gradient_accumulation_steps",
@@ -54,6 +55,43 @@ def released() -> AbstractContextManager[None]:
 
 def _warn(why: str) -> None:
     warnings.warn(f"hegm.released() lends no GPU memory: {why}", RuntimeWarning, stacklevel=4)
+
+
+def recovery(  # noqa: PLR0913 - what a script may say, each named
+    *,
+    model: Any,
+    optimizer: Any,
+    scheduler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    step: int = 0,
+    soft_limit_s: float | None = None,
+    hard_limit_s: float = 30.0,
+    abort: Callable[[], object] | None = None,
+    finalize: Callable[[], object] | None = None,
+    health_check: Callable[[], object] | None = None,
+) -> Any:
+    """Have a block of this script run again when a rank fails: `rec = hegm.recovery(...)`, then `@rec.block`.
+
+    For scripts under `hegmctl run --ranks N`; elsewhere the block runs once, with a warning. Model, optimizer and
+    scheduler are one each, or lists. `extra` are objects of each rank with `state_dict` and `load_state_dict`. `step`
+    is the first one. No step for `soft_limit_s` is a hang (default: five times the longest step, and at least 60 s);
+    a rank that does not stop within `hard_limit_s` after that is killed and replaced. `abort` ends waits of the
+    script's own, in another thread; `finalize` and `health_check` run before the block runs again, and a process in
+    which one of them raises is replaced. Takes over the signal SIGRTMIN+9 once a block runs. See docs/recovery.md.
+    """
+    block: Any = importlib.import_module(f"{_package}.agent.ranks.block")
+    return block.Recovery(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        extra=extra,
+        step=step,
+        soft_limit_s=soft_limit_s,
+        hard_limit_s=hard_limit_s,
+        abort=abort,
+        finalize=finalize,
+        health_check=health_check,
+    )
 
 
 def global_step(optimizer: Any = None) -> int:

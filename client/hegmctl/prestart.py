@@ -34,8 +34,10 @@ IMPORTS, PATH, READY, GO = b"imports", b"path", b"ready", b"go"
 # What differs from one start to the next with the same surroundings.
 STATE, STATE_FD, LOCK_FD = "HEGM_STATE", "HEGM_STATE_FD", "HEGM_STATE_LOCK_FD"
 OPERATION = "HEGM_RESTART"
-_OF_ONE_START = frozenset((STATE, STATE_FD, LOCK_FD, STATES, OPERATION))
-_DESCRIPTORS = (STATE_FD, LOCK_FD)
+# A rank's connection to its launcher; see hegmd/agent/ranks/line.py.
+LINE_FD = "HEGM_RANK_FD"
+_OF_ONE_START = frozenset((STATE, STATE_FD, LOCK_FD, STATES, OPERATION, LINE_FD, "RANK", "LOCAL_RANK"))
+_DESCRIPTORS = (STATE_FD, LOCK_FD, LINE_FD)
 # As long as PyTorch takes to be imported from a slow disk; from then on it is not waited for.
 IMPORTS_WITHIN_S = 30.0
 _MAX_BYTES = 1024

@@ -57,7 +57,8 @@ def recovery_asked(arguments: Arguments) -> Recovery | None:
     text, most = arguments.text("recover"), arguments.whole("max-recoveries")
     causes, final, hang = (arguments.text(key) for key in ("recover-from", "final-status", "hang-limit"))
     if text is None:
-        if any(value is not None for value in (most, causes, final, hang)) or arguments.flag("truncate-outputs"):
+        own = (None if arguments.whole("ranks") is not None else most, causes, final, hang)
+        if any(value is not None for value in own) or arguments.flag("truncate-outputs"):
             hint = "hegmctl run --recover --max-recoveries 10 -- COMMAND"
             raise HegmError(USAGE, "--max-recoveries, --hang-limit and their like are for --recover", hint)
         return None

@@ -69,7 +69,10 @@ def run(session: Session) -> int:
     """Become the command, or stay with it. Raises HegmError when there is none, or a daemon that does not serve us."""
     arguments = session.arguments
     recovery = recovery_asked(arguments)
-    supervised = _is_supervised(arguments)
+    ranks, supervised = arguments.whole("ranks"), _is_supervised(arguments)
+    if ranks is not None and supervised:
+        hint = "leave --recover and --allow-restart out: the ranks recover by themselves"
+        raise HegmError(USAGE, "--ranks goes without --recover and --allow-restart", hint)
     command = arguments.tail
     if not command:
         raise HegmError(USAGE, "run needs a command", "hegmctl run python3 train.py")
@@ -101,6 +104,8 @@ def run(session: Session) -> int:
         os.environ.setdefault(variable, value)
     for note in place(os.environ, seen.visible):
         session.sink.note(note)
+    if ranks is not None:
+        return _launch(session, endpoint.path, command, ranks)
     if not supervised:
         os.environ.pop(ALLOW_RESTART, None)
         become(command)
@@ -169,6 +174,23 @@ def _stay_with(
     flush()
     first = None if arguments.text("resume") is not None else Start(command, os.environ)
     return Supervisor(desk, session.sink.note).run(first)
+
+
+def _launch(session: Session, path: str, command: Sequence[str], ranks: int) -> int:
+    """Be the parent of the ranks; their exit status."""
+    from hegmctl.output import flush
+    from hegmctl.ranks import Launcher
+
+    os.environ.pop(ALLOW_RESTART, None)
+    most = session.arguments.whole("max-recoveries")
+    flush()
+    launcher = Launcher(
+        *(ranks, command, os.environ),
+        connect=lambda limit_s: session.connect(limit_s, socket=path),
+        say=session.sink.note,
+        max_recoveries=most,
+    )
+    return launcher.run()
 
 
 def periodic_images(arguments: Arguments) -> str | None:

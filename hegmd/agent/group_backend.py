@@ -54,6 +54,14 @@ def kind_of(backend: Any) -> str:
     return _CLASSES.get(name, name)
 
 
+def abort_backend(backend: Any) -> bool:
+    """End its communicators, which waits for no other rank; False if it cannot: gloo before torch 2.6."""
+    abort = next((getattr(backend, name) for name in _ABORTS if hasattr(backend, name)), None)
+    if abort is not None:
+        abort()
+    return abort is not None
+
+
 class GroupBackend:
     """The backend of one group that has other ranks, and its state."""
 
@@ -161,14 +169,12 @@ class GroupBackend:
         """End its communicators, which waits for no other rank. Raises HegmError."""
         self._note_gpu()
         self.state = UNKNOWN
-        abort = next((getattr(self._backend, name) for name in _ABORTS if hasattr(self._backend, name)), None)
-        if abort is None and self.kind == NCCL:
-            raise refusal(f"group {self.name} cannot be aborted by this PyTorch", "use PyTorch 2.4 or newer")
         try:
-            if abort is not None:  # gloo has none before torch 2.6, and its connections are no obstacle to the driver
-                abort()
+            is_aborted = abort_backend(self._backend)
         except Exception as error:
             raise refusal(f"group {self.name} cannot be aborted: {error}", DEBUG_HINT) from error
+        if not is_aborted and self.kind == NCCL:  # gloo's connections are no obstacle to the driver
+            raise refusal(f"group {self.name} cannot be aborted by this PyTorch", "use PyTorch 2.4 or newer")
         self.state = ABORTED
 
     def replace(self, label: str) -> None:

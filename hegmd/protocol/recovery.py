@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .agents import Noted
 from .record import Record, field
 from .requests import Request
 
@@ -34,7 +35,9 @@ class RecoveryAttempt(Record):
     from_step: int | None = field("the step that it was started again from; nil if it was not", default=None)
     generation: int | None = field("the number of that snapshot", default=None)
     gpus: tuple[str, ...] = field("the GPUs that it was started on; none if they are not known", default=())
-    started_s: float | None = field("from the failure until it was started", default=None)
+    started_s: float | None = field(
+        "from the failure until it was started; in process, until all ranks had stopped or were started", default=None
+    )
     restored_s: float | None = field("from the failure until all of its processes had their state back", default=None)
     trained_s: float | None = field("from the failure until the next step was made", default=None)
     result: str = field("under way, recovered, failed, or given up", default=UNDER_WAY)
@@ -87,3 +90,36 @@ class DropRecovery(Request, op="recovery.drop", reply=RecoveryDropped, changes_s
     """Delete the kept state of a job that has ended. Refused for a job that lives."""
 
     job: int | str = field("the job, by its id or its name")
+
+
+class SlotMemory(Record):
+    """The memory of a slot, whose descriptor comes along."""
+
+    size_bytes: int = field("bytes that it has")
+
+
+class SlotHeld(Record):
+    """The slot is held until the launcher has ended."""
+
+    job: str = field("the id of the job that it is of")
+
+
+class HoldSlot(Request, op="recovery.hold", reply=SlotHeld, event=SlotMemory, changes_state=True):
+    """A launcher of ranks (`hegmctl run --ranks`) needs memory for the state that its ranks recover from.
+
+    The memory comes as an event with a descriptor. A slot that is too small is replaced, and its content is lost.
+    """
+
+    run: str = field("which `hegmctl run` it is")
+    slot: int = field("which of the two slots, 0 or 1")
+    size_bytes: int = field("bytes that it needs")
+
+
+class ReportRecovery(Request, op="recovery.report", reply=Noted, changes_state=True):
+    """A launcher of ranks tells of a recovery in process, or why its job is not protected."""
+
+    run: str = field("which `hegmctl run` it is")
+    recovery: RecoveryAttempt | None = field(
+        "a recovery that has begun or come on, with the time of its failure as its name", default=None
+    )
+    unprotected: str | None = field("what prevents snapshots; nil once there is one", default=None)

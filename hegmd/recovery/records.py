@@ -39,6 +39,9 @@ class JobSnapshots(Record):
     recoveries: int = field("how many recoveries there were", default=0)
     fruitless: int = field("how many of the last ones brought the training no further", default=0)
     furthest_step: int | None = field("the last step that the training is known to have come to", default=None)
+    launcher_pid: int | None = field("the launcher whose ranks recover in process; nil without one", default=None)
+    launcher_start_ticks: int | None = field("when that was started", default=None)
+    unprotected: str | None = field("what prevents its ranks' snapshots", default=None)
     kept: str | None = field("why the state is kept, of a job that has ended", default=None)
     kept_utc: float | None = field("since when", default=None)
 

@@ -19,6 +19,7 @@ from hegmd.errors import DENIED, NOT_FOUND, HegmError, Refused
 from hegmd.memory.pool import Key, Pool
 from hegmd.protocol import recovery as told
 from hegmd.protocol.snapshots import Gpu
+from hegmd.recovery.in_process import InProcess, in_process_state
 from hegmd.recovery.job import Node, ProtectedJob
 from hegmd.recovery.policy import complete_generations
 from hegmd.recovery.protection import Protection
@@ -85,6 +86,8 @@ class Recoveries(BackgroundTasks):
             news=self._news,
             utc=utc,
         )
+        #: Jobs whose ranks recover by themselves.
+        self.in_process = InProcess(jobs, self._node, self._records.get)
         supervisors.listen(self._hear)
         workers.listen(lambda _news, _worker: self._news.notify_all())
 
@@ -92,7 +95,7 @@ class Recoveries(BackgroundTasks):
 
     def open(self) -> None:
         """Read what is known of jobs from before. Blocks."""
-        self._records = {record.job: record for record in self._files.load()}
+        self._records.update({record.job: record for record in self._files.load()})
 
     def owns(self, key: Key) -> bool:
         """Whether a segment of the pool is a slot of a known job."""
@@ -115,9 +118,11 @@ class Recoveries(BackgroundTasks):
             await anyio.sleep(_LOOK_INTERVAL_S)
 
     async def _look_at(self, record: JobSnapshots) -> None:
-        if record.job in self._running:
+        if record.job in self._running or self.in_process.is_live(record):
             return
-        if record.kept_utc is None:
+        if record.launcher_pid is not None:  # without its launcher nobody could use it
+            await self._drop(record.job)
+        elif record.kept_utc is None:
             self._save(record.replace(kept="its hegmctl run was killed", kept_utc=self._utc()))
         elif self._utc() - record.kept_utc > KEPT_S or not JobSlots(self._pool, record.job).held():
             await self._drop(record.job)
@@ -237,7 +242,7 @@ class Recoveries(BackgroundTasks):
             for (rank, slot), found in sorted(read.items())
         ]
         return view.replace(
-            why=record.kept if running is None else running.why,
+            why=(record.kept or record.unprotected) if running is None else running.why,
             interval_s=None if running is None else running.interval_s,
             cost_s=None if running is None else running.cost_s,
             copied_s=None if running is None else running.copied_s,
@@ -267,7 +272,7 @@ async def run_once(protection: Protection, pause_s: float = FAILED_S) -> None:
 
 def _state(record: JobSnapshots, running: Protection | None) -> str:
     if running is None:
-        return told.KEPT
+        return told.KEPT if record.launcher_pid is None else in_process_state(record)
     if running.is_recovering:
         return told.RECOVERING
     if running.why is not None:

@@ -94,6 +94,8 @@ class Handlers:
             m.WaitForJob: self.wait_for_job,
             m.Recovery: self.recovery,
             m.DropRecovery: self.drop_recovery,
+            m.HoldSlot: self.hold_slot,
+            m.ReportRecovery: self.report_recovery,
             m.BeginProof: self.begin_proof,
             m.EndProof: self.end_proof,
             **self._sharing.table(),
@@ -226,6 +228,15 @@ class Handlers:
     async def drop_recovery(self, call: Call, request: m.DropRecovery) -> m.RecoveryDropped:
         may = partial(self._s.policy.may_act_on, call.peer)
         return m.RecoveryDropped(freed_bytes=await self._s.recoveries.drop(request.job, may))
+
+    async def hold_slot(self, call: Call, request: m.HoldSlot) -> m.SlotHeld:
+        job, memory = await self._s.recoveries.in_process.hold(call.peer.pid, call.peer.uid, request)
+        await call.emit(m.SlotMemory(size_bytes=memory.size_bytes), (memory.fd,))
+        return m.SlotHeld(job=job)
+
+    async def report_recovery(self, call: Call, request: m.ReportRecovery) -> m.Noted:
+        self._s.recoveries.in_process.report(call.peer.uid, request)
+        return m.Noted()
 
     async def begin_proof(self, call: Call, request: m.BeginProof) -> m.Proof:
         return await self._s.proving.begin(request.pid, partial(self._s.policy.may_act_on, call.peer))

@@ -21,11 +21,15 @@ FOR_RESTARTS = set("array atexit binascii bisect collections dis functools marsh
 FOR_STILLNESS = {"dis"}
 # What the trap takes to look at all threads in one call; all of it is built into CPython 3.9 to 3.11, or loaded by it.
 FOR_TRAP = {"_operator", "itertools"}
+# What a block of `hegm.recovery` takes: only scripts that ask for it by name load this part.
+FOR_RANKS = set("functools json pickle random stat tempfile threading warnings".split())
 AT_EVERY_START = {"hegmd.agent.import_hooks": {"__future__", "sys"}, "hegmd.agent.inject.sitecustomize": {"sys"}}
 
 
 def foreign_imports(module: Module) -> Iterator[str]:
     allowed = ALLOWED | (FOR_RESTARTS if is_within(module.name, "hegmd.agent.state") else set())
+    if is_within(module.name, "hegmd.agent.ranks"):
+        allowed = allowed | FOR_RANKS
     if module.name == "hegmd.agent.other_threads":
         allowed = allowed | FOR_STILLNESS
     if module.name == "hegmd.agent.trap":

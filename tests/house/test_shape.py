@@ -48,6 +48,7 @@ EXCEPTIONS: dict[tuple[Rule, str], str] = {
     (rules.leaving, "hegmctl.interruption"): "dies of the signal that asked it to",
     (rules.leaving, "hegmd.__main__"): "the daemon's one exit",
     (rules.leaving, "hegmd.agent.inject.sitecustomize"): "a Python that was started before its turn runs no script",
+    (rules.leaving, "hegmd.agent.ranks.faults"): "a fault that a script has asked for is to end it",
     (rules.leaving, "hegmd.agent.standby"): "ends what was started before its turn, and is not to have one",
     (rules.leaving, "hegmd.gpu_helper.child"): "ends at once, whatever its threads wait for in the driver",
     (rules.leaving, "hegmd.agent.state.save_and_exit"): "ends a worker that has left its state, or cannot have it back",

@@ -14,6 +14,13 @@ RECOVERY = (
         "and start it again from the last one if it fails; default: 100 times what a snapshot costs",
     ),
     Option(
+        "--ranks",
+        kind=POSITIVE,
+        metavar="NUMBER",
+        doc="stay as the parent of this number of processes of the command, each with RANK and WORLD_SIZE, and recover "
+        "the blocks of `hegm.recovery` in them: if one dies, the others wait for another in its place",
+    ),
+    Option(
         "--max-recoveries",
         kind=POSITIVE,
         metavar="NUMBER",

@@ -43,10 +43,14 @@ class Beforehand:
         self.path = path
 
 
-def beforehand() -> Beforehand:
-    """What may be imported for the script of this process; nothing where that is none of another process's business."""
+def beforehand(*, is_launched: bool = False) -> Beforehand:
+    """What may be imported for the script of this process; nothing where that is none of another process's business.
+
+    `is_launched` is True for a rank whose launcher is its supervisor.
+    """
     path: tuple[Any, ...] = tuple(sys.path)
-    if _TORCH not in sys.modules or any(name in os.environb for name in _LAUNCHED) or _has_changed(os.environb):
+    is_other = not is_launched and any(name in os.environb for name in _LAUNCHED)
+    if _TORCH not in sys.modules or is_other or _has_changed(os.environb):
         return Beforehand()
     modules = tuple([name for name in list(sys.modules) if _is_wanted(name)])
     if len(modules) > _MAX_MODULES or len(path) > _MAX_FOLDERS or not all(isinstance(one, str) for one in path):

@@ -1,0 +1,432 @@
+"""`hegmctl run --ranks N`: the launcher of a training's ranks, which keeps those that live when one dies.
+
+Parent of all ranks. It shares the board and the slots with them, tells them what `generations` decides, and holds one
+spare process ready that has imported PyTorch. The slots are held by the daemon; one that is away is not needed for a
+recovery. A signal that ends this process goes to the ranks. If it is killed, they train on without recovery. Longer
+than 400 lines because all that comes from ranks, daemon and kernel is sorted here, in one loop.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import shutil
+import signal
+import socket
+import tempfile
+from json import dumps, loads
+from time import monotonic, time
+
+from hegmctl.generations import OVER, RUNNING, Generations
+from hegmctl.parenthood import ENDS, STOPS, Signals, end_like, start, stop_as_told
+from hegmctl.prestart import LINE_FD, Beforehand, make_ready
+from hegmd.errors import HegmError
+from hegmd.protocol.agents import Noted
+from hegmd.protocol.board import Board, board_bytes
+from hegmd.protocol.messages import (
+    DropRecovery,
+    HoldSlot,
+    RecoveryAttempt,
+    RecoveryDropped,
+    ReportRecovery,
+    SlotHeld,
+    SlotMemory,
+)
+from hegmd.protocol.recovery import UNDER_WAY
+from hegmd.protocol.slots import RECORD_BYTES, unpacked
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
+
+    from hegmctl.connection import Connection
+    from hegmctl.generations import Attempt
+    from hegmctl.parenthood import Signal
+    from hegmctl.prestart import Readied
+    from hegmctl.wire import Descriptors
+
+# What the rank's agent reads; see hegmd/agent/ranks/line.py.
+LAUNCHER, FOLDER = "HEGM_LAUNCHER_PID", "HEGM_RANKS_FOLDER"
+MESSAGE_BYTES = 1 << 18
+# Ranks that were told to end have so long to do it.
+END_WITHIN_S = 10.0
+# The daemon has so long to take a report: ranks wait for this process meanwhile.
+REPORT_S = 2.0
+_MEMORY = "/dev/shm"  # noqa: S108 - a private folder is made in it
+
+
+class Process:
+    """One rank: its process and our end of the connection to it."""
+
+    def __init__(self, pid: int, line: socket.socket) -> None:
+        self.pid = pid
+        self.line = line
+        #: True if it ends by its own will; and if this launcher has ended it, so that its status is of no account.
+        self.ends = False
+        self.was_ended = False
+
+    def end(self, *numbers: int) -> None:
+        """Have it end by these signals."""
+        self.was_ended = True
+        for number in numbers:
+            _send_signal(self.pid, number)
+
+
+class Launcher:
+    """The ranks of one command; the crew of its generations. `connect` opens a connection to the daemon."""
+
+    def __init__(
+        self,
+        ranks: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        connect: Callable[[float | None], Connection],
+        say: Callable[[str], object],
+        max_recoveries: int | None = None,
+    ) -> None:
+        self._ranks = ranks
+        self._command = tuple(command)
+        self._connect, self._say = connect, say
+        self._folder = tempfile.mkdtemp(prefix="hegm-ranks-", dir=_MEMORY if os.path.isdir(_MEMORY) else None)
+        self._environ = {**environ, **_surroundings(ranks, self._folder, environ)}
+        self._board_fd = os.memfd_create("hegm-board")
+        os.ftruncate(self._board_fd, board_bytes(ranks))
+        self._board = Board(mmap.mmap(self._board_fd, 0), ranks)
+        self._generations = Generations(ranks, self, max_recoveries=max_recoveries)
+        self._processes: dict[int, Process] = {}
+        self._slots: dict[int, int] = {}
+        self._job: str | None = None
+        self._is_protected = True
+        self._mask: set[signal.Signals] = set()
+        self._imports: tuple[Sequence[str], Sequence[str]] | None = None
+        self._spare: Readied | None = None
+        #: The signal that is to end the ranks, the first status other than 0, and when those that are left are killed.
+        self._told: int | None = None
+        self._status = 0
+        self._kill_at: float | None = None
+
+    def run(self) -> int:
+        """Run the ranks to their end; the exit status. Raises HegmError if they cannot be started."""
+        with Signals() as signals:
+            self._mask = signals.before
+            try:
+                for rank in range(self._ranks):
+                    self._start(rank)
+                while self._processes:
+                    self._hear(signals.next(self._tick()))
+                    self._read_all()
+            finally:
+                self._close()
+        return end_like(self._status or (1 if self._generations.phase == OVER else 0))
+
+    def _tick(self) -> float | None:
+        now = monotonic()
+        if self._kill_at is not None:
+            if now >= self._kill_at:
+                for process in self._processes.values():
+                    process.end(signal.SIGKILL)
+                self._kill_at = now + END_WITHIN_S
+            return self._kill_at - now
+        self._look_at_spare()
+        return self._generations.tick(now)
+
+    def _close(self) -> None:
+        if self._spare is not None:
+            self._spare.end()
+        for process in self._processes.values():  # only after an error of ours
+            _send_signal(process.pid, signal.SIGKILL)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._job is not None:
+            self._ask(lambda connection: connection.call(DropRecovery(job=str(self._job)), RecoveryDropped))
+
+    # ---- processes --------------------------------------------------------------------------------------------------
+
+    def _start(self, rank: int) -> None:
+        """Start a process as that rank, or let the spare one be it. Raises HegmError."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            ours.setblocking(False)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
+            fcntl.fcntl(ours.fileno(), fcntl.F_SETOWN, os.getpid())
+            fcntl.fcntl(ours.fileno(), fcntl.F_SETFL, fcntl.fcntl(ours.fileno(), fcntl.F_GETFL) | fcntl.FASYNC)
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), LINE_FD: str(theirs.fileno())}
+            environ = {**self._environ, **own}
+            pid: int | None = None
+            if self._spare is not None and self._spare.waits:
+                spare, self._spare = self._spare, None
+                pid = spare.go_on_as(self._command, environ)
+            if pid is None:
+                pid = start(self._command, environ, mask=self._mask, keep=(theirs.fileno(),)).pid
+        self._processes[rank] = Process(pid, ours)
+        self._send(rank, {"do": "board"}, (self._board_fd,))
+        for slot, fd in self._slots.items():
+            self._send(rank, {"do": "slot", "slot": slot}, (fd,))
+
+    def _look_at_spare(self) -> None:
+        """Keep one process ready while all ranks run."""
+        if self._spare is not None:
+            self._spare.look()
+        elif self._imports is not None and self._generations.phase == RUNNING and self._imports[0]:
+            self._spare = make_ready(Beforehand(self._command, self._environ, *self._imports), self._mask)
+            if self._spare is None:
+                self._imports = None
+
+    def _hear(self, came: Signal | None) -> None:
+        if came is None or (came.number == signal.SIGIO and not came.was_sent):
+            return
+        if came.number == signal.SIGCHLD:
+            self._reap()
+            return
+        if came.number in ENDS:
+            self._told = came.number
+        if came.was_sent:
+            for process in self._processes.values():
+                _send_signal(process.pid, came.number)
+        if came.number in STOPS:
+            stop_as_told(came.number)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            rank = next((rank for rank, process in self._processes.items() if process.pid == pid), None)
+            if rank is not None:
+                self._ended(rank, os.waitstatus_to_exitcode(status))
+
+    def _ended(self, rank: int, status: int) -> None:
+        """The process of a rank has ended: a fault, or the end of the training."""
+        process = self._processes[rank]
+        self._read(rank, process)
+        del self._processes[rank]
+        process.line.close()
+        is_end = process.ends or self._told is not None or self._kill_at is not None
+        if not is_end and self._generations.can_replace:
+            how = f"was ended by signal {-status}" if status < 0 else f"ended with exit status {status}"
+            self._generations.died(rank, how, monotonic())
+            if self._generations.phase == OVER and not self._status:
+                self._status = status
+            return
+        if status and not self._status and not process.was_ended:
+            self._status = status
+        if status or process.ends:
+            self._end_all()
+
+    def _end_all(self) -> None:
+        """Have the ranks end that are left."""
+        if self._kill_at is None:
+            self._kill_at = monotonic() + END_WITHIN_S
+            for process in self._processes.values():
+                process.end(signal.SIGTERM, signal.SIGCONT)
+
+    # ---- what ranks say ---------------------------------------------------------------------------------------------
+
+    def _read_all(self) -> None:
+        for rank, process in list(self._processes.items()):
+            self._read(rank, process)
+
+    def _read(self, rank: int, process: Process) -> None:
+        while True:
+            try:
+                data = process.line.recv(MESSAGE_BYTES)
+            except OSError:
+                return
+            if not data:
+                return
+            self._take(rank, process, loads(data))
+
+    def _take(self, rank: int, process: Process, said: dict[str, Any]) -> None:
+        do, now, generation = said["do"], monotonic(), said.get("generation", 0)
+        if do == "join":
+            self._generations.hard_limit_s = said.get("hard_limit_s", self._generations.hard_limit_s)
+            if said.get("imports") and self._imports is None:
+                self._imports = (said["imports"], said["path"])
+            self._generations.joined(rank, generation, said["step"], now, is_new=said["is_new"])
+        elif do == "fault":
+            self._generations.failed(rank, generation, said["why"], now)
+        elif do == "unusable":
+            self._generations.unusable(rank, generation, said["why"], now)
+        elif do == "restored":
+            self._generations.restored(rank, generation, now)
+        elif do == "step":
+            self._generations.stepped(rank, generation, now)
+        elif do == "done":
+            self._generations.finished(rank, generation, now)
+        elif do == "layout":
+            self._generations.learnt(said["layout"])
+        elif do == "parked":
+            self._generations.is_parked()
+        elif do == "ends":
+            process.ends = True
+        elif do == "slot":
+            self._hold_slot(rank, said["slot"], said["size_bytes"])
+        elif do == "unprotected":
+            self._note_unprotected(said["why"])
+
+    # ---- the crew ---------------------------------------------------------------------------------------------------
+
+    def send(self, rank: int, do: str, **what: Any) -> None:
+        """Tell a rank; one that has just ended does not hear it."""
+        self._send(rank, {"do": do, **what})
+
+    def _send(self, rank: int, said: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+        process = self._processes.get(rank)
+        if process is None:
+            return
+        try:
+            socket.send_fds(process.line, [dumps(said).encode()], list(fds))
+        except OSError:  # it has ended, or hears nothing for so long that it is killed for it
+            pass
+
+    def kill(self, rank: int) -> None:
+        """End a rank that does not answer."""
+        self._say(f"rank {rank} does not answer, and is killed")
+        process = self._processes.get(rank)
+        if process is not None:
+            _send_signal(process.pid, signal.SIGKILL)
+
+    def replace(self, rank: int) -> None:
+        """Start another process as that rank."""
+        try:
+            self._start(rank)
+        except HegmError as error:
+            self._say(error.message)
+            self._end_all()
+
+    def slots(self) -> dict[int, tuple[int, int]]:
+        """Return generation and step of each slot that has a whole snapshot."""
+        found: dict[int, tuple[int, int]] = {}
+        for slot, fd in self._slots.items():
+            record = unpacked(os.pread(fd, RECORD_BYTES, os.fstat(fd).st_size - RECORD_BYTES))
+            if record is not None:
+                found[slot] = (record.generation, record.step)
+        return found
+
+    def has_record(self, rank: int, step: int) -> bool:
+        """Whether what that rank needs to begin that step is on the board."""
+        return self._board.read(rank, step) is not None
+
+    def progress(self, rank: int) -> tuple[float, float, int]:
+        """Return when the rank made progress, how long it may make none, and its step."""
+        return self._board.progress(rank)
+
+    def forget_records(self) -> None:
+        """Clear the board."""
+        self._board.clear()
+
+    def note(self, attempt: Attempt) -> None:
+        """Tell the user and the daemon of a recovery."""
+        if attempt.gathered_s is None and attempt.result is None:
+            self._say(f"{attempt.why}; all ranks stop at step {attempt.step}, and go on from the last one they share")
+        elif attempt.result == "recovered" and attempt.trained_s is not None:
+            self._say(f"recovered from step {attempt.from_step} in {attempt.trained_s:.2f} s")
+        told = RecoveryAttempt(
+            fell_utc=time() - (monotonic() - attempt.fell_at) if attempt.fell_utc is None else attempt.fell_utc,
+            why=attempt.why,
+            step=attempt.step,
+            from_step=attempt.from_step,
+            generation=attempt.generation,
+            started_s=attempt.gathered_s,
+            restored_s=attempt.restored_s,
+            trained_s=attempt.trained_s,
+            result=attempt.result or UNDER_WAY,
+        )
+        attempt.fell_utc = told.fell_utc
+        if attempt.restored_s is not None or attempt.result is not None:  # not while ranks wait
+            self._report(told)
+
+    def give_up(self, why: str, rank: int | None) -> None:
+        """End all ranks. The one that failed last ends with its own error."""
+        self._say(f"not recovered: {why}")
+        self._kill_at = monotonic() + END_WITHIN_S
+        for one, process in self._processes.items():
+            if one == rank:
+                self.send(one, "end", why=why)
+            else:
+                process.end(signal.SIGTERM, signal.SIGCONT)
+
+    # ---- the daemon -------------------------------------------------------------------------------------------------
+
+    def _hold_slot(self, rank: int, slot: int, size_bytes: int) -> None:
+        """Have the daemon hold memory for a slot, and give it to all ranks."""
+        fds: list[int] = []
+
+        def take(descriptors: Descriptors) -> None:
+            fds.extend(descriptors.steal(index) for index in range(len(descriptors)))
+
+        def ask(connection: Connection) -> str:
+            request = HoldSlot(run=self._environ["HEGM_RUN"], slot=slot, size_bytes=size_bytes)
+            heard = connection.stream(request, SlotMemory, SlotHeld, take=take)
+            while True:
+                try:
+                    next(heard)
+                except StopIteration as end:
+                    return str(end.value.job)
+
+        answer = self._ask(ask)
+        if isinstance(answer, HegmError) or not fds:
+            self.send(rank, "slot", slot=slot, why=str(getattr(answer, "message", "the daemon sent no memory")))
+            return
+        self._job = answer
+        if not self._is_protected:
+            self._is_protected = True
+            self._report(None)
+        former = self._slots.get(slot)
+        self._slots[slot] = fds.pop(0)
+        if former is not None:
+            os.close(former)
+        for one in self._processes:
+            self._send(one, {"do": "slot", "slot": slot}, (self._slots[slot],))
+
+    def _note_unprotected(self, why: str) -> None:
+        """Say once that there are no snapshots."""
+        if self._is_protected:
+            self._is_protected = False
+            self._say(f"no snapshots are taken, so only ranks that live are recovered: {why}")
+            self._report(None, why)
+
+    def _report(self, attempt: RecoveryAttempt | None, why: str | None = None) -> None:
+        request = ReportRecovery(run=self._environ["HEGM_RUN"], recovery=attempt, unprotected=why)
+        self._ask(lambda connection: connection.call(request, Noted), REPORT_S)
+
+    def _ask(self, what: Callable[[Connection], Any], limit_s: float | None = None) -> Any:
+        """Ask the daemon; returns the error if it does not answer."""
+        try:
+            with self._connect(limit_s) as connection:
+                return what(connection)
+        except HegmError as error:
+            return error
+
+
+def _surroundings(ranks: int, folder: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """What all ranks have in their environment besides that of the command."""
+    found = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        LAUNCHER: str(os.getpid()),
+        FOLDER: folder,
+    }
+    # NCCL's watchdog would end a process whose communicator fails; this launcher decides that. Threads as of torchrun.
+    by_default = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", **({"OMP_NUM_THREADS": "1"} if ranks > 1 else {})}
+    return {**{name: value for name, value in by_default.items() if name not in environ}, **found}
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def _send_signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass

@@ -1,0 +1,1 @@
+"""Recovery within a process: `hegm.recovery` of a script, and its connection to `hegmctl run --ranks`."""

@@ -1,0 +1,165 @@
+"""The communicator groups of a generation: connected anew for each, and ended from another thread if one fails.
+
+gloo's own abort ends no wait (torch 2.13), so the sockets that gloo opened in this process are shut down, which ends
+each wait within a millisecond. NCCL's communicators are aborted by their backends. Ranks that joined later have other
+ProcessGroups than those that lived on, so each generation makes new ones, and wraps the model anew.
+
+DDP puts gradients into buckets, in another order after its first step. With three ranks or more that order decides how
+sums are rounded, so a generation that begins later is given the final buckets at once.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+
+from ..group_backend import NCCL, abort_backend, backends_of, kind_of
+from ..notes import note
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+    Layout = Sequence[Sequence[int]]
+
+# With fewer, a sum has one order only.
+_ORDER_MATTERS = 3
+_LISTENING = "0A"
+
+
+class Groups:
+    """Those of the generation that runs. `end_waits` may be called from any thread, the rest from the block's."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._before: frozenset[tuple[int, int]] = frozenset()
+        self._sockets: set[tuple[int, int]] = set()
+        self._is_connecting = False
+        self._wrapped: list[Any] = []
+        #: The order of parameters in DDP's buckets after its first step, if it is known.
+        self.layout: Layout | None = None
+
+    # ---- connections ------------------------------------------------------------------------------------------------
+
+    def connect(self, backend: str | None, generation: int, rank: int, ranks: int, options: dict[str, Any]) -> None:
+        """Make the default group of this generation. Raises what PyTorch raises."""
+        distributed: Any = __import__("torch.distributed").distributed
+        store = distributed.FileStore(os.path.join(self._folder, f"generation-{generation}"), -1)
+        self._noting(
+            lambda: distributed.init_process_group(backend, store=store, rank=rank, world_size=ranks, **options)
+        )
+
+    def new_group(self, *args: Any, **options: Any) -> Any:
+        """`torch.distributed.new_group`, whose waits can be ended."""
+        distributed: Any = sys.modules["torch.distributed"]
+        return self._noting(lambda: distributed.new_group(*args, **options))
+
+    def _noting(self, connect: Callable[[], Any]) -> Any:
+        self._before, self._is_connecting = _sockets(), True
+        try:
+            return connect()
+        finally:
+            self._sockets |= _sockets() - self._before
+            self._is_connecting = False
+
+    def end_waits(self) -> None:
+        """Have every collective of this process end with an error, now."""
+        for backend in _nccl_backends():
+            try:
+                abort_backend(backend)
+            except Exception as error:  # noqa: BLE001 - the other ones are to be aborted all the same
+                note(f"a communicator was not aborted: {error!r}")
+        socket: Any = __import__("socket")
+        here = _sockets()
+        own = here - self._before if self._is_connecting else here & self._sockets
+        for fd, inode in own:
+            try:
+                with socket.socket(fileno=os.dup(fd)) as connection:
+                    if os.fstat(connection.fileno()).st_ino == inode:
+                        connection.shutdown(socket.SHUT_RDWR)
+            except OSError as error:
+                note(f"socket {fd} was not shut down: {error}")
+
+    def forget(self) -> None:
+        """The block has ended: its groups and models are the script's own from now on."""
+        self._wrapped.clear()
+        self._sockets.clear()
+
+    def leave(self) -> None:
+        """Destroy the groups of this generation, and take the wrapped models off it."""
+        for wrapped in self._wrapped:
+            reducer = wrapped.reducer
+            if hasattr(reducer, "_remove_autograd_hooks"):
+                reducer._remove_autograd_hooks()
+        self.forget()
+        distributed: Any = sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+            try:
+                distributed.destroy_process_group()
+            except Exception as error:  # noqa: BLE001 - it was aborted, and is forgotten all the same
+                note(f"a group was not destroyed: {error!r}")
+
+    # ---- DDP --------------------------------------------------------------------------------------------------------
+
+    def wrap(self, model: Any, *, is_first_step: bool, options: dict[str, Any]) -> Any:
+        """Return the model in DistributedDataParallel; the model itself without a group."""
+        distributed: Any = sys.modules.get("torch.distributed")
+        if distributed is None or not distributed.is_initialized():
+            return model
+        parallel: Any = __import__("torch.nn.parallel.distributed", fromlist=["DistributedDataParallel"])
+        assign = distributed._compute_bucket_assignment_by_size
+        if self.layout is not None and not is_first_step:
+            given = [list(bucket) for bucket in reversed(self.layout)]  # DDP reverses what it is given
+
+            def as_before(*args: Any, **named: Any) -> Any:
+                limits = assign(*args, **named)[1]
+                return given, [limits[min(number, len(limits) - 1)] for number in range(len(given))]
+
+            distributed._compute_bucket_assignment_by_size = as_before
+        try:
+            made = parallel.DistributedDataParallel(model, **options)
+        finally:
+            distributed._compute_bucket_assignment_by_size = assign
+        self._wrapped.append(made)
+        return made
+
+    def settle(self, ranks: int) -> bool:
+        """Have DDP rebuild its buckets after its first step, on all ranks; whether the layout was learnt."""
+        if ranks < _ORDER_MATTERS or self.layout is not None or len(self._wrapped) != 1:
+            return False
+        wrapped = self._wrapped[0]
+        if not wrapped.reducer._rebuild_buckets():
+            return False
+        numbers = {id(one): number for number, one in enumerate(p for p in wrapped.parameters() if p.requires_grad)}
+        buckets = wrapped.reducer._get_zeros_like_grad_buckets()
+        self.layout = [[numbers[id(one)] for one in bucket.parameters()] for bucket in buckets]
+        return True
+
+
+def _nccl_backends() -> list[Any]:
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    groups = [] if c10d is None else list(c10d._world.pg_map)
+    return [backend for group in groups for backend, _ in backends_of(group) if kind_of(backend) == NCCL]
+
+
+def _sockets() -> frozenset[tuple[int, int]]:
+    """Each connection by IP of this process: its descriptor, and its inode, which no other one has."""
+    inodes: set[int] = set()
+    for name in ("tcp", "tcp6"):
+        try:
+            with open(f"/proc/self/net/{name}", encoding="ascii") as file:
+                rows = [line.split() for line in file.readlines()[1:]]
+        except OSError:  # a kernel without IPv6
+            continue
+        inodes.update(int(row[9]) for row in rows if row[3] != _LISTENING)  # gloo's listener ends the process then
+    found: list[tuple[int, int]] = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            about = os.fstat(int(name))
+        except OSError:
+            continue
+        if stat.S_ISSOCK(about.st_mode) and about.st_ino in inodes:
+            found.append((int(name), about.st_ino))
+    return frozenset(found)

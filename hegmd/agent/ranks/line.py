@@ -1,0 +1,259 @@
+"""The connection of a rank to its launcher, `hegmctl run --ranks`, and the thread that listens to it.
+
+The launcher counts generations: each fault begins the next one. It says when a generation is over (`abort`), from which
+step the next one begins (`plan`), and when all ranks are there (`go`). What it says of an older generation is ignored.
+
+An abort reaches the block's thread, which is the main one, wherever it is: its collectives are ended, and a signal that
+this module has taken over interrupts its system calls. The handler raises `Interrupted`, but only while the block is on
+the stack and no step is being made. It is sent again until the thread has left the block.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+from json import dumps, loads
+from time import monotonic
+
+from ...protocol.board import Board
+from .. import lifecycle
+from ..notes import note
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+    from typing import Any
+
+#: The launcher's pid, and the descriptor of this rank's end of the connection.
+LAUNCHER, LINE_FD = "HEGM_LAUNCHER_PID", "HEGM_RANK_FD"
+#: Taken over in the main thread of a script with a block: a real-time signal, which scripts rarely use.
+INTERRUPT = signal.SIGRTMIN + 9
+_AGAIN_S = 0.25
+MESSAGE_BYTES = 1 << 18
+_MAX_DESCRIPTORS = 4
+_INT_BYTES = 4
+
+
+class Interrupted(BaseException):
+    """The generation is over: another rank failed, or this one made no progress. Not an error of the script."""
+
+
+class Alone(Exception):
+    """The launcher has ended: there is no recovery any more."""
+
+    def __init__(self) -> None:
+        super().__init__("hegmctl run has ended, and nobody recovers this training any more")
+
+
+class Line:
+    """One connection. `end_waits` ends the waits of the block's thread; it is called in the listening thread."""
+
+    def __init__(self, connection: socket.socket, rank: int, ranks: int, end_waits: Callable[[], object]) -> None:
+        self._socket = connection
+        self._end_waits = end_waits
+        self._news = threading.Condition()
+        self._rank, self._ranks = rank, ranks
+        self._board: Board | None = None
+        #: The newest generation that the launcher wants, and the one whose block runs here; 0 outside of the block.
+        self._wanted = 1
+        self._running = 0
+        self._is_making_step = False
+        self._frame: FrameType | None = None
+        self._said: dict[str, dict[str, Any]] = {}
+        self._is_over: str | None = None
+        self._slots: dict[int, int] = {}
+        self._is_alone = False
+
+    def open(self) -> Board:
+        """Begin to listen, take the signal over, and return the board. Raises Alone."""
+        signal.signal(INTERRUPT, self._interrupt)
+        threading.Thread(target=self._listen, name="hegm-line", daemon=True).start()
+        self._await(lambda: self._board is not None)
+        board = self._board
+        if board is None:
+            raise Alone
+        return board
+
+    # ---- the block's thread -----------------------------------------------------------------------------------------
+
+    @property
+    def wanted(self) -> int:
+        """The newest generation that the launcher wants."""
+        return self._wanted
+
+    def say(self, do: str, **what: Any) -> None:
+        """Tell the launcher. One that has ended does not hear it."""
+        try:
+            self._socket.send(dumps({"do": do, **what}).encode())
+        except OSError as error:
+            note(f"the launcher did not hear {do}: {error}")
+
+    def join(self, step: int | None, **about: Any) -> dict[str, Any]:
+        """Offer the state of that step, or none, and return the plan of the newest generation. Raises Alone."""
+        while True:
+            generation = self._wanted
+            self.say("join", generation=generation, step=step, **about)
+            self._await_answer("plan", generation)
+            if self._is_for("plan", generation):
+                return self._said["plan"]
+
+    def await_go(self, generation: int) -> bool:
+        """Wait until all ranks have their state; False if a newer generation is wanted. Raises Alone."""
+        self._await_answer("go", generation)
+        return self._wanted == generation
+
+    def await_end(self, generation: int) -> bool:
+        """Wait until the block of all ranks has ended; False if a newer generation is wanted. Raises Alone."""
+        self._await_answer("over", generation)
+        return self._wanted == generation
+
+    def await_abort(self, generation: int) -> str | None:
+        """Wait until a newer generation is wanted; returns why there is none, if so. Raises Alone."""
+        self._await(lambda: self._wanted > generation or self._is_over is not None)
+        return self._is_over
+
+    def slot(self, number: int, size_bytes: int) -> int:
+        """Return the descriptor of a slot of at least that size. Raises Alone, and OSError with what prevents it."""
+        held = self._slots.get(number)
+        if held is not None and os.fstat(held).st_size >= size_bytes:
+            return held
+        generation = self._wanted
+        self._said.pop("slot", None)
+        self.say("slot", slot=number, size_bytes=size_bytes)
+        self._await(lambda: self._wanted > generation or "slot" in self._said)
+        answer = self._said.get("slot", {"why": "another generation has begun"})
+        if answer.get("why"):
+            raise OSError(answer["why"])
+        return self._slots[number]
+
+    def held_slot(self, number: int) -> int:
+        """Return the descriptor of a slot that there is. Raises OSError."""
+        if number not in self._slots:
+            raise OSError(f"slot {number} has not come")
+        return self._slots[number]
+
+    def enter(self, generation: int, frame: FrameType) -> None:
+        """From now on the thread may be interrupted below that frame. Raises Interrupted."""
+        self._frame, self._running = frame, generation
+        self.check()
+
+    def leave(self) -> None:
+        """The thread has left the block, and is not interrupted any more."""
+        self._running, self._frame, self._is_making_step = 0, None, False
+
+    def check(self) -> None:
+        """Raise Interrupted if a newer generation is wanted."""
+        if self._running and self._wanted > self._running:
+            raise Interrupted
+
+    def making_step(self, *, begins: bool) -> None:
+        """Between these two calls the thread is not interrupted. Raises Interrupted before and after."""
+        if begins:
+            self.check()
+        self._is_making_step = begins
+        if not begins:
+            self.check()
+
+    def _interrupt(self, _number: int, frame: FrameType | None) -> None:
+        if self._is_making_step or not self._running or self._wanted <= self._running:
+            return
+        while frame is not None:
+            if frame is self._frame:
+                raise Interrupted
+            frame = frame.f_back
+
+    def _is_for(self, do: str, generation: int) -> bool:
+        return self._said.get(do, {}).get("generation") == generation
+
+    def _await_answer(self, do: str, generation: int) -> None:
+        self._await(lambda: self._wanted > generation or self._is_for(do, generation))
+
+    def _await(self, is_there: Callable[[], bool]) -> None:
+        with self._news:
+            while not is_there():
+                if self._is_alone:
+                    raise Alone
+                self._news.wait()
+
+    # ---- the listening thread ---------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        main = threading.main_thread().ident or 0
+        while True:
+            interrupts = self._running != 0 and self._wanted > self._running
+            if interrupts:
+                signal.pthread_kill(main, INTERRUPT)
+            self._socket.settimeout(_AGAIN_S if interrupts else None)
+            try:
+                data, fds = _received(self._socket)
+            except socket.timeout:  # another class than TimeoutError before Python 3.10
+                continue
+            except OSError as error:
+                note(f"the launcher is gone: {error}")
+                data, fds = b"", []
+            if not data:
+                break
+            with self._news:
+                aborts = self._take(loads(data), fds)
+                self._news.notify_all()
+            if aborts:
+                self._end_waits()
+        with self._news:
+            self._is_alone = True
+            self._news.notify_all()
+
+    def _take(self, said: dict[str, Any], fds: list[int]) -> bool:
+        """Handle a message; whether it ends the generation that runs."""
+        do = said["do"]
+        if do == "board":
+            self._board = Board(mmap.mmap(fds.pop(0), 0), self._ranks)
+        elif do == "slot" and fds:
+            former = self._slots.pop(said["slot"], None)
+            if former is not None:
+                os.close(former)
+            self._slots[said["slot"]] = fds.pop(0)
+        elif do == "end":
+            self._is_over = said["why"]
+        elif do == "ask" and lifecycle.gate().parked:
+            self.say("parked")
+        self._said[do] = said
+        for fd in fds:
+            os.close(fd)
+        if do == "abort" and said["generation"] > self._wanted:
+            self._wanted = said["generation"]
+            return True
+        return False
+
+
+def find(environ: Any) -> tuple[socket.socket, int, int] | None:
+    """Return this process's connection, its rank and how many there are; None if it is no rank of a launcher.
+
+    A process that a rank has started is none, although it has the variables.
+    """
+    launcher, fd = environ.get(LAUNCHER), environ.get(LINE_FD)
+    if launcher is None or fd is None or int(launcher) != os.getppid():
+        return None
+    os.set_inheritable(int(fd), False)
+    connection = socket.socket(fileno=int(fd))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
+    return connection, int(environ["RANK"]), int(environ["WORLD_SIZE"])
+
+
+def _received(connection: socket.socket) -> tuple[bytes, list[int]]:
+    space = socket.CMSG_SPACE(_MAX_DESCRIPTORS * _INT_BYTES)
+    data, ancillary, _, _ = connection.recvmsg(MESSAGE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+    return data, [
+        int.from_bytes(numbers[at : at + _INT_BYTES], sys.byteorder)
+        for _, _, numbers in ancillary
+        for at in range(0, len(numbers) - len(numbers) % _INT_BYTES, _INT_BYTES)
+    ]
+
+
+def now() -> float:
+    """The clock of the board, which all processes of the node share."""
+    return monotonic()

@@ -1,0 +1,333 @@
+"""One generation of a block as a script sees it: its ranks, its step, and the guard of each step.
+
+A step is made as a whole or not at all: nothing interrupts it, and a rank whose step was cut short by an error has no
+state until it is given one. On a GPU the guard waits for all that was queued, looks whether the generation is over,
+makes the step, and waits again before it counts: after an abort a collective «succeeds» with garbage.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from ...errors import HegmError
+from ...protocol.slots import RECORD_BYTES, SlotRecord, packed, slot_bytes
+from .. import copying
+from ..refusals import refusal
+from . import faults
+from .line import Alone, now
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from typing_extensions import Self
+
+    from ...protocol.board import Board
+    from .groups import Groups
+    from .line import Line
+    from .training import Training
+
+SLOTS = 2
+# As in the process tier: a snapshot takes one part in so many of the time, and comes once a second at most.
+SHARE, LEAST_INTERVAL_S = 100, 1.0
+# As in the process tier: no step for this many times the longest step, and at least so long, is a hang.
+LEARNED_TIMES, LEAST_HANG_S = 5.0, 60.0
+# A snapshot that could not be taken is tried again after so long.
+UNPROTECTED_S = 30.0
+_LOOK_S = 0.001
+
+
+class Settings:
+    """What a script has said of its block."""
+
+    def __init__(
+        self, training: Training, first_step: int, soft_limit_s: float | None, hard_limit_s: float, fault_text: str
+    ) -> None:
+        """Raises ValueError for a fault that cannot be."""
+        self.training = training
+        self.first_step = first_step
+        self.soft_limit_s = soft_limit_s
+        self.hard_limit_s = hard_limit_s
+        self.faults = faults.parse(fault_text)
+
+
+class RankProcess:
+    """This process as a rank of a launcher: one for all blocks that it runs."""
+
+    def __init__(self, line: Line, board: Board, rank: int, ranks: int, groups: Groups) -> None:
+        self.line, self.board = line, board
+        self.rank, self.ranks = rank, ranks
+        self.groups = groups
+        #: What ends the waits of the script's own communication.
+        self.abort: Callable[[], object] | None = None
+
+
+class Run:
+    """One generation of a block, as the script sees it."""
+
+    def __init__(self, settings: Settings, rank: RankProcess | None, number: int, ranks: int, groups: Groups) -> None:
+        self._settings = settings
+        self.training = settings.training
+        self._process = rank
+        self._groups = groups
+        self.rank = number
+        self.world_size = ranks
+        self.step = settings.first_step
+        self.generation = 1
+        #: The step whose state is whole; None while a step is being made.
+        self.whole_step: int | None = settings.first_step
+        self._first_step_here = self.step
+        self._limit_s = settings.soft_limit_s or 0.0
+        self._longest_s = 0.0
+        self._since = now()
+        self._has_limit = True
+        self._next_snapshot = 0.0
+        #: The slot to write next: the one without the newest snapshot.
+        self.next_slot = 0
+
+    # ---- for scripts ------------------------------------------------------------------------------------------------
+
+    def init_process_group(self, backend: str | None = None, **options: Any) -> None:
+        """Connect the ranks of this generation, as `torch.distributed.init_process_group` does."""
+        if self._process is not None:
+            self._groups.connect(backend, self.generation, self.rank, self.world_size, options)
+        elif self.world_size > 1:
+            __import__("torch.distributed").distributed.init_process_group(backend, **options)
+
+    def new_group(self, *args: Any, **options: Any) -> Any:
+        """Make a group of some ranks, as `torch.distributed.new_group` does; its waits end when a rank fails."""
+        return self._groups.new_group(*args, **options)
+
+    def ddp(self, model: Any, **options: Any) -> Any:
+        """Return the model in DistributedDataParallel, for this generation."""
+        is_first = self.step == self._settings.first_step
+        return self._groups.wrap(model, is_first_step=is_first, options=options)
+
+    def step_guard(self) -> Guard:
+        """Return the context of one step."""
+        return Guard(self)
+
+    def section(self, name: str, limit: float | None = None) -> Section:
+        """Return a context in which another limit holds, in seconds; None for none: an evaluation, a checkpoint."""
+        del name
+        return Section(self, limit)
+
+    # ---- limits -----------------------------------------------------------------------------------------------------
+
+    def stamp(self, limit_s: float | None = None) -> None:
+        """Tell the launcher that this rank makes progress."""
+        if self._process is not None:
+            limit_s = self._limit_s if limit_s is None else limit_s
+            self._process.board.stamp(self.rank, now(), limit_s, self.step)
+
+    def begin(self, generation: int, step: int | None) -> None:
+        """A generation begins at that step."""
+        self.generation = generation
+        self.step = self.whole_step = self._first_step_here = self._settings.first_step if step is None else step
+        self._since = now()
+        self.stamp()
+
+    def begin_step(self) -> None:
+        """A step begins. Raises Interrupted."""
+        self.check()
+        self.inject("forward")
+        self.training.keep_buffers()
+        self.stamp()
+
+    def check(self) -> None:
+        """Raise Interrupted if another generation is wanted."""
+        if self._process is not None:
+            self._process.line.check()
+
+    def inject(self, phase: str) -> None:
+        """Have the fault happen that HEGM_FAULT names for this place."""
+        if self._settings.faults:
+            faults.inject(self._settings.faults, self.rank, self.step, phase, self.generation)
+
+    def backward(self, loss: Any, options: dict[str, Any]) -> None:
+        """Record what the next step needs of this rank, and run the backward pass.
+
+        A rank that has begun its backward pass may be killed while others complete the step with its gradients.
+        """
+        process = self._process
+        if process is not None:
+            process.board.write(self.rank, self.step + 1, self.training.own())
+        self.inject("backward")
+        loss.backward(**options)
+        if process is not None and self._groups.settle(self.world_size):
+            process.line.say("layout", layout=self._groups.layout)
+
+    def commit(self) -> None:
+        """Make the step: all of it or nothing."""
+        process = self._process
+        _synchronize()
+        if process is not None:
+            process.line.making_step(begins=True)
+        self.inject("commit")
+        self.whole_step = None
+        self.training.step()
+        self.inject("torn")
+        _synchronize()
+        self.training.end_step()
+        self.step += 1
+        self.whole_step = self.step
+        self._learn_limit()
+        if process is None:
+            return
+        if self.step == self._first_step_here + 1:
+            process.line.say("step", generation=self.generation, at=now())
+        process.line.making_step(begins=False)
+        self.inject("after")
+        if self.rank == 0 and now() >= self._next_snapshot:
+            self.take_snapshot(self.generation, self.step)
+
+    def _learn_limit(self) -> None:
+        """The longest step so far tells how long one may take."""
+        at = now()
+        self._longest_s, self._since = max(self._longest_s, at - self._since), at
+        if self._settings.soft_limit_s is None:
+            self._limit_s = max(LEAST_HANG_S, LEARNED_TIMES * self._longest_s)
+        self.stamp()
+
+    # ---- snapshots --------------------------------------------------------------------------------------------------
+
+    def take_snapshot(self, generation: int, step: int) -> None:
+        """Write the state into the slot that is older. What prevents it is told to the launcher, which says it once."""
+        process, began = self._process, now()
+        if process is None:
+            return
+        self.stamp(0.0)
+        try:
+            self.write_slot(generation, step)
+        except (HegmError, OSError) as error:
+            process.line.say("unprotected", why=getattr(error, "message", str(error)))
+            self._next_snapshot = now() + UNPROTECTED_S
+        except Alone:
+            self._next_snapshot = float("inf")
+        else:
+            self._next_snapshot = now() + max(LEAST_INTERVAL_S, SHARE * (now() - began))
+        self.stamp()
+
+    def write_slot(self, generation: int, step: int) -> None:
+        """Write the state of that step with what each rank needs for it. Raises HegmError, OSError, Alone."""
+        process = self._process
+        if process is None:
+            return
+        began, files, own = now(), state_file(), self._own_of_all(process, generation, step)
+        try:
+            whole = files.State({"replicated": self.training.state(), "ranks": own})
+        except files.NotPlain as error:
+            raise refusal(f"the state cannot be saved: {error}", "keep plain values and tensors in it") from error
+        fd = process.line.slot(self.next_slot, slot_bytes(whole.size_bytes))
+        end = os.fstat(fd).st_size - RECORD_BYTES
+        copying.write_small(fd, end, bytes(RECORD_BYTES))
+        with _Pinned():
+            whole.write(fd)
+        record = SlotRecord(
+            generation=generation,
+            step=step,
+            rank=0,
+            ranks=self.world_size,
+            size_bytes=whole.size_bytes,
+            taken_utc=time.time(),
+            took_s=now() - began,
+        )
+        copying.write_small(fd, end, packed(record))
+        self.next_slot = (self.next_slot + 1) % SLOTS
+
+    def _own_of_all(self, process: RankProcess, generation: int, step: int) -> list[bytes]:
+        """Return what each rank needs to begin that step.
+
+        All ranks have recorded it before one can come to the step. Before the first step a rank may need a moment.
+        """
+        deadline = now() + self._settings.hard_limit_s
+        while any(process.board.read(rank, step) is None for rank in range(self.world_size)) and now() < deadline:
+            if step != self._settings.first_step or process.line.wanted > generation:
+                break
+            time.sleep(_LOOK_S)
+        return [required(process.board.read(rank, step)) for rank in range(self.world_size)]
+
+
+class Guard:
+    """One step. It is committed at its end, once, or the block fails."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._is_committed = False
+
+    def __enter__(self) -> Self:
+        self._run.begin_step()
+        return self
+
+    def backward(self, loss: Any, **options: Any) -> None:
+        """Run the backward pass of that loss."""
+        self._run.backward(loss, options)
+
+    def commit(self) -> None:
+        """Make the step of optimizer and scheduler, count it, and set the gradients to None."""
+        if self._is_committed:
+            raise RuntimeError("this step is committed already")
+        self._is_committed = True
+        self._run.commit()
+
+    def __exit__(self, kind: object, *_rest: object) -> None:
+        if kind is None and not self._is_committed:
+            raise RuntimeError("the step was not committed: call guard.commit() in it")
+
+
+class Section:
+    """Part of a block with a limit of its own."""
+
+    def __init__(self, run: Run, limit_s: float | None) -> None:
+        self._run, self._limit_s = run, limit_s or 0.0
+
+    def __enter__(self) -> None:
+        self._run.check()
+        self._run.stamp(self._limit_s)
+
+    def __exit__(self, *_exc: object) -> None:
+        self._run.stamp()
+
+
+class _Pinned:
+    """Pinned memory for a copy from a GPU."""
+
+    def __enter__(self) -> None:
+        if uses_cuda():
+            _buffers().prepare()
+
+    def __exit__(self, *_exc: object) -> None:
+        if uses_cuda():
+            _buffers().drop()
+
+
+def _buffers() -> Any:
+    from ..state.storage import pinned_buffers
+
+    return pinned_buffers
+
+
+def state_file() -> Any:
+    """Loaded late: a script without a launcher needs none of it."""
+    from ..state.storage import state_file
+
+    return state_file
+
+
+def required(data: bytes | None) -> bytes:
+    if data is None:
+        raise refusal("the ranks are not at one step: there is no random state of one", "use step_guard on each rank")
+    return data
+
+
+def uses_cuda() -> bool:
+    return bool(sys.modules["torch"].cuda.is_initialized())
+
+
+def _synchronize() -> None:
+    """Wait for the GPU, so that what is checked next holds for all that was queued before."""
+    if uses_cuda():
+        sys.modules["torch"].cuda.synchronize()

@@ -1,0 +1,96 @@
+"""Ranks under `hegmctl run --ranks` that fail in every way: those that live go on, and each loss is the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hegmctl.connection import connect
+from tests.e2e.daemon import RunningDaemon
+from tests.e2e.moved_job import SCRIPTS
+from tests.needs import need_torch
+from tests.patience import HANG_S
+
+pytestmark = [pytest.mark.e2e]
+need_torch()
+
+STEPS, SOFT_LIMIT_S = "24", "5"
+
+EXCEPTION = "rank=1,step=3,kind=exception"
+KILLED_IN_BACKWARD = "rank=0,step=6,kind=sigkill,phase=backward,generation=2"
+HANG = "rank=1,step=9,kind=hang,generation=3"
+TORN = "rank=0,step=12,kind=exception,phase=torn,generation=4"
+ALL_TORN = "rank=all,step=15,kind=oom,phase=torn,generation=5"
+
+IN_COMMIT = "rank=2,step=3,kind=exception,phase=commit"
+ALL_KILLED = "rank=all,step=7,kind=sigkill,phase=after,generation=2"
+SEGFAULT = "rank=1,step=12,kind=segfault,phase=backward,generation=3"
+KILLED_IN_RESTORE = "rank=1,step=12,kind=sigkill,phase=restore,generation=4"
+HOLDS_INTERPRETER = "rank=2,step=14,kind=gil,generation=5"
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
+    with RunningDaemon(tmp_path) as running:
+        yield running
+
+
+def _started(daemon: RunningDaemon, ranks: int, faults: str = "", *options: str) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "hegmctl", "--socket", str(daemon.socket_path), "run", "--ranks", str(ranks)]
+    script = [sys.executable, str(SCRIPTS / "block_ranks.py"), STEPS, SOFT_LIMIT_S]
+    return subprocess.Popen(
+        [*words, *options, "--", *script],
+        env={**os.environ, "HEGM_FAULT": faults},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _losses(output: str) -> set[tuple[str, ...]]:
+    """Each rank's step with its loss. A step that was made twice with another loss is in it twice."""
+    return {tuple(line.split()) for line in output.splitlines()}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "faults", "recoveries"),
+    [
+        (2, f"{EXCEPTION};{KILLED_IN_BACKWARD};{HANG};{TORN};{ALL_TORN}", 5),
+        (3, f"{IN_COMMIT};{ALL_KILLED};{SEGFAULT};{KILLED_IN_RESTORE};{HOLDS_INTERPRETER}", 4),
+        (1, "rank=0,step=5,kind=sigkill,phase=torn;rank=0,step=9,kind=lock,generation=2", 2),
+    ],
+)
+def test_ranks_that_fail_one_after_the_other_go_on_with_the_losses_of_the_undisturbed_run(
+    daemon: RunningDaemon, ranks: int, faults: str, recoveries: int
+) -> None:
+    expected, errors = _started(daemon, ranks).communicate(timeout=HANG_S)
+    assert len(_losses(expected)) == ranks * (int(STEPS) + 1), errors
+    job = _started(daemon, ranks, faults)
+    told, errors = job.communicate(timeout=HANG_S)
+    assert job.returncode == 0, errors
+    assert _losses(told) == _losses(expected), errors
+    with connect(str(daemon.socket_path)) as hegmd:
+        events = list(hegmd.events(kinds=("job.recovered",)))
+    assert len(events) == recoveries, errors
+
+
+def test_an_end_that_is_wanted_and_a_fault_that_comes_again_end_all_ranks(daemon: RunningDaemon) -> None:
+    ends = _started(daemon, 2, "rank=1,step=4,kind=exit")
+    again = _started(daemon, 2, ";".join(f"rank=1,step=4,kind=exception,generation={one}" for one in range(1, 9)))
+    _, errors = ends.communicate(timeout=HANG_S)
+    assert ends.returncode == 3, errors
+    _, errors = again.communicate(timeout=HANG_S)
+    assert again.returncode == 1
+    assert "3 recoveries in a row brought it no further" in errors
+    assert "HEGM_FAULT: exception in rank 1 at step 4" in errors
+    one = _started(daemon, 2, "rank=all,step=4,kind=hang")
+    os.kill(one.pid, signal.SIGTERM)
+    one.communicate(timeout=HANG_S)
+    assert one.returncode == -signal.SIGTERM

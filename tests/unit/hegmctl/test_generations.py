@@ -1,0 +1,278 @@
+"""Which step ranks go on from, and how their generations follow one another. A crew that only notes what is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hegmctl.generations import (
+    GATHERING,
+    HARD_LIMIT_S,
+    MAX_FRUITLESS,
+    OVER,
+    RESTORING,
+    RUNNING,
+    Attempt,
+    Generations,
+    choose,
+)
+
+
+def _recorded(ranks: int, *steps: int) -> list[frozenset[int]]:
+    return [frozenset(steps)] * ranks
+
+
+@pytest.mark.parametrize(
+    ("offers", "recorded", "slots", "expected"),
+    [
+        # All are at one step.
+        ((7, 7), (7,), {0: 5, 1: 6}, (7, None, None)),
+        # A rank failed after the last all-reduce and before its step: the others give it the higher one.
+        ((7, 8, 7), (7, 8), {0: 5}, (8, None, 1)),
+        ((None, 8), (8,), {}, (8, None, 1)),
+        # What a rank has of its own is not known for the higher step.
+        ((7, 8), (7,), {}, (7, None, 0)),
+        # Nobody has a whole state but the snapshots.
+        ((None, None), (), {0: 5, 1: 6}, (6, 1, None)),
+        # A snapshot of that very step is there.
+        ((None, 6), (6,), {0: 5, 1: 6}, (6, 1, None)),
+        ((None, 6), (), {0: 5}, (5, 0, None)),
+        ((None, None), (), {}, None),
+    ],
+)
+def test_all_go_on_from_the_highest_step_that_every_rank_can_be_given(
+    offers: tuple[int | None, ...], recorded: tuple[int, ...], slots: dict[int, int], expected: Any
+) -> None:
+    source = choose(offers, _recorded(len(offers), *recorded), slots)
+    assert (None if source is None else (source.step, source.slot, source.donor)) == expected
+
+
+def test_a_state_that_cannot_be_given_is_of_use_only_where_all_have_it() -> None:
+    assert choose((None, 8), _recorded(2, 8), {}, gives=False) is None
+    found = choose((8, 8), _recorded(2, 8), {}, gives=False)
+    assert found is not None
+    assert found.step == 8
+
+
+def test_only_a_training_that_has_made_no_step_begins_anew() -> None:
+    found = choose((None, None), _recorded(2), {}, is_new=True)
+    assert found is not None
+    assert found.step is None
+    assert choose((None, None), _recorded(2), {}, is_new=False) is None
+
+
+class NotingCrew:
+    """Two ranks and no daemon."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, str, dict[str, Any]]] = []
+        self.killed: list[int] = []
+        self.replaced: list[int] = []
+        self.held: dict[int, tuple[int, int]] = {}
+        self.records: set[int] = set()
+        self.at: dict[int, tuple[float, float, int]] = {0: (0.0, 0.0, 0), 1: (0.0, 0.0, 0)}
+        self.why: str | None = None
+        self.noted: list[Attempt] = []
+        self.cleared = 0
+
+    def send(self, rank: int, do: str, **what: Any) -> None:
+        self.sent.append((rank, do, what))
+
+    def kill(self, rank: int) -> None:
+        self.killed.append(rank)
+
+    def replace(self, rank: int) -> None:
+        self.replaced.append(rank)
+
+    def slots(self) -> dict[int, tuple[int, int]]:
+        return self.held
+
+    def has_record(self, rank: int, step: int) -> bool:
+        return step in self.records
+
+    def progress(self, rank: int) -> tuple[float, float, int]:
+        return self.at[rank]
+
+    def forget_records(self) -> None:
+        self.cleared += 1
+
+    def note(self, attempt: Attempt) -> None:
+        self.noted.append(attempt)
+
+    def give_up(self, why: str, rank: int | None) -> None:
+        self.why = why
+
+    def told(self, do: str) -> list[tuple[int, dict[str, Any]]]:
+        """What was said of that kind since the last look."""
+        found = [(rank, what) for rank, one, what in self.sent if one == do]
+        self.sent = [one for one in self.sent if one[1] != do]
+        return found
+
+
+@pytest.fixture
+def crew() -> NotingCrew:
+    return NotingCrew()
+
+
+@pytest.fixture
+def running(crew: NotingCrew) -> Generations:
+    """Two ranks that have begun at step 0, and are at step 7."""
+    made = Generations(2, crew)
+    for rank in (0, 1):
+        made.joined(rank, 1, None, 0.0, is_new=True)
+    assert [rank for rank, _ in crew.told("plan")] == [0, 1]
+    for rank in (0, 1):
+        made.restored(rank, 1, 0.0)
+        made.stepped(rank, 1, 0.0)
+    crew.told("go")
+    crew.records = {7}
+    crew.at = {0: (10.0, 1.0, 7), 1: (10.0, 1.0, 7)}
+    assert made.phase == RUNNING
+    return made
+
+
+def _recovered(made: Generations, step: int, now: float) -> None:
+    for rank in (0, 1):
+        made.joined(rank, made.generation, step, now)
+    for rank in (0, 1):
+        made.restored(rank, made.generation, now)
+    assert made.phase == RUNNING
+    for rank in (0, 1):
+        made.stepped(rank, made.generation, now)
+
+
+def test_a_fault_of_one_rank_stops_all_and_each_goes_on_from_its_own_memory(
+    crew: NotingCrew, running: Generations
+) -> None:
+    running.failed(1, 1, "ValueError: no", 11.0)
+    assert crew.told("abort") == [(0, {"generation": 2}), (1, {"generation": 2})]
+    _recovered(running, 7, 11.5)
+    assert [(rank, plan["step"], plan["slot"], plan["gives"]) for rank, plan in crew.told("plan")] == [
+        (0, 7, None, False),
+        (1, 7, None, False),
+    ]
+    last = crew.noted[-1]
+    assert (last.result, last.from_step, last.why) == ("recovered", 7, "rank 1: ValueError: no")
+    assert (last.gathered_s, last.restored_s, last.trained_s) == (0.5, 0.5, 0.5)
+
+
+def test_what_ranks_say_of_an_older_generation_is_ignored(crew: NotingCrew, running: Generations) -> None:
+    running.failed(1, 1, "first", 11.0)
+    crew.told("abort")
+    running.failed(0, 1, "its collective ended", 11.0)
+    running.restored(0, 1, 11.0)
+    running.finished(0, 1, 11.0)
+    assert (running.generation, running.phase, crew.told("abort")) == (2, GATHERING, [])
+    running.joined(0, 1, 7, 11.0)  # it has not heard of the second one
+    assert crew.told("abort") == [(0, {"generation": 2})]
+    assert crew.told("plan") == []
+
+
+def test_a_rank_in_the_place_of_a_dead_one_is_given_the_state_of_one_that_lives(
+    crew: NotingCrew, running: Generations
+) -> None:
+    crew.held = {0: (1, 5)}
+    running.died(1, "was ended by signal 9", 11.0)
+    assert crew.replaced == [1]
+    running.joined(1, 1, None, 12.0, is_new=True)
+    running.joined(1, 2, None, 12.0, is_new=True)
+    running.joined(0, 2, 7, 12.0)
+    ((rank, plan),) = crew.told("plan")
+    assert (rank, plan["gives"], plan["slot"], plan["next_slot"]) == (0, True, None, 1)  # not over the last snapshot
+    crew.held[1] = (2, 7)
+    running.restored(0, 2, 12.0)
+    ((rank, plan),) = crew.told("plan")
+    assert (rank, plan["slot"], plan["step"]) == (1, 1, 7)
+    running.restored(1, 2, 12.0)
+    assert [rank for rank, _ in crew.told("go")] == [0, 1]
+
+
+def test_the_death_of_another_rank_while_all_stop_is_no_further_recovery(
+    crew: NotingCrew, running: Generations
+) -> None:
+    running.failed(0, 1, "its peer closed the connection", 11.0)
+    running.died(1, "was ended by signal 9", 11.0)
+    assert (running.generation, running.recoveries, crew.replaced) == (2, 1, [1])
+    assert crew.noted[-1].why == "rank 1 was ended by signal 9"
+    running.died(1, "was ended by signal 9", 12.0)  # the new one, before it has come to its block
+    assert (running.generation, running.recoveries) == (3, 2)
+
+
+def test_a_snapshot_that_cannot_be_used_is_not_used_again(crew: NotingCrew, running: Generations) -> None:
+    crew.held = {0: (1, 5), 1: (1, 6)}
+    running.failed(0, 1, "torn", 11.0)
+    for rank in (0, 1):
+        running.joined(rank, 2, None, 11.0)
+    assert {plan["slot"] for _, plan in crew.told("plan")} == {1}
+    running.unusable(1, 2, "1 of 2 parts do not fit their checksums", 11.0)
+    for rank in (0, 1):
+        running.joined(rank, 3, None, 11.0)
+    assert {plan["slot"] for _, plan in crew.told("plan")} == {0}
+    running.unusable(1, 3, "the same", 11.0)
+    for rank in (0, 1):
+        running.joined(rank, 4, None, 11.0)
+    assert running.phase == OVER
+    assert "the state of no step" in (crew.why or "")
+
+
+def test_recoveries_that_bring_the_training_no_further_are_bounded(crew: NotingCrew, running: Generations) -> None:
+    for _ in range(MAX_FRUITLESS):
+        running.failed(1, running.generation, "again", 11.0)
+        _recovered(running, 7, 11.0)
+    running.failed(1, running.generation, "again", 11.0)
+    assert running.phase == OVER
+    assert "brought it no further" in (crew.why or "")
+
+
+def test_the_number_of_recoveries_is_bounded_where_it_is_said(crew: NotingCrew) -> None:
+    made = Generations(2, crew, max_recoveries=0)
+    for rank in (0, 1):
+        made.joined(rank, 1, None, 0.0, is_new=True)
+    made.failed(1, 1, "first", 1.0)
+    assert "--max-recoveries" in (crew.why or "")
+
+
+def test_a_rank_without_progress_is_asked_first_and_one_that_is_parked_does_not_hang(
+    crew: NotingCrew, running: Generations
+) -> None:
+    assert running.tick(10.9)
+    assert crew.told("ask") == []
+    running.tick(11.1)
+    assert [rank for rank, _ in crew.told("ask")] == [0, 1]
+    running.is_parked()
+    running.tick(20.0)
+    assert running.phase == RUNNING
+    running.tick(20.6)
+    assert running.phase == GATHERING
+    assert crew.noted[-1].why == "rank 0 made no step for 10.6 s"
+    assert crew.noted[-1].fell_at == 10.0
+
+
+def test_a_rank_that_does_not_stop_is_killed_and_a_section_without_a_limit_may_take_long(
+    crew: NotingCrew, running: Generations
+) -> None:
+    crew.at = {0: (10.0, 0.0, 7), 1: (10.0, 0.0, 7)}
+    running.tick(1000.0)
+    assert running.phase == RUNNING
+    running.failed(1, 1, "no", 1000.0)
+    running.joined(1, 2, 7, 1000.0)
+    running.tick(1000.0 + HARD_LIMIT_S)
+    assert crew.killed == []
+    running.tick(1000.1 + HARD_LIMIT_S)
+    assert crew.killed == [0]
+
+
+def test_a_second_block_begins_without_what_the_first_one_left(crew: NotingCrew, running: Generations) -> None:
+    crew.held = {0: (1, 7)}
+    running.finished(0, 1, 12.0)
+    assert crew.told("over") == []  # the other rank may need its state
+    running.finished(1, 1, 12.0)
+    assert [rank for rank, _ in crew.told("over")] == [0, 1]
+    running.joined(0, 1, None, 13.0, is_new=True)
+    assert crew.cleared == 1
+    for rank in (0, 1):
+        running.joined(rank, 2, None, 13.0, is_new=True)
+    assert running.phase == RESTORING
+    assert {plan["step"] for _, plan in crew.told("plan")} == {None}
+    assert not running.can_replace
