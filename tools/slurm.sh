@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Unpacks the distribution's Slurm (slurmctld, slurmd and its clients) below build/slurm, for the tests of
+# Unpacks the distribution's Slurm (slurmctld, slurmd, its clients and its headers) below build/slurm, for the tests of
 # contrib/slurm. Installs nothing and needs no root. apt checks what it fetches against the archive's signature.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 place=build/slurm
-packages=(slurmctld slurmd slurm-client slurm-wlm-basic-plugins)
+packages=(slurmctld slurmd slurm-client slurm-wlm-basic-plugins libslurm-dev)
 
 say() { echo "slurm: $*" >&2; }
 
-if [ -x "$place/usr/sbin/slurmctld-wlm" ]; then exit 0; fi
+if [ -x "$place/usr/sbin/slurmctld-wlm" ] && [ -e "$place/usr/include/slurm/spank.h" ]; then exit 0; fi
 for needed in apt-get apt-cache dpkg-deb; do
     command -v "$needed" >/dev/null || { say "there is no $needed here; its tests are skipped"; exit 1; }
 done

@@ -42,15 +42,21 @@ class Signal:
 
 
 class Signals:
-    """All of them, blocked for as long as this is entered, and taken by `next`. For a process with one thread."""
+    """All of them, blocked for as long as this is entered, and taken by `next`. For a process with one thread.
 
-    def __init__(self) -> None:
+    What is started here ignores `ignores`; blocked, they come here all the same.
+    """
+
+    def __init__(self, ignores: Sequence[signal.Signals] = ()) -> None:
+        self._ignores = ignores
         self._taken = signal.valid_signals() - _FAULTS - {signal.SIGKILL, signal.SIGSTOP}
         self.before: set[signal.Signals] = set()
 
     def __enter__(self) -> Self:
         self.before = {signal.Signals(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, self._taken)}
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, children would vanish without their status
+        for number in self._ignores:
+            signal.signal(number, signal.SIG_IGN)
         return self
 
     def __exit__(self, *_exc: object) -> None:

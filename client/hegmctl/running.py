@@ -1,10 +1,10 @@
 """`hegmctl run`: puts the agent in a command's way and becomes that command.
 
-With `--allow-restart` it stays as its parent instead (`supervisor`). Otherwise nothing stays behind: after the exec
-there is only the command, under the same pid, in the same process group, with the same terminal and signals. What is
-different for it is its environment: the agent's folder first on PYTHONPATH, what the agent has to know in HEGM_SOCKET,
-HEGM_RUN, HEGM_JOB, HEGM_GPU and HEGM_IMAGES, and with `--gpu` the GPUs that it sees. Where nobody listens, a daemon is
-started first, of which the command is neither parent nor child; it ends by itself after the last job.
+With `--allow-restart` or `--slurm` it stays as its parent instead (`supervisor`). Otherwise nothing stays behind: after
+the exec there is only the command, under the same pid, in the same process group, with the same terminal and signals.
+What is different for it is its environment: the agent's folder first on PYTHONPATH, what the agent has to know in
+HEGM_SOCKET, HEGM_RUN, HEGM_JOB, HEGM_GPU and HEGM_IMAGES, and with `--gpu` the GPUs that it sees. Where nobody listens,
+a daemon is started first, of which the command is neither parent nor child; it ends by itself after the last job.
 
 Longer than 400 lines because all that is done before the command begins is here.
 """
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from hegmctl.cli import Session
     from hegmctl.connection import Connection
     from hegmctl.recovering import Recovery
+    from hegmctl.restart_client import DaemonDesk
     from hegmd.protocol.snapshots import Gpu
 
 # What is started so is on no GPU, and what is started so waits until hegmd has chosen one.
@@ -69,10 +70,8 @@ def run(session: Session) -> int:
     """Become the command, or stay with it. Raises HegmError when there is none, or a daemon that does not serve us."""
     arguments = session.arguments
     recovery = recovery_asked(arguments)
-    ranks, supervised = arguments.whole("ranks"), _is_supervised(arguments)
-    if ranks is not None and supervised:
-        hint = "leave --recover and --allow-restart out: the ranks recover by themselves"
-        raise HegmError(USAGE, "--ranks goes without --recover and --allow-restart", hint)
+    ranks, restarts, grace_s = _kind_of_parent(arguments)
+    own = dict(os.environ)
     command = arguments.tail
     if not command:
         raise HegmError(USAGE, "run needs a command", "hegmctl run python3 train.py")
@@ -81,7 +80,7 @@ def run(session: Session) -> int:
     asked = gpus_asked(arguments.text("gpu"), waits=arguments.whole("bytes") is not None)
     _require_name(arguments.text("name"))
     require(command)
-    if supervised:
+    if restarts:
         _require_agent(session, command)
     endpoint, run_id = find_endpoint(arguments.text("socket")), os.urandom(8).hex()
     try:
@@ -106,10 +105,29 @@ def run(session: Session) -> int:
         session.sink.note(note)
     if ranks is not None:
         return _launch(session, endpoint.path, command, ranks)
-    if not supervised:
+    if not restarts:
         os.environ.pop(ALLOW_RESTART, None)
-        become(command)
-    return _stay_with(session, endpoint.path, command, seen.gpus, recovery)
+        if grace_s is None:
+            become(command)
+    path = os.path.abspath(endpoint.path)
+    desk = _desk(session, path, command, seen.gpus, recovery) if restarts else None
+    return _stay_with(session, desk, command, None if grace_s is None else (seen.job, path, own, grace_s))
+
+
+def _kind_of_parent(arguments: Arguments) -> tuple[int | None, bool, float | None]:
+    """How many ranks it starts itself, whether the command may be restarted, and the grace time of Slurm.
+
+    Raises HegmError.
+    """
+    ranks, restarts, grace_s = arguments.whole("ranks"), _is_supervised(arguments), None
+    if arguments.flag("slurm"):
+        from hegmctl.slurm import grace_s as grace_of
+
+        grace_s = grace_of(os.environ)
+    if ranks is not None and (restarts or grace_s is not None):
+        hint = "leave --recover, --allow-restart and --slurm out: the ranks recover by themselves"
+        raise HegmError(USAGE, "--ranks goes without --recover, --allow-restart and --slurm", hint)
+    return ranks, restarts, grace_s
 
 
 def _require_name(name: str | None) -> None:
@@ -148,20 +166,18 @@ def _require_agent(session: Session, command: Sequence[str]) -> None:
     session.sink.note(f"`{word}` keeps hegmd's agent out of {command[0]}: the job runs, but cannot be restarted")
 
 
-def _stay_with(
+def _desk(
     session: Session, path: str, command: Sequence[str], gpus: Sequence[str], recovery: Recovery | None
-) -> int:
-    """Be the parent of the command; its exit status."""
-    from hegmctl.output import flush
+) -> DaemonDesk:
+    """Who has the command restarted: the daemon."""
     from hegmctl.restart_client import TRIES, DaemonDesk
-    from hegmctl.supervisor import Start, Supervisor
 
     arguments = session.arguments
     os.environ[ALLOW_RESTART] = "1"
     if arguments.flag("truncate-outputs"):
         os.environ[TRUNCATE_OUTPUTS] = str(os.getpid())
-    desk = DaemonDesk(
-        os.path.abspath(path),
+    return DaemonDesk(
+        path,
         command,
         os.environ,
         say=session.sink.note,
@@ -171,9 +187,23 @@ def _stay_with(
         ready=arguments.text("ready"),
         recovery=recovery,
     )
+
+
+def _stay_with(
+    session: Session,
+    desk: DaemonDesk | None,
+    command: Sequence[str],
+    slurm: tuple[str | None, str, Mapping[str, str], float] | None,
+) -> int:
+    """Be the parent of the command, which nobody restarts without a desk; its exit status."""
+    from hegmctl.output import flush
+    from hegmctl.slurm import OneStart, SlurmSignals
+    from hegmctl.supervisor import Start, Supervisor
+
     flush()
-    first = None if arguments.text("resume") is not None else Start(command, os.environ)
-    return Supervisor(desk, session.sink.note).run(first)
+    first = None if session.arguments.text("resume") is not None else Start(command, os.environ)
+    signals = None if slurm is None else SlurmSignals(*slurm)
+    return Supervisor(desk or OneStart(), session.sink.note, signals).run(first)
 
 
 def _launch(session: Session, path: str, command: Sequence[str], ranks: int) -> int:
@@ -286,14 +316,17 @@ def gpus_asked(text: str | None, *, waits: bool = False) -> tuple[str, ...]:
 
 class Seen:
     """What the daemon said: the ids of the GPUs that were named, by which variables a process sees them and no others,
-    and the name of the job."""
+    and the name and the id of the job."""
 
-    __slots__ = ("gpus", "name", "visible")
+    __slots__ = ("gpus", "job", "name", "visible")
 
-    def __init__(self, gpus: tuple[str, ...], visible: dict[str, str], name: str | None) -> None:
+    def __init__(
+        self, gpus: tuple[str, ...], visible: dict[str, str], name: str | None, job: str | None = None
+    ) -> None:
         self.gpus = gpus
         self.visible = visible
         self.name = name
+        self.job = job
 
 
 def _look_at_daemon(session: Session, asked: tuple[str, ...], run_id: str, socket: str | None = None) -> Seen:
@@ -307,10 +340,10 @@ def _look_at_daemon(session: Session, asked: tuple[str, ...], run_id: str, socke
         from hegmd.protocol.messages import PlaceJob
 
         with session.connect(socket=socket) as connection:
-            name = _register(session, connection, run_id)
+            names = _register(session, connection, run_id)
         gpu = wait_for_gpu(session, PlaceJob(run=run_id, gpu=asked[0], size_bytes=size_bytes), socket)
         with session.connect(socket=socket) as connection:
-            return Seen((gpu,), visible((gpu,), connection.gpus().gpus), name)
+            return Seen((gpu,), visible((gpu,), connection.gpus().gpus), *names)
     with session.connect(socket=socket) as connection:
         gpus, variables = asked, dict[str, str]()
         if asked:
@@ -319,11 +352,14 @@ def _look_at_daemon(session: Session, asked: tuple[str, ...], run_id: str, socke
             if len(set(gpus)) < len(gpus):
                 raise HegmError(USAGE, f"--gpu {','.join(asked)} names a GPU twice", "write each once")
             variables = visible(gpus, known)
-        return Seen(gpus, variables, _register(session, connection, run_id))
+        return Seen(gpus, variables, *_register(session, connection, run_id))
 
 
-def _register(session: Session, connection: Connection, run_id: str) -> str | None:
-    """Have the daemon enter this process as a job; its name, which a daemon of an earlier release does not give."""
+def _register(session: Session, connection: Connection, run_id: str) -> tuple[str | None, str | None]:
+    """Have the daemon enter this process as a job; its name and id, which a daemon of an earlier release does not give.
+
+    Raises HegmError.
+    """
     from hegmd.protocol.messages import JobRegistered, RegisterJob
 
     arguments = session.arguments
@@ -338,10 +374,10 @@ def _register(session: Session, connection: Connection, run_id: str) -> str | No
             raise
         if error.code is not INCOMPATIBLE:  # as a daemon of an earlier release says
             session.sink.note(f"{error.message}; the job runs, and is named once its agent connects")
-        return wanted
+        return wanted, None
     if wanted is not None and job.name != wanted:
         session.sink.note(f"another job is called {wanted}: this one is {job.name} ({job.id})")
-    return job.name
+    return job.name, job.id
 
 
 def visible(asked: Sequence[str], known: Sequence[Gpu]) -> dict[str, str]:

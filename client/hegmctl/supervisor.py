@@ -12,6 +12,7 @@ waits for comes as one too (SIGIO).
 from __future__ import annotations
 
 import os
+from signal import SIGCHLD, SIGCONT, SIGIO, SIGTSTP
 from time import monotonic
 
 from hegmctl.parenthood import ENDS, STOPS, Child, Signals, end_like, reap, start, stop_as_told
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from hegmctl.parenthood import Signal
     from hegmctl.prestart import Beforehand, Readied
+    from hegmctl.slurm import SlurmSignals
 
     class Desk(Protocol):
         """Who says whether the command is to be started again, where, and from what."""
@@ -108,11 +110,12 @@ class GiveUp:
 
 
 class Supervisor:
-    """One command and its desk. `say` takes a line for whoever watches."""
+    """One command and its desk. `say` takes a line for whoever watches; `slurm` takes SIGTSTP and SIGCONT."""
 
-    def __init__(self, desk: Desk, say: Callable[[str], object]) -> None:
+    def __init__(self, desk: Desk, say: Callable[[str], object], slurm: SlurmSignals | None = None) -> None:
         self._desk = desk
         self._say = say
+        self._slurm = slurm
         self._child: Child | None = None
         self._told: int | None = None
         self._over: int | None = None
@@ -126,7 +129,7 @@ class Supervisor:
         Raises HegmError when it cannot be started at all. Where a signal ended the command, so does one this process,
         and this does not return.
         """
-        with Signals() as signals:
+        with Signals(ignores=() if self._slurm is None else (SIGTSTP,)) as signals:
             if first is not None:
                 self._start(first, signals)
             try:
@@ -134,11 +137,13 @@ class Supervisor:
                     look_at = self._desk.turn(monotonic(), None if self._child is None else self._child.pid)
                     self._make_ready(signals)
                     if self._child is None and not self._do_what_is_wanted(signals):
-                        self._hear(signals.next(_within_s(look_at, self._awaited_until())))
+                        self._hear(signals.next(_within_s(look_at, self._awaited_until())), signals)
                     elif self._child is not None and self._over is None:
-                        self._hear(signals.next(_within_s(look_at)))
+                        self._hear(signals.next(_within_s(look_at)), signals)
             finally:
                 self._unready()
+                if self._slurm is not None:
+                    self._slurm.close()
             self._desk.close()
         return end_like(self._over)
 
@@ -205,13 +210,14 @@ class Supervisor:
                 self._desk.not_started(error.message if isinstance(error, HegmError) else os.strerror(error.errno or 0))
         return wanted is not None
 
-    def _hear(self, came: Signal | None) -> None:
+    def _hear(self, came: Signal | None, signals: Signals) -> None:
         if came is None:
             return
-        from signal import SIGCHLD, SIGIO
-
         if came.number == SIGCHLD:
             reap(self._child, self._ended)
+        elif self._slurm is not None and came.number in (SIGTSTP, SIGCONT):
+            if self._child is not None:
+                self._slurm.take(came.number, self._child.pid, signals.before)
         elif came.number == SIGIO and not came.was_sent:
             pass  # something has come for the desk
         elif came.number in ENDS and self._child is None:

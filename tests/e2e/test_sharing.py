@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hegmctl.connection import Connection, connect
@@ -154,3 +155,45 @@ def test_a_job_without_room_waits_in_the_queue_and_starts(daemon: RunningDaemon)
         hegmd.release(lease.id)
     output, _ = waiting.communicate(timeout=HANG_S)
     assert (waiting.returncode, output) == (0, "gpu0\n")
+
+
+# What it notes is written before its next step, so before the next boundary.
+NOTES_SIGNALS = """
+import os, runpy, signal, sys
+notes = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)
+for number in (signal.SIGTSTP, signal.SIGCONT):
+    signal.signal(number, lambda number, _: os.write(notes, signal.Signals(number).name.encode() + b" "))
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_job_leaves_its_gpu_at_sigtstp_and_returns_at_sigcont_and_its_own_handlers_run(
+    daemon: RunningDaemon, tmp_path: Path
+) -> None:
+    script, notes = tmp_path / "notes.py", tmp_path / "notes"
+    script.write_text(NOTES_SIGNALS)
+    argv = [str(script), str(notes), *ARGV]
+    with Job(daemon, argv, "--slurm", "--gpu", "gpu0", forks=False) as job, job.connect() as hegmd:
+        job.steps(5)
+        (worker,) = psutil.Process(job.process.pid).children()
+        name = _job_of(hegmd, job.process.pid)
+
+        def tell(number: signal.Signals) -> None:
+            for pid in (job.process.pid, worker.pid):  # as Slurm: each process of the step
+                os.kill(pid, number)
+
+        tell(signal.SIGCONT)  # of a job that nobody has suspended
+        tell(signal.SIGTSTP)
+        _await(lambda: _states(hegmd) == {name: SUSPENDED})
+        tell(signal.SIGSTOP)
+        _await(lambda: worker.status() == psutil.STATUS_STOPPED)
+        lease = hegmd.make_room(10 * MIB, until_free=True).lease
+        assert lease is not None
+        tell(signal.SIGCONT)  # its GPU has no room for it yet
+        hegmd.release(lease.id)
+        _await(lambda: _states(hegmd) == {name: RUNNING})
+        job.steps(5)
+        printed = job.output()
+    assert {"SIGTSTP", "SIGCONT"} == set(notes.read_text().split())
+    is_as_undisturbed(ARGV, printed)

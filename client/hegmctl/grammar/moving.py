@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hegmctl.grammar.recovering import RECOVERY
 from hegmctl.grammar.rows import AFTER_PROGRESS, ONE, Form, Verb
-from hegmctl.grammar.sharing import PRIORITIES
+from hegmctl.grammar.sharing import PRIORITIES, SLURM
 from hegmctl.grammar.words import (
     FILES,
     JOB,
@@ -68,8 +68,8 @@ MOVING = (
         "Becomes the command, with hegmd's agent in every Python that it starts. Nothing is installed and no line of "
         "the script changes; exit status, signals, terminal and process group are the command's own. As in a shell, "
         "the exit status is 127 if the command is not found, and 126 if it cannot be run. If no daemon runs, starts "
-        "one for this user's processes, which exits after its last job. With --allow-restart it stays as the "
-        "command's parent and passes on signals and exit status; if it is killed, the command keeps running.",
+        "one for this user's processes, which exits after its last job. With --allow-restart or --slurm it stays as "
+        "the command's parent and passes on signals and exit status; if it is killed, the command keeps running.",
         handler="running:run",
         options=(
             Option(
@@ -122,6 +122,7 @@ MOVING = (
                 "another vendor or chip, or with another environment or Python; same as HEGM_ALLOW_RESTART=1",
             ),
             *RECOVERY,
+            SLURM,
             Option(
                 "--ready",
                 kind=TEXT,

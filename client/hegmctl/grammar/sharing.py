@@ -7,6 +7,11 @@ from hegmctl.grammar.words import GPUS, PID, PIDS, SECONDS, SIZE, Of, Option
 
 PRIORITIES = ("production", "normal", "best-effort")
 _PRIORITY = "production, normal, best-effort, or 0 to 100"
+SLURM = Option(
+    "--slurm",
+    doc="stay as the command's parent, and suspend the job when Slurm sends SIGTSTP, before Slurm stops its processes; "
+    "SIGCONT resumes it. The command ignores SIGTSTP unless it handles it",
+)
 
 SHARING = (
     Verb(

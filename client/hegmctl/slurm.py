@@ -1,0 +1,187 @@
+"""What `hegmctl run --slurm` does at Slurm's signals: SIGTSTP suspends the job, SIGCONT resumes it.
+
+Slurm sends SIGTSTP to all processes of a step, and SIGSTOP once `suspend_grace_time` is over. The parent of the command
+takes both signals here. Nothing of hegmd handles a signal in the command: it ignores SIGTSTP, which it inherits, and a
+handler that the script installs runs as ever. The daemon is asked by a process of its own, so that the parent never
+waits: that is this module as a program. It is ended as soon as the other signal comes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from time import monotonic, sleep
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from hegmctl.connection import Connection
+
+SIGNALS = frozenset((signal.SIGTSTP, signal.SIGCONT))
+SUSPEND, RESUME = "suspend", "resume"
+# The grace time that hegmd recommends, and the variable by which the SPANK plugin gives another one.
+GRACE_S, GRACE = 30.0, "HEGM_SLURM_GRACE"
+# Of the grace time: what the wait for a boundary may take. The rest is for the bytes.
+WAITS_SHARE = 2 / 3
+LOOK_INTERVAL_S, RETRY_S = 0.1, 1.0
+
+
+def grace_s(environ: Mapping[str, str]) -> float:
+    """How long Slurm waits from SIGTSTP to SIGSTOP. Raises HegmError if the variable is no time."""
+    from hegmd.errors import USAGE, HegmError
+
+    text = environ.get(GRACE) or f"{GRACE_S:g}"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1.0 <= seconds <= 3600.0:
+        raise HegmError(USAGE, f"{GRACE}={text[:40]} is no grace time", "write 1 to 3600 seconds, as in slurm.conf")
+    return seconds
+
+
+class SlurmSignals:
+    """Asks the daemon to suspend and resume one job. `job` is None where no daemon has given it an id."""
+
+    def __init__(self, job: str | None, path: str, environ: Mapping[str, str], grace_s: float) -> None:
+        self._job = job
+        self._path = path
+        self._environ = dict(environ)
+        self._limit_s = grace_s * WAITS_SHARE
+        self._has_suspended = False
+        self._asking: int | None = None
+
+    def take(self, number: int, pid: int, mask: set[signal.Signals]) -> None:
+        """One of the two signals came; `pid` is the command's, `mask` what a new process has blocked. Never waits."""
+        is_suspension = number == signal.SIGTSTP
+        if not is_suspension and not self._has_suspended:
+            return
+        self._has_suspended = is_suspension
+        self.close()
+        job = self._job or str(pid)
+        words = [SUSPEND, job, self._path, f"{self._limit_s:g}"] if is_suspension else [RESUME, job, self._path]
+        isolated = ["-I"] if sys.flags.isolated else []
+        argv = [sys.executable, *isolated, "-m", "hegmctl.slurm", *words]
+        # Of the job's output only standard error is ours.
+        output = [(os.POSIX_SPAWN_DUP2, 2, 1)]
+        asking = os.posix_spawn(argv[0], argv, self._environ, file_actions=output, setsigmask=mask)
+        self._asking = os.pidfd_open(asking)  # it is not reaped yet
+
+    def close(self) -> None:
+        """End the process that asks, if there is one."""
+        asking, self._asking = self._asking, None
+        if asking is not None:
+            try:
+                signal.pidfd_send_signal(asking, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it has ended
+            finally:
+                os.close(asking)
+
+
+class OneStart:
+    """The desk of a command that is never started again."""
+
+    def turn(self, now: float, pid: int | None) -> None:
+        """Nothing comes."""
+
+    def ended(self, status: int, *, told: int | None) -> bool:
+        """Its end is the end."""
+        return False
+
+    def wanted(self) -> None:
+        """No other start."""
+
+    def expected(self) -> None:
+        """No other start."""
+
+    def is_ready(self, pid: int | None) -> None:
+        """Nothing is made ready."""
+
+    def started(self, pid: int, *, was_ready: bool = False) -> None:
+        """The command runs."""
+
+    def not_started(self, why: str) -> None:
+        """It is not started again."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def suspend(hegmd: Connection, job: str, limit_s: float) -> str:
+    """Suspend the job; what came of it, in words. Raises HegmError.
+
+    Sharing may be suspending it already, for the lease of Slurm's Prolog: then this waits, and asks again, so that only
+    SIGCONT resumes the job.
+    """
+    from hegmd.errors import BUSY, HegmError
+    from hegmd.protocol.jobs import SUSPENDED
+
+    began, operation = monotonic(), None
+    while operation is None:
+        try:
+            operation = hegmd.suspend(job, limit_s=limit_s).operation
+        except HegmError as error:
+            if error.code is not BUSY or monotonic() - began > limit_s:
+                raise
+            sleep(LOOK_INTERVAL_S)
+    if operation.failure is not None:
+        return f"Slurm suspends this job, and it keeps its GPU: {operation.failure.message}"
+    if operation.phase != SUSPENDED:
+        return "Slurm suspends this job, and it keeps its GPU: hegmctl ops has the reason"
+    return f"Slurm suspends this job: it has left its GPU after {monotonic() - began:.1f} s"
+
+
+def resume(connect: Callable[[], Connection], job: str, say: Callable[[str], object]) -> None:
+    """Resume the job, as soon as there is room for it; until then, say once why it waits."""
+    from hegmd.errors import NOT_FOUND, HegmError
+    from hegmd.protocol.jobs import SUSPENDED
+
+    told = ""
+    while True:
+        pause_s = LOOK_INTERVAL_S
+        try:
+            with connect() as hegmd:
+                seen = hegmd.job(job).job
+                if seen.operation is None:
+                    return  # it was not suspended, or runs again
+                if seen.state == SUSPENDED:
+                    hegmd.resume(job)
+                    say("Slurm resumes this job: it is back on its GPU")
+                    return
+        except HegmError as error:
+            if error.code is NOT_FOUND:
+                return  # it has ended
+            if error.message != told:
+                told = error.message
+                say(f"Slurm resumes this job, which waits: {told}")
+            pause_s = RETRY_S
+        sleep(pause_s)
+
+
+def main(words: Sequence[str]) -> None:
+    """What the process that asks does: `suspend JOB SOCKET SECONDS`, or `resume JOB SOCKET`."""
+    from hegmctl.connection import connect
+    from hegmctl.output import sink_for
+    from hegmd.errors import HegmError
+
+    what, job, path, *rest = words
+    say = sink_for(json=False, quiet=False, colour=None).note
+
+    def asked() -> Connection:
+        return connect(path, timeout_s=None, name="hegmctl run --slurm")
+
+    try:
+        if what == SUSPEND:
+            with asked() as hegmd:
+                say(suspend(hegmd, job, float(rest[0])))
+        else:
+            resume(asked, job, say)
+    except HegmError as error:
+        say(f"Slurm suspends this job, and it keeps its GPU: {error.message}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
