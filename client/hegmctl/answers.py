@@ -41,6 +41,16 @@ class HegmAnswer(Record):
     agent: str | None = field("the folder of the hegmd whose agent they load")
 
 
+class RecoveryPlan(Record):
+    """The answer of `hegmctl run --recover --dry-run`."""
+
+    command: tuple[str, ...] = field("what would be started")
+    interval_s: float | None = field("time between two snapshots; null for 100 times what the last one cost")
+    truncates: bool = field("whether output files are cut back to their length at the snapshot")
+    causes: tuple[str, ...] = field("ends of the command that are recovered from: signal, error")
+    against: tuple[str, ...] = field("what would keep it from being protected, as far as its words tell")
+
+
 class PingAnswer(Record):
     """The answer of `hegmctl ping`."""
 

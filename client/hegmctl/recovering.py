@@ -16,7 +16,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from hegmctl.answers import RecoveryPlan
     from hegmctl.arguments import Arguments
+    from hegmctl.cli import Session
+    from hegmctl.tables import Style
 
 SIGNAL, ERROR = "signal", "error"
 CAUSES = (SIGNAL, ERROR)
@@ -34,6 +37,7 @@ class Recovery:
         self, wish: RecoveryWish, causes: Collection[str] = CAUSES, final_statuses: Collection[int] = ()
     ) -> None:
         self.wish = wish
+        self.causes = tuple(causes)
         self._causes = frozenset(causes)
         self._final = frozenset(final_statuses)
         #: Whether the daemon has a snapshot of the job.
@@ -58,7 +62,8 @@ def recovery_asked(arguments: Arguments) -> Recovery | None:
     causes, final, hang = (arguments.text(key) for key in ("recover-from", "final-status", "hang-limit"))
     if text is None:
         own = (None if arguments.whole("ranks") is not None else most, causes, final, hang)
-        if any(value is not None for value in own) or arguments.flag("truncate-outputs"):
+        is_for_recovery = any(value is not None for value in own)
+        if is_for_recovery or arguments.flag("truncate-outputs") or arguments.flag("dry-run"):
             hint = "hegmctl run --recover --max-recoveries 10 -- COMMAND"
             raise HegmError(USAGE, "--max-recoveries, --hang-limit and their like are for --recover", hint)
         return None
@@ -67,6 +72,44 @@ def recovery_asked(arguments: Arguments) -> Recovery | None:
         raise HegmError(USAGE, f"--recover-from {causes} is no list of causes", f"write some of: {','.join(CAUSES)}")
     wish = RecoveryWish(interval_s=_interval_s(text), max_recoveries=most, hang_limit_s=_hang_limit_s(hang))
     return Recovery(wish, named, _statuses(final))
+
+
+def tell_plan(session: Session, recovery: Recovery) -> None:
+    """Say what `hegmctl run --recover` would do with that command."""
+    from hegmctl.answers import RecoveryPlan
+    from hegmctl.isolation import leaves_out
+
+    arguments = session.arguments
+    word = leaves_out(arguments.tail)
+    against = [] if word is None else [f"`{word}` keeps hegmd's agent out of {arguments.tail[0]}: leave it out"]
+    plan = RecoveryPlan(
+        command=tuple(arguments.tail),
+        interval_s=recovery.wish.interval_s,
+        truncates=arguments.flag("truncate-outputs"),
+        causes=recovery.causes,
+        against=tuple(against),
+    )
+    session.sink.answer(plan, _plan_text)
+
+
+def _plan_text(plan: RecoveryPlan, _style: Style) -> list[str]:
+    from hegmctl.quantities import duration
+    from hegmctl.tables import printable
+
+    every = "100 times what a snapshot costs" if plan.interval_s is None else duration(plan.interval_s)
+    repeats = (
+        "files that the script appends to are cut back to their length at the snapshot"
+        if plan.truncates
+        else "repeated steps print and append their lines again: --truncate-outputs cuts files back"
+    )
+    return [
+        f"command: {printable(' '.join(plan.command))}",
+        f"snapshots: every {every}; two states of each process in host memory",
+        f"recovered from: {', '.join(plan.causes)}",
+        f"output: {repeats}",
+        *(f"not protected: {printable(why)}" for why in plan.against),
+        "whether its state can be saved is known at its first batch: hegmctl recovery, and docs/restarts.md",
+    ]
 
 
 def _interval_s(text: str) -> float | None:

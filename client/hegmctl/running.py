@@ -18,7 +18,7 @@ from time import monotonic, sleep
 from hegmctl.endpoint import SYSTEM_SOCKET, Endpoint, find_endpoint, is_private, own_socket
 from hegmctl.exec_command import become, require
 from hegmctl.grammar.moving import NVLS, READY_WHEN
-from hegmctl.recovering import recovery_asked
+from hegmctl.recovering import recovery_asked, tell_plan
 from hegmd.errors import (
     BAD_REQUEST,
     DENIED,
@@ -80,6 +80,9 @@ def run(session: Session) -> int:
     asked = gpus_asked(arguments.text("gpu"), waits=arguments.whole("bytes") is not None)
     _require_name(arguments.text("name"))
     require(command)
+    if recovery is not None and arguments.flag("dry-run"):
+        tell_plan(session, recovery)
+        return 0
     if restarts:
         _require_agent(session, command)
     endpoint, run_id = find_endpoint(arguments.text("socket")), os.urandom(8).hex()

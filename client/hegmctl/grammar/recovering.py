@@ -51,6 +51,11 @@ RECOVERY = (
         "length at the snapshot; without it, repeated steps repeat their output",
     ),
     Option(
+        "-n",
+        "--dry-run",
+        doc="with --recover: start nothing, and say what would be recovered and how, and what prevents it",
+    ),
+    Option(
         "--restart-tries",
         kind=POSITIVE,
         metavar="NUMBER",

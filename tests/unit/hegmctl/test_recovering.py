@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import sys
+
 import pytest
 
 from hegmctl.arguments import parse
+from hegmctl.cli import run
 from hegmctl.recovering import Recovery, recovery_asked
 from hegmctl.recovery_text import recovery_text
 from hegmctl.tables import Style
@@ -101,3 +105,21 @@ def test_slots_and_recoveries_are_shown_with_what_they_cost() -> None:
     assert "ended by signal 9" in text
     assert "2.5 s" in text
     assert recovery_text(RecoveryReply(taken_utc=1.0, jobs=()), Style())[0].startswith("No job is protected here")
+
+
+def test_a_dry_run_says_what_would_be_recovered_and_what_prevents_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """And starts nothing, nor asks a daemon."""
+    python = sys.executable
+    assert run(["run", "--recover=30s", "--recover-from", "signal", "--dry-run", "--", python, "-S", "no.py"]) == 0
+    told = capsys.readouterr().out
+    for line in ("every 30 s", "recovered from: signal\n", "--truncate-outputs cuts files back", "not protected: `-S`"):
+        assert line in told
+    assert run(["run", "--recover", "--truncate-outputs", "-n", "--json", "--", python, "no.py"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["interval_s"], plan["truncates"], plan["against"]) == (None, True, [])
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--truncate-outputs"])
+def test_what_is_about_recoveries_needs_one(option: str) -> None:
+    with pytest.raises(HegmError, match="are for --recover"):
+        _asked(option)
