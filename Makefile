@@ -26,6 +26,7 @@ demo: ## start a simulated node with a few processes and look at it
 	@$(PYTHON) contrib/demo/demo.py
 	@$(PYTHON) contrib/demo/moving.py
 	@$(PYTHON) -m contrib.demo.sharing
+	@$(PYTHON) -m contrib.demo.recovering
 
 # One more of these than processors: end to end tests wait for a third of their time. More gain nothing.
 # WORKERS= runs one test after the other.

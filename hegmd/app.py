@@ -129,6 +129,7 @@ class App:
             simulator=self._simulator,
             managed=self._manager.present,
         )
+        self._moving.evacuation.on = config.evacuate.on
         self._sharing = Sharing(self._moving, self._events, sharing_rules(config), start_ticks_of)
         self._admission = Admission(self._policy, config.limits.clients, config.limits.clients_per_uid)
         self._dispatcher = Dispatcher(Handlers(self._services()).table(), self._policy, self._counters, self._audit)
@@ -297,6 +298,7 @@ class App:
             self._textfile.configure(in_force.metrics.textfile, in_force.metrics.textfile_interval_s)
             self._inventory.set_query_deadline(in_force.inventory.query_deadline_s)
             self._inventory.set_refresh(in_force.inventory.refresh_s)
+            self._moving.evacuation.on = in_force.evacuate.on
             self._config = in_force
             logger.info("configuration read again", extra=fields(changed=changed, after_restart=after_restart))
             self._events.record("config.reloaded", "info", "configuration read again", facts={"changed": list(changed)})
@@ -374,6 +376,7 @@ class App:
 
     def _count_look(self, snapshot: NodeSnapshot, took_s: float) -> None:
         self._counters.refreshed(took_s)
+        self._moving.evacuation.see(snapshot.gpus)
         for vendor in snapshot.vendors:
             if vendor.state in {"failed", "stale"}:
                 self._counters.vendor_failed(vendor.vendor)

@@ -28,6 +28,7 @@ from hegmd.settings import (
     AuditSettings,
     DaemonSettings,
     DoctorSettings,
+    EvacuateSettings,
     EventsSettings,
     ImagesSettings,
     InventorySettings,
@@ -78,6 +79,7 @@ class Config:
     other_processes: OtherProcessesSettings
     restart: RestartSettings
     sharing: SharingSettings
+    evacuate: EvacuateSettings
     path: Path | None
     sources: Mapping[str, str]
 
@@ -353,11 +355,11 @@ def example_of(sections: Mapping[str, type[Any]]) -> str:
 def _example_of(row: Row) -> str:
     sentences = [row.doc, f"{row.kind.form}."]
     if row.user_default != row.default:
-        sentences.append(f"With --user: {_toml(row.user_default)}.")
+        sentences.append(f"With --user: {toml_of(row.user_default)}.")
     if row.variable:
         sentences.append(f"Also {row.variable} and {row.flag}.")
     sentences.append("Takes effect at a reload." if row.reloads else "Takes a restart.")
-    return f"\n{_comment(' '.join(sentences))}#{row.name} = {_toml(row.default)}\n"
+    return f"\n{_comment(' '.join(sentences))}#{row.name} = {toml_of(row.default)}\n"
 
 
 def _comment(text: str) -> str:
@@ -365,7 +367,10 @@ def _comment(text: str) -> str:
     return "".join(f"# {line}\n" for line in lines)
 
 
-def _toml(value: str | float) -> str:
+def toml_of(value: str | float | tuple[str, ...]) -> str:
+    """A value as the file has it."""
+    if isinstance(value, tuple):
+        return str(list(value))
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 # Linux takes paths of 4096 bytes, and sun_path has 108, each with its closing zero.
 PATH_BYTES = 4095
@@ -36,7 +37,7 @@ class Kind(Protocol):
         """The value as the program uses it, from TOML, environment or command line. Raises Unfit."""
         ...
 
-    def show(self, value: Any) -> str | int | float:
+    def show(self, value: Any) -> str | int | float | tuple[str, ...]:
         """The value as a person would write it in the file."""
         ...
 
@@ -77,6 +78,30 @@ class OneOf:
 
     def show(self, value: Any) -> str:
         return str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class SomeOf:
+    """Any of a few words, or none."""
+
+    words: tuple[str, ...]
+
+    @property
+    def form(self) -> str:
+        return "A list of any of " + ", ".join(f'"{word}"' for word in self.words)
+
+    def parse(self, value: object) -> object:
+        hint = f'write {self.form[0].lower()}{self.form[1:]}, such as ["{self.words[0]}"], or []'
+        if not isinstance(value, (list, tuple)):
+            raise Unfit(f"a list is needed, not {name_of_type(value)}", hint)
+        for word in cast("Sequence[object]", value):
+            if word not in self.words:
+                written = quoted(word) if isinstance(word, str) else name_of_type(word)
+                raise Unfit(f"{written} is not one of its values", hint)
+        return tuple(dict.fromkeys(cast("Sequence[str]", value)))
+
+    def show(self, value: Any) -> tuple[str, ...]:
+        return tuple(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hegmd.setting_types import SOCKET_PATH_BYTES, Amount, GroupName, Kind, Mode, OneOf, PathName
+from hegmd.setting_types import SOCKET_PATH_BYTES, Amount, GroupName, Kind, Mode, OneOf, PathName, SomeOf
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class Row:
     section: str
     name: str
     kind: Kind
-    default: str | int | float
-    user_default: str | int | float
+    default: str | int | float | tuple[str, ...]
+    user_default: str | int | float | tuple[str, ...]
     doc: str
     reloads: bool
     variable: str | None
@@ -41,7 +41,7 @@ class Row:
 
 def setting(
     kind: Kind,
-    default: str | float,
+    default: str | float | tuple[str, ...],
     doc: str,
     *,
     reloads: bool,
@@ -404,6 +404,19 @@ class SharingSettings:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvacuateSettings:
+    """GPUs that are failing."""
+
+    on: tuple[str, ...] = setting(
+        SomeOf(("uncorrected", "corrected", "rows", "link", "driver")),
+        (),
+        "For which causes the jobs of a GPU that is failing are moved to other GPUs: uncorrected or rising corrected "
+        "memory errors, rows of memory that have to be replaced, errors of a link, a reset that the driver asks for.",
+        reloads=True,
+    )
+
+
 SECTIONS: dict[str, type[Any]] = {
     "daemon": DaemonSettings,
     "inventory": InventorySettings,
@@ -419,6 +432,7 @@ SECTIONS: dict[str, type[Any]] = {
     "other_processes": OtherProcessesSettings,
     "restart": RestartSettings,
     "sharing": SharingSettings,
+    "evacuate": EvacuateSettings,
 }
 
 

@@ -104,6 +104,8 @@ def _setting_value(value: object) -> str:
         return UNKNOWN
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return str(list(value)).replace("'", '"')
     return '""' if value == "" else str(value)
 
 

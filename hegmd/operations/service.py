@@ -61,6 +61,7 @@ from hegmd.node.criu_program import Criu, find, rights_missing
 from hegmd.node.devices.simulated import SimulatedProvider
 from hegmd.node.inventory import Inventory, NodeSnapshot
 from hegmd.operations.driver_orphans import DriverOrphans
+from hegmd.operations.evacuation import Evacuation
 from hegmd.operations.image_requests import Checkpoints
 from hegmd.operations.job_requests import JobOperationsOf, JobRequests
 from hegmd.operations.operations import Operations
@@ -212,6 +213,7 @@ class Moving:
             events=self._events,
             state_dir=self._state_dir,
             gpus=self._gpus,
+            look=self._look,
             variables=self._restart.variables_for,
             is_in_hand=self._is_in_hand,
         )
@@ -225,6 +227,7 @@ class Moving:
             require_kept=self.recoveries.require_kept,
         )
         self.sequences = MultiStepOperations(lookout, self.operations)
+        self.evacuation = Evacuation(self.sequences.drain, self._events)
         self.checkpoints = Checkpoints(self.operations, lookout, handoff, self._reviving, self._paces)
 
     def _means(self, *, simulated: bool) -> tuple[Mapping[str, Method], Mapping[str, Carrier]]:
@@ -445,6 +448,7 @@ class Moving:
                     inner.start_soon(self.pool.keep_ready, self._is_moving)
                     inner.start_soon(self._ready_helper.run)
                     await inner.start(self.sequences.run)
+                    await inner.start(self.evacuation.run)
                     await inner.start(self.periodic.run)
                     inner.start_soon(self.attendance.run)
                     inner.start_soon(self._kept_ready.run)

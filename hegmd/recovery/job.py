@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import anyio
 
 from hegmd.errors import HegmError
 from hegmd.memory.pool import Pool
+from hegmd.node.inventory import NodeSnapshot
 from hegmd.protocol.slots import SlotRecord
 from hegmd.protocol.snapshots import Gpu
 from hegmd.protocol.supervision import RecoveryWish
@@ -36,16 +37,21 @@ COUNT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What a protection uses of the daemon. `variables` returns what a start needs in its environment for GPUs."""
+    """What a protection uses of the daemon. `gpus` are those seen last, `look` sees them anew.
+
+    `variables` returns what a start needs in its environment for GPUs, `workers_of` the processes of all runs of a job.
+    """
 
     workers: Workers
     pool: Pool
     events: EventLog
     state_dir: Path
     gpus: Callable[[], Sequence[Gpu]]
+    look: Callable[[], Awaitable[NodeSnapshot]]
     variables: Callable[[Sequence[str]], dict[str, Any]]
     is_in_hand: Callable[[int], bool]
     save: Callable[[JobSnapshots], object]
+    workers_of: Callable[[str], Sequence[AgentConnection]]
     news: Condition
     utc: Callable[[], float] = time.time
 
@@ -64,8 +70,8 @@ class ProtectedJob:
         #: The step of boundary 0 of its processes, and the last boundary that is known of.
         self.first_step = 0
         self.boundary = 0
-        #: What its failure is called, and where its threads were, if it was ended because it hung.
-        self.hang: tuple[str, str] | None = None
+        #: Why its processes were killed, and of one that hung where its threads were.
+        self.killed: tuple[str, str | None] | None = None
 
     def __str__(self) -> str:
         return f"job {self.record.job} ({self.name})"
@@ -95,6 +101,11 @@ class ProtectedJob:
         """Return its processes with an agent."""
         who = self.supervisor.uid, self.supervisor.run
         return [one for one in self.node.workers if (one.identity.uid, one.about.run) == who and not one.ended]
+
+    def rest(self) -> list[AgentConnection]:
+        """Return its processes of this run and of former ones, whose `hegmctl run` may have been killed."""
+        former = [one for one in self.node.workers_of(self.record.job) if not one.ended]
+        return list(dict.fromkeys((*self.own_workers(), *former)))
 
     async def count(self, workers: Sequence[AgentConnection]) -> None:
         """Have each say how many boundaries it has passed. One that does not answer in time is left out."""

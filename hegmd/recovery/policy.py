@@ -124,6 +124,11 @@ def is_fit(gpu: Gpu) -> bool:
     return gpu.state == "ok" and gpu.health.condition == HEALTHY
 
 
+def gone_of(names: Sequence[str], gpus: Sequence[Gpu]) -> Gpu | None:
+    """Return the first of these GPUs that is gone."""
+    return next((gpu for gpu in gpus if gpu.id in names and gpu.health.condition == GONE), None)
+
+
 class HangWatch:
     """One training. `wished_s` is its limit; None for the learned one, 0 for none."""
 

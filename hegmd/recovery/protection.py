@@ -16,7 +16,7 @@ from hegmd.migration.methods import launchers
 from hegmd.migration.methods.progress_probe import is_stopped
 from hegmd.node.gpu_sets import gpus_of
 from hegmd.recovery.job import ProtectedJob
-from hegmd.recovery.policy import HangWatch, interval_s, raised
+from hegmd.recovery.policy import HangWatch, gone_of, gpus_to_start_on, interval_s, raised
 from hegmd.recovery.snapshots import MAX_RANKS, NotNow, SnapshotRounds, Unprotected
 from hegmd.recovery.starts import Starts
 from hegmd.workers.supervisors import SupervisorAway
@@ -32,6 +32,8 @@ SOON_S, AGAIN_S = 0.1, 1.0
 UNPROTECTED_S = 30.0
 # A snapshot is to come of it within this time, or the job counts as unprotected.
 PATIENCE_S = 60.0
+# A job has so many looks to end by itself after its GPU was gone.
+GONE_LOOKS = 3
 # How long the agents of a training that hangs have to say where its threads are.
 STACKS_S, MAX_STACKS_CHARS = 5.0, 20_000
 
@@ -100,17 +102,34 @@ class Protection:
             await self._starts.go_on()
             self._begin_anew()
         elif supervisor.offer.pid is not None and anyio.current_time() >= self._due:
-            await self._take()
+            await self._take_while_it_runs()
 
     def _begin_anew(self) -> None:
         self._since = anyio.current_time()
         self._wait(self.interval_s or AGAIN_S)
 
+    async def _take_while_it_runs(self) -> None:
+        """Take a snapshot, and leave it once the command has failed: its ranks may never answer."""
+        async with anyio.create_task_group() as tasks:
+
+            async def give_up() -> None:
+                while not self._starts.is_wanted():
+                    await self.job.node.news.wait()
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(give_up)
+            await self._take()
+            tasks.cancel_scope.cancel()
+
     async def _watch(self) -> None:
-        """Ask every so often how far the training has come, and end it once it has hung. Runs until cancelled."""
-        hangs = HangWatch(self.job.wish.hang_limit_s)
+        """Ask every so often how far the training has come, and end it once it has hung or its GPU is gone.
+
+        Runs until cancelled.
+        """
+        hangs, looks = HangWatch(self.job.wish.hang_limit_s), 0
         while True:
             await anyio.sleep(LOOK_S)
+            looks = 0 if self.is_recovering else await self._look_at_gpus(looks)
             own = [worker for worker in self.job.own_workers() if worker.boundary]
             await self.job.count([worker for worker in own if worker.connected])
             is_held = any(worker.parked or self.job.node.is_in_hand(worker.pid) for worker in own)
@@ -123,12 +142,37 @@ class Protection:
                 await self._end_hung(own, without_s)
                 hangs.forget()
 
+    async def _look_at_gpus(self, looks: int) -> int:
+        """Note where the job is now. End it if it can go on elsewhere, and its GPU was gone at so many looks before.
+
+        Return at how many it was gone.
+        """
+        own = sorted([one for one in self.job.own_workers() if one.boundary], key=lambda worker: worker.about.rank or 0)
+        if not own or any(self.job.node.is_in_hand(worker.pid) for worker in own):
+            return 0
+        places, gpus = self._gpus_of(own), self.job.node.gpus()
+        if places != self.job.record.gpus and len(own) == self.job.record.ranks:  # it was moved since its last snapshot
+            self.job.put(self.job.record.replace(gpus=places))
+        gone = gone_of(places, gpus)
+        if gone is None:
+            return 0
+        if looks == GONE_LOOKS:
+            why = f"was on {gone.id}, which is gone ({gone.health.reason}), "
+            if self.job.newest is None or gpus_to_start_on(places, gpus) is None:
+                why += "and " + ("has no snapshot" if self.job.newest is None else "no other GPU is healthy")
+                self.job.record_event("job.gpu-gone", "error", f"{self.job} {why}: it is left as it is")
+            else:
+                await self._kill(own, why + "and was killed", None, "job.gpu-gone")
+        return looks + 1
+
     async def _end_hung(self, own: Sequence[AgentConnection], without_s: float) -> None:
         """Note where the threads of a training are that hangs, and kill its processes."""
         stacks = "\n".join([f"process {worker.pid}: {await _stacks_of(worker)}" for worker in own])
-        why = f"made no step for {without_s:.0f} s, and was killed"
-        self.job.hang = why, stacks
-        self.job.record_event("job.hung", "warning", f"{self.job} {why}")
+        await self._kill(own, f"made no step for {without_s:.0f} s, and was killed", stacks, "job.hung")
+
+    async def _kill(self, own: Sequence[AgentConnection], why: str, stacks: str | None, event: str) -> None:
+        self.job.killed = why, stacks
+        self.job.record_event(event, "warning", f"{self.job} {why}")
         for worker in own:
             await anyio.to_thread.run_sync(launchers.end_one, worker.pid, worker.identity.start_ticks)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import anyio
 
 from hegmd.errors import DENIED, NOT_FOUND, HegmError, Refused
 from hegmd.memory.pool import Key, Pool
+from hegmd.node.inventory import NodeSnapshot
 from hegmd.protocol import recovery as told
 from hegmd.protocol.snapshots import Gpu
 from hegmd.recovery.in_process import InProcess, in_process_state
@@ -31,7 +32,7 @@ from hegmd.telemetry.events import EventLog
 from hegmd.telemetry.metrics.report import RecoveryTally
 from hegmd.workers.jobs import Jobs
 from hegmd.workers.supervisors import Supervisor, Supervisors
-from hegmd.workers.workers import Workers
+from hegmd.workers.workers import AgentConnection, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class Recoveries(BackgroundTasks):
         events: EventLog,
         state_dir: Path,
         gpus: Callable[[], Sequence[Gpu]],
+        look: Callable[[], Awaitable[NodeSnapshot]],
         variables: Callable[[Sequence[str]], dict[str, Any]],
         is_in_hand: Callable[[int], bool],
         utc: Callable[[], float] = time.time,
@@ -80,9 +82,11 @@ class Recoveries(BackgroundTasks):
             events=events,
             state_dir=state_dir,
             gpus=gpus,
+            look=look,
             variables=variables,
             is_in_hand=is_in_hand,
             save=self._save,
+            workers_of=self._workers_of,
             news=self._news,
             utc=utc,
         )
@@ -126,6 +130,10 @@ class Recoveries(BackgroundTasks):
             self._save(record.replace(kept="its hegmctl run was killed", kept_utc=self._utc()))
         elif self._utc() - record.kept_utc > KEPT_S or not JobSlots(self._pool, record.job).held():
             await self._drop(record.job)
+
+    def _workers_of(self, job: str) -> list[AgentConnection]:
+        known = next((one for one in self._jobs if one.id == job), None)
+        return [] if known is None else list(self._jobs.workers_of(known))
 
     def _save(self, record: JobSnapshots) -> None:
         self._records[record.job] = record

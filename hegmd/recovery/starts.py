@@ -74,7 +74,8 @@ class Starts:
         await self._end_rest()
         whole = await self._job.whole()
         exhausted = self._job.record.budget.exhausted(self._job.wish.max_recoveries) if fell is not None else None
-        gpus = gpus_to_start_on(self._job.record.gpus, self._job.node.gpus())
+        seen = await self._job.node.look()  # what ended it may be its GPU
+        gpus = gpus_to_start_on(self._job.record.gpus, seen.gpus)
         if exhausted is not None or not whole:
             await self._give_up(attempt, exhausted or "it has no whole snapshot to start from")
         elif gpus is None:
@@ -105,8 +106,8 @@ class Starts:
             self._job.put(self._with_failed(before, fell))
         step = self._job.known_step
         why = "was continued by hegmctl run" if fell is None else f"ended {status_text(fell)}"
-        hang, self._job.hang = self._job.hang, None
-        why, stacks = (why, None) if hang is None else hang
+        killed, self._job.killed = self._job.killed, None
+        why, stacks = (why, None) if killed is None else killed
         attempt = RecoveryAttempt(fell_utc=self._job.node.utc(), why=why, step=step, stacks=stacks)
         budget = self._job.record.budget if fell is None else self._job.record.budget.fell(step)
         self._job.put(self._job.record.spending(budget).with_attempt(attempt).replace(kept=None, kept_utc=None))
@@ -124,10 +125,10 @@ class Starts:
         return record
 
     async def _end_rest(self) -> None:
-        """End what the failed command has left: ranks whose launcher was killed would train on."""
-        for worker in self._job.own_workers():
+        """End what the failed command has left: ranks whose launcher or supervisor was killed would train on."""
+        for worker in self._job.rest():
             await anyio.to_thread.run_sync(launchers.end_one, worker.pid, worker.identity.start_ticks)
-        while self._job.own_workers():
+        while self._job.rest():
             await self._job.node.news.wait()
 
     async def _start(self, snapshot: SlotRecord, gpus: Sequence[str]) -> None:

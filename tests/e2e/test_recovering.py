@@ -162,11 +162,11 @@ def test_a_training_that_fails_again_and_again_ends_with_its_own_status_and_keep
 def test_a_training_that_hangs_is_killed_and_recovered_on_a_healthy_gpu(
     daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
 ) -> None:
-    """Its GPU is lost meanwhile, so that it continues on the other one. No step is in its log twice."""
+    """Its GPU is failing meanwhile, so that it continues on the other one. No step is in its log twice."""
     options = "--hang-limit", "4s", "--truncate-outputs"
     with RecoveredJob(daemon, tmp_path, *options, HANGS_AT="9", LOG="log") as job:
         job.until(_has_two)
-        job.answer("simulate", "fault", "gpu0", "lost")
+        job.answer("simulate", "fault", "gpu0", "ecc")
         told = job.until(lambda told: told.recoveries[-1:] != () and told.recoveries[-1].result == "recovered")
         assert "made no step for" in told.recoveries[0].why
         assert f"{LEAVING}:" in (told.recoveries[0].stacks or "")
@@ -174,6 +174,32 @@ def test_a_training_that_hangs_is_killed_and_recovered_on_a_healthy_gpu(
         assert list(dict.fromkeys(job.steps())) == undisturbed
         assert len(job.pids()) == 2
         assert (tmp_path / "log").read_text().splitlines() == undisturbed
+
+
+def test_a_training_leaves_a_failing_gpu_live_and_is_recovered_from_one_that_is_gone(
+    tmp_path: Path, undisturbed: list[str]
+) -> None:
+    """It is not started again to leave the first, and no signal but hegmd's ends it on the second."""
+    with (
+        RunningDaemon(tmp_path).configured('[evacuate]\non = ["uncorrected"]\n') as daemon,
+        RecoveredJob(daemon, tmp_path) as job,
+        connect(str(daemon.socket_path)) as hegmd,
+    ):
+        job.until(_has_two)
+        job.answer("simulate", "fault", "gpu0", "ecc")
+        job.answer("gpus")  # hegmd looks now
+        job.until(lambda _: any(event.kind == "gpu.evacuated" for event in hegmd.events()))
+        assert len(job.pids()) == 1
+        newest = job.until(_has_two).slots
+        job.until(lambda told: _has_two(told) and told.slots != newest)
+        job.answer("simulate", "fault", "gpu0", "none")
+        job.answer("simulate", "fault", "gpu1", "xid79")
+        job.answer("gpus")
+        told = job.until(lambda told: told.recoveries[-1:] != () and told.recoveries[-1].result == "recovered")
+        assert "was on gpu1, which is gone (the driver reported XID 79" in told.recoveries[0].why
+        assert told.recoveries[0].gpus == ("gpu0",)
+        assert list(dict.fromkeys(job.steps())) == undisturbed
+        assert len(job.pids()) == 2
 
 
 def test_a_job_that_the_pool_has_no_memory_for_is_unprotected_and_says_so_once(

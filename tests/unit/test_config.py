@@ -12,7 +12,7 @@ import pytest
 from hegmd import __main__ as arguments
 from hegmd.config import Config, after_reload, changes, example, load
 from hegmd.errors import HegmError
-from hegmd.setting_types import Amount, GroupName, Mode, OneOf, PathName
+from hegmd.setting_types import Amount, GroupName, Mode, OneOf, PathName, SomeOf
 from hegmd.settings import ROWS, LimitSettings
 
 ROOT = Path(__file__).parents[2]
@@ -200,5 +200,5 @@ def test_what_comes_as_text_from_outside_is_of_a_kind_that_takes_text() -> None:
 
 def test_every_row_shows_what_it_parses() -> None:
     for row in ROWS.values():
-        assert isinstance(row.kind, (Amount, GroupName, Mode, OneOf, PathName))
+        assert isinstance(row.kind, (Amount, GroupName, Mode, OneOf, PathName, SomeOf))
         assert row.kind.show(row.kind.parse(row.default)) == row.default, row.key

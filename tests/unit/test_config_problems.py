@@ -72,6 +72,9 @@ format = "xml"
     ]
 
 
+CAUSES = 'write a list of any of "uncorrected", "corrected", "rows", "link", "driver", such as ["uncorrected"], or []'
+
+
 @pytest.mark.parametrize(
     ("text", "what", "hint"),
     [
@@ -95,8 +98,11 @@ format = "xml"
             "1: there is no section [zzz]",
             "there are "
             + ", ".join(f"[{name}]" for name in ("daemon", "inventory", "limits", "log", "audit", "metrics"))
-            + ", [events], [doctor], [pool], [images], [quiesce], [other_processes], [restart], [sharing]",
+            + ", [events], [doctor], [pool], [images], [quiesce], [other_processes], [restart], [sharing], [evacuate]",
         ),
+        ('[evacuate]\non = ["ecc"]', '2: evacuate.on: "ecc" is not one of its values', CAUSES),
+        ('[evacuate]\non = "rows"', "2: evacuate.on: a list is needed, not text", CAUSES),
+        ("[evacuate]\non = [[7]]", "2: evacuate.on: a list is not one of its values", CAUSES),
         ('log = "debug"', "1: log is a section, not text", "write [log], and its settings on the lines below"),
         ("[[log]]\n", "1: log is a section, not a list", "write [log], and its settings on the lines below"),
         (

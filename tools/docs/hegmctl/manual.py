@@ -6,6 +6,7 @@ from hegmctl.grammar import DESCRIPTION, GLOBAL_OPTIONS, PROGRAM, SUMMARY, Optio
 from hegmctl.help import SOCKET_ORDER, option_forms, sentence, shown_commands, usage
 from hegmd import __main__ as daemon_arguments
 from hegmd import __version__
+from hegmd.config import toml_of
 from hegmd.errors import CODES
 from hegmd.settings import ROWS, SECTIONS, Row
 from tools.docs.hegmctl.hegm_manual import ctrl_page, launcher_page
@@ -165,7 +166,7 @@ def configuration_page(day: str) -> str:
         for row in ROWS.values():
             if row.key.startswith(f"{section}."):
                 page.item(
-                    f"`{row.key.removeprefix(f'{section}.')} = {_toml(row.default)}`",
+                    f"`{row.key.removeprefix(f'{section}.')} = {toml_of(row.default)}`",
                     _as_sentence(row.doc),
                     _facts(row),
                 )
@@ -177,13 +178,9 @@ def configuration_page(day: str) -> str:
 def _facts(row: Row) -> str:
     facts = [_as_sentence(row.kind.form)]
     if row.user_default != row.default:
-        facts.append(f"With `--user`: `{_toml(row.user_default)}`.")
+        facts.append(f"With `--user`: `{toml_of(row.user_default)}`.")
     given = [f"`{name}`" for name in (row.variable, row.flag) if name]
     if given:
         facts.append(f"Also {' and '.join(given)}.")
     facts.append("Taken over by a reload." if row.reloads else "Takes a restart.")
     return " ".join(facts)
-
-
-def _toml(value: str | float) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)

@@ -1,0 +1,95 @@
+"""Moves jobs off a GPU that is failing, before it fails: as `hegmctl drain` would, and again for those that stayed.
+
+Owns when that is done. Where jobs go and whether they can is for the drain to say.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+import anyio
+
+from hegmd.errors import HegmError
+from hegmd.migration.machine.next_effects import DONE
+from hegmd.operations.request_context import RequestContext
+from hegmd.operations.sequences import Outcome
+from hegmd.protocol.operations import OperationProgress
+from hegmd.protocol.snapshots import FAILING, Gpu
+from hegmd.system.background_tasks import BackgroundTasks
+from hegmd.telemetry.events import EventLog
+from hegmd.telemetry.log import fields
+
+logger = logging.getLogger(__name__)
+
+BY = "evacuation"
+# A GPU from which not all jobs could be moved is drained again after so long, and so is one that a job came to.
+AGAIN_S = 60.0
+
+Drain = Callable[[str, Sequence[str], RequestContext], Awaitable[Outcome]]
+
+
+class Evacuation(BackgroundTasks):
+    """One task for each GPU that is failing for one of the causes in `on`. `run` must be running."""
+
+    def __init__(
+        self, drain: Drain, events: EventLog, *, sleep: Callable[[float], Awaitable[None]] = anyio.sleep
+    ) -> None:
+        self._drain = drain
+        self._events = events
+        self._sleep = sleep
+        #: The causes for which it is done; none for never.
+        self.on: tuple[str, ...] = ()
+        self._gpus: dict[str, Gpu] = {}
+        self._draining: set[str] = set()
+        super().__init__()
+
+    def see(self, gpus: Sequence[Gpu]) -> None:
+        """Take the GPUs as they are now. Told from the event loop, does not wait."""
+        self._gpus = {gpu.id: gpu for gpu in gpus}
+        for gpu in gpus:
+            if self._is_due(gpu.id) and gpu.id not in self._draining and self._tasks is not None:
+                self._draining.add(gpu.id)
+                self._tasks.start_soon(self._evacuate, gpu.id, name=f"evacuation of {gpu.id}")
+
+    def _is_due(self, name: str) -> bool:
+        gpu = self._gpus.get(name)
+        is_failing = gpu is not None and gpu.state == "ok" and gpu.health.condition == FAILING
+        return is_failing and gpu is not None and not set(self.on).isdisjoint(gpu.health.causes)
+
+    async def _evacuate(self, name: str) -> None:
+        """Drain that GPU for as long as it is failing."""
+        logger.warning("%s is failing, and its jobs are moved away: %s", name, self._gpus[name].health.reason)
+        told: Sequence[str] = ()
+        try:
+            while self._is_due(name):
+                told = await self._drain_once(name, told)
+                await self._sleep(AGAIN_S)
+        finally:
+            self._draining.discard(name)
+
+    async def _drain_once(self, name: str, told: Sequence[str]) -> Sequence[str]:
+        """Drain it. `told` is what was said last of the jobs that stay; return what is to be said of them now."""
+        why = self._gpus[name].health.reason
+        asked = RequestContext(by=BY, may=lambda _uid: True, emit=_to_nobody)
+        try:
+            outcome = await self._drain(name, (), asked)
+        except HegmError as error:
+            logger.warning("%s was not evacuated: %s", name, error.message, extra=fields(hint=error.hint))
+            return told
+        moved = [operation for operation in outcome.operations if operation.phase == DONE]
+        stay = [f"process {reason.pid} stays: {reason.message}" for reason in outcome.left]
+        stay += [f"operation {one.id} ended {one.phase}" for one in outcome.operations if one.phase != DONE]
+        if moved:
+            self._record("info", f"{len(moved)} jobs were moved off {name}, which is failing: {why}", name)
+        if stay and stay != told:
+            self._record("warning", f"{name} is failing, and not all jobs can be moved: {'; '.join(stay)}", name)
+        return stay
+
+    def _record(self, severity: str, message: str, name: str) -> None:
+        self._events.record("gpu.evacuated", severity, message, gpu=name)
+        logger.log(logging.WARNING if severity == "warning" else logging.INFO, "%s", message)
+
+
+async def _to_nobody(_progress: OperationProgress) -> None:
+    """Discard progress: no client follows."""

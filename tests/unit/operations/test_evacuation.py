@@ -1,0 +1,115 @@
+"""GPUs that are failing: when their jobs are moved away, and what is said of it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from hegmd.errors import REFUSED
+from hegmd.operations.evacuation import AGAIN_S, Evacuation
+from hegmd.operations.request_context import RequestContext
+from hegmd.operations.sequences import Outcome
+from hegmd.protocol.operations import Reason
+from hegmd.protocol.snapshots import Gpu, Health
+from hegmd.telemetry.events import EventLog
+from tests.patience import HANG_S
+from tests.unit.moving_node import running
+
+STAYS = Reason(code=REFUSED.name, message="no room", hint="", pid=7)
+
+
+def gpu(condition: str = "failing", *causes: str, state: str = "ok") -> Gpu:
+    health = Health(state="warn", condition=condition, causes=causes, reason="XID 63")
+    return Gpu(id="gpu0", index=0, uuid="GPU-0", vendor="nvidia", state=state, health=health)
+
+
+class Drains:
+    """A drain that says what it is told to, and a sleep that ends when the test says so."""
+
+    def __init__(self, *outcomes: Outcome) -> None:
+        self.outcomes = list(outcomes)
+        self.gpus: list[str] = []
+        self.slept: list[float] = []
+        self.wake = anyio.Event()
+
+    async def drain(self, name: str, to: Sequence[str], asked: RequestContext) -> Outcome:
+        assert not to
+        assert asked.by == "evacuation"
+        self.gpus.append(name)
+        return self.outcomes.pop(0) if self.outcomes else Outcome()
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        await self.wake.wait()
+        self.wake = anyio.Event()
+
+
+@asynccontextmanager
+async def evacuating(drains: Drains, *on: str) -> AsyncIterator[tuple[Evacuation, EventLog]]:
+    events = EventLog()
+    evacuation = Evacuation(drains.drain, events, sleep=drains.sleep)
+    evacuation.on = on
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(evacuation.run)
+        yield evacuation, events
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(
+    ("seen", "on"),
+    [
+        (gpu("failing", "rows"), ()),
+        (gpu("failing", "rows"), ("link", "uncorrected")),
+        (gpu("gone", "rows"), ("rows",)),
+        (gpu("failing", "rows", state="lost"), ("rows",)),
+        (gpu("healthy"), ("rows",)),
+    ],
+)
+async def test_a_gpu_is_left_as_it_is_unless_a_cause_that_was_named_makes_it_fail(seen: Gpu, on: Sequence[str]) -> None:
+    drains = Drains()
+    async with evacuating(drains, *on) as (evacuation, _):
+        evacuation.see([seen])
+        await anyio.wait_all_tasks_blocked()
+    assert drains.gpus == []
+
+
+async def test_a_gpu_is_drained_again_while_it_is_failing_and_news_are_told_once() -> None:
+    drains = Drains(Outcome(left=[STAYS]), Outcome(left=[STAYS]))
+    async with evacuating(drains, "rows") as (evacuation, events):
+        for _ in range(2):
+            evacuation.see([gpu("failing", "link", "rows")])
+            await anyio.wait_all_tasks_blocked()
+            drains.wake.set()
+            await anyio.wait_all_tasks_blocked()
+        evacuation.see([gpu("healthy")])
+        drains.wake.set()
+        await anyio.wait_all_tasks_blocked()
+        assert drains.gpus == ["gpu0"] * 3
+        assert set(drains.slept) == {AGAIN_S}
+        evacuation.see([gpu("failing", "rows")])
+        await anyio.wait_all_tasks_blocked()
+        assert drains.gpus == ["gpu0"] * 4
+        assert events.counts == {"gpu.evacuated": 1}
+
+
+async def test_a_job_leaves_a_gpu_with_memory_errors_and_trains_on(
+    tmp_path: Path, process: subprocess.Popen[bytes]
+) -> None:
+    async with running(tmp_path, "3x1GiB") as node:
+        await node.attend(process.pid, gpu="gpu0")
+        assert list(node.reservations(process.pid)) == ["gpu0"]
+        node.simulator.set_fault("gpu0", "ecc")
+        node.simulator.set_fault("gpu1", "ecc")
+        node.moving.evacuation.on = ("uncorrected",)
+        node.inventory.expire()
+        node.moving.evacuation.see((await node.inventory.fresh(0)).gpus)
+        with anyio.fail_after(HANG_S):
+            while list(node.reservations(process.pid)) != ["gpu2"]:
+                await anyio.wait_all_tasks_blocked()
+                await anyio.lowlevel.checkpoint()
