@@ -216,7 +216,11 @@ def turns(size_gib: int, within: Callable[[float, list[float]], bool], quantum_s
         second = held.enter_context(closing(Training(node, "second", size_gib, folder)))
         second.trains()
         began, done = time.monotonic(), len(first.step_times()) + len(second.step_times())
-        while within(time.monotonic() - began, switches(first, second)):
+        told = 0
+        while within(time.monotonic() - began, gaps := switches(first, second)):
+            for gap in gaps[told:]:  # what is known when the machine's time ends is not lost
+                print(f"  {size_gib} GiB: a switch took {gap:.3f} s", flush=True)
+            told = len(gaps)
             time.sleep(0.2)  # a program that watches
             if not (first.alive and second.alive):
                 raise WentWrongError(f"a training ended: {first.error_text()} {second.error_text()}\n{queue(node)}")
