@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from tests.e2e.forked import preloaded_python
-from tests.e2e.moved_job import environment
-from tests.e2e.references import ONE_COMPILER
+from tests.e2e.moved_job import RANKED, by_rank, environment, steps_alone
+from tests.e2e.references import ONE_COMPILER, TWO_RANKS
 
 FRAMEWORKS = ("transformers.trainer", "lightning.pytorch", "accelerate")
 
@@ -30,3 +31,9 @@ def preloaded() -> Iterator[None]:
         return
     with preloaded_python({**environment(None), **ONE_COMPILER}):
         yield
+
+
+@pytest.fixture(scope="session")
+def undisturbed_ranks(tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> dict[str, list[str]]:
+    """What each rank of the training in two ranks tells of its steps by itself."""
+    return by_rank(steps_alone([sys.executable, *TWO_RANKS, RANKED], tmp_path_factory.mktemp("undisturbed")))

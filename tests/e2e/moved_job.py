@@ -31,6 +31,7 @@ from tests.e2e.references import said_by
 from tests.patience import HANG_S
 
 SCRIPTS = Path(__file__).with_name("moved")
+RANKED = str(SCRIPTS / "ranked.py")
 ROOT = Path(__file__).parents[2]
 BRISK = Path(__file__).with_name("brisk")
 # For a script that needs nothing of PyTorch's compiler; see brisk/sitecustomize.py.
@@ -141,6 +142,11 @@ def steps_alone(words: Sequence[str], folder: Path | None = None) -> list[str]:
     """What a Python script tells of its steps without hegm, in that folder."""
     output = said_by(words[1:], environment(None), folder)
     return [line for line in output.splitlines() if line.startswith(MARK)]
+
+
+def by_rank(steps: Sequence[str]) -> dict[str, list[str]]:
+    """The steps of each of two ranks."""
+    return {rank: [step for step in steps if step.split()[1] == rank] for rank in ("0", "1")}
 
 
 class MovedJob(Script):

@@ -14,15 +14,14 @@ import pytest
 from hegmctl.connection import connect
 from hegmd.protocol.recovery import JobRecovery
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.moved_job import BARE, SCRIPTS, SLOWLY_MS, MovedJob, Script, steps_alone
-from tests.e2e.references import TWO_RANKS
+from tests.e2e.moved_job import BARE, RANKED, SCRIPTS, SLOWLY_MS, MovedJob, Script, by_rank, steps_alone
 from tests.needs import need_torch
 from tests.patience import HANG_S
 
 pytestmark = [pytest.mark.e2e]
 need_torch()
 
-LEAVING, RANKED = str(SCRIPTS / "leaving.py"), str(SCRIPTS / "ranked.py")
+LEAVING = str(SCRIPTS / "leaving.py")
 
 
 @pytest.fixture
@@ -235,15 +234,13 @@ class RecoveredRanks(RecoveredJob):
 
 
 @pytest.mark.xdist_group("ranks")
-def test_two_ranks_continue_from_one_step_when_one_of_them_is_killed(daemon: RunningDaemon, tmp_path: Path) -> None:
-    alone = steps_alone([sys.executable, *TWO_RANKS, RANKED], tmp_path)
-    (tmp_path / "starts").unlink()
+def test_two_ranks_continue_from_one_step_when_one_of_them_is_killed(
+    daemon: RunningDaemon, tmp_path: Path, undisturbed_ranks: dict[str, list[str]]
+) -> None:
     with RecoveredRanks(daemon, tmp_path) as job:
         seen = job.until(lambda told: sum(slot.step is not None for slot in told.slots) == 4)
         assert {slot.rank for slot in seen.slots} == {0, 1}
         os.kill(job.pids()[1], signal.SIGKILL)
-        told = job.steps()
-        for rank in ("0", "1"):
-            own, undisturbed = ([step for step in steps if step.split()[1] == rank] for steps in (told, alone))
-            assert list(dict.fromkeys(own)) == undisturbed
+        told = by_rank(job.steps())
+        assert {rank: list(dict.fromkeys(steps)) for rank, steps in told.items()} == undisturbed_ranks
         assert len(job.pids()) == 4

@@ -12,14 +12,11 @@ import pytest
 
 from hegmctl.connection import connect
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.moved_job import BARE, SCRIPTS, SLOWLY_MS, MovedJob, Script, steps_alone
-from tests.e2e.references import TWO_RANKS
+from tests.e2e.moved_job import BARE, RANKED, SLOWLY_MS, MovedJob, Script, by_rank
 from tests.needs import need_torch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("ranks")]
 need_torch()
-
-RANKED = str(SCRIPTS / "ranked.py")
 
 
 def _launch() -> list[str]:
@@ -35,17 +32,6 @@ def _launch() -> list[str]:
 def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
     with RunningDaemon(tmp_path) as running:
         yield running
-
-
-@pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> dict[str, list[str]]:
-    """What each rank tells of its steps by itself."""
-    words = [sys.executable, *TWO_RANKS, RANKED]
-    return _by_rank(steps_alone(words, tmp_path_factory.mktemp("undisturbed")))
-
-
-def _by_rank(steps: list[str]) -> dict[str, list[str]]:
-    return {rank: [step for step in steps if step.split()[1] == rank] for rank in ("0", "1")}
 
 
 class RankedJob(MovedJob):
@@ -77,7 +63,7 @@ class RankedJob(MovedJob):
 
 
 def test_two_ranks_are_started_again_twice_and_neither_differs(
-    daemon: RunningDaemon, tmp_path: Path, undisturbed: dict[str, list[str]]
+    daemon: RunningDaemon, tmp_path: Path, undisturbed_ranks: dict[str, list[str]]
 ) -> None:
     """The second time by a daemon that is killed meanwhile. Their launcher, which may start them anew, never does."""
     with RankedJob(daemon, tmp_path) as job:
@@ -97,7 +83,7 @@ def test_two_ranks_are_started_again_twice_and_neither_differs(
         daemon.stop(signal.SIGKILL)
         daemon.start()
         assert job.read_until_phase(op_id, "done", "rolled-back", "suspended") == "done"
-        assert _by_rank(job.steps()) == undisturbed
+        assert by_rank(job.steps()) == undisturbed_ranks
         assert job.starts() == sorted(
             (rank, *told) for rank in "01" for told in (("gpu0", "-"), ("gpu1", "1"), ("gpu0", "1"))
         )
@@ -105,7 +91,7 @@ def test_two_ranks_are_started_again_twice_and_neither_differs(
 
 
 def test_a_rank_that_falls_elsewhere_has_all_of_them_go_on_where_they_were(
-    daemon: RunningDaemon, tmp_path: Path, undisturbed: dict[str, list[str]]
+    daemon: RunningDaemon, tmp_path: Path, undisturbed_ranks: dict[str, list[str]]
 ) -> None:
     """At its first step, mostly before anybody has heard that it is back, and then once more: its launcher starts all
     ranks anew, where gloo has them wait for those of before."""
@@ -115,6 +101,6 @@ def test_a_rank_that_falls_elsewhere_has_all_of_them_go_on_where_they_were(
         turned = job.ended("migrate", str(first), "--via", "restart", "--to", "gpu1", "--env", "FALLS=1")
         assert turned["phase"] == "rolled-back", turned
         assert {process["gpu"] for process in turned["processes"]} == {"gpu0"}
-        told = _by_rank(job.steps())
-        assert set(told["0"]) == set(undisturbed["0"])
-        assert set(told["1"]) == set(undisturbed["1"])
+        told = by_rank(job.steps())
+        assert set(told["0"]) == set(undisturbed_ranks["0"])
+        assert set(told["1"]) == set(undisturbed_ranks["1"])
