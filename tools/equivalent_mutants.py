@@ -5,4 +5,31 @@ A mutant is here by its file, the line before and the line after. It is not judg
 
 from __future__ import annotations
 
-EQUIVALENT: dict[tuple[str, str, str], str] = {}
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (
+        "hegmd/protocol/images.py",
+        'gid: int = field("the primary group of whose it is", default=0)',
+        'gid: int = field("the primary group of whose it is", default=1)',
+    ): "Every manifest that is written has a gid.",
+    (
+        "hegmd/memory/spill_file.py",
+        "if end + _SUM.size > BLOCK_BYTES or _SUM.unpack_from(block, end)[0] != zlib.crc32(block[:end]):",
+        "if end + _SUM.size >= BLOCK_BYTES or _SUM.unpack_from(block, end)[0] != zlib.crc32(block[:end]):",
+    ): "A name would have to fill a block of 4,096 bytes exactly; the longest has about 100.",
+    (
+        "hegmd/images/files/user_processes.py",
+        'self._session.lose("is no longer needed", quietly=True)',
+        'self._session.lose("is no longer needed", quietly=False)',
+    ): "The level of a line in the log.",
+    (
+        "hegmd/migration/methods/gpu_reservation.py",
+        "held[gpu] = max(held.get(gpu, 0), driver_bytes + subject.storage_reservation_bytes)",
+        "held[gpu] = max(held.get(gpu, 1), driver_bytes + subject.storage_reservation_bytes)",
+    ): "Nothing is reserved in single bytes.",
+    (
+        "hegmd/protocol/codec.py",
+        "strict_map_key=True,",
+        "strict_map_key=False,",
+    ): "Each key is checked afterwards, and refused with the same error.",
+    ("hegmd/server/listener.py", "BACKLOG = 1024", "BACKLOG = 1025"): "The length of a queue.",
+}

@@ -88,7 +88,9 @@ class _Source:
 
 
 def _is_told_only(node: ast.stmt) -> bool:
-    """Whether a statement changes nothing but a log, or is a docstring."""
+    """Whether a statement changes nothing but a log, is a docstring, or is for type checkers."""
+    if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TYPE_CHECKING":
+        return True
     if not isinstance(node, ast.Expr):
         return False
     if isinstance(node.value, ast.Constant):

@@ -9,8 +9,9 @@ import pytest
 from hegmd.errors import BAD_REQUEST, NOT_FOUND, HegmError
 from hegmd.node.devices.simulated import SimulatedProvider
 from hegmd.node.devices.topology import parse_topology
-from hegmd.protocol.agents import packed, unpacked
+from hegmd.protocol.agents import packed, unpacked, unpacked_spans
 from hegmd.protocol.names import closest, distance, gpu_named, place_named
+from hegmd.protocol.record import BadValue
 from hegmd.protocol.snapshots import Gpu
 
 
@@ -55,3 +56,10 @@ def test_a_swap_counts_once_only_if_both_letters_are_swapped() -> None:
 def test_places_come_back_as_they_were_packed() -> None:
     spots = [(1, 2, 3), (4, 5, 6)]
     assert unpacked(packed(spots)) == spots
+    spans = [(1, 2, 3, 4), (5, 6, 7, 8)]
+    assert unpacked_spans(packed(spans)) == spans
+
+
+def test_what_is_no_whole_span_is_refused() -> None:
+    with pytest.raises(BadValue, match="17 bytes are no whole spans of"):
+        unpacked_spans(bytes(17))

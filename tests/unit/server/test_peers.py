@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hegmd.server.listener import peer_of
+from hegmd.server.listener import _many_groups_of, peer_of
 from tests.patience import HANG_S
 
 
@@ -31,3 +31,10 @@ here, there = socket.socketpair()
 assert peer_of(there).groups == frozenset(range(5000, 5000 + {how_many}))
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=HANG_S)
+
+
+def test_groups_that_the_kernel_does_not_tell_are_an_error() -> None:
+    with socket.socket() as closed:
+        pass
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        _many_groups_of(closed)

@@ -270,3 +270,22 @@ def test_a_port_that_is_taken_on_one_address_is_taken_on_none() -> None:
         del caught
         with socket.socket() as free:
             free.bind(("127.0.0.1", port))
+
+
+async def test_a_request_may_have_as_many_bytes_as_the_limit_says() -> None:
+    first, rest = GET[:30], GET[30:]
+    async with (
+        serving(limits=HttpLimits(head_bytes=len(first))) as port,
+        await anyio.connect_tcp("127.0.0.1", port) as stream,
+    ):
+        await stream.send(first)
+        await anyio.wait_all_tasks_blocked()
+        await stream.send(rest)
+        assert (await rest_of(stream)).startswith(b"HTTP/1.1 200")
+
+
+def test_a_restart_does_not_wait_for_old_connections() -> None:
+    sockets = bind_loopback(0)
+    for listening in sockets:
+        assert listening.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR) == 1
+        listening.close()

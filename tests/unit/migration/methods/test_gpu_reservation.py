@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
@@ -34,7 +34,7 @@ class Gpus:
         return f"GPU-{name}"
 
     @asynccontextmanager
-    async def turns(self, _names: Iterable[str]) -> AsyncIterator[None]:
+    async def turns(self, _names: Iterable[str]) -> AsyncGenerator[None]:
         yield
 
     def changed(self) -> None:

@@ -175,6 +175,8 @@ async def test_who_has_gone_on_is_noted_for_its_supervisor_and_who_has_ended_by_
     with pytest.raises(AgentAway, match="has ended"):
         await method(tmp_path).note_resumed(replace(here, start_ticks=ticks - 1))
     assert not has_passed(tmp_path, "4", 0)
+    lock_path(tmp_path, "4").unlink()
+    await method(tmp_path).note_resumed(replace(here, rank=1))  # it trains on, whether that can be noted or not
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
