@@ -47,6 +47,8 @@ def lease_note(lease: Lease) -> str:
         until = f"process {lease.pid} ends"
     elif lease.until_utc is not None:
         until = f"{duration(max(0.0, lease.until_utc - time()))} are over"
+    elif lease.hold_s is not None:
+        until = f"{duration(lease.hold_s)} after that are over"
     size, where = binary_size(lease.size_bytes), lease.gpu or "a GPU"
     if lease.state == HELD:
         return f"{size} of {where} are kept free until {until}; sooner: hegmctl release {lease.id}"
@@ -123,6 +125,8 @@ def _lease_row(lease: Lease, now_utc: float) -> list[Cell]:
         ends = f"with process {lease.pid}"
     elif lease.until_utc is not None:
         ends = f"in {duration(max(0.0, lease.until_utc - now_utc))}"
+    elif lease.hold_s is not None:
+        ends = f"{duration(lease.hold_s)} after it is held"
     return [
         lease.id,
         lease.name or UNKNOWN,

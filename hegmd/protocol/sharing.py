@@ -34,7 +34,11 @@ class Lease(Record):
     priority: int = field("jobs of lower priority are suspended for it")
     uid: int = field("whose it is")
     pid: int | None = field("the process with which it ends; nil for none", default=None)
-    until_utc: float | None = field("when it ends at the latest, in seconds since 1970; nil for never", default=None)
+    until_utc: float | None = field(
+        "when it ends at the latest, in seconds since 1970; nil for never, and for a pending one with `hold_s`",
+        default=None,
+    )
+    hold_s: float | None = field("how long it lasts once its memory is free; nil if that was not said", default=None)
     since_utc: float = field("when it was asked for")
     waits: str | None = field("what a pending one waits for", default=None)
 
@@ -80,7 +84,7 @@ class MakeRoom(Request, op="room.make", reply=RoomReply, event=RoomProgress, cha
     gpu: str = field("the GPU, or auto for the one where the fewest bytes have to leave", default=AUTO)
     size_bytes: int = field("how much to free and keep")
     pid: int | None = field("the process with whose end the lease ends", default=None)
-    hold_s: float | None = field("after how many seconds it ends", default=None)
+    hold_s: float | None = field("how many seconds it lasts once its memory is free", default=None)
     name: str | None = field("what to call it besides its id", default=None)
     priority: int | str | None = field(
         "0 to 100, or the name of a priority; nil for production, or the highest that the caller may use", default=None

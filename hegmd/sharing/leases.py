@@ -20,8 +20,8 @@ from hegmd.protocol.names import closest, why_no_name
 from hegmd.sharing.records import LeaseRecord
 from hegmd.system.background_tasks import BackgroundTasks
 
-# One user cannot fill the list.
-MAX_LEASES, MAX_LEASES_OF_USER = 256, 64
+# A few users cannot fill the list, and administrators are kept out by nobody.
+MAX_LEASES, MAX_LEASES_OF_USER = 1024, 64
 
 StartTicks = Callable[[int], "int | None"]
 
@@ -88,10 +88,10 @@ class Leases(BackgroundTasks):
         hint = f"did you mean {close}? run: hegmctl queue" if close else "run: hegmctl queue; it may have ended"
         raise HegmError(NOT_FOUND, f"there is no lease {text[:60]!r}", hint, {"lease": text[:60]})
 
-    def check_name(self, name: str | None, uid: int) -> None:
+    def check_name(self, name: str | None, uid: int, *, is_admin: bool = False) -> None:
         """See that a new lease of that user can have that name, and that there is room for one. Raises HegmError."""
         own = [lease for lease in self if lease.uid == uid]
-        if len(own) >= MAX_LEASES_OF_USER or len(self._leases) >= MAX_LEASES:
+        if len(own) >= MAX_LEASES_OF_USER or (len(self._leases) >= MAX_LEASES and not is_admin):
             message = f"{len(own)} leases of uid {uid} are open, and {len(self._leases)} in all"
             raise HegmError(BUSY, message, "release some: hegmctl queue, hegmctl release LEASE")
         if name is None:
@@ -116,10 +116,13 @@ class Leases(BackgroundTasks):
         return lease
 
     def hold(self, number: int, gpu: str) -> None:
-        """Its memory was seen free on that GPU: it is kept from now on."""
+        """Its memory was seen free on that GPU: it is kept from now on, and its time begins."""
         lease = self._leases.get(number)
         if lease is not None:
-            self._put(lease.replace(is_held=True, gpu=gpu))
+            until_utc = lease.until_utc if lease.hold_s is None else self._utc() + lease.hold_s
+            lease = lease.replace(is_held=True, gpu=gpu, until_utc=until_utc)
+            self._put(lease)
+            self._watch_soon(lease)
 
     def answer(self, number: int) -> None:
         """The waiting process is told now. The lease no longer ends with that process."""
@@ -173,6 +176,8 @@ class Leases(BackgroundTasks):
                 scope = self._watches[lease.number, pid] = anyio.CancelScope()
                 self._tasks.start_soon(self._end_with, lease.number, pid, ticks, why, scope)
         if lease.until_utc is not None:
+            if (before := self._watches.pop((lease.number, 0), None)) is not None:
+                before.cancel()
             scope = self._watches[lease.number, 0] = anyio.CancelScope()
             self._tasks.start_soon(self._end_at, lease.number, lease.until_utc, scope)
 

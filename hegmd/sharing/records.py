@@ -24,6 +24,7 @@ class LeaseRecord(Record):
     pid: int | None = field("the process with which it ends", default=None)
     start_ticks: int | None = field("the start time of that process", default=None)
     until_utc: float | None = field("when it ends at the latest", default=None)
+    hold_s: float | None = field("how long it lasts from the moment at which its memory is free", default=None)
     waiter_pid: int | None = field("the process that waits until it is held, without which it is dropped", default=None)
     waiter_ticks: int | None = field("the start time of that process", default=None)
     is_held: bool = field("whether its memory was seen free", default=False)

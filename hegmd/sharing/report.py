@@ -33,7 +33,8 @@ def lease_view(lease: LeaseRecord, view: View | None, waiting: model.Waiting | N
         priority=lease.priority,
         uid=lease.uid,
         pid=lease.pid,
-        until_utc=lease.until_utc,
+        until_utc=lease.until_utc if lease.is_held or lease.hold_s is None else None,
+        hold_s=lease.hold_s,
         since_utc=lease.since_utc,
         waits=None if lease.is_held or waiting is None else waiting.waits,
     )

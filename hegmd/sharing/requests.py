@@ -90,7 +90,7 @@ class SharingRequests:
         # Its connection ended, and it asks again; what other threads of that process wait for is theirs.
         known = leases.waited_for(lease, self._awaited)
         if known is None:
-            leases.check_name(asked.name, caller.uid)
+            leases.check_name(asked.name, caller.uid, is_admin=caller.is_admin)
             lease = leases.add(lease)
             self._sharing.note_request(lease)
         else:
@@ -156,9 +156,7 @@ class SharingRequests:
                 message = f"process {asked.pid} belongs to another user"
                 raise HegmError(DENIED, message, "name a process of your own with --for")
         rules, now_utc = self._sharing.rules, self._utc()
-        until_utc = now_utc + asked.hold_s if asked.hold_s is not None else None
-        if asked.pid is None and asked.hold_s is None:
-            until_utc = now_utc + rules.max_lease_s
+        until_utc = now_utc + rules.max_lease_s if asked.pid is None else None
         waiter = caller.pid if asked.until_free else None
         return LeaseRecord(
             number=0,
@@ -174,6 +172,7 @@ class SharingRequests:
             pid=asked.pid,
             start_ticks=ticks,
             until_utc=until_utc,
+            hold_s=asked.hold_s,
             waiter_pid=waiter,
             waiter_ticks=None if waiter is None else self._start_ticks(waiter),
         )
@@ -233,7 +232,7 @@ class SharingRequests:
 
     def _why_never(self, lease: LeaseRecord) -> str | None:
         """Why nothing that is under way will free the memory; None if something may."""
-        if self._sharing.latest is None:
+        if self._sharing.latest is None or self._sharing.awaits_agents:
             return None
         view, decision = self._sharing.latest
         waiting = decision.waiting_of(lease.id)

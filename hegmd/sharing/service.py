@@ -19,6 +19,7 @@ from hegmd.migration.machine.machine import HOLDING
 from hegmd.migration.machine.next_effects import SUSPENDED
 from hegmd.migration.machine.operation import Operation
 from hegmd.migration.machine.wording import gigabytes
+from hegmd.migration.methods.progress_probe import is_stopped
 from hegmd.migration.model import Candidate
 from hegmd.node.gpu_sets import CPU
 from hegmd.operations.job_requests import JobOperationsOf
@@ -42,7 +43,7 @@ from hegmd.workers.workers import AgentConnection
 
 logger = logging.getLogger(__name__)
 
-# After a start, agents have so long to connect. Until then nothing is decided while one is missing.
+# After a start, agents have so long to connect. Until then no request is refused because a job cannot leave.
 SETTLED_AFTER_S, SETTLE_INTERVAL_S = 15.0, 0.1
 # While somebody waits: at most so long from one look to the next. Nothing reports that other programs free memory.
 LOOK_INTERVAL_S = 1.0
@@ -127,31 +128,38 @@ class Sharing:
         await self._settle()
         while True:
             changed = self._changed.next
-            again_at_s: float | None = None
-            self._forget_what_is_over()
-            if self.is_wanted:
-                try:
-                    again_at_s = await self._decide()
-                except HegmError as error:
-                    limited(logger, "sharing", logging.ERROR, "GPUs cannot be shared now: %s", error.message)
-                except Exception:  # the edge of one decision: what is wrong here is not to end the daemon
-                    logger.exception("a decision about sharing GPUs failed")
-                wait_s = LOOK_INTERVAL_S if again_at_s is None else min(LOOK_INTERVAL_S, again_at_s - self._clock())
-                with anyio.move_on_after(max(MIN_INTERVAL_S, wait_s)):
+            wait_s: float | None = LOOK_INTERVAL_S
+            try:
+                self._forget_what_is_over()
+                wait_s = await self._decide() if self.is_wanted else None
+            except HegmError as error:
+                limited(logger, "sharing", logging.ERROR, "GPUs cannot be shared now: %s", error.message)
+            except Exception:  # the edge of one decision: what is wrong here is not to end the daemon
+                logger.exception("a decision about sharing GPUs failed")
+            if wait_s is None:
+                await changed.wait()
+            else:
+                with anyio.move_on_after(wait_s):
                     await changed.wait()
                 await anyio.sleep(MIN_INTERVAL_S)
-            else:
-                await changed.wait()
 
     async def _settle(self) -> None:
-        """After a start, wait for the agents of jobs of before: without them it is not known what they hold."""
-        while self._clock() - self._began < SETTLED_AFTER_S and self._awaits_agents():
+        """After a start on simulated GPUs, wait for the agents of jobs of before: only they know what their jobs hold.
+
+        A real driver knows that at once, and nobody has to wait.
+        """
+        while self._moving.simulated_memory.simulated and self.awaits_agents:
             with anyio.move_on_after(SETTLE_INTERVAL_S):
                 await self._changed.wait()
 
-    def _awaits_agents(self) -> bool:
+    @property
+    def awaits_agents(self) -> bool:
+        """Whether this daemon has just started, and an agent of a job of before has yet to connect."""
+        if self._clock() - self._began >= SETTLED_AFTER_S:
+            return False
         for job in self._moving.jobs:
-            if job.lives and job.members:
+            is_stopped_job = job.pid is not None and not job.is_gone and is_stopped(job.pid)
+            if job.lives and job.members and not is_stopped_job:
                 workers = [worker for worker in self._moving.jobs.workers_of(job) if worker.connected]
                 if not workers or any(self._is_unplaced(worker) for worker in workers):
                     return True
@@ -171,14 +179,17 @@ class Sharing:
         waits = any(not record.has_trained for record in memory.queue.values())
         return waits or bool(memory.suspended) or any(not lease.is_held for lease in memory.leases)
 
-    async def _decide(self) -> float | None:
+    async def _decide(self) -> float:
+        """Decide once, and begin what was decided; how long to wait until the next look."""
         view = await self._view.take()
         decision = decide(view.snapshot, view.now)
         self.latest = (view, decision)
         for action in decision.actions:
             self.actions.begin(action, view)
         self.decided.notify_all()
-        return decision.again_at_s
+        if decision.again_at_s is None:
+            return LOOK_INTERVAL_S
+        return max(MIN_INTERVAL_S, min(LOOK_INTERVAL_S, decision.again_at_s - self._clock()))
 
     async def look(self, *more: LeaseRecord) -> tuple[View, model.Decision]:
         """Look at the node now and decide, without carrying anything out. `more` are leases only thought of."""

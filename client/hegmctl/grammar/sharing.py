@@ -39,7 +39,13 @@ SHARING = (
                 complete=PIDS,
                 doc="end the lease with this process; it and its children use the memory",
             ),
-            Of("hold_s", names=("--seconds",), kind=SECONDS, metavar="SECONDS", doc="end the lease after this time"),
+            Of(
+                "hold_s",
+                names=("--seconds",),
+                kind=SECONDS,
+                metavar="SECONDS",
+                doc="end the lease so long after its memory is free",
+            ),
             Of("name", metavar="NAME", doc="a name for `hegmctl release`, besides the id"),
             Of(
                 "priority",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -45,9 +46,9 @@ def rules(**changes: Any) -> SharingRules:
 class SharedNode:
     """The node, what shares its GPUs, and what it is asked."""
 
-    def __init__(self, node: Node, own: SharingRules) -> None:
+    def __init__(self, node: Node, own: SharingRules, clock: Callable[[], float]) -> None:
         self.node = node
-        self.sharing = Sharing(node.moving, node.events, own, start_ticks)
+        self.sharing = Sharing(node.moving, node.events, own, start_ticks, clock=clock)
         self.requests = SharingRequests(
             *(self.sharing, node.moving.jobs, node.moving.job_requests, node.inventory),
             start_ticks=start_ticks,
@@ -88,10 +89,12 @@ class SharedNode:
 
 
 @asynccontextmanager
-async def sharing_on(state_dir: Path, spec: str = "1x8MiB", **changes: Any) -> AsyncIterator[SharedNode]:
+async def sharing_on(
+    state_dir: Path, spec: str = "1x8MiB", *, clock: Callable[[], float] = time.monotonic, **changes: Any
+) -> AsyncIterator[SharedNode]:
     """A node that shares its GPUs; leaving it is the daemon's end."""
     async with running(state_dir, spec) as node:
-        shared = SharedNode(node, rules(**changes))
+        shared = SharedNode(node, rules(**changes), clock)
         shared.sharing.open(state_dir)
         await node.tasks.start(shared.sharing.run)
         yield shared

@@ -13,7 +13,7 @@ import pytest
 from hegmd.errors import BAD_REQUEST, BUSY, DENIED, INCOMPATIBLE, NOT_FOUND, REFUSED, UNAVAILABLE, HegmError
 from hegmd.sharing import state_file
 from hegmd.sharing.history import FIRST_RETRY_S, MAX_RETRY_S, History
-from hegmd.sharing.leases import MAX_LEASES_OF_USER, Leases
+from hegmd.sharing.leases import MAX_LEASES, MAX_LEASES_OF_USER, Leases
 from hegmd.sharing.records import LeaseRecord, QueuedRecord, SharingState, SuspendedRecord
 from tests.patience import HANG_S
 from tests.unit.moving_node import start_ticks
@@ -222,3 +222,27 @@ def test_what_fails_again_and_again_is_tried_less_and_less_often() -> None:
     assert history.note_state("j1", "suspended", 7.0, 9.0).since_s == 7.0, "not later than now"
     history.keep_only({"j2"})
     assert history.of("j1").state == ""
+
+
+async def test_the_time_of_a_lease_begins_when_its_memory_is_free() -> None:
+    now = [100.0]
+    watched = Watched(utc=lambda: now[0])
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(watched.leases.run)
+        made = watched.leases.add(lease(hold_s=5.0, until_utc=1000.0))
+        now[0] = 500.0
+        watched.leases.hold(made.number, "gpu0")
+        (held,) = watched.leases
+        assert held.until_utc == 505.0
+        tasks.cancel_scope.cancel()
+
+
+def test_neither_one_user_nor_many_keep_an_administrator_from_a_lease() -> None:
+    leases = Watched().leases
+    for number in range(MAX_LEASES):
+        leases.check_name(None, 1 + number // MAX_LEASES_OF_USER)
+        leases.add(lease(uid=1 + number // MAX_LEASES_OF_USER))
+    with pytest.raises(HegmError, match="are open") as full:
+        leases.check_name(None, 5000)
+    assert full.value.code is BUSY
+    leases.check_name(None, 0, is_admin=True)

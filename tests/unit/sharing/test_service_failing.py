@@ -1,0 +1,65 @@
+"""Sharing while a job is stopped, a boundary is late, or an error comes: others go on, and nobody loses their time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from hegmd.protocol import sharing as told
+from hegmd.protocol.messages import RegisterJob
+from tests.patience import HANG_S
+from tests.unit.sharing.shared_node import MIB, UID, sharing_on
+
+Child = subprocess.Popen[bytes]
+BYTES = b"1" * (6 * MIB)
+
+
+async def test_a_stopped_job_keeps_a_new_daemon_from_no_decision(tmp_path: Path, process: Child) -> None:
+    """Its agent cannot connect, and all leases waited 15 s for it."""
+    async with sharing_on(tmp_path) as shared:
+        await shared.node.moving.job_requests.register(process.pid, UID, RegisterJob(run="one", command=("train",)))
+        agent = await shared.node.attend(process.pid, BYTES, run="one")
+        await agent.leave()
+    process.send_signal(signal.SIGSTOP)
+    await anyio.to_thread.run_sync(os.waitid, os.P_PID, process.pid, os.WSTOPPED)
+    async with sharing_on(tmp_path, clock=lambda: 0.0) as shared:
+        made = await shared.make_room(MIB, until_free=True, limit_s=HANG_S)
+        assert made.lease is not None
+        assert made.lease.state == "held"
+
+
+async def test_the_seconds_of_a_lease_begin_when_its_memory_is_free(tmp_path: Path, process: Child) -> None:
+    async with sharing_on(tmp_path) as shared, anyio.create_task_group() as tasks:
+        agent = await shared.node.attend(process.pid, BYTES)
+        agent.slow.add("park")
+        made: list[told.RoomReply] = []
+
+        async def ask() -> None:
+            made.append(await shared.make_room(7 * MIB, hold_s=0.01, until_free=True, limit_s=HANG_S))
+
+        tasks.start_soon(ask)
+        await shared.until(lambda: any(shared.sharing.memory.leases))
+        (lease,) = shared.sharing.memory.leases
+        await shared.until(lambda: time.time() > lease.since_utc + 0.02)
+        agent.go_on.set()
+        await shared.until(lambda: bool(made))
+        await shared.until(lambda: not any(shared.sharing.memory.leases))
+    assert "lease-ended" in shared.events
+
+
+async def test_an_error_about_what_is_over_ends_no_decisions(tmp_path: Path, process: Child) -> None:
+    async with sharing_on(tmp_path) as shared:
+        await shared.node.attend(process.pid, BYTES)
+        broken: Any = None
+        shared.sharing.memory.queue[1] = broken
+        shared.sharing.look_again()
+        await anyio.wait_all_tasks_blocked()
+        del shared.sharing.memory.queue[1]
+        made = await shared.make_room(MIB, until_free=True, limit_s=HANG_S)
+        assert made.lease is not None
