@@ -1,6 +1,6 @@
-"""Answers that hegmctl makes itself, from what the daemon said and from what it found out on its own.
+"""Answers that hegmctl makes itself, from the daemon's answers and from what it found out.
 
-Records like those of the protocol, so that JSON, its reference in docs/json.md and the tests treat both alike.
+They are records like those of the protocol, so that JSON, its reference in docs/json.md and the tests treat both alike.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ class DaemonVersion(Record):
     """The daemon that answered."""
 
     version: str = field("version of hegmd")
-    protocol: int = field("protocol version in force between the two")
+    protocol: int = field("protocol version in use")
     node: str = field("host name of the node")
     simulated: bool = field("whether the GPUs are simulated")
-    capabilities: tuple[str, ...] = field("what the daemon can do beyond the basics")
+    capabilities: tuple[str, ...] = field("optional abilities of the daemon")
     limits: Limits = field("limits on the connection")
-    you: Caller = field("who the daemon takes the caller for")
-    run: str = field("names this run of the daemon, in which events are counted", default="")
+    you: Caller = field("the caller's identity")
+    run: str = field("identifies this start of the daemon; each start counts events anew", default="")
 
 
 class VersionAnswer(Record):
@@ -28,7 +28,7 @@ class VersionAnswer(Record):
 
     version: str = field("version of hegmctl")
     protocols: tuple[int, ...] = field("protocol versions that hegmctl speaks")
-    socket: str = field("where the daemon was looked for")
+    socket: str = field("path of the daemon's socket")
     daemon: DaemonVersion | None = field("the daemon; null when none answered")
     error: ErrorInfo | None = field("why none answered")
 
@@ -38,7 +38,7 @@ class HegmAnswer(Record):
 
     venv: str = field("the environment")
     is_enabled: bool = field("whether its Pythons take SIGUSR1 as HeGM's do")
-    agent: str | None = field("the folder of the hegmd whose agent they load")
+    agent: str | None = field("the directory of the hegmd whose agent they load")
 
 
 class RecoveryPlan(Record):
@@ -56,50 +56,50 @@ class PingAnswer(Record):
 
     version: str = field("version of hegmd")
     node: str = field("host name of the node")
-    socket: str = field("where it was asked")
+    socket: str = field("path of the daemon's socket")
     round_trips_s: tuple[float, ...] = field("how long each answer took")
 
 
 class DoctorAnswer(Record):
     """The answer of `hegmctl doctor`."""
 
-    checks: tuple[Check, ...] = field("in the order in which they were made; the first is about the daemon itself")
-    ok: int = field("how many are ok")
-    warn: int = field("how many are warnings")
-    fail: int = field("how many failed")
-    skip: int = field("how many do not apply here")
+    checks: tuple[Check, ...] = field("the checks, in order; the first one is about the daemon")
+    ok: int = field("number of checks that are ok")
+    warn: int = field("number of warnings")
+    fail: int = field("number of failures")
+    skip: int = field("number of checks that do not apply here")
 
 
 class AttachedProcess(Record):
-    """A process that has the agent since `hegmctl attach`."""
+    """A process with the agent of `hegmctl attach`."""
 
     pid: int = field("process id")
     python_version: str = field("version of its Python, such as 3.14")
     framework_version: str = field("version of its PyTorch")
-    job: str | None = field("the name of its job; null if the daemon has not heard of its agent in time")
-    unknown: tuple[str, ...] = field("what the agent cannot know, which blocks restarts but no move")
+    job: str | None = field("the name of its job; null if the agent has not reached the daemon in time")
+    unknown: tuple[str, ...] = field("what the agent cannot know, which prevents restarts but not migrations")
 
 
 class AttachAnswer(Record):
     """The answer of `hegmctl attach`."""
 
-    processes: tuple[AttachedProcess, ...] = field("in the order in which they were named; the ranks of a launcher")
-    socket: str = field("where their agents connect to")
+    processes: tuple[AttachedProcess, ...] = field("in the order of the arguments; for a launcher its ranks")
+    socket: str = field("the socket that their agents connect to")
 
 
 class NcclStep(Record):
-    """One move of the throwaway job."""
+    """One operation of the throwaway job."""
 
-    step: str = field("what was done")
-    took_s: float = field("until the job trained on, or was suspended")
-    downtime_s: float | None = field("how long the job did not train for it", default=None)
+    step: str = field("the operation")
+    took_s: float = field("until the job trained again, or was suspended")
+    downtime_s: float | None = field("how long the job did not train", default=None)
 
 
 class NcclAnswer(Record):
     """The answer of `hegmctl doctor --nccl`."""
 
     gpus: tuple[str, ...] = field("the GPUs of the throwaway job")
-    python: str = field("the Python that it ran with")
-    proof: Proof = field("the verdict, as the daemon keeps it")
-    steps: tuple[NcclStep, ...] = field("the moves that succeeded")
-    losses: int = field("losses that were compared and are equal")
+    python: str = field("the Python that ran it")
+    proof: Proof = field("the verdict that the daemon stores")
+    steps: tuple[NcclStep, ...] = field("the operations that succeeded")
+    losses: int = field("number of compared losses, all equal")

@@ -1,6 +1,6 @@
-"""What daemon and agent say to one another: the agent's offer of its process, the daemon's orders, and their reports.
+"""The messages between the daemon and an agent: the agent's offer, the daemon's orders and the agent's reports.
 
-Everybody else reads these from `messages`, which gathers every message there is.
+Other code imports these names from `messages`, which gathers all messages.
 """
 
 from __future__ import annotations
@@ -15,73 +15,100 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    #: The three numbers of a place, in their order.
+    #: The three numbers of a Place, in the order of its fields.
     Spot = tuple[int, int, int]
-    #: The four numbers of a span: which storage, where in it, its bytes, and where in the descriptor.
+    #: The four numbers of a span: the storage, the offset in it, the size, and the offset in the descriptor.
     Span = tuple[int, int, int, int]
 
 _SPOT, _SPAN = struct.Struct("<QQQ"), struct.Struct("<QQQQ")
-#: In the place of a handle's number: CUDA IPC cannot show that storage, and its process copies it itself.
+#: Replaces a handle's number: CUDA IPC cannot export the storage, so its process copies it.
 NO_HANDLE = (1 << 64) - 1
 
 
 class Order(Record):
-    """What the daemon wants of an agent. `do` says what; what is done is told by `agent.report`."""
+    """What the daemon wants of an agent. The agent answers each order with `agent.report`, except `leave`.
+
+    | `do` | what the agent does |
+    |---|---|
+    | `survey` | It counts its storages and communicator groups. |
+    | `park` | It parks the training thread at a boundary. |
+    | `withdraw` | It withdraws a pending order, or lets a parked training thread continue. |
+    | `offload` | It copies its storages to the memory that comes along, and frees them. |
+    | `reload` | It allocates its storages again and copies them back. |
+    | `export` | It reports the CUDA IPC handles of its storages, for the daemon to copy. |
+    | `free` | It frees the exported storages. They are offloaded from then on. |
+    | `make` | It allocates offloaded storages again, and reports their handles. |
+    | `copy` | It copies the storages that CUDA IPC cannot export. |
+    | `filled` | It notes which storages have their bytes again. After the last one nothing is offloaded. |
+    | `part` | It removes peer access between its GPUs. The next `release` or `withdraw` restores it. |
+    | `rest` | It stays parked, however long there is no daemon. |
+    | `entrust` | It closes its own descriptor of its bytes. `reload` brings another one. |
+    | `aside` | It rests, entrusts its bytes and disconnects, so that an image of its process can be made. |
+    | `release` | It lets the training thread continue, and reports the next boundary. |
+    | `weigh` | It reports what a restart would save. |
+    | `beforehand` | It reports which modules a prestarted process can import. |
+    | `save` | It writes its state to the descriptor that comes along. |
+    | `leave` | It exits. |
+    | `snapshot` | It parks, writes its state into the slot that comes along, and continues. |
+    | `disconnect` | It disconnects its communicator groups. |
+    | `reconnect` | It connects them again. |
+    | `count` | It reports its boundary at once, from its own thread. |
+    | `stacks` | It reports where its threads are. |
+    | `dismiss` | It closes the connection. |
+    """
 
     order: int = field("number of the order, counted by the daemon on this connection")
-    do: str = field(
-        "survey, park, withdraw, offload, reload, export, free, make, copy, filled, part, rest, entrust, aside, "
-        "release, weigh, beforehand, save, snapshot, disconnect, reconnect, leave, count, stacks or dismiss"
-    )
+    do: str = field("one of the orders in the table above")
     at: int | None = field(
-        "park, snapshot: at this boundary by count, or the next one after it; nil for the next", default=None
+        "park, snapshot: the boundary to park at, or the next one after it; nil for the next", default=None
     )
     limit_s: float | None = field(
-        "park, snapshot and release: how long it may take, nil for as long as it takes; disconnect and reconnect: "
-        "the same, nil for 60 s; aside: when to come back by itself",
+        "park, snapshot, release: the limit, nil for none; disconnect, reconnect: the limit, nil for 60 s; aside: "
+        "when the agent reconnects by itself",
         default=None,
     )
     exact: bool = field(
-        "park, snapshot: only at the boundary with that count; fails at once, without parking, if it was passed",
+        "park, snapshot: only at the boundary `at`; fails at once, without parking, if it was passed",
         default=False,
     )
     leaving: bool = field(
-        "park: where a restarted script could continue from: at that boundary, or soon after it, at the head of a loop "
-        "that trains",
+        "park: only where a restarted script can continue: at the boundary, or soon after it at the head of a "
+        "training loop",
         default=False,
     )
     max_park_s: float | None = field(
-        "park, snapshot: how long the training thread may be parked for an attempt that other threads of its process "
-        "keep from succeeding; it then runs on, and is stopped again at a later boundary. nil for half a second",
+        "park, snapshot: how long one attempt may keep the training thread parked while other threads of the process "
+        "are busy. The training then continues until the next attempt. nil for half a second",
         default=None,
     )
     size_bytes: int | None = field(
-        "make: at most so many bytes of storages this time, but one at least; nil for all that are out", default=None
+        "make: at most this many bytes of storages, but at least one storage; nil for all", default=None
     )
     first: int | None = field("filled: the first storage that has its bytes again, counted from 0", default=None)
-    count: int | None = field("filled: how many have, from that one on", default=None)
-    packed: bool = field("export, make: whether the report may have its places packed", default=False)
+    count: int | None = field("filled: the number of storages from there on that have their bytes again", default=None)
+    packed: bool = field("export, make: whether the report may have packed places", default=False)
     partly: bool = field(
-        "export, make: whether storages that CUDA IPC cannot show may be among them, in packed places without a handle",
+        "export, make: whether the packed places may include storages that CUDA IPC cannot export, without a handle",
         default=False,
     )
     direction: str | None = field("copy: `out` into the descriptor, or `in` from there", default=None)
     spans: bytes | None = field(
-        "copy: what the process copies itself: of each span which storage, where in it, how many bytes, and where in "
-        "the descriptor, four numbers of 8 bytes each, little-endian",
+        "copy: the spans that the process copies itself. Each is four numbers of 8 bytes, little-endian: storage, "
+        "offset in it, size, offset in the descriptor",
         default=None,
     )
-    path: str | None = field("aside: the meeting place, a file", default=None)
+    path: str | None = field("aside: the file that tells the agent when and where to reconnect", default=None)
     restored: bool = field(
-        "release: the driver has brought its storages back, which cannot be shown to others from then on", default=False
+        "release: whether the driver has restored the storages, so that CUDA IPC cannot export them from now on",
+        default=False,
     )
     abort: bool = field(
-        "disconnect: abort communicators that the library could suspend, because an image cannot have these",
+        "disconnect: abort communicators that NCCL could suspend, because an image cannot contain them",
         default=False,
     )
     generation: int | None = field(
-        "reconnect: a number that is the same for all ranks, and larger than in any earlier reconnect of this job; "
-        "snapshot: the number of the snapshot, the same for all ranks",
+        "reconnect: a number that is the same for all ranks, and larger than in any earlier reconnect of the job; "
+        "snapshot: the snapshot's number, the same for all ranks",
         default=None,
     )
 
@@ -91,135 +118,130 @@ class AgentDismissed(Record):
 
 
 class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order):
-    """An agent offers its process: the daemon's orders come as events until one side ends it.
+    """An agent offers its process. The daemon's orders come as events until one side closes the connection.
 
-    The process is the peer of the connection, by the kernel's word; what is said here only describes it. Orders that
-    move bytes (`offload`, `reload`) come with one descriptor, the memory to copy to or from. One that is told to
-    `rest` stays parked however long no daemon is there; one that is told to `entrust` closes its own descriptor of
-    its bytes as well, and gets another one with `reload`.
+    The kernel's credentials of the connection identify the process; the fields below only describe it. `offload`,
+    `reload` and `copy` come with one descriptor, the memory to copy to or from.
 
-    One that is told to step `aside`, for an image of its process, does both, ends this connection, and looks at the
-    meeting place instead: while that file is empty it stays away, then it comes to the socket that stands there, or to
-    the usual one once the file is gone. It believes only a file of root's or of its own user's.
+    After `aside` the agent watches the file `path` and stays disconnected while it is empty. It then connects to the
+    socket that the file names, or to the usual one once the file is gone. It believes only a file of root's or of its
+    own user's.
 
-    Where the daemon copies by itself: `export` shows the storages, `free` frees exactly these, and from then on they
-    are out; `make` makes those again that are out and not made yet, and shows them; `filled` says that some have their
-    bytes. With the last of them filled, nothing is out any more. Each may come a second time and changes nothing then.
-    What the daemon cannot open of these, the process copies itself: `copy` comes with a descriptor of host memory.
-    One on several GPUs has to `part` them before it is taken off: none reaches into another's memory until it goes on.
+    The daemon copies with `export`, `free`, `make` and `filled`. Each of them can come twice, and changes nothing the
+    second time. A process on several GPUs has to `part` them before its checkpoint.
 
-    The ranks of a job hold communicators, which the driver cannot checkpoint. When all of them are parked, each is told
-    to `disconnect` its groups; after the restore each is told to `reconnect` them. Both orders wait for the other
-    ranks. Both change nothing when the groups are in the wanted state already. `reconnect` also undoes a `disconnect`
-    that succeeded on some of the ranks only.
+    The driver cannot checkpoint communicators. Once all ranks are parked, each one gets `disconnect`, and after the
+    restore `reconnect`. Both orders wait for the other ranks, and change nothing if the groups are already in the
+    wanted state. `reconnect` also reverses a `disconnect` that succeeded on some of the ranks only.
 
-    One that is told to `count` reports its boundary at once, from the agent's own thread.
+    A process that is started from a saved state restores it at its first boundary, attends again, and names in
+    `restarted` the operation that the state is from.
 
-    For a restart it is told to `weigh` what its state comes to, or to say `beforehand` only what the next process may
-    import before its turn; parked, to `save` that into the descriptor that comes
-    with the order, and to `leave`, which ends its process and is not reported. The process that is started from there
-    puts the state back at its first boundary, attends anew, and says which operation it was `restarted` from.
-
-    For a recovery it is told to take a `snapshot`: it parks the training as for `save`, writes its state into the slot
-    that comes with the order, sets the slot's record, and lets the training go on. Without a descriptor, or with one
-    that is too small, the order fails and says how many bytes the state has. Any other order but `count` and `stacks`
-    ends a snapshot that has not begun to write. One that is asked for its `stacks` tells where its threads are.
+    `snapshot` parks the training as for `save`, writes the slot and sets its record. Without a descriptor, or with one
+    that is too small, the order fails and reports the size of the state. Any other order except `count` and `stacks`
+    cancels a snapshot that has not begun to write.
     """
 
-    token: str = field("names this agent across connections; made by the agent, 32 hexadecimal digits")
-    framework: str | None = field("what trains, such as torch; nil if none is there yet", default=None)
-    framework_version: str | None = field("its version", default=None)
+    token: str = field("identifies this agent across connections; the agent makes it: 32 hexadecimal digits")
+    framework: str | None = field("the training framework, such as torch; nil if none is loaded yet", default=None)
+    framework_version: str | None = field("version of the framework", default=None)
     python_version: str = field("version of the interpreter")
-    job: str | None = field("what the `hegmctl run` it belongs to was named; nil if it was not", default=None)
-    run: str | None = field("which `hegmctl run` it belongs to: one id for each, in all its processes", default=None)
+    job: str | None = field("the name given to its `hegmctl run`; nil if none", default=None)
+    run: str | None = field("the id of its `hegmctl run`, the same in all its processes", default=None)
     rank: int | None = field("its rank, in a distributed job", default=None)
     world_size: int | None = field("how many ranks the job has", default=None)
-    gpu: str | None = field("the GPU it was started for, or is on by its own word; nil to be given one", default=None)
-    size_bytes: int = field("bytes of its storages that it vouches for, as far as it knows now", default=0)
-    boundary: int = field("batch boundaries that it has passed")
-    parked: bool = field("whether the training thread is parked now, as after a restart of the daemon", default=False)
-    held_bytes: int = field("bytes of its storages that are out of the process now", default=0)
-    images: PeriodicImages | None = field("images that are to be taken of its job every so often", default=None)
-    revived: bool = field("whether its process was restored from an image since it last stepped aside", default=False)
-    entrusted: bool = field("whether the daemon alone has those bytes, so that it has to send them back", default=False)
+    gpu: str | None = field(
+        "the GPU that the process was started for or reports to be on; nil if the daemon is to choose one", default=None
+    )
+    size_bytes: int = field("bytes of its storages that the agent can offload, as far as it knows now", default=0)
+    boundary: int = field("number of batch boundaries that it has passed")
+    parked: bool = field(
+        "whether the training thread is parked now, such as after a restart of the daemon", default=False
+    )
+    held_bytes: int = field("bytes of its storages that are offloaded now", default=0)
+    images: PeriodicImages | None = field("images to make of its job at intervals", default=None)
+    revived: bool = field("whether the process was restored from an image since its last `aside`", default=False)
+    entrusted: bool = field(
+        "whether only the daemon has the offloaded bytes, so that it has to send them back", default=False
+    )
     restarted: str | None = field(
-        "the operation whose state it was started from and has put back; nil for any other process", default=None
+        "the operation whose state the process was started from and has restored; nil for any other process",
+        default=None,
     )
     mark: str | None = field(
-        "the nonce of the memory that it copied those bytes to, in hexadecimal: it is stored there from the ninth "
-        "byte on; empty where the daemon copied them, or none are out; nil from an agent that does not say",
+        "the nonce of the memory that the process copied those bytes to, in hexadecimal: the memory stores it from "
+        "byte 9 on. Empty if the daemon copied them or none are offloaded; nil from an agent that does not report it",
         default=None,
     )
     unknown: tuple[str, ...] | None = field(
-        "for an agent that `hegmctl attach` loaded into a running process: what it cannot know, one phrase "
-        "each; nil for an agent that began with its process",
+        "for an agent that `hegmctl attach` loaded into a running process: what it cannot know, one phrase each; nil "
+        "for an agent that started with its process",
         default=None,
     )
 
 
 class Lent(Record):
-    """The storages of the job are off its GPUs."""
+    """The storages of the job are offloaded from its GPUs."""
 
-    operation: str = field("id of the operation by which the job is suspended")
+    operation: str = field("id of the operation that suspends the job")
 
 
 class AgentLend(Request, op="agent.lend", reply=Lent, changes_state=True):
-    """Suspend the job of this agent's process with its CUDA contexts kept, because its script lends its GPU memory.
+    """Suspend the job of this agent's process and keep its CUDA contexts, because its script lends its GPU memory.
 
-    The training thread waits at the begin of a `hegm.released()` block meanwhile, and counts as parked; after the reply
-    it runs the block. The other ranks of the job come to the same block and send the same request. The processes copy
-    their bytes themselves, so that they can reload them without a daemon. An error means that nothing is lent; with
-    BUSY it can be asked again.
+    Meanwhile the training thread waits at the start of a `hegm.released()` block, and counts as parked. After the reply
+    it runs the block. The other ranks of the job reach the same block and send the same request. The processes copy
+    their bytes themselves, so that they can reload them without a daemon. After an error nothing is lent. A BUSY error
+    can be retried.
     """
 
 
 class Reclaimed(Record):
-    """The storages of the job are on its GPUs again, and it has made its next batch or left its block."""
+    """The storages of the job are on its GPUs again, and it has trained its next batch or left its block."""
 
 
 class AgentReclaim(Request, op="agent.reclaim", reply=Reclaimed, changes_state=True):
-    """Resume the job that was suspended by `agent.lend`, because a block has ended.
+    """Resume the job that `agent.lend` suspended, because a block has ended.
 
-    NOT_FOUND says that no operation lends its memory. Any other error means that the job is still suspended, such as
-    for want of GPU memory, and that it can be asked again. Orders that reload wait for the end of the block in each
-    process.
+    NOT_FOUND: no operation lends the job's memory. After any other error, such as a lack of GPU memory, the job is
+    still suspended and the request can be retried. In each process, orders that reload wait for the end of the block.
     """
 
 
 class CudaDevice(Record):
-    """What an agent vouches for on one of its GPUs."""
+    """The agent's storages on one of its GPUs."""
 
-    uuid: str = field("the GPU that it is on now, by the driver's word")
-    size_bytes: int = field("bytes of the storages that it vouches for there")
-    padding_bytes: int = field("what its allocator takes there beyond these", default=0)
-    reserved_bytes: int = field("what its allocator has there from the driver, including cached memory", default=0)
+    uuid: str = field("the GPU that they are on now, as the driver reports it")
+    size_bytes: int = field("bytes of the storages that the agent can offload")
+    padding_bytes: int = field("bytes that the allocator takes beyond these", default=0)
+    reserved_bytes: int = field("bytes that the allocator has from the driver, cached memory included", default=0)
 
 
 class CudaFacts(Record):
-    """What an agent knows of its process's use of CUDA, and of what stands against taking it off its GPU."""
+    """What an agent knows about CUDA in its process, and what prevents a checkpoint."""
 
-    gpus: tuple[str, ...] = field("UUIDs of the GPUs that its storages are on, as `nvidia-smi -L` shows them")
+    gpus: tuple[str, ...] = field("UUIDs of the GPUs that its storages are on, as `nvidia-smi -L` lists them")
     allocator: str = field("native or cudaMallocAsync")
     expandable: bool = field(
-        "whether CUDA IPC cannot show its memory: it is in expandable segments, or the driver has brought it back"
+        "whether CUDA IPC cannot export its memory: it is in expandable segments, or the driver has restored it"
     )
     own_bytes: int = field(
-        "bytes of storages that the process copies itself, because CUDA IPC cannot show them, or could not once they "
-        "are back: memory that they share with what stays in the process",
+        "bytes of storages that the process copies itself. CUDA IPC cannot export them, or could not after the "
+        "restore, because they share memory with what stays in the process",
         default=0,
     )
-    reserved_bytes: int = field("what the allocator has of the driver, cached memory included", default=0)
-    largest_bytes: int = field("bytes of the largest storage that it vouches for", default=0)
+    reserved_bytes: int = field("bytes that the allocator has from the driver, cached memory included", default=0)
+    largest_bytes: int = field("bytes of the largest storage that the agent can offload", default=0)
     stacks_bytes: int = field(
-        "what its contexts keep for the stacks of their threads, but not while storages are offloaded", default=0
+        "bytes that its contexts keep for thread stacks, except while storages are offloaded", default=0
     )
-    padding_bytes: int = field("what its allocator takes beyond its storages", default=0)
+    padding_bytes: int = field("bytes that the allocator takes beyond its storages", default=0)
     devices: tuple[CudaDevice, ...] = field(
-        "what of all this is on each of its GPUs; empty where the driver did not say which these are now", default=()
+        "its storages on each of its GPUs; empty if the driver did not report which GPUs these are now", default=()
     )
     hazards: tuple[str, ...] = field(
-        "graphs: CUDA graphs were captured, so addresses must stay; nccl-p2p: live communicators that may use "
-        "peer-to-peer; ipc-shared: shared with another process; peer-mapped: mapped for other GPUs; managed memory",
+        "graphs: captured CUDA graphs need the addresses to stay; nccl-p2p: live communicators may use peer-to-peer; "
+        "ipc-shared: memory shared with another process; peer-mapped: memory mapped for other GPUs; managed memory",
         default=(),
     )
 
@@ -231,59 +253,57 @@ class Communicators(Record):
         "suspend: NCCL keeps the communicators and releases their GPU memory; replace: the agent aborts each backend "
         "and puts a new one in its place; none: no group has other ranks"
     )
-    groups: int = field("groups that have other ranks", default=0)
+    groups: int = field("number of groups that have other ranks", default=0)
     backends: tuple[str, ...] = field("their backends, such as nccl and gloo", default=())
-    library: str | None = field(
-        "version of the NCCL library that the process has loaded; nil without one", default=None
-    )
+    library: str | None = field("version of the NCCL library in the process; nil without one", default=None)
     nvls: bool = field("whether NCCL may use NVLink multicast (NVLS) in this process", default=False)
-    pending: int = field("groups with collectives that have not finished", default=0)
+    pending: int = field("number of groups with unfinished collectives", default=0)
     uncovered: tuple[str, ...] = field(
-        "what the agent cannot disconnect: a sentence each, with the group and the reason", default=()
+        "groups that the agent cannot disconnect, a sentence each, with the reason", default=()
     )
 
 
 class Place(Record):
-    """Where a storage lies, for another process that opens the handle."""
+    """Where a storage is, for another process that opens the handle."""
 
-    handle: int = field("which of the handles, counted from 0")
-    offset: int = field("where it begins behind that handle's address")
-    size_bytes: int = field("how long it is")
+    handle: int = field("number of the handle, counted from 0")
+    offset: int = field("offset from that handle's address")
+    size_bytes: int = field("size of the storage")
 
 
 def packed(spots: Sequence[Spot] | Sequence[Span]) -> bytes:
-    """Places as a report carries them where it may: the job stands while it is made and read.
+    """Pack places or spans for a message. The job is parked while the message is made and read.
 
-    A thousand records take an agent's msgpack, which is in Python, and the daemon's checks some 20 ms each.
+    A thousand records take about 20 ms each in the agent's msgpack, which is in Python, and in the daemon's checks.
     """
     numbers = [number for spot in spots for number in spot]
     return struct.pack(f"<{len(numbers)}Q", *numbers)
 
 
 def unpacked(data: bytes) -> list[Spot]:
-    """What `packed` was given. Raises BadValue for what it cannot have made."""
+    """Return the places that `packed` was given. Raises BadValue for other data."""
     if len(data) % _SPOT.size:
         raise BadValue("packed_places", f"{len(data)} bytes are no whole places of {_SPOT.size}")
     return list(_SPOT.iter_unpack(data))
 
 
 def unpacked_spans(data: bytes) -> list[Span]:
-    """The spans of an order to copy, which `packed` was given. Raises BadValue for what it cannot have made."""
+    """Return the spans that `packed` was given. Raises BadValue for other data."""
     if len(data) % _SPAN.size:
         raise BadValue("spans", f"{len(data)} bytes are no whole spans of {_SPAN.size}")
     return list(_SPAN.iter_unpack(data))
 
 
 class LeftAlone(Record):
-    """Storages that the agent does not vouch for, and why."""
+    """Storages that the agent does not offload, and the reason."""
 
-    why: str = field("one sentence")
-    storages: int = field("how many")
+    why: str = field("the reason, one sentence")
+    storages: int = field("number of storages")
     size_bytes: int = field("their bytes")
 
 
 class Noted(Record):
-    """The report was taken."""
+    """The daemon has received the report."""
 
 
 class AgentReport(Request, op="agent.report", reply=Noted):
@@ -291,11 +311,11 @@ class AgentReport(Request, op="agent.report", reply=Noted):
 
     order: int = field("number of the order")
     result: str = field("done, failed, or progress while it is under way")
-    message: str = field("failed: what and why", default="")
+    message: str = field("failed: what failed, and why", default="")
     hint: str = field("failed: the next step", default="")
-    boundary: int | None = field("batch boundaries that it has passed", default=None)
+    boundary: int | None = field("number of batch boundaries that the process has passed", default=None)
     parked_s: float | None = field(
-        "park, withdraw, snapshot: how long the training thread was parked for the order until now, in all attempts",
+        "park, withdraw, snapshot: how long the order has kept the training thread parked so far, in all attempts",
         default=None,
     )
     copied_s: float | None = field(
@@ -303,58 +323,57 @@ class AgentReport(Request, op="agent.report", reply=Noted):
         default=None,
     )
     parked: bool | None = field("survey: whether the training thread is parked now", default=None)
-    held_bytes: int | None = field("survey: bytes of its storages that are out of the process now", default=None)
-    storages: int | None = field("survey, offload, reload: how many storages", default=None)
-    size_bytes: int | None = field("survey, offload, reload: how many bytes; in progress, so far", default=None)
-    left_alone: tuple[LeftAlone, ...] = field("survey: what it leaves to other carriers", default=())
+    held_bytes: int | None = field("survey: bytes of its storages that are offloaded now", default=None)
+    storages: int | None = field("survey, offload, reload: number of storages", default=None)
+    size_bytes: int | None = field("survey, offload, reload: bytes; with `progress`, so far", default=None)
+    left_alone: tuple[LeftAlone, ...] = field("survey: storages that other carriers have to move", default=())
     state_bytes: int | None = field(
-        "weigh: bytes of the state that a restart would carry; failed snapshot: the same, where its slot is too small",
+        "weigh: bytes of the state that a restart would carry; failed snapshot: the same, if the slot is too small",
         default=None,
     )
     refusals: tuple[str, ...] = field(
         "weigh, failed snapshot: what prevents a restart, or is not kept by one", default=()
     )
     begin_anew: tuple[str, ...] | None = field(
-        "weigh, snapshot: variables of the script's that a restart does not keep, 16 at most; nil if it cannot tell",
+        "weigh, snapshot: variables of the script that a restart does not keep, at most 16; nil if unknown",
         default=None,
     )
     imports: tuple[str, ...] = field(
-        "weigh, beforehand: modules of PyTorch that the next process may import before its turn; none where the script "
-        "could see a "
-        "difference",
+        "weigh, beforehand: modules of PyTorch that a prestarted process can import; none if the script could notice "
+        "it",
         default=(),
     )
-    path: tuple[str, ...] = field("with these, the folders in which its Python looks for modules", default=())
-    cuda: CudaFacts | None = field("survey: its use of CUDA; nil if it uses none", default=None)
+    path: tuple[str, ...] = field("with `imports`, the directories in which its Python looks for modules", default=())
+    cuda: CudaFacts | None = field("survey: its use of CUDA; nil if it does not use CUDA", default=None)
     communicators: Communicators | None = field(
         "survey, disconnect, reconnect: its communicator groups; nil if the process has none", default=None
     )
-    handles: tuple[bytes, ...] = field("export, make: handles of CUDA IPC, 64 bytes each", default=())
+    handles: tuple[bytes, ...] = field("export, make: CUDA IPC handles, 64 bytes each", default=())
     places: tuple[Place, ...] = field(
-        "export, make: where the storages lie, in the order that stays as long as they are out; empty where they are "
+        "export, make: where the storages are. The order stays the same while they are offloaded. Empty if they are "
         "packed",
         default=(),
     )
     packed_places: bytes | None = field(
-        "the same, where the order allows it: of each its three numbers one after the other, as unsigned 64-bit "
+        "the same in packed form, if the order allows it: three numbers for each storage, as unsigned 64-bit "
         "little-endian integers",
         default=None,
     )
-    first: int | None = field("export, make: which storage the first place is, counted from 0", default=None)
+    first: int | None = field("export, make: number of the first place's storage, counted from 0", default=None)
     at_bytes: int | None = field(
-        "export, make: where that storage lies in the one space in which all of them lie one after the other, each "
-        "beginning at a multiple of 512 bytes",
+        "export, make: the offset of that storage if all storages are laid out one after another, each aligned to 512"
+        " bytes",
         default=None,
     )
-    left: int | None = field("make: how many storages have still to be made after these", default=None)
+    left: int | None = field("make: number of storages that have still to be allocated", default=None)
     short_bytes: int | None = field(
-        "make, reload: how much of its allocator's cached memory it could not get back",
+        "make, reload: bytes of its allocator's cached memory that it could not get back",
         default=None,
     )
     spent_ms: Mapping[str, float] = field(
-        "survey, export, free, make: milliseconds that parts of it took, by a word for each", default={}
+        "survey, export, free, make: milliseconds that each part took, by its name", default={}
     )
-    stacks: tuple[str, ...] = field("stacks: of each thread its name and its calls, the innermost last", default=())
+    stacks: tuple[str, ...] = field("stacks: for each thread its name and its calls, innermost last", default=())
     lacks_bytes: int | None = field(
-        "failed make, reload: how many bytes its GPU lacks; nil if it failed for another reason", default=None
+        "failed make, reload: bytes that its GPU lacks; nil if it failed for another reason", default=None
     )

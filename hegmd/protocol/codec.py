@@ -1,8 +1,7 @@
-"""The payload of a frame: one msgpack map with string keys.
+"""Encodes and decodes the payload of a frame: one msgpack map with string keys.
 
-What a peer can cost us is limited here: no extension types, no keys but strings, no map or array longer than
-`MAX_ITEMS`, no nesting deeper than `MAX_DEPTH`. Whoever decodes gets plain Python values and checks their meaning
-in `record`.
+Limits what a peer can cost us: no extension types, no keys other than strings, no map or array longer than `MAX_ITEMS`,
+no nesting deeper than `MAX_DEPTH`. The caller gets plain Python values, whose meaning `record` checks.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ if TYPE_CHECKING:
 MAX_DEPTH = 16
 MAX_ITEMS = 65_536
 
-# A worker's environment has any msgpack or none, of any age, and what the agent imported by that name would be what the
-# script gets. Under the agent's private name msgpack's pure-Python module is loaded by path, from beside hegmd or from
-# the folder that HEGM_MSGPACK names (`hegmctl run` sets it). Its C module is made for one version of Python.
+# A worker's environment may have any version of msgpack or none, and the script would get what the agent imports by
+# that name. So the agent loads msgpack's pure-Python module by path, under a private name, from beside hegmd or from
+# the directory in HEGM_MSGPACK, which `hegmctl run` sets. Its C module works with one version of Python only.
 _PRIVATE = "_hegm_msgpack"
 _PURE = "fallback.py"
 
 
 def load_msgpack(package: str) -> ModuleType:
-    """The module with `unpackb` and `Packer`, for hegmd under that package name. Raises ImportError."""
+    """Return the module with `unpackb` and `Packer`, for hegmd under that package name. Raises ImportError."""
     if package != "hegmd":
-        if _PRIVATE in sys.modules:  # lent to a Python whose environment names none: agent/attached.py
+        if _PRIVATE in sys.modules:  # provided by agent/attached.py, for a process whose environment has none
             return _load_pure("")
         for folder in _own_folders():
             if os.path.exists(os.path.join(folder, _PURE)):
@@ -65,11 +64,13 @@ _HINT = "a payload is one msgpack map with string keys and UTF-8 strings; see do
 
 
 def encode(message: Mapping[str, object], *, escaped: bool = False) -> bytes:
-    """The message as msgpack, with records as maps. Raises TypeError or ValueError for what msgpack has no form for.
+    r"""Return the message as msgpack, with records as maps. Raises TypeError or ValueError for values without a msgpack
+    form.
 
-    Records are taken as they are met: to make plain copies of all of them first takes four times as long, and a reply
-    with 2,000 processes has 14,000 records in it. Paths and names on a node need not be UTF-8; Python holds such bytes
-    as surrogates. `escaped` writes each as \\udcNN, for what is read by people; what is acted on must not be altered.
+    Records are encoded where they are found: plain copies of all of them would take four times as long, and a reply
+    with 2,000 processes has 14,000 records. Paths and names on a node need not be UTF-8; Python holds such bytes as
+    surrogates. `escaped` writes each of them as \udcNN, for messages that people read; values that programs act on must
+    not be changed.
     """
     try:
         return _packed(message)
@@ -86,7 +87,7 @@ def _packed(message: Mapping[str, object], **options: str) -> bytes:
 
 
 def decode(payload: bytes) -> dict[str, object]:
-    """The map in the payload. Raises PeerError for anything else."""
+    """Return the map in the payload. Raises PeerError for anything else."""
     try:
         message: Any = msgpack.unpackb(
             payload,
@@ -115,7 +116,7 @@ def _map_of(value: object) -> dict[str, object]:
 
 
 def _check_shape(message: Any) -> None:
-    """Refuse keys that are not strings, values of other kinds, and nesting over the limit; without recursion."""
+    """Refuse keys that are not strings, values of other types, and nesting over the limit; without recursion."""
     layer: list[Any] = [message]
     for _ in range(MAX_DEPTH):
         deeper: list[Any] = []
@@ -128,7 +129,7 @@ def _check_shape(message: Any) -> None:
                 deeper.extend(value.values())
             elif kind is list:
                 deeper.extend(value)
-            elif kind not in _PLAIN:  # a timestamp: the one extension that msgpack turns into a value by itself
+            elif kind not in _PLAIN:  # a timestamp, the only extension type that msgpack decodes by itself
                 raise _malformed(f"a value of type {kind.__name__}")
         if not deeper:
             return

@@ -1,16 +1,15 @@
-"""Who may say what when, for both ends of a connection; bytes in, typed events out, and back. No sockets, no clock.
+"""Both ends of a connection: they turn bytes into typed events and back, and decide who may say what when.
 
-A connection begins with `hello`. After it the caller may have several requests under way; each gets any number of
-events and then exactly one reply or error. Envelopes, all msgpack maps in one frame each:
+No sockets, no clock. A connection starts with `hello`. After it the caller may have several requests under way. Each
+gets any number of events and then exactly one reply or error. Envelopes are msgpack maps, one in a frame:
 
-    request  {v, id, op, args}        reply  {id, ok}        error  {id, err}        in between  {id, event}
+    request  {v, id, op, args}        reply  {id, ok}        error  {id, err}        event  {id, event}
 
-`fds: n` in an envelope says that n descriptors came with the frame's bytes; the owner of the socket hands them out by
-that number, in order.
+`fds: n` in an envelope says that n descriptors came with the frame's bytes. The owner of the socket hands them out in
+order.
 
-Two ways to fail, kept apart: what the peer did wrong raises ProtocolBroken (answer it, close), what we did wrong raises
-Bug. A single request that is unknown or malformed breaks nothing: it comes out as `Unfit` and is answered like any
-other.
+A mistake of the peer raises ProtocolBroken: answer it and close the connection. A mistake of ours raises Bug. A single
+request that is unknown or malformed breaks nothing: it comes out as `Unfit` and gets an error as its answer.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ if TYPE_CHECKING:
 
 HELLO_FRAME_BYTES = 4096
 REPLY_FRAME_BYTES = 64 * 1024 * 1024
-MAX_ID = 2**53 - 1  # what every language can count to
+MAX_ID = 2**53 - 1  # the largest integer that every language can represent
 MAX_FDS = 16
 
 
 class ProtocolBroken(PeerError):
-    """The peer broke the protocol. Tell it so (under `request_id`, if known) and close."""
+    """The peer broke the protocol. Send it the error (under `request_id`, if known) and close the connection."""
 
     def __init__(self, error: HegmError, request_id: int | None = None) -> None:
         super().__init__(error.code, error.message, error.hint, error.facts)
@@ -49,7 +48,7 @@ class ProtocolBroken(PeerError):
 
 
 class Asked:
-    """A request that fits its message; `fds` descriptors came with it."""
+    """A valid request; `fds` descriptors came with it."""
 
     __slots__ = ("fds", "id", "request")
 
@@ -60,7 +59,7 @@ class Asked:
 
 
 class Unfit:
-    """A request that cannot be served, and why. Answer it with the error; `fds` descriptors are to be closed."""
+    """An invalid request, and why. Answer it with the error and close its `fds` descriptors."""
 
     __slots__ = ("error", "fds", "id")
 
@@ -71,7 +70,7 @@ class Unfit:
 
 
 class ServerConnection:
-    """The daemon's end: requests come out, replies go in."""
+    """The daemon's end: returns requests, encodes replies."""
 
     def __init__(self, *, frame_bytes: int, requests_in_flight: int) -> None:
         self._frames = FrameReader(min(HELLO_FRAME_BYTES, frame_bytes))
@@ -83,7 +82,7 @@ class ServerConnection:
 
     @property
     def mid_frame(self) -> bool:
-        """Whether the peer owes the rest of a frame."""
+        """Return True if the peer has sent a part of a frame only."""
         return self._frames.partial_bytes > 0
 
     def feed(self, data: bytes) -> None:
@@ -91,7 +90,7 @@ class ServerConnection:
         self._frames.feed(data)
 
     def next_event(self) -> Asked | Unfit | None:
-        """The next request, or None until more bytes come. Raises ProtocolBroken."""
+        """Return the next request, or None until more bytes come. Raises ProtocolBroken."""
         try:
             payload = self._frames.next_payload()
             if payload is None:
@@ -120,7 +119,7 @@ class ServerConnection:
         if type(request_id) is not int or not 1 <= request_id <= MAX_ID:
             raise ProtocolBroken(_bad("a request needs an id from 1 to 2^53-1", "count requests up from 1"))
         if request_id in self._in_flight:
-            # Told under no id: under this one, the error would end the request that has it rightly.
+            # Sent without an id: with this id, the error would end the earlier request.
             raise ProtocolBroken(_bad(f"request id {request_id} is still unanswered", "use each id once"))
         return request_id
 
@@ -172,23 +171,24 @@ class ServerConnection:
         self._frames.limit_bytes = self._frame_bytes
 
     def reply(self, request_id: int, reply: Record, fds: int = 0) -> bytes:
-        """The frame that answers a request for good."""
+        """Return the frame that answers a request."""
         expected = self._message_of(request_id)
         if type(reply) is not expected.reply:
             raise Bug(f"{expected.__name__} was answered with {type(reply).__name__}")
         encoded = _envelope({"id": request_id, "ok": reply}, fds)
-        del self._in_flight[request_id]  # only now: a reply that cannot be encoded leaves the request open for an error
+        # only now: if the reply cannot be encoded, an error can still answer the request
+        del self._in_flight[request_id]
         return encoded
 
     def error(self, request_id: int | None, error: HegmError) -> bytes:
-        """The frame that ends a request with an error; with no id it speaks of the connection itself."""
+        """Return the frame that ends a request with an error. Without an id the error concerns the connection."""
         if request_id is not None:
             self._in_flight.pop(request_id, None)
         info = ErrorInfo(code=error.code.name, message=error.message, hint=error.hint, facts=error.facts)
         return _envelope({"id": request_id, "err": info}, 0)
 
     def event(self, request_id: int, event: Record, fds: int = 0) -> bytes:
-        """The frame of something that happens while a request is under way; `fds` descriptors go with it."""
+        """Return the frame of an event of a request; `fds` descriptors go with it."""
         expected = self._message_of(request_id)
         if expected.event is None or type(event) is not expected.event:
             raise Bug(f"{expected.__name__} was sent a {type(event).__name__} in between")
@@ -201,7 +201,7 @@ class ServerConnection:
 
 
 class Answer:
-    """A request succeeded; this is its reply."""
+    """The reply of a request that succeeded."""
 
     __slots__ = ("fds", "id", "reply")
 
@@ -212,7 +212,7 @@ class Answer:
 
 
 class Failure:
-    """A request failed, or with no id the connection as a whole."""
+    """The error of a request that failed, or without an id of the connection."""
 
     __slots__ = ("error", "id")
 
@@ -222,7 +222,7 @@ class Failure:
 
 
 class Progress:
-    """Something happened while a request is under way; `fds` descriptors came with it."""
+    """An event of a request that is under way; `fds` descriptors came with it."""
 
     __slots__ = ("event", "fds", "id")
 
@@ -233,7 +233,7 @@ class Progress:
 
 
 class ClientConnection:
-    """The caller's end: requests go in, answers come out."""
+    """The caller's end: encodes requests, returns answers."""
 
     def __init__(self, *, frame_bytes: int = REPLY_FRAME_BYTES) -> None:
         self._frames = FrameReader(frame_bytes)
@@ -242,7 +242,7 @@ class ClientConnection:
         self.welcome: Welcome | None = None
 
     def request(self, request: Request, fds: int = 0) -> tuple[int, bytes]:
-        """The id and the frame of a new request."""
+        """Return the id and the frame of a new request."""
         if (self.welcome is None) != isinstance(request, Hello):
             raise Bug("hello comes first, and once")
         self._last_id += 1
@@ -256,7 +256,7 @@ class ClientConnection:
         self._frames.feed(data)
 
     def next_event(self) -> Answer | Failure | Progress | None:
-        """What the daemon said next, or None until more bytes come. Raises ProtocolBroken."""
+        """Return the daemon's next message, or None until more bytes come. Raises ProtocolBroken."""
         try:
             payload = self._frames.next_payload()
             if payload is None:

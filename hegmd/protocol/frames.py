@@ -1,8 +1,6 @@
-"""Frames: a 4-byte big-endian length, then that many bytes of payload.
+"""Frames: a 4-byte big-endian length, then the payload.
 
-Bytes in, payloads out; no sockets. The length is checked against the limit before anything is stored, so that a
-peer can make us hold at most one frame's limit of its bytes. Precedent for refusing early: HTTP servers cap the header
-block before they parse it.
+No sockets. The length is checked before the payload is stored, so a peer can make us hold at most one frame of bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ HEADER_BYTES = 4
 
 
 class FrameReader:
-    """Cuts a byte stream into payloads. After it raised, the stream has no known frame border and must be closed."""
+    """Splits a byte stream into payloads. After it raised, close the stream: its next frame cannot be found."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -22,18 +20,18 @@ class FrameReader:
 
     @property
     def partial_bytes(self) -> int:
-        """How many bytes of an incomplete frame are held; 0 between frames."""
+        """Return the number of bytes of an incomplete frame; 0 between frames."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> None:
-        """Take bytes as they came from the stream."""
+        """Add bytes from the stream."""
         self._buffer += data
 
     def next_payload(self) -> bytes | None:
-        """The next whole payload, or None until more bytes come.
+        """Return the next complete payload, or None until more bytes come.
 
-        One at a time, so that the limit may change between two frames of one read (it grows after hello).
-        Raises PeerError for a frame that is empty or over the limit.
+        Returns one at a time, because the limit can change between two frames of one read: it grows after hello. Raises
+        PeerError for a frame that is empty or over the limit.
         """
         if self._broken:
             raise Bug("a broken frame stream was read on")
@@ -58,5 +56,5 @@ class FrameReader:
 
 
 def frame(payload: bytes) -> bytes:
-    """The payload with its length before it."""
+    """Return the payload with its length in front."""
     return len(payload).to_bytes(HEADER_BYTES, "big") + payload

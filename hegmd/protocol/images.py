@@ -1,9 +1,7 @@
-"""What the directory of an image says of itself: its manifest; and what is told of such directories.
+"""The manifest of an image, and the answers of `hegmctl images`.
 
-Data only. Who writes and checks directories is `hegmd.images.files`; here are the words that hegmctl shows as well.
-
-The manifest is JSON on disk, not msgpack: it is small (what is large has tables of its own), it is what an operator
-looks into when nothing else runs any more, and any tool of any later year reads it.
+Records only: `hegmd.images.files` writes and checks the directories. The manifest is JSON on disk, not msgpack: it is
+small, an operator can read it when nothing else runs, and so can any later tool.
 """
 
 from __future__ import annotations
@@ -19,89 +17,91 @@ VERSION = 1
 
 
 class ImageGpu(Record):
-    """A GPU that the job was on."""
+    """A GPU that the job used."""
 
-    id: str = field("its name on that node, such as gpu0")
-    uuid: str = field("its identity")
-    chip: str | None = field("its model, which has to be the same where the image is restored")
+    id: str = field("its name on its node, such as gpu0")
+    uuid: str = field("its UUID")
+    chip: str | None = field("its model; the image needs the same model to be restored")
     memory_bytes: int | None = field("its memory")
 
 
 class ImageProcess(Record):
-    """A process of the tree that was dumped."""
+    """A process of the dumped tree."""
 
-    pid: int = field("its process id, which it has again after the restore")
-    parent_pid: int | None = field("its parent in the tree; null for the root")
+    pid: int = field("its process id; the restored process has the same one")
+    parent_pid: int | None = field("its parent; null for the root of the tree")
     uid: int | None = field("its user")
     command: str | None = field("its command line")
 
 
 class ImageWorker(Record):
-    """A process of the job that had bytes on a GPU, and what bringing it back takes."""
+    """A process of the job that had bytes on a GPU, and what its restore needs."""
 
     pid: int = field("its process id")
-    gpus: tuple[str, ...] = field("the GPUs that it was on, by identity")
-    carrier: str | None = field("who carried its bytes; null when the driver carried all")
-    size_bytes: int = field("bytes of its storages, which are in `bytes`")
-    rest_bytes: int = field("bytes that the driver carried, which are in the process")
-    bytes: tuple[str, ...] = field("names of its byte files, in their order")
+    gpus: tuple[str, ...] = field("the GPUs that it was on, by UUID")
+    carrier: str | None = field("the carrier that transferred its bytes; null if the driver transferred all")
+    size_bytes: int = field("bytes of its storages, in the folder `bytes`")
+    rest_bytes: int = field("bytes that the driver transferred, in the process's memory")
+    bytes: tuple[str, ...] = field("names of its byte files, in order")
     token: str | None = field("the token with which its agent reconnects", default=None)
-    boundary: int | None = field("the batch boundary at which it stood", default=None)
-    agent_version: str | None = field("version of the agent in it", default=None)
-    frameworks: Mapping[str, str] | None = field("the frameworks it trains with, and their versions", default=None)
-    more: Mapping[str, object] | None = field("what else the way back takes", default=None)
+    boundary: int | None = field("the batch boundary at which it was parked", default=None)
+    agent_version: str | None = field("version of its agent", default=None)
+    frameworks: Mapping[str, str] | None = field("its frameworks and their versions", default=None)
+    more: Mapping[str, object] | None = field("other data that the restore needs", default=None)
 
 
 class ImageFile(Record):
     """A file of the image."""
 
     name: str = field("its name in its folder")
-    size_bytes: int = field("bytes of memory that it holds")
-    stored_bytes: int = field("bytes that are written of it; the rest are zeros, or saved by compression")
-    sum: str = field("of `criu`: SHA-256 of the SHA-256 of each 8 MiB; of `bytes`: SHA-256 of its table of checksums")
+    size_bytes: int = field("bytes of memory in it")
+    stored_bytes: int = field("bytes that are written of it; the others are zeros or saved by compression")
+    sum: str = field("in `criu`: SHA-256 of the SHA-256 of each 8 MiB; in `bytes`: SHA-256 of its table of checksums")
 
 
 class Manifest(Record):
-    """All that is said of an image. Keys that this version does not know are passed over."""
+    """The content of manifest.json. Unknown keys are ignored."""
 
     format: str = field("always hegm-image", default=FORMAT)
-    version: int = field("version of the directory's form", default=VERSION)
-    id: str = field("names this image and no other", default="")
-    made_utc: float | None = field("when it was whole", default=None)
-    uid: int = field("whose it is", default=0)
-    gid: int = field("the primary group of whose it is", default=0)
-    hegmd_version: str = field("the hegmd that wrote it", default="")
-    host: str = field("the node that it is from", default="")
-    kernel: str = field("that node's kernel", default="")
-    architecture: str = field("that node's kind of processor", default="")
-    vendor: str | None = field("vendor of the GPUs; null when there were none", default=None)
-    driver_version: str | None = field("version of their driver", default=None)
-    gpus: tuple[ImageGpu, ...] = field("the GPUs that the job was on", default=())
-    criu_version: str = field("the CRIU that dumped the processes", default="")
+    version: int = field("version of the directory's format", default=VERSION)
+    id: str = field("identifies this image", default="")
+    made_utc: float | None = field("when it was completed", default=None)
+    uid: int = field("its owner", default=0)
+    gid: int = field("its owner's primary group", default=0)
+    hegmd_version: str = field("version of hegmd that wrote it", default="")
+    host: str = field("the node that wrote it", default="")
+    kernel: str = field("kernel of that node", default="")
+    architecture: str = field("processor architecture of that node", default="")
+    vendor: str | None = field("vendor of the GPUs; null without GPUs", default=None)
+    driver_version: str | None = field("version of the GPU driver", default=None)
+    gpus: tuple[ImageGpu, ...] = field("the GPUs that the job used", default=())
+    criu_version: str = field("version of CRIU that dumped the processes", default="")
     criu_options: tuple[str, ...] = field("additional options of CRIU", default=())
-    root_pid: int = field("the root of the tree that was dumped", default=0)
+    root_pid: int = field("root of the dumped process tree", default=0)
     processes: tuple[ImageProcess, ...] = field("the processes of the tree", default=())
-    workers: tuple[ImageWorker, ...] = field("those with bytes on GPUs", default=())
-    leave_running: bool = field("whether the job went on after it", default=False)
-    node: Mapping[str, object] | None = field("what a node has to have in common with that one", default=None)
-    more: Mapping[str, object] | None = field("what else the way back takes", default=None)
+    workers: tuple[ImageWorker, ...] = field("the processes with bytes on GPUs", default=())
+    leave_running: bool = field("whether the job continued after the checkpoint", default=False)
+    node: Mapping[str, object] | None = field(
+        "what a node needs to have in common with the one that wrote the image", default=None
+    )
+    more: Mapping[str, object] | None = field("other data that the restore needs", default=None)
     criu_files: tuple[ImageFile, ...] = field("files in `criu`", default=())
     byte_files: tuple[ImageFile, ...] = field("files in `bytes`", default=())
 
 
 class ImageSeen(Record):
-    """A directory that is an image, or looks like what is left of one."""
+    """A directory that is an image, or the rest of one."""
 
-    path: str = field("where it is")
+    path: str = field("its path")
     state: str = field(
-        "whole, in-use (being restored, written or removed), left-over (of a writer that ended) or broken"
+        "whole; in-use: being restored, written or removed; left-over: its writer ended early; or broken"
     )
-    why: str | None = field("what is wrong with it; null when nothing is known to be")
-    size_bytes: int | None = field("bytes of memory that the image holds; null when unknown")
-    stored_bytes: int | None = field("bytes that it takes on disk; null when unknown")
-    made_utc: float | None = field("when it was whole; null when unknown")
-    host: str | None = field("the node that it is from; null when unknown")
-    command: str | None = field("the command line of the root of its processes; null when unknown")
+    why: str | None = field("the problem; null if none is known")
+    size_bytes: int | None = field("bytes of memory in the image; null if unknown")
+    stored_bytes: int | None = field("bytes that it takes on disk; null if unknown")
+    made_utc: float | None = field("when it was completed; null if unknown")
+    host: str | None = field("the node that wrote it; null if unknown")
+    command: str | None = field("the command line of its root process; null if unknown")
 
 
 class ImagesSeen(Record):
@@ -111,20 +111,20 @@ class ImagesSeen(Record):
 
 
 class ImageProgress(Record):
-    """How far a check of an image is."""
+    """The progress of a check of an image."""
 
-    done_bytes: int = field("bytes that were looked at")
-    size_bytes: int = field("bytes that there are")
+    done_bytes: int = field("bytes checked so far")
+    size_bytes: int = field("bytes to check")
 
 
 class ImageVerified(Record):
-    """The answer of `hegmctl images verify`: every byte was read and fits its checksum."""
+    """The answer of `hegmctl images verify`: every byte was read and matches its checksum."""
 
-    path: str = field("where it is")
-    size_bytes: int = field("bytes of memory that the image holds")
+    path: str = field("path of the image")
+    size_bytes: int = field("bytes of memory in the image")
     stored_bytes: int = field("bytes that were read")
-    took_s: float = field("how long that took")
-    foreign: tuple[str, ...] = field("what lies in the directory and is no part of the image", default=())
+    took_s: float = field("how long the check took")
+    foreign: tuple[str, ...] = field("files in the directory that do not belong to the image", default=())
 
 
 class ImageRemoved(Record):

@@ -1,14 +1,13 @@
-"""Every message of the protocol: what can be asked, what comes back, and what may come in between.
+"""All messages of the protocol: requests, replies and events.
 
-Glossary, one word per thing on the wire, in logs and in the CLI:
-- node: the machine that hegmd runs on. GPU: a card or what the driver shows as one; `gpu0` is its id.
-- process: anything with a hand on a GPU. worker: a process with our agent in it. agent: our thread in there.
-- hold: memory that is kept for a process on a GPU. VRAM: video memory.
-- request, reply, event, frame, descriptor: as in docs/protocol.md, which is generated from this module.
+Glossary, one word per thing on the wire, in logs and in the CLI: - node: the machine that hegmd runs on. GPU: a card,
+or what the driver shows as one; `gpu0` is its id. - process: a process that uses a GPU. worker: a process with our
+agent. agent: our thread in it. - hold: simulated GPU memory that a process keeps. VRAM: GPU memory. - request, reply,
+event, frame, descriptor: see docs/protocol.md, which is generated from this module.
 
-A request class carries its wire tag (`op`), the record that answers it, the record that may come in between, and
-whether it changes state, in which case the daemon keeps an audit record of it. To add a message: add a class here, or
-in `moves`, `jobs`, `sharing`, `agents` or `supervision`, whose messages are gathered here: all are in this one place.
+A request class carries its wire tag (`op`), the record of its reply, the record of its events, and whether it changes
+state: the daemon keeps an audit record of those that do. To add a message, add a class here, or in one of the modules
+imported below, whose messages are listed in `__all__`.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# What is gathered here from other modules; what is defined here needs no list.
+# The messages of other modules. Those that are defined here need no entry.
 __all__ = [
     "Adopt",
     "AgentAttend",
@@ -179,75 +178,73 @@ __all__ = [
 
 PROTOCOL_VERSION = 2
 SUPPORTED_VERSIONS = (2,)
-# The envelope of hello itself never changes: a caller of any release can be told that its version is not spoken.
+# The envelope of `hello` never changes, so the daemon can tell any release that it does not speak its version.
 HELLO_VERSION = 1
 
 
 class ErrorInfo(Record):
-    """Why a request failed: what a person reads, and what a program decides by."""
+    """Why a request failed: for people, and for programs."""
 
-    code: str = field("one of the codes in the table of errors; an unknown one is a failure all the same")
+    code: str = field("one of the codes in the table of errors; an unknown code is a failure too")
     message: str = field("what failed, on which process or device, with numbers")
     hint: str = field("the next step")
     facts: Mapping[str, object] = field("plain values for programs", default={})
 
 
 class Caller(Record):
-    """Who the daemon takes the caller for, by the socket's own credentials."""
+    """The caller's identity, from the credentials of the socket."""
 
     uid: int = field("user id")
     gid: int = field("primary group id")
     pid: int = field("process id at the time of connecting")
-    may_act_on_all: bool = field("whether it may act on every process, or on its own user's only")
+    may_act_on_all: bool = field("whether the caller may act on every process, or on those of its own user only")
 
 
 class Limits(Record):
     """What the daemon allows on this connection."""
 
     frame_bytes: int = field("largest frame that the daemon accepts")
-    requests_in_flight: int = field("requests that may be unanswered at a time")
+    requests_in_flight: int = field("number of requests that may be unanswered at a time")
 
 
 class Welcome(Record):
     """The connection is accepted."""
 
-    version: int = field("protocol version in force from here on")
+    version: int = field("protocol version from here on")
     daemon_version: str = field("version of hegmd")
     node: str = field("host name of the node")
     simulated: bool = field("whether the GPUs are simulated")
-    capabilities: tuple[str, ...] = field("what this daemon can do beyond the basics; unknown names are ignored")
+    capabilities: tuple[str, ...] = field("optional abilities of this daemon; ignore unknown names")
     limits: Limits = field("limits on this connection")
-    you: Caller = field("who the daemon takes the caller for")
-    run: str = field(
-        "names this run of the daemon: another one after each start, in which events are counted anew", default=""
-    )
+    you: Caller = field("the caller's identity")
+    run: str = field("identifies this start of the daemon; each start counts events anew", default="")
 
 
 class Hello(Request, op="hello", reply=Welcome):
-    """The first request on every connection: who calls, and which protocol versions it speaks."""
+    """The first request on every connection: names the caller and the protocol versions that it speaks."""
 
     versions: tuple[int, ...] = field("protocol versions that the caller speaks")
-    name: str = field("program that calls")
-    program_version: str = field("its version", default="")
-    role: str = field("client, or agent for the one inside a worker", default="client")
+    name: str = field("the caller's program")
+    program_version: str = field("version of the program", default="")
+    role: str = field("client, or agent for an agent in a worker", default="client")
 
 
 class Pong(Record):
-    """The daemon is there."""
+    """The daemon answers."""
 
 
 class Ping(Request, op="ping", reply=Pong):
-    """Ask for nothing: shows that the daemon answers, and how fast."""
+    """Check that the daemon answers, and how fast."""
 
 
 class CancelReply(Record):
-    """Whether there was something to cancel."""
+    """Whether there was a request to cancel."""
 
-    found: bool = field("false when that request was answered already or never made")
+    found: bool = field("false if the request was already answered, or never made")
 
 
 class Cancel(Request, op="cancel", reply=CancelReply):
-    """Cancel a request of this connection that is not answered yet. It is then answered with the error `cancelled`."""
+    """Cancel an unanswered request of this connection. The daemon then answers it with the error `cancelled`."""
 
     request: int = field("id of the request to cancel")
 
@@ -257,11 +254,11 @@ class GpusReply(Record):
 
     taken_utc: float = field("when, in seconds since 1970")
     gpus: tuple[Gpu, ...] = field("ordered by id")
-    vendors: tuple[Vendor, ...] = field("how each vendor's library does")
+    vendors: tuple[Vendor, ...] = field("the state of each vendor's library")
 
 
 class Gpus(Request, op="gpus", reply=GpusReply):
-    """The node's GPUs."""
+    """List the node's GPUs."""
 
 
 class ProcessesReply(Record):
@@ -269,17 +266,17 @@ class ProcessesReply(Record):
 
     taken_utc: float = field("when, in seconds since 1970")
     processes: tuple[GpuProcess, ...] = field("ordered by pid")
-    vendors: tuple[Vendor, ...] = field("how each vendor's library does")
+    vendors: tuple[Vendor, ...] = field("the state of each vendor's library")
 
 
 class Processes(Request, op="processes", reply=ProcessesReply):
-    """The processes on the node's GPUs. A pid that is asked for and not on any GPU is the error `not-found`."""
+    """List the processes on the node's GPUs. A requested pid that is on no GPU is the error `not-found`."""
 
     pids: tuple[int | str, ...] = field("only these, or those of these jobs; empty for all", default=())
     gpus: tuple[str, ...] = field("only those on these GPUs; empty for all", default=())
     ways: bool = field(
-        "whether the agents of the caller's processes are asked first what they hold now, within a second; without it "
-        "their ways are judged by what they said last",
+        "whether to ask the agents of the caller's processes first what they hold now, within a second. Without it "
+        "their last reports decide which methods are possible",
         default=False,
     )
 
@@ -291,27 +288,28 @@ class EventsReply(Record):
 
 
 class Events(Request, op="events", reply=EventsReply, event=Event):
-    """Events that are remembered and, with `follow`, those to come until the request is cancelled.
+    """Return the events that the daemon remembers and, with `follow`, new ones until the request is cancelled.
 
-    Each comes as an event of this request. A consumer that is too slow, or asks for more than is remembered, is told so
-    by an event of kind `events.missed`; so is one whose `since` was counted in another run of the daemon, and then all
-    that this one remembers follows. A kind that there is not is the error `bad-request`.
+    Each one comes as an event of this request. The event `events.missed` tells a consumer that is too slow, or that
+    asks for older events than the daemon remembers, that it has missed some. A consumer whose `since` is from another
+    run of the daemon gets it too, followed by all events that this run remembers. An unknown kind is the error
+    `bad-request`.
     """
 
-    since: int = field("only events with this number or a higher one; 0 for all that are remembered", default=0)
-    follow: bool = field("whether to stay and wait for more", default=False)
+    since: int = field("only events with this number or a higher one; 0 for all", default=0)
+    follow: bool = field("whether to wait for new events", default=False)
     kinds: tuple[str, ...] = field("only these kinds; `gpu` means all that begin with `gpu.`", default=())
-    run: str | None = field("the run that `since` was counted in, from `welcome`; nil for this one", default=None)
+    run: str | None = field("the run that `since` is from, as `welcome` named it; nil for this run", default=None)
 
 
 class DoctorReply(Record):
     """The result of all checks."""
 
-    checks: tuple[Check, ...] = field("in the order in which they were made")
+    checks: tuple[Check, ...] = field("the checks, in the order in which they were made")
 
 
 class Doctor(Request, op="doctor", reply=DoctorReply, event=Check):
-    """Check the node, with the daemon's own rights. Each check is also sent as an event when it is done."""
+    """Check the node with the daemon's rights. Each check is also sent as an event once it is made."""
 
 
 class Setting(Record):
@@ -320,29 +318,29 @@ class Setting(Record):
     key: str = field("section.key")
     value: object = field("the value; unknown keys and bad values never get this far")
     source: str = field("default, file, environment or argument")
-    doc: str = field("what it does")
+    doc: str = field("its meaning")
 
 
 class ConfigReply(Record):
-    """The configuration in force."""
+    """The current configuration."""
 
-    path: str | None = field("the file it was read from; None when there is none")
-    settings: tuple[Setting, ...] = field("every setting")
+    path: str | None = field("the file that it was read from; None without one")
+    settings: tuple[Setting, ...] = field("all settings")
 
 
 class ShowConfig(Request, op="config", reply=ConfigReply):
-    """The configuration in force."""
+    """Show the current configuration."""
 
 
 class ReloadReply(Record):
     """What a reload changed."""
 
-    changed: tuple[str, ...] = field("keys that have another value now")
-    after_restart: tuple[str, ...] = field("keys that differ in the file but take a restart")
+    changed: tuple[str, ...] = field("keys whose value has changed")
+    after_restart: tuple[str, ...] = field("keys that differ in the file, but need a restart of the daemon")
 
 
 class Reload(Request, op="reload", reply=ReloadReply, changes_state=True):
-    """Read the configuration again. A bad one is refused whole and the one before stays."""
+    """Read the configuration again. An invalid one is refused as a whole, and the current one stays."""
 
 
 class MetricsReply(Record):
@@ -352,31 +350,31 @@ class MetricsReply(Record):
 
 
 class Metrics(Request, op="metrics", reply=MetricsReply):
-    """Metrics of node and daemon."""
+    """Return the metrics of the node and the daemon."""
 
 
 class HoldReply(Record):
-    """Simulated video memory is held for the calling process until this connection ends."""
+    """The calling process holds simulated GPU memory until this connection ends."""
 
-    gpu: str = field("where")
-    vram_bytes: int = field("what this connection holds there now")
+    gpu: str = field("id of the GPU")
+    vram_bytes: int = field("bytes that this connection holds on it now")
 
 
 class SimulateHold(Request, op="simulate.hold", reply=HoldReply, changes_state=True, capability="simulate"):
-    """Hold video memory on a simulated GPU for the calling process, as a driver would, until the connection ends."""
+    """Hold memory of a simulated GPU for the calling process until the connection ends, as a driver would."""
 
     gpu: str = field("id of the GPU")
-    vram_bytes: int = field("how much this connection holds there from now on; 0 gives all back")
+    vram_bytes: int = field("bytes that this connection holds from now on; 0 releases all")
 
 
 class FaultReply(Record):
-    """The fault is in force."""
+    """The simulated faults."""
 
-    faults: Mapping[str, str] = field("every fault in force, by GPU id, or `vendor` for the whole library")
+    faults: Mapping[str, str] = field("every current fault, by GPU id, or `vendor` for the library")
 
 
 class SimulateFault(Request, op="simulate.fault", reply=FaultReply, changes_state=True, capability="simulate"):
-    """Make a simulated GPU, or the whole simulated vendor library, fail, or mend it again."""
+    """Make a simulated GPU or the simulated vendor library fail, or end its fault."""
 
-    target: str = field("id of a GPU, or `vendor` for the whole library")
-    fault: str = field("lost, error, hang, unknown-memory, ecc, xid, xid79, or none to mend it")
+    target: str = field("id of a GPU, or `vendor` for the library")
+    fault: str = field("lost, error, hang, unknown-memory, ecc, xid, xid79, or none to end the fault")

@@ -1,6 +1,6 @@
-"""Requests about running jobs: migrate, quiesce, suspend, checkpoint, resume and restore them.
+"""Requests about running jobs (migrate, quiesce, suspend, checkpoint, resume, restore), operations and orphans.
 
-And what is asked about that: the operations, their stories, and what no operation has. `messages` gathers them.
+`messages` imports them all.
 """
 
 from __future__ import annotations
@@ -15,195 +15,198 @@ if TYPE_CHECKING:
 
 
 class OperationReply(Record):
-    """An operation, its current state, and what was planned."""
+    """An operation in its current state, or its plan."""
 
-    operation: Operation | None = field("nil when only the plan was asked for", default=None)
-    plan: Plan | None = field("nil where nothing was planned", default=None)
+    operation: Operation | None = field("nil for a dry run", default=None)
+    plan: Plan | None = field("the plan; nil if nothing was planned", default=None)
 
 
 class Migrate(Request, op="migrate", reply=OperationReply, event=OperationProgress, changes_state=True):
-    """Move running jobs to another GPU, between two of their batches. A job of several processes moves as one.
+    """Migrate running jobs to another GPU, between two batches. All processes of a job are migrated together.
 
-    With `wait` the reply comes when the operation has ended; whoever leaves before, or cancels the request, leaves the
-    operation going. An operation that is turned back is a reply too: its `phase` and `failure` say so.
+    With `wait` the reply comes when the operation has ended. If the caller disconnects or cancels the request before
+    that, the operation continues. An operation that was rolled back is a reply too: its `phase` and `failure` say so.
     """
 
-    pids: tuple[int | str, ...] = field("the jobs: of each its id, its name, or the pid of one of its processes")
+    pids: tuple[int | str, ...] = field("the jobs: for each its id, its name, or the pid of one of its processes")
     to: str | None = field(
-        "the GPU to go to; of a process on several one for each, `gpu2,gpu3`, or for some, `gpu0=gpu2`; nil only with "
-        "a restart, to stay",
+        "the target GPU. For a process on several GPUs one for each, `gpu2,gpu3`, or for some, `gpu0=gpu2`. nil only "
+        "for a restart on the same GPU",
         default=None,
     )
-    limit_s: float | None = field("how long the wait for a boundary may take; nil for the daemon's own", default=None)
-    wait: bool = field("whether to wait for the end", default=True)
-    dry_run: bool = field("whether only the plan is wanted", default=False)
-    carrier: str | None = field(
-        "peer, host, worker or driver, where the choice of how the bytes go is not hegmd's", default=None
-    )
+    limit_s: float | None = field("how long to wait for a boundary; nil for the daemon's setting", default=None)
+    wait: bool = field("whether to wait until the operation has ended", default=True)
+    dry_run: bool = field("whether to return the plan only", default=False)
+    carrier: str | None = field("peer, host, worker or driver; nil if hegmd chooses the carrier", default=None)
     via: str | None = field(
-        "restart, to have the job leave and be started again from its state; nil for the best way there is",
+        "restart: end the job and start it again from its state; nil for the best method",
         default=None,
     )
-    allow_restart: bool = field("whether it may be a restart where there is no better way", default=False)
-    set: Mapping[str, str] = field("with a restart: variables to set in its environment", default={})
-    unset: tuple[str, ...] = field("with a restart: variables to leave out of it", default=())
-    python: str | None = field("with a restart: the interpreter to take in the place of its own", default=None)
+    allow_restart: bool = field("whether to restart the job if no better method is possible", default=False)
+    set: Mapping[str, str] = field("with a restart: environment variables to set", default={})
+    unset: tuple[str, ...] = field("with a restart: environment variables to remove", default=())
+    python: str | None = field("with a restart: the interpreter to use instead of the job's own", default=None)
 
     def audited(self) -> dict[str, object]:
-        """The variables by name: what an environment has is often a key to something."""
+        """Return the request with the names of the variables only: their values are often secrets."""
         return {**self.to_plain(), "set": sorted(self.set)}
 
 
 class Quiesce(Request, op="quiesce", reply=OperationReply, event=OperationProgress, changes_state=True):
-    """Park running jobs between two batches, with all their memory in place.
+    """Park running jobs between two batches. Their memory stays where it is.
 
-    With `wait` the reply comes when they are parked, in phase `holding`. They resume by themselves after `hold_s`, or
-    by `resume`. A `suspend`, `migrate` or `checkpoint` meanwhile starts from there, under the same operation.
+    With `wait` the reply comes when they are parked, in phase `holding`. They resume automatically after `hold_s`, or
+    with `resume`. A `suspend`, `migrate` or `checkpoint` meanwhile starts from there, under the same operation.
     """
 
-    pids: tuple[int | str, ...] = field("the jobs: of each its id, its name, or the pid of one of its processes")
-    hold_s: float | None = field("how long they are parked at most; nil for the daemon's setting", default=None)
-    limit_s: float | None = field("how long the wait for a boundary may take; nil for the daemon's own", default=None)
+    pids: tuple[int | str, ...] = field("the jobs: for each its id, its name, or the pid of one of its processes")
+    hold_s: float | None = field("how long they stay parked at most; nil for the daemon's setting", default=None)
+    limit_s: float | None = field("how long to wait for a boundary; nil for the daemon's setting", default=None)
     wait: bool = field("whether to wait until they are parked", default=True)
-    dry_run: bool = field("whether only the plan is wanted", default=False)
+    dry_run: bool = field("whether to return the plan only", default=False)
 
 
 class Suspend(Request, op="suspend", reply=OperationReply, event=OperationProgress, changes_state=True):
-    """Take running jobs off their GPUs, between two of their batches, and hold their bytes until a resume.
+    """Take running jobs off their GPUs between two batches, and hold their bytes until they are resumed.
 
-    With `spill` they go on to disk and take no memory meanwhile; of jobs that are suspended already too. When that
-    cannot be, the jobs are suspended with their bytes in memory and the reply is an error that says why.
+    With `spill` the bytes are written to disk and take no memory meanwhile; this works for suspended jobs too. If the
+    disk cannot take them, the jobs are suspended with their bytes in memory, and the reply is an error that says why.
     """
 
-    pids: tuple[int | str, ...] = field("the jobs: of each its id, its name, or the pid of one of its processes")
-    limit_s: float | None = field("how long the wait for a boundary may take; nil for the daemon's own", default=None)
-    wait: bool = field("whether to wait for the end", default=True)
-    dry_run: bool = field("whether only the plan is wanted", default=False)
-    carrier: str | None = field(
-        "peer, host, worker or driver, where the choice of how the bytes go is not hegmd's", default=None
-    )
-    spill: bool = field("whether their bytes are to go to disk", default=False)
+    pids: tuple[int | str, ...] = field("the jobs: for each its id, its name, or the pid of one of its processes")
+    limit_s: float | None = field("how long to wait for a boundary; nil for the daemon's setting", default=None)
+    wait: bool = field("whether to wait until the operation has ended", default=True)
+    dry_run: bool = field("whether to return the plan only", default=False)
+    carrier: str | None = field("peer, host, worker or driver; nil if hegmd chooses the carrier", default=None)
+    spill: bool = field("whether to write the bytes to disk", default=False)
     keep_context: bool = field(
-        "whether the processes keep their CUDA contexts on their GPUs: no driver call is made, communicators stay "
-        "connected, and the jobs can resume on the same GPUs only",
+        "whether the processes keep their CUDA contexts on their GPUs. The daemon then makes no driver call, "
+        "communicators stay connected, and the jobs can resume on the same GPUs only",
         default=False,
     )
 
 
 class Checkpoint(Request, op="checkpoint", reply=OperationReply, event=OperationProgress, changes_state=True):
-    """Write a running job into an image, between two of its batches: its processes and the bytes that it had on GPUs.
+    """Write an image of a running job between two batches: its processes and the bytes that it has on GPUs.
 
-    The job ends once the image was read back. With `leave_running` it continues as soon as its processes are
-    written; the bytes of its GPUs are written from the pool, and all of it read back, while it trains. Whenever that
-    fails there is no image, and the job continues.
-    For the owner of all its processes, and for root: an image holds their memory.
+    The daemon reads the image back, then ends the job. With `leave_running` the job continues as soon as its processes
+    are written; the daemon writes the bytes of its GPUs from the pool, and reads all of the image back, while the job
+    trains. After a failure there is no image, and the job continues.
+
+    Only the owner of all its processes and root can ask for it, because an image contains their memory.
     """
 
     pid: int | str = field("the job: its id, its name, or the pid of one of its processes")
-    path: str = field("the directory that the image is to have, absolute; written with the caller's rights")
-    leave_running: bool = field("whether the job continues after it", default=False)
-    limit_s: float | None = field("how long the wait for a boundary may take; nil for the daemon's own", default=None)
-    wait: bool = field("whether to wait for the end", default=True)
-    dry_run: bool = field("whether only the plan is wanted", default=False)
-    carrier: str | None = field("host, worker or driver, where the choice is not hegmd's", default=None)
+    path: str = field("the directory to create for the image, absolute; written with the caller's rights")
+    leave_running: bool = field("whether the job continues after its checkpoint", default=False)
+    limit_s: float | None = field("how long to wait for a boundary; nil for the daemon's setting", default=None)
+    wait: bool = field("whether to wait until the operation has ended", default=True)
+    dry_run: bool = field("whether to return the plan only", default=False)
+    carrier: str | None = field("host, worker or driver; nil if hegmd chooses the carrier", default=None)
 
 
 class Handoff(Request, op="handoff", reply=OperationReply, event=OperationProgress, changes_state=True):
-    """Write a suspended job into an image. Its processes end once that was read back; otherwise it stays suspended.
+    """Write an image of a suspended job. The daemon reads the image back, then ends the job's processes.
 
-    For the owner of all its processes, and for root.
+    After a failure the job stays suspended. Only the owner of all its processes and root can ask for it.
     """
 
     pid: int | str = field("the job: its id, its name, or the pid of one of its processes")
-    path: str = field("the directory that the image is to have, absolute; written with the caller's rights")
-    limit_s: float | None = field("how long that may take; nil for the daemon's own", default=None)
-    wait: bool = field("whether to wait for the end", default=True)
-    dry_run: bool = field("whether only the plan is wanted", default=False)
+    path: str = field("the directory to create for the image, absolute; written with the caller's rights")
+    limit_s: float | None = field("how long that may take; nil for the daemon's setting", default=None)
+    wait: bool = field("whether to wait until the operation has ended", default=True)
+    dry_run: bool = field("whether to return the plan only", default=False)
 
 
 class Restore(Request, op="restore", reply=OperationReply, event=OperationProgress, changes_state=True):
-    """Bring a job back from an image, with its process ids, and resume the job from its next batch.
+    """Restore a job from an image, with its process ids, and resume it at its next batch.
 
-    For the owner of an image of this node, or of one with its key, and for root. What fails before the processes are
-    there leaves only the image, later a suspended job. A refusal's facts name files that are longer, and their former
-    sizes, as `grown`. Output of the job that led out of it leads nowhere, but for what `outlets` name.
+    The image has to be from this node, or signed with this node's key, and only its owner and root can restore it. A
+    failure before the processes are restored leaves the image only; a later one leaves a suspended job. The facts of a
+    refusal name files that have grown since, with their former sizes, as `grown`. Output of the job that was connected
+    to something outside of it is discarded, except for what `outlets` names.
     """
 
     path: str = field("the image's directory, absolute; read with the caller's rights")
     to: str | None = field("the GPU to continue on; nil for the former one", default=None)
-    as_then: bool = field("whether to refuse it also for longer files to which the job only appends", default=False)
-    outlets: tuple[str, ...] = field("which of stdout and stderr go to the descriptors that come along", default=())
-    limit_s: float | None = field("after how long to give it up; nil for never", default=None)
-    wait: bool = field("whether to wait for the end", default=True)
-    dry_run: bool = field("whether only the plan is wanted", default=False)
+    as_then: bool = field(
+        "whether to refuse the restore also if files to which the job only appends have grown", default=False
+    )
+    outlets: tuple[str, ...] = field("stdout, stderr or both: connected to the descriptors that come along", default=())
+    limit_s: float | None = field("when to give up the restore; nil for no limit", default=None)
+    wait: bool = field("whether to wait until the operation has ended", default=True)
+    dry_run: bool = field("whether to return the plan only", default=False)
 
 
 class Resume(Request, op="resume", reply=OperationReply, event=OperationProgress, changes_state=True):
-    """Resume a suspended job, or one that is parked at a boundary."""
+    """Resume a suspended job, or a job that is parked at a boundary."""
 
     pid: int | str = field("the job: its id, its name, or the pid of one of its processes")
     to: str | None = field("the GPU to continue on; nil for the former one", default=None)
-    limit_s: float | None = field("after how long to suspend it again, its bytes not back; nil: never", default=None)
-    wait: bool = field("whether to wait for the end", default=True)
-    dry_run: bool = field("whether only the plan is wanted", default=False)
+    limit_s: float | None = field(
+        "when to suspend the job again if its bytes are not back; nil for no limit", default=None
+    )
+    wait: bool = field("whether to wait until the operation has ended", default=True)
+    dry_run: bool = field("whether to return the plan only", default=False)
 
 
 class Drained(Record):
-    """What became of what takes several operations."""
+    """The operations of a drain or a swap."""
 
-    operations: tuple[Operation, ...] = field("those that were begun, one for each job")
-    plans: tuple[Plan, ...] = field("for a dry run, what would be done, in order", default=())
-    left: tuple[Reason, ...] = field("why others were not moved, one for each job", default=())
+    operations: tuple[Operation, ...] = field("the operations that were started, one for each job")
+    plans: tuple[Plan, ...] = field("for a dry run, the plans in their order", default=())
+    left: tuple[Reason, ...] = field("why other jobs were not migrated, one reason for each job", default=())
 
 
 class Drain(Request, op="drain", reply=Drained, event=OperationProgress, changes_state=True):
-    """Move everything off a GPU, one job after the other. Whoever leaves before the end leaves only the job going
-    that is under way; those after it stay. Without `wait`, all are begun at once.
+    """Migrate all jobs off a GPU, one after another. If the caller disconnects before the end, the job under way is
+    still migrated and the jobs after it stay. Without `wait`, all operations start at once.
     """
 
-    gpu: str = field("the GPU to be emptied")
+    gpu: str = field("the GPU to empty")
     to: tuple[str, ...] = field("the target GPUs; empty for any with enough free memory", default=())
-    limit_s: float | None = field("how long each wait for a boundary may take", default=None)
-    wait: bool = field("whether to wait for the end", default=True)
-    dry_run: bool = field("whether only the plans are wanted", default=False)
+    limit_s: float | None = field("how long to wait for each boundary", default=None)
+    wait: bool = field("whether to wait until all operations have ended", default=True)
+    dry_run: bool = field("whether to return the plans only", default=False)
 
 
 class Swap(Request, op="swap", reply=Drained, event=OperationProgress, changes_state=True):
-    """Let two jobs, or two processes of one, exchange GPUs. If memory does not suffice for both, one is suspended
-    meanwhile. Once started it runs to its end, also without the caller; without `wait`, the reply has its first step.
+    """Let two jobs, or two processes of one job, exchange their GPUs. If there is not enough memory for both, one of
+    them is suspended meanwhile. A swap that has started continues without the caller. Without `wait`, the reply has its
+    first step.
     """
 
-    first: int | str = field("the one job: its id, its name, or the pid of one of its processes")
-    second: int | str = field("the other")
-    limit_s: float | None = field("how long each wait for a boundary may take", default=None)
-    wait: bool = field("whether to wait for the end", default=True)
-    dry_run: bool = field("whether only the plans are wanted", default=False)
+    first: int | str = field("one job: its id, its name, or the pid of one of its processes")
+    second: int | str = field("the other job")
+    limit_s: float | None = field("how long to wait for each boundary", default=None)
+    wait: bool = field("whether to wait until the swap has ended", default=True)
+    dry_run: bool = field("whether to return the plans only", default=False)
 
 
 class OperationsReply(Record):
-    """The operations that the daemon remembers, and what no operation has."""
+    """The operations that the daemon remembers, and the orphans."""
 
     operations: tuple[Operation, ...] = field("oldest first")
-    orphans: tuple[Orphan, ...] = field("what was found and needs a person", default=())
+    orphans: tuple[Orphan, ...] = field("the orphans; a person has to decide about them", default=())
 
 
 class Operations(Request, op="operations", reply=OperationsReply):
-    """The operations: those under way, the suspended, and the last ones that are over."""
+    """List the operations: those under way, the suspended ones, and the last ones that have ended."""
 
 
 class StoryReply(Record):
-    """An operation and its story."""
+    """An operation and its history."""
 
     operation: Operation = field("its current state")
-    story: tuple[StoryLine, ...] = field("what happened to it, oldest first")
-    untold: int = field("lines that are no longer remembered", default=0)
+    story: tuple[StoryLine, ...] = field("the events, oldest first")
+    untold: int = field("number of older events that the daemon has forgotten", default=0)
 
 
 class Story(Request, op="operation", reply=StoryReply, event=OperationProgress):
-    """One operation and its story. With `follow` the reply comes when it has ended."""
+    """Return one operation and its history. With `follow` the reply comes when it has ended."""
 
     id: str = field("id of the operation")
-    follow: bool = field("whether to wait for its end", default=False)
+    follow: bool = field("whether to wait until it has ended", default=False)
 
 
 class CancelOperation(Request, op="operation.cancel", reply=OperationReply, changes_state=True):
@@ -211,39 +214,39 @@ class CancelOperation(Request, op="operation.cancel", reply=OperationReply, chan
 
     id: str = field("id of the operation")
     drop: bool = field(
-        "whether to drop the state that a suspended one keeps for a process that has ended; anything else is "
-        "refused then, and the reply comes once the memory is given back",
+        "whether to drop the state that a suspended operation keeps of a process that has exited. Any other operation"
+        " is then refused. The reply comes once the memory is freed",
         default=False,
     )
 
 
 class OrphansReply(Record):
-    """What was found on the node and no operation has."""
+    """The orphans on the node."""
 
-    orphans: tuple[Orphan, ...] = field("bytes, parked processes, and what cannot be read")
+    orphans: tuple[Orphan, ...] = field("bytes, parked processes, and data that cannot be read")
 
 
 class Orphans(Request, op="orphans", reply=OrphansReply):
-    """List the orphans: pool bytes and parked processes that belong to no operation, so a person has to decide."""
+    """List the orphans: pool bytes and parked processes that belong to no operation."""
 
 
 class Adopt(Request, op="adopt", reply=OperationReply, event=OperationProgress, changes_state=True):
-    """Make an operation of a parked process that belongs to none, and resume the job."""
+    """Make an operation of a parked process that belongs to none, and resume its job."""
 
     pid: int | str = field("the job: its id, its name, or the pid of one of its processes")
-    to: str | None = field("the GPU to continue on; nil for the one that it was started for", default=None)
-    wait: bool = field("whether to wait for the end", default=True)
-    dry_run: bool = field("whether only the plan is wanted", default=False)
+    to: str | None = field("the GPU to continue on; nil for the one that the process was started for", default=None)
+    wait: bool = field("whether to wait until the operation has ended", default=True)
+    dry_run: bool = field("whether to return the plan only", default=False)
 
 
 class Dropped(Record):
     """The orphaned bytes were deleted. They cannot be recovered."""
 
-    name: str = field("what they were called")
-    size_bytes: int | None = field("how many; nil if that was not known", default=None)
+    name: str = field("their name")
+    size_bytes: int | None = field("their number; nil if it was unknown", default=None)
 
 
 class DropOrphan(Request, op="orphans.drop", reply=Dropped, changes_state=True):
-    """Give bytes that no operation owns back to the node. There is no way back from that."""
+    """Delete bytes that no operation owns. They cannot be recovered."""
 
-    name: str = field("what they are called")
+    name: str = field("the name of the bytes")

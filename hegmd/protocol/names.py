@@ -1,8 +1,8 @@
-"""What people call GPUs and jobs, and which of them is meant. Pure; client and daemon read names alike.
+"""Resolves the names of GPUs and jobs. Pure; the client and the daemon use the same rules.
 
-A GPU is named by its id (`gpu1`), its number (`1`, `cuda:1`), its UUID or the beginning of it, or its PCI address. A
-job is named by its id (`j7`), its name, or the pid of one of its processes. Whatever else is written is refused with
-the name that was probably meant.
+A GPU is named by its id (`gpu1`), its number (`1`, `cuda:1`), its UUID or a prefix of it, or its PCI address. A job is
+named by its id (`j7`), its name, or the pid of one of its processes. Any other text is refused with the name that was
+probably meant.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
     from .snapshots import Gpu
 
-# The shortest beginning of a UUID that is taken for one, as nvidia-smi has it.
+# The shortest prefix of a UUID that counts as one, as in nvidia-smi.
 _LEAST_UUID = 8
 _NUMBER = re.compile(r"(?:cuda:|hip:|gpu)?(\d{1,6})", re.IGNORECASE)
 _PCI = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])", re.IGNORECASE)
 _JOB_ID = re.compile(r"j(\d{1,15})")
-# What a name may be: it is typed in shells, and shown in tables.
+# A name has to be easy to type in a shell and to read in a table.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:+-]*")
 MAX_NAME_CHARS = 64
 
 
 def gpu_named(text: str, gpus: Sequence[Gpu]) -> str:
-    """The id of the GPU that is called so. Raises NOT_FOUND, and BAD_REQUEST for the beginning of several UUIDs."""
+    """Return the id of the GPU with that name. Raises NOT_FOUND, or BAD_REQUEST for a prefix of several UUIDs."""
     ids = [gpu.id for gpu in gpus]
     if text in ids:
         return text
@@ -54,7 +54,7 @@ def gpu_named(text: str, gpus: Sequence[Gpu]) -> str:
 
 
 def _pci_address(text: str) -> tuple[int, int, int, int] | None:
-    """Domain, bus, device and function; None for what is no address. nvidia-smi writes eight digits of domain."""
+    """Return domain (nvidia-smi writes eight digits of it), bus, device and function; None for other text."""
     parts = _PCI.fullmatch(text)
     if parts is None:
         return None
@@ -62,14 +62,14 @@ def _pci_address(text: str) -> tuple[int, int, int, int] | None:
 
 
 def gpu_meant(text: str, ids: Sequence[str]) -> str | None:
-    """The GPU that was probably meant by what names none; None for a number that no GPU has."""
+    """Return the GPU that was probably meant by an unknown name; None for a number that no GPU has."""
     return None if _NUMBER.fullmatch(text) else closest(text, ids)
 
 
 def place_named(text: str, gpus: Sequence[Gpu]) -> str:
-    """A target as the planner has it, `gpu1`, `gpu2,gpu3`, `gpu0=gpu2` or `cpu`, from what was written.
+    """Return a target in the planner's form (`gpu1`, `gpu2,gpu3`, `gpu0=gpu2` or `cpu`) from what the user wrote.
 
-    A name of no GPU stays, for the planner to refuse. Raises BAD_REQUEST for the beginning of several UUIDs.
+    An unknown name stays, and the planner refuses it. Raises BAD_REQUEST for a prefix of several UUIDs.
     """
     return ",".join("=".join(_known(name, gpus) for name in pair.strip().split("=")) for pair in text.split(","))
 
@@ -84,13 +84,13 @@ def _known(name: str, gpus: Sequence[Gpu]) -> str:
 
 
 def job_number(text: str) -> int | None:
-    """The number in the id of a job; None for what is no id."""
+    """Return the number in a job's id; None if it is no id."""
     found = _JOB_ID.fullmatch(text)
     return None if found is None else int(found[1])
 
 
 def why_no_name(name: str) -> str | None:
-    """Why a job cannot be called so; None if it can."""
+    """Return why a job cannot have this name; None if it can."""
     if len(name) > MAX_NAME_CHARS:
         return f"it has {len(name)} characters, and a name has at most {MAX_NAME_CHARS}"
     if not _NAME.fullmatch(name):
@@ -101,7 +101,7 @@ def why_no_name(name: str) -> str | None:
 
 
 def closest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that was probably meant, or None."""
+    """Return the candidate that was probably meant, or None."""
     lowered, known = word.lower(), list(candidates)
     scored = [(distance(lowered, candidate), candidate) for candidate in known]
     allowed = max(1, len(word) // 3)
@@ -113,7 +113,7 @@ def closest(word: str, candidates: Iterable[str]) -> str | None:
 
 
 def distance(first: str, second: str) -> int:
-    """Edits from one word to the other: a letter more, less, other, or two swapped."""
+    """Return the number of edits between two words: a letter more, less or other, or two letters swapped."""
     before: list[int] = []
     row = list(range(len(second) + 1))
     for i, letter in enumerate(first, 1):

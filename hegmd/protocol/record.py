@@ -1,13 +1,13 @@
-"""Typed, frozen records with a checked plain form: what `messages` is written in.
+"""Typed, frozen records with a checked plain form. `messages` is written in them.
 
-A record class names its fields with types and a sentence each; from that come the constructor, `==`, `repr`, the plain
-form for the wire, the check of what came from the wire, and the reference in docs/protocol.md. It plays the part of
-`dataclasses` (type checkers see it as one), which cannot be used here: importing it costs 13 ms, more than a whole
-Python start, and every `hegmctl` call and every worker would pay that.
+A record class declares its fields with a type and a sentence each. The constructor, `==`, `repr`, the plain form for
+the wire, the check of received values and the reference in docs/protocol.md are derived from them. Type checkers take a
+record for a dataclass. It is none, because importing `dataclasses` takes 13 ms, more than a whole Python start, in
+every call of `hegmctl` and in every worker.
 
-Field types are a small language, read from the annotations once, when a class is first decoded or described:
-int, float, bool, str, bytes, object (any plain value), `int | str`, the name of a record, `tuple[X, ...]`,
-`Mapping[str, X]`, and `X | None` for "may be unknown".
+Field types are read from the annotations once, when a class is first decoded or described. They are int, float, bool,
+str, bytes, object (any plain value), `int | str`, the name of a record, `tuple[X, ...]`, `Mapping[str, X]`, and `X |
+None` for a value that can be unknown.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 else:
 
     def dataclass_transform(**_unused: object):
-        """Stands in for typing's own at run time, where it would do nothing either."""
+        """Replace typing's function at run time, where it has no effect either."""
         return lambda cls: cls
 
 
@@ -38,14 +38,14 @@ _LARGEST = sys.float_info.max
 
 
 class BadValue(HegmError):
-    """A value from the wire does not have the form that its record gives."""
+    """A received value does not have the form that its record declares."""
 
     def __init__(self, where: str, why: str) -> None:
         super().__init__(BAD_REQUEST, f"{where}: {why}", "see docs/protocol.md for the fields of each message")
 
 
 class Field:
-    """One field of a record: its name, the text of its type, its default and what it means."""
+    """One field of a record: its name, the text of its type, its default and its meaning."""
 
     __slots__ = ("default", "doc", "name", "type_text")
 
@@ -57,13 +57,13 @@ class Field:
 
 
 def field(doc: str, *, default: Any = REQUIRED) -> Any:
-    """Declare a field; a field with a default may be left out on the wire."""
+    """Declare a field. A field with a default may be left out on the wire."""
     return Field(doc, default)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 class Record:
-    """Base of all records. Subclasses only declare fields; values are plain, so equality and copying are simple."""
+    """Base of all records. Subclasses only declare fields; their values are plain."""
 
     fields: ClassVar[tuple[Field, ...]] = ()
     _defaults: ClassVar[dict[str, Any]] = {}
@@ -90,7 +90,7 @@ class Record:
 
     def __init__(self, **values: Any) -> None:
         held = self.__dict__
-        held.update(self._defaults)  # which gives the order, and most values; many records are made in a second
+        held.update(self._defaults)  # this sets the order and most values; many records are made in a second
         held.update(values)
         if len(held) > len(self._defaults):
             raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(held.keys() - self._defaults.keys()))}")
@@ -115,16 +115,16 @@ class Record:
         return f"{type(self).__name__}({values})"
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return type(self)(**{**self.__dict__, **changes})
 
     def to_plain(self) -> dict[str, object]:
-        """The record as a map of plain values, every field present."""
+        """Return a map of plain values with all fields."""
         return {name: plain_value(value) for name, value in self.__dict__.items()}
 
     @classmethod
     def from_plain(cls, value: object, where: str) -> Self:
-        """The record in that map. Unknown keys are ignored; anything else that does not fit raises BadValue."""
+        """Return the record of a map. Ignores unknown keys; raises BadValue for anything else that does not fit."""
         plain = as_map(value)
         if plain is None:
             raise BadValue(where, f"a map is needed, not {_kind_of(value)}")
@@ -141,12 +141,12 @@ class Record:
 
 
 def as_map(value: object) -> dict[str, Any] | None:
-    """The value if it is a map; its keys are strings, which `codec` saw to."""
+    """Return the value if it is a map. Its keys are strings, because `codec` checked them."""
     return value if isinstance(value, dict) else None  # pyright: ignore[reportUnknownVariableType] - said above
 
 
 def as_list(value: object) -> list[Any] | tuple[Any, ...] | None:
-    """The value if it is a list of anything."""
+    """Return the value if it is a list."""
     return value if isinstance(value, (list, tuple)) else None  # pyright: ignore[reportUnknownVariableType] - said above
 
 
@@ -154,8 +154,8 @@ _PLAIN_TYPES = frozenset((str, int, float, bool, bytes, type(None)))
 
 
 def plain_value(value: object) -> object:
-    """A field's value as plain values."""
-    if type(value) in _PLAIN_TYPES:  # most are, and a journal writes many
+    """Return a field's value as plain values."""
+    if type(value) in _PLAIN_TYPES:  # most values are, and a journal writes many
         return value
     if isinstance(value, Record):
         return value.to_plain()
@@ -173,7 +173,7 @@ def _kind_of(value: object) -> str:
 
 
 def check_for(type_text: str, scope: Mapping[str, Any]) -> Check:
-    """The check that values of that type pass through on their way in. `scope` holds the records it may name."""
+    """Return the check for received values of this type. `scope` has the records that the type can name."""
     text = type_text.strip()
     if text.endswith(" | None"):
         inner = check_for(text[: -len(" | None")], scope)

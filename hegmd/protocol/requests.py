@@ -1,7 +1,6 @@
-"""What a request is: a record with a wire tag, the record that answers it, and the record that may come in between.
+"""The base class of requests: a record with a wire tag, the record of its reply, and the record of its events.
 
-Owns REQUESTS, the register in which every request is by its tag. The requests themselves are in `messages` and in the
-modules that it gathers.
+REQUESTS maps each tag to its request class. `messages` and the modules that it imports define the requests.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class Request(Record):
     changes_state: ClassVar[bool] = False
     capability: ClassVar[str | None] = None
 
-    def __init_subclass__(  # the class keywords are what a message is; `Record` only reads the fields
+    def __init_subclass__(  # the class keywords describe the message; `Record` reads the fields
         cls,
         *,
         op: str,
@@ -40,7 +39,7 @@ class Request(Record):
         REQUESTS[op] = cls
 
     def audited(self) -> dict[str, object]:
-        """What an audit record keeps of it: everything that is said, but for what may be a secret."""
+        """Return the fields that the audit record keeps: all except possible secrets."""
         return self.to_plain()
 
 

@@ -1,7 +1,7 @@
-"""What the daemon knows of its node, as frozen records: GPUs, processes, vendors' libraries, checks, events.
+"""What the daemon knows about its node, as frozen records: GPUs, processes, vendor libraries, checks and events.
 
-The same records travel from the providers through the inventory to the wire, so that a thing has one description.
-Unknown is None and never 0: a GPU that fell off the bus has no used memory, not none in use.
+The providers, the inventory and the wire use the same records. Unknown is None and never 0: a GPU that fell off the bus
+has unknown memory use, not 0 bytes in use.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class PeerLink(Record):
-    """A way from one GPU to another on which bytes can go without passing through host memory."""
+    """A link between two GPUs that bypasses host memory."""
 
     to_uuid: str = field("UUID of the GPU at the other end")
     kind: str = field("nvlink, xgmi, pcie or simulated")
-    lanes: int | None = field("how many links run in parallel", default=None)
-    bytes_per_s: int | None = field("what they carry together in one direction, by the vendor's word", default=None)
+    lanes: int | None = field("number of parallel links", default=None)
+    bytes_per_s: int | None = field("their bandwidth together in one direction, as the vendor states it", default=None)
 
 
 # Whether a job is to be on that GPU.
@@ -29,15 +29,15 @@ UNCORRECTED, CORRECTED, ROWS, LINK, DRIVER, LOST = "uncorrected", "corrected", "
 
 
 class Health(Record):
-    """What speaks for or against trusting a GPU with a job."""
+    """Whether a GPU can be trusted with a job."""
 
-    state: str = field("ok, warn, failed, or unknown when the driver does not say")
-    notes: tuple[str, ...] = field("one sentence for each thing that is not as it should be", default=())
+    state: str = field("ok, warn, failed, or unknown if the driver does not report it")
+    notes: tuple[str, ...] = field("the problems, one sentence each", default=())
     ecc_corrected: int | None = field("corrected memory errors since the driver was loaded", default=None)
     ecc_uncorrected: int | None = field("uncorrected memory errors since the driver was loaded", default=None)
     retired_pages: int | None = field("retired memory pages or rows", default=None)
-    last_xid: int | None = field("the newest XID error that the driver reported since hegmd watches", default=None)
-    xid_count: int | None = field("how many it reported since then; None before the first one", default=None)
+    last_xid: int | None = field("the latest XID error that the driver reported since hegmd started", default=None)
+    xid_count: int | None = field("number of XID errors since then; None before the first one", default=None)
     condition: str = field(
         "healthy; failing: it works, and is no place for a job any more; or gone: no job can go on there",
         default=HEALTHY,
@@ -51,118 +51,121 @@ class Health(Record):
 
 
 class Gpu(Record):
-    """One GPU, whole, as it was at one moment."""
+    """One GPU at one moment."""
 
-    id: str = field("what to call it in commands, such as gpu0; keeps its meaning while the daemon runs")
-    index: int = field("the vendor library's own index")
+    id: str = field("its name in commands, such as gpu0; constant while the daemon runs")
+    index: int = field("the vendor library's index")
     uuid: str = field("the vendor's UUID; the identity of the card (or of the MIG slice's parent)")
     pci_address: str | None = field("domain:bus:device.function", default=None)
     name: str | None = field("the product's name", default=None)
     vendor: str = field("nvidia, amd or simulated")
     chip: str | None = field(
-        "an identity of the chip: a process image can only go to a GPU with an equal one", default=None
+        "identity of the chip: a process image can only be restored on a GPU with an equal one", default=None
     )
     state: str = field("ok; lost: it fell off the bus; unknown: the vendor's library does not answer", default="ok")
     memory_total_bytes: int | None = field("video memory", default=None)
     memory_used_bytes: int | None = field(
-        "in use by processes and the driver, without the driver's fixed reserve, as nvidia-smi shows it", default=None
-    )
-    memory_free_bytes: int | None = field(
-        "video memory that can still be taken; less than total minus used by what the driver keeps for itself",
+        "memory in use by processes and the driver, without the driver's fixed reserve, as nvidia-smi shows it",
         default=None,
     )
-    utilisation_percent: float | None = field("share of the last sample in which a kernel ran", default=None)
+    memory_free_bytes: int | None = field(
+        "memory that can be allocated; less than total minus used, by the driver's reserve",
+        default=None,
+    )
+    utilisation_percent: float | None = field("share of the last sample period in which a kernel ran", default=None)
     temperature_celsius: float | None = field("core temperature", default=None)
-    power_watts: float | None = field("power drawn now", default=None)
-    power_limit_watts: float | None = field("power limit in force", default=None)
-    numa_node: int | None = field("the NUMA node of the host that is nearest", default=None)
-    links: tuple[PeerLink, ...] = field("ways to the other GPUs of the node", default=())
-    mig: bool | None = field("whether it is cut into MIG instances", default=None)
+    power_watts: float | None = field("current power draw", default=None)
+    power_limit_watts: float | None = field("power limit", default=None)
+    numa_node: int | None = field("the nearest NUMA node of the host", default=None)
+    links: tuple[PeerLink, ...] = field("links to the other GPUs of the node", default=())
+    mig: bool | None = field("whether it is in MIG mode", default=None)
     mps: bool | None = field("whether processes share it through MPS", default=None)
-    persistence: bool | None = field("whether the driver stays loaded with no process on it", default=None)
+    persistence: bool | None = field("whether the driver stays loaded while no process uses it", default=None)
     driver_version: str | None = field("version of the kernel driver", default=None)
-    health: Health = field("errors and other reasons for doubt", default=Health(state="unknown"))
+    health: Health = field("errors and other reasons for distrust", default=Health(state="unknown"))
     plays: str | None = field(
-        "of a simulated GPU: the vendor by whose variables processes find it, nvidia or amd; nil for neither",
+        "for a simulated GPU: the vendor whose environment variables select it, nvidia or amd; nil for neither",
         default=None,
     )
 
 
 class Vendor(Record):
-    """How one vendor's library does, and therefore how far what is said of its GPUs can be trusted."""
+    """The state of one vendor's library, and so how current the data of its GPUs is."""
 
     vendor: str = field("nvidia, amd or simulated")
     state: str = field(
-        "ok; absent: no library or no such GPU here; off: by configuration; "
-        "stale: the library does not answer and what is shown is old; failed: it answers with an error"
+        "ok; absent: no library or no such GPU; off: by configuration; stale: the library does not answer and the "
+        "data is old; failed: it answers with an error"
     )
-    message: str = field("one sentence on that state", default="")
-    hint: str = field("what to do about it; empty when there is nothing to do", default="")
+    message: str = field("the state in one sentence", default="")
+    hint: str = field("the next step; empty if there is none", default="")
     driver_version: str | None = field("version of the kernel driver", default=None)
     library_version: str | None = field("version of the management library", default=None)
     compute_version: str | None = field("highest CUDA or ROCm version that the driver offers", default=None)
-    age_s: float | None = field("age of what is shown; None when nothing was ever read", default=None)
+    age_s: float | None = field("age of the data; None if nothing was ever read", default=None)
 
 
 class GpuUse(Record):
-    """One process's share of one GPU."""
+    """The memory of one process on one GPU."""
 
-    gpu: str = field("the GPU's id, such as gpu0")
-    vram_bytes: int | None = field("video memory held there; None where the driver does not say", default=None)
+    gpu: str = field("id of the GPU, such as gpu0")
+    vram_bytes: int | None = field("its GPU memory there; None if the driver does not report it", default=None)
     kind: str = field("compute, graphics or mps", default="compute")
 
 
 class Workload(Record):
-    """What a process belongs to, read from its control group."""
+    """What a process belongs to, from its control group."""
 
     kind: str = field("kubernetes, slurm, container or systemd")
     id: str = field("pod UID, Slurm job, container id or unit name")
-    detail: Mapping[str, str] = field("what else the control group tells: container, step, slice", default={})
+    detail: Mapping[str, str] = field("more from the control group: container, step, slice", default={})
 
 
 class AgentInfo(Record):
-    """The agent inside a worker, when one is connected."""
+    """The agent in a worker, while it is connected."""
 
-    name: str = field("program that introduced itself")
+    name: str = field("the program's name for itself")
     version: str = field("its version")
-    framework: str | None = field("what trains there, such as torch; None if it has said nothing of it", default=None)
-    framework_version: str | None = field("its version", default=None)
+    framework: str | None = field(
+        "its training framework, such as torch; None if it has not reported one", default=None
+    )
+    framework_version: str | None = field("version of the framework", default=None)
     job: str | None = field("the name of its `hegmctl run`; None without one", default=None)
-    run: str | None = field("which `hegmctl run` it belongs to; the processes of one move as one", default=None)
+    run: str | None = field("the id of its `hegmctl run`; the processes of one are migrated together", default=None)
     rank: int | None = field("its rank, in a distributed job", default=None)
-    boundary: int | None = field("batch boundaries that it had passed when it was last heard of", default=None)
+    boundary: int | None = field("batch boundaries that it had passed at its last report", default=None)
     parked: bool = field("whether its training thread is parked at a boundary", default=False)
-    held_bytes: int = field("bytes of its storages that are out of the process", default=0)
+    held_bytes: int = field("bytes of its storages that are offloaded", default=0)
     supervised: bool = field(
-        "whether it has a `hegmctl run --allow-restart` as its parent, which would start it again", default=False
+        "whether its parent is a `hegmctl run --allow-restart`, which can restart it", default=False
     )
     kept: bool = field(
-        "whether a Python is prestarted that would continue from its state after a restart", default=False
+        "whether a process is prestarted that would continue from its state after a restart", default=False
     )
     image_missed: str | None = field(
-        "why the last of the images that are taken of it now and then was not made; None if it was, or there are none",
+        "why its last scheduled image was not made; None if it was, or none are scheduled",
         default=None,
     )
     on_cpu: bool = field(
-        "whether it trains without a GPU, as far as it says: it can be started again on one", default=False
+        "whether it trains without a GPU, as far as it reports: it can be restarted on one", default=False
     )
     unknown: tuple[str, ...] | None = field(
-        "for an agent that `hegmctl attach` loaded into a running process: what it cannot know, which blocks "
-        "restarts but no move; None for an agent that began with its process",
+        "for an agent that `hegmctl attach` loaded into a running process: what it cannot know, which prevents "
+        "restarts but not migrations; None for an agent that started with its process",
         default=None,
     )
 
 
 class Way(Record):
-    """One way in which a process could be moved, and if it could not, why."""
+    """One method of moving a process, and whether it is possible."""
 
     way: str = field("driver, agent, criu or restart")
-    possible: bool = field("whether node and process allow it as they are now")
-    reason: str = field("why not, or the reason why it is possible")
+    possible: bool = field("whether the node and the process allow it now")
+    reason: str = field("why it is possible or not")
 
 
 class GpuProcess(Record):
-    """One process with a hand on at least one GPU. Its identity is pid and start time together."""
+    """One process that uses at least one GPU. The pid and the start time together identify it."""
 
     pid: int = field("process id, in the driver's pid namespace")
     start_ticks: int | None = field(
@@ -174,24 +177,24 @@ class GpuProcess(Record):
     name: str | None = field("short name of the program", default=None)
     command: str | None = field("command line; None when the caller may not see it", default=None)
     job: str | None = field("the id of its job, as `hegmctl jobs` shows it; nil if it belongs to none", default=None)
-    workload: Workload | None = field("container, pod, Slurm job or unit it belongs to", default=None)
-    gpus: tuple[GpuUse, ...] = field("its share of each GPU")
-    held_bytes: int = field("bytes that hegmd holds for it outside the process", default=0)
+    workload: Workload | None = field("the container, pod, Slurm job or unit that it belongs to", default=None)
+    gpus: tuple[GpuUse, ...] = field("its use of each GPU")
+    held_bytes: int = field("bytes of the process that hegmd holds", default=0)
     agent: AgentInfo | None = field("its agent, if connected", default=None)
-    ways: tuple[Way, ...] = field("the ways of moving it, and why others are closed", default=())
-    note: str | None = field("why something about it is unknown, or that it is stopped by a signal", default=None)
+    ways: tuple[Way, ...] = field("the methods of moving it, and why others are not possible", default=())
+    note: str | None = field("why something about it is unknown, or that a signal has stopped it", default=None)
 
 
 class Check(Record):
     """One line of `hegmctl doctor`."""
 
     id: str = field("stable name of the check, such as nvidia.driver")
-    status: str = field("ok, warn, fail, or skip when it does not apply here")
+    status: str = field("ok, warn, fail, or skip if it does not apply to this node")
     summary: str = field("what was found")
-    fix: str | None = field("the exact command, or the step, that mends it", default=None)
+    fix: str | None = field("the command or the step that fixes it", default=None)
 
 
-# Every kind of event, by the family that can be asked for as a whole.
+# All kinds of events, by family. A family can be requested as a whole.
 EVENT_KINDS: Mapping[str, tuple[str, ...]] = {
     "config": ("config.reloaded",),
     "events": ("events.missed",),
@@ -216,13 +219,13 @@ EVENT_KINDS: Mapping[str, tuple[str, ...]] = {
 
 
 class Event(Record):
-    """Something that happened on the node, in the order in which the daemon saw it."""
+    """An event on the node, in the order in which the daemon noticed it."""
 
-    seq: int = field("counts up by one from the daemon's start; `run` in `welcome` tells one start from another")
+    seq: int = field("counts up from 1 at the daemon's start; `run` in `welcome` identifies the start")
     time_utc: float = field("seconds since 1970")
     kind: str = field("stable name, such as gpu.lost or process.started")
     severity: str = field("info, warning or error")
     message: str = field("one sentence")
-    gpu: str | None = field("the GPU it is about", default=None)
-    pid: int | None = field("the process it is about", default=None)
+    gpu: str | None = field("the GPU concerned", default=None)
+    pid: int | None = field("the process concerned", default=None)
     facts: Mapping[str, object] = field("plain values for programs", default={})
