@@ -93,7 +93,7 @@ def _addresses_in(one: Any) -> Iterator[int]:
 
 
 def _ctypes() -> Any:
-    """Where ctypes has its classes; None in a process that does without it."""
+    """Return the module of ctypes' classes; None if the process does not use ctypes."""
     return sys.modules.get("_ctypes")
 
 
@@ -143,8 +143,9 @@ def _is_ours(frame: Any) -> bool:
 
 
 def _locals_of(frame: Any) -> dict[str, Any]:
-    """A function's variables. Up to Python 3.12 to ask for them makes a copy that the frame keeps, and with it all that
-    the script lets go of later; so that is emptied, unless the script has asked for it too and has it in hand."""
+    """Return a function's variables. Up to Python 3.12 reading them leaves a copy in the frame, which keeps objects
+    alive; so the copy is emptied, unless the script has read it too and holds it.
+    """
     if not frame.f_code.co_flags & _CO_OPTIMIZED:
         return {}  # of a module or a class: there are no others
     values = frame.f_locals
@@ -181,7 +182,7 @@ def _few_of(names: Any) -> tuple[Any, ...]:
 
 
 def _cells_of(function: Any) -> list[Any]:
-    """The variables that a function has from those around it."""
+    """Return the variables that a function has from the functions around it."""
     found: list[Any] = []
     for cell in function.__closure__ or ():
         try:

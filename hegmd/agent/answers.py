@@ -1,6 +1,6 @@
 """Reports about an order: it is done, it failed, or its progress.
 
-Owns the form of reports and the way to the daemon, if there is one. `orders` decides what is reported.
+Defines the form of reports, and sends them to the daemon, if there is one. `orders` decides what is reported.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Answers:
     def found(
         self, order: int, found: torch_state.Found, size_bytes: int, communicators: Communicators | None = None
     ) -> None:
-        """Return the record of a survey: storages that can be offloaded, those that are left alone, and its groups."""
+        """Report a survey: storages that can be offloaded, those that are left alone, and the communicator groups."""
         self.done(
             order,
             parked=self._gate.parked,

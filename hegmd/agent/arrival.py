@@ -25,7 +25,7 @@ FORK_WAIT_S = 10.0
 
 
 def arrive(folder: str, root: str, until: float, environ: Mapping[str, str], msgpack: str) -> None:
-    """Bring in the agent whose code is below `root`, unless that was given up, or `until` (monotonic) is over."""
+    """Load the agent whose code is below `root`, unless the caller gave up or `until` (monotonic) has passed."""
     try:
         os.rename(f"{folder}/{ASKED}", f"{folder}/{TAKEN}")
     except OSError:
@@ -62,7 +62,7 @@ def _work(folder: str, root: str, environ: Mapping[str, str], msgpack: str, end:
 
 
 def _bring_in(root: str, environ: Mapping[str, str], msgpack: str) -> list[tuple[str, str]]:
-    """The agent, or why not; what is said of it, line by line."""
+    """Start the agent. Return what to report of it, or why it did not start."""
     if "_hegm" in sys.modules:
         return [("refused", "agent")]
     torch = sys.modules.get("torch")

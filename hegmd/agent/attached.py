@@ -1,8 +1,8 @@
-"""The agent's beginning in a training that runs already, as `hegmctl attach` has it.
+"""Starts the agent in a training that already runs, for `hegmctl attach`.
 
-The hooks are on PyTorch's classes and in its global lists, so they reach the loaders and optimizers that exist. What
-happened before is not known, and is said to the daemon: it blocks a restart, but no move. The environment of the
-process stays as it was: a C thread may read it at any time.
+The hooks are on PyTorch's classes and in its global lists, so they reach existing loaders and optimizers. What happened
+before is unknown, and the agent reports that: it prevents a restart, but not a migration. The environment of the
+process stays unchanged: a C thread may read it at any time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _HOOKED = ("torch.utils.data.dataloader", "torch.optim.optimizer")  # `import to
 
 
 def begin(environ: Mapping[str, str], msgpack: str) -> list[tuple[str, str]]:
-    """Start the agent with those variables besides its process's own; what hegmctl shows of it, by key and value.
+    """Start the agent with these variables in addition to the process's own. Return what hegmctl shows of it, as pairs.
 
-    Raises what keeps the agent from starting, KeyError for a PyTorch without what is hooked. No hook is there then.
+    Raises what prevents the start, and KeyError for a PyTorch without the hooked functions. Then no hook is left.
     """
     _lend_msgpack(msgpack)
     from . import boundary, lifecycle, torch_state
@@ -48,7 +48,7 @@ def _lend_msgpack(folder: str) -> None:
 
 
 def _children() -> tuple[str, ...]:
-    """What cannot be known of processes that it has started before, such as workers of its data loaders."""
+    """Return what is unknown about processes started before, such as workers of data loaders."""
     count = 0
     for task in os.listdir("/proc/self/task"):
         try:

@@ -1,8 +1,8 @@
-"""Orders about what a parked process holds: its bytes, out of it and back into it, and its communicator groups.
+"""Orders about what a parked process holds: its bytes and its communicator groups.
 
-Each is done at once, with the training thread parked and nothing else pending, which `standing` sees to. Only a step of
-the communicators takes its time in a thread of its own, so that bytes can move meanwhile. Owns what an
-order of that kind has to be told with and what is said of it; how bytes go is `carrying`'s business.
+Each order is done at once: the training thread is parked and nothing else is pending, which `order_state` checks. Only
+a step of the communicators runs in a thread of its own, so that bytes can move meanwhile. Checks what an order needs
+and reports its result; `storage_transfer` moves the bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ByteOrders:
         self._stepping: tuple[int, Step] | None = None
 
     def table(self) -> dict[str, Callable[[Order, int | None], None]]:
-        """What is done for each."""
+        """Return the function for each order."""
         return {
             "offload": self._offload,
             "entrust": self._entrust,
@@ -57,7 +57,7 @@ class ByteOrders:
         self._answers.done(order.order, storages=storages, size_bytes=size_bytes, left_alone=counted(found))
 
     def _entrust(self, order: Order, _fd: int | None) -> None:
-        """The daemon has the bytes elsewhere: without a descriptor here, their memory can be given back."""
+        """Close the descriptor: the daemon has the bytes elsewhere, and can free their memory."""
         self._carrying.entrust()
         self._standing.resting = True
         self._answers.done(order.order)
@@ -77,7 +77,7 @@ class ByteOrders:
         shown.free()
         spent_ms = shown.laps.spent_ms
         self._answers.done(order.order, storages=len(shown), size_bytes=shown.size_bytes, spent_ms=spent_ms)
-        self._carrying.note_left()  # beside what the daemon does next: the job stands
+        self._carrying.note_left()  # after the answer: the job is parked, and the daemon can go ahead
 
     def _make(self, order: Order, _fd: int | None) -> None:
         self._standing.require_parked("make")
@@ -85,7 +85,7 @@ class ByteOrders:
         self._answers.view(order, shown, shown.make(order.size_bytes, partly=order.partly))
 
     def _copy(self, order: Order, fd: int | None) -> None:
-        """What the daemon cannot open, by this process's own hands."""
+        """Copy storages that the daemon cannot open."""
         self._standing.require_parked("copy")
         if fd is None:
             raise refusal("no descriptor came with the order", "send the memory to copy to or from with it")
@@ -101,13 +101,13 @@ class ByteOrders:
         self._answers.done(order.order, held_bytes=self._carrying.held_bytes)
 
     def _part(self, order: Order, _fd: int | None) -> None:
-        """Its GPUs reach no other's memory from now on, until the thread goes on."""
+        """Remove peer access between its GPUs until the training thread continues."""
         self._standing.require_parked("part")
         self._carrying.part()
         self._answers.done(order.order)
 
     def _save(self, order: Order, fd: int | None) -> None:
-        self._standing.found_at_rest("save")  # nobody is using what is written
+        self._standing.found_at_rest("save")  # no thread uses the storages to save
         if fd is None:
             raise refusal("no memory came with the order", "send a descriptor with it")
         self._standing.gate.let_others_go()  # one of them may have a lock that the script's own code needs here
@@ -125,7 +125,7 @@ class ByteOrders:
         self._begin(order, self._standing.groups.begin_reconnect(order.generation, order.limit_s, self._wake))
 
     def _progress_of(self, order: Order) -> Callable[[int], None]:
-        """Tells of the bytes that have moved. A step of the communicators that is over meanwhile is answered then."""
+        """Return a function that reports progress, and answers a step of the communicators that has ended meanwhile."""
         tell = self._answers.progress_of(order.order)
 
         def progress(so_far_bytes: int) -> None:
@@ -140,12 +140,12 @@ class ByteOrders:
     # ---- a step of its communicators; bytes can move meanwhile ----------------------------------------------------
 
     def _begin(self, order: Order, step: Step) -> None:
-        self.finish()  # the answer to an earlier order whose step has ended
+        self.finish()  # answers an earlier order whose step has ended
         self._stepping = order.order, step
         self.tick()
 
     def next_deadline(self) -> float | None:
-        """When `tick` has to be called at the latest."""
+        """Return when `tick` has to be called at the latest."""
         return None if self._stepping is None else self._stepping[1].is_due
 
     def tick(self) -> None:

@@ -1,17 +1,17 @@
-"""What PyTorch's allocator keeps of video memory for later: given back while storages are out, and taken again.
+"""GPU memory that PyTorch's allocator caches: returned to the driver while storages are offloaded, then allocated
+again.
 
-A step's activations and gradients, and the workspaces of cuBLAS, live in memory that the allocator has between steps as
-well. It is given back before a process leaves its GPU, since the driver would carry it; a job that comes back without
-it asks the driver for it at its next step, and dies there when somebody else has taken it all. So it is taken as soon
-as the storages are made, while the room that is held for it is the process's own.
+Activations, gradients and the workspaces of cuBLAS use memory that the allocator caches between steps. It is returned
+before the process leaves its GPU, because the driver would transfer it. Without it the process would ask the driver for
+memory at its next step, and fail if another process has taken it all. So it is allocated again right after the
+storages, while the reservation is the process's own.
 
-Owns how much that was and in which runs: what lies between the storages, by the stream that it belongs to. Each run is
-made as one piece, all of them are held beside one another until the last storage is made, and then they are freed into
-the allocator's cache. So whatever fitted there before fits again, wherever the storages lie now. What cannot be had is
-counted and no error: the storages are there, and a job whose GPU has room elsewhere in time never knows. The
-allocator's statistics count these pieces as memory that was in use for a moment.
+Records how much memory that was, and in which runs: the space between the storages, by stream. Each run is allocated as
+one piece. All pieces are held until the last storage is allocated, and are then freed into the allocator's cache. So
+whatever fitted there before fits again. Memory that cannot be had is counted and is no error: the storages are there,
+and the GPU may have free memory in time. The allocator's statistics count these pieces as memory in use for a moment.
 
-Where the allocator shows no segments (cudaMallocAsync) all is one run; private pools of CUDA graphs never leave.
+If the allocator reports no segments (cudaMallocAsync), all is one run. Private pools of CUDA graphs stay.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MIB = 1 << 20
 # Of PyTorch's allocator: up to 1 MiB is cut from segments of 2 MiB, less than 10 MiB from segments of 20.
 _SMALL_BYTES, _UNIT_BYTES, _LARGE_BYTES, _SHARED_BYTES = _MIB, 2 * _MIB, 10 * _MIB, 20 * _MIB
 _BLOCK_BYTES = 512
-# Each piece costs the job a call of the driver while it stands; what is beyond is made in one piece for each stream.
+# Each piece costs a driver call while the job is parked. More runs than this are merged, one piece for each stream.
 MAX_RUNS = 64
 
 
@@ -60,13 +60,13 @@ class Cache:
         self._is_taken = False
         #: What could not be had again.
         self.short_bytes = 0
-        #: What is left with the allocator while the storages are out: where each segment begins, and its bytes.
+        #: What the allocator keeps while the storages are offloaded: start and size of each segment.
         self.left: list[tuple[int, int]] = []
 
     def note_given_back(self) -> None:
-        """The storages are freed, and the driver has what was kept: what is left with the allocator is in use.
+        """Record what the allocator still has after the storages are freed and the cache is returned.
 
-        Never raises: the storages are out. Without a word of the allocator all is one run.
+        Never raises: the storages are offloaded. If the allocator reports nothing, all is one run.
         """
         self._runs, self._is_taken, self.left = [], False, []
         try:
@@ -76,9 +76,9 @@ class Cache:
             note(f"in which pieces memory was cached is not known: {error!r}")
 
     def take(self, storage_bytes: dict[int, int] | None = None) -> None:
-        """Allocate it again and hold it. `rest_bytes` is for storages that are still to be made, by device.
+        """Allocate it again and hold it. `storage_bytes` is for storages that are still to be allocated, by device.
 
-        Never raises, and never takes more than before. What the GPU lacks is counted. Does nothing if it is held.
+        Never raises, and never takes more than before. Counts what the GPU lacks. Does nothing if it is held.
         """
         if self._is_taken:
             return
@@ -107,7 +107,7 @@ class Cache:
         self._is_taken = False
 
     def _take_on(self, device: int, goal_bytes: int) -> None:
-        """As far as it is free: whoever observes PyTorch's allocations hears of those that fail, so none is tried."""
+        """Allocate only what is free: an observer of PyTorch's allocations would see failed attempts."""
         most_bytes = self._reserved(device) + int(self._cuda.mem_get_info(device)[0])
         runs = [run for run in self._runs if run.device == device]
         for run in runs:
@@ -118,7 +118,7 @@ class Cache:
                 self._hold(run, run.size_bytes)
             elif _whole(free_bytes) >= _LARGE_BYTES:
                 self._hold(run, min(run.size_bytes, _whole(free_bytes)))
-        # What lay between the storages in pieces that are too small for segments of their own, or had no room so far.
+        # The rest: pieces too small for segments of their own, or without space so far.
         lacking_bytes, free_bytes = (end_bytes - self._reserved(device) for end_bytes in (goal_bytes, most_bytes))
         size_bytes = min(_whole(lacking_bytes), _whole(free_bytes))
         if size_bytes >= _LARGE_BYTES or (size_bytes >= _UNIT_BYTES and free_bytes >= _SHARED_BYTES):
@@ -128,13 +128,15 @@ class Cache:
         self._held.append(self._cuda.caching_allocator_alloc(size_bytes, device=run.device, stream=run.stream))
 
     def _reserved(self, device: int) -> int:
-        """What the allocator has of the driver there. As a nested one: flattening it takes longer than a piece does."""
+        """Return what the allocator has from the driver there. Uses the nested statistics: flattening takes longer than
+        a piece.
+        """
         stats: Any = self._cuda.memory_stats_as_nested_dict(device)
         return int(stats["reserved_bytes"]["all"]["current"])
 
 
 def runs_between(segments: list[cuda_state.Segment], holes: list[tuple[int, int]]) -> list[Run]:
-    """What of the segments is none of the holes, in pieces as large as can be; both are in the order of addresses."""
+    """Return the parts of the segments outside the holes, as large as possible; both are sorted by address."""
     found: list[Run] = []
     at = 0
     for segment in segments:
@@ -151,7 +153,7 @@ def runs_between(segments: list[cuda_state.Segment], holes: list[tuple[int, int]
 
 
 def _run(segment: cuda_state.Segment, size_bytes: int) -> list[Run]:
-    """That piece of the segment; none where the allocator would use it for nothing."""
+    """Return that piece of the segment; none if the allocator could not use it."""
     least_bytes = 1 if segment.is_small else _SMALL_BYTES + 1
     if size_bytes < least_bytes:
         return []
@@ -159,7 +161,7 @@ def _run(segment: cuda_state.Segment, size_bytes: int) -> list[Run]:
 
 
 def most_runs(found: list[Run]) -> list[Run]:
-    """Large ones first, as they are; the smallest of very many in one piece for each stream. Small ones by the MiB."""
+    """Return large runs first. Merges the smallest of very many, by stream; small ones by the MiB."""
     large = sorted((run for run in found if not run.is_small), key=lambda run: run.size_bytes, reverse=True)
     kept = large[:MAX_RUNS]
     for (device, stream), size_bytes in _by_stream(large[MAX_RUNS:]).items():
@@ -179,5 +181,5 @@ def _by_stream(runs: list[Run]) -> dict[tuple[int, int], int]:
 
 
 def _whole(size_bytes: int) -> int:
-    """In whole units, as the allocator asks the driver for it; less rather than more."""
+    """Round down to the units in which the allocator asks the driver."""
     return size_bytes // _UNIT_BYTES * _UNIT_BYTES

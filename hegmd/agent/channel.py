@@ -59,7 +59,7 @@ def socket_path(environ: Mapping[str, str]) -> str:
 
 
 def look_within_s(left_s: float, *, awaits_batch: bool) -> float:
-    """After what part of a pause to look up: nobody tells of the batch after which a restarted training is past."""
+    """Return the part of a pause after which to look up: no event reports the first batch of a restarted training."""
     return min(left_s, BATCH_LOOK_S) if awaits_batch else left_s
 
 
@@ -94,7 +94,7 @@ class Channel:
         gate.on_signal = self._pass_signal
 
     def _launched_departure(self) -> hegm_launcher.Departure | None:
-        """What a launcher may ask for by a signal, where there is one."""
+        """Return the departure that a launcher can request by a signal, if there is a launcher."""
         if not os.environ.get(LAUNCHER):
             return None
         hegm_launcher.warn_of_another(sys.modules)
@@ -108,9 +108,7 @@ class Channel:
         try:
             os.write(self._waker, b"\0")
         except OSError as error:  # full, which wakes as well; or closed in a child
-            if (
-                error.errno is None
-            ):  # not the kernel's word: somebody's TimeoutError, raised in this thread of the script
+            if error.errno is None:  # a TimeoutError that another thread of the script raised in this one
                 raise
 
     def note_restarted(self, operation: str | None, step: int | None = None) -> None:
@@ -134,7 +132,7 @@ class Channel:
         self._orders.snapshots.close_in_child()
 
     def run(self) -> None:
-        """The thread: connect, attend, begin again."""
+        """Run the agent's thread: connect, serve, and start again."""
         pause_s = FIRST_PAUSE_S
         while True:
             began, obeyed = monotonic(), self._orders.obeyed
@@ -152,13 +150,13 @@ class Channel:
 
     def _pass_signal(self, number: int) -> None:
         if number == signal.SIGUSR1 and self._departure is not None and REQUEST.is_taken():
-            REQUEST.make()  # whose handler waits for the parked thread; it is no reason to come back
+            REQUEST.make()  # its handler waits for the parked thread; it is no reason to reload
         else:
             self._orders.note_signal(number)
         self.wake()
 
     def hang_up(self) -> None:
-        """End the connection; what is parked waits for the next one."""
+        """Close the connection; a parked process waits for the next one."""
         try:
             self.lending.disconnect()
             self._orders.end()
@@ -168,7 +166,7 @@ class Channel:
                 connected.close()
 
     def _stay_aside(self) -> None:
-        """After the order to disconnect: stay without a connection until there is a daemon to reconnect to."""
+        """Stay without a connection after the order `aside`, until there is a daemon to reconnect to."""
         aside, self._orders.aside = self._orders.aside, None
         if aside is not None:
             self._elsewhere = aside.wait() or self._elsewhere
@@ -191,7 +189,7 @@ class Channel:
             inherited.note_past()
 
     def _wait(self, connected: socket.socket | None, longest_s: float | None) -> bool:
-        """Until something comes, the gate has news, or a deadline passes; whether the socket can be read."""
+        """Wait until data comes, the gate reports, or a deadline passes. Returns True if the socket can be read."""
         deadlines = [self._orders.next_deadline(), self.lending.next_deadline]
         if self._departure is not None:
             deadlines.append(self._departure.next_deadline())
@@ -319,7 +317,7 @@ class _Attendance:
         self._protocol.feed(data)
 
     def _take_all(self) -> bool:
-        """Everything that is complete; whether the daemon goes on giving orders."""
+        """Handle all complete messages. Returns True while the daemon sends orders."""
         while (said := self._protocol.next_event()) is not None:
             if isinstance(said, Progress) and isinstance(said.event, Order):
                 fds, self._fds = self._fds[: said.fds], self._fds[said.fds :]
@@ -352,7 +350,7 @@ def _connect(path: str) -> socket.socket:
 
 
 def periodic_images(text: str | None) -> PeriodicImages | None:
-    """What `hegmctl run` was told: seconds, number and directory, with colons between them."""
+    """Parse the value that `hegmctl run` sets: seconds, number and directory, separated by colons."""
     try:
         every, keep, path = (text or "").split(":", 2)
         return PeriodicImages(every_s=float(every), keep=int(keep), path=path)
@@ -361,7 +359,7 @@ def periodic_images(text: str | None) -> PeriodicImages | None:
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:
-    """A whole number from the environment, as torchrun puts them there."""
+    """Return a whole number from the environment, where torchrun puts them, or None."""
     try:
         return int(environ[name])
     except (KeyError, ValueError):

@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 
     from .nccl_library import Library
 
-# For how long a rank whose groups are up waits for others to ask how they are.
+# How long a rank whose groups are connected waits for questions of other ranks.
 _UP_LIMIT_S = 15.0
-# NCCL's watchdog looks at finished work every 100 ms, and may not make a CUDA call while the driver has the process.
+# NCCL's watchdog checks finished work every 100 ms, and must not make a CUDA call during the driver's checkpoint.
 _WATCHDOG_S = 0.2
 _MULTICAST_SUPPORTED = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 _MULTICAST = "NCCL may use NVLink multicast (NVLS), and the driver's checkpoint hangs with live multicast memory"
@@ -62,7 +62,7 @@ class ProcessGroups:
         self._is_down = False
         self._is_unsure = False  # another rank may believe that this one is down
         self._has_failed = False  # a disconnect failed, and the other ranks may be told to undo it
-        # The generation that this rank came through; ranks that did not are told to connect in a later one.
+        # The last generation that this rank completed; ranks that did not are told to connect in a later one.
         self._generation: int | None = None
         self._step: Step | None = None
         self._told: Communicators | None = None
@@ -79,7 +79,9 @@ class ProcessGroups:
     # ---- what there is ----------------------------------------------------------------------------------------------
 
     def inventory(self) -> Communicators | None:
-        """What the plan has to know of them; None without any. Cheap enough for a training thread in passing."""
+        """Return what the plan needs to know of the groups; None without any. Cheap enough for a training thread at a
+        boundary.
+        """
         if self.is_down:
             return self._told
         world = torch_distributed()
@@ -108,7 +110,7 @@ class ProcessGroups:
         return self._told
 
     def _groups(self, torch: Any, world: Any) -> list[GroupBackend]:
-        """Those that have other ranks and matter, in an order that is the same on all ranks."""
+        """Return the groups that have other ranks, in an order that is the same on all ranks."""
         on_gpus = cuda_state.in_use() is not None
         found: list[GroupBackend] = []
         for group, (_, store) in list(world._world.pg_map.items()):
@@ -126,15 +128,15 @@ class ProcessGroups:
     # ---- down -------------------------------------------------------------------------------------------------------
 
     def disconnect(self, limit_s: float | None) -> Communicators | None:
-        """Take all groups down, and wait until that is done. Raises what the step of `begin_disconnect` raises."""
+        """Disconnect all groups and wait for it. Raises what the step of `begin_disconnect` raises."""
         return self.begin_disconnect(limit_s, no_news).result()
 
     def begin_disconnect(self, limit_s: float | None, on_end: Callable[[], object], *, abort: bool = False) -> Step:
-        """Begin to take all groups down, together with the other ranks. Raises HegmError.
+        """Start to disconnect all groups together with the other ranks. Raises HegmError.
 
-        With `abort` none is suspended: CRIU cannot dump the connections of a suspended communicator.
-        The step has ended already where they are down. After it failed, `reconnect` has to follow on all ranks, unless
-        the message says that nothing was changed.
+        `abort` suspends none: CRIU cannot dump the connections of a suspended communicator. The step has ended already
+        if the groups are disconnected. After a failure `reconnect` has to follow on all ranks, unless the message says
+        that nothing was changed.
         """
         self._require_idle()
         world = torch_distributed()
@@ -185,15 +187,15 @@ class ProcessGroups:
     # ---- up ---------------------------------------------------------------------------------------------------------
 
     def reconnect(self, generation: int | None, limit_s: float | None) -> Communicators | None:
-        """Bring all groups up, and wait until that is done. Raises what the step of `begin_reconnect` raises."""
+        """Connect all groups and wait for it. Raises what the step of `begin_reconnect` raises."""
         return self.begin_reconnect(generation, limit_s, no_news).result()
 
     def begin_reconnect(self, generation: int | None, limit_s: float | None, on_end: Callable[[], object]) -> Step:
-        """Begin to bring all groups up, together with the other ranks. Raises HegmError.
+        """Start to connect all groups together with the other ranks. Raises HegmError.
 
-        The step has ended already where they are up. May be repeated after a failure: groups that are not in the same
-        state on all ranks then get new backends. The generation is in the names under which new backends meet; what
-        makes these unique is the agreement.
+        The step has ended already if the groups are connected. It can be repeated after a failure: groups whose state
+        differs between ranks then get new backends. The generation is part of the names under which new backends meet;
+        the agreement makes these names unique.
         """
         self._require_idle()
         is_another = generation is not None and self._generation not in (None, generation)
@@ -207,7 +209,9 @@ class ProcessGroups:
         return step.start(lambda: call(world, generation, step))
 
     def _confirm_up(self, world: Any, generation: int | None, step: Step) -> Communicators | None:
-        """No rank can be down, since this one never agreed to it. Others may have to hear that from it."""
+        """Confirm that the groups are connected: no rank can be disconnected without this one's agreement. Others may
+        ask.
+        """
         step.deadline = min(step.deadline, monotonic() + _UP_LIMIT_S)
         try:
             return self._reconnect(world, generation, step)
@@ -280,7 +284,7 @@ def _torch() -> Any:
 
 
 def _library() -> Library | None:
-    """The NCCL that this process has loaded; None if there is none, or none that can be called."""
+    """Return the NCCL library of this process; None if there is none, or none that can be called."""
     for path in uncovered_groups.loaded():
         try:
             from .nccl_library import Library
@@ -292,7 +296,7 @@ def _library() -> Library | None:
 
 
 def _is_on_gpu(backend: Any, devices: list[Any]) -> bool:
-    """gloo has no memory of peers, also where it serves GPUs: it copies through the host."""
+    """Return True for a backend with GPU memory of peers. gloo has none, because it copies through the host."""
     inner = getattr(backend, "wrapped_pg", backend)
     return any(device.type == "cuda" for device in devices) and kind_of(inner) != GLOO
 
@@ -306,7 +310,7 @@ def _finish_work(torch: Any, groups: list[GroupBackend]) -> None:
 
 
 def _require_agreement(agreed: Agreement, groups: list[GroupBackend]) -> None:
-    """No rank refuses, and all have come to the same point in each group. Raises HegmError."""
+    """Require that no rank refuses, and that all have reached the same point in each group. Raises HegmError."""
     _require_all(agreed)
     for group in groups:
         counts = {
@@ -322,19 +326,19 @@ def _require_agreement(agreed: Agreement, groups: list[GroupBackend]) -> None:
 
 
 def _require_all(agreed: Agreement) -> None:
-    """Raises HegmError for the first rank that has a reason against it."""
+    """Raise HegmError for the first rank that refuses."""
     for rank, stated in enumerate(agreed.statements):
         if stated["refusal"]:
             raise refusal(f"rank {rank}: {stated['refusal']}", _HINT_UNCOVERED)
 
 
 def _stated(name: str, agreed: Agreement) -> set[str]:
-    """What the ranks of a group stated for it."""
+    """Return what the ranks of a group stated for it."""
     return {stated["groups"][name][0] for stated in agreed.statements if name in stated["groups"]}
 
 
 def _mechanism_of(name: str, agreed: Agreement) -> str:
-    """What all ranks of a group do: what is left if one of them can do less."""
+    """Return what all ranks of a group do: the best that all of them can do."""
     wanted = _stated(name, agreed)
     if wanted == {NONE}:
         return NONE
@@ -342,7 +346,7 @@ def _mechanism_of(name: str, agreed: Agreement) -> str:
 
 
 def _may_use_multicast(torch: Any, groups: list[GroupBackend]) -> bool:
-    """Whether NCCL may have NVLink multicast memory: it uses it by default where the GPUs can."""
+    """Return True if NCCL may have NVLink multicast memory, which it uses by default if the GPUs support it."""
     if os.environ.get("NCCL_NVLS_ENABLE") == "0" or not any(group.kind == NCCL for group in groups):
         return False
     try:

@@ -1,19 +1,19 @@
-"""Bytes between this process's memory and a descriptor, in several threads, and the pages that the bytes lie in.
+"""Copies bytes between this process's memory and a descriptor in several threads, and frees the pages of the memory.
 
-Owns how bytes are copied and pages are freed; which bytes, and where in the descriptor, is `transfer`'s business. What
-it calls lets go of the interpreter (ctypes does), so that threads copy side by side. It touches no memory of the
-descriptor that might not be there: a signal would kill the job where a call would only fail. So each piece's pages are
-asked for just before it is copied, which fails with an error. Between the two only who has the descriptor could take
-them away: the daemon, which cuts no file that it has handed out, and this process.
+`transfer` decides which bytes, and where in the descriptor. The calls release the interpreter (ctypes does), so threads
+copy in parallel. No code touches memory of the descriptor that may be missing, because that would kill the job with a
+signal where a call only fails. So the pages of each piece are requested just before the copy, which fails with an
+error. Only owners of the descriptor could remove them in between: the daemon, which never truncates a file that it has
+handed out, and this process.
 
 Measured on two virtual cores with 4 GiB (kernel 6.18; docs/benchmarks.md):
 
-* Out goes through a mapping where that is of huge pages, a memcpy at the memory's own speed; `pwrite` runs at a third
-  of it, one small page after the other. With small pages in the descriptor a mapping costs more than it saves, as long
-  as few threads copy: the kernel lets one at a time write to a file, so 16 got 5.5 GB/s of `pwrite` on 32 cores.
-* In goes through `pread`, which is as fast as memcpy, into huge pages where the node lets us have them: small ones cost
-  three to six times the copy in page faults, and as much as the copy when they are freed again.
-* Pages are freed by the threads too. Freeing each piece as soon as it is copied was no faster than copying all first.
+* Out uses a mapping if it has huge pages: memcpy runs at the speed of the memory, `pwrite` at a third of it, one small
+  page after another. With small pages a mapping costs more than it saves while few threads copy: the kernel lets one
+  thread at a time write to a file, so 16 threads got 5.5 GB/s from `pwrite` on 32 cores.
+* In uses `pread`, as fast as memcpy, into huge pages if the node allows them: small pages cost three to six times the
+  copy in page faults, and as much as the copy when they are freed.
+* Threads free pages too. Freeing each piece right after its copy was no faster than copying all first.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def copies_by_many() -> bool:
-    """Whether so many threads copy here that they get in one another's way."""
+    """Return True if so many threads copy here that they hinder each other."""
     return len(os.sched_getaffinity(0)) >= _MANY_THREADS
 
 
 def round_up(size_bytes: int, border_bytes: int = PAGE_BYTES) -> int:
-    """The next border at or above."""
+    """Return the next multiple at or above."""
     return (size_bytes + border_bytes - 1) // border_bytes * border_bytes
 
 
@@ -88,7 +88,7 @@ def copy_in(fd: int, spans: Iterable[Span], progress: Progress) -> None:
 
 
 class Writing:
-    """The quickest way to copy from memory into a descriptor with so much room, for as long as the context lasts."""
+    """The quickest way to copy from memory into a descriptor of that size, while the context lasts."""
 
     def __init__(self, fd: int, capacity_bytes: int) -> None:
         self._fd = fd
@@ -102,9 +102,9 @@ class Writing:
         return _called(self._fd, _libc.pwrite)
 
     def _is_for_many(self, base: int) -> bool:
-        """Whether many threads write, to memory whose pages are asked for before they are touched.
+        """Return True if many threads write, to memory whose pages are requested before they are touched.
 
-        Of a file on a full disk, and on a kernel before 5.14, touching them would be a signal that ends the job.
+        On a full disk, and on a kernel before 5.14, touching them would raise a signal that ends the job.
         """
         return (
             copies_by_many() and _is_in_memory(self._fd) and not _libc.madvise(base, PAGE_BYTES, _MADV_POPULATE_WRITE)
@@ -129,15 +129,15 @@ def write_small(fd: int, place: int, data: bytes) -> None:
 
 
 def reading(fd: int) -> Copy:
-    """How to copy from a descriptor into memory."""
+    """Return the function that copies from a descriptor into memory."""
     return _called(fd, _libc.pread)
 
 
 def free_pages(spans: Iterable[Span]) -> None:
-    """Give the pages that lie wholly in large spans back to the node; their bytes are lost, the addresses stay valid.
+    """Return the whole pages in large spans to the node. Their bytes are lost; the addresses stay valid.
 
-    Whoever owns the memory frees it afterwards, which is quick when it has no pages. Pages that cannot be given back
-    like this, such as locked ones, are left to that.
+    The owner of the memory frees it afterwards, which is quick without pages. Pages that cannot be returned like this,
+    such as locked ones, are freed then.
     """
 
     def free(address: int, _place: int, size_bytes: int) -> None:
@@ -177,7 +177,7 @@ def _size_of(span: Span) -> int:
 
 
 def pieces(spans: Iterable[Span]) -> list[Span]:
-    """All of it, in pieces for several threads, none of which is of two spans."""
+    """Split the spans into pieces for several threads; none is of two spans."""
     return [
         (address + start, place + start, min(PIECE_BYTES, size_bytes - start))
         for address, place, size_bytes in spans
@@ -217,7 +217,7 @@ def have_pages(address: int, size_bytes: int) -> None:
 
 
 def _is_in_memory(fd: int) -> bool:
-    """Whether it is of a memfd, of tmpfs or of hugetlbfs."""
+    """Return True for a memfd, or a file in tmpfs or hugetlbfs."""
     told = (ctypes.c_long * _STATFS_LONGS)()
     return _libc.fstatfs(fd, told) == 0 and told[0] in _IN_MEMORY
 
@@ -226,7 +226,7 @@ def _is_in_memory(fd: int) -> bool:
 
 
 class _Mapping:
-    """The descriptor in memory, on a border of huge pages. `base` is 0 where there is no address space for it."""
+    """A mapping of the descriptor, aligned to huge pages. `base` is 0 if there is no address space for it."""
 
     def __init__(self, fd: int, size_bytes: int, page_bytes: int) -> None:
         border_bytes = max(HUGE_PAGE_BYTES, page_bytes)
@@ -247,10 +247,10 @@ class _Mapping:
 
 
 def private_view(fd: int, size_bytes: int) -> memoryview:
-    """So much of the descriptor in memory, for reading; who writes there gets pages of its own, made only then.
+    """Return a private mapping of the descriptor for reading. A writer gets its own copy of a page.
 
-    It lies on a border of huge pages: those that the file is of are mapped whole then, and not by 4096 bytes, which
-    takes as long as adding the bytes up. Raises OSError.
+    The mapping is aligned to huge pages: then those of the file are mapped whole and not by 4096 bytes, which takes as
+    long as summing the bytes. Raises OSError.
     """
     border_bytes = max(HUGE_PAGE_BYTES, os.fstatvfs(fd).f_bsize)
     reserved_bytes = round_up(size_bytes, border_bytes) + border_bytes
@@ -265,7 +265,7 @@ def private_view(fd: int, size_bytes: int) -> memoryview:
 
 
 def _comes_in_huge_pages(base: int) -> bool:
-    """Whether the first page, once it is had, is part of a huge one: the middle of that is present with it then."""
+    """Return True if the first page is part of a huge page: touching it makes the middle of that present too."""
     if _libc.madvise(base, PAGE_BYTES, _MADV_POPULATE_WRITE):
         return False
     middle = (base + HUGE_PAGE_BYTES // 2) // PAGE_BYTES
@@ -297,11 +297,11 @@ def in_threads(copy: Copy, spans: Iterable[Span], progress: Progress, most: int 
 
 
 def ignore(_copied_bytes: int) -> None:
-    """Progress that is not reported."""
+    """Ignore progress."""
 
 
 def give_back_heap() -> None:
-    """Small storages lie in the heap, which glibc keeps unless told otherwise; other C libraries have no such call."""
+    """Trim the heap, where small storages are: glibc keeps freed memory. Other C libraries have no such call."""
     trim = getattr(_libc, "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -85,7 +85,7 @@ def share_out(
     most: int,
     beside: Callable[[], object] | None = None,
 ) -> None:
-    """Work on the items in as many threads as are useful; `beside` runs here meanwhile.
+    """Process the items in as many threads as are useful; `beside` runs in the caller meanwhile.
 
     Raises the first error of any of these, once all threads have ended.
     """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 HANDLE_BYTES = 64
-# What a context keeps for the stack of each thread, unless it is told otherwise.
+# The default stack size of each GPU thread in a context.
 USUAL_STACK_BYTES = 1024
 _UUID_BYTES = 16
 _OUT_OF_MEMORY = 2  # of CUresult
@@ -29,7 +29,7 @@ class _Handle(ctypes.Structure):
 
 
 class Driver:
-    """libcuda as this process has it. Raises HegmError if it has none."""
+    """The process's own libcuda. Raises HegmError if it has none."""
 
     def __init__(self) -> None:
         try:
@@ -71,14 +71,14 @@ class Driver:
         return "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 
     def attribute(self, number: int, ordinal: int) -> int:
-        """An attribute of this device of the process, by its number in CUdevice_attribute."""
+        """Return an attribute of the process's device, by its number in CUdevice_attribute."""
         device, value = ctypes.c_int(), ctypes.c_int()
         _check("cuDeviceGet", self._device(ctypes.byref(device), ordinal))
         _check("cuDeviceGetAttribute", self._attribute(ctypes.byref(value), number, device.value))
         return value.value
 
     def context(self) -> int | None:
-        """The context that is current in this thread."""
+        """Return the current context of this thread."""
         context = ctypes.c_void_p()
         _check("cuCtxGetCurrent", self._current(ctypes.byref(context)))
         return context.value
@@ -88,7 +88,7 @@ class Driver:
         _check("cuCtxSetCurrent", self._use(context))
 
     def stack_bytes(self) -> int:
-        """Return what the current context keeps for the stack of each GPU thread."""
+        """Return the stack size of each GPU thread in the current context."""
         size_bytes = ctypes.c_size_t()
         _check("cuCtxGetLimit", self._limit(ctypes.byref(size_bytes), _LIMIT_STACK_SIZE))
         return size_bytes.value
@@ -107,9 +107,9 @@ class Driver:
 
 
 class Copies(Driver):
-    """Copies that are begun and waited for, each in a stream, and the host memory that the GPU reaches by itself.
+    """Asynchronous copies in streams, and pinned host memory.
 
-    Memory that a copy is under way in stays where it is until that was waited for, also if it failed.
+    The memory of a copy must stay until the copy was waited for, even if it failed.
     """
 
     def __init__(self) -> None:
@@ -125,17 +125,17 @@ class Copies(Driver):
         self._unpin = _bound(library.cuMemHostUnregister, ctypes.c_void_p)
 
     def make_stream(self) -> int | None:
-        """A stream that waits for no other one."""
+        """Return a stream that waits for no other one."""
         stream = ctypes.c_void_p()
         _check("cuStreamCreate", self._make(ctypes.byref(stream), _NON_BLOCKING))
         return stream.value
 
     def end_stream(self, stream: int | None) -> None:
-        """Once all that is in it is done."""
+        """Destroy the stream once its work is done."""
         _check("cuStreamDestroy", self._end(stream))
 
     def begin_out(self, host: int, video: int, size_bytes: int, stream: int | None) -> None:
-        """Copy from video memory. None is the stream of those that have none."""
+        """Start a copy from GPU memory. None is the default stream."""
         _check("cuMemcpyDtoHAsync", self._begin_out(host, video, size_bytes, stream))
 
     def begin_in(self, video: int, host: int, size_bytes: int, stream: int | None) -> None:
@@ -143,7 +143,7 @@ class Copies(Driver):
         _check("cuMemcpyHtoDAsync", self._begin_in(video, host, size_bytes, stream))
 
     def wait(self, stream: int | None) -> None:
-        """Until all copies are done that were begun in it."""
+        """Wait until all copies in the stream are done."""
         _check("cuStreamSynchronize", self._wait(stream))
 
     def pin(self, address: int, size_bytes: int) -> None:
@@ -151,7 +151,7 @@ class Copies(Driver):
         _check("cuMemHostRegister", self._pin(address, size_bytes, 0))
 
     def unpin(self, address: int) -> None:
-        """No longer."""
+        """Unpin host memory."""
         _check("cuMemHostUnregister", self._unpin(address))
 
 
@@ -214,7 +214,7 @@ class PeerAccess:
         self._disable = _bound(library.cuCtxDisablePeerAccess, ctypes.c_void_p)
 
     def devices(self) -> list[int]:
-        """Those that have a context now."""
+        """Return the devices with a context."""
         count, flags, is_active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
         _check("cuDeviceGetCount", self._count(ctypes.byref(count)))
         found: list[int] = []

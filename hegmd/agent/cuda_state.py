@@ -1,9 +1,9 @@
-"""What this process does with CUDA through PyTorch: facts for the plan, and what stands against freeing a storage.
+"""What this process does with CUDA through PyTorch: facts for the plan, and reasons to leave a storage alone.
 
-Reads `sys.modules`, never imports torch and never initialises CUDA. Where CUDA is in use its memory is what jobs are
-moved for, and the CPU's storages stay where they are, uncounted. What the allocator says of its segments is asked once
-a look: it tells whose memory a storage lies in, on which stream it was made, and whether graphs keep its address. What
-the driver says of each, whether another process can be shown it, is asked once until the training thread has stood.
+Reads `sys.modules`, never imports torch and never initialises CUDA. If the process uses CUDA, its GPU memory is what is
+migrated, and CPU storages stay, uncounted. Each survey asks the allocator once for its segments: they tell to whom the
+memory of a storage belongs, on which stream it was allocated, and whether graphs need its address. Whether CUDA IPC can
+export a segment is asked once for each segment, until the training thread has been parked.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ HAZARD_GRAPHS, HAZARD_NCCL, HAZARD_IPC, HAZARD_MAPPED = "graphs", "nccl-p2p", "i
 _DEFAULT_POOL = (0, 0)
 # Of PyTorch's allocator, c10/cuda/CUDACachingAllocator.cpp.
 _BLOCK_BYTES, _SMALL_BYTES, _UNIT_BYTES, _SHARED_BYTES, _LARGE_BYTES = 512, 1 << 20, 2 << 20, 20 << 20, 10 << 20
-# Workspaces of cuBLAS as PyTorch sizes them, which are given back with the storages. One that is another size is taken
-# for something that stays: its neighbours are then copied by the process itself, which is slower and as right.
+# Sizes of cuBLAS workspaces in PyTorch, which are freed with the storages. A workspace of another size counts as memory
+# that stays; then the process itself copies the storages next to it, which is slower but as correct.
 _WORKSPACES = frozenset((1 << 20, 8 << 20, (8 << 20) + (128 << 10), 32 << 20))
 
 
 def in_use() -> Any:
-    """The module torch if CUDA was initialised in this process, or None."""
+    """Return the module torch if this process has initialised CUDA, or None."""
     torch: Any = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     is_initialized = getattr(cuda, "is_initialized", None)
@@ -55,7 +55,7 @@ class Segment:
         self.blocks: list[dict[str, Any]] = told.get("blocks", [])
 
     def used(self) -> dict[int, int]:
-        """Its blocks that are in use: where each begins, and its bytes."""
+        """Return its blocks in use: start and size of each."""
         found: dict[int, int] = {}
         address = self.address
         for block in self.blocks:
@@ -66,9 +66,10 @@ class Segment:
 
 
 class Showable:
-    """Segments that the driver has shown to be showable: by address and size, since it may be asked of each but once.
+    """Segments that CUDA IPC can export, by address and size. The driver is asked once for each.
 
-    What changes that is a restore, and who is restored has stood: whoever lets the thread go on forgets all of them.
+    A restore changes that, and a restored process was parked. So letting the training thread continue forgets all of
+    them.
     """
 
     def __init__(self) -> None:
@@ -77,19 +78,19 @@ class Showable:
         self._restored: set[tuple[int, int]] = set()
 
     def forget(self) -> None:
-        """Ask of each anew."""
+        """Forget all answers."""
         self._known.clear()
         self._refused.clear()
 
     def note_restored(self, segments: list[tuple[int, int]]) -> None:
-        """The driver brings these back, or has: where each begins, and its bytes. No others are such memory any more.
+        """Record the segments that the driver restores or has restored, as start and size, instead of earlier ones.
 
-        It may give handles for them, which nobody can open (error 800).
+        The driver may give handles for them that other processes cannot open (error 800).
         """
         self._restored = set(segments)
 
     def hidden(self, torch: Any, segments: list[Segment]) -> list[Segment]:
-        """Those that cannot be shown to another process; what the driver has brought back cannot (580.159)."""
+        """Return the segments that cannot be exported; those that the driver has restored cannot (580.159)."""
         unknown = [segment for segment in segments if not self._keys_of(segment) & (self._known | self._refused)]
         for device in sorted({segment.device for segment in unknown}):
             with torch.cuda.device(device):  # and back: this may be the training thread
@@ -118,7 +119,7 @@ class Showable:
 
 
 class Segments:
-    """What PyTorch's allocator has of the driver, as it was when this was made."""
+    """The segments of PyTorch's allocator at one moment."""
 
     def __init__(self, torch: Any) -> None:
         self.allocator: str = str(torch.cuda.get_allocator_backend())
@@ -130,7 +131,7 @@ class Segments:
         self._shared, self.received = _shared()
 
     def reason_against(self, storage: Any) -> str | None:
-        """Why this storage is left alone; None if nothing of CUDA's is against it."""
+        """Return why CUDA leaves this storage alone; None if nothing does."""
         if self.graphs:
             return GRAPHS
         if storage._cdata in self._shared:
@@ -140,11 +141,11 @@ class Segments:
         return None
 
     def own(self, torch: Any, showable: Showable, storages: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Segments whose storages this process copies itself: where each begins, and its bytes.
+        """Return the segments whose storages this process copies itself, as start and size.
 
-        CUDA IPC cannot show them; or something in them stays here while the storages are away. Then the driver brings
-        the segment back, the allocator makes storages in it again, and nobody else can open these. `storages` are
-        where each that leaves begins, and its bytes.
+        CUDA IPC cannot export them; or something in them stays here while the storages are offloaded. Then the driver
+        restores the segment, the allocator allocates storages in it again, and other processes cannot open these.
+        `storages` are start and size of each storage that leaves.
         """
         if self.allocator != "native" or self.expandable:
             return []
@@ -158,15 +159,15 @@ class Segments:
         ]
 
     def stream_of(self, address: int) -> int:
-        """The stream that the memory there was made on, by its number for the driver; 0 for the default one.
+        """Return the driver's number of the stream on which the memory was allocated; 0 for the default one.
 
-        Memory is used again in the order of its own stream, so what is made again has to be made on the same.
+        The allocator reuses memory in the order of its stream, so storages have to be allocated on the same one again.
         """
         segment = self._segment_of(address)
         return 0 if segment is None else segment.stream
 
     def _segment_of(self, address: int) -> Segment | None:
-        """The segment that the address lies in; they are in the order of their addresses."""
+        """Return the segment of the address. Segments are sorted by address."""
         at = _after(self._places, address)
         if not at:
             return None
@@ -175,13 +176,13 @@ class Segments:
 
 
 def within(places: list[tuple[int, int]], address: int) -> bool:
-    """Whether one of these places, which are in the order of their addresses, has that address in it."""
+    """Return True if one of these ranges, sorted by address, contains the address."""
     at = _after(places, address)
     return at > 0 and address < sum(places[at - 1])
 
 
 def _after(places: list[tuple[int, int]], address: int) -> int:
-    """How many of these, which are in order, begin at that address or before it. The agent has no `bisect`."""
+    """Return how many of these ranges start at that address or before it. The agent has no `bisect`."""
     low, high = 0, len(places)
     while low < high:
         middle = (low + high) // 2
@@ -190,11 +191,9 @@ def _after(places: list[tuple[int, int]], address: int) -> int:
 
 
 def facts(torch: Any, segments: Segments, sizes: dict[int, list[int]], own_bytes: int, *, shares: bool) -> CudaFacts:
-    """What the plan has to know of the process, which has storages of those sizes on its devices.
+    """Return what the plan needs to know of a process with storages of those sizes on its devices.
 
-    So many bytes of these it copies itself.
-
-    The UUIDs are by PyTorch's word, which stays the same when a process has moved.
+    `own_bytes` of them it copies itself. PyTorch reports the UUIDs, and keeps reporting the same after a migration.
     """
     hazards: list[str] = []
     if segments.graphs:
@@ -225,7 +224,7 @@ def facts(torch: Any, segments: Segments, sizes: dict[int, list[int]], own_bytes
 
 
 def _devices(torch: Any, used: list[int], sizes: dict[int, list[int]]) -> tuple[CudaDevice, ...]:
-    """What it has on each of its GPUs, where it is on several; for one the whole says it."""
+    """Return what it has on each of its GPUs, if it is on several."""
     if len(used) < 2:
         return ()
     try:
@@ -247,10 +246,10 @@ def _devices(torch: Any, used: list[int], sizes: dict[int, list[int]]) -> tuple[
 
 
 def padding_bytes(sizes: list[int]) -> int:
-    """What PyTorch's allocator takes at most for storages of these sizes on one GPU, beyond their bytes.
+    """Return the most that PyTorch's allocator takes beyond the bytes of storages of these sizes on one GPU.
 
-    Small ones share segments of 2 MiB, those in the middle segments of 20 MiB, of which a part is left over that none
-    fits into; large ones have segments of their own in whole units of 2 MiB.
+    Small ones share segments of 2 MiB, medium ones segments of 20 MiB, of which a rest stays unused. Large ones have
+    segments of their own, in multiples of 2 MiB.
     """
     small_bytes = sum(
         -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES for size_bytes in sizes if size_bytes <= _SMALL_BYTES
@@ -267,7 +266,7 @@ def padding_bytes(sizes: list[int]) -> int:
 
 
 def _stacks_bytes(torch: Any, device: int) -> int:
-    """What the context on that GPU keeps for the stacks of its threads; 0 where it is told to keep more than usual."""
+    """Return what the context on that GPU keeps for thread stacks; 0 if it was told to keep more than the default."""
     try:
         from .cuda_driver import USUAL_STACK_BYTES, Driver
 
@@ -282,16 +281,13 @@ def _stacks_bytes(torch: Any, device: int) -> int:
 
 
 def maps_for_peers(torch: Any) -> bool:
-    """Whether PyTorch's allocator maps its memory for other GPUs, where these may reach it."""
+    """Return True if PyTorch's allocator maps its memory for peer GPUs."""
     segments = Segments(torch)
     return segments.expandable or segments.allocator != "native"
 
 
 def give_back(torch: Any) -> None:
-    """Give the driver what PyTorch keeps for later: workspaces of cuBLAS, and memory that is free.
-
-    What it comes to, `cache` has noted before, and takes it again with the storages.
-    """
+    """Return cached memory and workspaces of cuBLAS to the driver. `cache` has recorded it, and allocates it again."""
     clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear_workspaces is not None:
         clear_workspaces()
@@ -303,16 +299,19 @@ def _uuid(torch: Any, device: int) -> str:
 
 
 def _asks_for_expandable() -> bool:
-    """Segments become expandable with the first allocation that needs one, so what was asked for counts as well."""
+    """Return True if expandable segments are requested: segments become expandable with the first allocation that needs
+    one.
+    """
     asked = os.environ.get("PYTORCH_ALLOC_CONF", "") + "," + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     return "expandable_segments:true" in asked.lower().replace(" ", "")
 
 
 def _shared() -> tuple[frozenset[int], bool]:
-    """Addresses of storages that torch.multiprocessing has sent or received, and whether any is from another's GPU.
+    """Return the addresses of storages that torch.multiprocessing has sent or received, and whether any is another
+    GPU's.
 
-    Only what is alive counts. What a process has received ends with the process that sent it, and the driver cannot
-    bring back one that has such memory open.
+    Only live ones count. Received memory ends with the sending process, and the driver cannot restore a process that
+    has such memory open.
     """
     reductions: Any = sys.modules.get("torch.multiprocessing.reductions")
     cache = getattr(reductions, "shared_cache", None)
@@ -332,7 +331,7 @@ def _shared() -> tuple[frozenset[int], bool]:
 
 
 def is_data_parallel(torch: Any) -> bool:
-    """Whether a module is spread over several GPUs here: that has communicators of NCCL that nobody lists."""
+    """Return True if a module is spread over several GPUs here: then NCCL has communicators that are not listed."""
     if os.environ.get("NCCL_P2P_DISABLE") == "1":
         return False
     kind = torch.nn.DataParallel
@@ -341,7 +340,7 @@ def is_data_parallel(torch: Any) -> bool:
 
 
 def _has_peer_communicators(torch: Any) -> bool:
-    """Whether a communicator of NCCL with peers is alive that may use peer-to-peer memory."""
+    """Return True if a live NCCL communicator with peers may use peer-to-peer memory."""
     if os.environ.get("NCCL_P2P_DISABLE") == "1":
         return False
     distributed: Any = sys.modules.get("torch.distributed")

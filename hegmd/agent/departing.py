@@ -1,7 +1,7 @@
-"""What this process does for a restart: it says what its state comes to, writes it, and leaves. In the agent's thread.
+"""What this process does for a restart: it weighs its state, saves it, and exits. Runs in the agent's thread.
 
-Owns the way from the daemon's orders to the package `restart`, which knows what the state of a training is and is
-loaded only here, once it is asked for: a job that is never restarted pays nothing for it.
+Connects the daemon's orders to the package `state`, which knows what a training's state is. It is loaded on the first
+such order only: a job that is never restarted pays nothing for it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ if TYPE_CHECKING:
     from .state.prestart import Beforehand
     from .state.storage.state_file import Rest
 
-# The operation from whose state this process is to go on, as its supervisor says.
+# The operation from whose state this process continues, as its supervisor reports it.
 OPERATION = "HEGM_RESTART"
-# Set by a supervisor: without one nobody would start the process again.
+# Set by a supervisor; without one the process would not be started again.
 ALLOWED = "HEGM_ALLOW_RESTART"
-# Of what begins anew so much is told.
+# Limits of the list of what begins anew.
 _MAX_NAMES = 16
 _MAX_NAME = 200
 _MAX_REFUSAL = 500
 
 
 class Weight:
-    """What a restart would carry, what stands against one, what of the script's own begins anew, and what
-    the next process may import before its turn."""
+    """What a restart would carry, what prevents one, which variables begin anew, and what a prestarted process can
+    import.
+    """
 
     __slots__ = ("beforehand", "begin_anew", "refusals", "size_bytes")
 
@@ -46,7 +47,7 @@ class Weight:
 
 
 def weigh() -> Weight:
-    """What the state comes to now, at a boundary. Raises HegmError where this process cannot be restarted at all."""
+    """Weigh the state now, at a boundary. Raises HegmError if this process cannot be restarted at all."""
     size_bytes, refusals, anew = _part("save_and_exit").weigh()
     bounded = [str(name)[:_MAX_NAME] for name in anew[:_MAX_NAMES]]
     refused = tuple([str(found) for found in refusals])
@@ -54,19 +55,19 @@ def weigh() -> Weight:
 
 
 def beforehand() -> Beforehand:
-    """What the next process may import before its turn. Raises HegmError where there is to be none."""
+    """Return what a prestarted process can import. Raises HegmError if there can be none."""
     found: Beforehand = _part("prestart").beforehand()
     return found
 
 
 def fits_of(gate: Gate) -> Callable[[], bool]:
-    """What the gate asks at each boundary so as to park where a restart can go on from. Raises HegmError."""
+    """Return the check that the gate makes at each boundary, to park where a restart can continue. Raises HegmError."""
     found: Callable[[], bool] = _part("script.capture_points").fits_of(gate)
     return found
 
 
 def stands_well() -> bool:
-    """Whether the parked training stands at such a place. Raises HegmError."""
+    """Return True if a restart can continue from where the training is parked. Raises HegmError."""
     return not any(found.passes for found in _part("capture").capture()[1])
 
 
@@ -76,10 +77,10 @@ def save(fd: int, progress: Callable[[int], None]) -> int:
 
 
 def snapshot(fd: int | None, most_bytes: int, begin: Callable[[], object]) -> tuple[int, tuple[str, ...], Rest | None]:
-    """Write the state of the parked training into the descriptor; how many bytes, what begins anew after a start from
-    it, and what is still to be written while the training goes on.
+    """Write the state of the parked training to the descriptor.
 
-    `begin` is called before the first byte is written. Raises HegmError, whose facts say how many bytes are needed, or
+    Returns its size, what begins anew after a start from it, and what is still to be written while the training
+    continues. Calls `begin` before the first byte is written. Raises HegmError, whose facts have the needed size or
     what prevents it.
     """
     leaving = _part("save_and_exit")
@@ -107,7 +108,7 @@ def leave() -> NoReturn:
 
 
 def _part(name: str) -> Any:
-    """A module of the package. Raises HegmError without a supervisor, or in a release that has none."""
+    """Return a module of the package. Raises HegmError without a supervisor, or in a release without the package."""
     if os.environ.get(ALLOWED, "") in ("", "0"):
         raise refusal(
             "this process has no supervisor that can start it again", "start it with hegmctl run --allow-restart"

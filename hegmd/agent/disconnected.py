@@ -1,9 +1,10 @@
-"""Disconnected for an image: meanwhile the agent has no connection, and polls for where to reconnect.
+"""The agent while it is disconnected for an image: it polls for a daemon to reconnect to.
 
-Owns the rendezvous, a file that the daemon made beside its socket. Empty means wait; a path is the socket to reconnect
-to; without the file it is the usual one. The file is read but never kept open: an open file belongs to the image and
-would have to exist, with the same size, where that is restored. Time is counted in polls and slept in the C library:
-after a restore on another node the monotonic clock differs, and a wait for an instant of the old one may last for days.
+Reads the rendezvous, a file that the daemon made beside its socket. An empty file means wait; a path is the socket to
+reconnect to; without the file it is the usual one. The file is never kept open: an open file belongs to the image, and
+would have to exist with the same size where the image is restored. Time is counted in polls and slept in the C library:
+after a restore on another node the monotonic clock differs, and a wait for an instant of the old one could last for
+days.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Aside:
         for _ in range(self._looks):
             try:
                 seen = os.lstat(self._path)
-            except OSError:  # it was taken away, or another node never had it
+            except OSError:  # removed, or never there on another node
                 return None
             if seen.st_size:
                 return self._read()
@@ -51,7 +52,7 @@ class Aside:
         return started_at() != self._process
 
     def _read(self) -> str | None:
-        """Return what the file says; nothing if other users could have written it."""
+        """Return the content of the file; empty if other users could have written it."""
         try:
             fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:

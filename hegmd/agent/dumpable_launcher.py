@@ -1,9 +1,9 @@
-"""What torchrun's launcher does without, so that CRIU can dump it: io_uring, and CUDA.
+"""Keeps torchrun's launcher free of what CRIU cannot dump: io_uring, and open GPU devices.
 
-The store where its ranks meet listens by libuv, which has io_uring. PyTorch has another server, and the variable
-USE_LIBUV to choose it, but torchrun's own stores ignore it: here they do not. `hegmctl run` sets it to 0 unless the
-user has set it. The launcher also asks how many GPUs there are, and for NUMA where they are, which opens the driver's
-devices for good: here a child process asks. No other process is touched.
+The store where its ranks meet uses libuv, which uses io_uring. PyTorch has another server, and the variable USE_LIBUV
+to choose it, but torchrun's own stores ignore it: here they do not. `hegmctl run` sets it to 0 unless the user has set
+it. The launcher also asks for the number of GPUs, and for their NUMA nodes, which opens the driver's devices for good:
+here a child process asks. Other processes are not changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _VARIABLE, _ARGUMENT = "USE_LIBUV", "use_libuv"
-# Where it stands among the arguments of a store, for whoever does not name it.
+# Its position among the arguments of a store.
 _PLACE = 8
 # What a launcher asks of torch.cuda.
 _QUESTIONS = ("is_available", "device_count", "get_device_properties")
@@ -50,7 +50,7 @@ def choose_stores(_module: Any) -> None:
 
 
 def ask_in_children() -> None:
-    """Have a launcher's questions about its GPUs answered by child processes, as long as it uses no CUDA itself."""
+    """Let child processes answer a launcher's questions about its GPUs, as long as it uses no CUDA itself."""
     cuda: Any = sys.modules.get("torch.cuda")
     for name in _QUESTIONS:
         question = getattr(cuda, name, None)
@@ -69,7 +69,7 @@ def _in_child(cuda: Any, question: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _told_by_child(question: Callable[[], Any]) -> Any:
-    """The answer; None if no child gives one in time."""
+    """Return the child's answer; None if no child answers in time."""
     reader, writer = os.pipe()
     try:
         child = os.fork()
@@ -105,7 +105,7 @@ class _Told:
 
 
 def _plain(answer: Any) -> Any:
-    """The answer, or its attributes by name where it is one of PyTorch's objects."""
+    """Return the answer, or the attributes of one of PyTorch's objects by name."""
     if type(answer) in _PLAIN:
         return answer
     found = {name: getattr(answer, name) for name in dir(answer) if not name.startswith("_")}

@@ -1,8 +1,8 @@
-"""Plain `python train.py` where `hegmctl hegm enable` was called: SIGUSR1 saves the state and ends it with 99.
+"""Plain `python train.py` after `hegmctl hegm enable`: SIGUSR1 saves the state and ends the process with 99.
 
-That is HeGM's own form of use. Owns what a launcher does otherwise: the name of the state, whose state it is, and its
-end with the training. Nothing is done in a Python that imports no PyTorch, and in none that a training has started.
-A state of another command is left where it is: the training begins anew, and cannot be asked for its own.
+This is HeGM's form of use. Does what a launcher does otherwise: names the state, records its command, and removes it at
+the end of the training. Does nothing in a Python that imports no PyTorch, or that a training has started. A state of
+another command stays where it is: the training then begins anew, and cannot save its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TorchFinder:
         self._action = action
 
     def find_spec(self, name: str, _path: object = None, _target: object = None) -> None:
-        """None, since others find it."""
+        """Return None: other finders find it."""
         if name == "torch":
             sys.meta_path.remove(self)
             try:
@@ -70,7 +70,7 @@ def begin() -> None:
 
 
 def _end(pid: int, path: str) -> None:
-    """The training is over, so its state is kept under another name: nothing is to go on from it by itself."""
+    """Rename the state at the end of the training, so that no later training continues from it."""
     from .hegm_launcher import command_file, is_own
 
     if os.getpid() != pid or getattr(sys, "last_value", None) is not None or not is_own(path):

@@ -1,12 +1,12 @@
-"""One communicator group of this process: how its backend is taken down, and how it comes up again.
+"""One communicator group of this process: how its backend is disconnected and connected.
 
 Two mechanisms. `suspend`: NCCL releases the communicator's GPU memory and keeps the communicator. `replace`: the
-backend is aborted, and a new one is registered in the same `ProcessGroup`. The `ProcessGroup` itself stays: DDP, FSDP,
-device meshes and compiled code hold it, and ask it for its backend each time that they communicate.
+backend is aborted, and a new one is registered in the same `ProcessGroup`. The `ProcessGroup` stays, because DDP, FSDP,
+device meshes and compiled code refer to it, and ask it for its backend at each communication.
 
-A new backend is registered under a backend type of its own: `ProcessGroup` keeps the old backend of a type that it
-knows already, and silently so (torch 2.4 to 2.15). Types are numbers of 8 bits, so that there are 192 replacements.
-Owns the state of one group; in which order groups are handled, and that all ranks do the same, is `communicators`'.
+A new backend is registered under a backend type of its own, because `ProcessGroup` silently keeps the old backend of a
+known type (torch 2.4 to 2.15). Types have 8 bits, so there are 192 replacements. This module has the state of one
+group; `communicators` decides the order of groups, and that all ranks do the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CLASSES = {"ProcessGroupNCCL": NCCL, "ProcessGroupGloo": GLOO}
 
 
 def backends_of(group: Any) -> list[tuple[Any, list[Any]]]:
-    """The backends of a ProcessGroup, each once, with the devices that it serves."""
+    """Return the backends of a ProcessGroup, each once, with its devices."""
     found: list[tuple[Any, list[Any]]] = []
     for device in group._device_types:
         backend = group._get_backend(device)
@@ -83,35 +83,35 @@ class GroupBackend:
 
     @property
     def size(self) -> int:
-        """How many ranks it has."""
+        """Return its number of ranks."""
         return int(self._group.size())
 
     @property
     def sequence(self) -> int:
-        """How many collectives this rank has started in it. Equal on all ranks at one boundary."""
+        """Return how many collectives this rank has started in it. All ranks have the same number at one boundary."""
         try:
             return int(self._backend._get_sequence_number_for_group())
         except RuntimeError:
-            return 0  # this version counts none for that backend
+            return 0  # this version does not count them for that backend
 
     @property
     def config(self) -> Any:
-        """NCCL's settings of its communicator; None without any."""
+        """Return NCCL's settings of its communicator, or None."""
         return getattr(getattr(self._backend, "options", None), "config", None)
 
     @property
     def can_be_replaced(self) -> bool:
-        """Whether there is a backend type left for another backend."""
+        """Return True if a backend type is left."""
         return self._replaced < MAX_REPLACEMENTS
 
     def is_of(self, group: Any, backend: Any) -> bool:
-        """Whether this is that group with that backend."""
+        """Return True if this is that group with that backend."""
         return self._group is group and self._backend is backend
 
     def gpus(self) -> list[int]:
-        """GPUs that it has a communicator of all its ranks on, by number in this process.
+        """Return the GPUs on which it has a communicator of all its ranks, by number in this process.
 
-        `_comm_ptr` answers for the current device, and 0 where there is none. It creates none.
+        `_comm_ptr` answers for the current device, 0 without a communicator. It creates none.
         """
         pointer: Any = getattr(self._backend, "_comm_ptr", None)
         found: list[int] = []
@@ -124,9 +124,9 @@ class GroupBackend:
         return found
 
     def has_pairs(self) -> bool:
-        """Whether `send` or `recv` made communicators of two ranks: `_comm_ptr` does not show these.
+        """Return True if `send` or `recv` made communicators of two ranks, which `_comm_ptr` does not report.
 
-        Their first rank leaves the id under the numbers of both in the group's store.
+        Their first rank stores the id under the numbers of both in the group's store.
         """
         rank = int(self._group.rank())
         for store in self._met_in:
@@ -136,11 +136,11 @@ class GroupBackend:
         return False
 
     def can_suspend(self, library: Library | None) -> bool:
-        """Whether NCCL here can suspend it. Pairs that `send` made are not looked for."""
+        """Return True if this NCCL can suspend it. Does not check for pairs that `send` made."""
         return self.kind == NCCL and library is not None and library.can_suspend and hasattr(self._backend, "_comm_ptr")
 
     def mechanism(self, library: Library | None) -> str:
-        """What this rank can do with it at best, now. All ranks have to do the same."""
+        """Return the best that this rank can do with it now. All ranks have to do the same."""
         self._note_gpu()
         if self.kind != NCCL or not hasattr(self._backend, "_comm_ptr") or self.has_pairs():
             return REPLACE
@@ -201,7 +201,7 @@ class GroupBackend:
         self.state = UP
 
     def _make(self, store: Any) -> Any:
-        """A new backend with the options of the old one."""
+        """Return a new backend with the options of the old one."""
         place = (store, int(self._group.rank()), self.size)
         old: Any = getattr(self._backend, "options", None)
         if self.kind == GLOO:
@@ -224,7 +224,7 @@ class GroupBackend:
         torch = self._torch
         device = torch.device("cpu") if self.kind == GLOO else torch.device("cuda", self.gpu or 0)
         bound = getattr(self._group, "bound_device_id", None)
-        # A backend that was connected like this sends to a peer by the communicator of all. One that was not has pairs.
+        # A backend connected like this sends to a peer through the communicator of all ranks. Others have pairs.
         if self.kind == NCCL and bound is not None:
             made.eager_connect_single_device(device)
         ones = torch.ones(1, device=device)
@@ -251,7 +251,7 @@ class GroupBackend:
     # ---- parts ------------------------------------------------------------------------------------------------------
 
     def _note_gpu(self) -> None:
-        """Remember the GPU while there is a communicator that tells it."""
+        """Record the GPU while a communicator reports it."""
         if self.kind != NCCL or self.state != UP:
             return
         found = self.gpus()
@@ -264,7 +264,7 @@ class GroupBackend:
             self.gpu = next(iter(_gpus_in_use(self._torch)), None)
 
     def _on_gpu(self) -> Any:
-        """The agent's thread has device 0 current, whichever the training thread has."""
+        """Select its GPU: the agent's thread has device 0 current, whatever the training thread has."""
         return _Here() if self.gpu is None else self._torch.cuda.device(self.gpu)
 
 
@@ -277,7 +277,7 @@ class _Here:
 
 
 def _gpus_in_use(torch: Any) -> list[int]:
-    """GPUs that this process has memory on; if it has none anywhere, those with a context."""
+    """Return the GPUs that this process has memory on; without any, those with a context."""
     gpus = range(int(torch.cuda.device_count()))
     used = [gpu for gpu in gpus if torch.cuda.memory_reserved(gpu)]
     has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
@@ -287,7 +287,7 @@ def _gpus_in_use(torch: Any) -> list[int]:
 
 
 def _copy(old: Any, new: Any, names: tuple[str, ...]) -> None:
-    """Give the new options what the old ones have; a version may lack some."""
+    """Copy these options to the new object, as far as this version has them."""
     for name in names:
         if not hasattr(old, name) or not hasattr(new, name):
             continue
@@ -305,7 +305,7 @@ def _description(group: Any) -> str | None:
 
 
 def torch_distributed() -> Any:
-    """The module of PyTorch that has the groups, if the process has initialised it; else None."""
+    """Return PyTorch's module of the groups if the process has initialised it, or None."""
     module: Any = sys.modules.get("torch.distributed.distributed_c10d")
     is_initialized = getattr(module, "is_initialized", None)
     return module if is_initialized is not None and is_initialized() else None

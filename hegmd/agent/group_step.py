@@ -26,7 +26,7 @@ HINT_AGAIN = "nothing was changed; ask again at a later boundary"
 
 
 def no_news() -> None:
-    """Nothing is told: the caller waits for the result."""
+    """Do nothing: the caller waits for the result."""
 
 
 class Step:
@@ -45,7 +45,7 @@ class Step:
 
     @classmethod
     def ended(cls, result: Communicators | None) -> Step:
-        """A step with nothing to do."""
+        """Return a step with nothing to do."""
         step = cls(None, no_news)
         step._result = result
         return step
@@ -80,7 +80,7 @@ class Step:
         return self.has_ended or monotonic() >= self.is_due
 
     def result(self) -> Communicators | None:
-        """Wait for the call, at most until its limit. Raises what it raised, or HegmError at the limit."""
+        """Wait for the call, until its limit at most. Raises its error, or HegmError at the limit."""
         if not self._running.acquire(timeout=max(0.0, self.is_due - monotonic())):
             self.is_abandoned = True
             raise refusal(
@@ -96,6 +96,6 @@ class Step:
         return told
 
     def require_time(self) -> None:
-        """Raises HegmError once the order was answered: what follows would surprise the daemon."""
+        """Raise HegmError once the order was answered: the daemon does not expect further changes."""
         if self.is_abandoned:
             raise refusal("the limit passed before its communicators were handled", HINT_AGAIN)

@@ -1,10 +1,10 @@
-"""Under `hegm-launcher`: SIGUSR1 asks this process for its state, which it leaves with at its next batch boundary.
+"""Under `hegm-launcher`: SIGUSR1 requests the state of this process, which saves it at its next boundary and exits.
 
-Owns what comes of the request, and none of what a state is: that is `restart`'s, as for a restart that the daemon asks
-for. The signal's handler only takes the request down (`hegm_signal`); the agent's thread parks the training, has
-the state written under its name beside the launcher's lock, and ends the process. Where no launcher names the state
-(`enabled`), the command that it belongs to is written beside it. What stands against it is said in
-`refused` in the same folder, for whoever asked, and the training goes on as if nothing had been asked.
+The package `state` saves the state, as for a restart that the daemon requests. The signal's handler only records the
+request (`hegm_signal`). The agent's thread parks the training, lets it write the state under its name beside the
+launcher's lock, and ends the process. If no launcher names the state (`enabled`), the command that it belongs to is
+written beside it. If something prevents it, the reason is written to `refused` in the same directory, and the training
+continues.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     class Way(Protocol):
         """What the package `state` does for a departure."""
 
-        #: Of the state that was saved last: what begins anew after a restart from it.
+        #: What begins anew after a restart from the last saved state.
         begins_anew: list[str]
 
         def is_due(self) -> bool:
-            """Whether a state is on its way into this process still."""
+            """Return True while a state is still to be restored in this process."""
             ...
 
         def fits(self) -> Callable[[], bool]:
-            """What the gate asks at each boundary, so that the training stands where it can go on from."""
+            """Return the gate's check at each boundary: whether a restart can continue from there."""
             ...
 
         def save(self, fd: int) -> object:
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 REFUSED = "refused"
-# How long threads may take to come to rest once the training thread stands.
+# How long other threads may stay busy after the training thread is parked.
 REST_LIMIT_S = 30.0
 _POLL_INTERVAL_S = 0.02
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -62,7 +62,7 @@ _COMMAND_BYTES = 1 << 20
 
 
 class Restarts:
-    """What the package `state` does for a departure. Read in at once: an upgrade may replace its files."""
+    """The package `state`, imported at once, because an upgrade may replace its files."""
 
     def __init__(self, gate: Gate) -> None:
         # Not by a statement: what knows of states knows of the agent's life, and the agent's life of this.
@@ -77,12 +77,12 @@ class Restarts:
         self.begins_anew: list[str] = []
 
     def fits(self) -> Callable[[], bool]:
-        """What the gate asks at each boundary, so that the training stands where it can go on from."""
+        """Return the gate's check at each boundary: whether a restart can continue from there."""
         found: Callable[[], bool] = self._readiness.fits_of(self._gate)
         return found
 
     def save(self, fd: int) -> Any:
-        """Write the state of the parked training. Raises HegmError with what stands against it, and OSError."""
+        """Write the state of the parked training. Raises HegmError with what prevents it, and OSError."""
         return self._leaving.save(fd, self._gate.training_thread, tell=self._note)
 
     def _note(self, begins_anew: list[str]) -> None:
@@ -115,7 +115,7 @@ class Departure:
         self._rest_deadline: float | None = None
 
     def next_deadline(self) -> float | None:
-        """When `tick` has to be called at the latest."""
+        """Return when `tick` has to be called at the latest."""
         if not self._request.is_wanted:
             return None
         if self._attempts is not None:
@@ -125,7 +125,7 @@ class Departure:
     def tick(self) -> None:
         """Look at the gate, and go one step on."""
         if not self._request.is_wanted or self._restarts.is_due():
-            return  # what it was started from is not back yet, and would be lost
+            return  # its own state is not restored yet, and would be lost
         if self._attempts is None:
             self._ask()
         elif self._gate.declined is not None:
@@ -134,7 +134,7 @@ class Departure:
             self._go_once_at_rest(self._attempts)
 
     def _ask(self) -> None:
-        """Unless the daemon has something in hand here: then after that."""
+        """Ask the training thread to park, unless an order of the daemon is under way: then after it."""
         ranks = self._environ.get("WORLD_SIZE", "")
         launcher = self._environ.get(LAUNCHER, "")
         in_the_way = against(self._environ)
@@ -177,7 +177,7 @@ class Departure:
             self._restarts.leave()
 
     def _stay(self, why: HegmError) -> None:
-        """The training goes on; why, is said to whoever asked and to whoever watches."""
+        """Let the training continue, and report why to the requester and to the user."""
         self._request.is_wanted = False
         self._attempts = self._rest_deadline = None
         text = f"{why.message}; {why.hint}"
@@ -193,7 +193,7 @@ class Departure:
 
 
 def against(environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """Why this training cannot save its state there, and what to do; None where it can."""
+    """Return why this training cannot save its state there, and what to do; None if it can."""
     path = environ.get(STATE_PATH, "")
     if environ.get(ENABLED) != str(os.getpid()) or not os.path.lexists(path) or is_own(path):
         return None
@@ -201,7 +201,7 @@ def against(environ: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 def note_command(environ: Mapping[str, str]) -> None:
-    """Write beside the state whose it is, before the state is written. Raises OSError."""
+    """Write the command beside the state, before the state is written. Raises OSError."""
     if environ.get(ENABLED) == str(os.getpid()):
         path = environ[STATE_PATH]
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
@@ -209,7 +209,7 @@ def note_command(environ: Mapping[str, str]) -> None:
 
 
 def is_own(path: str) -> bool:
-    """Whether the file there is a state that this command has left."""
+    """Return True if the file there is a state that this command has saved."""
     try:
         found = os.lstat(path)
         fd = os.open(command_file(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -223,29 +223,31 @@ def is_own(path: str) -> bool:
 
 
 def command() -> bytes:
-    """The words of this process and its folder, by which its state is known."""
+    """Return the words of this process and its directory, which identify its state."""
     with open("/proc/self/cmdline", "rb") as file:
         return os.fsencode(os.getcwd()) + b"\0" + file.read()
 
 
 def command_file(path: str) -> str:
-    """Beside the state of that name: whose it is."""
+    """Return the path of the file that names the state's command."""
     return f"{os.path.dirname(path)}/command"
 
 
 def hint_of(path: str) -> str:
-    """What to do where another command's state is in the way."""
+    """Return what to do if another command's state is in the way."""
     return f"name another file in {STATE_PATH}, or move {path} away"
 
 
 def warn_of_another(modules: Mapping[str, object]) -> None:
-    """HeGM's own package loads itself into every Python of its environment, and takes SIGUSR1 and the builtins."""
+    """Warn of HeGM's own package: it loads itself into every Python of its environment, and takes SIGUSR1 and the
+    builtins.
+    """
     if "hegm._config" in modules:
         say("HeGM's own package is in this Python as well, and both take hold of the training: pip uninstall hegm")
 
 
 def say(text: str) -> None:
-    """A line for whoever watches the training, in HeGM's form."""
+    """Write a line for the user, in HeGM's form."""
     try:
         os.write(_STANDARD_ERROR, f"[HeGM] WARNING -- {text}\n".encode(errors="backslashreplace"))
     except OSError as error:
@@ -253,9 +255,9 @@ def say(text: str) -> None:
 
 
 def write_whole(path: str, write: Callable[[int], object]) -> None:
-    """Have it written to a file of the owner's alone, which gets its name once all of it is on disk.
+    """Write a file for the owner only, which gets its name once all of it is on disk.
 
-    Raises OSError, and what `write` raises; then nothing is left of it, and what had the name before still has it.
+    Raises OSError, and what `write` raises; then the unfinished file is removed and the former file stays.
     """
     folder_path, _, name = path.rpartition("/")
     unnamed = f".{name}-{os.urandom(8).hex()}"

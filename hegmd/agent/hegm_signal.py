@@ -1,8 +1,8 @@
-"""SIGUSR1 as `hegm-launcher` has it: this process is asked for its state. Taken in every Python below a launcher.
+"""SIGUSR1 under `hegm-launcher`: a request for this process's state. Installed in every Python below a launcher.
 
-Takes the request down and wakes whoever is to look after it (`hegm_launcher`), if there is anybody yet: one that comes
-while PyTorch is still being imported is kept. A script that has its own handler for SIGUSR1 keeps it, and then cannot
-be asked in this way. Imports little, since it runs at the start of Pythons that never train.
+Records the request and wakes `hegm_launcher`, if it is there yet: a request during PyTorch's import is kept. A script
+with its own handler for SIGUSR1 keeps it, and cannot be asked in this way. Imports little, since it runs at the start
+of Pythons that never train.
 """
 
 from __future__ import annotations
@@ -40,17 +40,19 @@ class Request:
         self._pid = os.getpid()
 
     def make(self) -> None:
-        """It is. From any thread, at any moment; in a forked child, which has the handler too, it means nothing."""
+        """Record a request. Works in any thread at any moment; does nothing in a forked child, which inherits the
+        handler.
+        """
         if os.getpid() == self._pid:
             self.is_wanted = True
             self.on_change()
 
     def handle(self, _number: int, _frame: FrameType | None) -> None:
-        """The signal's handler."""
+        """Handle the signal."""
         self.make()
 
     def is_taken(self) -> bool:
-        """Whether the signal means this still, and nothing of the script's."""
+        """Return True if this is still the signal's handler, and not one of the script."""
         return signal.getsignal(signal.SIGUSR1) == self.handle
 
 
@@ -58,9 +60,9 @@ REQUEST = Request()
 
 
 def take() -> None:
-    """Have SIGUSR1 mean a request from now on. In the main thread, before anything of the script runs; never raises.
+    """Install the handler, in the main thread before anything of the script runs. Never raises.
 
-    The launcher starts us with the signal held back, so that one that comes earlier waits for this.
+    The launcher starts the process with the signal blocked, so an early one waits for this.
     """
     try:
         signal.signal(signal.SIGUSR1, REQUEST.handle)

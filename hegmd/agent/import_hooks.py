@@ -1,9 +1,9 @@
-"""The agent's place in a Python that may never train: two import finders, and nothing else until they are needed.
+"""The agent in a Python that may never train: two import finders, and nothing else until they are needed.
 
-`mount` runs at the start of every Python under `hegmctl run`, so this module imports nothing but `sys`, starts no
-thread and opens no file. The agent comes to life when the job imports what it trains with: PyTorch's data loader or
-optimizer, or the name `hegm`. Import hooks are used instead of a patched `__import__`: they are an interface of Python,
-and the one for PyTorch leaves the path once it has done its work, which in most jobs it never has: few are launchers.
+`mount` runs at the start of every Python under `hegmctl run`, so this module imports only `sys`, starts no thread and
+opens no file. The agent starts when the job imports PyTorch's data loader or optimizer, or the name `hegm`. Import
+hooks are used instead of a patched `__import__`, because they are an interface of Python. The finder for PyTorch
+removes itself once it has done its work.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ def mount() -> None:
 
 
 class FrameworkFinder:
-    """Calls an action after each of the wanted modules was imported; finds nothing by itself.
+    """Calls an action after the import of each wanted module; finds no module itself.
 
-    The module is found and loaded by whoever would have done so, and keeps that loader: only the one call that runs its
-    code is stood in for.
+    Another finder finds the module, which keeps its loader: only the one call that runs its code is replaced.
     """
 
     def __init__(self, wanted: Mapping[str, Callable[[ModuleType], None]]) -> None:
@@ -59,7 +58,7 @@ class FrameworkFinder:
         self._held = []
 
     def let_go(self) -> None:
-        """Call those that were held, in the order of their imports, and hold none any more."""
+        """Call the deferred actions in the order of their imports, and defer no more."""
         held, self._held = self._held or [], None
         for action, module in held:
             _guarded(action, module)
@@ -67,7 +66,7 @@ class FrameworkFinder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec that the others find, with our action after its loading; None for modules that are not wanted."""
+        """Return the other finders' spec, with our action after its loading; None for modules that are not wanted."""
         if name not in self._wanted:
             return None
         spec = self._found_by_others(name, path, target)
@@ -77,7 +76,7 @@ class FrameworkFinder:
 
     def _found_by_others(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
         finders = list(sys.meta_path)
-        # Those that come after this one: another of our kind before it would ask this one again.
+        # The finders after this one: another of our kind before it would ask this one again.
         for finder in finders[finders.index(self) + 1 :] if self in finders else finders:
             find = getattr(finder, "find_spec", None)
             if find is not None:
@@ -91,7 +90,7 @@ class FrameworkFinder:
 
         def exec_module(module: ModuleType) -> None:
             if "exec_module" in vars(loader):  # otherwise another finder of our kind was first
-                del loader.exec_module  # the loader is as it was
+                del loader.exec_module  # restores the loader
             run(module)
             action = self._wanted.pop(name, None)
             if not self._wanted and self in sys.meta_path:
@@ -103,7 +102,7 @@ class FrameworkFinder:
 
         try:
             loader.exec_module = exec_module
-        except AttributeError:  # a loader of another make, without room for an attribute: no hook for this module
+        except AttributeError:  # a loader that takes no attributes: no hook for this module
             self._wanted.pop(name, None)
 
 
@@ -111,7 +110,7 @@ class FaceFinder:
     """Gives scripts `import hegm` where no package of that name is installed: it comes last, so a real one is found."""
 
     def find_spec(self, name: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
-        """The spec of the package that lies beside this one; None for everything else."""
+        """Return the spec of the package beside this one; None for all other names."""
         if name != FACE:
             return None
         from _frozen_importlib_external import PathFinder
@@ -159,5 +158,5 @@ def _guarded(action: Callable[[ModuleType], None], module: ModuleType) -> None:
         from .state.values import inherited
 
         note(f"no hooks in {module.__name__}: {error!r}")
-        if inherited.is_there():  # without them the script would begin anew, and nobody would know
+        if inherited.is_there():  # without them the script would begin anew unnoticed
             save_and_exit.end_unrestored([f"{module.__name__} is not one that the agent can follow: {error!r}"])

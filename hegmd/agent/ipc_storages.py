@@ -1,12 +1,12 @@
-"""Storages on a GPU whose bytes the daemon itself carries: shown to it, freed when it has them, made again, filled.
+"""Storages on a GPU that the daemon copies: exported to it, freed, allocated again, filled.
 
-Owns which storages these are and how far each has come; the copying is the daemon's, through the handles of CUDA IPC
-that are given out here. The order of the storages is settled when they are first shown and stays until all have their
-bytes again. What is freed counts as out from the first byte on, so that a failure half way is mended by making and
-filling all of them, which the daemon can always do: it has the bytes before anything is freed.
+Knows which storages these are and how far each one is; the daemon copies them through handles of CUDA IPC. The order of
+the storages is fixed by the first export, until all have their bytes again. Storages count as offloaded from the first
+freed byte on. After a failure in between, all of them are allocated and filled again, which is always possible: the
+daemon has the bytes before anything is freed.
 
-Storages are made on the stream that their memory was made on, because the allocator hands memory on in the order of its
-own stream. Called in the agent's thread while the training thread is parked.
+Storages are allocated on their former streams, because the allocator reuses memory in the order of its stream. Called
+in the agent's thread while the training thread is parked.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ BORDER_BYTES = 512
 
 
 def flat_bytes(sizes: list[int]) -> int:
-    """How long the space is in which storages of those sizes lie one after the other."""
+    """Return the size of the space in which storages of those sizes follow each other."""
     return sum(round_up(size_bytes, BORDER_BYTES) for size_bytes in sizes)
 
 
 def round_of(sizes: list[int], most_bytes: int) -> int:
-    """How many storages are the next round, of so many bytes at most but one at least.
+    """Return how many storages are in the next round of at most that many bytes, but at least one.
 
-    There are as few rounds as that makes, and each is about as large as the others: what a round has filled is given
-    back before the next is made, and of the last that need not be waited for.
+    There are as few rounds as possible, of about the same size: the memory that a round has filled is freed before the
+    next round, and freeing that of the last one need not be waited for.
     """
     flat = [round_up(size_bytes, BORDER_BYTES) for size_bytes in sizes]
     share_bytes = -(-sum(flat) // _rounds(flat, most_bytes))
@@ -57,7 +57,7 @@ def round_of(sizes: list[int], most_bytes: int) -> int:
 
 
 def _rounds(sizes: list[int], most_bytes: int) -> int:
-    """In how many rounds these are made, each as large as can be."""
+    """Return the number of rounds if each one is as large as possible."""
     rounds, batch_bytes = 1, 0
     for size_bytes in sizes:
         if batch_bytes and batch_bytes + size_bytes > most_bytes:
@@ -90,7 +90,7 @@ class Shown:
         segments: cuda_state.Segments,
         own: list[tuple[int, int]] | None = None,
     ) -> None:
-        """`own` are segments whose storages are not shown: where each begins, and its bytes."""
+        """`own` are segments whose storages are not exported: start and size of each."""
         self._torch: Any = sys.modules["torch"]
         self._driver = Driver()
         self._storages = storages
@@ -105,7 +105,7 @@ class Shown:
         self._filled = len(storages)
         self._stacks: dict[int, int] = {}
         self._is_noted = True
-        #: What the parts of the last step took.
+        #: How long the parts of the last step took.
         self.laps = Laps()
         self.out = False
 
@@ -114,28 +114,28 @@ class Shown:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all of them."""
+        """Return the bytes of all storages."""
         return sum(self._sizes)
 
     @property
     def required_bytes(self) -> int:
-        """Bytes of the space in which they lie one after the other."""
+        """Return the size of the space in which they follow each other."""
         return flat_bytes(self._sizes)
 
     @property
     def short_bytes(self) -> int:
-        """What its allocator had kept for later and could not have again with the storages that were made last."""
+        """Return how much cached memory the allocator could not get back with the storages that were allocated last."""
         return self._cache.short_bytes
 
     @property
     def left(self) -> list[tuple[int, int]]:
-        """What its allocator has while they are out: where each segment begins, and its bytes."""
+        """Return what the allocator keeps while they are offloaded: start and size of each segment."""
         return self._cache.left
 
     def show(self, *, partly: bool = False) -> View:
-        """All of them. Raises HegmError where CUDA IPC cannot show them, with nothing changed.
+        """Export all of them. Raises HegmError if CUDA IPC cannot export them, with nothing changed.
 
-        With `partly`, those have no handle: this process copies them itself.
+        `partly` leaves those without a handle: this process copies them itself.
         """
         if self.out:
             raise refusal("its storages are already freed and cannot be exported", "allocate them first")
@@ -164,22 +164,22 @@ class Shown:
         self.laps.end("stacks")
 
     def note_freed(self) -> None:
-        """Note what the allocator still has, for when all is made again; at the latest then. Never raises.
+        """Record what the allocator still has, at the latest when all is allocated again. Never raises.
 
-        It asks the driver for nothing, so it goes on beside a checkpoint of this process. Fine when it is noted.
+        Makes no driver call, so it can run during a checkpoint of this process. Calling it again is fine.
         """
         if not self._is_noted:
             self._is_noted = True
             self._cache.note_given_back()
 
     def make(self, most_bytes: int | None, *, partly: bool = False) -> View:
-        """Make the next ones again, so many bytes of them at most but one at least, and show them.
+        """Allocate the next storages, at most that many bytes but at least one storage, and export them.
 
-        With `partly`, those have no handle that lie in memory which this process had all the while: the driver may have
-        brought it back, and then gives handles that nobody can open (error 800, 580.159).
+        With `partly`, storages in memory that this process kept meanwhile have no handle: the driver may have restored
+        that memory, and then gives handles that other processes cannot open (error 800, 580.159).
 
-        Those that were made and not filled are shown once more. Raises HegmError when there is no memory for them;
-        then none of these is made.
+        Storages that were allocated and not filled are exported again. Raises HegmError if there is no memory for them;
+        then none of these is allocated.
         """
         self.laps = Laps()
         self.note_freed()
@@ -191,9 +191,9 @@ class Shown:
         return self._view(first, last, sorted(self.left) if partly else None)
 
     def copy(self, direction: str, fd: int, spans: list[Span], progress: Callable[[int], None]) -> None:
-        """Copy parts of storages `out` into the descriptor, or `in` from there. Raises HegmError.
+        """Copy parts of storages `out` to the descriptor, or `in` from it. Raises HegmError.
 
-        Out of those that have not been freed, into those that were made and are not filled.
+        Out from those that are not freed, into those that were allocated and are not filled.
         """
         first, last = (0, 0 if self.out else len(self._storages)) if direction == "out" else (self._filled, self._made)
         for index, start, size_bytes, _ in spans:
@@ -219,7 +219,7 @@ class Shown:
             ) from error
 
     def fill(self, first: int, count: int) -> None:
-        """So many from that one on have their bytes. Fine when that is known already."""
+        """Record that this many storages from `first` on have their bytes. Calling it again is fine."""
         if first + count <= self._filled:
             return
         if first > self._filled or first + count > self._made:
@@ -252,7 +252,9 @@ class Shown:
             raise not_made(sum(self._sizes[first:last]), error, on_gpu=True) from error
 
     def _take_cache(self, last: int) -> None:
-        """With the first ones that are made, whose room is held; nothing else is put into it before all are made."""
+        """Allocate the cached memory together with the first storages; nothing else is put into it before all are
+        allocated.
+        """
         rest: dict[int, list[int]] = {}
         for device, size_bytes in zip(self._devices[last:], self._sizes[last:]):
             rest.setdefault(device, []).append(size_bytes)
@@ -261,10 +263,10 @@ class Shown:
             self._cache.let_go()
 
     def _give_back_stacks(self) -> None:
-        """What each context keeps for the stacks of its threads is a third of what is left, and the driver's to carry.
+        """Free what each context keeps for thread stacks: a third of the memory left for the driver to transfer.
 
-        It is 264 MiB on an H200, and 0.1 s of a checkpoint. A context that was told to keep more is left alone: the
-        room that is held for the way back is for no more than the usual.
+        It is 264 MiB on an H200, and takes 0.1 s of a checkpoint. A context with a larger stack limit is left alone:
+        the reservation for its return covers the default only.
         """
         for device in sorted(set(self._devices)):
             self._turn_to(device)
@@ -277,20 +279,20 @@ class Shown:
                 note(f"stacks of GPU {device} stay as they are: {error.message}")
 
     def _take_back_stacks(self) -> None:
-        """Before anything else is made: a kernel that finds no memory for its stack fails the job."""
+        """Restore the stack limits before anything else: a kernel that finds no memory for its stack fails the job."""
         for device, kept_bytes in sorted(self._stacks.items()):
             self._turn_to(device)
             self._driver.keep_stack_bytes(kept_bytes)
         self._stacks.clear()
 
     def _stream_of(self, index: int) -> Any:
-        """The stream that a storage's memory was made on, as a context."""
+        """Return the stream of a storage's memory, as a context manager."""
         cuda = self._torch.cuda
         stream = self._streams[index]
         return cuda.stream(cuda.ExternalStream(stream, device=self._devices[index]) if stream else None)
 
     def _view(self, first: int, last: int, own: list[tuple[int, int]] | None) -> View:
-        """`own` is memory whose storages have no handle; None where each is to have one."""
+        """`own` is memory whose storages have no handle; None if all have one."""
         view = View(first, flat_bytes(self._sizes[:first]), len(self._storages) - last)
         allocations: dict[int, int] = {}
         for index in range(first, last):
@@ -308,7 +310,9 @@ class Shown:
         return view
 
     def _handle(self, view: View, base: int, *, is_needed: bool) -> int:
-        """The number of that allocation's handle in the view. Raises HegmError if it is needed and not to be had."""
+        """Return the number of that allocation's handle in the view. Raises HegmError if it is needed and not
+        available.
+        """
         try:
             view.handles.append(self._driver.handle_of(base))
         except HegmError as error:

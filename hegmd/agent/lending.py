@@ -1,12 +1,12 @@
-"""A `hegm.released()` block: the script's own code runs while the storages of its process are off the GPU.
+"""A `hegm.released()` block: the script's code runs while the storages of its process are offloaded.
 
-The begin of the block is a boundary. There the training thread is parked, and the agent asks the daemon to suspend the
+The start of the block is a boundary. There the training thread is parked, and the agent asks the daemon to suspend the
 job with its CUDA contexts kept. Then the thread runs the body of the block, and still counts as parked. At the end of
-the block it is parked again, and the agent asks the daemon to resume the job. The orders between are those of any
+the block it is parked again, and the agent asks the daemon to resume the job. The orders in between are those of any
 suspend and resume.
 
-Owns how far the block is, and the two requests. Whatever fails, the block runs: with the storages in place if the
-daemon refuses, and with the storages reloaded by the agent itself if no daemon is there at its end. Orders that would
+Keeps the stage of the block, and sends the two requests. Whatever fails, the block runs: with the storages in place if
+the daemon refuses, and with the storages reloaded by the agent if no daemon is there at its end. Orders that would
 reload storages wait for the end of the block.
 """
 
@@ -69,7 +69,9 @@ class Lending:
         return self._gate.lent and self._gate.home == get_ident()
 
     def begin(self) -> str | None:
-        """Have the storages taken away; returns None, or the reason why they stay. Raises what was raised meanwhile."""
+        """Ask for the storages to be offloaded. Returns None, or the reason why they stay. Raises what was raised
+        meanwhile.
+        """
         if not self._gate.pass_block():
             return OTHER_THREAD
         self._why = None
@@ -86,7 +88,7 @@ class Lending:
         return self._why
 
     def end(self) -> None:
-        """Wait until the storages are back. Raises what was raised meanwhile, once they are."""
+        """Wait until the storages are reloaded. Raises what was raised meanwhile, after that."""
         raised: BaseException | None = None
         self._stage, self._again_at, self._pause_s = RETURNING, monotonic(), FIRST_PAUSE_S
         while self._gate.lent:
@@ -111,18 +113,18 @@ class Lending:
 
     @property
     def next_deadline(self) -> float | None:
-        """When `tick` has to be called at the latest."""
+        """Return when `tick` has to be called at the latest."""
         if self._asked is not None:
             return None
         has_more = self._stage == RETURNING or (self._send is not None and (self._stage == WAITING or self._owed))
         return self._again_at if has_more else None
 
     def connect(self, send: Send) -> None:
-        """A daemon is there; `send` sends it a request and returns its number."""
+        """Note that a daemon is there; `send` sends it a request and returns its number."""
         self._send, self._asked = send, None
 
     def disconnect(self) -> None:
-        """The daemon has gone. Its orders that waited are forgotten."""
+        """Note that the daemon is gone, and drop its waiting orders."""
         self._send = self._asked = None
         later, self._later = self._later, []
         for _, fd in later:
@@ -158,7 +160,7 @@ class Lending:
             self._asked = send(AgentReclaim())
 
     def _go_on_alone(self, *, alone: bool) -> None:
-        """Without a daemon: the block runs with its storages in place, or gets them back from the agent itself."""
+        """Continue without a daemon: run the block with its storages in place, or let the agent reload them."""
         if self._stage == WAITING and (alone or self._owed):
             if not self._stop_waiting(NO_DAEMON):
                 return
@@ -184,7 +186,7 @@ class Lending:
         return True
 
     def _run_body(self) -> None:
-        """The storages are away. If the thread has not waited for it, they come back at once."""
+        """Run the body: the storages are offloaded. If the thread has not waited for it, they are reloaded at once."""
         with self._lock:
             if self._stage == WAITING:
                 self._stage = IN_BODY

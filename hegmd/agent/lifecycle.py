@@ -67,15 +67,16 @@ def start() -> Gate:
 
 
 def lending() -> Lending | None:
-    """What `hegm.released()` uses; None if the agent's thread could not be started."""
+    """Return what `hegm.released()` uses; None if the agent's thread could not be started."""
     start()
     return None if _channel is None else _channel.lending
 
 
 def begin(environ: Mapping[str, str], unknown: Sequence[str] | None = None) -> Gate:
-    """Start the agent's thread with those variables; `unknown` is what it does not know of a process it came into.
+    """Start the agent's thread with those variables. `unknown` lists what it does not know of a process that it was
+    attached to.
 
-    Raises what keeps it from starting.
+    Raises what prevents the start.
     """
     global _is_started, _channel  # noqa: PLW0603 - one agent a process
     # Python takes the thread that imports `threading` first for its main thread, and 3.9 waits for it at its end.
@@ -105,7 +106,7 @@ def note_restarted(step: int | None = None) -> None:
 
 
 def _live(channel: Channel) -> None:
-    """The thread. Runs as long as the process lives, since only it can reload offloaded bytes."""
+    """Run the agent's thread as long as the process lives, since only it can reload offloaded bytes."""
     note("started")
     while True:
         try:
@@ -128,7 +129,7 @@ def attend(channel: Channel) -> None:
 
 
 def _orphan() -> None:
-    """In a forked child: disable what is left of the agent."""
+    """Disable the agent in a forked child."""
     if _gate is not None:
         _gate.make_inert()
     let_go_in_child()
@@ -169,7 +170,7 @@ def _descriptors(devices: str) -> dict[int, str]:
 
 
 def _ranges(devices: str) -> list[tuple[int, int]]:
-    """Address and size of each mapping of theirs."""
+    """Return address and size of each mapping of these devices."""
     wanted = os.fsencode(devices)
     found: list[tuple[int, int]] = []
     try:

@@ -39,13 +39,13 @@ class Library:
 
     @property
     def text(self) -> str:
-        """Its version as NCCL writes it, such as 2.29.7."""
+        """Return its version in NCCL's form, such as 2.29.7."""
         major, rest = divmod(self.version, 10_000 if self.version >= _NEW_NUMBERS else 1000)
         return f"{major}.{rest // 100}.{rest % 100}"
 
     @property
     def can_suspend(self) -> bool:
-        """Whether it has `ncclCommSuspend`."""
+        """Return True if it has `ncclCommSuspend`."""
         return self.version >= SUSPENDS_SINCE and self._has("ncclCommSuspend") and self._has("ncclCommResume")
 
     def suspend(self, communicator: int) -> None:

@@ -37,7 +37,7 @@ class Pending:
 
 
 class Standing:
-    """What is valid until the next order."""
+    """The state that is valid until the next order."""
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
@@ -91,7 +91,7 @@ class Standing:
         return found
 
     def let_go(self) -> None:
-        """Let the training go on, with what was parted for a move as it was."""
+        """Let the training continue, with peer access as before."""
         self.carrying.forget()
         self.carrying.rejoin()
         self.found = None

@@ -41,9 +41,9 @@ _POLL_INTERVAL_S = 0.002
 _TRY_AGAIN_S = 5.0
 # How long to wait for the other ranks, which bring their groups back by themselves too. Longer than the pause above.
 _ALONE_LIMIT_S = 20.0
-# Orders that change nothing: of one that is not answered yet nothing is left once another has come.
+# Orders that change nothing: another order drops one that is not answered yet.
 _QUESTIONS = frozenset(("survey", "weigh"))
-# Those that stand for somebody who wants something of the script now; timers and children are no reason to come back.
+# Signals by which a user or a program wants something of the script now. Timers and children are no reason to reload.
 _URGENT = frozenset((1, 2, 3, 10, 12, 15))  # HUP, INT, QUIT, USR1, USR2, TERM
 
 
@@ -93,7 +93,7 @@ class Orders:
 
     @property
     def mark(self) -> str:
-        """What the memory that they are in begins with, if this process copied them there."""
+        """Return how the memory of these bytes begins, if this process copied them there."""
         return self._carrying.mark
 
     # ---- the daemon comes and goes ----------------------------------------------------------------------------------
@@ -126,12 +126,12 @@ class Orders:
             self._alone_deadline = None
 
     def note_signal(self, number: int) -> None:
-        """A signal waits for the parked thread. From another thread."""
+        """Record a signal that waits for the parked thread. Called from another thread."""
         if number in _URGENT:
             self._signal = number
 
     def leave_alone(self, why: str) -> bool:
-        """Have no order touch this process from now on; False while one has it in hand."""
+        """Refuse all orders from now on; returns False while one is under way."""
         in_hand = self._standing.pending is not None or self._gate.parked or self._gate.requested
         if self._left_alone is None and in_hand:
             return False
@@ -139,7 +139,7 @@ class Orders:
         return True
 
     def take_up(self) -> None:
-        """Orders are obeyed again."""
+        """Obey orders again."""
         self._left_alone = None
 
     # ---- orders -----------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class Orders:
             self._answers.failed(order.order, refusal(passed, "name a later one"))
 
     def _snapshot(self, order: Order, fd: int | None) -> None:
-        """Park at a boundary, write the state into the slot, and let the training go on; an earlier one is given up."""
+        """Park at a boundary, write the state into the slot, and continue. A pending snapshot is cancelled."""
         self._end_snapshot("a later snapshot was asked for")
         attempts = self.snapshots.attempts_for(order)
         self._wait_for(order, order.limit_s, attempts)
@@ -237,7 +237,7 @@ class Orders:
         self._answers.done(order.order, parked_s=parked_s)
 
     def _rest(self, order: Order, _fd: int | None) -> None:
-        """The operation is suspended: this process stays parked without a daemon too."""
+        """Keep this process parked without a daemon too: its operation is suspended."""
         self._standing.require_parked("rest")
         self._standing.resting = True
         self._answers.done(order.order)
@@ -282,7 +282,7 @@ class Orders:
             self._gate.ask(Asked(CALL, call=self._weigh_in_passing))
 
     def _tell_beforehand(self, order: Order, _fd: int | None) -> None:
-        """Which takes no boundary: what is imported is there to be seen."""
+        """Report what a prestarted process can import. This needs no boundary."""
         what = departing.beforehand()
         self._answers.done(order.order, imports=what.modules, path=what.path)
 
@@ -294,7 +294,7 @@ class Orders:
     # ---- news and limits --------------------------------------------------------------------------------------------
 
     def next_deadline(self) -> float | None:
-        """When `tick` has to be called at the latest."""
+        """Return when `tick` has to be called at the latest."""
         deadlines = [self._alone_deadline, self._bytes.next_deadline(), self.snapshots.next_deadline()]
         pending = self._standing.pending
         if pending is not None:
@@ -344,7 +344,9 @@ class Orders:
                 self._answers.failed(pending.order, no_boundary(pending.limit_s, "after it was released"))
 
     def _look_after_park(self, pending: Pending, attempts: Attempts, *, is_late: bool) -> None:
-        """Ranks have to be told at once: those that stand at this boundary go on to another one with it."""
+        """Answer a park as soon as it succeeds or fails: other ranks that are parked may have to continue to a later
+        boundary.
+        """
         declined = self._gate.declined
         if declined is None and attempts.look():
             self._standing.pending = None
@@ -374,7 +376,7 @@ class Orders:
         if self._carrying.entrusted:  # it stays parked until they are reloaded
             self._alone_deadline = None
             return
-        # Before anything that could raise, whatever that is: then it is tried again.
+        # Set before anything that could raise, so that it is tried again.
         self._alone_deadline = monotonic() + _TRY_AGAIN_S
         pending = self._standing.take_pending()
         self._bytes.finish()
@@ -399,14 +401,14 @@ class Orders:
     # ---- parts ------------------------------------------------------------------------------------------------------
 
     def _look_in_passing(self) -> None:
-        """In the training thread, at a boundary."""
+        """Survey the storages, in the training thread at a boundary."""
         try:
             self._standing.found = self._standing.look()
         except Exception as error:  # noqa: BLE001 - the edge to the script
             note(f"no survey: {error!r}")
 
     def _weigh_in_passing(self) -> None:
-        """In the training thread, at a boundary."""
+        """Weigh the state, in the training thread at a boundary."""
         try:
             self._weighed = departing.weigh()
         except HegmError as error:

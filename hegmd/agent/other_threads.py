@@ -1,4 +1,4 @@
-"""Whether every other thread of the process is at rest, so that their storages can be offloaded.
+"""Decides whether all other threads of the process are at rest, so that their storages can be offloaded.
 
 PyTorch works on a storage without the interpreter lock, so a thread inside an operation cannot be seen from outside;
 only the position of its Python code can. A thread is at rest if it is parked at the gate, stopped by the trap, or waits
@@ -8,7 +8,7 @@ source code with worker processes, never storages.
 
 A thread that the trap holds runs no more Python code of the script, so what follows its wait does not matter: it is at
 rest also in its own `sleep` or `recv`, and in packages that never touch a storage. Any other call may be PyTorch's:
-that thread counts as busy until it returns. So does one that the trap does not hold.
+that thread counts as busy until it returns. So does a thread that the trap does not hold.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WAITING_FOLDERS = ("asyncio/", "concurrent/futures/", "multiprocessing/")
 _POOL_FILE = "concurrent/futures/thread.py"
 _ITERATOR_FILE = "/torch/utils/data/dataloader.py"
 _COMPILER_FOLDER = "/torch/_inductor/compile_worker/"
-# Packages whose threads wait in functions of their own, and whose functions know no tensors.
+# Packages whose threads wait in functions of their own, none of which uses tensors.
 _HELPER_FOLDERS = ("/grpc/", "/rich/", "/tensorboard/", "/tqdm/", "/wandb/")
 # Functions that wait, and touch nothing before they return.
 _WAITS = frozenset(
@@ -46,7 +46,7 @@ _WAITS = frozenset(
 )
 # How long an attempt parks the training thread, unless the daemon gives another limit.
 MAX_PARK_S = 0.5
-# Before a look, since a poll takes whole milliseconds and the job stands.
+# Waits before a check: a poll would take whole milliseconds while the job is parked.
 _SOON_S = (0.0001, 0.0002, 0.0004)
 # For how much longer than that the training runs on after the first attempt, and after a later one at most.
 _FIRST_PAUSE, _MAX_PAUSE = 2, 16
@@ -88,7 +88,7 @@ class Attempts:
         return since is not None and monotonic() - since >= self._max_park_s
 
     def next_deadline(self, look_again_s: float) -> float | None:
-        """When to look again."""
+        """Return when to check again."""
         return monotonic() + look_again_s if self._gate.parked else self._again_at
 
     def begin(self) -> None:
@@ -114,8 +114,9 @@ class Attempts:
 
 
 def busy_soon(gate: Gate) -> str | None:
-    """One thread that is not at rest. Those that have just come to the gate, or were just stopped beside it, are given
-    the moment that their last steps take: they cannot take them while this thread has the interpreter."""
+    """Return one thread that is not at rest. Threads that have just reached the gate, or were just stopped, get the
+    time for their last steps, which they cannot make while this thread has the interpreter.
+    """
     busy = busy_thread(gate)
     for pause_s in _SOON_S:
         if busy is None:
@@ -136,7 +137,7 @@ def busy_thread(gate: Gate) -> str | None:
 
 
 def busy_threads(parked: frozenset[int], trainers: frozenset[int], held: frozenset[int] = frozenset()) -> Iterator[str]:
-    """Every thread that is not at rest, in words. `held` are those that run no more Python of the script's."""
+    """Yield every thread that is not at rest, in words. `held` threads run no more Python code of the script."""
     for ident, frame in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage] - documented all the same
         if ident in parked:
             if frame.f_code is not stand.__code__:  # the handler of a signal may still run in it
@@ -176,7 +177,7 @@ def _only_waits(frame: FrameType) -> bool:
 
 
 def called(frame: FrameType) -> str | None:
-    """The name by which the function is called that the frame is in, as far as that can be told from its code."""
+    """Return the name by which the frame's current call was made, if its code tells."""
     import dis
 
     done: list[dis.Instruction] = []
@@ -202,7 +203,7 @@ def called(frame: FrameType) -> str | None:
 
 
 def _producer(done: list[dis.Instruction], above: int) -> str | None:
-    """The name of what was put on the stack below so many others, by the last of these instructions."""
+    """Return the name of the value below that many others on the stack, from these instructions."""
     import dis
 
     while done:

@@ -42,7 +42,7 @@ class Peers:
             _have_noted(torch, [pair for pair in pairs if access.is_possible(*pair)])
             for pair in pairs:
                 if access.end(*pair):
-                    self._parted.append(pair)  # one by one: what was undone is had again when the next one fails
+                    self._parted.append(pair)  # one by one, so that all are restored if the next one fails
         except Exception as error:
             self.rejoin()
             why = error.message if isinstance(error, HegmError) else repr(error)
@@ -65,7 +65,7 @@ class Peers:
 
 
 def _have_noted(torch: Any, pairs: list[tuple[int, int]]) -> None:
-    """Have PyTorch copy once over each pair, and wait until all of it is over and given back."""
+    """Make PyTorch copy once over each pair, then free the memory, so that PyTorch knows the new peer access."""
     for one, other in pairs:
         torch.zeros(1, device=f"cuda:{one}").to(f"cuda:{other}")
     for device in sorted({device for pair in pairs for device in pair}):

@@ -1,7 +1,7 @@
 """The gate that the training thread passes at every batch boundary: counts boundaries, and parks the thread on request.
 
-Owns the count, the identity of the training thread, and the parked threads. Touches no tensor and no socket. Hooks call
-it in the script's threads; the agent's thread sets requests. An idle pass is an addition and one attribute test;
+Keeps the count, the identity of the training thread, and the parked threads. Touches no tensor and no socket. Hooks
+call it in the script's threads; the agent's thread sets requests. An idle pass is an addition and one attribute test;
 everything else is behind `asked`. A parked thread waits on a lock of its own, and holds neither the interpreter nor a
 lock of the script.
 
@@ -9,7 +9,7 @@ The training thread is the one that steps optimizers. A loader that another thre
 thread is stopped at its own next batch too. Before the first step, the thread that reads a loader counts as the
 training thread.
 
-The training thread is parked in a second place: at the begin and at the end of a `hegm.released()` block (`lending`).
+The training thread is parked in a second place: at the start and at the end of a `hegm.released()` block (`lending`).
 
 Longer than 400 lines because all that changes which threads are parked is under one lock.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-# A loader that was not asked for so many optimizer steps is not what paces this training (any more).
+# A loader that was not read during so many optimizer steps does not pace this training.
 STEPS_WITHOUT_LOADER = 16
 _NOBODY = 0
 
@@ -39,7 +39,7 @@ CALL = "call"
 
 
 class Asked:
-    """What the training thread is asked to do at its next boundary with that count or a higher one."""
+    """What the training thread has to do at its next boundary with that count or a higher one."""
 
     __slots__ = ("at", "call", "fits", "what")
 
@@ -49,7 +49,7 @@ class Asked:
         self.what = what
         self.at = at
         self.call = call
-        self.fits = fits  # whether the thread may be parked where it is; called in that thread, at each boundary
+        self.fits = fits  # checked in that thread at each boundary: whether it can be parked there
 
 
 class Gate:
@@ -84,7 +84,7 @@ class Gate:
         self.requested = False
         self.count: int = 0
         self.thread = _NOBODY
-        self.declined: str | None = None  # why nobody could be parked, since it was last asked
+        self.declined: str | None = None  # why no thread could be parked, since the last request
         self.lent = False  # True from the moment a hegm.released() block runs until its storages are back
         self.passed: int | None = None
         self.stands_since: float | None = None  # the monotonic instant from which the training thread is parked
@@ -100,7 +100,7 @@ class Gate:
         self._patience = 0
         self._stepped = False
         self._streak = 0
-        self._taken: Asked | None = None  # what the training thread is doing, as long as nothing else is asked
+        self._taken: Asked | None = None  # what the training thread is doing, unless there is a newer request
         self._trainers: set[int] = set()
         self._trap = Trap(self._stop_beside)
 
@@ -123,12 +123,12 @@ class Gate:
 
     @property
     def training_thread(self) -> int:
-        """The one whose batches these are, by its identifier."""
+        """Return the identifier of the training thread."""
         return self._home
 
     @property
     def trainers(self) -> frozenset[int]:
-        """The threads that have stepped an optimizer: each has to be parked itself, resting is not enough."""
+        """Return the threads that have stepped an optimizer: each has to be parked itself, resting is not enough."""
         return frozenset(self._trainers)
 
     def ask(self, asked: Asked) -> None:
@@ -140,7 +140,7 @@ class Gate:
                 self.requested = True
 
     def ask_on(self, asked: Asked) -> None:
-        """The same; a parked thread continues to it without a moment without a request."""
+        """Replace the request; a parked thread continues to the new one without a moment without a request."""
         with self._lock:
             if not self._inert:
                 self.passed = self.declined = None
@@ -174,9 +174,9 @@ class Gate:
             self._open()
 
     def stop_others(self) -> frozenset[int]:
-        """Stop every other thread at its next instruction of the script's; those that will be, or are.
+        """Stop every other thread at its next instruction of the script. Returns those that are or will be stopped.
 
-        Only while the training thread is parked: a thread that is stopped there may have a lock that it needs.
+        Only while the training thread is parked: a thread that is stopped there may hold a lock that it needs.
         """
         return self._trap.set(frozenset(self._trainers | {self._home}))
 
@@ -188,7 +188,7 @@ class Gate:
                 _unlock(self._parked_locks.pop(ident))
 
     def make_inert(self) -> None:
-        """In a forked child: nothing is requested here any longer. Another thread may have held the lock."""
+        """Disable the gate in a forked child. Another thread may have held the lock."""
         self._inert = True
         self._trap.lift()
         self.requested = self.lent = False
@@ -208,7 +208,7 @@ class Gate:
     # ---- from the script's threads ----------------------------------------------------------------------------------
 
     def at_boundary(self) -> None:
-        """The training thread is at a boundary and something is asked: do it, or wait here until it may go on."""
+        """Do what is requested at a boundary of the training thread, or park it."""
         asked = self._asked
         if asked is None or self.count < asked.at:
             return
@@ -225,20 +225,20 @@ class Gate:
         if asked.call is not None:
             asked.call()
         with self._lock:
-            if self._taken is not asked:  # it came too late, and this is no answer to what was asked since
+            if self._taken is not asked:  # too late: this is no answer to the newer request
                 return
             self._taken = None
             self.passed = self.count
         self.on_change()
 
     def arrive_late(self) -> None:
-        """The training thread reached a place where it can be parked, some way after the requested boundary."""
+        """Park the training thread at a place after the requested boundary."""
         asked = self._asked
         if self.requested and asked is not None and asked.what == PARK:
             self._wait(asked)
 
     def batch_from_other_thread(self) -> None:
-        """A thread that is not the training thread asks a loader for a batch."""
+        """Handle a batch that another thread than the training thread asks for."""
         if self._by_hand or self._inert:
             return
         if _is_alive(self.thread):
@@ -250,7 +250,7 @@ class Gate:
             self.at_boundary()
 
     def step(self) -> None:
-        """The training thread comes out of an optimizer's step."""
+        """Handle an optimizer step of the training thread."""
         if not self._stepped:
             self._stepped = True
             self._trainers.add(self._home)
@@ -268,7 +268,7 @@ class Gate:
         self._count_at_step = self.count
 
     def other_thread_steps(self) -> None:
-        """A thread that is not the training thread comes out of an optimizer's step."""
+        """Handle an optimizer step of another thread."""
         if self._inert:
             return
         if self._by_hand or (self._stepped and _is_alive(self.thread)):
@@ -282,7 +282,7 @@ class Gate:
         self.step()
 
     def boundary_by_hand(self) -> None:
-        """The script says that a batch ends here. From the first time on only its own word counts."""
+        """Handle a boundary that the script marks. From the first one on only those count."""
         if self._inert:
             return
         ident = get_ident()
@@ -301,7 +301,7 @@ class Gate:
             self.at_boundary()
 
     def pass_block(self) -> bool:
-        """The training thread is at the begin or the end of a block, which is a boundary; False for another thread."""
+        """Handle the start or the end of a block, which is a boundary. Returns False for another thread."""
         ident = get_ident()
         if self._inert or (self._home != ident and _is_alive(self._home)):
             return False
@@ -314,9 +314,9 @@ class Gate:
         return True
 
     def park_here(self, wanted: Callable[[], bool]) -> None:
-        """Park the training thread where it is while `wanted()`; orders find it at whatever boundary they name.
+        """Park the training thread here while `wanted()`; it counts as parked at any boundary that orders name.
 
-        All ranks of a job come to the same block, so a count that is raised here is raised in each of them.
+        All ranks of a job come to the same block, so a raised count is raised in each of them.
         """
         while wanted():
             with self._lock:
@@ -343,7 +343,7 @@ class Gate:
             self._patience = patience
 
     def _wait_aside(self) -> None:
-        """A thread beside the training thread: it waits while that one is asked to park, and is not counted."""
+        """Let another thread wait while the training thread is asked to park. It is not counted."""
         asked = self._asked
         if not self.requested or asked is None or asked.what != PARK:
             return
@@ -351,16 +351,16 @@ class Gate:
             self._wait(asked)
 
     def _stop_beside(self) -> None:
-        """A thread that the trap has caught."""
+        """Park a thread that the trap has stopped."""
         asked = self._asked
         if self.parked and asked is not None and asked.what == PARK:
             self._wait(asked)
 
     def _wait(self, asked: Asked) -> None:
-        """Stay until the door is opened. Signals that would run the script's handlers meanwhile are held back.
+        """Wait until the door is opened. Signals that would run the script's handlers meanwhile are held back.
 
-        Where they cannot be held back nobody is parked, and the training goes on; but beside a training thread that
-        stands already, whose storages may be out, everybody has to stand.
+        If they cannot be held back no thread is parked, and the training continues. But beside a parked training
+        thread, whose storages may be offloaded, every thread has to be parked.
         """
         try:
             with HeldSignals(self.on_signal):
@@ -372,7 +372,7 @@ class Gate:
             raise raised
 
     def _decline(self, asked: Asked, why: str) -> bool:
-        """Have nobody park for what is asked; whether that is possible still."""
+        """Decline to park for this request. Returns False if it is too late to decline."""
         with self._lock:
             if self.parked:
                 return False
@@ -384,10 +384,10 @@ class Gate:
         return True
 
     def _stay(self, asked: Asked) -> BaseException | None:
-        """Wait until the door is opened; returns what was raised meanwhile.
+        """Wait until the door is opened. Returns what was raised meanwhile.
 
-        Other threads can raise in this one at any step (PyThreadState_SetAsyncExc). That is raised on to the script,
-        but only after the door is open: a thread that counts as parked stays.
+        Other threads can raise in this one at any step (PyThreadState_SetAsyncExc). The script gets that only after the
+        door is open: a thread that counts as parked stays.
         """
         door = allocate_lock()
         door.acquire()
@@ -403,7 +403,7 @@ class Gate:
                 raised = error
 
     def _enter(self, asked: Asked, door: object) -> bool:
-        """Be counted as parked, unless it is not asked any more; once more is fine."""
+        """Count this thread as parked, unless the request was withdrawn. Calling it again is fine."""
         with self._lock:
             if self._parked_locks.get(get_ident()) is not door:
                 if self._asked is not asked:
@@ -416,7 +416,7 @@ class Gate:
 
 
 def stand(door: Any) -> None:
-    """Wait at the door. The last step of a thread that stops: who is seen in here runs nothing of the script's."""
+    """Wait at the door. This is the last step of a parked thread: in this function it runs nothing of the script."""
     door.acquire()
 
 

@@ -57,9 +57,9 @@ class Ranks:
         self._size = size
 
     def agree(self, step: str, statement: Statement, deadline: float, is_over: Callable[[], bool]) -> Agreement:
-        """State this, and wait until all ranks have read what all have stated for that step.
+        """Publish the statement, and wait until all ranks have read what all have stated for that step.
 
-        Raises DisagreementError at the deadline, once `is_over`, and when the store cannot be reached.
+        Raises DisagreementError at the deadline, once `is_over`, and if the store cannot be reached.
         """
         seen = ""
         try:
@@ -108,7 +108,7 @@ class Ranks:
 
 
 def _label(statements: list[str]) -> str:
-    """What the drawn numbers of all come to together: new each time, since each rank draws."""
+    """Combine the drawn numbers of all ranks: a new label each time, since each rank draws."""
     label = 0
     for one in statements:
         label ^= int(one[:_DRAWN], 16)

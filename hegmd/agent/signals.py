@@ -1,13 +1,13 @@
-"""Signals that come while the main thread is parked: held back until it goes on, and told to the agent at once.
+"""Holds signals back while the main thread is parked, and reports them to the agent at once.
 
-A Python signal handler runs in the main thread between two of its steps, and it may do what it likes: save a
-checkpoint, raise KeyboardInterrupt. While the storages are out of the process that would read freed memory. So the main
-thread blocks every signal while it is parked; the kernel gives them to another thread, where Python's C handler only
-notes them and writes their number to the wakeup descriptor. Who reads it, the agent, can bring everything back; the
-handlers run when the main thread goes on. Signals that nobody handles in Python do what they always do.
+A Python signal handler runs in the main thread between two of its steps, and may do anything: save a checkpoint, raise
+KeyboardInterrupt. While the storages are offloaded it would read freed memory. So the main thread blocks every signal
+while it is parked. The kernel delivers them to another thread, where Python's C handler only records them and writes
+their number to the wakeup descriptor. The agent reads it and can reload everything; the handlers run when the main
+thread continues. Signals without a Python handler act as always.
 
-Python runs handlers in the main thread only, so nothing has to be held back in any other. A child that another thread
-forks meanwhile gets the wakeup descriptor back that it would have: its signals are no news of ours.
+Python runs handlers in the main thread only, so no other thread needs this. A child that another thread forks meanwhile
+gets its former wakeup descriptor back: its signals do not concern the agent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _held: HeldSignals | None = None
 
 
 def let_go_in_child() -> None:
-    """In a forked child, whose thread is its main one by now: nothing is held back there. Never raises."""
+    """Release the signals in a forked child, whose only thread is its main one. Never raises."""
     global _held
     held, _held = _held, None
     if held is not None:
@@ -37,13 +37,13 @@ def let_go_in_child() -> None:
 
 
 class CannotHold(Exception):
-    """Signals cannot be held back here: this thread must not be parked. Nothing of it is left."""
+    """Signals cannot be held back here, so this thread must not be parked. Nothing was changed."""
 
 
 class HeldSignals:
-    """As a context in the thread that is to wait; `told` is called from another thread with each signal's number.
+    """A context manager for the waiting thread. `told` is called from another thread with each signal's number.
 
-    Entering raises CannotHold, and what others raise in this thread; the thread is then as it was before.
+    Entering raises CannotHold, and what others raise in this thread; then nothing was changed.
     """
 
     def __init__(self, told: Callable[[int], None], *, begin_limit_s: float = BEGIN_LIMIT_S) -> None:
@@ -53,7 +53,7 @@ class HeldSignals:
         self._before: int | None = None
         self._mask: set[int] = set()
         self._reader = self._writer = _NO_DESCRIPTOR
-        self._reader_taken = allocate_lock()  # by whoever is to close it
+        self._reader_taken = allocate_lock()  # taken by the side that closes it
 
     def __enter__(self) -> None:
         threading = sys.modules.get("threading")
@@ -92,13 +92,13 @@ class HeldSignals:
             start_new_thread(self._read, (self._reader, begun))
         except (RuntimeError, MemoryError) as error:
             raise CannotHold(str(error)) from error
-        # Python up to 3.11 takes a thread that has not begun for the one that started it: what somebody raises in the
-        # parked thread (PyThreadState_SetAsyncExc) would be raised in that one. What was raised just then has ended it.
+        # Up to Python 3.11 a thread that has not started counts as its starter: an exception for the parked thread
+        # (PyThreadState_SetAsyncExc) would be raised in the new one. Such an exception has ended it.
         if not begun.acquire(timeout=self._begin_limit_s):
             raise CannotHold(f"a thread that was started did not begin within {self._begin_limit_s:g} s")
 
     def _undo(self) -> None:
-        """As far as it has come. Each line may be where a handler that was held back raises, or somebody else does."""
+        """Undo what was done so far. At each line a held handler may raise, or another thread may raise in this one."""
         global _held  # noqa: PLW0603 - there is one main thread
         import signal
 
@@ -119,7 +119,7 @@ class HeldSignals:
                 signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def close_in_child(self) -> None:
-        """The forked child's part of the end; the parent's thread goes on waiting with its own."""
+        """Close the forked child's part; the parent's thread continues to wait with its own."""
         import signal
 
         try:
@@ -134,7 +134,7 @@ class HeldSignals:
                 pass
 
     def _read(self, reader: int, begun: LockType) -> None:
-        """Until the writer closes: tell the numbers, and pass them on to whoever had the wakeup descriptor before."""
+        """Until the writer closes, report the numbers, and pass them on to the former wakeup descriptor."""
         is_mine = self._reader_taken.acquire(False)
         begun.release()
         if not is_mine:

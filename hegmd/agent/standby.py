@@ -140,8 +140,8 @@ def _mark(path: str) -> Mark | None:
 
 
 def wait_for_turn(hooks: Hooks) -> None:
-    """Return once it is this process's turn, and at once where it was not started before it. Else end the process."""
-    line = os.environ.pop(READY_FD, None)  # before anything else: what is imported may start Pythons of its own
+    """Return once it is this process's turn, at once if it was not prestarted. Otherwise end the process."""
+    line = os.environ.pop(READY_FD, None)  # first of all, because imports may start Pythons of their own
     tells = os.environ.pop(TELL_UNREAD, None) is not None
     if line is None:
         return
@@ -156,7 +156,7 @@ def _wait(hooks: Hooks, fd: int, *, tells: bool) -> None:
     signal: Any = __import__("signal")
     interrupted = signal.getsignal(signal.SIGINT)
     if interrupted is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # who is interrupted now has nothing to say about it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt ends it without a traceback
     waiting = _Waiting(hooks, tells=tells)
     socket: Any = __import__("socket")
     with socket.socket(fileno=fd) as supervisor, _Expendable():
@@ -174,7 +174,7 @@ def _wait(hooks: Hooks, fd: int, *, tells: bool) -> None:
 
 
 class _Waiting:
-    """What it has imported by now, and where from."""
+    """What the process has imported so far, and from where."""
 
     def __init__(self, hooks: Hooks, *, tells: bool) -> None:
         self._hooks, self._tells = hooks, tells
@@ -185,7 +185,7 @@ class _Waiting:
         self._hidden: OutOfSight | None = None
 
     def get_ready(self, supervisor: Any, wanted: Iterable[str]) -> None:
-        """Import what is not there yet, see that all is as the script would have it, and say so."""
+        """Import what is missing, check that the script would import the same, and report readiness."""
         self._path = _told(_heard(supervisor), PATH)
         if self._hidden is None:
             self._hooks.hold()
@@ -204,7 +204,7 @@ class _Waiting:
         supervisor.send(b"\0".join([READY, *(name.encode() for name in names)]))
 
     def look(self) -> None:
-        """See that the script would import the same now, and that it is still the same. Raises RuntimeError."""
+        """Check that the script would import the same now, and that no file has changed. Raises RuntimeError."""
         self._sources.check()
         hidden = {} if self._hidden is None else self._hidden.modules
         known = {**sys.modules, **hidden}
@@ -212,7 +212,7 @@ class _Waiting:
 
 
 class _Expendable:
-    """In the block it is the first process to be ended where memory runs short, before any that trains."""
+    """While entered, the kernel ends this process first when memory runs short, before any that trains."""
 
     _PATH, _FIRST = "/proc/self/oom_score_adj", b"1000"
 
@@ -226,7 +226,7 @@ class _Expendable:
             note(f"it is not the first to go: {error}")
 
     def __exit__(self, *_exc: object) -> None:
-        """Raises OSError: a training is not to stay so."""
+        """Raises OSError: a training must not keep this setting."""
         if self._before is not None:
             with open(self._PATH, "r+b", buffering=0) as file:
                 file.write(self._before)
@@ -238,7 +238,7 @@ def _heard(supervisor: Any) -> bytes:
 
 
 def _told(data: bytes, what: bytes) -> list[str]:
-    """What the supervisor says in one message. Raises EOFError where it has gone."""
+    """Return the words of one message from the supervisor. Raises EOFError if it is gone."""
     words = data.split(b"\0")
     if words[0] != what:
         raise EOFError(f"no word of its {os.fsdecode(what)}")
@@ -246,7 +246,7 @@ def _told(data: bytes, what: bytes) -> list[str]:
 
 
 def _heard_with_descriptors(supervisor: Any, socket: Any) -> tuple[bytes, list[int]]:
-    """The next message, and what came along. Raises OSError where that is not all of it."""
+    """Return the next message and its descriptors. Raises OSError if some are missing."""
     int_bytes = 4
     data, ancillary, flags, _ = supervisor.recvmsg(
         _MAX_BYTES, socket.CMSG_SPACE(_MAX_DESCRIPTORS * int_bytes), socket.MSG_CMSG_CLOEXEC
@@ -262,8 +262,9 @@ def _heard_with_descriptors(supervisor: Any, socket: Any) -> tuple[bytes, list[i
 
 
 def _take_turn(data: bytes, fds: list[int]) -> None:
-    """Have the rest of the environment: words without a value are of descriptors, in their order, which came along, and
-    values without a name are variables that are not to be there. Raises EOFError where it is no turn."""
+    """Set the rest of the environment. Words without a value name the descriptors that came along, in order; values
+    without a name are variables to remove. Raises EOFError for another message.
+    """
     words = data.split(b"\0")
     if words[0] != GO:
         raise EOFError("it was not given its turn")
@@ -282,12 +283,13 @@ def _take_turn(data: bytes, fds: list[int]) -> None:
 
 
 def _import(wanted: Iterable[str]) -> None:
-    """Import them, in that order. One that fails is the script's to meet; what they warn of, too."""
+    """Import these modules in order, without warnings. The script meets an import that fails."""
     warnings: Any = __import__("warnings")
     show, warnings.showwarning = warnings.showwarning, _ignore
     gc: Any = __import__("gc")
     collects = gc.isenabled()
-    gc.disable()  # modules are no garbage, and going through a million of their objects over and over takes a third
+    # modules are no garbage, and collecting a million of their objects again and again takes a third of the time
+    gc.disable()
     try:
         for name in wanted:
             if name not in sys.modules and (name.partition(".")[0] in (_TORCH, "numpy")):
@@ -300,13 +302,13 @@ def _import(wanted: Iterable[str]) -> None:
     finally:
         warnings.showwarning = show
         gc.freeze()
-        gc.unfreeze()  # which leaves all of them among the old ones, where they would be by now
+        gc.unfreeze()  # moves them to the oldest generation, where they would be by now
         if collects:
             gc.enable()
 
 
 def _ignore(*_args: object, **_named: object) -> None:
-    """A warning."""
+    """Drop a warning."""
 
 
 def _check_path(imported: Mapping[str, ModuleType], path: Sequence[str]) -> None:
@@ -343,12 +345,12 @@ def _opened() -> list[str]:
 
 
 class OutOfSight:
-    """PyTorch as it was imported, until the script imports it: then it is there at once, and the agent with it."""
+    """Hides the imported PyTorch until the script imports it; then it is there at once, and the agent starts."""
 
     def __init__(self, hooks: Hooks) -> None:
-        """Raises AttributeError where its loader is of a make that has no room for this."""
+        """Raises AttributeError if its loader takes no attributes."""
         self._hooks = hooks
-        #: Those that are out of sight now.
+        #: The modules that are hidden now.
         self.modules: dict[str, ModuleType] = {}
         torch = sys.modules.get(_TORCH)
         self._spec: Any = None if torch is None else torch.__spec__
@@ -366,7 +368,7 @@ class OutOfSight:
         sys.meta_path.insert(0, self)
 
     def bring_back(self) -> bool:
-        """Have it in sight for a while, the agent's hooks held; False where there is none, and is to be none."""
+        """Make PyTorch visible for a while, with the agent's hooks deferred. Returns False if it was not imported."""
         if self._spec is None:
             return False
         sys.meta_path.remove(self)
@@ -377,7 +379,7 @@ class OutOfSight:
     def find_spec(
         self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Its own, by which it is not loaded again but given; None for every other module."""
+        """Return PyTorch's own spec, which returns the loaded module; None for all other names."""
         found: ModuleSpec | None = self._spec if name == _TORCH else None
         return found
 
@@ -393,6 +395,6 @@ class OutOfSight:
 
 
 def _end(why: str) -> NoReturn:
-    """Quietly: whoever has started it starts another one, also where this fails in its turn."""
+    """End quietly: the supervisor starts another process."""
     note(f"ended before its turn: {why}")
     os._exit(_NOT_ITS_TURN)

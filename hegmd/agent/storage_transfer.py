@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Carrying:
-    """What is offloaded, and the ways out and back."""
+    """What is offloaded, and how it is offloaded and reloaded."""
 
     def __init__(self) -> None:
         self._offloaded: Offloaded | None = None
@@ -81,7 +81,9 @@ class Carrying:
         self._peers = None  # access between its GPUs is refused to it from now on
 
     def note_left(self) -> None:
-        """What its GPUs have of it while storages are out goes with the driver, and cannot be shown from then on."""
+        """Record what stays on the GPUs while storages are offloaded: the driver transfers it, and it cannot be
+        exported later.
+        """
         if self._offloaded is not None:
             self._showable.note_restored(self._offloaded.left)
         elif self._shown is not None and self._shown.out:
@@ -115,7 +117,7 @@ class Carrying:
         self.forget()
         transfer = _transfer()
         found.keep_what_fits(os.fstat(fd).st_size, transfer.required_bytes)
-        if not found.storages:  # nothing is out then, so nothing has to come back before the process may go on
+        if not found.storages:  # nothing is offloaded, so nothing has to be reloaded
             return 0
         offloaded: Offloaded = transfer.offload(fd, found.storages, found.sizes, progress)
         self._offloaded = offloaded
@@ -144,7 +146,7 @@ class Carrying:
     # ---- copied by the daemon ----------------------------------------------------------------------------------------
 
     def show(self, found: Found, *, partly: bool) -> tuple[Shown, View]:
-        """Show the storages to the daemon; those that cannot be are among them as such if it is `partly`.
+        """Export the storages to the daemon. `partly` includes those that cannot be exported, without a handle.
 
         Raises HegmError.
         """
@@ -162,9 +164,9 @@ class Carrying:
 
 
 def load() -> None:
-    """Read in now what is needed when something is carried: an upgrade replaces the files under a running agent.
+    """Import now what a transfer needs, because an upgrade replaces the files under a running agent.
 
-    What is missing for it is told when it is needed.
+    An import error is reported when the module is needed.
     """
     try:
         for name in ("cache", "cuda_driver", "ipc_storages", "nccl_library", "peers", "transfer", "video_memory"):

@@ -1,7 +1,7 @@
-"""Where the threads of this process are, as text: for a training that makes no step any more.
+"""Where the threads of this process are, as text, for a training that makes no progress.
 
-Read from the agent's own thread, so that it works while the training thread waits in a call of the kernel or of C. A C
-call that keeps the interpreter to itself keeps this from answering, too.
+Runs in the agent's own thread, so that it works while the training thread waits in the kernel or in C code. A C call
+that keeps the interpreter lock prevents this answer too.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""What this process holds in PyTorch storages, and which of them the agent vouches for.
+"""Finds the PyTorch storages of this process, and which of them the agent can offload.
 
-Reads `sys.modules` and never imports torch. Finds every tensor and storage that Python knows of, each storage once:
-what is freed and made again is the memory of the storage, while the storage object, its tensors, views and versions
-stay. Vouched for is only what can be freed and made again without anybody noticing; the rest is counted with a reason.
-Where CUDA is in use its storages are meant, and `cuda_state` has a say; elsewhere the CPU's play video memory, on
-simulated GPUs.
+Reads `sys.modules` and never imports torch. Finds every tensor and storage that Python knows, each storage once. The
+memory of a storage is freed and allocated again; the storage object, its tensors, views and versions stay. The agent
+offloads only what can be freed and allocated again unnoticed; the rest is counted with a reason. If the process uses
+CUDA these are GPU storages, and `cuda_state` adds its reasons. Otherwise CPU storages stand in for them, on simulated
+GPUs.
 
-Tensors that only C++ knows of, as the saved ones of a graph that has not been backwarded, are not found and stay where
-they are. A storage that they share with a tensor found here has more owners than Python knows of and is left alone,
-except the gradient buckets that `reducer_buckets` knows.
+Tensors that only C++ knows, such as the saved ones of a graph before its backward pass, are not found and stay. A
+storage that they share with a tensor found here has more owners than Python knows, and is left alone, except the
+gradient buckets that `reducer_buckets` knows.
 
-Call it while the training thread is parked or in that thread itself: `.grad` is written by PyTorch without any lock.
+Call it while the training thread is parked or in that thread itself: PyTorch writes `.grad` without a lock.
 """
 
 from __future__ import annotations
@@ -79,38 +79,38 @@ class Found:
         self.storages: list[Any] = []
         self.sizes: list[int] = []
         self.left_alone: dict[str, list[int]] = {}
-        #: What it does with CUDA; None where CUDA is not in use.
+        #: How it uses CUDA; None if it does not.
         self.cuda: CudaFacts | None = None
         #: The memory that they lie in; None where CUDA is not in use.
         self.segments: cuda_state.Segments | None = None
         #: Addresses that the script keeps outside of PyTorch, in order, and numbers that may be such.
         self.addresses: list[int] = []
         self.numbers: list[int] = []
-        #: Storages whose owners in C++ find their bytes through them, as gradient buckets.
+        #: Storages whose C++ owners find their bytes through the storage object, such as gradient buckets.
         self.buckets: set[int] = set()
-        #: The parts of that whose storages this process copies itself: where each begins, and its bytes.
+        #: The memory whose storages this process copies itself: start and size of each part.
         self.own: list[tuple[int, int]] = []
-        #: What the parts of the look took.
+        #: How long the parts of the search took.
         self.laps = Laps()
 
     def take(self, storage: Any, size_bytes: int) -> None:
-        """Vouch for one."""
+        """Add a storage that can be offloaded."""
         self.storages.append(storage)
         self.sizes.append(size_bytes)
 
     def is_known(self, address: int, size_bytes: int) -> bool:
-        """Whether the script knows where that storage is. On the CPU a number may be that of an object that is gone."""
+        """Return True if the script knows the storage's address. On the CPU a number may be a stale object's."""
         number_bytes = 1 if self.segments is None else size_bytes
         within = addresses.any_within
         return within(self.addresses, address, size_bytes) or within(self.numbers, address, number_bytes)
 
     def sort_by_address(self) -> None:
-        """Made again in this order, more come to lie where they were: segments are cut from their front."""
+        """Sort by address: allocated again in this order, more storages get their former place."""
         pairs = sorted(zip(self.storages, self.sizes), key=lambda pair: int(pair[0].data_ptr()))
         self.storages, self.sizes = [storage for storage, _ in pairs], [size_bytes for _, size_bytes in pairs]
 
     def leave(self, why: str, size_bytes: int) -> None:
-        """Count one that is left alone."""
+        """Count a storage that is left alone."""
         counted = self.left_alone.setdefault(why, [0, 0])
         counted[0] += 1
         counted[1] += size_bytes
@@ -132,9 +132,9 @@ class Found:
 
 
 def find(showable: cuda_state.Showable | None = None) -> Found:
-    """Every storage of this process. A few milliseconds for each 100,000 objects that the collector knows.
+    """Find every storage of this process. Takes a few milliseconds for each 100,000 objects that the collector knows.
 
-    `showable` is what is known already of the memory on its GPUs.
+    `showable` is what is known about the memory on its GPUs.
     """
     found = Found()
     torch: Any = sys.modules.get("torch")
@@ -166,7 +166,7 @@ def version() -> tuple[str, str] | None:
 
 
 def _owners(torch: Any, found: Found) -> dict[int, tuple[Any, set[int]]]:
-    """Each storage under its address, with the tensors that Python knows of as its owners."""
+    """Return each storage by its address, with the tensors that own it as far as Python knows."""
     storages: dict[int, tuple[Any, set[int]]] = {}
     tensors, bare, *others = _objects_of(torch.Tensor, torch.UntypedStorage, *addresses.kinds())
     found.addresses = addresses.kept([one for several in others for one in several])
@@ -188,10 +188,9 @@ def _owners(torch: Any, found: Found) -> dict[int, tuple[Any, set[int]]]:
 
 
 def _objects_of(*wanted: type[object]) -> tuple[list[Any], ...]:
-    """The collector's objects of each of those classes. Asks for their type: `isinstance` would run code of proxies.
+    """Return the collector's objects of each class. Uses `type`, because `isinstance` would run code of proxies.
 
-    All processes stand while this one is looked through, so the loop over some 100,000 objects has nothing but a look
-    into a set in it.
+    All ranks are parked meanwhile, so the loop over some 100,000 objects does only one set lookup each.
     """
     kinds = [_with_subclasses(base) for base in wanted]
     of_any: frozenset[type[object]] = frozenset(kind for those in kinds for kind in those)
@@ -200,7 +199,7 @@ def _objects_of(*wanted: type[object]) -> tuple[list[Any], ...]:
 
 
 def _with_subclasses(base: type[object]) -> frozenset[type[object]]:
-    """The class and all that come from it. Asks `type` itself: a class may have methods of its own of any name."""
+    """Return the class and all its subclasses. Uses `type` itself: a class may define methods of any name."""
     found: set[type[object]] = set()
     left: list[type[object]] = [base]
     while left:
@@ -212,7 +211,7 @@ def _with_subclasses(base: type[object]) -> frozenset[type[object]]:
 
 
 def _with_relatives(tensors: list[Any]) -> list[Any]:
-    """And the tensors that hang on them inside PyTorch: gradients, and what views are views of."""
+    """Add the tensors that PyTorch attaches to them: gradients, and the bases of views."""
     relatives: list[Any] = []
     for tensor in tensors:
         if tensor.is_leaf and tensor.grad is not None:
@@ -256,7 +255,7 @@ def _judge_all(
 
 
 def _reason_against(torch: Any, storage: Any, owners: int, segments: cuda_state.Segments | None) -> str | None:
-    """Why this storage, which may have so many owners, is left alone; None if it need not be."""
+    """Return why this storage with that many possible owners is left alone; None if it can be offloaded."""
     if storage.device.type != ("cpu" if segments is None else "cuda"):
         return OTHER_DEVICE
     if segments is None and storage.is_shared():  # one of CUDA says so of itself always

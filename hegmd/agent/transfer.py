@@ -1,11 +1,11 @@
-"""Storages' bytes out of the process into a descriptor, and back: the worker's own carrier.
+"""Copies storages' bytes from the process into a descriptor and back: the carrier `worker`.
 
-Owns the layout in the descriptor and the order of things; whether the moment is right is `orders`' business, and how
-bytes are copied that of `copying`. Everything is copied before anything is freed, and everything is allocated before
-anything is copied back, so that a failure half way leaves the process as it was.
+Defines the layout in the descriptor and the order of steps. `orders` decides when, and `copying` copies the bytes.
+Everything is copied before anything is freed, and everything is allocated before anything is copied back, so a failure
+in between leaves the process unchanged.
 
-The layout: a header, a table of places, then the bytes of each storage from a page border on. The nonce in it is drawn
-for each offload: a descriptor with other bytes is refused by it, whatever its size.
+The layout: a header, a table of offsets, then the bytes of the storages, large ones aligned to pages. Each offload
+draws a nonce for the header, so a descriptor with other bytes is refused, whatever its size.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _NONCE_BYTES = 16
 
 
 def required_bytes(sizes: list[int]) -> int:
-    """How large a descriptor has to be for storages of those sizes."""
+    """Return the size of the descriptor for storages of those sizes."""
     places = _places_of(sizes)
     return round_up(places[-1] + sizes[-1]) if sizes else PAGE_BYTES
 
 
 class Offloaded:
-    """Storages whose memory is out of the process, and the descriptor that has it."""
+    """Offloaded storages, and the descriptor with their bytes."""
 
     def __init__(
         self, fd: int, storages: list[Any], sizes: list[int], nonce: bytes, medium: HostMemory | VideoMemory
@@ -59,12 +59,12 @@ class Offloaded:
 
     @property
     def short_bytes(self) -> int:
-        """What was kept beside the storages for later, and could not be had again with them."""
+        """Return how much cached memory could not be allocated again with the storages."""
         return self._medium.short_bytes
 
     @property
     def left(self) -> list[tuple[int, int]]:
-        """What stays on its GPUs while they are out: where each piece begins, and its bytes."""
+        """Return what stays on its GPUs while they are offloaded: start and size of each piece."""
         return self._medium.left
 
     def bring_back(self, fd: int, progress: Callable[[int], None]) -> None:
@@ -95,7 +95,7 @@ class Offloaded:
 
 
 def offload(fd: int, storages: list[Any], sizes: list[int], progress: Callable[[int], None]) -> Offloaded:
-    """Copy the storages into the descriptor and free them; the descriptor then belongs to what is returned.
+    """Copy the storages into the descriptor and free them. The result owns the descriptor.
 
     Raises HegmError, with nothing changed and the descriptor still the caller's.
     """
@@ -133,7 +133,9 @@ def offload(fd: int, storages: list[Any], sizes: list[int], progress: Callable[[
 
 
 def _give_back(medium: HostMemory | VideoMemory) -> None:
-    """Raises nothing: the storages are out, and whoever called has to know that before anything else."""
+    """Return cached memory to the driver. Never raises: the storages are offloaded, and the caller has to learn that
+    first.
+    """
     try:
         medium.give_back()
     except Exception as error:  # noqa: BLE001 - of PyTorch or CUDA; what is kept costs room, and no bytes
@@ -141,7 +143,7 @@ def _give_back(medium: HostMemory | VideoMemory) -> None:
 
 
 def _stay_out_or_undo(offloaded: Offloaded, error: Exception) -> Offloaded:
-    """A storage could not be freed: all as it was, or, without memory for that, all out, where the bytes are held."""
+    """Handle a storage that could not be freed: undo all, or without memory for that, keep all offloaded."""
     note(f"a storage could not be freed: {error!r}")
     try:
         offloaded.bring_back(offloaded.fd, copying.ignore)
@@ -156,7 +158,7 @@ def _stay_out_or_undo(offloaded: Offloaded, error: Exception) -> Offloaded:
 
 
 def _medium(storages: list[Any]) -> HostMemory | VideoMemory:
-    """What the storages' memory is; all of them are of one kind."""
+    """Return the kind of memory of the storages; all are of one kind."""
     if storages and storages[0].device.type == "cuda":
         from .video_memory import VideoMemory
 
@@ -180,14 +182,14 @@ class HostMemory:
         copying.copy_in(fd, spans, progress)
 
     def before_freeing(self, spans: list[Span]) -> None:
-        """Make freeing quick, once the bytes are elsewhere."""
+        """Free the pages, so that freeing the memory is quick."""
         copying.free_pages(spans)
 
     def after_making(self) -> None:
-        """Nothing was kept beside them that others could have taken."""
+        """Do nothing: there is no cached memory to allocate."""
 
     def give_back(self) -> None:
-        """Let go of what is kept after freeing."""
+        """Return unused heap memory to the node."""
         copying.give_back_heap()
 
 
@@ -195,7 +197,9 @@ class HostMemory:
 
 
 def _places_of(sizes: list[int]) -> list[int]:
-    """Where each storage begins: large ones on a page border, small ones one after the other on cache lines."""
+    """Return the offset of each storage: large ones are aligned to pages, small ones follow each
+    other on cache lines.
+    """
     at = round_up(_HEADER.size + _PLACE.size * len(sizes))
     places: list[int] = []
     for size_bytes in sizes:
@@ -207,7 +211,7 @@ def _places_of(sizes: list[int]) -> list[int]:
 
 
 def _spans(storages: list[Any], sizes: list[int]) -> list[Span]:
-    """Where each storage lies in memory and in the descriptor."""
+    """Return address, offset in the descriptor and size of each storage."""
     addresses = [storage.data_ptr() for storage in storages]
     return list(zip(addresses, _places_of(sizes), sizes))
 

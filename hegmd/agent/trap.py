@@ -1,12 +1,12 @@
 """Stops the script's other threads at their next Python instruction, while the training thread is parked.
 
-A thread that sleeps, or waits for something, cannot be asked to stop; but it runs no Python before it comes out of
-that, and then it is stopped. From Python 3.12 on `sys.monitoring` does that, which every debugger, profiler and
-coverage tool can use at the same time. Before, it is the interpreter's own trace function, which each thread has one
-of: a thread that has one already (a debugger's) is left alone, and is not held by the trap.
+A thread that sleeps or waits cannot be asked to stop. But it runs no Python code before it wakes up, and then it is
+stopped. From Python 3.12 on `sys.monitoring` does that, which debuggers, profilers and coverage tools can use at the
+same time. Before that it is the interpreter's trace function, of which each thread has one: a thread that has one
+already, such as a debugger's, is left alone and is not held by the trap.
 
-Owns the hooks, and nothing else: nothing is installed while the trap is not set. No thread is stopped in the standard
-library, nor while it imports a module or writes to a log: it would keep a lock that the agent may need.
+Installs nothing while the trap is not set. Stops no thread in the standard library, while it imports a module, or while
+it writes to a log: it would keep a lock that the agent may need.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _CALLERS = frozenset(
         ("threading.py", "run"),
     )
 )
-# Who is in there has a lock that others may need.
+# A thread in these files holds a lock that others may need.
 _LOCKED = ("importlib/", "logging/", "warnings.py")
 _FROZEN_IMPORT = "<frozen importlib"
 
 
 def library_path(path: str) -> str | None:
-    """Of a file of the standard library its path within it; None for any other file."""
+    """Return the path of a file of the standard library within it; None for any other file."""
     if path.startswith("<frozen "):
         return path
     if not path.startswith(LIBRARY):
@@ -54,7 +54,7 @@ def library_path(path: str) -> str | None:
 
 
 def is_ours(frame: FrameType) -> bool:
-    """Whether the thread of that frame began in the agent."""
+    """Return True if the frame's thread is one of the agent's."""
     first: FrameType = frame
     while first.f_back is not None:
         first = first.f_back
@@ -88,9 +88,10 @@ class Trap:
         self._pid = 0
 
     def set(self, spared: frozenset[int]) -> frozenset[int]:
-        """Catch every thread but those and the agent's; the threads that run no more Python of the script's.
+        """Catch every thread except those in `spared` and the agent's. Returns the threads that run no more code of the
+        script.
 
-        May be called again, for threads that have begun since then.
+        Can be called again for new threads.
         """
         self._spared = spared | {get_ident()}
         self._pid = os.getpid()
@@ -108,7 +109,7 @@ class Trap:
                 threads.clear()
 
     def _begun(self) -> _Monitoring | _Tracing | None:
-        """The hook of this Python. None where there is none: no ctypes, or no free place among the tools."""
+        """Return this Python's hook; None if there is none: without ctypes, or without a free tool number."""
         if self._is_set:
             return self._hook
         try:
@@ -123,7 +124,7 @@ class Trap:
         return self._hook
 
     def lift(self) -> None:
-        """Catch no thread any more. Those that were caught stay where they are until `stop` returns."""
+        """Catch no more threads. Caught ones stay until `stop` returns."""
         if self._is_set and self._hook is not None:
             self._is_set = False
             self._hook.end()
@@ -138,7 +139,7 @@ class Trap:
 
 
 class _Monitoring:
-    """`sys.monitoring`: each instruction of what the threads are in now, and the beginning of everything else."""
+    """`sys.monitoring`: each instruction of running functions, and the start of all others."""
 
     def __init__(self, caught: Callable[[FrameType], None]) -> None:
         self._caught = caught
@@ -150,7 +151,7 @@ class _Monitoring:
         self._kinds: tuple[int, ...] = (events.PY_START, events.PY_RESUME, events.PY_THROW)
 
     def begin(self) -> None:
-        """Raises RuntimeError where all tools are taken."""
+        """Raises RuntimeError if all tool numbers are in use."""
         self._tool = self._taken_tool()
         for kind in (*self._kinds, self._instruction):
             self._monitoring.register_callback(self._tool, kind, self._on_event)
@@ -178,7 +179,7 @@ class _Monitoring:
         return frozenset(threads)
 
     def end(self) -> None:
-        """Nothing is left of it."""
+        """Remove the hook."""
         self._monitoring.set_events(self._tool, 0)
         for code in self._codes.values():
             self._monitoring.set_local_events(self._tool, code, 0)
@@ -192,11 +193,11 @@ class _Monitoring:
 
 
 class _Tracing:
-    """The trace function of each thread, below Python's: CPython 3.9, 3.10 and 3.11, whose structures do not change.
+    """The trace function of each thread in CPython 3.9 to 3.11, whose structures no longer change.
 
-    Where in a thread's structure things are is found out from this thread's own. Another thread's structure is gone as
-    soon as that thread is, and that may be whenever this one gives up the interpreter. So whatever looks at them is one
-    call, of iterators that are all in C, with the collector held back: nothing in there gives the interpreter up.
+    The offsets in a thread's structure are found with this thread's own. Another thread's structure vanishes with its
+    thread, which can happen whenever this thread releases the interpreter. So all structures are read in one call, of
+    iterators in C, with the collector disabled: none of it releases the interpreter.
     """
 
     _WORDS = 32
@@ -222,7 +223,7 @@ class _Tracing:
         self._frames: list[FrameType] = []
 
     def _places(self) -> tuple[int, int]:
-        """At which words of a thread's structure its identifier and its trace function are. Raises RuntimeError."""
+        """Return the word offsets of a thread's identifier and its trace function. Raises RuntimeError."""
 
         def probe(*_what: object) -> None:
             return None
@@ -247,7 +248,7 @@ class _Tracing:
         return list((self._ctypes.c_size_t * self._WORDS).from_address(address))
 
     def _states(self) -> Iterator[int]:
-        """The structure of each thread, one after the other as they are asked for."""
+        """Yield the address of each thread's structure."""
         first = map(self._api.PyInterpreterState_ThreadHead, (self._api.PyInterpreterState_Get(),))
         # Python's functions in C take the argument that they have no use for.
         return takewhile(bool, accumulate(chain(first, repeat(0)), self._api.PyThreadState_Next))
@@ -256,7 +257,7 @@ class _Tracing:
         return map(_VALUE, map(self._ctypes.c_size_t.from_address, map((word * self._word_bytes).__add__, states)))
 
     def _functions(self) -> dict[int, int]:
-        """Of each thread the trace function that it has, 0 for none."""
+        """Return each thread's trace function, 0 for none."""
         one, other = tee(self._states())
         with NoCollection():
             return dict(zip(self._read(one, self._thread_word), self._read(other, self._trace_word)))
@@ -271,7 +272,7 @@ class _Tracing:
             all(map(_IS_ZERO, changed))
 
     def begin(self) -> None:
-        """Nothing is common to all threads."""
+        """Do nothing: there is no common setup."""
 
     def watch(self, threads: dict[int, FrameType]) -> frozenset[int]:
         """Have those threads caught; which of them will be."""
@@ -290,7 +291,7 @@ class _Tracing:
         return frozenset([ident for ident in threads if before.get(ident) == self._address])
 
     def end(self) -> None:
-        """Nothing is left of it."""
+        """Remove the trace functions."""
         self._replace(frozenset(self._functions()), self._address, None)
         for frame in self._frames:
             frame.f_trace_opcodes = False
@@ -312,10 +313,10 @@ _AND = bool.__and__
 
 
 class NoCollection:
-    """A block in which nothing is collected, since that may run Python, and other threads meanwhile.
+    """Disables the collector in a block: a collection may run Python code, and other threads meanwhile.
 
-    CPython 3.11 makes the object of a frame when another asks for it, and is killed by SIGSEGV where a collection lets
-    the thread go on that the frame is of.
+    CPython 3.11 creates a frame object when another thread asks for it, and crashes with SIGSEGV if a collection lets
+    the frame's thread continue.
     """
 
     def __enter__(self) -> None:

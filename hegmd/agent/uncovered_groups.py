@@ -1,6 +1,6 @@
-"""What the agent cannot disconnect, each with the group and the reason. The driver would lose a job that has any of it.
+"""Finds what the agent cannot disconnect, each with the group and the reason. The driver would lose a job that has any.
 
-Reads what the process has loaded and what is alive in it. Imports nothing and changes nothing. A reason is a sentence.
+Reads what the process has loaded and its live objects. Imports nothing and changes nothing. A reason is a sentence.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _REGISTERING = ("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "NCCL_USE_TENSO
 
 
 def loaded() -> list[str]:
-    """Paths of all copies of NCCL that are mapped into this process, each once."""
+    """Return the paths of all copies of NCCL that are mapped into this process."""
     return _mapped(_NCCL_FILE)
 
 
 def reasons(torch: Any, groups: list[GroupBackend], library: Library | None) -> list[str]:
-    """Every reason against disconnecting these groups of this process; not NVLS, which the daemon tells by itself."""
+    """Return every reason against disconnecting these groups. Leaves out NVLS, which the daemon detects itself."""
     found = [reason for group in groups for reason in _of_group(group, library)]
     if any(group.kind == NCCL for group in groups):
         found.extend(_of_process(torch, groups, library))
@@ -81,7 +81,7 @@ def _of_process(torch: Any, groups: list[GroupBackend], library: Library | None)
 
 
 def _registered(torch: Any, alive: frozenset[type[object]]) -> Iterator[str]:
-    """Memory that peers have mapped besides the communicators' own."""
+    """Yield memory outside the communicators that peers have mapped."""
     symmetric = sys.modules.get(_SYMMETRIC)
     if symmetric is not None and any(
         getattr(symmetric, name, None) for name in ("_group_name_to_store", "_group_name_to_workspace_tensor")
@@ -95,7 +95,7 @@ def _registered(torch: Any, alive: frozenset[type[object]]) -> Iterator[str]:
 
 
 def _foreign(torch: Any, alive: frozenset[type[object]]) -> Iterator[str]:
-    """Communicators that torch.distributed does not list."""
+    """Yield communicators that torch.distributed does not list."""
     mapped = {path: path.rpartition("/")[2] for path in _mapped(_NCCL_FILE, *_FOREIGN_FILES)}
     copies = [path for path, name in mapped.items() if name.startswith(_NCCL_FILE)]
     if len(copies) > 1:
@@ -113,14 +113,14 @@ def _foreign(torch: Any, alive: frozenset[type[object]]) -> Iterator[str]:
 
 
 def _is_alive(module: str, names: tuple[str, ...], alive: frozenset[type[object]]) -> bool:
-    """Whether an object of one of these classes exists; yes where that cannot be seen."""
+    """Return True if an object of one of these classes exists, or may exist."""
     known = [getattr(sys.modules[module], name, None) for name in names]
     kinds = [kind for kind in known if isinstance(kind, type) and kind.__flags__ & _TRACKED]
     return len(kinds) < len(names) or any(kind in alive for kind in kinds)
 
 
 def _mapped(*names: str) -> list[str]:
-    """Paths of mapped files whose names begin with one of these."""
+    """Return the paths of mapped files whose names start with one of these."""
     found: dict[str, None] = {}
     starts = tuple(name.encode() for name in names)
     try:

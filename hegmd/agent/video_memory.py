@@ -1,8 +1,9 @@
-"""Storages' bytes between a GPU and a descriptor, by this process's own copies: what is left where nothing is faster.
+"""Copies storages' bytes between a GPU and a descriptor with this process's own copies, if no faster carrier is
+possible.
 
-Owns the way over host memory: each thread has a buffer of one piece, copies from the GPU into it and from there into
-the descriptor, and the other way round. The buffers are not pinned, because pinned memory in the worker makes the
-driver's own part slower by far more than it would save (0.8 s for 33 GiB; docs/benchmarks.md).
+Each thread has a buffer of one piece in host memory, copies from the GPU into it and from there into the descriptor,
+and the reverse. The buffers are not pinned, because pinned memory in the worker slows down the driver's part by far
+more than it would save (0.8 s for 33 GiB; docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class VideoMemory:
 
     @property
     def short_bytes(self) -> int:
-        """What its allocator had kept for later and could not have again."""
+        """Return how much cached memory the allocator could not get back."""
         return 0 if self._cache is None else self._cache.short_bytes
 
     @property
     def left(self) -> list[tuple[int, int]]:
-        """What the allocator has kept while the storages are out: where each segment begins, and its bytes."""
+        """Return what the allocator keeps while the storages are offloaded: start and size of each segment."""
         return [] if self._cache is None else self._cache.left
 
     def copy_out(self, fd: int, capacity_bytes: int, spans: list[Span], progress: Callable[[int], None]) -> None:
@@ -65,12 +66,12 @@ class VideoMemory:
         self._copy_all(copy, spans, progress)
 
     def before_freeing(self, spans: list[Span]) -> None:
-        """Nothing makes it quicker. What PyTorch keeps for later is noted, since it is given back with them."""
+        """Record what PyTorch caches, since it is returned with the storages."""
         storages = [(address, size_bytes) for address, _, size_bytes in spans]
         self._cache = Cache(self._torch, cuda_state.Segments(self._torch), self._devices, storages)
 
     def after_making(self) -> None:
-        """Have what PyTorch had kept for later, while the room for it is this process's own."""
+        """Allocate what PyTorch had cached, while the reservation for it is this process's own."""
         if self._cache is not None:
             self._cache.take()
             self._cache.let_go()
@@ -83,7 +84,7 @@ class VideoMemory:
             self._cache.note_given_back()
 
     def _copy_all(self, copy: Copy, spans: list[Span], progress: Callable[[int], None]) -> None:
-        """One device after the other: a thread copies in the context of the device."""
+        """Copy device by device: a thread copies in the context of the device."""
         done_bytes = 0
         for device in sorted(set(self._devices)):
             self._torch.cuda.set_device(device)
@@ -99,7 +100,7 @@ class VideoMemory:
                 progress(before_bytes + so_far_bytes)
 
             copying.in_threads(copy_there, mine, tell)
-            self._torch.cuda.synchronize(device)  # what was copied from memory that is not pinned may be on its way
+            self._torch.cuda.synchronize(device)  # copies from unpinned memory may still be under way
             done_bytes += sum(span[2] for span in mine)
 
     def _buffer(self) -> _Lent:
@@ -107,7 +108,7 @@ class VideoMemory:
 
 
 class _Lent:
-    """A buffer for one piece, from those that no thread has now."""
+    """A buffer for one piece that no thread uses now."""
 
     def __init__(self, buffers: list[ctypes.Array[ctypes.c_char]]) -> None:
         self._buffers = buffers

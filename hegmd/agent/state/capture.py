@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any
 
-    #: A name, what it is to give, and the line where it is called if that is not the head of the loop.
+    #: A name, what it has to return, and the line of the call if that is not the head of the loop.
     _Need = tuple[str, Any, "int | None"]
 
-#: Of a state as a whole: to be raised when what is in it, or how it is meant, changes. A test knows each.
+#: The version of the state as a whole. Raise it when its content or meaning changes; a test knows each version.
 FORM = 3
 #: Names that call `range` and `enumerate` for the script.
 _ALSO = {"range": {"trange", "tnrange"}, "enumerate": {"resumable", "tenumerate"}}
@@ -120,7 +120,7 @@ class _Taking:
         return {"path": place.path, "loops": loops, "driver": number}
 
     def _made_before(self, needs: list[_Need], look: dict[str, Any], loop: Loop, path: Any) -> list[_Need]:
-        """A count over a loader that was made above the loop, for a bar, is made otherwise where the pass began."""
+        """Return the needs if the pass began above the loop, such as to count batches for a bar."""
         found = next((part for part in _parts_of(look) if part["kind"] == "enumerate"), None)
         inner = found["of"] if found is not None else {"kind": None}
         if "enumerate" in loop.names or inner["kind"] != "loader":
@@ -131,7 +131,7 @@ class _Taking:
         return [(name, value, began[-1][3] if name == "enumerate" else line) for name, value, line in needs]
 
     def _check_names(self, needs: list[_Need], loop: Loop, step: Any) -> None:
-        """Only what is made in the head of a loop can be made otherwise there."""
+        """Refuse names that are called outside the head of the loop: only there they can be replaced."""
         for name in {name for name, _value, line in needs if line is None} - loop.names:
             if not loop.names & _ALSO[name]:
                 where = said((*step[:3], loop.line))
@@ -139,7 +139,7 @@ class _Taking:
                 self._refuse(what, f"write {name}(...) in the head of the loop")
 
     def _check_asked(self, look: dict[str, Any], driver: Any, head: Any) -> None:
-        """Whoever asks for the first batch of a pass made again has to be the loop."""
+        """Refuse a pass whose first batch is not requested by the loop."""
         numbers = set(_loaders_in(look)) - {self._number_of(driver)}
         for found in passes.all_followed():
             if found.number in numbers:
@@ -150,7 +150,7 @@ class _Taking:
         return None if found is None else found.number
 
     def _look_into_zip(self, iterator: Any, driver: Any) -> dict[str, Any]:
-        """Of the parts of a zip that is asked, those before the one that is being asked have given one more."""
+        """Look into a zip: of its parts, those before the one that is being asked have given one more."""
         parts = iterator.__reduce__()[1]
         looks = [look_into(part, 0, self._number_of) for part in parts]
         number = self._number_of(driver)
@@ -164,7 +164,9 @@ class _Taking:
             self._note_loaders(inner)
 
     def _needs(self, look: dict[str, Any], step: Any, line: int) -> Iterator[_Need]:
-        """What the names in the head of this loop have to give when it is entered again, in the order of asking."""
+        """Yield what the names in the head of this loop have to return when it is entered again, in the order of the
+        calls.
+        """
         if look["kind"] == "range":
             yield "range", look["rest"], None
         elif look["kind"] == "other":
@@ -180,7 +182,7 @@ class _Taking:
 
     def _passes(self, place: Place) -> Iterator[dict[str, Any]]:
         if any(found.number not in self._numbers and not found.sent for found in passes.all_followed()):
-            gc.collect()  # passes that are over, but for what holds them in a circle
+            gc.collect()  # frees finished passes that are in reference cycles
         for found in passes.all_followed():
             given = self._numbers.get(found.number)
             iterator = found.iterator()
@@ -205,7 +207,7 @@ class _Taking:
     # ---- what has a state -------------------------------------------------------------------------------------------
 
     def _chosen(self, holdings: Holdings) -> Iterator[Holding]:
-        """What goes along: what a restarted script will hold too, of tensors those that have been written to."""
+        """Yield what to save: what a restarted script will have too; of tensors those that have been written to."""
         written: set[int] = set()
         if self._baseline is not None:
             written = self._baseline.written_to(holdings.list)

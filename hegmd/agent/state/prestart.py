@@ -1,7 +1,7 @@
-"""What a prestarted process may import while this one still trains: PyTorch, and nothing else.
+"""Reports what a prestarted process can import while this one still trains: PyTorch, and nothing else.
 
-Only if the script cannot notice: its environment is the one that it was started with, since a script that sets a
-variable before it imports PyTorch means PyTorch to see it; and its supervisor starts it directly.
+Only if the script cannot notice. Its environment has to be the one that it started with, since a script that sets a
+variable before it imports PyTorch wants PyTorch to see it. Its supervisor has to be its parent.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from typing import Any
 
-#: Who has a launcher of any kind between itself and its supervisor.
+#: Variables of a process with a launcher between itself and its supervisor.
 _LAUNCHED = (b"RANK", b"HEGM_LAUNCHER")
-# What Python and PyTorch put into the environment by themselves; all of it is read when it is used, long after imports.
+# Variables that Python and PyTorch set themselves; they are read long after imports.
 _BY_THEMSELVES = frozenset(
     b"LC_CTYPE CUDA_MODULE_LOADING TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR KMP_DUPLICATE_LIB_OK "
     b"DISABLE_CUPTI_LAZY_REINIT TEARDOWN_CUPTI".split()
@@ -44,7 +44,7 @@ class Beforehand:
 
 
 def beforehand(*, is_launched: bool = False) -> Beforehand:
-    """What may be imported for the script of this process; nothing where that is none of another process's business.
+    """Return what can be imported for the script of this process; nothing if the script could notice.
 
     `is_launched` is True for a rank whose launcher is its supervisor.
     """
@@ -65,7 +65,7 @@ def _is_wanted(name: str) -> bool:
 
 
 def _has_changed(environ: Mapping[bytes, bytes]) -> bool:
-    """Whether the script, or what it has imported, has set or removed variables."""
+    """Return True if the script, or a module that it imported, has set or removed variables."""
     try:
         with open("/proc/self/environ", "rb") as file:
             began = dict(_pairs(file.read().split(b"\0")))
@@ -84,7 +84,7 @@ def _has_changed(environ: Mapping[bytes, bytes]) -> bool:
 
 
 def _given_by_turn() -> Mapping[bytes, bytes | None]:
-    """What this process was given or lost when its turn came, if it waited for one at all."""
+    """Return the variables that this process was given, or lost, when its turn came."""
     standby: Any = sys.modules.get(__name__.rsplit(".", 2)[0] + ".standby")
     given: Mapping[bytes, bytes | None] = {} if standby is None else standby.by_turn
     return given

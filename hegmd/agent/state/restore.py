@@ -52,7 +52,7 @@ def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
     for saved, found in stateful_ones:
         kind_table.put(found, saved["content"])
     if any(is_open(found) for _saved, found in stateful_ones):
-        pairs, reasons = _compared(state, frames)  # what is in them may be another thing now
+        pairs, reasons = _compared(state, frames)  # their content may be another object now
         if reasons:
             raise DoesNotFit(reasons)
     told: list[str] = []
@@ -77,7 +77,7 @@ def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
 
 
 def _compared(state: dict[str, Any], frames: list[FrameType]) -> tuple[dict[int, tuple[Any, Holding]], list[str]]:
-    """What was taken, each with what the script holds here, and why they do not fit."""
+    """Return what was saved, each with what the script holds here, and why they do not fit."""
     pairs, reasons = _matched(state["holdings"], Holdings(frames).list)
     references = kind_table.references_of({index: found for index, (_saved, found) in pairs.items()})
     for saved, found in pairs.values():
@@ -90,34 +90,34 @@ def _optimizers_in(pairs: dict[int, tuple[Any, Holding]]) -> list[Any]:
 
 
 def _say_anew(names: list[str]) -> None:
-    """What of the script's own is as in a script that has just begun, on stderr: its output is the script's."""
+    """Write to stderr which of the script's variables begin anew; standard output belongs to the script."""
     if names:
         text = f"hegm: begins anew after the restart: {'; '.join(names)}. hegm.keep keeps such things.\n"
         os.write(2, text.encode(errors="replace"))
 
 
 def _say_unseen(names: list[str]) -> None:
-    """What may be as in a script that has just begun, since nobody has looked, on stderr."""
+    """Write to stderr what may begin anew because it was not searched."""
     if names:
         text = f"hegm: not looked at, and so begins anew after the restart: {'; '.join(names)}. hegm.keep keeps it.\n"
         os.write(2, text.encode(errors="replace"))
 
 
 def _say_otherwise(told: list[str]) -> None:
-    """What another kind of device has otherwise, on stderr."""
+    """Write to stderr what differs on another type of device."""
     if told:
         os.write(2, f"hegm: after the restart: {'; '.join(told)}.\n".encode(errors="replace"))
 
 
 def _tensors_in(pairs: dict[int, tuple[Any, Holding]]) -> Iterator[tuple[Any, Any]]:
-    """Of all modules each tensor that was taken, with the one here."""
+    """Yield each saved tensor of all modules, with the one here."""
     for saved, found in pairs.values():
         if found.kind == MODULE:
             yield from contents.tensors_beside(found.thing, saved["content"])
 
 
 def _matched(saved: list[Any], here: list[Holding]) -> tuple[dict[int, tuple[Any, Holding]], list[str]]:
-    """Each saved thing with the one here that has its names, one of the same class where there is one."""
+    """Return each saved object with the one here that has its names, preferably one of the same class."""
     names = [entry["names"] for entry in saved], [found.names for found in here]
 
     def is_alike(mine: int, yours: int) -> bool:

@@ -1,4 +1,4 @@
-"""The exits of workers whose state is kept: of one that saved it, and of one in which it could not be restored.
+"""Saves the state and ends workers: one that has saved its state, or one in which it could not be restored.
 
 `save` writes into a descriptor while the training thread is parked. `leave` flushes all output and exits with code 99,
 and `end_unrestored` with 98; neither returns. Exit handlers do not run: the training has not ended, and they could
@@ -32,9 +32,9 @@ UNRESTORED_STATUS = 98
 
 
 def weigh() -> tuple[int, list[Refusal], list[str]]:
-    """How many bytes the state comes to, what stands against a restart, and what begins anew after one.
+    """Return the size of the state, what prevents a restart, and what begins anew after one.
 
-    Left out is what is over by itself. The training thread is at a boundary.
+    Reasons that pass by themselves are left out. The training thread is at a boundary.
     """
     from .capture import capture
     from .code import source_check
@@ -58,7 +58,7 @@ class TooLarge(Exception):
 
 
 class Prevented(Exception):
-    """What prevents that the state is saved; where all of it is over by itself, `passes` is set."""
+    """Reasons that prevent saving the state; `passes` is True if all of them pass by themselves."""
 
     def __init__(self, refusals: list[Refusal]) -> None:
         super().__init__("; ".join([found.what for found in refusals]))
@@ -67,11 +67,11 @@ class Prevented(Exception):
 
 
 def snapshot(fd: int | None, most_bytes: int, begin: Callable[[], object]) -> tuple[int, list[str], Rest | None]:
-    """Write the state of the parked training, which then goes on, into the beginning of a descriptor.
+    """Write the state of the parked training to the start of a descriptor. The training then continues.
 
-    Return how many bytes it has, what begins anew in a process that is started from it, and what is still to be written
-    while the training goes on. `begin` is called before the first byte is written. What the script has printed is
-    flushed before. Raises TooLarge, Prevented, OSError and HegmError.
+    Returns the size, what begins anew in a process that starts from it, and what is still to be written while the
+    training continues. Calls `begin` before the first byte is written. Flushes the script's output first. Raises
+    TooLarge, Prevented, OSError and HegmError.
     """
     from .capture import capture
     from .code import source_check
@@ -113,9 +113,9 @@ def save(
     frame: FrameType | None = None,
     tell: Callable[[list[str]], object] | None = None,
 ) -> int:
-    """Write the state of the training, which stands, into the descriptor; how many bytes. Raises HegmError, OSError.
+    """Write the state of the parked training to the descriptor, and return its size. Raises HegmError, OSError.
 
-    `tell` is called, once it is written, with what begins anew after a restart from it.
+    Once it is written, `tell` gets what begins anew after a restart from it.
     """
     from .storage import pinned_buffers
 
@@ -155,18 +155,18 @@ def _save(
 
 
 def hints_of(refusals: list[Refusal]) -> str:
-    """What to change, for all of them: each thing once."""
+    """Join the hints of all refusals, each once."""
     return "; and ".join(dict.fromkeys(found.hint for found in refusals))
 
 
 def not_plain(state: dict[str, Any], error: Any) -> Refusal:
-    """That something which goes along has no form in a state file."""
+    """Return the refusal for an object that has no form in a state file."""
     hint = _DENSE if "torch.sparse_" in error.why else _HELD_ELSEWHERE
     return Refusal(f"{_named(state, error.path)} {error.why}, which no state file holds", hint)
 
 
 def leave() -> NoReturn:
-    """End the process: what it has written is flushed, its loaders' workers end with it."""
+    """Flush all output and end the process. The workers of its loaders end with it."""
     flush_all()
     processes = sys.modules.get("multiprocessing.process")
     for child in list(getattr(processes, "_children", ())):
@@ -178,7 +178,7 @@ def leave() -> NoReturn:
 
 
 def end_unrestored(reasons: list[str]) -> NoReturn:
-    """Say why a restarted worker is not to go on, and end it before it has done a step: its state is whole."""
+    """Print why the state was not restored, and end the worker before it has made a step. Its state stays complete."""
     flush_all()
     text = f"hegm: the training was not restarted: {'; '.join(reasons)}. Nothing of its state was used up.\n"
     os.write(2, text.encode(errors="replace"))
@@ -186,12 +186,12 @@ def end_unrestored(reasons: list[str]) -> NoReturn:
 
 
 def tell_waiting() -> None:
-    """Say that this Python, another than the one that left its state, has ended without it."""
+    """Print that this script is another one than the one that saved the state, and has ended without it."""
     os.write(2, b"hegm: this script is not the one that left its state, which waits for that one.\n")
 
 
 def left_status() -> int:
-    """What a worker ends with that has left its state."""
+    """Return the exit code of a worker that has saved its state."""
     try:
         return int(os.environ["HEGM_EXIT_CODE"])
     except (KeyError, ValueError):
@@ -206,7 +206,7 @@ _descriptors: list[str] = []
 
 
 def _flush_again() -> None:
-    """The same as `flush_all`, which takes a fifth of a second, but that only files opened since are looked for."""
+    """Flush all output again. Only files opened since are searched: a full search takes a fifth of a second."""
     global _descriptors  # noqa: PLW0603 - one process
     weakref: Any = sys.modules["weakref"]
     now = _open_files()
@@ -217,7 +217,7 @@ def _flush_again() -> None:
 
 
 def _open_files() -> list[str]:
-    """Each descriptor that is of a file or a pipe, with what it is of."""
+    """Return the descriptors of files and pipes, each with its target."""
     found: list[str] = []
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -228,7 +228,7 @@ def _open_files() -> list[str]:
 
 
 def flush_all() -> None:
-    """Every file that the script writes to, wherever it holds it; text before the bytes under it."""
+    """Flush every file that the script writes to, wherever it is referenced; text layers before their buffers."""
     _flush(_open_writers())
 
 
@@ -253,7 +253,7 @@ def _flush(files: list[Any]) -> None:
 
 
 def _named(state: dict[str, Any], path: str) -> str:
-    """The path in the state in the script's words, as far as it is about something that the script holds."""
+    """Return the path in the state in the script's words, as far as it concerns what the script holds."""
     import re
 
     match = re.match(r"holdings\[(\d+)\](?:\.content)?(.*)", path)

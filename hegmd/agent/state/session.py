@@ -1,9 +1,9 @@
-"""What a worker that may be restarted has from its start: its loaders' passes followed, and, restarted, its state due.
+"""Prepares a worker that can be restarted: follows its loaders' passes, and restores its state if it is a restarted
+one.
 
-Owns the hooks and the moment at which the state is put back: when the script comes to the place where it was taken,
-before anything else is done there. Until then a step of any optimizer, or the end of the script, is an error: a script
-that begins anew by itself is what a restart must never be. Nothing is left of this once the place is reached but the
-note of each pass over a loader.
+Owns the hooks, and the moment at which the state is restored: when the script reaches the place where it was saved.
+Before that, an optimizer's step or the end of the script is an error, because a restarted script must never begin anew
+unnoticed. After that only the record of each pass over a loader remains.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _passes = 0
 
 
 def is_wanted() -> bool:
-    """Whether this process may be restarted, or was."""
+    """Return True if this process can be restarted, or was."""
     return os.environ.get(ALLOWED, "") not in ("", "0") or inherited.is_there()
 
 
 def is_due() -> bool:
-    """Whether this process has a state that it has not come to the place of."""
+    """Return True while this process has a state whose place it has not reached."""
     return _due is not None
 
 
@@ -105,7 +105,7 @@ class Due:
         self._undo.append(lambda: setattr(said, "enumerate_loader", enumerate))
 
     def watch_batches(self, module: Any) -> None:
-        """Be asked before any loader's iterator is."""
+        """Run before any loader's iterator is asked."""
         kind = module._BaseDataLoaderIter
         before: Callable[[Any], Any] = kind.__next__
 
@@ -119,7 +119,7 @@ class Due:
         self._undo.append(lambda: setattr(kind, "__next__", before))
 
     def forbid_steps(self, module: Any) -> None:
-        """From now on a step before the place is reached ends the process."""
+        """End the process at a step before the place is reached."""
         register = getattr(module, "register_optimizer_step_pre_hook", None)
         if register is None:
             end_unrestored(["this PyTorch has no hooks before optimizers' steps (2.0 has)"])
@@ -132,7 +132,7 @@ class Due:
         self._undo.append(register(before_step).remove)
 
     def again(self, loader: Any, path: Any, number: int, make: Callable[[Any], Any]) -> Any:
-        """The pass of that place, made again; None if it is none of the state's."""
+        """Make the pass of that place again; return None if the state has none there."""
         state = self._read()
         for index, taken in enumerate(self._passes):
             if [tuple(step) for step in taken["path"]] == list(path):
@@ -151,7 +151,7 @@ class Due:
         return iterator
 
     def _arrive_asked(self, frame: FrameType) -> None:
-        """At its place, if it is there that the pass is asked."""
+        """Arrive if the pass is asked at the saved place."""
         frames = script_frames(frame)
         here, there = path_of(frames), tuple(tuple(step) for step in self._read()["place"]["path"])
         if here != there and not any(accelerate_hf.is_own(found) for found in frames):
@@ -160,7 +160,7 @@ class Due:
         self.arrive(frame)
 
     def arrive(self, frame: FrameType) -> None:
-        """The script is at its place: put everything back, and be gone but for workers that rest until their pass."""
+        """Restore everything: the script is at its place. Only workers that wait for their pass remain."""
         from ..lifecycle import note_restarted
         from .restore import put_back
 
@@ -180,7 +180,7 @@ class Due:
         self._state = {"place": {"driver": None}}
         self._awaited = None
         passes.resting[:] = [taken for taken in self._passes if taken["rests"]]
-        self._passes = passes.resting  # one list: what is not begun again goes into the next state as it is
+        self._passes = passes.resting  # shared list: passes that are not started again go into the next state unchanged
         while self._undo:
             self._undo.pop()()
         _arrived()
@@ -188,17 +188,17 @@ class Due:
         note_restarted(inherited.step())
 
     def _enumerate(self, loader: Any) -> Any:
-        """What `hegm.resumable` gives meanwhile."""
+        """Return what `hegm.resumable` yields until the place is reached."""
         return enumerate(loader, self._needed("enumerate", caller()) or 0)
 
     def _needed(self, name: str, frame: FrameType) -> Any:
-        if _is_half_imported():  # by whom of those that are asked for their loops it imports itself, as it does tqdm
+        if _is_half_imported():  # one of the packages whose loops are restored imports it itself, such as tqdm
             return None
         self._read()
         return self._entering.need(name, frame) if self._entering is not None else None
 
     def _read(self) -> dict[str, Any]:
-        """The state. Not read before it is needed: while PyTorch is being imported it could make no tensors."""
+        """Read the state, not before it is needed: while PyTorch is being imported it could create no tensors."""
         state = self._state
         if state is None:
             try:
@@ -211,7 +211,7 @@ class Due:
         return state
 
     def place(self) -> Any:
-        """Where it was taken: the script's frames, from the outermost."""
+        """Return where it was saved: the script's frames, outermost first."""
         return self._read()["place"]["path"]
 
     def not_entered(self) -> list[str]:
@@ -231,7 +231,7 @@ def _arrived() -> None:
 
 
 def _is_half_imported() -> bool:
-    """Whether PyTorch is: what makes tensors of a state then imports parts of it before their time."""
+    """Return True while PyTorch is being imported: creating tensors would import parts of it too early."""
     spec = getattr(sys.modules.get("torch"), "__spec__", None)
     return bool(getattr(spec, "_initializing", False))
 

@@ -1,8 +1,9 @@
-"""What a script's code changes, from its bytecode: variables that it sets, and containers that it alters in place.
+"""Finds what a script's code changes, from its bytecode: variables that it sets, and containers that it alters in
+place.
 
 The value stack is followed as far as needed to find the target of an `.append`, a subscript or an attribute. The code
-that a loop reaches is found by names: what the loop mentions, calls implicitly, or contains. So more may be found than
-a run would change. Code that only sets things up is not part of the loop and is not found.
+that a loop reaches is found by names: what the loop mentions, calls implicitly, or contains. So it can find more than a
+run would change. Code outside the loop, such as setup code, is not searched.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LOCAL = "local"
 GLOBAL = "global"
 ATTRIBUTE = "attribute"
 _DATA = "data"
-_OPTIMIZED = 0x1  # a function's code, and neither a module's nor a class's
+_OPTIMIZED = 0x1  # set for a function's code, not for a module's or a class's
 #: Functions of the script that are looked through for what they change.
 MAX_CODES = 600
 _MUTATORS = frozenset(
@@ -67,7 +68,7 @@ class Changes:
         self._parameters = frozenset(code.co_varnames[1 if self._own == "self" else 0 : code.co_argcount])
         self._loops = loops_of(code)
         self._stack: list[tuple[str, str] | None] = []
-        self._with_data: set[tuple[str, str]] = set()  # whose `.data` is asked for: a tensor's is its own memory
+        self._with_data: set[tuple[str, str]] = set()  # variables whose `.data` is read: it shares the tensor's memory
         is_function = bool(code.co_flags & _OPTIMIZED)
         self._names_are = LOCAL if is_function else GLOBAL
         for found in self._loops.instructions():
@@ -77,17 +78,17 @@ class Changes:
                 self._follow(found)
 
     def within(self, offsets: Iterable[int] | None) -> Iterator[Change]:
-        """Those at these offsets; all of them for None."""
+        """Yield the changes at these offsets; all changes for None."""
         chosen = None if offsets is None else set(offsets)
         return (found for found in self.found if chosen is None or found.offset in chosen)
 
     def mentions(self, offsets: Iterable[int] | None) -> set[str]:
-        """Names of anything at these offsets."""
+        """Return all names that are mentioned at these offsets."""
         chosen = None if offsets is None else set(offsets)
         return {name for offset, name in self.mentioned if chosen is None or offset in chosen}
 
     def alters_what_it_is_given(self) -> bool:
-        """Whether it alters a container that it was called with, or has one altered that way."""
+        """Return True if it alters a container that was passed to it, directly or by a call."""
         alters = any(
             found.kind == LOCAL and not found.is_stored and found.name in self._parameters for found in self.found
         )
@@ -123,14 +124,14 @@ class Changes:
         elif "_FAST" in name or "_DEREF" in name:
             self._follow_variable(found)
         elif name == "BINARY_SUBSCR" or (name == "BINARY_OP" and found.argrepr.startswith("[")):
-            self._stack = [*self._stack[:-2], self._at(1)]  # what is in a container counts as it
+            self._stack = [*self._stack[:-2], self._at(1)]  # an element counts as its container
         elif name in ("COPY", "DUP_TOP", "DUP_TOP_TWO", "SWAP", "ROT_TWO", "ROT_THREE", "ROT_FOUR"):
             self._shuffle(found)
         else:
             self._follow_any(found)
 
     def _follow_any(self, found: Any) -> None:
-        """Of anything else only how much it leaves is known; what lies on top then is new, if it gives anything."""
+        """Follow any other instruction: only its stack effect is known, and a value on top counts as new."""
         import dis
 
         argument = found.arg if found.opcode >= dis.HAVE_ARGUMENT else None
@@ -204,12 +205,12 @@ class Changes:
 
 @cache
 def changes_of(code: CodeType) -> Changes:
-    """What this code changes, looked at once."""
+    """Return what this code changes, cached."""
     return Changes(code)
 
 
 def nested_in(code: CodeType) -> Iterator[CodeType]:
-    """The functions that are written within this code, at any depth; for a module or a class their functions."""
+    """Yield the functions that are defined within this code, at any depth; for a module or a class its functions."""
     kind: Any = type(code)
     for found in code.co_consts:
         if is_a(found, kind):
@@ -247,7 +248,9 @@ class Functions:
                 self._add(name, value, None)
 
     def reached_from(self, names: Iterable[str], codes: Iterable[tuple[CodeType, str]]) -> Iterator[Function]:
-        """What runs when code that mentions these names does, and the functions of those modules given by code."""
+        """Yield the functions that code which mentions these names reaches, and the modules' functions
+        given by code.
+        """
         left = [Function(code.co_name, code, module, None) for code, module in codes]
         left += self._called
         left += [found for name in names for found in self._by_name.get(name, ())]
@@ -289,7 +292,7 @@ class Functions:
 
 
 def _functions_of(value: Any) -> Iterator[Any]:
-    """The Python functions that make this up: itself, those of a property, what a decorator has wrapped."""
+    """Yield the Python functions of this value: itself, a property's, and the one that a decorator wraps."""
     parts = [getattr(value, part, None) for part in ("fget", "fset", "func", "__func__")] if value is not None else []
     left = [value, *parts]
     for _step in range(8):
@@ -303,7 +306,7 @@ def _is_dunder(name: str) -> bool:
 
 
 def _overrides(owner: Any, name: str) -> bool:
-    """Whether a class that is not the script's has a method of that name: then somebody else calls it."""
+    """Return True if a base class outside the script has a method of that name: then other code can call it."""
     return any(name in vars(base) and not _is_scripts(base) for base in owner.__mro__[1:])
 
 

@@ -1,10 +1,10 @@
-"""What has changed in the script since it first reached its loop, found by comparing two moments.
+"""Finds what has changed in the script since it first reached its loop, by comparing two moments.
 
-`assignments` finds what the code names. A variable that a closure counts with, a default that is altered, an attribute
-set by `setattr` or on an object of a library, a list that a hook fills: these are found only by comparing. So all
-places that can hold a value are read when the script first reaches a loop, and each is remembered by a fingerprint,
-which keeps nothing alive. Variables of running functions are not among them: the code says more about those, for
-example which are not read again.
+`assignments` finds what the code names. Other changes are found only by comparison: a variable that a closure counts
+with, a default that is altered, an attribute set by `setattr` or on a library's object, a list that a hook fills. So
+all places that can hold a value are read when the script first reaches a loop, and their fingerprints are kept, which
+keep nothing alive. Variables of running functions are left out, because the code says more about them, such as which
+are not read again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CONTAINERS: Any = (list, dict, set, deque, bytearray)
 _LONGEST = 512
 _MAX_BYTES = 1 << 20
 _DEEP = 4
-_THEIR_OWN = ("tqdm",)  # packages whose objects come back by themselves
+_THEIR_OWN = ("tqdm",)  # packages whose objects restore themselves
 
 
 class Holder:
@@ -48,7 +48,7 @@ class Holder:
         return self.kind, id(self.thing)
 
     def values(self) -> list[tuple[str, Any]]:
-        """What is in its places, by their names."""
+        """Return the values in its places, with their names."""
         thing: Any = self.thing
         if self.kind == OWN:
             return values_of(thing)
@@ -65,7 +65,7 @@ class Holder:
         return [(key, value) for key, value in members.items() if not (key.startswith("__") or is_a(value, FUNCTION))]
 
     def put(self, key: str, value: Any) -> None:
-        """Another value into one of them. A default that is altered is the same container as before."""
+        """Set one of its values. An altered default is still the same container."""
         if self.kind == CELL:
             self.thing.cell_contents = value
         elif self.kind == GLOBAL:
@@ -75,7 +75,7 @@ class Holder:
 
 
 def holders_in(instances: Instances) -> Iterator[Holder]:
-    """All of them, each once."""
+    """Yield all holders, each once."""
     yield from (Holder(OWN, names[0], thing) for thing, names in instances.found if names)
     for thing, name in instances.others:
         if str(type(thing).__module__).partition(".")[0] not in _THEIR_OWN:
@@ -87,7 +87,7 @@ def holders_in(instances: Instances) -> Iterator[Holder]:
     modules: list[Any] = users_modules()
     for module in modules:
         name = str(module.__name__)
-        # Not one under another name, nor those that PyTorch makes of no file, such as torch.ops.
+        # Not a module under another name, nor one that PyTorch creates without a file, such as torch.ops.
         if sys.modules.get(name) is module and name.partition(".")[0] not in ("torch", *_THEIR_OWN):
             yield Holder(GLOBAL, name, module)
 
@@ -106,15 +106,15 @@ class Drift:
             self._prints[holder.key] = {key: print_of(value) for key, value in holder.values()}
 
     def names_of(self, thing: Any) -> list[str]:
-        """The names that an object of the script's own had; none if it was not there."""
+        """Return the former names of an object of the script; none if it was not there."""
         return self._own_names.get(id(thing), []) if self.had(thing) else []
 
     def had(self, thing: Any) -> bool:
-        """Whether this object of the script's own was there."""
+        """Return True if this object of the script was there."""
         return _is_it(self._alive.get((OWN, id(thing))), thing)
 
     def changed(self, instances: Instances) -> Iterator[tuple[Holder, str, str, Any]]:
-        """The places that hold something else now: of whom, by which name that had then, which place, and what."""
+        """Yield the places with another value now: holder, its former name, place and value."""
         for holder in holders_in(instances):
             if not _is_it(self._alive.get(holder.key), holder.thing):
                 continue
@@ -139,7 +139,7 @@ def _is_it(known: Any, thing: Any) -> bool:
 
 
 def print_of(value: Any, depth: int = 0) -> Any:
-    """What is another one if the value is, in most cases: of large collections only some is looked at."""
+    """Return a fingerprint that differs if the value does, in most cases: of large collections only a part is read."""
     kind = class_of(value)
     if kind in _SCALARS:
         return (kind.__name__, hash(value) if value == value else None)  # noqa: PLR0124 - no NaN equals itself

@@ -1,8 +1,8 @@
-"""Encodes values of the script's own variables for a state file, and decodes them into what the restarted script has.
+"""Encodes values of the script's own variables for a state file, and decodes them into the restarted script.
 
 Containers that the script has are filled and not replaced, so that all their owners see the same. A container with
-several owners has one form and becomes one again. A value without a form is reported by its type. A value that has a
-state of its own stays in its place and is restored by that state.
+several owners is encoded once and becomes one again. A value that cannot be encoded is reported by its type. A value
+with a state of its own stays in place, and that state restores it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ROWS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": 
 _KINDS: dict[Any, str] = {kind: name for name, kind in _ROWS.items()}
 _DEFAULTING: Any = defaultdict
 _MAPPINGS: Any = (dict, OrderedDict, Counter, defaultdict)
-#: What a script looks up or makes anew, and never counts with.
+#: Types that a script looks up or creates again, and never counts with.
 _FIXED: Any = (
     *(FUNCTION, METHOD, BUILTIN, MODULE, type),
     *(type(None), type(...), type(NotImplemented)),
@@ -35,9 +35,9 @@ _MAX_PARTS = 200_000
 _MAX_DEEP = 40
 SAME = "same"
 NAMED = "named"
-#: Of a variable that was set, in place of True: what it holds others hold as well.
+#: Marks a variable that was set, instead of True, if others hold its value too.
 SHARED = "shared"
-#: Forms of what may be altered in place: whoever holds one of these holds the same one again.
+#: Forms of values that can be altered in place, so that all holders have to share one again.
 _SHARED = frozenset(("list", "set", "deque", "mapping", "tensor", "array", named_values.MADE))
 
 
@@ -46,7 +46,7 @@ class NotKept(Exception):
 
 
 class TooLarge(NotKept):
-    """One that has more in it than is looked through."""
+    """The value has more content than is searched."""
 
 
 class Forms:
@@ -61,7 +61,7 @@ class Forms:
         self._parts = 0
 
     def of(self, value: Any, depth: int = 0) -> Any:
-        """A scalar as it is, and anything else as a tuple that begins with its kind. Raises NotKept."""
+        """Return a scalar unchanged, and any other value as a tuple that starts with its kind. Raises NotKept."""
         self._parts += 1
         if self._parts > _MAX_PARTS:
             raise TooLarge(f"more than {_MAX_PARTS:,} parts")
@@ -94,7 +94,7 @@ class Forms:
         return self._other(value)
 
     def _row(self, value: Any, depth: int) -> tuple[str, list[Any]]:
-        """Scalars side by side are taken at once."""
+        """Encode scalars in a row at once."""
         if _SCALARS.issuperset(map(type, value)):
             return ("flat", list(value))
         return ("each", [self.of(found, depth + 1) for found in value])
@@ -127,7 +127,7 @@ def _odd(array: Any) -> bool:
 
 
 class Place:
-    """A variable, or whatever else is to have a value again: what is there now, and how it is set."""
+    """A variable or another place to restore: its present value, and how to set it."""
 
     __slots__ = ("form", "here", "is_shared", "is_stored", "name", "put")
 
@@ -141,7 +141,7 @@ class Place:
 
 
 def _is_shared(form: Any) -> bool:
-    """Whether it is one of which it matters who holds the same."""
+    """Return True for a form whose holders have to share one value."""
     return class_of(form) is tuple and form[0] in _SHARED
 
 
@@ -163,9 +163,10 @@ class Settling:
         self._fills: list[Callable[[], object]] = []
 
     def claim(self, form: Any, here: Any, *, in_place: bool = False) -> None:
-        """Say that this is to be filled with that, where it can be. Who comes first has it; `in_place` is for tensors.
+        """Choose `here` as the container to fill with `form`, if possible. The first claim wins; `in_place` is for
+        tensors.
 
-        A variable's own container is claimed before what lies in others: their places say less of what belongs there.
+        A variable's own container is claimed before containers inside others, whose places are less certain.
         """
         if not _is_shared(form) or id(form) in self._targets or id(here) in self._taken:
             return
@@ -177,7 +178,7 @@ class Settling:
         self._taken.setdefault(id(here), here)
 
     def settle(self, form: Any, here: Any, name: str, *, in_place: bool = False) -> Any:
-        """The value, in the container that is here where there is one for it."""
+        """Return the value, in the present container if there is one for it."""
         if class_of(form) is not tuple:
             return form
         kind: str = form[0]
@@ -211,7 +212,7 @@ class Settling:
         return here
 
     def _settled(self, form: Any, target: Any, here: Any, name: str) -> Any:
-        """What one form becomes: `target`, if it is not None, which is filled later."""
+        """Return the value of one form; `target`, if it is not None, is filled later."""
         kind: str = form[0]
         if kind in named_values.KINDS:
             return named_values.value_of(form)
@@ -237,7 +238,7 @@ class Settling:
         return target
 
     def _named(self, form: Any, here: Any, name: str) -> Any:
-        """A tuple with names, of the class that the one here is of: no class is looked for."""
+        """Return a named tuple of the class that is here; no class is looked up."""
         _kind, type_name, parts, module, qualname = form
         kind = named_values.named_tuple(module, qualname, len(parts))
         if kind is None and class_of(here).__name__ == type_name and len(here) == len(parts):
@@ -276,7 +277,7 @@ def _set_items(mapping: Any, pairs: list[tuple[Any, Any]]) -> None:
 
 
 def _takes(here: Any, form: Any, *, in_place: bool) -> bool:
-    """Whether what is here can be filled with this."""
+    """Return True if the present value can be filled with the form."""
     kind: str = form[0]
     if kind in ("tensor", "array"):
         saved = form[1]
@@ -303,7 +304,7 @@ def _array(saved: Any) -> Any:
 
 
 def _copy_into(here: Any, saved: Any) -> None:
-    """Into a tensor or an array of the same shape and kind."""
+    """Copy into a tensor or an array of the same shape and type."""
     if class_of(saved) is _array_kind():
         sys.modules["numpy"].copyto(here, saved)
         return

@@ -1,8 +1,8 @@
-"""Which variables of a function inside a loop are read again, and which code runs again. Pure.
+"""Finds which variables of a function inside a loop are read again, and which code runs again. Pure.
 
-A variable that is written before it is read on every path from here need not be saved: the batch, its loss, and
-everything that lives within one pass of the body. What is written between the loops' heads and the place is written
-again by a restarted script; what is written later is not.
+A variable that is written before it is read on every path need not be saved, such as the batch, its loss, and all that
+lives within one pass of the body. A restarted script writes again what is written between the loops' heads and the
+place, but not what is written after the place.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class Flow:
         self.shared = frozenset(code.co_cellvars) | frozenset(code.co_freevars)
 
     def _add_handlers(self) -> None:
-        """Up to Python 3.10 a handler is known where its block begins only; all of the block leads to it."""
+        """Add exception handlers. Up to Python 3.10 only the start of their block is known; all of the block leads to
+        them.
+        """
         for offset in list(self._on):
             found = self._instructions[offset]
             if found.opname in ("SETUP_FINALLY", "SETUP_WITH", "SETUP_ASYNC_WITH"):
@@ -47,13 +49,13 @@ class Flow:
                         self._on[inside].add(found.argval)
 
     def around(self, place: int) -> frozenset[int]:
-        """All code that comes round again from this instruction: the outermost loop that it is in."""
+        """Return all code that runs again after this instruction: the outermost loop that it is in."""
         place = self._loops.standing(place)
         found = self._reach(self._on.get(place, ()), self._on) & self._reach(self._back.get(place, ()), self._back)
         return frozenset(found) if place in found else frozenset()
 
     def before(self, place: int) -> frozenset[int]:
-        """What of it a script runs on its way from the beginning to this instruction, when it gets there first."""
+        """Return the part of the loop that a script runs on its way to this instruction, when it gets there first."""
         place = self._loops.standing(place)
         back: dict[int, set[int]] = {}
         for offset, ways in self._back.items():
@@ -62,7 +64,7 @@ class Flow:
         return frozenset(self._reach(back.get(place, ()), back) - {place})
 
     def innermost(self, place: int) -> frozenset[int]:
-        """The code of the innermost loop only that this instruction is in."""
+        """Return the code of the innermost loop that this instruction is in."""
         place = self._loops.standing(place)
         around = self.around(place)
         heads = [way for source in around for way in self._on[source] if way <= place <= source and way in around]
@@ -75,7 +77,7 @@ class Flow:
         return frozenset((self._reach(ends, back) | {head}) & around)
 
     def live(self, place: int, within: frozenset[int] | None = None) -> set[str]:
-        """The variables that may be read from here on before they are written; `within` this code, if it is given."""
+        """Return the variables that can be read from here on before they are written; only in `within`, if given."""
         place = self._loops.standing(place)
         ways = self._reach(self._on.get(place, ()), self._on)
         reached = sorted(ways if within is None else ways & within, reverse=True)
@@ -115,13 +117,13 @@ class Flow:
 
 
 def variables_of(argument: Any) -> tuple[str, ...]:
-    """What an instruction names: one variable, or two at once since Python 3.13."""
+    """Return the variables of an instruction: one, or two since Python 3.13."""
     several: Any = argument if is_a(argument, tuple) else (argument,)
     return tuple(map(str, several))
 
 
 def _reads_and_writes(found: Any) -> tuple[list[str], list[str]]:
-    """What it reads before it writes, and what it writes."""
+    """Return what it reads before it writes, and what it writes."""
     read: list[str] = []
     written: list[str] = []
     for verb, name in steps_of(found):
@@ -133,7 +135,7 @@ def _reads_and_writes(found: Any) -> tuple[list[str], list[str]]:
 
 
 def steps_of(found: Any) -> Iterator[tuple[str, str]]:
-    """What an instruction does to variables of the function, one after the other: LOAD or STORE, and the name."""
+    """Yield what an instruction does to local variables in order: LOAD or STORE, and the name."""
     name = found.opname
     if name in _FREE:
         if name == "LOAD_CLOSURE":
@@ -161,5 +163,5 @@ def _bits(variables: Iterable[str], names: dict[str, int]) -> int:
 
 @cache
 def flow_of(code: CodeType) -> Flow:
-    """The ways through this code, looked at once."""
+    """Return the control flow of this code, cached."""
     return Flow(code)

@@ -44,7 +44,7 @@ class Asked:
 
         def _next_data() -> Any:
             found = weak()
-            if found is None:  # nobody can ask one that is gone
+            if found is None:  # a deleted one cannot be asked
                 raise StopIteration
             self.paths.append(frames_of(caller()))
             if len(self.paths) == _NOTED:
@@ -55,7 +55,7 @@ class Asked:
         iterator._next_data = _next_data
 
     def against(self, place: Place) -> Iterator[Refusal]:
-        """Why the pass that is being asked at this place would not go on from there in a restarted script."""
+        """Yield why the pass that is being asked at this place would not continue there in a restarted script."""
         heads = heads_of(place)
         if not self.paths or _is_of_framework(place) or self.paths[0] == place.path:
             return
@@ -64,19 +64,19 @@ class Asked:
         yield Refusal(f"{what} {said(self.paths[0][-1])}", _LATER if passes else _PROBE, passes=passes)
 
     def against_loop(self, head: Any) -> Iterator[Refusal]:
-        """The same of the loop with this head, which goes over the pass."""
+        """Yield the same for the loop with this head, which iterates over the pass."""
         if self.paths and self.paths[0] != head:
             first = said(self.paths[0][-1])
             yield Refusal(f"the loader that the loop at {said(head[-1])} goes over was first asked at {first}", _PROBE)
 
     def is_over_above(self, place: Place) -> bool:
-        """Whether all that was asked of it, was asked above the loops: the script does so again."""
+        """Return True if the pass was asked above the loops only: the restarted script does so again."""
         heads = [] if _is_of_framework(place) else heads_of(place)
         return bool(heads) and 0 < len(self.paths) < _NOTED and is_above(self.paths[0], heads[0])
 
 
 def against_aside(began: Any, asked: Asked, place: Place) -> Iterator[Refusal]:
-    """Why a pass that no loop goes over, and that began there, would not go on in a restarted script."""
+    """Yield why a pass that no loop iterates over, and that started there, would not continue in a restarted script."""
     heads = [] if _is_of_framework(place) else heads_of(place)
     if not heads:
         return
@@ -90,12 +90,12 @@ def against_aside(began: Any, asked: Asked, place: Place) -> Iterator[Refusal]:
 
 
 def frames_of(frame: FrameType) -> Any:
-    """The script's way to this frame."""
+    """Return the path of the script's frames to this frame."""
     return path_of(script_frames(frame))
 
 
 def heads_of(place: Place) -> list[Any]:
-    """The ways to the heads of all loops that the place is in, the outermost first."""
+    """Return the paths to the heads of all loops that the place is in, outermost first."""
     found = [(*place.path[: loop.depth], (*place.path[loop.depth][:3], loop.line)) for loop in place.loops]
     for step in place.whiles():
         depth = next(depth for depth, there in enumerate(place.path) if there[:3] == step[:3])
@@ -104,7 +104,7 @@ def heads_of(place: Place) -> list[Any]:
 
 
 def is_above(path: Any, head: Any) -> bool:
-    """Whether the script is there before it comes to that loop."""
+    """Return True if the script passes there before it reaches that loop."""
     for mine, there in zip(path, head):
         if mine != there:
             return bool(mine[:3] == there[:3] and mine[3] < there[3])

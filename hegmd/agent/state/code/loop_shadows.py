@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-_BARS = "tqdm."  # whose trange calls range for the script
+_BARS = "tqdm."  # its trange calls range for the script
 
 
 class Entering:
@@ -38,7 +38,7 @@ class Entering:
         self._last_entered = last_entered
 
     def need(self, name: str, frame: FrameType | None) -> Any:
-        """What this name is to give where it is called, if a loop of the place is entered there; None if not."""
+        """Return what a call of this name has to return, if a loop of the place is entered there; otherwise None."""
         frames = script_frames(frame)
         if not frames:
             return None
@@ -60,11 +60,11 @@ class Entering:
         return None
 
     def left(self) -> list[str]:
-        """The loops that have not been entered, in words."""
+        """Return the loops that have not been entered, in words."""
         return [said((*self._path[loop["depth"]][:3], loop["line"])) for loop in self._loops if loop["needs"]]
 
     def _leads_to(self, frames: list[FrameType]) -> bool:
-        """Whether these frames are the beginning of the path; the last one's line is its loop's."""
+        """Return True if these frames are the start of the path; the last one's line is its loop's."""
         here = [step_of(frame) for frame in frames]
         there = self._path[: len(here)]
         return here[:-1] == there[:-1] and here[-1][:3] == there[-1][:3]
@@ -95,7 +95,7 @@ class Shadows:
     """Both names, in every module of the script's that is there or comes."""
 
     def __init__(self, needed: Callable[[str, FrameType], Any], end: Callable[[list[str]], None]) -> None:
-        """`needed` says what a name is to give where it is called, and None for the usual; `end` does not return."""
+        """`needed` returns what a call of a name has to return, or None for the usual result. `end` does not return."""
         self._modules: list[Any] = []
         self._needed = needed
         self._end = end
@@ -106,13 +106,13 @@ class Shadows:
         }
 
     def cast(self) -> None:
-        """Into the modules that are there, and those that are imported from now on."""
+        """Install the shadows in all modules, and in those that are imported from now on."""
         for module in list(sys.modules.values()):
             self.cast_on(module)
         sys.meta_path.insert(0, self)
 
     def cast_on(self, module: Any) -> None:
-        """Into this one, if it is of the script."""
+        """Install the shadows in this module if it is the script's."""
         if module is None or module in self._modules or not (is_users_module(module) or _is_of_bars(module)):
             return
         self._modules.append(module)
@@ -120,7 +120,7 @@ class Shadows:
             module.__dict__.setdefault(name, shadow)
 
     def lift(self) -> None:
-        """Out of all of them."""
+        """Remove the shadows from all modules."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         for module in self._modules:
@@ -130,7 +130,7 @@ class Shadows:
         self._modules = []
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """What the others find, with the names in it before it runs."""
+        """Return the other finders' result, with the shadows installed before the module runs."""
         if name in self._sought:  # by another finder that asks the others
             return None
         self._sought.add(name)
@@ -156,14 +156,14 @@ class Shadows:
             return
 
         def exec_module(module: Any) -> None:
-            del spec.loader.exec_module  # the loader is as it was
+            del spec.loader.exec_module  # restores the loader
             if self in sys.meta_path:
                 self.cast_on(module)
             run(module)
 
         try:
             spec.loader.exec_module = exec_module
-        except AttributeError:  # a loader of another make, without room for an attribute
+        except AttributeError:  # a loader that takes no attributes
             pass
 
     def _shadow_of(self, real: Any, given: Callable[..., Any]) -> Any:
@@ -188,5 +188,5 @@ def _is_of_bars(module: Any) -> bool:
     return str(getattr(module, "__name__", "")).startswith(_BARS)
 
 
-def _go_on(need: int, iterable: Any, start: int = 0) -> Any:  # what it began at is in what it is at
+def _go_on(need: int, iterable: Any, start: int = 0) -> Any:  # `need` includes the start
     return enumerate(iterable, need)

@@ -56,7 +56,9 @@ class Loops:
         self._follow()
 
     def around(self, offset: int) -> tuple[Head, ...]:
-        """The `for` loops that the instruction is in, the outermost first; its own, if it is the head of one."""
+        """Return the `for` loops that the instruction is in, outermost first; its own included, if it is the head of
+        one.
+        """
         found = self._instruction(offset)
         active = self._active.get(found.offset, ())
         if found.opname == "FOR_ITER" and found.offset in self._depths:
@@ -64,11 +66,13 @@ class Loops:
         return active
 
     def line_of(self, offset: int) -> int:
-        """The line that the instruction is of."""
+        """Return the line of the instruction."""
         return self._lines[self._instruction(offset).offset]
 
     def is_head(self, offset: int) -> bool:
-        """Whether the instruction asks an iterator for the next item of a loop, or goes back to where that is done."""
+        """Return True if the instruction asks an iterator for a loop's next item, or jumps back to such
+        an instruction.
+        """
         found = self._instruction(offset)
         target = self._target(found)
         if target is not None and target <= found.offset:
@@ -76,11 +80,11 @@ class Loops:
         return bool(found.opname == "FOR_ITER")
 
     def is_handing_on(self, offset: int) -> bool:
-        """Whether the instruction asks another iterator for what a generator gives: `yield from`."""
+        """Return True if the instruction delegates to another iterator: `yield from`."""
         return self._instruction(offset).opname in ("SEND", "YIELD_FROM")
 
     def head_after_call(self, offset: int) -> Head | None:
-        """The head of the loop over what the call at this offset gives, if it is within the line of a `for`."""
+        """Return the head of the loop over the result of the call at this offset, if it is on the line of a `for`."""
         index = self._at[self._instruction(offset).offset]
         while index + 1 < len(self._list):
             index += 1
@@ -92,7 +96,7 @@ class Loops:
         return None
 
     def names_before(self, head: Head) -> set[str]:
-        """The names that are used between the `for` of that loop and its body: what it goes over is made of them."""
+        """Return the names between the `for` of that loop and its body, which make up what it iterates over."""
         found: set[str] = set()
         for index in range(self._at[head.offset] - 1, -1, -1):
             name = self._list[index].opname
@@ -103,7 +107,7 @@ class Loops:
         return found
 
     def targets(self) -> set[str]:
-        """The variables that `for` loops of this code set."""
+        """Return the variables that `for` loops of this code set."""
         found: set[str] = set()
         for index, head in enumerate(self._list):
             if head.opname == "FOR_ITER":
@@ -115,7 +119,7 @@ class Loops:
         return found
 
     def whiles_around(self, offset: int) -> tuple[int, ...]:
-        """The lines where `while` loops begin that the instruction is in, the outermost first."""
+        """Return the lines of the `while` loops that the instruction is in, outermost first."""
         found: set[int] = set()
         for source in self._list:
             target = self._target(source)
@@ -127,26 +131,26 @@ class Loops:
         return tuple(sorted(found))
 
     def instructions(self) -> list[Any]:
-        """All of them, as `dis` gives them."""
+        """Return all instructions, as `dis` gives them."""
         return self._list
 
     def depth_at(self, offset: int) -> int | None:
-        """How much is on the stack before that instruction; None where nothing leads to it."""
+        """Return the stack depth before that instruction; None if it is unreachable."""
         return self._depths.get(offset)
 
     def ways(self) -> dict[int, tuple[int, ...]]:
-        """Where each instruction that anything leads to leads to, handlers of exceptions included."""
+        """Return the successors of each reachable instruction, exception handlers included."""
         return {
             offset: tuple([way for way, _depth, _active in self._ways_from(offset, depth, ())])
             for offset, depth in self._depths.items()
         }
 
     def standing(self, offset: int) -> int:
-        """Where the instruction begins that stands there."""
+        """Return the offset of the instruction at that place."""
         return int(self._instruction(offset).offset)
 
     def _instruction(self, offset: int) -> Any:
-        """The one that stands there. Python 3.11 may say the place of a cache that belongs to it, or of its prefix."""
+        """Return the instruction there. Python 3.11 can report the offset of its cache or its prefix."""
         from bisect import bisect_right
 
         index = max(bisect_right(self._offsets, offset) - 1, 0)
@@ -169,7 +173,7 @@ class Loops:
             left.extend(self._ways_from(offset, depth, kept))
 
     def _first_depth(self) -> int:
-        """Python 3.11 begins a generator with the None that is sent into it, and does not count where it is pushed."""
+        """Python 3.11 starts a generator with the None that is sent into it, and does not count it as pushed."""
         return int(bool(self._code.co_flags & _GENERATORS) and _VERSION == (3, 11))
 
     def _ways_from(self, offset: int, depth: int, active: tuple[Head, ...]) -> Iterator[tuple[int, int, Any]]:
@@ -207,7 +211,7 @@ class Loops:
         return index
 
     def _found_lines(self) -> dict[int, int]:
-        """Each instruction's line. Before 3.13 `dis` gives it to the first of a line only."""
+        """Return each instruction's line. Before 3.13 `dis` reports it for the first one of a line only."""
         import dis
 
         starts = [(offset, line) for offset, line in dis.findlinestarts(self._code) if line]
@@ -224,7 +228,7 @@ class Loops:
 
 
 def _names_of(argument: Any) -> tuple[str, ...]:
-    """One variable, or two where an instruction sets as many."""
+    """Return one variable, or two if the instruction sets two."""
     return argument if is_a(argument, tuple) else (str(argument),)
 
 
@@ -236,5 +240,5 @@ def _have_argument() -> int:
 
 @cache
 def loops_of(code: CodeType) -> Loops:
-    """The loops of this code, looked at once."""
+    """Return the loops of this code, cached."""
     return Loops(code)

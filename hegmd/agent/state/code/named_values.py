@@ -25,7 +25,7 @@ def _isoformat(value: Any) -> str:
     return str(value.isoformat())
 
 
-#: Classes by module and name, and how a value of each is said.
+#: Classes by module and name, and how to write a value of each.
 _TEXTS: dict[tuple[str, str], Any] = {
     ("decimal", "Decimal"): str,
     ("fractions", "Fraction"): str,
@@ -41,7 +41,7 @@ _ROWS = frozenset((("datetime", "timedelta"), ("torch", "Size")))
 
 
 def form_of(value: Any) -> Any:
-    """A value that is made anew of a text; None if it is none of these."""
+    """Return the form of a value that can be created from a text; None for other values."""
     kind = class_of(value)
     if kind is bytearray:
         return (MADE, "builtins", "bytearray", bytes(value))
@@ -62,7 +62,7 @@ def form_of(value: Any) -> Any:
 
 
 def value_of(form: Any) -> Any:
-    """It again. A name that is not there any more leads to None."""
+    """Return the value of a form; None if its name no longer exists."""
     if form[0] == DTYPE:
         return getattr(sys.modules["torch"], form[1], None)
     if form[0] == ENUM:
@@ -80,7 +80,9 @@ def value_of(form: Any) -> Any:
 
 
 def mark_of(value: Any) -> Any:
-    """By which a function, a class or a module is known again; None for what is the same everywhere."""
+    """Return a mark that identifies a function, a class or a module in another process; None for a value
+    without one.
+    """
     if is_a(value, MODULE):
         return (NAME, value.__name__, "")
     if is_a(value, FUNCTION, BUILTIN, type):
@@ -93,9 +95,9 @@ def mark_of(value: Any) -> Any:
 
 
 def marked(mark: Any, here: Any) -> Any:
-    """What is known by that mark: what is here if it is that, or found by its name; None if it is neither.
+    """Return the value of that mark: `here` if it has the mark, or one found by its name; otherwise None.
 
-    Names lead to the script's own functions and classes and to PyTorch's layers: a file must not name what it likes.
+    Names lead to the script's own functions and classes and to PyTorch's layers only: a file must not name any object.
     """
     if mark_of(here) == mark:
         return here
@@ -105,7 +107,7 @@ def marked(mark: Any, here: Any) -> Any:
 
 
 def named_tuple(module: str, name: str, parts: int) -> Any:
-    """The class of tuples with names that is called so, and has so many; None if there is none."""
+    """Return the class of named tuples with that name and number of fields; None if there is none."""
     found: Any = _named(module, name)
     fields: Any = getattr(found, "_fields", ())
     return found if is_a(found, type) and tuple in found.__mro__ and len(fields) == parts else None

@@ -27,18 +27,18 @@ _OURS = os.path.abspath(__file__).rpartition("/agent/state/")[0] + "/"
 _FACE = os.path.dirname(os.path.dirname(_OURS)) + "/hegm/"
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + "/"
 _PACKAGES = ("/site-packages/", "/dist-packages/")
-#: Packages whose frames are looked through wherever they are installed.
+#: Packages whose frames are transparent, wherever they are installed.
 LOOKED_THROUGH = {"accelerate", "torch", "torchdata", "tqdm"}
-#: Files whose frames are, such as those of a program that runs scripts within itself.
+#: Files whose frames are transparent, such as those of a program that runs scripts within itself.
 FILES_LOOKED_THROUGH: set[str] = set()
 
 _judged: dict[str, bool] = {}
-#: The same of files of modules: there are thousands of them, and each snapshot looks at all.
+#: Results for files of modules: there are thousands, and each snapshot checks all.
 _module_files: dict[str, bool] = {}
 
 
 def is_of_script(code: CodeType) -> bool:
-    """Whether the code is part of what the script does: neither ours, nor Python's, nor what is looked through."""
+    """Return True if the code is the script's: not ours, not Python's, and not of a transparent package."""
     path = code.co_filename
     known = _judged.get(path)
     if known is None:
@@ -49,7 +49,7 @@ def is_of_script(code: CodeType) -> bool:
 
 
 def is_users_module(module: Any) -> bool:
-    """Whether the module is the user's own, and in no folder of installed packages."""
+    """Return True if the module is the user's, in no directory of installed packages."""
     path = getattr(module, "__file__", None)
     if type(path) is not str:
         return getattr(module, "__name__", "") == "__main__"
@@ -60,7 +60,7 @@ def is_users_module(module: Any) -> bool:
 
 
 def is_users(path: object) -> bool:
-    """Whether a file of that name holds code of the user's own."""
+    """Return True if a file of that name is the user's."""
     if not isinstance(path, str) or path in ("built-in", "frozen"):  # what modules without a file say
         return False
     if path.startswith("<"):
@@ -71,7 +71,7 @@ def is_users(path: object) -> bool:
 
 
 def _package_of(path: str) -> str:
-    """The installed package that the file is of; nothing where it is of none."""
+    """Return the installed package of the file; empty if there is none."""
     for folder in _PACKAGES:
         if folder in path:
             return path.rpartition(folder)[2].split("/", 1)[0].split(".")[0]
@@ -79,7 +79,7 @@ def _package_of(path: str) -> str:
 
 
 def script_frames(frame: FrameType | None) -> list[FrameType]:
-    """The script's frames of the thread that this frame is of, the outermost first."""
+    """Return the script's frames of this frame's thread, outermost first."""
     found: list[FrameType] = []
     while frame is not None:
         if is_of_script(frame.f_code):
@@ -90,18 +90,18 @@ def script_frames(frame: FrameType | None) -> list[FrameType]:
 
 
 def step_of(frame: FrameType) -> tuple[str, str, int, int]:
-    """A frame as it is known in another process."""
+    """Return what identifies a frame in another process."""
     code = frame.f_code
     return (str(frame.f_globals.get("__name__")), code.co_name, code.co_firstlineno, frame.f_lineno or 0)
 
 
 def path_of(frames: list[FrameType]) -> tuple[tuple[str, str, int, int], ...]:
-    """All of them."""
+    """Return the steps of all frames."""
     return tuple(step_of(frame) for frame in frames)
 
 
 def named_frames(frames: Iterable[FrameType]) -> Iterator[tuple[str, FrameType]]:
-    """The functions of these frames, the outermost first, each by a name that none of the others has."""
+    """Yield the functions of these frames, outermost first, each with a unique name."""
     counts: dict[str, int] = {}
     for frame in frames:
         name = frame.f_code.co_name
@@ -111,7 +111,7 @@ def named_frames(frames: Iterable[FrameType]) -> Iterator[tuple[str, FrameType]]
 
 
 def is_of_another_script(step: Any) -> bool:
-    """Whether the outermost frame of a place is surely none of the script that this process runs."""
+    """Return True if the outermost frame of a place certainly belongs to another script than this process's."""
     module, function, first, line = step
     code = _code_of_main() if module == "__main__" else None
     if code is None:
@@ -126,7 +126,7 @@ def is_of_another_script(step: Any) -> bool:
 
 
 def _code_of_main() -> CodeType | None:
-    """Of the script's file, or of what came after `-c`; None where neither is known."""
+    """Return the code of the script's file, or of the text after `-c`; None if neither is known."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     words = getattr(sys, "orig_argv", [])
     try:
@@ -139,7 +139,7 @@ def _code_of_main() -> CodeType | None:
 
 
 def said(step: Any) -> str:
-    """A step of a path, in words."""
+    """Return a step of a path in words."""
     module, function, _first, line = step
     where = "" if function == "<module>" else f" in {function}()"
     return f"line {line} of {module}{where}"
@@ -158,11 +158,11 @@ class Loop:
         self.depth = depth
         self.line = line
         self.iterator = iterator
-        self.names = names  # that are used where it says what it goes over
+        self.names = names  # the names in the expression that it iterates over
 
 
 class Place:
-    """Where a thread stands, with its loops. `at_head` says that the innermost one is asked for its next item."""
+    """Where a thread is, with its loops. `at_head`: the innermost loop is being asked for its next item."""
 
     __slots__ = ("at_head", "frames", "loops", "path")
 
@@ -181,7 +181,7 @@ class Place:
         self.at_head = last is not None and loops_of(last.f_code).is_head(last.f_lasti)
 
     def whiles(self) -> list[tuple[str, str, int, int]]:
-        """The `while` loops that it is in, as steps with their lines."""
+        """Return the `while` loops that it is in, as steps with their lines."""
         found: list[tuple[str, str, int, int]] = []
         for frame, (module, function, first, _line) in zip(self.frames, self.path):
             if not accelerate_hf.is_own(frame):
@@ -194,10 +194,10 @@ class Place:
 
 
 def look_into(iterator: Any, given: int, loader_of: Any) -> dict[str, Any]:
-    """How to make this iterator again so that it goes on where it is, in plain values.
+    """Return how to create this iterator again at its present position, in plain values.
 
-    `given` is 1 where its last item is still being worked with and has to be given again. `loader_of` answers with the
-    number of a loader's iterator, and None for all else.
+    `given` is 1 if its last item is still in use and has to be given again. `loader_of` returns the number of a
+    loader's iterator, and None for other objects.
     """
     number = loader_of(iterator)
     if number is not None:
@@ -219,7 +219,7 @@ def look_into(iterator: Any, given: int, loader_of: Any) -> dict[str, Any]:
 
 
 def _rest_of_range(iterator: Any, given: int) -> list[int]:
-    """Start, stop and step of what is left. Python up to 3.11 keeps the range and an index, later ones the rest."""
+    """Return start, stop and step of the rest. Up to Python 3.11 it keeps the range and an index, later the rest."""
     found: Any = iterator.__reduce__()
     whole: range = found[1][0]
     rest = whole[found[2] or 0 if len(found) > 2 else 0 :]
@@ -227,7 +227,9 @@ def _rest_of_range(iterator: Any, given: int) -> list[int]:
 
 
 def _look_into_generator(generator: Any, given: int, loader_of: Any) -> dict[str, Any]:
-    """One of what is looked through gives what the one iterator in it gives; of the script's own nothing is known."""
+    """Look into a generator of a transparent package, which yields what its only iterator yields. The script's are
+    unknown.
+    """
     if not is_of_script(generator.gi_code):
         ahead = accelerate_hf.look_ahead(generator)
         if ahead is not None:

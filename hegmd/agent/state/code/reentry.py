@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from .assignments import Change
 
-_OPTIMIZED = 0x1  # a function's code, and neither a module's nor a class's
+_OPTIMIZED = 0x1  # set for a function's code, not for a module's or a class's
 #: By which random numbers are drawn, as far as names tell.
 _DRAWING = frozenset(
     "rand randn randint randperm random randrange choice choices sample shuffle normal normal_ uniform uniform_ "
@@ -47,7 +47,7 @@ class Spot:
         self.is_module = not self.code.co_flags & _OPTIMIZED
         self.is_inside = is_inside
         self.module = str(frame.f_globals.get("__name__"))
-        #: Whether a loop comes back to it, and nobody else brings its variables back.
+        #: True if a loop returns to it, and no framework restores its variables.
         self.is_looked_at = bool(self.loop or is_inside) and not is_own(frame)
 
     def live(self, *, in_loop: bool = False) -> set[str]:
@@ -56,7 +56,9 @@ class Spot:
         return self.flow.live(self.frame.f_lasti, self.flow.innermost(self.frame.f_lasti))
 
     def local_changes(self) -> Iterator[tuple[Change, bool, bool]]:
-        """Those of its variables, by functions within it too; each with whether it is in the loop, and late in it."""
+        """Yield the changes of its variables, also by functions within it; each with whether it is in the loop, and
+        late in it.
+        """
         for found in self.changes.within(self.region):
             if found.kind == self.kind:
                 yield found, found.offset in self.loop, found.offset in self.late
@@ -71,7 +73,9 @@ class Spot:
         return GLOBAL if self.is_module else LOCAL
 
     def set_on_its_way(self) -> set[str]:
-        """Its variables that a restarted script sets anew on its way to the place, those of a call with the call."""
+        """Return its variables that a restarted script sets on its way to the place; for a call, all of
+        its variables.
+        """
         if self.is_inside and not self.is_module:
             return {*self.code.co_varnames, *self.code.co_cellvars}
         early = self.loop - self.late
@@ -79,11 +83,11 @@ class Spot:
         return {found.name for found in stored if found.offset in early}
 
     def draws_on_its_way(self) -> bool:
-        """Whether random numbers may be drawn between the heads of its loops, on the way to the place."""
+        """Return True if random numbers may be drawn between the heads of its loops, on the way to the place."""
         return bool(self.changes.mentions(self.loop - self.late) & _DRAWING)
 
     def parameters(self) -> list[str]:
-        """What it was called with: computed from what its caller had when it was called."""
+        """Return its parameters, whose values its caller computed at the call."""
         count = self.code.co_argcount + self.code.co_kwonlyargcount
         return list(self.code.co_varnames[:count]) if self.is_inside and not self.is_module else []
 
@@ -93,7 +97,7 @@ class Spot:
 
 
 def spots_of(frames: list[FrameType]) -> Iterator[Spot]:
-    """One for each, the outermost first."""
+    """Yield one for each frame, outermost first."""
     is_inside = False
     for depth, frame in enumerate(frames):
         spot = Spot(frame, depth, is_inside=is_inside)
@@ -102,7 +106,7 @@ def spots_of(frames: list[FrameType]) -> Iterator[Spot]:
 
 
 def set_on_their_way(spots: list[Spot]) -> frozenset[str]:
-    """Those of all of them, as `script_objects` names them."""
+    """Return the variables of all spots, as `script_objects` names them."""
     functions = {id(frame): name for name, frame in named_frames(spot.frame for spot in spots)}
     looked_at = (spot for spot in spots if spot.is_looked_at)
     return frozenset(
@@ -111,6 +115,6 @@ def set_on_their_way(spots: list[Spot]) -> frozenset[str]:
 
 
 def known_by(code: CodeType) -> dict[str, Any]:
-    """A function as it is known in another process."""
+    """Return what identifies a function in another process."""
     names = repr((code.co_names, code.co_varnames, code.co_freevars)).encode()
     return {"function": [code.co_name, code.co_firstlineno], "code": crc32(code.co_code + names)}

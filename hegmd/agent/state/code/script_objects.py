@@ -34,7 +34,7 @@ _PARTIAL: Any = getattr(sys.modules.get("functools"), "partial", ())
 
 
 def users_modules() -> list[Any]:
-    """The script's modules."""
+    """Return the script's modules."""
     modules: list[Any] = list(sys.modules.values())
     return [module for module in modules if module is not None and is_users_module(module)]
 
@@ -48,7 +48,7 @@ class Instances:
         #: The script's functions, and objects of other people's classes that are near, each by its nearest name.
         self.functions: list[tuple[Any, str]] = []
         self.others: list[tuple[Any, str]] = []
-        #: What was not gone through for them, in words.
+        #: What was not searched, in words.
         self.unseen: list[str] = []
         self._names: dict[int, list[str]] = {}
         self._seen: dict[int, Any] = {}
@@ -100,13 +100,13 @@ class Instances:
             self.unseen.append(f"objects within {name}")
 
     def _note_long(self, name: str, thing: Any) -> None:
-        """One that is not gone through, if objects are in it whose attributes may change."""
+        """Note a container that is not searched, if it has objects whose attributes may change."""
         values: Any = thing.values() if is_a(thing, dict) else thing
         if any(self.is_own(found) for found in values):
             self.unseen.append(f"the {len(thing):,} objects of {name}")
 
     def is_own(self, thing: Any) -> bool:
-        """Whether its class is the script's, or one that has attributes for whoever sets them."""
+        """Return True if its class is the script's, or a plain namespace for attributes."""
         kind: Any = class_of(thing)
         known = self._ours.get(kind)
         if known is None:
@@ -117,7 +117,7 @@ class Instances:
         return known
 
     def names_of(self, thing: Any) -> list[str]:
-        """The names of an object of the script's own; none if it was not found."""
+        """Return the names of an object of the script; none if it was not found."""
         return self._names.get(id(thing), [])
 
     def _note_name(self, thing: Any, name: str) -> None:
@@ -127,7 +127,7 @@ class Instances:
 
     def _ways_on(self, name: str, thing: Any) -> Iterator[tuple[str, Any]]:
         if is_a(thing, dict):
-            if name.rpartition(".")[2].endswith(_NUMBERED):  # anew in each process
+            if name.rpartition(".")[2].endswith(_NUMBERED):  # another number in each process
                 yield from ((f"{name}[{index}]", found) for index, found in enumerate(list(thing.values())))
             else:
                 yield from ((f"{name}[{key!r}]", found) for key, found in list(thing.items()) if is_a(key, str, int))
@@ -153,7 +153,7 @@ class Instances:
 
 
 def _is_scripts_own(thing: Any) -> bool:
-    """Whether it is a function or a class of the script's."""
+    """Return True for a function or a class of the script."""
     if is_a(thing, FUNCTION):
         return is_users(thing.__code__.co_filename)
     return is_a(thing, type) and is_users_module(sys.modules.get(thing.__module__))
@@ -168,7 +168,7 @@ def _ways_of_function(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def cells_of(function: Any) -> list[tuple[str, Any]]:
-    """The variables that it shares with the function that it was made in, and have a value."""
+    """Return the variables with a value that it shares with the function that defines it."""
     found: list[tuple[str, Any]] = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         try:
@@ -180,7 +180,7 @@ def cells_of(function: Any) -> list[tuple[str, Any]]:
 
 
 def values_of(thing: Any) -> list[tuple[str, Any]]:
-    """Its attributes, those in slots too; of an optimizer none that go along with its own state."""
+    """Return its attributes, slots included; of an optimizer only those outside its own state."""
     own: Any = getattr(thing, "__dict__", None)
     found = list(own.items()) if is_a(own, dict) else []
     if is_a(thing, getattr(getattr(sys.modules.get("torch"), "optim", None), "Optimizer", ())):
@@ -196,7 +196,7 @@ def values_of(thing: Any) -> list[tuple[str, Any]]:
 
 
 def held_by_several(frames: Iterable[FrameType], instances: Instances) -> set[int]:
-    """Addresses of the containers that two or more variables, or attributes of the script's own objects, hold."""
+    """Return the addresses of the containers that two or more variables or attributes hold."""
     once: set[int] = set()
     several: set[int] = set()
     functions = [list(frame.f_locals.values()) for _name, frame in named_frames(frames)]
@@ -210,7 +210,7 @@ def held_by_several(frames: Iterable[FrameType], instances: Instances) -> set[in
 
 
 def set_value(thing: Any, name: str, value: Any) -> None:
-    """One attribute, past whatever its class would do about that."""
+    """Set one attribute, bypassing its class."""
     own: Any = getattr(thing, "__dict__", None)
     kind = class_of(thing)
     if is_a(own, dict) and (name in own or not hasattr(kind, name)):

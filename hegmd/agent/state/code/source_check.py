@@ -21,14 +21,14 @@ _HINT = "start it from a file: hegmctl run --allow-restart -- python3 FILE"
 
 
 def refusals() -> Iterator[Refusal]:
-    """Why the script could not be started again."""
+    """Yield why the script could not be started again."""
     frame = _first_frame()
     if frame is not None and frame.f_code.co_filename.startswith(_BY_INPUT):
         yield Refusal("the script came from standard input, which cannot be read again", _HINT)
         return
     main = sys.modules.get("__main__")
     path = getattr(main, "__file__", None)
-    # With a spec it is a module's (`-m`) or an archive's, and by a relative path whoever runs it has his own ways.
+    # With a spec it is a module (`-m`) or an archive. A relative path says too little about how it was started.
     if getattr(main, "__spec__", None) is not None or not isinstance(path, str) or not os.path.isabs(path):
         return
     try:
@@ -41,7 +41,7 @@ def refusals() -> Iterator[Refusal]:
 
 
 def _first_frame() -> FrameType | None:
-    """The one that the main thread began with."""
+    """Return the main thread's first frame."""
     threading = sys.modules.get("threading")
     if threading is None:
         return None

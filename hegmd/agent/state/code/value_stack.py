@@ -1,9 +1,9 @@
-"""What is on the value stack of a stopped frame: the iterators of the loops that it is in.
+"""Reads the value stack of a stopped frame: the iterators of the loops that it is in.
 
-Python shows a frame's variables but not its stack, so the stack is read where CPython keeps it. Only slots below those
-of the current instruction are read, each of which holds a reference; nothing is written. The layout differs between
-Pythons and is verified: before the first use, a frame of our own with known iterators is read, and a Python that fails
-this is one whose frames cannot be read.
+Python exposes a frame's variables but not its stack, so the stack is read where CPython keeps it. Only slots below
+those of the current instruction are read, each of which holds a reference; nothing is written. The layout differs
+between Pythons and is verified: before the first use a frame of our own with known iterators is read. If that fails,
+the frames of this Python cannot be read.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _is_readable: bool | None = None
 
 
 def caller() -> FrameType:
-    """The frame of whoever called the function that asks."""
+    """Return the frame that called the calling function."""
     return sys._getframe(2)  # pyright: ignore[reportPrivateUsage] - documented all the same
 
 
 def iterators_of(frame: FrameType) -> list[tuple[Head, Any]] | None:
-    """The `for` loops that this frame is in with their iterators, the outermost first; None where it cannot be read."""
+    """Return the `for` loops that this frame is in with their iterators, outermost first; None if it cannot be read."""
     return _read(frame) if can_read() else None
 
 
 def can_read() -> bool:
-    """Whether frames of this Python can be read."""
+    """Return True if frames of this Python can be read."""
     global _is_readable  # noqa: PLW0603 - found out once
     if _is_readable is None:
         _is_readable = _try()
@@ -86,7 +86,7 @@ def _try() -> bool:
 
 
 def _known_loops(outer: Any, inner: Any) -> list[int]:
-    """What is found on the stack of this very frame, as addresses: nothing is made of them before they are known."""
+    """Return what is on the stack of this frame, as addresses: no object is made of them before they are verified."""
     found: list[int] = []
 
     def look() -> None:  # the variable in a cell, since those move what comes after them

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any
 
-#: Under which the state has what is kept here.
+#: The key of this module's part in the state.
 KEY = "frameworks"
-#: Packages whose loops are brought to their place here, and not by names in the script's modules.
+#: Packages whose loops are restored here, and not by names in the script's modules.
 OWN_LOOPS = frozenset(("transformers", "lightning", "pytorch_lightning"))
 TRAINER = "transformers.trainer"
 _TRAINING, _EPOCH, _BATCHES = "_inner_training_loop", "_run_epoch", "get_batch_samples"
@@ -39,9 +39,9 @@ _KNOWN_METHODS = ("_init_training_state", _EPOCH, _BATCHES, "_load_rng_state")
 
 
 def look_ahead(generator: Any) -> tuple[Any, int] | None:
-    """What a generator of accelerate's reads, and how many batches it has in hand; None for any other's.
+    """Return what a generator of accelerate reads, and its batches in hand; None for other generators.
 
-    The iterator is None where it is a generator of accelerate's whose place is not known.
+    The iterator is None for a generator of accelerate whose position is unknown.
     """
     frame = generator.gi_frame
     if frame is None or _package_of(frame) != "accelerate":
@@ -56,7 +56,7 @@ def look_ahead(generator: Any) -> tuple[Any, int] | None:
 
 
 def reseeds(sampler: Any) -> bool:
-    """Whether a sampler seeds its generator anew for each epoch, and makes it only then: its state says nothing."""
+    """Return True if a sampler seeds its generator for each epoch and creates it only then: its state says nothing."""
     return type(sampler).__name__ == "SeedableRandomSampler" and type(sampler).__module__ == "accelerate.data_loader"
 
 
@@ -89,7 +89,7 @@ def _put_accelerate(taken: list[dict[str, Any]]) -> None:
 
 
 def is_own(frame: FrameType) -> bool:
-    """Whether this frame's loops are brought to their place here."""
+    """Return True if this frame's loops are restored here."""
     return _package_of(frame) in OWN_LOOPS
 
 
@@ -98,9 +98,9 @@ def _package_of(frame: FrameType) -> str:
 
 
 def against(frames: list[FrameType]) -> list[tuple[str, str, bool]] | None:
-    """Why a thread in these frames could not go on from there: what, a hint, and whether it is over by itself.
+    """Return why a thread in these frames could not continue: the reason, a hint, and whether it passes by itself.
 
-    Empty where it could; None where it is in none of these loops.
+    Empty if it could; None if it is in none of these loops.
     """
     if not any(is_own(frame) for frame in frames):
         return None
@@ -132,7 +132,7 @@ def _trainers_frames(frames: list[FrameType]) -> dict[str, FrameType]:
 
 
 class Taking:
-    """What is kept of the frameworks for a thread that stands in these frames, and what stands against it."""
+    """What is saved of the frameworks for a thread in these frames, and what prevents it."""
 
     def __init__(self, frames: list[FrameType]) -> None:
         self.against: list[tuple[str, str]] = []
@@ -172,7 +172,7 @@ def _taken_of_trainer(trainer: Any, epoch: int, batches: int) -> dict[str, Any]:
 
 
 def _plain_of(callback: Any) -> tuple[str, dict[str, Any]]:
-    """The class of a callback and what it counts. The bars of transformers follow the Trainer's own count."""
+    """Return the class of a callback and its counters. The bars of transformers follow the Trainer's count."""
     kind = _class_of(callback)
     if kind.__module__.startswith("transformers.") and not hasattr(callback, "state"):
         return kind.__qualname__, {}
@@ -199,7 +199,7 @@ def _is_plain(value: Any) -> bool:
 
 
 class Resuming:
-    """A Trainer on its way to where it was. `state` gives what was kept of it, None for nothing."""
+    """Restores a Trainer. `state` returns what was saved of it, or None."""
 
     def __init__(self, state: Callable[[], Any]) -> None:
         self._state = state
@@ -209,7 +209,7 @@ class Resuming:
         self._lightning = lightning.Resuming(lambda: self._kept(lightning.KEY))
 
     def expect(self) -> None:
-        """Be there when a Trainer is imported."""
+        """Wait for the import of the Trainer."""
         meet(TRAINER, self.meet)
         self._lightning.expect()
 
@@ -252,7 +252,7 @@ class Resuming:
         return None if whole is None else whole.get(key)
 
     def _begin(self, trainer: Any, state: Any) -> None:
-        """What a Trainer does at its beginning is done; what it did at the beginning of the epoch was done before."""
+        """Mark the Trainer's start, and the start of its epoch, as done."""
         self._trainer = trainer
         trainer.state = state
         handler = trainer.callback_handler
@@ -266,7 +266,9 @@ class Resuming:
         trainer.args.eval_on_start = False
 
     def _skip_nothing(self, module: Any, trainer: Any) -> None:
-        """The pass over the loader begins where it was, and random states are set there: neither is the Trainer's."""
+        """Let the Trainer neither skip batches nor load random states: the pass and the states are
+        restored elsewhere.
+        """
         skip = module.skip_first_batches
 
         def skip_first_batches(loader: Any, _batches: int = 0) -> Any:
@@ -281,7 +283,7 @@ class Resuming:
         self._undo.append(lambda: setattr(module, "skip_first_batches", skip))
 
     def misfits(self, state: dict[str, Any]) -> list[str]:
-        """Why this cannot be put back; empty if it can."""
+        """Return why this cannot be restored; empty if it can."""
         found: list[str] = []
         if len(state.get("accelerate", ())) != len(_accelerators()):
             found.append(f"the script has {len(_accelerators())} Accelerators, and had another number")
@@ -322,5 +324,5 @@ def _given() -> Any:
     return None if whole is None else whole.get(KEY)
 
 
-#: What is on its way back in this process.
+#: The restore under way in this process.
 resuming = Resuming(_given)

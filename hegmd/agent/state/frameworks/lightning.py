@@ -1,10 +1,9 @@
-"""Lightning's Trainer, brought to its place: it starts as usual, and finds its counters set at the first batch.
+"""Restores Lightning's Trainer: it starts as usual, and finds its counters set at the first batch.
 
 Its loops are `while` loops over counters that it reads each time. So nothing is skipped, and no loop is entered
-differently: at its first batch, its progress is loaded as from a checkpoint, with the counters of its callbacks and
-what was logged. Lightning's own restart in the middle of an epoch is not used: depending on the place, it repeats or
-skips an evaluation, a step of a schedule or a checkpoint. Internals that differ from what is known here prevent a
-restart.
+differently: at its first batch its progress is loaded as from a checkpoint, with the counters of its callbacks and the
+logged values. Lightning's own restart in the middle of an epoch is not used: depending on the place it repeats or skips
+an evaluation, a step of a schedule or a checkpoint. Internals that differ from the known ones prevent a restart.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any
 
-#: Under which the state has what is kept here.
+#: The key of this module's part in the state.
 KEY = "lightning"
 #: Both names under which it is installed, and where its loops are in each.
 BASES = ("lightning.pytorch", "pytorch_lightning")
 _FIT, _EPOCH, _EVALUATION = "loops.fit_loop", "loops.training_epoch_loop", "loops.evaluation_loop"
-#: What is brought to its place here, so that none of it is looked for in what a script holds.
+#: Parts that are restored here, so that the search for the script's objects leaves them out.
 _SEEN_TO = (
     "loops",
     "trainer.connectors.logger",
@@ -43,16 +42,16 @@ _KNOWN = ("restarted_mid_epoch", "on_advance_start", "setup_data", "_should_relo
 _MID_EPOCH, _NO_RESTART = "restarted_mid_epoch", "none"
 
 
-# ---- where it stands ------------------------------------------------------------------------------------------------
+# ---- its position ----------------------------------------------------------------------------------------------------
 
 
 def is_of(frame: FrameType) -> bool:
-    """Whether this frame runs Lightning's code."""
+    """Return True if this frame runs Lightning's code."""
     return _part_of(str(frame.f_globals.get("__name__"))) is not None
 
 
 def _part_of(module_name: str) -> str | None:
-    """The module's name within Lightning; None for all others."""
+    """Return the module's name within Lightning; None for other modules."""
     for base in BASES:
         if module_name.startswith(f"{base}."):
             return module_name[len(base) + 1 :]
@@ -60,17 +59,17 @@ def _part_of(module_name: str) -> str | None:
 
 
 def sees_to(thing: Any) -> bool:
-    """Whether this is part of its loops: none of the script's own, whatever `state_dict` it has."""
+    """Return True for a part of its loops, whose `state_dict` is not the script's."""
     return any((_part_of(kind.__module__) or "").startswith(_SEEN_TO) for kind in class_of(thing).__mro__)
 
 
 def is_callback(thing: Any) -> bool:
-    """Whether it is one of Lightning's own callbacks: what these count goes along here, and not by `state_dict`."""
+    """Return True for Lightning's own callbacks: their counters are saved here, not by `state_dict`."""
     return (_part_of(class_of(thing).__module__) or "").startswith("callbacks.")
 
 
 def path_of_pass(path: Any) -> Any:
-    """Where a pass of the training loader begins, which is at two places: above the epochs, and at each later one."""
+    """Return where a pass of the training loader starts: above the epochs, or at a later epoch."""
     parts = [_part_of(step[0]) for step in path]
     if _EVALUATION in parts or _FIT not in parts:
         return path
@@ -93,7 +92,7 @@ class Standing:
         self.trainer: Any = getattr(self._loop, "trainer", None)
 
     def against(self) -> Iterator[tuple[str, str, bool]]:
-        """Why the training could not go on from here: what, a hint, and whether it is over by itself."""
+        """Yield why the training could not continue from here: the reason, a hint, and whether it passes by itself."""
         if self.trainer is None or self._evaluates or not self._is_asking:
             yield "Lightning is not about to fetch a batch for its training", "ask again; it is over by itself", True
             return
@@ -126,11 +125,11 @@ class Standing:
         yield from (found for found in self.trainer.lightning_module.modules() if hasattr(found, "_update_count"))
 
     def reads(self) -> Any:
-        """The iterator of the training's loader."""
+        """Return the iterator of the training's loader."""
         return self.trainer.fit_loop._combined_loader._iterator.iterators[0]
 
     def taken(self, plain_of: Callable[[Any], Any]) -> dict[str, Any]:
-        """All that it counts. `plain_of` gives what of a dictionary a state file has a form for."""
+        """Return all its counters. `plain_of` returns the part of a dictionary that a state file can hold."""
         trainer, loop = self.trainer, self._loop
         return {
             "progress": {name: found.state_dict() for name, found in _progress_of(trainer).items()},
@@ -146,7 +145,7 @@ class Standing:
 
 
 def _counts(metric: Any) -> bool:
-    """Whether a metric has seen something that it has still to give the mean of."""
+    """Return True if a metric has values whose mean it has still to report."""
     is_for_epoch = getattr(getattr(metric, "meta", None), "on_epoch", True)
     return bool(is_for_epoch and metric._update_count)
 
@@ -169,7 +168,7 @@ def _progress_of(trainer: Any) -> dict[str, Any]:
 
 
 def _is_carried(callback: Any) -> bool:
-    """Bars follow the counters, and what goes by the clock goes by that of this process."""
+    """Return False for bars, which follow the counters, and for timers, which follow this process's clock."""
     return not _is_bar(callback) and type(callback).__name__ != "Timer"
 
 
@@ -183,7 +182,7 @@ def _is_bar(callback: Any) -> bool:
 
 
 class Resuming:
-    """A Trainer on its way to where it was. `taken` gives what was kept of it, None for nothing."""
+    """Restores a Trainer. `taken` returns what was saved of it, or None."""
 
     def __init__(self, taken: Callable[[], Any]) -> None:
         self._taken = taken
@@ -191,12 +190,12 @@ class Resuming:
         self._undo: list[Callable[[], None]] = []
 
     def expect(self) -> None:
-        """Be there when the Trainer is imported, under either name."""
+        """Wait for the import of the Trainer, under either name."""
         for base in BASES:
             meet(f"{base}.trainer.trainer", self.meet)
 
     def meet(self, module: Any) -> None:
-        """Have its Trainers begin without what was done before: the first evaluation, the beginning of the epoch."""
+        """Let its Trainers start without what was done before: the first evaluation, the start of the epoch."""
         trainer, fit = module.Trainer, sys.modules[f"{module.__name__.rpartition('.trainer.')[0]}.{_FIT}"]._FitLoop
         if not all(hasattr(fit, name) for name in _KNOWN):
             return  # nothing was taken of such a one
@@ -224,7 +223,7 @@ class Resuming:
         ]
 
     def misfits(self, taken: Any) -> list[str]:
-        """Why this cannot be put back; empty if it can."""
+        """Return why this cannot be restored; empty if it can."""
         if self._trainer is None:
             return ["Lightning's Trainer was not begun"]
         here = [type(callback).__qualname__ for callback in self._trainer.callbacks]
@@ -234,7 +233,7 @@ class Resuming:
         return []
 
     def put_back(self, taken: Any) -> None:
-        """Set what it counts, and show it in its bars. `taken` is None where it was not Lightning that trained."""
+        """Restore its counters, and show them in its bars. `taken` is None if it was not Lightning that trained."""
         while self._undo:
             self._undo.pop()()
         if taken is None:
@@ -260,7 +259,7 @@ def _set_all(thing: Any, values: dict[str, Any]) -> None:
 
 
 def _owned(value: Any) -> Any:
-    """Tensors of a state are views of its file, which goes."""
+    """Return copies of tensors, which are views of the state's file."""
     if hasattr(value, "untyped_storage"):
         return value.clone()
     if is_a(value, dict):

@@ -27,7 +27,7 @@ _PASSED: Any = (FUNCTION, METHOD, type)
 
 
 def sums_of(dataset: Any) -> dict[str, int]:
-    """A checksum of each thing that it is made of, by its name."""
+    """Return a checksum of each part of the dataset, by its name."""
     return dict(_sums(dataset, "", 0, {}))
 
 
@@ -50,7 +50,7 @@ def _is_part(value: Any) -> bool:
 
 
 def counts(dataset: Any) -> bool:
-    """Whether giving an item changes the dataset, or may: then it is not to be asked for one on trial."""
+    """Return True if reading an item changes the dataset, or may: then no item can be read for a test."""
     getter = getattr(class_of(dataset), "__getitem__", None)
     code = getattr(getter, "__code__", None)
     drawn, is_whole = sampler_rng.held_within([dataset])
@@ -67,7 +67,7 @@ class Makings:
         self._parts = [_reference_to(found) for found in parts]
 
     def are_of(self, dataset: Any) -> bool:
-        """Whether that one's rows come from the same."""
+        """Return True if that dataset's rows come from the same parts."""
         parts, indices = _parts_of(dataset)
         if indices != self._indices or len(parts) != len(self._parts):
             return False
@@ -87,7 +87,8 @@ def _parts_of(dataset: Any) -> tuple[list[Any], int]:
 def _reference_to(found: Any) -> Any:
     try:
         return weakref.ref(found)
-    except TypeError:  # a list or a tuple, for instance: it stays as long as the loader's place is remembered
+    # no weak references, such as a list or a tuple: it stays as long as the loader's place is remembered
+    except TypeError:
         return lambda: found
 
 

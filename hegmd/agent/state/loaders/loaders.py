@@ -17,7 +17,7 @@ _SAMPLERS_DEEP = 6
 
 
 def signature_of(loader: Any) -> dict[str, Any]:
-    """What two loaders that are the same have in common."""
+    """Return what two equal loaders have in common."""
     sampler = loader._index_sampler
     return {
         "loader": type(loader).__name__,
@@ -30,7 +30,7 @@ def signature_of(loader: Any) -> dict[str, Any]:
 
 
 def generators_of(loader: Any) -> list[Any]:
-    """The generators of a loader and its samplers that are objects of the script's."""
+    """Return the generator objects of a loader and its samplers."""
     samplers = samplers_of(loader._index_sampler)
     own = list(rng.held_by([loader]))
     reseeding = [found for found in samplers if accelerate_hf.reseeds(found)]
@@ -47,7 +47,9 @@ def samplers_of(sampler: Any) -> list[Any]:
 
 
 def data_of(loader: Any, path: Any) -> list[Any]:
-    """What of its datasets has changed since the first pass there, where workers get them as they are now."""
+    """Return what has changed in its datasets since the first pass there, for workers, which get them as
+    they are now.
+    """
     if not loader.num_workers:
         return []
     found = enumerate(datasets_of(loader.dataset))

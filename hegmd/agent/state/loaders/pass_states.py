@@ -29,7 +29,7 @@ def set_states(gathered: list[Any], states: Any) -> None:
 
 
 def beginning_of(gathered: list[Any], owner: Any, path: Any, *, of_sampler: bool = False) -> dict[str, Any]:
-    """The random states and the plain attributes of the samplers, such as a count of epochs."""
+    """Return the random states, and the plain attributes of the samplers, such as a count of epochs."""
     samplers = samplers_of(owner if of_sampler else owner._index_sampler)
     attributes = [
         {name: value for name, value in getattr(found, "__dict__", {}).items() if type(value) in (int, float, bool)}

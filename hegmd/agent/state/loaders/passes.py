@@ -1,7 +1,11 @@
 """One pass over a loader: what is recorded at its start, and what is saved of it.
 
 A pass is a function of the random states at its start and of its sampler. So the states are recorded when it starts,
-and again when its sampler is first asked; the restarted script sets them at the same two moments (`rebuild`).
+and again when its sampler is first asked. The restarted script sets them at the same two moments (`rebuild`).
+
+A dataset without indices, or its iterator, restores its position with `state_dict` and `load_state_dict`, as for
+PyTorch's StatefulDataLoader. If the script declares that the dataset yields the same each time, the used items are
+requested again and dropped. Any other dataset prevents a restart.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ _HINT = (
 
 
 def stream_of(loader: Any) -> Stream | None:
-    """What is known of the loader's dataset; None where it has indices."""
+    """Return the loader's iterable dataset; None if it has indices."""
     return Stream(loader) if loader._dataset_kind == _ITERABLE else None
 
 
@@ -49,7 +53,7 @@ class Stream:
         self._says = False
 
     def refusals(self, given: int, iterator: Any) -> list[Refusal]:
-        """Why it could not be brought to where it is."""
+        """Return why its position could not be restored."""
         self._says = not self._workers and (_says_where(self._dataset) or _says_where(_reader_of(iterator)))
         if given and not self._replays:
             return [Refusal("a batch of an outer loop over an iterable dataset is in use", _HINT)]
@@ -61,7 +65,7 @@ class Stream:
         return [Refusal(f"a loader reads {name}, an iterable dataset that cannot say where it is", _HINT)]
 
     def taken(self, iterator: Any) -> dict[str, Any]:
-        """Where it is, as far as it says so."""
+        """Return its position, if it reports one."""
         if self._replays or not self._says:
             return {"replays": self._replays}
         reader = _reader_of(iterator)
@@ -69,14 +73,14 @@ class Stream:
         return {"replays": False, "of": owner, "state": contents.loose(place.state_dict())}
 
     def prepare(self, taken: Any) -> None:
-        """Before the loader makes its iterator: a dataset that is asked itself is told now."""
+        """Set the position of a dataset that reports it, before the loader creates its iterator."""
         if taken["replays"] != self._replays:
-            raise DoesNotFit(["a loader that could be replayed cannot be now, or the other way round"])
+            raise DoesNotFit(["a loader that could be replayed cannot be now, or the reverse"])
         if taken.get("of") == "dataset":
             self._dataset.load_state_dict(contents.owned(taken["state"]))
 
     def go_on(self, iterator: Any, taken: Any, delivered: int) -> None:
-        """After it has: be where so many batches have been given."""
+        """Set the position after so many batches, once the loader has its iterator."""
         if taken["replays"]:
             for index in range(delivered):
                 try:
@@ -99,7 +103,7 @@ def _says_where(thing: Any) -> bool:
 
 
 class Iteration:
-    """A pass over a loader, known by the place in the script where it began."""
+    """A pass over a loader, identified by the place in the script where it started."""
 
     __slots__ = (
         "_before",
@@ -181,7 +185,7 @@ class Iteration:
         return iterator
 
     def _go_on_from(self, before: Iteration, iterator: Any) -> None:
-        """Workers that live on from an earlier pass: how many batches each of them has made by now."""
+        """Continue the counts of persistent workers: how many batches each of them has made so far."""
         self._seeds = before._seeds
         self._creation = before._creation or before._before
         self._data = before._data
@@ -196,18 +200,20 @@ class Iteration:
         weakref.finalize(iterator, _followed.pop, id(iterator), None).atexit = False
 
     def note_first(self) -> None:
-        """The sampler is about to be asked for the first time."""
+        """Record the states when the sampler is about to be asked for the first time."""
         self._first = states_of(self.gathered)
 
     # ---- as it is taken ---------------------------------------------------------------------------------------------
 
     def made_until(self, index: int) -> list[int]:
-        """How many batches before that one each worker has made of this pass."""
+        """Return how many batches before that one each worker has made in this pass."""
         workers = len(self.sent)
         return [len(range(_first_of(worker, self.base, workers), index, workers)) for worker in range(workers)]
 
     def taken(self, given: int) -> dict[str, Any]:
-        """All that it takes to make it again, as plain values. The last `given` batches are to be given again."""
+        """Return all that is needed to make it again, as plain values. The last `given` batches have to
+        be given again.
+        """
         iterator = self.iterator()
         delivered = iterator._num_yielded - given
         return {
@@ -226,12 +232,12 @@ class Iteration:
         }
 
     def is_over(self) -> bool:
-        """Whether it has given all that it has."""
+        """Return True if it has given all its batches."""
         batches = self.signature["batches"]
         return batches is not None and bool(self.iterator()._num_yielded >= batches)
 
     def refusals(self, given: int) -> list[Refusal]:
-        """Why it could not be made again as it is."""
+        """Return why it could not be made again at its position."""
         iterator = self.iterator()
         found = [
             Refusal(f"the sampler of the loader at {said(self.path[-1])} holds other {name}, of no form", _REMADE)
@@ -259,7 +265,9 @@ class Iteration:
         return found
 
     def _workers_states(self, delivered: int) -> list[Any]:
-        """The states with which each worker began, or begins, its next batch after so many; False: as it began."""
+        """Return the states with which each worker starts its next batch after so many; False for its
+        initial states.
+        """
         states: list[Any] = []
         made = self.made_until(delivered)
         for worker, (sent, count) in enumerate(zip(self.sent, made)):
@@ -270,11 +278,13 @@ class Iteration:
         return states
 
     def _sums_kept(self) -> dict[str, int]:
-        """Of what the data are made of, as far as that was so at the first pass: the rest is the script's to change."""
+        """Return the checksums of parts of the data that were the same at the first pass; the script may change the
+        others.
+        """
         return {name: found for name, found in self._sums.items() if self._first_sums.get(name) == found}
 
     def _draws(self, iterator: Any) -> bool:
-        """Whether loading draws random numbers: then a batch that is still in use cannot be had a second time."""
+        """Return True if loading draws random numbers: then a batch in use cannot be loaded a second time."""
         fetcher = getattr(iterator, "_dataset_fetcher", None)
         if fetcher is None or not hasattr(fetcher.dataset, "__len__") or not len(fetcher.dataset):
             return True
@@ -282,7 +292,7 @@ class Iteration:
             return True
         before = rng.read_shared()
         try:
-            fetcher.fetch([0] if iterator._auto_collation else 0)  # what the collator draws, too
+            fetcher.fetch([0] if iterator._auto_collation else 0)  # including what the collator draws
             return rng.read_shared() != before
         except Exception:  # noqa: BLE001 - a dataset of any make; what cannot be tried is not counted on
             return True
@@ -291,7 +301,7 @@ class Iteration:
 
 
 class Starting:
-    """Stands in for a sampler's iterator until it is first asked, so that no later batch passes anything of ours."""
+    """Replaces a sampler's iterator until it is first asked, so that later batches do not pass through our code."""
 
     def __init__(self, iterator: Any, iteration: Iteration) -> None:
         self._iterator = weakref.ref(iterator)
@@ -335,24 +345,24 @@ _OUTER_DRAWS = (
 
 
 def followed(iterator: object) -> Iteration | None:
-    """The pass that this iterator makes now."""
+    """Return the pass that this iterator makes now."""
     found = _followed.get(id(iterator))
     return found if found is not None and found.iterator() is iterator else None
 
 
 def path_of_pass(iterator: object) -> Any:
-    """Where in the script the pass began that this iterator makes."""
+    """Return where in the script the pass of this iterator started."""
     found = followed(iterator)
     return None if found is None else found.path
 
 
 def all_followed() -> list[Iteration]:
-    """Every pass whose iterator lives, in the order in which they began."""
+    """Return every pass whose iterator is alive, in the order of their starts."""
     return sorted(
         (found for found in list(_followed.values()) if found.iterator() is not None), key=lambda it: it.number
     )
 
 
 def _first_of(worker: int, base: int, workers: int) -> int:
-    """The first batch from that one on which this worker makes."""
+    """Return the first batch from that one on that this worker makes."""
     return base + (worker - base) % workers

@@ -1,4 +1,4 @@
-"""Makes a pass over a loader again in the restarted script, from what was saved.
+"""Makes a pass over a loader again in the restarted script, from the saved one.
 
 The states of its start are set where the pass started, those of its first request where its sampler is first asked. The
 sampler is asked for the used indices without loading data. Workers continue in turn at their positions.
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class PassAgain(Iteration):
-    """The pass that was taken, where the script comes to the place at which it began."""
+    """The saved pass, made again at the place where it started."""
 
     __slots__ = ()
 
     def begin_again(self, loader: Any, taken: Any, make: Callable[[Any], Any]) -> Any:
-        """Make the pass that was taken; the random generators are left wherever that takes them. Raises DoesNotFit."""
+        """Make the saved pass. Leaves the random generators in an arbitrary state. Raises DoesNotFit."""
         set_orders(loader, taken["before"])
         self.signature = signature_of(loader)
         if dict(taken["signature"]) != self.signature:
@@ -66,7 +66,7 @@ class PassAgain(Iteration):
         return iterator
 
     def _again_with_workers(self, loader: Any, taken: Any, make: Callable[[Any], Any]) -> Any:
-        """At the first batch that is sent to a worker all is there but the places; that is where they are set."""
+        """Set the positions when the first batch is sent to a worker: then everything else is there."""
         self.given_states = {worker: state for worker, state in enumerate(taken["workers"]) if state}
         delivered = self.base = taken["delivered"]
         beginning = self._before if self._creation is not None else None
@@ -95,7 +95,7 @@ class PassAgain(Iteration):
         return iterator
 
     def _set_data(self, loader: Any, taken: Any) -> None:
-        """Before workers have it: what is put back later they would not see."""
+        """Restore the data before workers get it: they would not see a later change."""
         self._data = taken["data"]
         for dataset, changed in zip(datasets_of(loader.dataset), self._data):
             sampler_inputs.set_back(dataset, changed)

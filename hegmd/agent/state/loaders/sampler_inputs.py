@@ -24,10 +24,9 @@ _first: dict[Any, dict[str, Any]] = {}
 
 
 def changed_of(sampler: Any, path: Any, index: int, *, is_all: bool = False) -> list[tuple[str, Any]]:
-    """Its tensors, arrays and containers that are not what they were at the first pass there, as forms of copies.
+    """Return copies of its tensors, arrays and containers that have changed since the first pass there.
 
-    With `is_all` its plain values too. It may be another one than it was then, made of what the script has come to: so
-    values are compared.
+    With `is_all` its plain values too. The sampler may be another object than it was then, so values are compared.
     """
     own: dict[str, Any] = getattr(sampler, "__dict__", {})
     values = {name: value for name, value in own.items() if _is_looked_at(value) or (is_all and is_a(value, *_PASSED))}
@@ -40,7 +39,7 @@ def changed_of(sampler: Any, path: Any, index: int, *, is_all: bool = False) -> 
 
 
 def not_kept(changed: list[list[tuple[str, Any]]]) -> list[str]:
-    """The names of those that have no form."""
+    """Return the names of those without a form."""
     return [name for found in changed for name, form in found if form is None]
 
 
@@ -59,7 +58,7 @@ def _is_looked_at(value: Any) -> bool:
 
 
 def _numbers_of(value: Any) -> Any:
-    """A tensor on the CPU as an array, which is told from another by its elements."""
+    """Return a CPU tensor as an array, so that elements can be compared."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not is_a(value, torch.Tensor) or value.device.type != "cpu" or value.is_sparse:
         return value

@@ -25,9 +25,9 @@ _CONTAINERS: Any = (list, tuple, set, frozenset, deque)
 
 
 def held_within(owners: list[Any], but: Iterable[Any] = (), *, is_brief: bool = False) -> tuple[list[Any], bool]:
-    """The generators, each once and always in the same order, and whether all was looked through.
+    """Return the generators, each once and always in the same order, and whether the search was complete.
 
-    What `but` has is not gone into; with `is_brief` no long container is.
+    Objects in `but` are not searched; with `is_brief`, long containers are not either.
     """
     found: list[Any] = []
     seen: dict[int, Any] = {id(thing): thing for thing in but}
@@ -66,7 +66,7 @@ def _parts_of(thing: Any, *, is_brief: bool) -> Iterator[Any]:
 
 
 def _items_of(container: Any, *, is_brief: bool) -> Iterable[Any]:
-    """Of a long one of plain values, or of pairs of such, as of files and labels, nothing is to be looked at."""
+    """Return the items to search. A long container of plain values, or of pairs of them, has none."""
     if len(container) <= _LONGEST:
         return list(container)
     if is_brief:

@@ -34,25 +34,25 @@ def expect(watch: Callable[[Any], object]) -> None:
 
 
 def is_stateful(loader: Any) -> bool:
-    """Whether it is one."""
+    """Return True for a StatefulDataLoader."""
     return any(kind.__module__ == MODULE for kind in type(loader).__mro__)
 
 
 def sees_to(thing: Any) -> bool:
-    """Whether it is an iterator of one, or of its samplers: their `state_dict` is none of the script's own."""
+    """Return True for its iterators and those of its samplers: their `state_dict` is not the script's."""
     kind = class_of(thing)
     return str(kind.__module__).startswith(_PACKAGE) and hasattr(kind, "__next__")
 
 
 def is_left(iterator: Any) -> bool:
-    """Whether nobody goes over it any more, and only its loader has it still: that keeps the last one it made."""
+    """Return True if only its loader refers to it, which keeps its last iterator."""
     if not sees_to(iterator):
         return False
     return bool(iterator._finished) or not any(_is_holder(found) for found in gc.get_referrers(iterator))
 
 
 def _is_holder(found: Any) -> bool:
-    if is_a(found, dict) and "snapshot_every_n_steps" in found:  # what the loader has
+    if is_a(found, dict) and "snapshot_every_n_steps" in found:  # the loader's own state
         return False
     if hasattr(found, "f_globals"):
         return str(found.f_globals.get("__name__")).rpartition(".")[0] != __name__.rpartition(".")[0]
@@ -60,18 +60,18 @@ def _is_holder(found: Any) -> bool:
 
 
 def goes_by_state(loader: Any) -> bool:
-    """Whether only its own state brings it back: workers read it."""
+    """Return True if only its own state restores it: workers read it."""
     return is_stateful(loader) and loader.num_workers > 0
 
 
 class Own:
-    """The state of one whose workers read, as it says it itself."""
+    """The state that a loader with workers reports itself."""
 
     def __init__(self, loader: Any) -> None:
         self._is_same_each_time = replayed(loader)
 
     def refusals(self, given: int) -> list[Refusal]:
-        """Why it could not be brought back."""
+        """Return why it could not be restored."""
         if given:
             return [
                 Refusal(
@@ -86,16 +86,16 @@ class Own:
 
     @staticmethod
     def taken(iterator: Any) -> Any:
-        """Where it is."""
+        """Return its position."""
         return contents.loose(iterator.state_dict())
 
     @staticmethod
     def prepare(loader: Any, taken: Any) -> None:
-        """Before it makes its iterator."""
+        """Set its position, before it creates its iterator."""
         loader.load_state_dict(contents.owned(taken))
 
 
 def note_given(iterator: Any, batches: int) -> None:
-    """It counts what its sampler has given, and says so in a `state_dict` that the script may ask for."""
+    """Set its count of batches, which it reports in the `state_dict` that the script can ask for."""
     if hasattr(iterator, "_sampler_iter_yielded"):
         iterator._sampler_iter_yielded = batches

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 SLOT_BYTES = 32768
 _HEADER = struct.Struct("<QQ")  # how many batches the worker had made, and bytes that follow
-# A batch whose loop encloses another one's is given again, and each worker may be some batches ahead.
+# A batch whose loop encloses another loop is given again, and each worker can be some batches ahead.
 _BACK = 3
 
 
 class Seeds:
-    """The parent's side: the memory, for as long as the loader's iterator lives."""
+    """The parent's side: the memory, as long as the loader's iterator lives."""
 
     def __init__(self, workers: int, ahead: int) -> None:
         """Raises OSError."""
@@ -54,7 +54,7 @@ class Seeds:
             self._memory.close()
 
     def after(self, worker: int, batches: int) -> Any:
-        """The states of that worker after it had made so many batches; None where they are not written down."""
+        """Return the states of that worker after so many batches; None if they are not recorded."""
         import marshal
 
         start = (worker * self.slots + batches % self.slots) * SLOT_BYTES
@@ -65,7 +65,7 @@ class Seeds:
         return marshal.loads(self._memory[begin : begin + size_bytes])  # noqa: S302 - what our own workers wrote
 
     def follower(self, script_init: Any, begin_with: dict[int, Any]) -> Follower:
-        """What a worker is to run at its start."""
+        """Return what a worker has to run at its start."""
         return Follower(f"/proc/{os.getpid()}/fd/{self.fd}", self.slots, script_init, begin_with)
 
 
@@ -109,7 +109,7 @@ class Follower:
             finally:
                 made[0] += 1
                 written = marshal.dumps(_read(held))
-                # One that was made on the way would not be there when its state is set.
+                # A generator that was created later would be missing when its state is set.
                 is_known = _are_same(held, _held_by(fetcher.dataset))
                 fits = is_known and len(written) <= SLOT_BYTES - _HEADER.size
                 start = (worker * slots + made[0] % slots) * SLOT_BYTES
@@ -121,7 +121,7 @@ class Follower:
 
 
 def _held_by(dataset: Any) -> list[Any] | None:
-    """The generators within it; None where it holds more than is looked through."""
+    """Return the generators within it; None if the search is incomplete."""
     found, is_whole = sampler_rng.held_within([dataset], is_brief=True)
     return found if is_whole else None
 

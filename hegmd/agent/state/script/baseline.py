@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-#: Tensors are added up to that size; of larger ones so many parts, over their whole length. So many at once, at most.
+#: Tensors up to the first size are summed as a whole; of larger ones, parts over their whole length. The total is
+#: limited.
 _WHOLE_BYTES = 16 << 20
 _PART_BYTES, _PARTS = 1 << 16, 64
 _MAX_SUMS, _MAX_SUMMED_BYTES = 2_000, 256 << 20
@@ -43,7 +44,7 @@ _known: dict[Any, Baseline] = {}
 
 
 class Mark:
-    """How one tensor was."""
+    """The state of one tensor: its count of writes and its checksum."""
 
     __slots__ = ("total", "version")
 
@@ -53,25 +54,25 @@ class Mark:
 
 
 class Marking:
-    """Marks that are made at one moment: each memory is added up once, however many tensors lie in it."""
+    """Marks of one moment. Each memory is summed once, however many tensors share it."""
 
     def __init__(self) -> None:
         self._known: dict[Any, int | None] = {}
         self._left_bytes = _MAX_SUMMED_BYTES
 
     def mark(self, tensor: Any) -> Mark:
-        """How this one is."""
+        """Return the tensor's mark."""
         return Mark(_version_of(tensor), self._sum_of(tensor))
 
     def was_written_to(self, tensor: Any, before: Mark, *, is_late: bool) -> bool:
-        """Whether it is not as it was, or may not be. `is_late` says that writes before that mark count as well."""
+        """Return True if the tensor has changed, or may have. `is_late`: writes before the mark count too."""
         version = _version_of(tensor)
         if version != before.version or (is_late and version != 0):
             return True
         return self._sum_of(tensor) != before.total if before.total is not None else version is None
 
     def _sum_of(self, tensor: Any) -> int | None:
-        """None where it has no memory, or where it would take too long."""
+        """Return the checksum; None if it has no memory, or if the sum would take too long."""
         try:
             storage = tensor.untyped_storage()
             memory = (tensor.device, storage.data_ptr(), storage.nbytes())
@@ -100,12 +101,12 @@ class Marking:
 
 
 def _version_of(tensor: Any) -> int | None:
-    """How often it was written to, as PyTorch counts; None where it does not."""
+    """Return PyTorch's count of its writes; None if PyTorch does not count."""
     return None if tensor.is_inference() else int(tensor._version)
 
 
 def note_place(path: Any, frames: list[FrameType], *, is_late: bool = False) -> None:
-    """The script is there; remember it the first time. `is_late` says that it came there before. Never raises."""
+    """Record what the script holds at this place, the first time. `is_late`: it was here before. Never raises."""
     if path in _known or len(_known) >= MAX_PLACES:
         return
     try:
@@ -115,7 +116,7 @@ def note_place(path: Any, frames: list[FrameType], *, is_late: bool = False) -> 
 
 
 def baseline_of(path: Any) -> Baseline | None:
-    """What was remembered of this place."""
+    """Return the record of this place, or None."""
     return _known.get(path)
 
 
@@ -139,17 +140,19 @@ class Baseline:
         self.drift = Drift(Instances(frames))
 
     def names_of(self, found: Holding) -> list[str]:
-        """The names that it had here, which it will have in a restarted script; those of now if it is later."""
+        """Return the names that it had here, and will have in a restarted script; its present names if it was made
+        later.
+        """
         thing, names = self._names.get(id(found.thing), (None, []))
         return names if thing is not None and thing() is found.thing else found.names
 
     def is_later(self, found: Holding) -> bool:
-        """Whether nothing of its class was held under any of its names."""
+        """Return True if no object of its class had any of its names."""
         kind = (found.kind, type(found.thing).__qualname__)
         return all(self._kinds.get(name) != kind for name in found.names)
 
     def written_to(self, holdings: list[Holding]) -> set[int]:
-        """Those tensors, by address, that were there and have been changed in place since, or may have been."""
+        """Return the addresses of the tensors that were here and have changed in place, or may have."""
         marking = Marking()
         return {id(found.thing) for found in holdings if found.kind == TENSOR and self._was_written_to(found, marking)}
 
@@ -161,9 +164,9 @@ class Baseline:
         return False
 
     def changed(self, frames: list[FrameType]) -> list[tuple[int, str]]:
-        """The script's own variables that have another value now, each with how many functions are around its own.
+        """Return the script's variables with another value now, each with the depth of its function.
 
-        Not those that its loops set.
+        Leaves out the variables that its loops set.
         """
         by_loops = {(depth, name) for depth, frame in enumerate(frames) for name in loops_of(frame.f_code).targets()}
         now = {name: _print_of(value) for name, value in _variables(frames)}
@@ -175,7 +178,7 @@ class Baseline:
 
 
 def refusal_of(found: Holding) -> Refusal:
-    """That it was made since the script first came here."""
+    """Return the refusal of an object that was made since the script first came here."""
     name = found.names[0]
     return Refusal(
         f"{name}, a {type(found.thing).__qualname__}, was made after the first batch, and a restarted script would not "
@@ -199,7 +202,7 @@ def _variables(frames: list[FrameType]) -> Iterator[tuple[tuple[int, str], Any]]
 
 
 def _print_of(value: Any) -> Any:
-    """By which a change of it is seen, without holding it: plain values by themselves, collections by their length."""
+    """Return a fingerprint that holds no reference: plain values themselves, collections by their length."""
     if is_a(value, *_PLAIN):
         return value
     if is_a(value, *_SIZED):

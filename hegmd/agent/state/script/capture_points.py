@@ -1,9 +1,9 @@
-"""Whether the training could continue from where it is, and how it reaches such a place otherwise.
+"""Decides whether the training could continue from its present place, and how it reaches a better one.
 
 A restarted script reaches its place from the top through the heads of its loops. So the place has to be the head of a
-loop that trains, and no other loop may have trained in the same pass of the loops around both: it would train again.
+loop that trains. No other loop may have trained in the same pass of the loops around both: it would train again.
 Optimizer steps show which loops train, once for each pass over a loader. A thread in the middle of a body continues to
-the head under a trace of that one frame only.
+the head under a trace of that frame only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _entered_again: set[Any] = set()
 
 
 def note_step(frame: FrameType | None) -> None:
-    """An optimizer has stepped, called from this frame."""
+    """Record that an optimizer has stepped, called from this frame."""
     global is_news  # noqa: PLW0603 - read at every step, so that it has to be cheap
     is_news = False
     try:
@@ -50,7 +50,7 @@ def note_step(frame: FrameType | None) -> None:
 
 
 def _note_without_loader(place: Place) -> None:
-    """A loop over no loader is not seen to begin: what the script holds there is looked at at its first step."""
+    """Record a loop without a loader at its first step: its start is not seen."""
     if place.loops and _progress_in(place.loops[-1].iterator) is None:
         loop = place.loops[-1]
         path = (*place.path[: loop.depth], (*place.path[loop.depth][:3], loop.line))
@@ -58,7 +58,7 @@ def _note_without_loader(place: Place) -> None:
 
 
 def _progress_in(iterator: object) -> Any:
-    """How far a loader is that this iterator goes over; None where it goes over none."""
+    """Return the progress of the loader that this iterator iterates over; None without a loader."""
     parts = [look_into(iterator, 1, _progress_of)]
     while parts:
         look = parts.pop()
@@ -70,7 +70,7 @@ def _progress_in(iterator: object) -> Any:
 
 
 def chain_of(place: Place) -> tuple[Any, ...]:
-    """The loops that a place is in, from the outermost, each with the calls by which its function was come to."""
+    """Return the loops that a place is in, outermost first, each with the calls that lead to its function."""
     calls = [(*step, frame.f_lasti) for step, frame in zip(place.path, place.frames)]
     return tuple((tuple(calls[: loop.depth]), (*place.path[loop.depth][:3], loop.line)) for loop in place.loops)
 
@@ -86,7 +86,7 @@ def _note_entered(place: Place, chain: tuple[Any, ...]) -> None:
 
 
 def _entry_of(place: Place) -> _Entry | None:
-    """What tells the entry into the outermost loop from others; None where it is not known, or a `while` is around."""
+    """Return what identifies this entry into the outermost loop; None if unknown, or inside a `while`."""
     if not place.loops:
         return None
     outermost = place.loops[0]
@@ -116,7 +116,7 @@ class _Entry:
 
 
 def positions_of(place: Place) -> tuple[Any, ...]:
-    """How far each of them is."""
+    """Return the position of each loop."""
     return tuple(repr(look_into(loop.iterator, 1, _progress_of)) for loop in place.loops)
 
 
@@ -126,7 +126,9 @@ def _progress_of(iterator: object) -> Any:
 
 
 def refusals_of(place: Place, driver: Any) -> Iterator[Refusal]:
-    """Why there could be no going on from here. `driver` is the loader's iterator that is being asked, if one is."""
+    """Yield why a restart could not continue from here. `driver` is the loader's iterator that is
+    being asked, if any.
+    """
     theirs = accelerate_hf.against(place.frames)
     if theirs is not None:
         yield from (Refusal(what, hint, passes=passes) for what, hint, passes in theirs)
@@ -172,26 +174,28 @@ def _common(one: tuple[Any, ...], other: tuple[Any, ...]) -> int:
 
 
 def fits_of(gate: Any) -> Callable[[], bool]:
-    """What a gate that is to park the training where it can go on from asks at each boundary."""
+    """Return the check that the gate makes at each boundary, to park the training where a restart can continue."""
     approach = Approach(gate.arrive_late)
     return lambda: approach.will_do(caller())
 
 
 class Approach:
-    """What a training thread that is to stand is asked at each boundary: whether this one will do.
+    """Checks at each boundary whether the training thread can be parked here.
 
-    `stand` is called in that thread as it comes to the head of a loop that will, if it was not at one.
+    `stand` is called in that thread when it reaches the head of a suitable loop later.
     """
 
     def __init__(self, stand: Callable[[], None]) -> None:
         self._stand = stand
 
     def will_do(self, frame: FrameType) -> bool:
-        """Whether it can stand here; if not, it goes on to the head of its loop, or to its next boundary."""
+        """Return True if it can be parked here. Otherwise it continues to the head of its loop, or to its next
+        boundary.
+        """
         try:
             place = Place(frame)
         except Unreadable:
-            return True  # nothing is gained by going on
+            return True  # continuing would not help
         refused = list(refusals_of(place, asked_iterator(frame)))
         if not any(found.passes for found in refused):
             return True
@@ -222,7 +226,7 @@ class Approach:
 
 
 def _trace_nothing(_frame: FrameType, _event: str, _argument: object) -> None:
-    """For every other frame that begins meanwhile."""
+    """Trace no other frame that starts meanwhile."""
 
 
 def _trace_no_more(frame: FrameType) -> None:
@@ -232,7 +236,7 @@ def _trace_no_more(frame: FrameType) -> None:
 
 
 def asked_iterator(frame: FrameType | None) -> Any:
-    """The loader's iterator that is being asked for a batch where the thread stands; None if it stands elsewhere."""
+    """Return the loader's iterator that the thread is asking for a batch; None if it asks none."""
     while frame is not None and not is_of_script(frame.f_code):
         if frame.f_code.co_name == "__next__":
             asked = frame.f_locals.get("self")

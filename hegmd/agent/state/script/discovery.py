@@ -34,7 +34,7 @@ MAX_OBJECTS = 200_000
 _DEEP = 10
 _LONGEST = 20_000
 _NAMES_EACH = 12
-#: What is named where the search does not come to it.
+#: Kinds that are reported if the search does not reach them.
 _TOLD = frozenset((MODULE, OPTIMIZER, SCHEDULER, SCALER, GENERATOR))
 _CLASS: Any = type
 _LEAVES: Any = (str, bytes, bytearray, int, float, complex, bool, type(None), range, memoryview, _CLASS(sys))
@@ -57,12 +57,12 @@ class Holding:
 
 
 class Holdings:
-    """All that the script holds when this is made. Reads what is there and calls nothing of the script's."""
+    """All that the script holds when this is created. Reads only, and calls none of the script's code."""
 
     def __init__(self, frames: list[FrameType]) -> None:
         self.list: list[Holding] = []
         self.is_whole = True
-        #: What was not gone through, in words: there may be models or tensors that the script writes to.
+        #: What was not searched, in words: the script may write to models or tensors there.
         self.unseen: list[str] = []
         self._kinds = _Kinds()
         self._seen: dict[int, Any] = {}
@@ -78,7 +78,7 @@ class Holdings:
         del self._left, self._seen, self._beyond
 
     def tensors_elsewhere(self) -> set[int]:
-        """Those that go along with a module or an optimizer."""
+        """Return the addresses of tensors that a module or an optimizer saves."""
         found: set[int] = set()
         for held in self.list:
             if held.kind == MODULE:
@@ -88,7 +88,7 @@ class Holdings:
         return found
 
     def addresses(self) -> set[int]:
-        """Of everything that has a state of its own, and what is within it."""
+        """Return the addresses of all objects with a state of their own, and of what is within them."""
         found = {id(held.thing) for held in self._held.values() if held.kind != TENSOR and not is_open(held)}
         for held in self._held.values():
             if held.kind == MODULE:
@@ -133,7 +133,7 @@ class Holdings:
 
 
 def is_open(found: Holding) -> bool:
-    """Whether its `state_dict` is the script's own: that says what the script saves, and not all that there is."""
+    """Return True if its `state_dict` is the script's own: that says what the script saves, not all that there is."""
     return found.kind == STATEFUL and _is_scripts(type(found.thing)) and not is_a(found.thing, *_COLLECTIONS)
 
 
@@ -146,7 +146,7 @@ def _is_others_class(thing: Any) -> bool:
 
 
 def _within(modules: Any) -> set[int]:
-    """Every module that is within another one of them."""
+    """Return every module that is within another one of them."""
     return {id(inner) for module in modules for inner in module.modules() if inner is not module}
 
 
@@ -184,7 +184,7 @@ def _has_state(kind: Any) -> bool:
 
 
 def _beginnings(frames: list[FrameType]) -> Iterator[tuple[str, Any, int]]:
-    """Functions under way first, from the outermost; then the script's modules."""
+    """Yield the running functions, outermost first, then the script's modules."""
     for function, frame in named_frames(frames):
         for name, value in list(frame.f_locals.items()):
             yield f"{function}.{name}", value, 0

@@ -36,12 +36,12 @@ def unfit(found: Holding, content: Any, references: dict[int, Any]) -> list[str]
 
 
 def put(found: Holding, content: Any) -> list[str]:
-    """Set it; what of it is otherwise here."""
+    """Restore it. Return what differs here."""
     if found.kind == OPTIMIZER:
         return contents.put_optimizer(found.thing, content)
     if found.kind == GENERATOR and not rng.fits(found.thing, content):
         return ["its numbers are those of a generator that has just been made: it was on another kind of device"]
-    if found.kind == SCALER and not content:  # of one that was not in use, as on the CPU
+    if found.kind == SCALER and not content:  # a scaler that was not in use, such as on the CPU
         return [] if not found.thing.is_enabled() else ["it begins at its first scale: before it scaled nothing"]
     if found.kind == MODULE:
         contents.put_module(found.thing, content)
@@ -56,7 +56,7 @@ def put(found: Holding, content: Any) -> list[str]:
 
 
 def references_of(holdings: dict[int, Holding]) -> dict[int, tuple[int, str]]:
-    """Every parameter of the modules, by address: which of the holdings has it, under which name."""
+    """Return every parameter of the modules by address: its holding, and its name there."""
     found: dict[int, tuple[int, str]] = {}
     for index, holding in holdings.items():
         if holding.kind == MODULE:

@@ -1,10 +1,10 @@
-"""What a variable refers to, in words that hold in another process: a model by its place among those of the state, an
-object of the script's own by a number.
+"""Describes what a variable refers to so that another process can find it: a model by its place in the state, an object
+of the script by a number.
 
-A variable may hold another thing than at its beginning, and a name is then no way to the thing: `model = second` gives
-the second model the first one's name. So things are matched all at once, those first that can be only one. An object
-that was made since the script first came to its loop has nobody to be matched with, and is made again from what it
-held, where its class is one of the script's that does nothing when an object of it is made.
+A name is not enough, because a variable may hold another object than at its start: `model = second` would give the
+second model the first one's name. So all objects are matched at once, unambiguous ones first. An object that was made
+since the script first reached its loop has no counterpart. It is created again from its attributes, if its class is the
+script's and does nothing when an object is created.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ OWN = "own"
 
 
 class Referring:
-    """References of one capture. `held` has those to what has a state of its own, by address.
+    """References of one capture. `held` maps the address of each object with a state of its own to its reference.
 
-    `on_the_way` has the names of variables that a restarted script sets anew before it comes to the place: what they
-    held at the first batch, the meter of the first epoch, say, it does not have.
+    `on_the_way` names variables that a restarted script sets before it reaches the place. It does not have what they
+    held at the first batch, such as the first epoch's meter.
     """
 
     def __init__(
@@ -52,12 +52,14 @@ class Referring:
         self._held = held
         self._was_there = was_there
         self._numbers: dict[int, int] = {}
-        #: What the state has of each of the script's own objects that is referred to or changed, by number.
+        #: The part of the state for each of the script's objects that is referred to or changed, by number.
         self.entries: list[dict[str, Any]] = []
         self._things: list[Any] = []
 
     def of(self, value: Any, forms: Forms) -> tuple[Any] | None:
-        """The reference in a tuple; None for what is neither. Raises NotKept for what could not be made again."""
+        """Return the reference in a tuple; None for a plain value. Raises NotKept for an object that could not be
+        created again.
+        """
         if id(value) in self._held:
             return (self._held[id(value)],)
         if not self._instances.is_own(value):
@@ -65,7 +67,7 @@ class Referring:
         return ((OWN, self.number(value, forms)),)
 
     def number(self, thing: Any, forms: Forms) -> int:
-        """The number of an object of the script's own. Raises NotKept."""
+        """Return the number of an object of the script. Raises NotKept."""
         known = self._numbers.get(id(thing))
         if known is not None:
             return known
@@ -74,7 +76,7 @@ class Referring:
         lasting = [name for name in before if not self._is_on_the_way(name)]
         is_later = not self._was_there(thing) or bool(before and not lasting)
         entry: dict[str, Any] = {
-            # Those that it had at the beginning, since variables may have been set to others meanwhile.
+            # Its first names, since variables may have been set to other objects meanwhile.
             "names": lasting or self._instances.names_of(thing),
             "class": kind.__qualname__,
             "module": kind.__module__,
@@ -97,7 +99,7 @@ class Referring:
         return number
 
     def _is_on_the_way(self, name: str) -> bool:
-        """Whether the way that this name is begins at such a variable."""
+        """Return True if the path of this name starts at such a variable."""
         ends = [at for at, sign in enumerate(name) if sign in ".[<"]
         return name in self._on_the_way or any(name[:end] in self._on_the_way for end in ends)
 
@@ -111,7 +113,7 @@ class Referring:
 
     @staticmethod
     def _is_made_on_the_way(entry: dict[str, Any]) -> bool:
-        """Whether a restarted script may well have one of its own: it has a name that is in no container."""
+        """Return True if a restarted script may have one of its own: it has a name that is in no container."""
         return any("[" not in name for name in entry["names"])
 
 
@@ -138,7 +140,7 @@ class Referred:
             self._found.update({numbers[mine]: left[yours][0] for mine, yours in pairs.items()})
 
     def thing(self, reference: Any, settling: Settling) -> Any:
-        """What it leads to; None where there is no such thing."""
+        """Return the object of the reference; None if there is none."""
         if reference[0] == HELD:
             return self._held(reference)
         number: int = reference[1]
@@ -156,7 +158,7 @@ class Referred:
             set_value(thing, name, settling.settle(form, None, f"{entry['class']}.{name}"))
 
     def places(self, missing: list[str]) -> Iterator[Place]:
-        """What has changed in each object; those of which nobody is there are told to be missing."""
+        """Yield what has changed in each object. Objects without a counterpart are added to `missing`."""
         for number, entry in enumerate(self._entries):
             thing = self._found.get(number)
             if thing is None:
@@ -170,7 +172,9 @@ class Referred:
 
 
 def references_to(addresses: set[int], things: list[Any]) -> dict[int, Any]:
-    """What has a state of its own, and what is within it, by address: each with where the state has it, if it has."""
+    """Return the objects with a state of their own, and what is within them, by address, each with its place in the
+    state.
+    """
     found: dict[int, Any] = dict.fromkeys(addresses)
     for index, thing in enumerate(things):
         for name, part in _parts_of(thing):
@@ -188,7 +192,7 @@ def _parts_of(thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def part_of(thing: Any, name: str) -> Any:
-    """The thing itself, or what of it has that name."""
+    """Return the object itself, or the part of it with that name."""
     if not name:
         return thing
     ways, _, inner = name.partition(":")
@@ -196,7 +200,7 @@ def part_of(thing: Any, name: str) -> Any:
 
 
 def class_named(module: str, qualname: str) -> Any:
-    """A class of the script's of which objects can be made without running any code of it; None if there is none."""
+    """Return a class of the script whose objects can be created without running its code; None if there is none."""
     home: Any = sys.modules.get(module)
     if home is None or not is_users_module(home):
         return None
@@ -208,7 +212,7 @@ def class_named(module: str, qualname: str) -> Any:
 
 
 def matched(saved: list[list[str]], here: list[list[str]], fits: Callable[[int, int], bool]) -> dict[int, int]:
-    """Which of those here each of the saved is, by their names: first those that can be only one."""
+    """Match saved objects to present ones by their names, unambiguous ones first."""
     by_name: dict[str, list[int]] = {}
     for yours, names in enumerate(here):
         for name in names:

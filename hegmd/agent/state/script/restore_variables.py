@@ -28,7 +28,7 @@ _HAS_WRITABLE_LOCALS = sys.version_info >= (3, 13)
 
 
 def misfits(taken: Any, frames: list[FrameType]) -> list[str]:
-    """Why this cannot be put back: the functions that are under way are other ones."""
+    """Return why this cannot be restored: other functions are running."""
     if len(frames) != len(taken["frames"]):
         return [f"{len(frames)} functions of the script's are under way, and {len(taken['frames'])} were"]
     is_same_python = list(taken["python"]) == list(sys.version_info[:2])
@@ -43,7 +43,9 @@ def misfits(taken: Any, frames: list[FrameType]) -> list[str]:
 
 
 def put_back(taken: Any, frames: list[FrameType], held: Callable[[Any], Any], *, from_cpu: bool = False) -> list[str]:
-    """Set all of it; what was not there to be set. `held` finds what has a state of its own by its reference."""
+    """Restore all of it, and return what could not be set. `held` finds an object with a state of its own by its
+    reference.
+    """
     instances = Instances(frames)
     referred = Referred(taken["instances"], instances, held)
     settling = Settling(referred.thing, from_cpu=from_cpu)
@@ -52,7 +54,8 @@ def put_back(taken: Any, frames: list[FrameType], held: Callable[[Any], Any], *,
     of_frames = list(_places_of_frames(taken["frames"], frames))
     places += [*of_frames, *_places_of_classes(taken["classes"], missing)]
     places += referred.places(missing)
-    # What a name was set to may be another thing in the new script: what is only altered knows its own better.
+    # A variable that was set may hold another object in the new script. For one that was only altered, the new script's
+    # object is right.
     several = held_by_several(frames, instances)
     alone = [place for place in of_frames if place.is_stored and not place.is_shared]
     for place in sorted(places, key=lambda place: place.is_stored):
@@ -90,7 +93,7 @@ def _places_of_globals(saved: list[Any], missing: list[str]) -> Iterator[Place]:
 
 def _places_of_frames(saved: list[Any], frames: list[FrameType]) -> Iterator[Place]:
     for frame, taken in zip(frames, saved):
-        names: Any = frame.f_locals  # asked for once: up to Python 3.12 each time forgets what was set in it
+        names: Any = frame.f_locals  # read once: up to Python 3.12 each read forgets what was set in it
         for name, (form, is_stored) in taken["values"].items():
             yield _place_in(names, name, form, is_stored=is_stored)
 

@@ -1,6 +1,6 @@
 """The script's own variables over a restart: counters, best values, lists of losses, counters of its objects.
 
-Saved is what the code of the running loops changes and reads again; not what only configures the script, which may
+Saves what the code of the running loops changes and reads again, but not what only configures the script, which may
 differ on another target. Values that have a form in a state file are saved; the others are named. Everything is read
 while the training is parked; nothing of this runs while it trains.
 """
@@ -46,17 +46,17 @@ def capture(
     changed: Collection[tuple[int, str]] = (),
     drift: Drift | None = None,
 ) -> dict[str, Any]:
-    """The values, plain, and under "anew" what begins anew, under "unseen" what was too much to be looked at.
+    """Return the plain values; under "anew" what begins anew, and under "unseen" what was too much to search.
 
-    `held` says whose own state goes along, by address, each with a reference; `kept`, which names the script itself
-    keeps something by; `changed`, which variables have been seen to have another value than they had, as `baseline`
-    says them; `drift`, how everything else was.
+    `held` maps the address of each object with a state of its own to a reference. `kept` are names under which the
+    script keeps objects itself. `changed` are variables that `baseline` has seen to change. `drift` has all other
+    former values.
     """
     return _Taking(frames, held, kept, changed, drift).taken
 
 
 def begin_anew(state: Any) -> list[str]:
-    """What a whole state says of variables that begin anew, and of what was not looked at."""
+    """Return the variables in a state that begin anew, and what was not searched."""
     own = state.get(KEY, {})
     return [*own.get("anew", ()), *[f"{UNSEEN}{what}" for what in own.get("unseen", ())]]
 
@@ -90,7 +90,7 @@ class _Taking:
         reached = self._reach()
         looked_at = [spot.changes for spot in self._spots if spot.is_looked_at]
         looked_at += [changes_of(found.code) for found in reached]
-        #: Whether containers are altered by who is given them, so that any that is mentioned may be.
+        #: True if functions alter containers that are passed to them, so that any mentioned one may be altered.
         self._is_given = any(found.alters_what_it_is_given() for found in looked_at)
         self._mentioned: set[str] = set()
         if self._is_given:
@@ -159,7 +159,9 @@ class _Taking:
         return chosen
 
     def _note_shared(self, frames: list[FrameType]) -> None:
-        """Of variables that are set: which hold what others hold, and have to hold the same in a restarted script."""
+        """Mark variables that were set to objects which others hold too, and have to hold again in
+        a restarted script.
+        """
         several = held_by_several(frames, self._instances)
         for spot, saved in zip(self._spots, self.taken["frames"]):
             values: dict[str, Any] = dict(spot.frame.f_locals)
@@ -168,7 +170,9 @@ class _Taking:
                     saved["values"][name] = (form, SHARED)
 
     def _choose_seen(self, spot: Spot, chosen: dict[str, Any], live: set[str]) -> None:
-        """What is seen to have changed, by code that is not the script's, say; and what changes as it is asked."""
+        """Choose variables that were seen to change, such as by a library's code, and those that change when they are
+        read.
+        """
         mentioned = spot.changes.mentions(spot.region)
         values: dict[str, Any] = dict(spot.frame.f_locals)
         for name, value in values.items():
@@ -187,7 +191,7 @@ class _Taking:
                 self._note(said)
 
     def _comes_back(self, iterator: Any) -> bool:
-        """Files are the script's to open, passes over loaders come to their place by themselves."""
+        """Return True for files, which the script opens, and for passes over loaders, which restore themselves."""
         return (
             id(iterator) in self._held
             or self._instances.is_own(iterator)
@@ -196,7 +200,7 @@ class _Taking:
         )
 
     def _note_cut(self, spot: Spot, chosen: dict[str, Any]) -> None:
-        """Tensors that the loop goes on to compute gradients through."""
+        """Note tensors through which the loop continues to compute gradients."""
         looped: set[str] = set()
         for name, (form, _is_stored) in chosen.items():
             if type(form) is tuple and _has_history(spot.frame.f_locals.get(name)):
@@ -236,11 +240,11 @@ class _Taking:
         return self._referring.of(value, forms)
 
     def _was_there(self, thing: Any) -> bool:
-        """Where it is not known: whatever no variable was set to by the loop."""
+        """Return False if the loop set a variable to it; True if unknown."""
         return id(thing) not in self._made
 
     def _note(self, what: str) -> None:
-        """What hegm.keep keeps under that name may be it, or another thing of that name."""
+        """Note that it begins anew. What hegm.keep keeps under that name may be it, or another object of that name."""
         name = what.partition(" (")[0].rpartition(".")[2]
         self._anew[f"{what}, but for what hegm.keep({name!r}) keeps" if name in self._kept else what] = None
 
@@ -263,7 +267,7 @@ class _Taking:
     # ---- attributes
 
     def _of_classes(self, reached: list[Any]) -> Iterator[tuple[str, str, str, Any]]:
-        """What the script's classes themselves have and is set: counts of all their objects, say."""
+        """Yield attributes of the script's classes that are set, such as counts of all their objects."""
         names = {change.name for change, _owner, _file in self._attribute_changes(reached)}
         for module in users_modules():
             for class_name, kind in members_of(module).items():
@@ -277,7 +281,9 @@ class _Taking:
                                 yield module.__name__, class_name, name, form[0]
 
     def _of_drift(self, drift: Drift, reached: list[Any]) -> Iterator[tuple[str, str, str, Any]]:
-        """What is seen to have changed and no code has told of; of the script's own objects beside what is of them."""
+        """Yield what was seen to change without being named by code; of the script's objects, what is not saved with
+        them.
+        """
         under_way = {spot.module for spot in self._spots if spot.is_module}
         functions = [function.__code__ for function, _name in self._instances.functions]
         codes = [changes_of(code) for code in {*functions, *[found.code for found in reached]}]
@@ -323,7 +329,7 @@ class _Taking:
                 self._values_of(thing).update(chosen)
 
     def _attribute_changes(self, reached: list[Any]) -> Iterator[tuple[Change, Any, str]]:
-        """Each with the class whose objects it is of, where that is known."""
+        """Yield each change with the class of the object, if it is known."""
         for spot in self._spots:
             if spot.is_looked_at:
                 first = spot.frame.f_locals.get(spot.code.co_varnames[0]) if spot.code.co_argcount else None
@@ -358,7 +364,7 @@ class _Taking:
 
 
 def _bounded(notes: dict[str, None]) -> list[str]:
-    """So many of them, and how many more there are."""
+    """Return at most that many notes, and the number of the others."""
     said = list(notes)
     more = len(said) - _MAX_NOTES
     return said if more <= 0 else [*said[:_MAX_NOTES], f"{more} more"]

@@ -1,9 +1,9 @@
 """Checksums of raw bytes at the speed of memory.
 
-A CRC over all bytes would take longer than copying them. So each page of 4096 bytes is added up as 64-bit words, and
-the CRC is over those sums and the bytes after the last whole page: it tells a flipped bit, a page that was never
-written, and pages that changed places; what it does not tell are words that changed places within a page, which no
-storage does. NumPy adds fastest, PyTorch about as fast; without both it is done word by word in Python.
+A CRC of all bytes would take longer than copying them. So each page of 4096 bytes is summed as 64-bit words, and the
+CRC covers those sums and the bytes after the last whole page. It detects a flipped bit, a page that was never written,
+and swapped pages. It does not detect words that are swapped within a page, which no storage does. NumPy is the fastest
+way to sum, PyTorch is about as fast, and without both Python sums word by word.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WORD_MASK = (1 << 64) - 1
 
 
 def sum_of(address: int, size_bytes: int, before: int = 0) -> int:
-    """The checksum of so many bytes there, going on from that of whole pages before them."""
+    """Return the checksum of the bytes at that address. `before` is the checksum of the whole pages before them."""
     whole_bytes = size_bytes // PAGE_BYTES * PAGE_BYTES
     total, most_bytes = before, _block_bytes()
     for start in range(0, whole_bytes, most_bytes):
@@ -44,7 +44,7 @@ def sum_of(address: int, size_bytes: int, before: int = 0) -> int:
 
 
 def summing(copy: Copy, sums: dict[int, int]) -> Copy:
-    """That way of copying, adding up on the way what it copies: each part's checksum is put under its place."""
+    """Return a copy function that also computes checksums: it stores each part's checksum under its offset."""
 
     most_bytes = _block_bytes()
 
@@ -68,7 +68,6 @@ def _bytes_at(address: int, size_bytes: int) -> ctypes.Array[ctypes.c_char]:
 
 
 def _page_sums(pages: ctypes.Array[ctypes.c_char]) -> bytes:
-    """The sum of each page's words, little-endian like the words themselves."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "frombuffer"):
         words = numpy.frombuffer(pages, dtype="<u8").reshape(-1, _PAGE_WORDS)

@@ -1,7 +1,7 @@
-"""A typed tree of bytes as the plain value that it was. Runs no code of the file and makes nothing but those types.
+"""Decodes a typed tree of bytes. Runs no code from the file and creates only the known types.
 
-What is read may come from anybody. So every count is held against the bytes that are left, every reach against the
-bytes that are there, depth has an end, and nothing is looked up by a name but dtypes and devices.
+The file is not trusted. Every count is checked against the bytes that are left, every range against the file, and the
+depth is limited. Only dtypes and devices are looked up by name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNFINISHED = object()
 
 
 def value_of(data: bytes, mapping: Any, places: list[tuple[int, int]]) -> Any:
-    """The value; its raw bytes lie in the mapping at those places. Raises Damaged."""
+    """Return the value. `places` are the ranges of its raw bytes in the mapping. Raises Damaged."""
     reading = _Reading(data, mapping, places)
     try:
         value = reading.one()
@@ -75,7 +75,7 @@ class _Reading:
         raise Damaged("its tree has a number that never ends")
 
     def count(self) -> int:
-        """How many values follow, each of which takes a byte at least."""
+        """Read the number of values that follow. Each of them takes at least one byte."""
         number = self.number()
         if number > self.left():
             raise Damaged(f"its tree tells of {number} values in its last {self.left()} bytes")

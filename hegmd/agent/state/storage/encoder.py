@@ -1,9 +1,9 @@
-"""A plain value as a typed tree of bytes. What it cannot say is refused by its place in the value.
+"""Encodes a plain value as a typed tree of bytes. A value without a form is refused, with its path in the whole.
 
-Each value is a tag and what belongs to it; `decoder` is the other direction and `tags` the table of both. Only the
-types themselves count: what is of a class derived from one of them has more to it than a file would say. A container
-or tensor that is met again is written as a reference to the first, so that who shared one shares it after reading;
-only a value that contains itself is refused. Attributes that somebody has set on a container are not part of it.
+Each value is a tag and its content. `decoder` is the reverse, and `tags` has the table of both. Only the exact types
+are encoded: an instance of a derived class has more to it than a file could say. A container or tensor that occurs
+again is written as a reference to the first occurrence, so that sharing is restored. A value that contains itself is
+refused. Attributes that were set on a container are not encoded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from .tensors import Raw
 
-# Of bytes: more lies beside the tree, where it is copied and checked by several threads.
+# Longer byte strings are stored beside the tree, where several threads copy and check them.
 MAX_WITHIN_BYTES = 4096
 # From this many on, whole numbers in one list are written without tags.
 FEW_NUMBERS = 16
@@ -43,7 +43,7 @@ class Tree:
         self._path: list[str] = []
         self.beside: list[Raw] = []
         self.tensors = tensors.Tensors()
-        # Whatever is looked at by its address has to stay until all is written.
+        # Keeps everything alive that is identified by its address.
         self._kept: list[Any] = [value]
         self._add(value)
         of_storages, described = self.tensors.finish()
@@ -66,7 +66,7 @@ class Tree:
             self._add_foreign(value, kind)
 
     def _add_foreign(self, value: Any, kind: type[object]) -> None:
-        """What is torch's or numpy's; everything else is refused."""
+        """Add a value of torch or numpy; refuse all others."""
         torch, numpy = tensors.module("torch"), tensors.module("numpy")
         if torch is not None and isinstance(value, getattr(torch, "Tensor", ())):
             self._add_shared(value, _add_tensor)
@@ -86,7 +86,7 @@ class Tree:
             raise NotPlain(self.path(), _what_it_is(value))
 
     def _add_shared(self, value: Any, add: Callable[[Tree, Any], None]) -> None:
-        """What others may hold as well: written once."""
+        """Add a value that others can hold too, and write it once."""
         known = self._seen.get(id(value))
         if known is not None:
             if id(value) in self._open:
@@ -103,13 +103,12 @@ class Tree:
         self._open.discard(id(value))
 
     def add_at(self, step: str, value: Any) -> None:
-        """A value within the one being written; the step to it is for messages."""
+        """Add a value inside the current one; `step` is the step to it, for messages."""
         self._path.append(step)
         self._add(value)
         self._path.pop()
 
     def path(self) -> str:
-        """Where it is now."""
         return "".join(self._path).lstrip(".")
 
 
@@ -235,7 +234,7 @@ def _add_pairs(tree: Tree, value: dict[Any, Any], tag: bytes) -> None:
 
 
 def _is_torch_or_numpy_key(key: Any) -> bool:
-    """Keys that are found again by what they are, which tensors are not."""
+    """Return True for keys that are equal in another process, which tensors are not."""
     torch, numpy = tensors.module("torch"), tensors.module("numpy")
     if torch is not None and type(key) in (getattr(torch, name, None) for name in ("dtype", "device", "Size")):
         return True
@@ -262,7 +261,7 @@ def _add_array(tree: Tree, value: Any) -> None:
 
 
 def _number(out: bytearray, number: int) -> None:
-    """A whole number from 0 on, seven bits a byte."""
+    """Append a whole number from 0 on, seven bits to a byte."""
     while number > 0x7F:
         out.append(number & 0x7F | 0x80)
         number >>= 7

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class NotPlain(ValueError):
-    """A value that a state file has no form for; `path` is where it is in the state."""
+    """A value has no form in a state file; `path` is its place in the state."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(f"{path or 'the state'} {why}")
@@ -13,4 +13,4 @@ class NotPlain(ValueError):
 
 
 class Damaged(ValueError):
-    """What was read is no whole state file, or one that this release cannot read. Nothing was made of it."""
+    """The file is not a complete state file, or this release cannot read it. Nothing was created from it."""

@@ -1,8 +1,8 @@
-"""The host memory that the slots of a ring lie in: taken ahead of its use, since that takes half as long as the copies.
+"""Host memory for the slots of a ring, allocated before it is needed: touching it takes half as long as the copies.
 
-Owns one such piece at most. `prepare` has a thread touch it while the training thread is about something else, `take`
-gives it to who copies, `drop` lets go of one that nobody took. On a node that gets its memory as it is touched, 128 MiB
-take 40 to 80 ms, in which 12 GiB of a state could have gone half of their way.
+Owns at most one such block. `prepare` lets a thread touch it while the training thread is busy, `take` passes it to the
+copier, and `drop` frees an unused one. On a node that allocates memory when it is touched, 128 MiB take 40 to 80 ms, in
+which half of the bytes of a 12 GiB state can be copied.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Ground:
         copying.have_pages(self.address, SIZE_BYTES)
 
     def close(self) -> None:
-        """Nothing is under way in it any more."""
+        """Free the memory. No copy may be under way in it."""
         self._anchor = None
         self._memory.close()
 
     def keep(self) -> None:
-        """For as long as the process lives: the GPU might still write to it."""
+        """Keep the memory as long as the process lives, because the GPU might still write to it."""
         _kept.append(self)
 
 
@@ -51,7 +51,7 @@ _kept: list[Ground] = []
 
 
 class _Ahead:
-    """One that a thread takes meanwhile; `lock` is held until it has it, or cannot have it."""
+    """A block that a thread allocates meanwhile; the thread holds `lock` until it has the block or has failed."""
 
     def __init__(self) -> None:
         self.ground: Ground | None = None
@@ -88,26 +88,26 @@ def prepare() -> None:
 
 
 def wait() -> None:
-    """Until the one that is prepared is there."""
+    """Wait until the prepared block is there."""
     if _ahead is not None:
         with _ahead.lock:
             pass
 
 
 def take() -> Ground:
-    """The one that was prepared, or another, for who closes it. Raises OSError."""
+    """Return the prepared block or a new one; the caller closes it. Raises OSError."""
     return _prepared() or Ground()
 
 
 def drop() -> None:
-    """Nobody takes the one that was prepared."""
+    """Free the prepared block."""
     ground = _prepared()
     if ground is not None:
         ground.close()
 
 
 def _leave_in_child() -> None:
-    """A forked child has not the thread that would let go of the lock, nor any use for memory that is its parent's."""
+    """Free the block in a forked child, which has neither the thread that would unlock it nor a use for it."""
     global _ahead
     ahead, _ahead = _ahead, None
     if ahead is not None and ahead.ground is not None:

@@ -43,7 +43,7 @@ _WORD_BYTES = 8
 
 
 class VideoSums:
-    """The checksums of some of these raws, which are all on one GPU; `added` has those that are there."""
+    """Checksums that the GPU computes. All tensors are on one GPU; `places` are those that it can sum."""
 
     def __init__(self, raws: list[Raw], places: list[int]) -> None:
         self._torch: Any = sys.modules["torch"]
@@ -57,7 +57,7 @@ class VideoSums:
         return hasattr(self._torch, "sum") and not (address - tensor.untyped_storage().data_ptr()) % _WORD_BYTES
 
     def add(self, found: dict[int, int]) -> None:
-        """Put the checksum of each part of them under its place. Where that cannot be, `places` is empty then."""
+        """Store the checksum of each part under its offset. Clears `places` if the GPU fails."""
         if not self._mine:
             return
         try:
@@ -80,7 +80,7 @@ class VideoSums:
             at += words
 
     def _added(self) -> tuple[memoryview, memoryview]:
-        """The sums of all their pages, and a page for each with the bytes after its last whole one."""
+        """Return the sums of all pages, and for each tensor a page with the bytes after its last whole page."""
         torch = self._torch
         where = self._mine[0][0][3]
         count = sum(raw[2] // PAGE_BYTES for raw, _place in self._mine)
@@ -106,7 +106,7 @@ class VideoSums:
 
 
 def _in_memory(tensor: Any) -> memoryview:
-    """Its bytes, in this process's own memory."""
+    """Return the tensor's bytes in host memory."""
     here = tensor.cpu()
     view = (ctypes.c_char * (here.numel() * here.element_size())).from_address(here.data_ptr())
     view.tensor = here  # which owns the memory
@@ -185,7 +185,7 @@ def _by_memory(
 def _copy_video_out(
     driver: Copies, where: str, pairs: list[tuple[Raw, int]], write: Copy, found: dict[int, int], done: _Done
 ) -> None:
-    """All of one GPU. What that could not add up goes once more, and is added up on its way."""
+    """Copy all tensors of one GPU. What the GPU could not sum is summed on the CPU after the copy."""
     spans = [(raw[1], place, raw[2]) for raw, place in pairs]
     with _Video(driver, where) as ring:
         added = VideoSums([raw for raw, _place in pairs], [place for _raw, place in pairs])
@@ -206,9 +206,9 @@ def _copy_video_out(
 
 
 def fill(pairs: Iterable[tuple[Any, Any]], progress: Progress | None = None) -> None:
-    """Copy each first tensor, which lies in host memory, into the second of the same shape, wherever that is.
+    """Copy the first tensor of each pair, in host memory, into the second one of the same shape on any device.
 
-    Raises what PyTorch raises where they do not fit, and HegmError.
+    Raises HegmError, and PyTorch's error if they do not fit.
     """
     torch: Any = sys.modules["torch"]
     spans: dict[str, dict[int, Span]] = {}
@@ -223,7 +223,7 @@ def fill(pairs: Iterable[tuple[Any, Any]], progress: Progress | None = None) -> 
             continue
         size_bytes = target.numel() * target.element_size()
         mine = spans.setdefault(where, {})
-        if size_bytes > mine.get(target.data_ptr(), (0, 0, 0))[2]:  # a view may begin where what it is of begins
+        if size_bytes > mine.get(target.data_ptr(), (0, 0, 0))[2]:  # a view can start where its base starts
             mine[target.data_ptr()] = (saved.data_ptr(), target.data_ptr(), size_bytes)
         filled.append(target)
     done = _Done(progress or copying.ignore)
@@ -239,7 +239,7 @@ def fill(pairs: Iterable[tuple[Any, Any]], progress: Progress | None = None) -> 
 
 
 def _note_changes(torch: Any, tensors: list[Any]) -> None:
-    """As for any change in place: a graph that has kept the old elements is told. Known from PyTorch 2.1 on."""
+    """Report the change in place to PyTorch (2.1 and later), for graphs that saved the old elements."""
     increment_version = getattr(torch.autograd.graph, "increment_version", None)
     if increment_version is not None:
         for tensor in tensors:
@@ -265,7 +265,7 @@ def _move(source: int, target: int, size_bytes: int) -> None:
 
 
 def _is_the_same_to_the_byte(saved: Any, target: Any) -> bool:
-    """Whether copying bytes is all there is to it."""
+    """Return True if copying the bytes is enough."""
     if saved.dtype != target.dtype or saved.shape != target.shape or not saved.numel():
         return False
     if saved.device.type != CPU or target.device.type not in (CPU, "cuda") or saved.stride() != target.stride():
@@ -276,7 +276,7 @@ def _is_the_same_to_the_byte(saved: Any, target: Any) -> bool:
 
 
 def _is_dense(tensor: Any) -> bool:
-    """Whether its elements lie side by side, in whatever order: no gaps, and no two in one place."""
+    """Return True if the elements have neither gaps nor overlaps, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
         if size == 1:
@@ -288,7 +288,7 @@ def _is_dense(tensor: Any) -> bool:
 
 
 def _fetched(raw: Raw) -> tuple[Any, int]:
-    """The same bytes in the memory of this process, by torch, and where they are."""
+    """Copy the bytes to host memory with torch, and return the copy and its address."""
     tensor, address, _size_bytes, _where = raw
     storage = tensor.untyped_storage()
     copy = storage.cpu()
@@ -296,7 +296,7 @@ def _fetched(raw: Raw) -> tuple[Any, int]:
 
 
 def _driver_for(devices: Iterable[str], kind: type[Driver]) -> Driver | None:
-    """The CUDA driver, if one of these is a GPU of its; None where PyTorch has to copy, as for AMD's."""
+    """Return the CUDA driver if one of the devices is an NVIDIA GPU; None if PyTorch has to copy, as for AMD's."""
     if not any(where.startswith("cuda") for where in devices):
         return None
     try:
@@ -327,7 +327,7 @@ class _Chosen:
 
 
 class _Video:
-    """The way to the video memory of one GPU, for as long as the context lasts: no kernel writes there meanwhile."""
+    """Access to one GPU's memory while the context lasts. No kernel writes there meanwhile."""
 
     def __init__(self, driver: Copies, where: str) -> None:
         self._driver = driver

@@ -1,14 +1,15 @@
-"""Video memory to the host and back through a little pinned memory, so that the link to the GPU is never idle.
+"""Copies GPU memory to the host and back through a little pinned memory, so that the link to the GPU is never idle.
 
-Owns the slots that this memory (`pinned_buffers`) is shared out in: while the GPU copies between one of them and its
-own memory, other threads, or the same with another slot, move theirs on. Small pieces go together in a slot, for each
-call waits for the interpreter. A slot a thread is enough from 16 threads on; fewer threads have more.
+The pinned memory (`pinned_buffers`) is divided into slots. While the GPU copies to or from one slot, threads move the
+content of others. Small pieces share a slot, because each call waits for the interpreter. With 16 or more threads each
+thread has one slot; fewer threads have more.
 
-What was rejected, at a link of 55 GB/s: memory for each thread, taken when it begins (26 to 34 GB/s, most of that the
-taking: 51 both ways with the same threads over memory that is there), and no slots, but all of the state's file pinned:
-that is done at 31 to 46 GB/s, whatever the threads, and undone at 53 to 73, which takes longer than the copy.
+Two designs were rejected, measured on a link of 55 GB/s. Memory for each thread, allocated when it starts, gave 26 to
+34 GB/s, because allocating took most of the time (51 with allocated memory). Pinning the whole state file ran at 31 to
+46 GB/s, and unpinning at 53 to 73, which takes longer than the copy.
 
-Where memory cannot be pinned it is used as it is, and where no stream can be had, the one that everybody has: slower.
+If memory cannot be pinned it is used unpinned, and without a stream of its own a slot uses the default stream. Both are
+slower.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _BORDER_BYTES = 512
 
 
 def loads(spans: Iterable[Span]) -> list[list[Part]]:
-    """All of it in pieces, and these put together so that each list fills a slot as far as can be."""
+    """Split the spans into pieces, and group these so that each list fills a slot."""
     found: list[list[Part]] = []
     filled_bytes = SLOT_BYTES
     for span in copying.pieces(spans):
@@ -54,8 +55,9 @@ def loads(spans: Iterable[Span]) -> list[list[Part]]:
 
 
 class Ring:
-    """The way between the host and one GPU, in the context that the thread has which makes it, for as long as the
-    context lasts."""
+    """The transfer between the host and one GPU, in the CUDA context of the thread that creates it, while the context
+    manager is entered.
+    """
 
     def __init__(self, driver: Copies, threads: int = THREADS) -> None:
         self._driver = driver
@@ -75,7 +77,7 @@ class Ring:
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        """Memory goes once nothing is under way in it, and stays where that cannot be known."""
+        """Free the memory once no copy is under way in it; keep it if that is unknown."""
         try:
             if self._is_pinned and self._is_at_rest:
                 self._driver.unpin(self._ground.address)
@@ -87,7 +89,7 @@ class Ring:
             self._ground.keep()
 
     def out(self, loads: list[list[Part]], move: Copy, tell: Tell, beside: Callable[[], object] | None = None) -> None:
-        """Fetch loads from video memory: each part of one is moved on from its slot. Raises what `share_out` raises."""
+        """Copy loads from GPU memory, and move each part on from its slot. Raises what `share_out` raises."""
 
         def finish(slot: _Slot, load: list[Part]) -> None:
             self._driver.wait(slot.stream)
@@ -128,7 +130,7 @@ class Ring:
         return work
 
     def _slots(self) -> list[_Slot]:
-        """One thread's, which no other has until it ends."""
+        """Return the calling thread's slots, which no other thread uses until it ends."""
         streams: list[int | None] = []
         try:
             while len(streams) < SLOTS // self._threads:
@@ -161,7 +163,7 @@ def _turn(
     take: Callable[[], list[Part] | None],
     tell: Tell,
 ) -> None:
-    """Begin a load in each slot in turn, and finish what is in it before."""
+    """Start a load in each slot in turn, after finishing the one before it."""
     turn = 0
 
     def end() -> None:
@@ -182,7 +184,7 @@ def _turn(
 
 
 class _Slot:
-    """Where its memory is, its stream, and what is under way in it."""
+    """A slot's memory, its stream, and the copy under way in it."""
 
     def __init__(self, address: int, stream: int | None) -> None:
         self.address = address

@@ -1,15 +1,15 @@
-"""The file of a training's state: a typed tree, and raw bytes beside it, checked throughout.
+"""The file of a training's state: a typed tree and raw bytes, with checksums of everything.
 
-Owns the file's form and the order in which it is written; `encoder` and `decoder` own what a value may be.
-The layout, everything little-endian:
+Defines the file's layout and the order of writes; `encoder` and `decoder` define the values. Everything is
+little-endian:
 
 * a header of 64 bytes: magic, version, sizes, and checksums of itself, of the tree and of the table;
 * the tree;
 * the table: the size of each piece of raw bytes, then the checksum of each part of 8 MiB of them;
-* the pieces, in their order: large ones from a page border on, small ones one after the other on cache lines.
+* the pieces, in order: large ones start at a page, small ones follow each other on cache lines.
 
-Places follow from the sizes and are not in the file, so that no two pieces can overlap. The header is written last:
-a file whose writing was cut short has none. Reading hands out nothing before all checksums were right.
+Offsets follow from the sizes and are not in the file, so pieces cannot overlap. The header is written last: a file
+whose writing was interrupted has none. Reading returns nothing before all checksums are verified.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CHECKING_THREADS = 24
 
 
 def size_bytes(value: Any) -> int:
-    """How large a descriptor has to be for that value. Raises NotPlain."""
+    """Return the size of the file for that value. Raises NotPlain."""
     return State(value).size_bytes
 
 
@@ -123,9 +123,9 @@ def _seal(fd: int, tree: bytes, sizes: list[int], found: dict[int, int]) -> int:
 
 
 def read(fd: int) -> Any:
-    """The value that was written. Its tensors and arrays lie in a private mapping of the descriptor.
+    """Return the value in the file. Its tensors and arrays are in a private mapping of the descriptor.
 
-    Raises Damaged, with the reason; OSError where the descriptor cannot be mapped.
+    Raises Damaged with the reason, or OSError if the descriptor cannot be mapped.
     """
     given_bytes = os.fstat(fd).st_size
     tree_bytes, pieces, total_bytes, sum_of_tree, sum_of_table = _read_header(fd, given_bytes)
@@ -170,7 +170,7 @@ def _read_header(fd: int, given_bytes: int) -> tuple[int, int, int, int, int]:
 def _read_table(
     mapping: memoryview, table_at: int, pieces: int, total_bytes: int, sum_of_table: int
 ) -> tuple[list[int], list[int]]:
-    """Where the pieces are and their sizes, once all are as they were. Raises Damaged."""
+    """Return the offsets and sizes of the pieces, after all checksums were verified. Raises Damaged."""
     sizes = list(struct.unpack_from(f"<{pieces}Q", mapping, table_at))
     if sum(sizes) > total_bytes:
         raise Damaged(f"its table tells of {sum(sizes)} bytes within {total_bytes}")
@@ -208,7 +208,7 @@ def _check(mapping: memoryview, places: list[int], sizes: list[int], expected: d
 
 
 def _layout(table_at: int, sizes: list[int]) -> tuple[list[int], int]:
-    """Where each piece begins, and how large the whole is."""
+    """Return the offset of each piece, and the size of the file."""
     at = table_at + 8 * len(sizes) + 4 * sum(map(_count_parts, sizes))
     places: list[int] = []
     for size in sizes:
@@ -223,5 +223,5 @@ def _count_parts(size: int) -> int:
 
 
 def _parts(places: list[int], sizes: list[int]) -> list[int]:
-    """Where each part begins that has a checksum of its own."""
+    """Return the offset of each part that has a checksum."""
     return [place + start for place, size in zip(places, sizes) for start in range(0, size, PIECE_BYTES)]

@@ -9,7 +9,7 @@ LIST, TUPLE, SET, FROZENSET, DEQUE = b"l", b"t", b"e", b"E", b"q"
 # Followed by the tag of the bytes that hold them, eight each.
 LIST_OF_INTS, TUPLE_OF_INTS = b"L", b"T"
 DICT, ORDERED_DICT, COUNTER, DEFAULT_DICT = b"d", b"o", b"C", b"D"
-# What was met before, by its number.
+# A value that occurred before, by its number.
 AGAIN = b"="
 TENSOR, TORCH_SIZE, DTYPE, DEVICE = b"X", b"z", b"p", b"v"
 ARRAY, ARRAY_OF_COLUMNS, NUMPY_SCALAR = b"a", b"A", b"n"

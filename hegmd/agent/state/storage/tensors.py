@@ -1,11 +1,4 @@
-"""Tensors and arrays as raw bytes with a description, and back: what of torch and numpy a state file can hold.
-
-Owns how they are described and checked; never imports either package. What goes out is named by address and size and is
-copied by somebody else; what comes back lies in the file's own mapping, so that putting back copies once.
-
-A storage that several tensors share is written once and shared again after reading. Of each storage the part from the
-first to the last byte that a tensor reaches is written, with strides kept, because kernels are chosen by them.
-"""
+"""Return a package that the job has imported, or None."""
 
 from __future__ import annotations
 
@@ -22,7 +15,7 @@ if TYPE_CHECKING:
     Raw = tuple[Any, int, int, str]
 
 CPU = "cpu"
-# A view that reaches over this many times its own bytes is written by itself, if nobody shares its storage.
+# A view that spans more than this many times its own bytes is written by itself, if its storage is not shared.
 MAX_SPARSE = 2
 MAX_DIMENSIONS = 64
 MAX_ELEMENTS = 2**62
@@ -64,7 +57,7 @@ class Tensors:
         return len(self._tensors) - 1
 
     def finish(self) -> tuple[list[Raw], list[tuple[Any, ...]]]:
-        """The raw bytes of the storages, and each tensor's description by them."""
+        """Return the raw bytes of the storages, and a description of each tensor in them."""
         raws: list[Raw] = []
         firsts: list[int] = []
         for members in self._members:
@@ -80,7 +73,7 @@ class Tensors:
         return raws, described
 
     def _reach(self, members: list[int]) -> tuple[Raw, int]:
-        """What of a storage is written: from the first to the last byte that any of its tensors reaches."""
+        """Return the part of a storage to write: from the first to the last byte that any of its tensors uses."""
         tensors = [self._tensors[member][0] for member in members]
         first = min(tensor.storage_offset() * tensor.element_size() for tensor in tensors)
         end = max(_end_of(tensor) for tensor in tensors)
@@ -101,7 +94,7 @@ def _end_of(tensor: Any) -> int:
 
 
 def _bare(tensor: Any, path: str) -> Any:
-    """The tensor as ordinary memory. Raises NotPlain for what is none."""
+    """Return the tensor as ordinary memory. Raises NotPlain for a tensor without."""
     torch = module("torch")
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise NotPlain(path, f"is a {type(tensor).__name__}, a kind of tensor that has more to it than its elements")
@@ -121,7 +114,7 @@ def _bare(tensor: Any, path: str) -> Any:
 
 
 def tensors_in(mapping: Any, places: list[tuple[int, int]], described: list[tuple[Any, ...]]) -> list[Any]:
-    """The tensors that were written, over the file's own memory. Raises Damaged."""
+    """Return the saved tensors, in the file's memory. Raises Damaged."""
     if not described:
         return []
     torch = module("torch")
@@ -165,12 +158,12 @@ def _tensor_in(torch: Any, storages: list[Any], places: list[tuple[int, int]], d
 
 
 def was_on(tensor: Any) -> Any:
-    """The torch device that a tensor was on when it was written; it lies in the file's memory now."""
+    """Return the torch device that a saved tensor was on; now it is in the file's memory."""
     return getattr(tensor, WAS_ON, tensor.device)
 
 
 def dtype_named(name: str) -> Any:
-    """A dtype of torch by its name. Raises Damaged."""
+    """Return a dtype of torch by its name. Raises Damaged."""
     torch = module("torch")
     dtype = getattr(torch, name, None) if torch is not None and name.isidentifier() else None
     if torch is None or not isinstance(dtype, torch.dtype):
@@ -179,7 +172,7 @@ def dtype_named(name: str) -> Any:
 
 
 def device_named(name: str) -> Any:
-    """A torch device by its name. Raises Damaged."""
+    """Return a torch device by its name. Raises Damaged."""
     torch = module("torch")
     if torch is None:
         raise Damaged("it names a device, and this process has not imported torch")
@@ -193,7 +186,7 @@ def device_named(name: str) -> Any:
 
 
 def described_array(value: Any, path: str) -> tuple[Any, str, bool]:
-    """An array in one piece, its dtype, and whether its columns lie together. Raises NotPlain."""
+    """Return an array in one piece, its dtype, and whether its columns are contiguous. Raises NotPlain."""
     numpy = module("numpy")
     if value.dtype.kind not in _NUMPY_KINDS:
         raise NotPlain(path, f"is a numpy array of {value.dtype}")
@@ -203,7 +196,7 @@ def described_array(value: Any, path: str) -> tuple[Any, str, bool]:
 
 
 def array_in(mapping: Any, place: int, size_bytes: int, kind: str, shape: tuple[int, ...], *, columns: bool) -> Any:
-    """The array that was written, over the file's own memory. Raises Damaged."""
+    """Return the saved array, in the file's memory. Raises Damaged."""
     dtype = numpy_dtype(kind)
     elements = 1
     for size in shape:
@@ -221,7 +214,7 @@ def array_in(mapping: Any, place: int, size_bytes: int, kind: str, shape: tuple[
 
 
 def scalar_in(kind: str, data: bytes) -> Any:
-    """The one value that was written. Raises Damaged."""
+    """Return the saved scalar. Raises Damaged."""
     dtype = numpy_dtype(kind)
     if len(data) != dtype.itemsize:
         raise Damaged(f"a value of {dtype} has {len(data)} bytes")
@@ -231,15 +224,17 @@ def scalar_in(kind: str, data: bytes) -> Any:
 
 
 def _check_characters(found: Any) -> None:
-    """NumPy looks at characters when one is taken out, and what is none is an error of the interpreter then."""
+    """Check a text array. NumPy checks characters only on access, and an invalid one is an error of the interpreter
+    then.
+    """
     if found.dtype.kind == "U" and found.nbytes:
         numbers = found.view("u4" if found.dtype.isnative else found.dtype.byteorder + "u4")
         if int(numbers.max()) > _LAST_CHARACTER:
-            raise Damaged("a text of numpy's has characters that there are none of")
+            raise Damaged("a text array of numpy has invalid characters")
 
 
 def numpy_dtype(kind: str) -> Any:
-    """A dtype of numpy by its short name. Raises Damaged."""
+    """Return a dtype of numpy by its short name. Raises Damaged."""
     numpy = module("numpy")
     if numpy is None or not hasattr(numpy, "dtype"):
         raise Damaged("it holds numpy's values, and this process has not imported numpy")

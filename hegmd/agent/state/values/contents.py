@@ -1,7 +1,7 @@
-"""What is in each kind of thing that has a state: taken as plain values, compared, put back in place.
+"""The content of each kind of object that has a state: capture it as plain values, compare it, restore it in place.
 
-Tensors are taken as they are, not copied: whoever takes them writes them while the training stands. They are put back
-into the tensors that the new script has made, so that everything that refers to those goes on to.
+Tensors are captured without copying; the caller writes them while the training is parked. They are restored into the
+tensors that the new script has made, so that all references stay valid.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CALLED = "_opt_called"  # schedules look at it before they warn of steps in the
 
 
 def take_module(module: Any) -> dict[str, Any]:
-    """Parameters and buffers, those that are not saved otherwise too, gradients, flags and the modules' own numbers."""
+    """Return parameters and buffers (non-persistent ones included), gradients, flags and the modules' own numbers."""
     tensors = list(_tensors_of(module))
     return {
         "class": _class_of(module),
@@ -40,7 +40,7 @@ def take_module(module: Any) -> dict[str, Any]:
 
 
 def unfit_module(module: Any, taken: Any) -> list[str]:
-    """Why the module is another one."""
+    """Return why the module is a different one."""
     if _class_of(module) != taken["class"]:
         return [f"it is a {_class_of(module)} and was a {taken['class']}"]
     here = dict(_tensors_of(module))
@@ -76,18 +76,18 @@ def put_module(module: Any, taken: Any) -> None:
 
 
 def tensors_beside(module: Any, taken: Any) -> Iterator[tuple[Any, Any]]:
-    """Each tensor that was taken, with the module's own."""
+    """Yield each captured tensor with the module's own."""
     here = dict(_tensors_of(module))
     yield from ((tensor, here[name]) for name, tensor, _requires in taken["tensors"] if name in here)
 
 
 def has_tensors(module: Any) -> bool:
-    """Whether it has any parameters or buffers: a loss function has none, for instance."""
+    """Return True if it has parameters or buffers; a loss function has none, for instance."""
     return next(_tensors_of(module), None) is not None
 
 
 def names_in(module: Any) -> Iterator[tuple[str, Any]]:
-    """The module's parameters with their names; one that is in several places has the first one's."""
+    """Yield the module's parameters with their names; a shared one has its first name."""
     yield from module.named_parameters()
 
 
@@ -115,7 +115,7 @@ def _with_extra(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def take_optimizer(optimizer: Any, references: dict[int, Any]) -> dict[str, Any]:
-    """Its groups with what they hold, and its state in the order of its parameters; `references` names those."""
+    """Return its groups, and its state in the order of its parameters, which `references` names."""
     groups: list[Any] = []
     states: list[Any] = []
     own: list[Any] = []
@@ -137,13 +137,13 @@ def take_optimizer(optimizer: Any, references: dict[int, Any]) -> dict[str, Any]
 
 
 def _states_beside(optimizer: Any) -> dict[Any, Any]:
-    """What a class of the script's has in the state under other keys than its parameters."""
+    """Return what a class of the script has in the state under keys other than its parameters."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return {key: value for key, value in optimizer.state.items() if id(key) not in known}
 
 
 def unfit_optimizer(optimizer: Any, taken: Any, references: dict[int, Any]) -> list[str]:
-    """Why the optimizer is another one."""
+    """Return why the optimizer is a different one."""
     if _class_of(optimizer) != taken["class"]:
         return [f"it is a {_class_of(optimizer)} and was a {taken['class']}"]
     if len(optimizer.param_groups) != len(taken["groups"]):
@@ -167,9 +167,9 @@ def unfit_optimizer(optimizer: Any, taken: Any, references: dict[int, Any]) -> l
 
 
 def put_optimizer(optimizer: Any, taken: Any) -> list[str]:
-    """Set groups and state; parameters that no module has are copied too. What is otherwise on another kind of device.
+    """Restore groups and state, and parameters that no module has. Return what differs on another type of device.
 
-    There the script's own choice of how steps are computed stays.
+    There the script's choice of how steps are computed stays.
     """
     told: list[str] = []
     if taken["called"]:
@@ -208,7 +208,7 @@ def _set_options(group: dict[str, Any], options: dict[str, Any], moved: tuple[st
 
 
 def _moved(state: Any, was_on: str, device: Any, group: dict[str, Any], name: Any = None) -> Any:
-    """What an optimizer has beside a parameter, which was on that kind of device and is on this one now."""
+    """Return the optimizer's state of a parameter, moved from its former type of device to the present one."""
     torch: Any = sys.modules["torch"]
     if is_a(state, torch.Tensor):
         return _made(state, devices.device_of_state(name, storage_tensors.was_on(state), group, was_on, device))
@@ -225,7 +225,7 @@ def _moved(state: Any, was_on: str, device: Any, group: dict[str, Any], name: An
 
 
 def take_tensor(tensor: Any) -> tuple[Any, Any, bool]:
-    """A tensor that is in no module, and its gradient."""
+    """Return a tensor that is in no module, and its gradient."""
     return tensor.detach(), tensor.grad if tensor.is_leaf else None, bool(tensor.requires_grad)
 
 
@@ -241,12 +241,14 @@ def put_tensor(tensor: Any, saved: Any, gradient: Any, *, requires: bool) -> Non
 
 
 def unfit_tensor(tensor: Any, saved: Any) -> list[str]:
-    """Why the tensor is another one."""
+    """Return why the tensor is a different one."""
     return _unlike("it", tensor, saved)
 
 
 def loose(value: Any) -> Any:
-    """The value in forms that a state file has; what it has no form for is found out there."""
+    """Return the value in types that a state file has. Values without such a type stay, and the encoder
+    refuses them.
+    """
     if is_a(value, Counter):
         return {_COUNTER: dict(value)}
     if is_a(value, dict):
@@ -258,7 +260,8 @@ def loose(value: Any) -> Any:
 
 
 def owned(value: Any) -> Any:
-    """The same with memory of its own, for whoever reads it at once: what is read from a state file lies in the file.
+    """Return a copy of a value from a state file, for callers that use it at once: its tensors are in the file's
+    memory.
 
     Raises HegmError.
     """
@@ -302,7 +305,7 @@ def _copy(target: Any, saved: Any) -> Any:
 
 
 def _made(saved: Any, device: Any) -> Any:
-    """A tensor of its own on that device, filled by `make_copies` if it is large."""
+    """Return a new tensor on that device. `make_copies` fills a large one."""
     torch: Any = sys.modules["torch"]
     if saved.numel() * saved.element_size() < _SMALL_BYTES:
         return saved.detach().to(device, copy=True).requires_grad_(saved.requires_grad)

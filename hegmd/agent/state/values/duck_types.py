@@ -15,7 +15,7 @@ class _Bound:
     def method(self) -> None: ...
 
 
-#: What the module `types` has names for.
+#: Types that the module `types` names; importing it would cost time.
 FUNCTION: Any = type(lambda: None)
 BUILTIN: Any = type(len)
 METHOD: Any = type(_Bound().method)
@@ -25,16 +25,16 @@ NAMESPACE: Any = type(sys.implementation)
 
 
 def is_a(value: Any, *kinds: Any) -> bool:
-    """Whether it is an instance of one of these classes."""
+    """Return isinstance(value, kinds), untyped."""
     return isinstance(value, kinds)
 
 
 def class_of(value: Any) -> Any:
-    """Its class."""
+    """Return type(value), untyped."""
     return _CLASS(value)
 
 
 def members_of(value: Any) -> dict[str, Any]:
-    """The names of a module, or of a class, as they are now."""
+    """Return the current attributes of a module or a class."""
     members: Any = getattr(value, "__dict__", {})
     return dict(members)

@@ -1,7 +1,8 @@
-"""The state that this process was started with, if it was: read once, and kept until all of it is put back.
+"""The state that this process was started with, if any: read once, and kept until all of it is restored.
 
-It comes by an inherited descriptor or a file; to a rank, whose launcher leaves no descriptor open for it, from the
-supervisor of the job, which listens at an address for each rank. Who has no rank, as the launcher itself, has no state.
+It comes in an inherited descriptor or a file. A rank gets it from the supervisor of the job, which listens at an
+address for each rank, because launchers leave no descriptor open for ranks. A process without a rank, such as the
+launcher, has no state.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ RANKS = "HEGM_STATES"
 RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"
 _STATE, _OVER = b"state", b"over"
 _HANDED_WITHIN_S = 30.0
-#: Beside the first: the right to go on from it, which lasts as long as anybody has it open; see protocol/supervision.
+#: The right to continue from the state. It lasts while any process has this descriptor open; see protocol/supervision.
 LOCK = "HEGM_STATE_LOCK_FD"
 
 _NVIDIA = "/dev/nvidiactl"
@@ -34,16 +35,16 @@ _NOT_READ = object()
 _state: Any = _NOT_READ
 _claimed: tuple[str | None, str] | None = None
 _lock: int | None = None
-#: What was read by that descriptor.
+#: The file of that descriptor.
 _file: os.stat_result | None = None
 #: The step of the snapshot that it is from.
 _step: int | None = None
-#: Which of several ranks this is; None for one that has a state alone.
+#: The rank; None for a process with a state of its own.
 _rank: int | None = None
 
 
 def is_there() -> bool:
-    """Whether this process goes on from another one's state, and has not put it back yet."""
+    """Return True while this process continues from another one's state and has not restored it."""
     if _state is None:
         return False
     is_ranks = RANKS in os.environ and RANK in os.environ
@@ -51,12 +52,12 @@ def is_there() -> bool:
 
 
 def is_for_ranks() -> bool:
-    """Whether there are states of ranks, and this process has taken none."""
+    """Return True if there are states of ranks and this process has claimed none."""
     return RANKS in os.environ and _claimed is None
 
 
 def claim() -> None:
-    """Make it this process's own: its children get neither the descriptor nor the word of it. Raises OSError."""
+    """Claim the state for this process, so that its children see neither descriptor nor variables. Raises OSError."""
     global _claimed, _lock, _rank, _state  # noqa: PLW0603 - one a process
     if _claimed is None and is_there():
         of_ranks = os.environ.get(RANKS)
@@ -79,7 +80,7 @@ def claim() -> None:
 
 
 def state() -> Any:
-    """That state, or None. Raises plain.Damaged and OSError; whoever asks again reads again then."""
+    """Return the state, or None. Raises Damaged and OSError; a later call then reads again."""
     global _state  # noqa: PLW0603 - one a process
     if RANKS in os.environ:
         claim()
@@ -95,7 +96,7 @@ def state() -> Any:
 
 
 def forget() -> None:
-    """All of it is put back, which is noted beside the lock: the file's memory goes when nobody uses it any more."""
+    """Drop the restored state and note that in the lock's file. Its memory is freed when it is unused."""
     global _state  # noqa: PLW0603 - one a process
     _state = None
     pinned_buffers.drop()
@@ -105,7 +106,7 @@ def forget() -> None:
 
 
 def _close() -> None:
-    """As long as its descriptor is open the file's memory stays. The script may have closed it, and have its number."""
+    """Close the descriptor, which keeps the file's memory. The script may have closed it and reused its number."""
     global _claimed, _file  # noqa: PLW0603 - one a process
     file, _file = _file, None
     number = (_claimed or (None, ""))[0]
@@ -118,12 +119,12 @@ def _close() -> None:
 
 
 def step() -> int | None:
-    """The step of the snapshot that the state is from; None where it is from none, or was not read yet."""
+    """Return the step of the snapshot that the state is from; None if it is from none, or was not read yet."""
     return _step
 
 
 def note_past() -> None:
-    """This process has trained on from its state: however it ends, that is no failure of its restart any more."""
+    """Note that this process has trained beyond its state: its exit no longer counts as a failure of its restart."""
     _note(PAST, PAST_AT + (_rank or 0))
 
 
@@ -132,13 +133,13 @@ def _note(word: bytes, at: int) -> None:
         try:
             os.pwrite(_lock, word, at)
         except OSError:
-            pass  # a full disk; then it is told by the daemon that has seen it
+            pass  # a full disk; the daemon reports it then
 
 
 def _handed(of_ranks: str) -> tuple[int, int] | None:
-    """This rank's state, from the supervisor of its job; None where that is over. Raises OSError.
+    """Return this rank's state from the supervisor of its job; None if the operation is over. Raises OSError.
 
-    With it comes the right to go on from it, a descriptor that stays open for as long as the process lives.
+    Its second descriptor is the right to continue from the state, and stays open as long as the process lives.
     """
     socket: Any = __import__("socket")
     count, _, name = of_ranks.partition(":")

@@ -1,12 +1,12 @@
-"""What a restart cannot do: said beforehand as refusals, and afterwards, in the new process, as DoesNotFit."""
+"""What a restart cannot do: a Refusal before it, and DoesNotFit in the new process after it."""
 
 from __future__ import annotations
 
 
 class Refusal:
-    """Something that a restarted script would not have as it was.
+    """A reason why a restarted script would differ.
 
-    Where `passes` is set it is so at this moment of the training only, and the script comes to a better one by itself.
+    `passes` is True if the reason holds at this moment only, and the training reaches a better one by itself.
     """
 
     __slots__ = ("hint", "passes", "what")

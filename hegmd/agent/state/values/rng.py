@@ -1,6 +1,6 @@
-"""Random generators as plain values of numbers and bytes: those that all scripts share, and objects of their own.
+"""Random generators as plain numbers and bytes: the global ones, and objects of the script.
 
-Reads `sys.modules` and imports nothing: what was not imported has drawn nothing.
+Reads `sys.modules` and imports nothing: a module that was not imported has drawn nothing.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-# ---- those that all share -------------------------------------------------------------------------------------------
+# ---- the global generators -------------------------------------------------------------------------------------------
 
-#: Of GPUs that this process does not have: kept for whoever goes on from it where they are there again.
+#: States of GPUs that this process lacks, kept for a later process that has them.
 _absent: dict[str, Any] = {}
 
 
 def read_shared(*, with_gpus: bool = True) -> dict[str, Any]:
-    """The states of Python's, NumPy's and PyTorch's own generators, those of its GPUs if they are wanted, by name."""
+    """Return the states of Python's, NumPy's and PyTorch's global generators, by name; with those of its GPUs if
+    wanted.
+    """
     states: dict[str, Any] = {}
     random, numpy, torch = _modules()
     if random is not None:
@@ -38,7 +40,7 @@ def read_shared(*, with_gpus: bool = True) -> dict[str, Any]:
 
 
 def set_shared(states: Mapping[str, Any]) -> None:
-    """Set those that are in here and whose module or GPU is there; of GPUs that are not, they are kept as they are."""
+    """Set the states whose module or GPU is present. Keep those of absent GPUs."""
     random, numpy, torch = _modules()
     if random is not None and "python" in states:
         random.setstate(states["python"])
@@ -49,7 +51,7 @@ def set_shared(states: Mapping[str, Any]) -> None:
     if "torch" in states:
         torch.random.set_rng_state(_tensor_of(torch, states["torch"]))
     of_gpus = {name: state for name, state in states.items() if name.startswith("cuda:")}
-    # Of one that is not in use yet PyTorch keeps it until it is.
+    # PyTorch keeps the state of an unused GPU until it is used.
     present = int(torch.cuda.device_count()) if of_gpus and torch.cuda.is_available() else 0
     for name, state in of_gpus.items():
         index = int(name.partition(":")[2])
@@ -64,7 +66,7 @@ def set_shared(states: Mapping[str, Any]) -> None:
 
 
 def is_generator(found: object) -> bool:
-    """Whether it is a random generator of one of the three, and none of those that all share."""
+    """Return True for a generator object of one of the three, except the global ones."""
     random, numpy, torch = _modules()
     return not _is_shared(found) and (
         (random is not None and is_a(found, random.Random) and not is_a(found, random.SystemRandom))
@@ -74,7 +76,7 @@ def is_generator(found: object) -> bool:
 
 
 def _is_shared(found: object) -> bool:
-    """Whether it is one of those that `read_shared` reads: their functions hold them, whoever imports one of these."""
+    """Return True for a generator that `read_shared` reads: module functions share it."""
     random, numpy, torch = _modules()
     return found is not None and any(
         found is getattr(module, name, None)
@@ -87,7 +89,7 @@ def _is_shared(found: object) -> bool:
 
 
 def read(generator: Any) -> Any:
-    """Its state."""
+    """Return its state."""
     random, numpy, _torch = _modules()
     if random is not None and is_a(generator, random.Random):
         return generator.getstate()
@@ -99,7 +101,7 @@ def read(generator: Any) -> Any:
 
 
 def fits(generator: Any, state: Any) -> bool:
-    """Whether the state is of such a generator: PyTorch's on a GPU is another one than that on the CPU."""
+    """Return True if the state is of such a generator: PyTorch's differ between GPU and CPU."""
     _random, _numpy, torch = _modules()
     if torch is None or not is_a(generator, torch.Generator):
         return True
@@ -120,7 +122,7 @@ def set_to(generator: Any, state: Any) -> None:
 
 
 def held_by(owners: list[Any]) -> Iterator[Any]:
-    """The generators among the attributes of these objects, each once."""
+    """Yield the generators among the attributes of these objects, each once."""
     seen: set[int] = set()
     for owner in owners:
         for found in list(getattr(owner, "__dict__", {}).values()):
@@ -140,7 +142,7 @@ def _modules() -> tuple[Any, Any, Any]:
 
 
 def _number_of_gpus(torch: Any) -> int:
-    """How many there are to ask; none where the process has not touched CUDA."""
+    """Return the number of GPUs to read; 0 if the process has not used CUDA."""
     return int(torch.cuda.device_count()) if torch.cuda.is_initialized() else 0
 
 

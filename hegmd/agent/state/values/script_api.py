@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from typing import Any
 
-#: Under which the state has what is said here.
+#: The key of this module's part in the state.
 KEY = "hegm"
 _STEPS = "_hegm_steps"
 _REPLAY = "_hegm_replay"
@@ -25,7 +25,7 @@ _HINT = "give it a `get` that returns numbers, text, bytes, lists, dicts or tens
 
 
 def make_boundary() -> Callable[[], None]:
-    """What marks a boundary by hand: the gate's own method where there is an agent, since each call counts."""
+    """Return the function that marks a boundary: the gate's own method with an agent, because each call counts."""
     said.count_steps()
     if not __name__.startswith("_hegm."):
         return _no_boundary
@@ -35,11 +35,11 @@ def make_boundary() -> Callable[[], None]:
 
 
 def _no_boundary() -> None:
-    """Nobody asks anything here."""
+    """Do nothing: there is no agent."""
 
 
 def make_released() -> Callable[[Callable[[str], object]], Any]:
-    """What makes a block whose process lends its GPU memory. The argument is told why nothing is lent."""
+    """Return the context manager that lends the process's GPU memory. Its argument is told why nothing is lent."""
     if not __name__.startswith("_hegm."):
         return _no_block
     from ... import lifecycle
@@ -63,17 +63,17 @@ def _no_block(_warn: Callable[[str], object]) -> _NoBlock:
 
 
 def replayed(loader: Any) -> bool:
-    """Whether the script has said that this loader gives the same items each time."""
+    """Return True if the script declared that this loader yields the same items each time."""
     return bool(getattr(loader, _REPLAY, False))
 
 
 def meet(name: str, action: Callable[[Any], object]) -> None:
-    """Have something done with a module of that name, now or as soon as it was imported."""
+    """Call `action` with the module of that name, now or as soon as it is imported."""
     module = sys.modules.get(name)
     if module is not None:
         action(module)
         return
-    # Not imported by a statement: it imports this room when there is something to train with.
+    # No import statement: import_hooks imports this package when there is something to train with.
     mount = __import__(f"{__name__.rpartition('.state.')[0]}.import_hooks", fromlist=["FrameworkFinder"])
     sys.meta_path.insert(0, mount.FrameworkFinder({name: action}))
 
@@ -89,13 +89,13 @@ class Said:
         self._first_optimizer: Any = None
         self._counts = False
         self._epoch = 0
-        #: What `resumable` makes of a loader. Whoever brings loops back to their place puts something better here.
+        #: The iterator of `resumable`. Code that restores loops replaces it.
         self.enumerate_loader: Callable[[Any], Iterator[tuple[int, Any]]] = enumerate
 
     # ---- what scripts call
 
     def global_step(self, optimizer: Any = None) -> int:
-        """How many steps it has made; without one, the first that has made any."""
+        """Return the number of steps of that optimizer; without one, of the first that has stepped."""
         found = self._first_optimizer if optimizer is None else optimizer
         if found is not None:
             return int(getattr(found, _STEPS, 0))
@@ -103,7 +103,7 @@ class Said:
         return int(before["steps"][before["first"]]) if before and before["first"] is not None else 0
 
     def resumable(self, loader: Iterable[Any], *, replay: bool = False) -> Iterator[tuple[int, Any]]:
-        """The loader's batches with their numbers."""
+        """Yield the loader's batches with their numbers."""
         if replay:
             try:
                 setattr(loader, _REPLAY, True)
@@ -112,18 +112,18 @@ class Said:
         return self.enumerate_loader(loader)
 
     def start_epoch(self) -> int:
-        """The epoch that the script is in, as it was when its state was taken."""
+        """Return the epoch that the script was in when its state was saved."""
         before = self._before()
         return int(before["epoch"]) if before else self._epoch
 
     def set_steps_per_epoch(self, steps: int) -> None:
-        """Batches in an epoch."""
+        """Set the number of batches in an epoch."""
         if steps < 1:
             raise ValueError(f"an epoch has {steps} batches")
         self._steps_per_epoch = int(steps)
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
-        """Batches in a step."""
+        """Set the number of batches in a step."""
         self._batches_per_step = max(1, int(steps))
 
     def keep(self, name: str, get: Any, put: Any) -> None:
@@ -136,7 +136,7 @@ class Said:
             put(before["kept"][name])
 
     def _before(self) -> Any:
-        """What the script had said before its restart; None where it was not restarted, or all is put back."""
+        """Return what the script had said before its restart; None without a restart, or once all is restored."""
         whole: Any = self._state()
         return None if whole is None else whole.get(KEY)
 
@@ -169,7 +169,7 @@ class Said:
     # ---- over a restart
 
     def capture(self, optimizers: list[Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-        """What goes into the state, and what stands against a restart: what is wrong, and how to mend it."""
+        """Return this part of the state, and what prevents a restart: the problem, and its fix."""
         against: list[tuple[str, str]] = []
         kept: dict[str, Any] = {}
         for name, (get, _put) in list(self._kept.items()):
@@ -186,7 +186,7 @@ class Said:
 
     @property
     def keeps(self) -> bool:
-        """Whether the script keeps something of its own over a restart."""
+        """Return True if the script keeps objects of its own over a restart."""
         return bool(self._kept)
 
     def _epoch_now(self) -> int:
@@ -195,7 +195,7 @@ class Said:
         return self.global_step() * self._batches_per_step // self._steps_per_epoch
 
     def misfits(self, state: dict[str, Any], optimizers: list[Any]) -> list[str]:
-        """Why this cannot be put back into the script as it is now; empty if it can. Nothing is changed."""
+        """Return why this cannot be restored into the script as it is now; empty if it can. Changes nothing."""
         found = [
             f"the state has a value for hegm.keep({name!r}), and the script has not called that before its first batch"
             for name in state["kept"]
@@ -217,16 +217,16 @@ class Said:
 
 
 def _given() -> Any:
-    """The state of this process. Before torch is there it cannot be read."""
+    """Return the state of this process. It cannot be read before torch is imported."""
     if not inherited.is_there() or sys.modules.get("torch") is None:
         return None
     try:
         return inherited.state()
     except (state_file.Damaged, OSError) as error:
-        # Whoever puts the state back meets the same, and ends the process with its reason.
+        # the restore fails the same way, and ends the process with its reason
         note(f"the state cannot be read: {error}")
         return None
 
 
-#: What the script of this process has said.
+#: The declarations of this process's script.
 said = Said(_given)
