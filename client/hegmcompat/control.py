@@ -1,7 +1,7 @@
-"""Checkpoint and resume, in HeGM's words: SIGUSR1 to workers and the locks of their launchers.
+"""Checkpoint and resume in HeGM's words: SIGUSR1 to workers, and the locks of their launchers.
 
-Answers one word, or a few, for each process and raises nothing: both the command line and the REST interface hand these
-on as they are. Other than HeGM's it signals nobody but workers of a launcher, and none that the signal would end.
+Returns one word, or a few, for each process and raises nothing: the command line and the REST interface pass these on.
+Unlike HeGM's, it signals only workers of a launcher, and none that the signal would end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAX_PID = 2**22
 
 @dataclass(slots=True)
 class _Awaited:
-    """A launcher whose lock is waited for, by descriptors that tell when it and its worker end."""
+    """A launcher whose lock is awaited, with descriptors that tell when it and its worker end."""
 
     launcher_pid: int
     pidfd: int
@@ -82,7 +82,7 @@ class Control:
         return results
 
     def checkpoint_all(self) -> dict[int, str]:
-        """The same for every worker that uses a GPU."""
+        """Checkpoint every worker that uses a GPU."""
         found = workers.registered(self._at.folder).values()
         using = {pid: self._uses_gpu(pid) for pid in found}
         results = self.checkpoint(pid for pid, uses in using.items() if uses)
@@ -90,7 +90,7 @@ class Control:
         return results
 
     def pending(self) -> list[int]:
-        """The launchers that wait with a lock."""
+        """Return the launchers that wait with a lock."""
         found: set[int] = set()
         if self._at.path is not None:
             text = private_files.read(self._at.path.with_name(LOCK), _PID_BYTES) or b""
@@ -102,7 +102,7 @@ class Control:
         return sorted(found)
 
     def resume(self, launcher_pids: Iterable[int]) -> dict[int, str]:
-        """Let these launchers go on."""
+        """Let these launchers continue."""
         results: dict[int, str] = {}
         for pid in dict.fromkeys(launcher_pids):
             try:
@@ -115,7 +115,7 @@ class Control:
         return results
 
     def resume_all(self) -> dict[int, str]:
-        """Let every launcher go on that waits."""
+        """Let all waiting launchers continue."""
         return self.resume(self.pending())
 
     def _signal(self, pid: int, launchers: dict[int, int], awaited: dict[int, _Awaited], begun_by: float) -> str:
@@ -156,7 +156,7 @@ class Control:
         return result
 
     def _watched(self, launcher_pid: int, worker_pid: int) -> _Awaited:
-        """That launcher and this worker of it, as they are before the signal. Raises OSError."""
+        """Open the launcher and its worker before the signal. Raises OSError."""
         refused = private_files.identity(self._at.state_of(launcher_pid).with_name(REFUSED))
         lock = private_files.identity(self._at.lock_of(launcher_pid))
         launcher_fd = os.pidfd_open(launcher_pid)
@@ -167,7 +167,7 @@ class Control:
             raise
 
     def _await(self, awaited: dict[int, _Awaited]) -> dict[int, str]:
-        """What becomes of each, until the limit."""
+        """Return the result of each, within the limit."""
         pending = dict(awaited)
         became: dict[int, str] = {}
         deadline = monotonic() + self._at.checkpoint_limit_s
@@ -184,7 +184,7 @@ class Control:
         return {**became, **dict.fromkeys(pending, LATE)}
 
     def _seen(self, one: _Awaited) -> str | None:
-        # Asked for before the lock is looked at: a launcher that makes one and ends has still made one.
+        # Checked before the lock: a launcher may make one and end.
         has_ended = _ends_within(one.pidfd, 0)
         if self._has_own_lock(one):
             return READY
@@ -196,7 +196,9 @@ class Control:
         return EXITED if has_ended else None
 
     def _has_own_lock(self, one: _Awaited) -> bool:
-        """Whether the launcher has made a lock: anybody may have put a file of that name there while it trains."""
+        """Return True if the launcher has made a lock: another process may have put a file of that name there while it
+        trains.
+        """
         path = self._at.lock_of(one.launcher_pid)
         now = private_files.identity(path)
         if now is None or now == one.lock_before or not _ends_within(one.worker_fd, 0):

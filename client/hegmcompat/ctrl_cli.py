@@ -22,7 +22,7 @@ NOBODY = (
 
 
 def port_of(text: str) -> int:
-    """A port as it is typed. Raises argparse.ArgumentTypeError."""
+    """Parse a port. Raises argparse.ArgumentTypeError."""
     if not (text.isascii() and text.isdigit() and int(text) <= _LAST_PORT):
         raise argparse.ArgumentTypeError(f"{text!r} is no port; give it a whole number from 0 to {_LAST_PORT}")
     return int(text)
@@ -33,7 +33,7 @@ DESCRIPTION = "HeGM external control CLI (checkpoint / resume)."
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option: how it is written, what it is for, and what argparse is told of it."""
+    """One option: its flags, its meaning, and its arguments for argparse."""
 
     flags: tuple[str, ...]
     doc: str
@@ -101,7 +101,7 @@ COMMANDS = (
 
 
 def main() -> NoReturn:
-    """The program."""
+    """Run the program and exit with its status."""
     try:
         status = run(sys.argv[1:], os.environ)
     except HegmError as error:
@@ -113,7 +113,7 @@ def main() -> NoReturn:
 
 
 def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Do what the words say; the exit status. Raises HegmError, and SystemExit for words that are none."""
+    """Run the command line and return its exit status. Raises HegmError, and SystemExit for a wrong command line."""
     surroundings = read_surroundings(environ)
     parser = build_parser()
     arguments = parser.parse_args(words)
@@ -126,7 +126,7 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser, made of the table."""
+    """Return the parser, made from the table."""
     parser = argparse.ArgumentParser(prog="hegm-ctrl", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True)
     for command in COMMANDS:

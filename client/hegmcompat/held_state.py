@@ -1,8 +1,7 @@
-"""A saved state in the launcher's own memory, so that an image of the waiting launcher has it in it, as HeGM's had.
+"""A saved state in the launcher's own memory, so that an image of the waiting launcher contains it, as HeGM's did.
 
-Such an image is restored on nodes where the folder of checkpoints is empty, and the file is then written from here.
-Where the memory has no room for it the file alone has it, and that is said: a launcher that is killed for its memory
-would cost more.
+Such an image is restored on nodes without the checkpoint files, and the file is then written from here. If there is not
+enough memory only the file has the state, and a warning says so: running out of memory would cost the launcher.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from hegmcompat import private_files
 
 _PIECE_BYTES = 64 << 20
-# What is left to everybody else beside the copy.
+# Memory that has to stay free beside the copy.
 _MARGIN_BYTES = 256 << 20
 
 
@@ -29,12 +28,12 @@ class HeldState:
 
     @property
     def size_bytes(self) -> int:
-        """How large the state is."""
+        """Return the size of the state."""
         return self._identity[2]
 
     @property
     def is_held(self) -> bool:
-        """Whether the bytes are in memory, and not in the file alone."""
+        """Return True if the bytes are in memory, and not in the file only."""
         return self._memory is not None
 
     def put_back(self) -> None:
@@ -55,7 +54,7 @@ class HeldState:
 
 
 def take(path: Path, available_bytes: int | None = None) -> HeldState:
-    """Read that file into memory if there is room. Raises OSError."""
+    """Read that file into memory if there is enough. Raises OSError."""
     with private_files.opened(path) as fd:
         found = os.fstat(fd)
         identity = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
@@ -82,7 +81,7 @@ def _fill(memory: mmap.mmap, fd: int) -> None:
 
 
 def _available_bytes() -> int | None:
-    """What the node and our control group still have; None where neither says."""
+    """Return the available memory of the node and our control group; None if neither reports it."""
     found: list[int] = []
     with suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -55,16 +55,16 @@ class Launcher:
         self._before: tuple[int, int, int, int] | None = None
         self._held: held_state.HeldState | None = None
         self._next: Start | GiveUp | None = None
-        #: Where a worker that is to go on from a state notes that it has it back.
+        #: The file in which a restarted worker notes that it has restored the state.
         self._claim: int | None = None
-        #: Who looks out for one that has begun anew in its place, and what that has found.
+        #: Finds processes that have begun anew instead; and the last finding.
         self._lookout = Lookout()
         self._found = ""
-        #: What a worker has in its environment, but for the state that it is to go on from.
+        #: The environment of a worker, without the variables of its state.
         self.environ = self._prepared(environ)
 
     def first(self) -> Start:
-        """How to begin, with the folder made and looked at. Raises HegmError."""
+        """Return the first start, after creating and checking the directory. Raises HegmError."""
         private_files.make_folder(self._state.parent)
         self._clear()
         own = json.dumps([_working_folder(), *self.command]).encode()
@@ -106,13 +106,13 @@ class Launcher:
         return None
 
     def expected(self) -> None:
-        """Nothing is made ready under a launcher."""
+        """Do nothing: a launcher prestarts no process."""
 
     def is_ready(self, pid: int | None) -> None:
-        """Nothing is."""
+        """Do nothing: a launcher prestarts no process."""
 
     def started(self, pid: int, *, was_ready: bool = False) -> None:
-        """A worker runs: say so where hegm-ctrl looks."""
+        """Register the worker for hegm-ctrl."""
         self._next = None
         try:
             workers.register(self._at.folder, self._pid, pid)
@@ -120,16 +120,16 @@ class Launcher:
             warn(f"hegm-ctrl will not find the worker, pid {pid}: {error}")
 
     def not_started(self, why: str) -> None:
-        """The same command as before does not start any more."""
+        """Give up: the command can no longer be started."""
         hint = f"see that it is there; its state stays in {self._state}"
         self._next = GiveUp(f"{self.command[0]} cannot be started again: {why}", hint)
 
     def wanted(self) -> Start | GiveUp | None:
-        """The next turn, once the lock is gone."""
+        """Return what to do, once the lock is gone."""
         return self._next
 
     def ended(self, status: int, *, told: int | None) -> bool:
-        """Whether it has left with a state, to be gone on with. Raises HegmError."""
+        """Return True if it has saved its state and has to be continued. Raises HegmError."""
         workers.unregister(self._at.folder, self._pid)
         self._debug(f"[Launcher] Worker exited with code {status}")
         now = private_files.identity(self._state)
@@ -165,22 +165,22 @@ class Launcher:
         return False
 
     def has_new_state(self) -> bool:
-        """Whether the worker that has ended, or runs, has saved its state here."""
+        """Return True if the worker has saved its state here."""
         return private_files.identity(self._state) not in (None, self._before)
 
     def settle(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """It runs elsewhere from now on, and goes on there from its files too."""
+        """Adopt another command and environment, with which it also continues from its files."""
         self.command = list(command)
         self.environ = {name: value for name, value in environ.items() if name not in OF_ONE_START}
 
     def left_to_daemon(self) -> None:
-        """It has ended, and what comes next is another's to say."""
+        """Leave the next step to the daemon: the worker has ended."""
         workers.unregister(self._at.folder, self._pid)
         self._take_word()
         self._before = private_files.identity(self._state)
 
     def close(self) -> None:
-        """The end: nobody waits behind the lock any more."""
+        """Remove the lock and the registration."""
         self._take_word()
         if self._held is not None:
             warn(f"the state of the training stays in {self._state}")
@@ -244,7 +244,7 @@ class Launcher:
         return Start(self.command, environ, lock=self._claim)
 
     def _take_word(self) -> bool:
-        """Whether the worker that has ended had its state back, as far as it had one. Nothing of it stays open."""
+        """Return True if the worker that has ended had restored its state, if it had one. Closes the file."""
         claim, self._claim = self._claim, None
         if claim is None:
             return True
@@ -283,7 +283,7 @@ class Launcher:
         )
 
     def _forget(self) -> None:
-        """A training that is over leaves no state that a later one of this pid could go on from."""
+        """Remove the state of a finished training, so that a later one with this pid does not continue from it."""
         for path in (self._state, self._state.with_name(COMMAND), self._state.with_name(REFUSED)):
             with suppress(OSError):
                 path.unlink()
@@ -306,7 +306,7 @@ def _working_folder() -> str:
 
 
 def normalized(command: Sequence[str]) -> list[str]:
-    """A script by itself is run by Python: by this one, unless that is an installation's private one."""
+    """Let Python run a plain script: this Python, unless it is an installation's private one."""
     if not command[0].endswith(".py"):
         return list(command)
     return ["python3" if sys.flags.isolated else sys.executable, "-u", *command]

@@ -1,7 +1,7 @@
-"""Files that are their owner's alone, in folders that anybody may have made: the only hands that this package has.
+"""Files for their owner only, in directories that any user may have created. All file access of this package.
 
-Folders are made 0700 and files 0600. A file gets its name when all of it is there, and no link is followed at either.
-No descriptor is kept: an image that CRIU makes of a waiting launcher is restored where these folders are not the same.
+Directories get mode 0700, files 0600. A file gets its name when it is complete, and links are not followed. No
+descriptor stays open: an image that CRIU makes of a waiting launcher can be restored where these directories differ.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def make_folder(path: Path) -> None:
 
 
 def write(path: Path, data: bytes | memoryview) -> None:
-    """The whole file, on disk, or nothing of it. Raises OSError."""
+    """Write the whole file to disk, or nothing. Raises OSError."""
     with _opened(path.parent) as folder:
         unnamed = f".{path.name}-{os.urandom(8).hex()}"
         try:
@@ -64,12 +64,12 @@ def write(path: Path, data: bytes | memoryview) -> None:
 
 
 def is_number(name: str) -> bool:
-    """Whether a file is named like a process; there are digits, such as a raised two, that are none to `int`."""
+    """Return True if the name is a number. Some digits, such as a superscript two, are none to `int`."""
     return name.isascii() and name.isdigit()
 
 
 def remove_unfinished(path: Path) -> None:
-    """What is left of files that were to get that name, by processes that were killed before. For when none runs."""
+    """Remove unfinished files of killed processes. Call it while no process writes."""
     with suppress(OSError):
         for name in os.listdir(path.parent):
             if _is_unfinished(name, path.name):
@@ -84,7 +84,7 @@ def _is_unfinished(name: str, wanted: str) -> bool:
 
 @contextmanager
 def opened(path: Path) -> Generator[int]:
-    """A descriptor for reading of a plain file of this user's or root's. Raises OSError."""
+    """Open a plain file of this user or of root for reading. Raises OSError."""
     try:
         fd = os.open(path, _READ)
     except OSError as error:
@@ -103,7 +103,7 @@ def opened(path: Path) -> Generator[int]:
 
 
 def read(path: Path, most_bytes: int) -> bytes | None:
-    """What is in a small file; None without one, or with one that is not to be read."""
+    """Return the content of a small file; None if there is none, or it may not be read."""
     try:
         with opened(path) as fd:
             return os.read(fd, most_bytes)
@@ -112,7 +112,7 @@ def read(path: Path, most_bytes: int) -> bytes | None:
 
 
 def identity(path: Path) -> tuple[int, int, int, int] | None:
-    """What tells that file from any other that has or had its name; None where there is none, or a link."""
+    """Return what distinguishes that file from all others of its name; None for a missing file or a link."""
     try:
         found = path.lstat()
     except OSError:

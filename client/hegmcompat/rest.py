@@ -1,8 +1,8 @@
-"""The REST interface: `POST /checkpoint` and `POST /resume` with HeGM's JSON, over the standard library's server.
+"""The REST interface: `POST /checkpoint` and `POST /resume` with HeGM's JSON, on the standard library's server.
 
-Bounded on every side: so many connections, so large a body, and one deadline for a whole request however slowly its
-bytes come. Who may ask: with a token, whoever has it; without, which is on loopback only, the server's own user and
-root. Whatever a browser sends on behalf of a web page is refused.
+Everything is limited: the number of connections, the size of a body, and the time for a whole request however slowly
+its bytes come. With a token, callers need it. Without one, which is possible on loopback only, callers have to be the
+server's own user or root. Requests from a browser are refused.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ class Server:
 
     @property
     def port(self) -> int:
-        """Where it listens, also if the kernel was to choose."""
+        """Return the port, also if the kernel chose it."""
         return int(self._server.server_address[1])
 
     def await_end(self) -> None:
-        """Until it is closed."""
+        """Wait until it is closed."""
         self._thread.join()
 
     def close(self) -> None:
-        """Listen no more; requests under way end with the process."""
+        """Stop listening; requests under way end with the process."""
         self._server.end()
         self._thread.join()
         self._server.server_close()
 
 
 def serve(control: Control, host: str, port: int, token: str | None, limit_s: float = REQUEST_LIMIT_S) -> Server:
-    """Listen there. Raises OSError."""
+    """Start to listen. Raises OSError."""
     return Server(control, host, port, token, limit_s)
 
 
 def serve_beside(control: Control, host: str, port: int, token: str | None, *, is_quiet: bool = False) -> Server | None:
-    """Listen there and say so; None, with a warning, where that cannot be: another launcher may have the port."""
+    """Start to listen, and print it; None with a warning if that fails: another launcher may have the port."""
     try:
         server = serve(control, host, port, token)
     except OSError as error:
@@ -94,14 +94,14 @@ class _BoundedServer(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        """Without the name of the host, for which the standard server would ask a name server."""
+        """Bind without the host's name, for which the standard server would ask a name server."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def listen(self) -> None:
-        """Until `end`; the standard server's own loop looks up twice a second, in a process that mostly waits."""
+        """Serve until `end`. The standard server's loop wakes up twice a second, in a process that mostly waits."""
         while not self._ending.is_set():
             try:
                 connection, address = self.socket.accept()
@@ -111,13 +111,13 @@ class _BoundedServer(ThreadingHTTPServer):
             self.process_request(connection, address)
 
     def end(self) -> None:
-        """Wakes whoever listens."""
+        """Wake the listening thread."""
         self._ending.set()
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread of its own, if there is one left."""
+        """Handle the request in a thread of its own, if one is free."""
         if not self._free.acquire(blocking=False):
             request.setblocking(False)
             with suppress(OSError):
@@ -137,7 +137,7 @@ class _BoundedServer(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that broke off is nobody's concern here."""
+        """Ignore a broken connection."""
 
 
 class _Deadlined(io.RawIOBase):
@@ -167,13 +167,13 @@ class _Handler(BaseHTTPRequestHandler):
         return cast("_BoundedServer", self.server)
 
     def setup(self) -> None:
-        """Bytes come with a deadline for all of them together."""
+        """Set one deadline for all bytes together."""
         super().setup()
         self.rfile.close()
         self.rfile = io.BufferedReader(_Deadlined(self.connection, self._own.limit_s))
 
     def do_POST(self) -> None:
-        """A request, whole but for its body."""
+        """Handle a request whose body is still to be read."""
         refusal = self._refusal()
         if refusal is not None:
             self._answer(*refusal)
@@ -187,10 +187,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, "not-found")
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name that the standard library gives it
-        """Requests are not logged: the words of others have no place in a training's output."""
+        """Log nothing: a caller's text must not get into a training's output."""
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the standard server finds wrong, in the form that callers parse."""
+        """Send the standard server's error in the form that callers parse."""
         self.close_connection = True
         self._answer(code, (message or "bad-request").lower())
 
@@ -224,7 +224,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, {"results": act_on_all() if wants_all else act(numbers)})
 
     def _body(self) -> dict[str, Any] | None:
-        """What was sent; None when it was answered already."""
+        """Return the body; None if the request was already answered."""
         try:
             size_bytes = int(self.headers.get("Content-Length") or 0)
         except ValueError:
@@ -262,16 +262,15 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _whole_numbers(given: Sequence[Any]) -> list[int]:
-    """A list of them, also as text. Raises TypeError, ValueError, OverflowError."""
+    """Return a list of whole numbers, also from text. Raises TypeError, ValueError, OverflowError."""
     if not isinstance(given, list):
         raise TypeError("a list is needed")
     return [int(number) for number in given]
 
 
-# Whose process is at the other end of a connection within this machine: the kernel's table of TCP sockets says so.
-#
-# A port on loopback is open to every user of the machine, where a socket in the file system has permissions. So without
-# a token only the server's own user and root are let in.
+# The kernel's table of TCP sockets tells the user at the other end of a connection within this machine. A port on
+# loopback is open to every user, while a socket in the file system has permissions. So without a token only the
+# server's own user and root are accepted.
 _TABLES = {socket.AF_INET: "/proc/net/tcp", socket.AF_INET6: "/proc/net/tcp6"}
 _LOCAL, _REMOTE, _STATE, _UID, _INODE = 1, 2, 3, 7, 9
 # The peer's end is open, or the peer has said that it sends no more and still reads: FIN_WAIT1 and FIN_WAIT2.
@@ -281,9 +280,9 @@ _NO_INODE = "0"
 
 
 def uid_at(connection: socket.socket) -> int | None:
-    """The user at the other end; None where that cannot be seen.
+    """Return the user at the other end; None if unknown.
 
-    That is so for everybody elsewhere, and for whoever has hung up: the kernel's table gives root's number then.
+    It is unknown for callers from elsewhere and for those that have hung up: the kernel's table then has root's number.
     """
     try:
         own, other = connection.getsockname(), connection.getpeername()

@@ -1,6 +1,6 @@
-"""What the environment says: the variables of HeGM 0.3 with its defaults, read once, and three of our own.
+"""Reads the environment once: the variables of HeGM 0.3 with its defaults, and three of our own.
 
-A value that cannot be is an error at the start, with the variable's name; nothing else here reads the environment.
+An invalid value is an error at the start that names the variable. No other module reads the environment.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ COMMAND = "command"
 LOOPBACK = "127.0.0.1"
 _MIN_TOKEN = 16
 _MAX_S = 1e6
-#: How often locks are looked at where HEGM_POLL_INTERVAL asks for less: HeGM takes a whole processor at 0.
+#: The shortest interval between checks of locks: with HEGM_POLL_INTERVAL=0, HeGM uses a whole CPU.
 MIN_POLL_S = 0.01
-#: Every variable that is read here, and what it says.
+#: All variables that are read here, and their meaning.
 VARIABLES = {
     "HEGM_CHECKPOINT_DIR": "The folder of all launchers, each with one of its pid in it; `/checkpoint` if not set.",
     "HEGM_CHECKPOINT_PATH": "The file for the state, where it is not to go by the launcher's pid; `lock` is beside it.",
@@ -39,7 +39,7 @@ VARIABLES = {
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The settings of one launcher, or of one that controls launchers."""
+    """The settings of one launcher, or of a controller of launchers."""
 
     folder: Path
     path: Path | None
@@ -52,16 +52,16 @@ class Surroundings:
     is_quiet: bool
 
     def state_of(self, launcher_pid: int) -> Path:
-        """Where that launcher's training is saved; one path for all of them where one is named."""
+        """Return where that launcher's training is saved; all have the same path if one is named."""
         return self.path or self.folder / str(launcher_pid) / STATE
 
     def lock_of(self, launcher_pid: int) -> Path:
-        """The file that is there while that launcher waits for a controller."""
+        """Return the file that exists while that launcher waits for a controller."""
         return self.state_of(launcher_pid).with_name(LOCK)
 
 
 def read_surroundings(environ: Mapping[str, str]) -> Surroundings:
-    """The settings. Raises HegmError USAGE that names the variable."""
+    """Return the settings. Raises HegmError USAGE that names the variable."""
     path = environ.get("HEGM_CHECKPOINT_PATH") or None
     return Surroundings(
         folder=_absolute("HEGM_CHECKPOINT_DIR", environ.get("HEGM_CHECKPOINT_DIR") or "/checkpoint"),
@@ -77,7 +77,7 @@ def read_surroundings(environ: Mapping[str, str]) -> Surroundings:
 
 
 def require_token_off_loopback(host: str, token: str | None) -> None:
-    """Who can be reached by others has to be able to tell them apart. Raises HegmError USAGE."""
+    """Require a token unless the address is loopback. Raises HegmError USAGE."""
     if token is not None and (len(token) < _MIN_TOKEN or not token.isascii() or not token.isprintable()):
         raise HegmError(
             USAGE,
@@ -95,7 +95,7 @@ def require_token_off_loopback(host: str, token: str | None) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine (or container) can reach that address. A name may be anybody's."""
+    """Return True if only this machine or container can reach that address. A name may resolve to anything."""
     if host == "localhost":
         return True
     try:

@@ -9,28 +9,28 @@ from hegmd.errors import HegmError
 
 
 def say(text: str) -> None:
-    """A line of the answer, seen at once also in a pipe. A reader that has gone is no reason to end."""
+    """Write a line of the answer, and flush it. Ignores a closed pipe."""
     _write(1, text)
 
 
 def complain(text: str) -> None:
-    """A line beside the answer."""
+    """Write a line to standard error."""
     _write(2, text)
 
 
 def warn(text: str) -> None:
-    """Something is not as it should be, and it goes on."""
+    """Write a warning."""
     complain(f"[HeGM] WARNING -- {text}")
 
 
 def explain(error: HegmError) -> None:
-    """Why it does not go on, and the next step."""
+    """Write an error and the next step."""
     complain(f"[HeGM] ERROR -- {error.message}; {error.hint}")
 
 
 def _write(fd: int, text: str) -> None:
     stream = sys.stdout if fd == 1 else sys.stderr
-    encoding = getattr(stream, "encoding", None) or "utf-8"  # no stream at all where it was closed at the start
+    encoding = getattr(stream, "encoding", None) or "utf-8"  # None if it was closed at the start
     try:
         os.write(fd, f"{text}\n".encode(encoding, "backslashreplace"))
     except OSError:

@@ -1,7 +1,7 @@
-"""Which launchers there are and whom each supervises, kept as HeGM does: `.workers/LAUNCHER` has the worker's pid.
+"""The launchers and their workers, in HeGM's form: the file `.workers/LAUNCHER` contains the worker's pid.
 
-Also what the kernel says of such a process: its parents, the GPUs it has open, what SIGUSR1 would do to it. A pid in a
-file is a claim; what is done to a process goes by a pidfd that was opened before the claim was checked.
+Also reads what the kernel reports of a worker: its parents, its open GPUs, its reaction to SIGUSR1. A pid in a file is
+only a claim; a process is signalled through a pidfd that was opened before the claim was checked.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def register(folder: Path, launcher_pid: int, worker_pid: int) -> None:
 
 
 def unregister(folder: Path, launcher_pid: int) -> None:
-    """There is no worker under it (any more)."""
+    """Remove the launcher's entry."""
     with suppress(OSError):
         (folder / REGISTRY / str(launcher_pid)).unlink()
 
 
 def registered(folder: Path) -> dict[int, int]:
-    """Each launcher with its worker, both of them alive; the entries of launchers that are gone are taken away."""
+    """Return each launcher with its worker, both alive. Removes the entries of launchers that are gone."""
     found: dict[int, int] = {}
     try:
         names = sorted(os.listdir(folder / REGISTRY))
@@ -54,7 +54,7 @@ def registered(folder: Path) -> dict[int, int]:
 
 
 def launcher_of(pid: int, launchers: dict[int, int]) -> int | None:
-    """The launcher that supervises the process, also by way of a shell between them."""
+    """Return the launcher that supervises the process, also through a shell in between."""
     for launcher_pid, worker_pid in launchers.items():
         if pid == worker_pid:
             return launcher_pid
@@ -69,12 +69,12 @@ def launcher_of(pid: int, launchers: dict[int, int]) -> int | None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process."""
+    """Return True if there is such a process."""
     return pid > 0 and os.path.exists(f"/proc/{pid}")
 
 
 def uses_gpu(pid: int, devices: tuple[str, ...] = GPU_DEVICES) -> bool:
-    """Whether the process has a GPU's device open; False where that cannot be seen."""
+    """Return True if the process has a GPU's device open; False if unknown."""
     try:
         names = os.listdir(f"/proc/{pid}/fd")
     except OSError:
@@ -87,7 +87,7 @@ def uses_gpu(pid: int, devices: tuple[str, ...] = GPU_DEVICES) -> bool:
 
 
 def survives_request(pid: int) -> bool:
-    """Whether SIGUSR1 is caught, held back or ignored there; everybody else it ends."""
+    """Return True if the process catches, blocks or ignores SIGUSR1, which ends other processes."""
     bit = 1 << (signal.SIGUSR1 - 1)
     return any(int(line.split()[1], 16) & bit for line in _status(pid) if line.startswith(_IN_EFFECT))
 

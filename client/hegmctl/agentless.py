@@ -1,13 +1,13 @@
-"""Who trains below a command without hegmd's agent, while that was started to go on from a state: who would begin anew.
+"""Finds processes below a command that train without hegmd's agent, although the command continues from a saved state.
 
-Seen from outside, in /proc, and only for a process that has PyTorch mapped and in which no agent can be: it was started
-with an option of Python's that leaves the agent out, or its environment leads to none. PyTorch is mapped at the
-beginning of its import, so that such a process is ended before its first step. What is slow, or prepares something
-without PyTorch, is left be, and so is what cannot be read. Only children of this process and theirs are looked at.
+Such a process would begin anew. It is detected from /proc: it has PyTorch mapped and can have no agent, because a
+Python option or its environment excludes the agent. PyTorch is mapped at the start of its import, so the process is
+ended before its first step. Processes without PyTorch and those that cannot be read are left alone. Only children of
+this process and their descendants are checked.
 
-Where one of them may have the agent, has PyTorch itself, and has the right to go on from the state, all are left be:
-it goes on or ends, and what it starts before that, such as a look at PyTorch by `python -I`, is its own affair. One
-that has no PyTorch is no training: what it starts is.
+If one of them may have the agent, has PyTorch itself, and holds the right to continue from the state, all are left
+alone: it continues or ends, and processes that it starts before, such as a probe by `python -I`, are its own affair. A
+process without PyTorch is no training, but may have started one.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ HINT = "start it without -E, -I and -S, with the PYTHONPATH that it is given"
 
 
 class Lookout:
-    """Looks every so often, and ends all below a command in which it has found one."""
+    """Checks at intervals, and ends all processes below a command in which it has found one."""
 
     def __init__(self) -> None:
         self.look_at = 0.0
 
     def look(self, pid: int, now: float, right: int | None) -> str | None:
-        """What stands against the command that is that process, which was ended then; None where nothing does.
+        """Return why the command with that pid was ended; None if nothing is wrong.
 
-        `right` is the descriptor of the right to go on from the state; None where a launcher has it, and no rank yet.
+        `right` is the descriptor of the right to continue from the state; None if a launcher has it and no rank yet.
         """
         if now < self.look_at:
             return None
@@ -54,7 +54,7 @@ class Lookout:
 
 
 def _why_not_ours(pid: int) -> str | None:
-    """Why that process trains without an agent; None where it may have one, or does not train."""
+    """Return why the process trains without an agent; None if it may have one, or does not train."""
     words = _entries(pid, "cmdline")
     option = option_that_leaves_out(words[1:]) if words is not None and _is_python(pid, words) else None
     if option is None and _is_led_to_agent(pid):
@@ -67,7 +67,7 @@ def _why_not_ours(pid: int) -> str | None:
 
 
 def _is_on_its_way(pid: int, right: int) -> bool:
-    """Whether that process may have an agent, trains itself, and has the right to go on from the state."""
+    """Return True if the process may have an agent, trains itself, and holds the right to continue from the state."""
     words = _entries(pid, "cmdline")
     if not words or not _is_python(pid, words) or option_that_leaves_out(words[1:]) is not None:
         return False
@@ -75,14 +75,15 @@ def _is_on_its_way(pid: int, right: int) -> bool:
 
 
 def _is_led_to_agent(pid: int) -> bool:
-    """By its environment, as far as that can be read."""
+    """Return True if its environment leads to the agent, or cannot be read."""
     environ = _environ(pid)
     return environ is None or leads_to_agent(environ)
 
 
 def _has_open(pid: int, fd: int) -> bool:
-    """Whether it has that file of ours open. What it has besides is not touched: a file on a lost server would not
-    answer."""
+    """Return True if it has that file of ours open. Its other files are not touched: one on a lost
+    server would hang.
+    """
     shown = os.readlink(f"/proc/self/fd/{fd}")
     with suppress(OSError):
         for other in os.listdir(f"/proc/{pid}/fd"):
@@ -101,7 +102,7 @@ def _is_python(pid: int, words: list[str]) -> bool:
 
 
 def _environ(pid: int) -> dict[str, str] | None:
-    """What it was started with; None where that cannot be read, or it has written its title there."""
+    """Return its initial environment; None if it cannot be read, or if its title overwrites it."""
     entries = _entries(pid, "environ")
     if entries is None or not all("=" in entry for entry in entries):
         return None
@@ -118,7 +119,7 @@ def _entries(pid: int, name: str) -> list[str] | None:
 
 
 def _below(pid: int) -> list[int]:
-    """That process and what it has started, itself first; nobody where it is no child of this one."""
+    """Return the process and its descendants, itself first; empty if it is no child of this one."""
     found = [pid] if pid in _children("self") else []
     for parent in found:
         found += [child for child in _children(str(parent)) if child not in found]
@@ -134,7 +135,7 @@ def _children(pid: str) -> list[int]:
 
 
 def _end_all(pid: int) -> None:
-    """Stop all of them first, so that nobody starts anybody meanwhile; and then end them."""
+    """Stop all of them first, so that none starts another one meanwhile; then kill them."""
     stopped: dict[int, int | None] = {}
     while left := {one: _start_ticks(one) for one in _below(pid) if one not in stopped}:
         for one, ticks in left.items():
@@ -145,7 +146,7 @@ def _end_all(pid: int) -> None:
 
 
 def _send(pid: int, ticks: int | None, number: int) -> None:
-    """To that very process."""
+    """Send the signal to that process only, if its start time still matches."""
     with suppress(OSError):
         pidfd = os.pidfd_open(pid)
         try:
@@ -161,7 +162,7 @@ def _start_ticks(pid: int) -> int | None:
 
 
 def _read(pid: int | str, name: str) -> bytes:
-    """Nothing where it has ended, or is not ours to read."""
+    """Return the file's content; empty if the process has exited or may not be read."""
     try:
         with open(f"/proc/{pid}/{name}", "rb") as file:
             return file.read()

@@ -1,4 +1,4 @@
-"""Everything else as text: events, checks, versions, settings, and what simulation did."""
+"""Text of events, checks, versions, settings, metrics and the simulation's answers."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _ID_COLUMNS = 24
 
 
 def event_text(event: Event, style: Style) -> list[str]:
-    """One event; its number is what `--since` takes."""
+    """Return one event. Its number is a value for `--since`."""
     time = strftime("%Y-%m-%d %H:%M:%S", localtime(event.time_utc))
     severity = style.paint(f"{printable(event.severity):<7}", _SEVERITIES.get(event.severity, ""))
     return [f"{event.seq:>6}  {time}  {severity}  {printable(event.kind):<16}  {printable(event.message)}"]
 
 
 def check_text(check: Check, style: Style) -> list[str]:
-    """One line of the doctor, and the command that mends it under a line that needs one."""
+    """Return one line of the doctor, and below a failed check the command that fixes it."""
     status = style.paint(f"{printable(check.status):<4}", _STATUSES.get(check.status, ""))
     lines = [f"{status}  {printable(check.id):<{_ID_COLUMNS}}  {printable(check.summary)}"]
     if check.fix and check.status in ("warn", "fail"):
-        lines.append(f"{'':4}  {'':{_ID_COLUMNS}}  mend: {printable(check.fix)}")
+        lines.append(f"{'':4}  {'':{_ID_COLUMNS}}  fix: {printable(check.fix)}")
     return lines
 
 
 def doctor_summary(answer: DoctorAnswer, style: Style) -> list[str]:
-    """The last line of the doctor; the checks themselves were shown as they came."""
+    """Return the last line of the doctor, after the checks."""
     parts = [f"{answer.ok} ok", _counted(answer.warn, "warning"), _counted(answer.fail, "failure")]
     if answer.skip:
         parts.append(f"{answer.skip} skipped")
@@ -48,7 +48,7 @@ def _counted(count: int, what: str) -> str:
 
 
 def version_text(answer: VersionAnswer, style: Style) -> list[str]:
-    """Both versions and what they speak."""
+    """Return both versions and their protocols."""
     spoken = ", ".join(str(version) for version in answer.protocols)
     lines = [f"hegmctl  {printable(answer.version)}, protocol {spoken}"]
     daemon = answer.daemon
@@ -74,7 +74,7 @@ def _paragraph(text: str, style: Style) -> list[str]:
 
 
 def ping_text(answer: PingAnswer, style: Style) -> list[str]:
-    """How fast the daemon answered."""
+    """Return how fast the daemon answered."""
     times = sorted(answer.round_trips_s)
     who = printable(f"hegmd {answer.version} on {answer.node}")
     if len(times) == 1:
@@ -90,7 +90,7 @@ def _precise(seconds: float) -> str:
 
 
 def config_text(reply: ConfigReply, style: Style) -> list[str]:
-    """The settings in a table, and the file that they come from."""
+    """Return the settings as a table, and the path of the file."""
     rows = [[setting.key, _setting_value(setting.value), setting.source] for setting in reply.settings]
     lines = table((Column("SETTING"), Column("VALUE", shrink=10), Column("SOURCE")), rows, style)
     if style.remarks:
@@ -110,27 +110,27 @@ def _setting_value(value: object) -> str:
 
 
 def reload_text(reply: ReloadReply, style: Style) -> list[str]:
-    """What the reload did."""
+    """Return what the reload changed."""
     if not reply.changed and not reply.after_restart:
         return ["The configuration was read again; nothing in it has changed."]
-    lines = [f"in force now: {printable(key)}" for key in reply.changed]
-    return lines + [f"waits for a restart of the daemon: {printable(key)}" for key in reply.after_restart]
+    lines = [f"changed: {printable(key)}" for key in reply.changed]
+    return lines + [f"changes when the daemon restarts: {printable(key)}" for key in reply.after_restart]
 
 
 def metrics_text(reply: MetricsReply, style: Style) -> list[str]:
-    """The metrics as they are, for another program to read; on a terminal as safe as everything else."""
+    """Return the metrics unchanged for another program, and escaped for a terminal."""
     lines = reply.text.split("\n")
     lines = lines[:-1] if lines[-1] == "" else lines
     return lines if style.columns is None else [printable(line) for line in lines]
 
 
 def hold_text(reply: HoldReply, style: Style) -> list[str]:
-    """What is held from now on."""
+    """Return what is held from now on."""
     return [f"holding {binary_size(reply.vram_bytes)} on {printable(reply.gpu)} until interrupted"]
 
 
 def faults_text(reply: FaultReply, style: Style) -> list[str]:
-    """The faults in force."""
+    """Return the current faults."""
     if not reply.faults:
-        return ["No fault is in force."]
+        return ["There are no faults."]
     return [f"{printable(target)}: {printable(fault)}" for target, fault in reply.faults.items()]

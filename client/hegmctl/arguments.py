@@ -1,29 +1,16 @@
-"""Reads a command line by the table in `grammar`, in the GNU manner.
+"""Parses a command line by the tables in `grammar`, with GNU conventions.
 
-`--option=value` and `--option value`, `-f` and `-fv` and `-qf`, options anywhere, `--` before what is not to be read.
-Whatever is wrong is one usage error with a hint; nothing is guessed and nothing is asked of the daemon.
+`--option=value` and `--option value`, `-f` and `-fv` and `-qf`, options anywhere, `--` before words to leave alone.
+Every mistake is a usage error with a hint. The parser guesses nothing and does not ask the daemon.
 """
 
 from __future__ import annotations
 
 import os
 
-from hegmctl.grammar import (
-    COUNT,
-    FLAG,
-    GLOBAL_OPTIONS,
-    GROUPS,
-    JOB,
-    PID,
-    POSITIVE,
-    SECONDS,
-    SIZE,
-    TEXT,
-    VERBS,
-    Argument,
-    Option,
-    Verb,
-)
+from hegmctl.grammar import COMMANDS, GLOBAL_OPTIONS, GROUPS
+from hegmctl.grammar.rows import Command
+from hegmctl.grammar.words import COUNT, FLAG, JOB, PID, POSITIVE, SECONDS, SIZE, TEXT, Argument, Option
 from hegmd.errors import USAGE, Bug, HegmError
 
 TYPE_CHECKING = False
@@ -36,37 +23,41 @@ if TYPE_CHECKING:
 
 MAX_WAIT_S = 1_000_000.0
 MAX_NUMBER = 2**53
-# No unit is the end of another.
+# No unit ends with another one.
 _UNITS_S = {"min": 60.0, "h": 3600.0, "s": 1.0}
 
 
 def usage_error(message: str, hint: str) -> HegmError:
-    """What is wrong with the command line, and what to write instead."""
+    """Return a usage error: what is wrong, and what to write instead."""
     return HegmError(USAGE, message, hint)
 
 
 class Arguments:
-    """What the command line says: the command, and a typed look at each of its options and arguments."""
+    """A parsed command line: the command, and typed access to its options and arguments. `row` is None without a
+    command.
+    """
 
-    def __init__(self, verb: Verb | None, values: dict[str, list[Any]], tail: tuple[str, ...], group: str = "") -> None:
-        self.verb = verb
+    def __init__(
+        self, command: Command | None, values: dict[str, list[Any]], tail: tuple[str, ...], group: str = ""
+    ) -> None:
+        self.row = command
         self.tail = tail
         self.group = group
         self._values = values
 
     @property
-    def command(self) -> Verb:
-        """The row of the command that is being served."""
-        if self.verb is None:
+    def command(self) -> Command:
+        """Return the row of the command. Raises Bug without one."""
+        if self.row is None:
             raise Bug("a command line without a command was served")
-        return self.verb
+        return self.row
 
     def values(self, key: str) -> list[Any]:
-        """All values given, each as its kind has it."""
+        """Return all values of an option or argument."""
         return self._values.get(key, [])
 
     def request(self, op: str = "", **given: object) -> Request:
-        """The request of the command with what was typed, and the fields in `given`. Raises USAGE."""
+        """Return the command's request with the given options and the fields in `given`. Raises USAGE."""
         from hegmctl.grammar.fields import TIMEOUT
         from hegmd.protocol.messages import REQUESTS
         from hegmd.protocol.record import REQUIRED
@@ -90,40 +81,40 @@ class Arguments:
         return kind(**values)
 
     def flag(self, key: str) -> bool:
-        """Whether a switch was given."""
+        """Return True if the switch was given."""
         return key in self._values
 
     def text(self, key: str) -> str | None:
-        """The last value given, or None."""
+        """Return the last value given, or None."""
         found = self._values.get(key)
         return str(found[-1]) if found else None
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """All values given."""
+        """Return all values given."""
         return tuple(str(value) for value in self._values.get(key, ()))
 
     def whole(self, key: str) -> int | None:
-        """The last value of an option that takes a whole number or a size."""
+        """Return the last value of an option that takes a whole number or a size."""
         found = self._values.get(key)
         return int(found[-1]) if found else None
 
     def wholes(self, key: str) -> tuple[int, ...]:
-        """All values of one that takes whole numbers."""
+        """Return all values of an option that takes whole numbers."""
         return tuple(int(value) for value in self._values.get(key, ()))
 
     def seconds(self, key: str) -> float | None:
-        """The last value of an option that takes seconds."""
+        """Return the last value of an option that takes seconds."""
         found = self._values.get(key)
         return float(found[-1]) if found else None
 
     def required(self, key: str) -> str:
-        """The value of an argument that the parser has seen to."""
+        """Return the value of a required argument."""
         return str(self._values[key][-1])
 
 
 def _value(field: Field, place: Option | Argument, typed: list[Any]) -> object:
     if field.name == "wait":
-        return False  # it is --no-wait that was typed
+        return False  # the option is --no-wait
     if field.name == "path":
         return os.path.abspath(typed[-1])  # the daemon has another working directory
     if not field.type_text.startswith("tuple["):
@@ -133,17 +124,17 @@ def _value(field: Field, place: Option | Argument, typed: list[Any]) -> object:
     return tuple(typed)
 
 
-def _missing(verb: Verb, name: str) -> HegmError:
+def _missing(command: Command, name: str) -> HegmError:
     hint = (
         "hegmctl jobs lists the jobs, hegmctl ps the processes"
         if name == "JOB"
-        else f"`hegmctl {verb.name} --help` explains it"
+        else f"`hegmctl {command.name} --help` explains it"
     )
-    return usage_error(f"{verb.name} needs a {name}", hint)
+    return usage_error(f"{command.name} needs a {name}", hint)
 
 
 def parse(words: Sequence[str]) -> Arguments:
-    """The command line without the program's name. Raises HegmError USAGE."""
+    """Parse the command line without the program's name. Raises HegmError USAGE."""
     return _Reader(words).read()
 
 
@@ -153,7 +144,7 @@ class _Reader:
     def __init__(self, words: Sequence[str]) -> None:
         self._words = list(words)
         self._next = 0
-        self._verb: Verb | None = None
+        self._command: Command | None = None
         self._group = ""
         self._values: dict[str, list[Any]] = {}
         self._positionals: list[str] = []
@@ -182,28 +173,28 @@ class _Reader:
                 break
             else:
                 self._take_positional(word)
-        if self._verb is not None and not self._verb.tail and tail:
-            self._positionals.extend(tail)  # `--` only protects what follows from being read as options
+        if self._command is not None and not self._command.tail and tail:
+            self._positionals.extend(tail)  # `--` only keeps these words from being read as options
             tail = ()
         wants_no_command = "help" in self._values or "version" in self._values
-        if self._verb is None:
+        if self._command is None:
             if tail and not wants_no_command:
                 raise usage_error("a command is needed before `--`", "`hegmctl --help` lists the commands")
             return Arguments(None, self._values, (), self._group)
         if not wants_no_command:
-            self._bind(self._verb)
-            if tail is not None and self._verb.tail and not tail:
+            self._bind(self._command)
+            if tail is not None and self._command.tail and not tail:
                 raise usage_error(
-                    f"there is no {self._verb.tail} after `--`", f"write the {self._verb.tail}, or leave `--` out"
+                    f"there is no {self._command.tail} after `--`", f"write the {self._command.tail}, or leave `--` out"
                 )
             if tail and not tail[0]:
-                raise usage_error(f"the {self._verb.tail} is empty", "name the program to run")
-        return Arguments(self._verb, self._values, tail or ())
+                raise usage_error(f"the {self._command.tail} is empty", "name the program to run")
+        return Arguments(self._command, self._values, tail or ())
 
     def _begins_tail(self) -> bool:
-        """Whether this word is the first of the command that is to be run: options after it are that command's."""
-        verb = self._verb
-        return verb is not None and bool(verb.tail) and len(self._positionals) == len(verb.arguments)
+        """Return True if this word starts the command to run: the options after it belong to that command."""
+        command = self._command
+        return command is not None and bool(command.tail) and len(self._positionals) == len(command.arguments)
 
     def _take_long(self, word: str) -> None:
         name, equals, value = word.partition("=")
@@ -248,38 +239,40 @@ class _Reader:
             self._values[option.key] = [value]
 
     def _take_positional(self, word: str) -> None:
-        if self._verb is not None:
+        if self._command is not None:
             self._positionals.append(word)
             return
         name = f"{self._group} {word}" if self._group else word
         if name in GROUPS:
             self._group = name
-        elif name in VERBS:
-            self._verb = VERBS[name]
-            self._allow(self._verb.options)
+        elif name in COMMANDS:
+            self._command = COMMANDS[name]
+            self._allow(self._command.options)
         else:
             from hegmctl.suggestions import unknown_command
 
             raise unknown_command(name, self._group)
 
-    def _bind(self, verb: Verb) -> None:
+    def _bind(self, command: Command) -> None:
         waiting = list(self._positionals)
-        for argument in verb.arguments:
+        for argument in command.arguments:
             if argument.many:
                 self._values[argument.name] = [_checked(argument, word) for word in waiting]
                 waiting = []
             elif waiting:
                 self._values[argument.name] = [_checked(argument, waiting.pop(0))]
             else:
-                raise usage_error(f"{verb.name} needs {argument.name}", f"`hegmctl {verb.name} --help` explains it")
+                raise usage_error(
+                    f"{command.name} needs {argument.name}", f"`hegmctl {command.name} --help` explains it"
+                )
         if waiting:
-            hint = f"`hegmctl {verb.name} --help` shows what it takes"
-            raise usage_error(f"{verb.name} does not take {waiting[0]!r}", hint)
+            hint = f"`hegmctl {command.name} --help` shows what it takes"
+            raise usage_error(f"{command.name} does not take {waiting[0]!r}", hint)
 
     def _unknown_option(self, name: str) -> HegmError:
         from hegmctl.suggestions import unknown_option
 
-        return unknown_option(name, self._options, self._verb, self._group)
+        return unknown_option(name, self._options, self._command, self._group)
 
 
 def _checked(argument: Argument, word: str) -> object:
@@ -291,7 +284,7 @@ def _checked(argument: Argument, word: str) -> object:
 
 
 def convert(kind: str, text: str, what: str) -> object:
-    """The value that the text gives for that kind. `what` names it in the error."""
+    """Return the value of the text. `what` names it in errors."""
     if kind in (COUNT, PID, POSITIVE) or (kind == JOB and text.lstrip("-").isdigit()):
         return _whole(kind, text, what)
     if kind == SECONDS:
@@ -318,7 +311,7 @@ def convert(kind: str, text: str, what: str) -> object:
 def _is_utf8(text: str) -> bool:
     try:
         text.encode()
-    except UnicodeEncodeError:  # bytes that Python could not read are halves of surrogate pairs; no frame can hold them
+    except UnicodeEncodeError:  # bytes that Python could not decode are surrogates, which no frame can hold
         return False
     return True
 
@@ -335,7 +328,7 @@ def _whole(kind: str, text: str, what: str) -> int:
 
 
 def seconds_of(text: str, what: str) -> float:
-    """The seconds in that text. Raises HegmError, which says of `what`."""
+    """Return the seconds in the text. Raises HegmError, which names `what`."""
     unit = next((unit for unit in _UNITS_S if text.endswith(unit)), "")
     try:
         seconds = float(text.removesuffix(unit)) * _UNITS_S.get(unit, 1.0)
@@ -343,7 +336,7 @@ def seconds_of(text: str, what: str) -> float:
         seconds = -1.0
     if seconds > MAX_WAIT_S:
         longest = f"{MAX_WAIT_S:,.0f}"
-        raise usage_error(f"{what}: longer than anything can wait", f"write at most {longest} seconds, about 11 days")
+        raise usage_error(f"{what}: the time is too long", f"write at most {longest} seconds, about 11 days")
     if not seconds > 0:  # NaN fails the comparison
         raise usage_error(f"{what}: {SECONDS} over 0 is needed", "write it as 5, 0.5 or 10min")
     return seconds

@@ -1,4 +1,4 @@
-"""The library face for anyio programs: several requests at once over one connection.
+"""The library for anyio programs: several requests at once over one connection.
 
     from hegmctl.async_connection import connect_async
 
@@ -7,8 +7,8 @@
         async for event in hegmd.events(follow=True):
             print(event.message)
 
-Deadlines are the caller's own cancel scopes. A cancelled request is cancelled in the daemon as well, and the connection
-stays usable. Every failure is a HegmError. The calls are in `library`; the work is done in `exchange`.
+Deadlines are the caller's own cancel scopes. Cancelling a call cancels its request in the daemon, and the connection
+stays usable. Every failure is a HegmError. `library` has the calls, `exchange` does the work.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _QUEUE_PAUSE_S = 0.02
 async def connect_async(
     socket: str | None = None, *, timeout_s: float | None = CONNECT_TIMEOUT_S, name: str = "hegmctl"
 ) -> AsyncGenerator[AsyncConnection, None]:
-    """A greeted connection while the context lasts.
+    """Connect to the daemon while the context lasts.
 
-    `socket`, `name` and what is raised are as for `hegmctl.connection.connect`; `timeout_s` is for connecting alone.
+    `socket`, `name` and the errors are those of `hegmctl.connection.connect`; `timeout_s` limits connecting only.
     """
     endpoint = find_endpoint(socket)
     exchange = Exchange(await _open(endpoint, timeout_s), endpoint.path)
@@ -97,14 +97,14 @@ class AsyncConnection(AsyncCalls):
         self.endpoint = endpoint
         self._exchange = exchange
 
-    # What can be asked, besides the calls in `library`.
+    # Requests beside those in `library`.
 
     def events(
         self, since: int = 0, *, follow: bool = False, kinds: Iterable[str] = (), run: str | None = None
     ) -> AsyncGenerator[Event, None]:
-        """What happened, oldest first; with `follow` it waits for more until it is closed or cancelled.
+        """Yield events, oldest first; with `follow` wait for new ones until the generator is closed or cancelled.
 
-        `run` is the `welcome.run` that `since` was counted in.
+        `run` is the `welcome.run` that `since` is from.
         """
         return self.stream(m.Events(since=since, follow=follow, kinds=tuple(kinds), run=run), Event)
 
@@ -113,20 +113,20 @@ class AsyncConnection(AsyncCalls):
         return await self.converse(m.Doctor(), Check, m.DoctorReply, on_check)
 
     def follow(self, op_id: str) -> AsyncGenerator[OperationProgress, None]:
-        """How an operation comes on, until it has ended; `story` tells how it ended."""
+        """Yield an operation's progress until it has ended; `story` returns its history."""
         return self.stream(m.Story(id=op_id, follow=True), OperationProgress)
 
-    # How it is asked.
+    # Requests in general.
 
     @property
     def welcome(self) -> m.Welcome:
-        """What the daemon said of itself when it was greeted."""
+        """Return the daemon's reply to hello."""
         if self._exchange.welcome is None:
             raise Bug("a connection was used before it was greeted")
         return self._exchange.welcome
 
     async def call(self, request: m.Request, reply: type[R], *, fds: Sequence[int] = ()) -> R:
-        """The answer to any request. `fds` are sent with it and stay the caller's. Raises HegmError."""
+        """Return the reply to any request. `fds` are sent with it and stay the caller's. Raises HegmError."""
         answer, descriptors = await self.call_with_descriptors(request, reply, fds=fds)
         descriptors.close()
         return answer
@@ -134,7 +134,7 @@ class AsyncConnection(AsyncCalls):
     async def call_with_descriptors(
         self, request: m.Request, reply: type[R], *, fds: Sequence[int] = ()
     ) -> tuple[R, Descriptors]:
-        """The answer to a request, and the descriptors that came with it; the caller closes them."""
+        """Return the reply and the descriptors that came with it; the caller closes them."""
         waiter = self._exchange.ask(request, fds)
         try:
             while True:
@@ -146,7 +146,7 @@ class AsyncConnection(AsyncCalls):
             self._exchange.forget(waiter)
 
     async def stream(self, request: m.Request, event: type[E]) -> AsyncGenerator[E, None]:
-        """The events of a request. Closing the generator, or cancelling whoever reads it, cancels the request."""
+        """Yield the events of a request. Closing the generator, or cancelling its reader, cancels the request."""
         waiter = self._exchange.ask(request)
         try:
             while True:
@@ -167,7 +167,7 @@ class AsyncConnection(AsyncCalls):
         *,
         fds: Sequence[int] = (),
     ) -> R:
-        """The answer to a request, with its events handed to `on_event` as they come. `fds` stay the caller's."""
+        """Return the reply to a request. `on_event` gets its events as they come. `fds` stay the caller's."""
         waiter = self._exchange.ask(request, fds)
         try:
             while True:

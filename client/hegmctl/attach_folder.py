@@ -20,7 +20,7 @@ _MAX_ANSWER_BYTES = 65_536
 
 
 class Folder:
-    """A folder of that user and group: what is given to the target, and what it answers. Removed with the context."""
+    """A directory of the target's user and group, for the script and its answer. Removed with the context."""
 
     def __init__(self, owner: tuple[int, int]) -> None:
         self._owner = owner
@@ -55,7 +55,7 @@ class Folder:
             file.write(text)
 
     def read(self, name: str) -> str | None:
-        """What the target wrote there; None before it has."""
+        """Return what the target wrote there; None until it has."""
         try:
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._fd)
         except OSError:

@@ -1,8 +1,8 @@
-"""`hegmctl attach`: gives the agent to trainings that were started without `hegmctl run`.
+"""`hegmctl attach`: loads the agent into trainings that were started without `hegmctl run`.
 
-Every reason against it is looked for first, in /proc and in the target's runtime; until then nothing of the target is
-touched. Then its Python is asked to run `hegmd/agent/arrival.py`. The wait for that has a limit, and what was asked is
-withdrawn when the limit is over."""
+Checks every reason against it first, in /proc and in the target's runtime; until then the target is not touched. Then
+its Python is asked to run `hegmd/agent/arrival.py`. After a limit the request is withdrawn.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OVER = "start it with the agent next time: hegmctl run -- COMMAND"
 
 
 class Target:
-    """What /proc shows of a process that is to be attached. Raises HegmError where there is none."""
+    """What /proc shows of a process to attach to. Raises HegmError if there is none."""
 
     def __init__(self, pid: int, proc_root: str = "/proc") -> None:
         self.pid, self._proc_root = pid, proc_root
@@ -55,7 +55,7 @@ class Target:
         self.gid = int(fields["Gid"].split()[0])
 
     def environ(self) -> dict[str, str]:
-        """What it was started with; empty where that cannot be read."""
+        """Return its initial environment; empty if it cannot be read."""
         try:
             with open(f"{self._proc_root}/{self.pid}/environ", "rb") as file:
                 entries = os.fsdecode(file.read()).split("\0")
@@ -121,7 +121,7 @@ def _require_no_agent(pid: int, has_agent: bool) -> None:
 
 
 def _opened(target: Target) -> RemotePython:
-    """Its Python, which can run scripts for us. Raises Refused for each reason why it cannot."""
+    """Return its Python runtime, which can run scripts for us. Raises Refused with the reason."""
     pid = target.pid
     named = python_named_by(pid)
     if named is not None and not any("torch" in name for name in mapped_names(pid)):
@@ -151,7 +151,7 @@ def _opened(target: Target) -> RemotePython:
 
 
 def _is_older(named: str) -> bool:
-    """Whether that name of a file, such as 3.11, is surely of a version that cannot be attached."""
+    """Return True if that version in a file's name, such as 3.11, is certainly too old."""
     parts = [int(part) for part in named.split(".") if part]
     return len(parts) > 1 and tuple(parts) < FIRST_VERSION
 
@@ -176,7 +176,7 @@ def _no_torch(pid: int) -> Refused:
 
 
 def _ranks_of(target: Target) -> list[Target]:
-    """The ranks that it has started, if it is a launcher such as torchrun; none if it is not."""
+    """Return the ranks of a launcher such as torchrun; none for any other process."""
     if "RANK" in target.environ():
         return []
     found: list[Target] = []
@@ -189,9 +189,9 @@ def _ranks_of(target: Target) -> list[Target]:
 
 
 def chosen(target: Target, agents: Mapping[int, AgentInfo]) -> list[tuple[Target, dict[str, str]]]:
-    """What is attached to for that pid, each with the variables of the run that it joins.
+    """Return the processes to attach to for that pid, each with the variables of the run that it joins.
 
-    Ranks of a launcher that have an agent already are left out, unless all have one: the others join their run.
+    Ranks of a launcher that already have an agent are left out, unless all have one: the others join their run.
     """
     ranks = _ranks_of(target)
     missing = [rank for rank in ranks if rank.pid not in agents]
@@ -203,7 +203,7 @@ def chosen(target: Target, agents: Mapping[int, AgentInfo]) -> list[tuple[Target
 
 
 def children_of(pid: int) -> list[int]:
-    """What the threads of that process have started and not waited for."""
+    """Return the children of that process that it has not reaped."""
     found: list[int] = []
     with suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -239,7 +239,7 @@ def _attach_one(target: Target, environ: Mapping[str, str], within_s: float, con
 
 
 def _script(folder: str, until: float, environ: Mapping[str, str]) -> str:
-    """The text of the agent's arrival, with the call of it."""
+    """Return the text of the agent's arrival, with its call."""
     root = os.path.dirname(os.path.dirname(inject_folder()))
     with open(f"{root}/agent/arrival.py", encoding="utf-8") as file:
         text = file.read()
@@ -247,9 +247,10 @@ def _script(folder: str, until: float, environ: Mapping[str, str]) -> str:
 
 
 def ask(pid: int, pidfd: int, python: RemotePython, folder: Folder, until: float, within_s: float) -> str:
-    """Have it run the script; what the agent says of its arrival. Raises HegmError.
+    """Let it run the script. Returns what the agent reports. Raises HegmError.
 
-    However this ends, nothing is left to be run from a folder that is removed: another user could make it again.
+    However this ends, the target must not run a file from the removed directory later: another user could create it
+    again.
     """
     try:
         python.request(f"{folder.path}/{SCRIPT}")
@@ -299,7 +300,7 @@ def _answered(pid: int, text: str) -> dict[str, list[str]]:
 
 
 def await_job(pid: int, pidfd: int, connection: Connection) -> str | None:
-    """The name of its job, once the daemon has heard of the agent; None if that takes too long."""
+    """Return the name of its job, once the agent has reached the daemon; None if that takes too long."""
     until = monotonic() + SEEN_WITHIN_S
     while monotonic() < until and not _has_ended(pidfd):
         if any(process.pid == pid and process.agent for process in connection.processes().processes):
@@ -319,7 +320,7 @@ def _pidfd(pid: int) -> int:
 
 
 def _has_ended(pidfd: int) -> bool:
-    """Whether the process has; waits a moment for it."""
+    """Return True if the process has ended; waits a moment for it."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(_POLL_INTERVAL_S * 1000))

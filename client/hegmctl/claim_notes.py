@@ -1,6 +1,6 @@
-"""What is noted in the file of a restart's lock, by those who have it open: how far who goes on from a state has come.
+"""Reads and writes the file of a restart's lock, which says how far the process has come that continues from the state.
 
-The file is there whether or not a daemon is. Its form is that of `hegmd.protocol.supervision`.
+Processes that have the file open use it whether or not a daemon is there. `hegmd.protocol.supervision` defines it.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from hegmd.protocol.supervision import BACK, OVER, PAST, PAST_AT
 
 
 def is_back(lock: int) -> bool:
-    """Whether the process has put the state back."""
+    """Return True if the process has restored the state."""
     return os.pread(lock, len(BACK), 0) == BACK
 
 
 def is_past(lock: int, ranks: int = 1) -> bool:
-    """Whether the process has trained on from it, or all of so many ranks have."""
+    """Return True if the process, or each of that many ranks, has trained on from its state."""
     return os.pread(lock, ranks, PAST_AT) == PAST * ranks
 
 
 def note_end(lock: int) -> None:
-    """The process has come to its end."""
+    """Note that the process has ended."""
     os.pwrite(lock, OVER, len(BACK))
 
 
 def forget(lock: int) -> None:
-    """Another process is started from it."""
+    """Clear the notes: another process starts from the state."""
     os.ftruncate(lock, 0)

@@ -1,8 +1,8 @@
-"""From the words of the command line to the exit status: the one place that ends the process.
+"""From the command line to the exit status: the only module that ends the process.
 
-Where things are imported is what makes hegmctl quick: a command loads what it needs and no more, and this module next
-to nothing. An interrupted hegmctl, and one whose reader has gone, dies of that very signal, because a shell that runs
-it in a script or a loop goes by that (and shows it as 130 and 141).
+hegmctl is quick because a command imports only what it needs, and this module almost nothing. An interrupted hegmctl,
+and one whose reader has closed the pipe, dies of that signal, because shells check for it in scripts and loops (and
+show it as 130 and 141).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """One run of hegmctl, for the handlers: what was asked for, where answers go, and the way to the daemon."""
+    """One run of hegmctl: the command line, the sink, and access to the daemon."""
 
     def __init__(self, arguments: Arguments, sink: Sink) -> None:
         self.arguments = arguments
         self.sink = sink
 
     def connect(self, timeout_s: float | None = None, *, socket: str | None = None) -> Connection:
-        """Connect as the options say, or to that socket; `timeout_s` holds where they say none. Raises HegmError."""
+        """Connect as the options say, or to that socket. `timeout_s` applies without --timeout. Raises HegmError."""
         from hegmctl.connection import TIMEOUT_S, connect
 
         given_s = self.arguments.seconds("timeout") or timeout_s or TIMEOUT_S
@@ -39,7 +39,7 @@ class Session:
 
 
 def main() -> NoReturn:
-    """Run hegmctl for this process's arguments, and end the process."""
+    """Run hegmctl with this process's arguments, and exit."""
     try:
         status = run(sys.argv[1:])
     except Interrupted as interrupted:
@@ -79,8 +79,8 @@ def run(words: Sequence[str]) -> int:
 
 
 def _serve(arguments: Arguments, sink: Sink) -> int:
-    verb = arguments.verb
-    if arguments.flag("help") or (verb is not None and verb.name == "help"):
+    command = arguments.row
+    if arguments.flag("help") or (command is not None and command.name == "help"):
         return _explain(arguments)
     if arguments.flag("version"):
         from hegmctl.output import write_lines
@@ -88,28 +88,28 @@ def _serve(arguments: Arguments, sink: Sink) -> int:
 
         write_lines([f"hegmctl {__version__}"])
         return 0
-    if verb is None:
+    if command is None:
         from hegmctl.suggestions import no_command
 
         raise no_command(arguments.group)
     from hegmctl.grammar.rows import load
 
-    status: int = load(verb.handler)(Session(arguments, sink))
+    status: int = load(command.handler)(Session(arguments, sink))
     return status
 
 
 def _explain(arguments: Arguments) -> int:
     from hegmctl.arguments import parse
-    from hegmctl.help import group_help, program_help, verb_help
+    from hegmctl.help import command_help, group_help, program_help
     from hegmctl.output import help_columns, write_lines
     from hegmctl.tables import fitted
 
     columns = help_columns()
     asked = arguments
-    if arguments.verb is not None and arguments.verb.name == "help" and not arguments.flag("help"):
+    if arguments.row is not None and arguments.row.name == "help" and not arguments.flag("help"):
         asked = parse([*arguments.texts("COMMAND"), "--help"])
-    if asked.verb is not None:
-        text = verb_help(asked.verb, columns)
+    if asked.row is not None:
+        text = command_help(asked.row, columns)
     elif asked.group:
         text = group_help(asked.group, columns)
     else:

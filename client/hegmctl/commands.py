@@ -1,7 +1,7 @@
-"""Handlers of commands: ask, hand the answer to the sink, return the exit status.
+"""Handlers of commands: they ask the daemon, pass the answer to the sink, and return the exit status.
 
-`ask` serves every command that its row describes completely. Each handler imports what only it needs: no command pays
-for another. Errors propagate to `cli`, which prints them and knows the exit status of each.
+`ask` serves every command that its row describes completely. Each handler imports what only it needs. `cli` prints
+errors and maps them to exit statuses.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ COMPLETION_TIMEOUT_S = 1.0
 
 
 def ask(session: Session) -> int:
-    """Serve a command by its row: make the request, have it answered, write the answer."""
+    """Serve a command by its row: make the request and write the reply."""
     arguments = session.arguments
-    verb = arguments.command
-    form = [form for form in verb.forms if not form.words or arguments.flag(form.words.lstrip("-"))][-1]
+    command = arguments.command
+    form = [form for form in command.forms if not form.words or arguments.flag(form.words.lstrip("-"))][-1]
     request = arguments.request(form.request)
     if request.event is OperationProgress:
         from hegmctl.move_commands import carry_out
@@ -50,7 +50,7 @@ def gpus(session: Session) -> int:
 
 
 def ps(session: Session) -> int:
-    """`hegmctl ps`, once or again and again."""
+    """`hegmctl ps`, once or at intervals."""
     from hegmctl.connection import of_kind
     from hegmctl.inventory_text import processes_text, ways_text
     from hegmd.protocol.messages import Processes, ProcessesReply
@@ -85,7 +85,7 @@ def ps(session: Session) -> int:
 
 
 def events(session: Session) -> int:
-    """`hegmctl events`, those remembered or also those to come."""
+    """`hegmctl events`: past events, and new ones with --follow."""
     from hegmctl.answers_text import event_text
 
     arguments = session.arguments
@@ -107,7 +107,7 @@ def events(session: Session) -> int:
 
 
 def doctor(session: Session) -> int:
-    """`hegmctl doctor`, by the daemon, or without one by ourselves."""
+    """`hegmctl doctor`: the daemon makes the checks, or this process without a daemon."""
     if session.arguments.flag("nccl"):
         from hegmctl.nccl_proof import prove
 
@@ -134,7 +134,7 @@ def doctor(session: Session) -> int:
         on_check(Check(id="daemon", status="fail", summary=error.message, fix=error.hint))
         try:
             check_here(on_check)
-        except HegmError as failure:  # a line like the others: it is part of what is wrong with the node
+        except HegmError as failure:  # a check like the others: it is part of what is wrong
             on_check(Check(id="daemon.program", status="fail", summary=failure.message, fix=failure.hint))
     else:
         with connection:
@@ -149,7 +149,7 @@ def doctor(session: Session) -> int:
 
 
 def version(session: Session) -> int:
-    """`hegmctl version`; content without a daemon."""
+    """`hegmctl version`; works without a daemon."""
     from hegmctl.answers import VersionAnswer
     from hegmctl.answers_text import version_text
     from hegmctl.endpoint import find_endpoint
@@ -172,7 +172,7 @@ def version(session: Session) -> int:
         error=info,
     )
     session.sink.answer(answer, version_text)
-    # No daemon is a fact like another here; one that cannot be talked to is what the command is asked to find.
+    # Here, a missing daemon is part of the answer; an incompatible one is what the command is asked to find.
     return INCOMPATIBLE.exit_status if info is not None and info.code == INCOMPATIBLE.name else 0
 
 
@@ -192,7 +192,7 @@ def _daemon_version(welcome: Welcome) -> DaemonVersion:
 
 
 def ping(session: Session) -> int:
-    """`hegmctl ping`, once or more often on one connection."""
+    """`hegmctl ping`, once or several times on one connection."""
     from time import perf_counter
 
     from hegmctl.answers import PingAnswer
@@ -216,7 +216,7 @@ def ping(session: Session) -> int:
 
 
 def simulate_hold(session: Session) -> int:
-    """`hegmctl simulate hold`: hold it here, or become the command that is to hold it."""
+    """`hegmctl simulate hold`: hold the memory here, or become the command that holds it."""
     from hegmctl.answers_text import hold_text
 
     arguments = session.arguments
@@ -231,7 +231,7 @@ def simulate_hold(session: Session) -> int:
 
 
 def complete(session: Session) -> int:
-    """What a shell's completion asks for. It is silent about everything that goes wrong: a person is typing."""
+    """List candidates for a shell completion. It never writes an error, because the user is typing."""
     from hegmctl.output import write_lines
 
     try:

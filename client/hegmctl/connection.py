@@ -1,4 +1,4 @@
-"""The synchronous library face: `with connect() as hegmd: hegmd.gpus()`.
+"""The synchronous library: `with connect() as hegmd: hegmd.gpus()`.
 
     from hegmctl.connection import connect
 
@@ -6,10 +6,10 @@
         for gpu in hegmd.gpus().gpus:
             print(gpu.id, gpu.memory_used_bytes)
 
-One request at a time is under way, but streams stay open beside others: `events` can be read on after a call in
-between. Every failure is a HegmError with code, message and hint. A Connection belongs to one thread.
+One request at a time is under way, but streams stay open beside others: you can continue to read `events` after another
+call. Every failure is a HegmError with code, message and hint. A Connection belongs to one thread.
 
-The calls are in `library`, the bytes in `wire`, the rules of the conversation in `hegmd.protocol.connection`.
+`library` has the calls, `wire` the bytes, and `hegmd.protocol.connection` the rules of the conversation.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ if TYPE_CHECKING:
     Hear = Callable[[], Answer | Failure | Progress]
 
 TIMEOUT_S = 10.0
-# How long a cancellation, or the reading of a parting word, may hold up what the caller does next.
+# How long a cancellation, or reading the daemon's last message, can delay what the caller does next.
 CANCEL_LIMIT_S = 1.0
 PARTING_LIMIT_S = 1.0
 
 
 def connect(socket: str | None = None, *, timeout_s: float | None = TIMEOUT_S, name: str = "hegmctl") -> Connection:
-    """Connect to the daemon and greet it.
+    """Connect to the daemon and say hello.
 
-    `socket` is a path; without it the daemon is looked for as `endpoint` says. `timeout_s` is how long connecting, and
-    then each call, may take; None is for ever. `name` tells the daemon which program calls. Raises HegmError.
+    `socket` is a path; without it `endpoint` finds the daemon. `timeout_s` limits connecting, and then each call; None
+    is no limit. `name` tells the daemon the calling program. Raises HegmError.
     """
     endpoint = find_endpoint(socket)
     deadline = None if timeout_s is None else monotonic() + timeout_s
@@ -85,9 +85,9 @@ def _open(endpoint: Endpoint, timeout_s: float | None, deadline: float | None) -
 
 
 class Connection(SyncCalls):
-    """A greeted connection to the daemon; made by `connect`. A context manager; closing twice is fine.
+    """A connection to the daemon, made by `connect`. A context manager; closing twice is fine.
 
-    Nobody who only looks is refused because the daemon is started anew: the next one is asked then.
+    A restart of the daemon does not fail a request that changes nothing: the connection asks the next daemon.
     """
 
     def __init__(self, wire: Wire, endpoint: Endpoint, timeout_s: float | None, name: str) -> None:
@@ -96,47 +96,47 @@ class Connection(SyncCalls):
         self._name = name
         self._wire = wire
         self._protocol = ClientConnection()
-        # Whether the daemon may hold something for this connection, which the next daemon would not.
+        # True if the daemon may hold something for this connection, which the next daemon would not.
         self._has_changed_state = False
-        # What was said to a request while another one was being waited for; a request not in here is not waited for.
+        # Messages for requests that are not read now. Messages for a request that is not in here are dropped.
         self._waiting: dict[int, list[Said]] = {}
 
-    # What can be asked, besides the calls in `library`.
+    # Requests beside those in `library`.
 
     def events(
         self, since: int = 0, *, follow: bool = False, kinds: Iterable[str] = (), run: str | None = None
     ) -> Generator[Event, None, EventsReply]:
-        """What happened, oldest first; with `follow` it waits for more until it is closed.
+        """Yield events, oldest first; with `follow` wait for new ones until the generator is closed.
 
-        `run` is the `welcome.run` that `since` was counted in. Other calls may be made between two events. Closing the
+        `run` is the `welcome.run` that `since` is from. Other calls are possible between two events. Closing the
         generator cancels the request.
         """
         request = Events(since=since, follow=follow, kinds=tuple(kinds), run=run)
         return self.stream(request, Event, EventsReply, patient=follow)
 
     def doctor(self, on_check: Callable[[Check], object] | None = None) -> DoctorReply:
-        """Check the node; each check is also handed to `on_check` as soon as it is made."""
+        """Check the node. `on_check` gets each check as soon as it is made."""
         return self.converse(Doctor(), Check, DoctorReply, on_check)
 
     def follow(self, op_id: str) -> Generator[OperationProgress, None, StoryReply]:
-        """How an operation comes on, until it has ended; its story is what the generator returns."""
+        """Yield an operation's progress until it has ended, and return its history."""
         return self.stream(Story(id=op_id, follow=True), OperationProgress, StoryReply, patient=True)
 
-    # How it is asked.
+    # Requests in general.
 
     @property
     def welcome(self) -> Welcome:
-        """What the daemon said of itself when it was greeted."""
+        """Return the daemon's reply to hello."""
         if self._protocol.welcome is None:
             raise Bug("a connection was used before it was greeted")
         return self._protocol.welcome
 
     def fileno(self) -> int:
-        """The socket's descriptor. Who hands it to another process hands on what the daemon holds for this one."""
+        """Return the socket's descriptor. A process that gets it also gets what the daemon holds for this one."""
         return self._wire.fileno()
 
     def call(self, request: Request, reply: type[R], *, fds: Sequence[int] = ()) -> R:
-        """The answer to any request. `fds` are sent with it and stay the caller's. Raises HegmError."""
+        """Return the reply to any request. `fds` are sent with it and stay the caller's. Raises HegmError."""
         answer, descriptors = self.call_with_descriptors(request, reply, fds=fds)
         descriptors.close()
         return answer
@@ -144,7 +144,7 @@ class Connection(SyncCalls):
     def call_with_descriptors(
         self, request: Request, reply: type[R], *, fds: Sequence[int] = ()
     ) -> tuple[R, Descriptors]:
-        """The answer to a request, and the descriptors that came with it; the caller closes them."""
+        """Return the reply and the descriptors that came with it; the caller closes them."""
         deadline = self._deadline()
         while True:
             try:
@@ -166,11 +166,11 @@ class Connection(SyncCalls):
         take: Callable[[Descriptors], object] | None = None,
         leave: Callable[[Hear], object] | None = None,
     ) -> Generator[E, None, R]:
-        """The events of a request, then its reply. `patient` waits for each of them without limit.
+        """Yield the events of a request, then return its reply. `patient` sets no limit on the wait for each of them.
 
-        `fds` are sent with it and stay the caller's. `take` gets the descriptors that came with an event, before that,
-        and owns them then; without they are closed. A request that is left before its end is cancelled; `leave` is
-        called then with what waits for what is said to it next, up to that end.
+        `fds` are sent with the request and stay the caller's. `take` gets and owns the descriptors of an event, before
+        that is yielded; without `take` they are closed. Closing the generator early cancels the request. `leave` is
+        then called with a function that returns the next message for the request, until its end.
         """
         request_id = self._ask(request, fds, self._deadline())
         try:
@@ -196,7 +196,7 @@ class Connection(SyncCalls):
         fds: Sequence[int] = (),
         patient: bool = False,
     ) -> R:
-        """The answer to a request, with its events handed to `on_event` as they come; the rest as for `stream`."""
+        """Return the reply to a request. `on_event` gets its events as they come; the rest is as for `stream`."""
         heard = self.stream(request, event, reply, fds=fds, patient=patient)
         while True:
             try:
@@ -208,7 +208,7 @@ class Connection(SyncCalls):
                 on_event(told)
 
     def wait_for_its_end(self) -> NoReturn:
-        """Wait until the daemon ends the connection, for ever if it does not. Raises the HegmError that tells why."""
+        """Wait until the daemon closes the connection. Raises the HegmError that tells why."""
         while True:
             said = self._next_said()
             if said is None:
@@ -217,7 +217,7 @@ class Connection(SyncCalls):
                 self._sort(said)
 
     def greet(self, deadline: float | None) -> None:
-        """Say hello, once to each daemon; one that is just leaving is not the one that was meant."""
+        """Say hello. If the daemon is just stopping, connect to the next one."""
         hello = Hello(versions=SUPPORTED_VERSIONS, name=self._name, program_version=__version__)
         while True:
             try:
@@ -233,7 +233,7 @@ class Connection(SyncCalls):
             return
 
     def close(self) -> None:
-        """End the connection: what was asked for is cancelled, what was held is given back."""
+        """Close the connection: the daemon cancels its requests and releases what it holds."""
         self._wire.close()
         waiting, self._waiting = self._waiting, {}
         for heard in waiting.values():
@@ -247,7 +247,7 @@ class Connection(SyncCalls):
         self.close()
 
     def _turn_to_the_next(self, stopping: Stopping, deadline: float | None) -> None:
-        """Connect to the daemon that follows one which stops. Raises what that one said where none does."""
+        """Connect to the daemon that follows a stopping one. Without one, raise the error of the stopping one."""
         try:
             self._wire = _open(self.endpoint, self.timeout_s, deadline)
         except HegmError as error:
@@ -288,12 +288,12 @@ class Connection(SyncCalls):
         return request_id
 
     def _last_words(self) -> HegmError | None:
-        """What the other end said before it hung up, if it makes an error of its own. Closes the connection."""
+        """Return the error that the daemon sent before it hung up, if any. Closes the connection."""
         try:
             while data := self._wire.receive(monotonic() + PARTING_LIMIT_S):
                 self._protocol.feed(data)
         except OSError:
-            pass  # a reset, because it never read what we sent; what came before that still counts
+            pass  # a reset, because the daemon did not read our bytes; what came before still counts
         self.close()
         try:
             while (said := self._protocol.next_event()) is not None:
@@ -304,7 +304,7 @@ class Connection(SyncCalls):
         return None
 
     def _ended_by(self, said: Failure) -> HegmError:
-        """The error of a connection that the daemon ends."""
+        """Return the error of a connection that the daemon closes."""
         error = said.error
         if said.id is None and error.code.name == UNAVAILABLE.name:
             return Stopping(error.code, error.message, error.hint, error.facts)
@@ -320,7 +320,7 @@ class Connection(SyncCalls):
         return of_kind(said.reply, reply)
 
     def _hear(self, request_id: int, deadline: float | None, what: str) -> Said:
-        """What the daemon says next to that request. What it says to others is kept for them, or dropped."""
+        """Return the next message for that request. Messages for others are kept for them, or dropped."""
         heard = self._waiting[request_id]
         while not heard:
             said = self._next_said()
@@ -341,7 +341,7 @@ class Connection(SyncCalls):
             raise broken(self.endpoint.path, error, self._protocol.welcome) from error
 
     def _sort(self, said: Answer | Failure | Progress) -> None:
-        """Put what was said to the request that it belongs to, with the descriptors that came with it."""
+        """Give a message to its request, with the descriptors that came with it."""
         if isinstance(said, Failure) and said.id is None:
             self.close()
             raise self._ended_by(said)
@@ -370,7 +370,7 @@ class Connection(SyncCalls):
         self._protocol.feed(data)
 
     def _forget(self, request_id: int, leave: Callable[[Hear], object] | None = None) -> None:
-        """Stop waiting for a request. One that is not answered yet is cancelled; the connection stays usable."""
+        """Stop waiting for a request, and cancel it if it is unanswered. The connection stays usable."""
         heard = self._waiting.pop(request_id, None)
         if heard is None or self._wire.fileno() < 0:
             return
@@ -381,7 +381,7 @@ class Connection(SyncCalls):
                 self._waiting[request_id] = heard
                 leave(lambda: self._hear_last(request_id))
         except OSError:
-            self.close()  # it went away in the meantime, and there is nothing left to cancel
+            self.close()  # the daemon is gone, so there is nothing to cancel
         finally:
             self._waiting.pop(request_id, None)
             for _said, descriptors in heard:
@@ -394,7 +394,7 @@ class Connection(SyncCalls):
 
 
 def of_kind(record: Record, kind: type[R]) -> R:
-    """The record, which is of that class."""
+    """Return the record if it is of that class. Raises Bug."""
     if not isinstance(record, kind):
         raise Bug(f"{type(record).__name__} was read where {kind.__name__} is expected")
     return record

@@ -1,7 +1,7 @@
-"""`hegmctl hegm enable`: HeGM's own form of use, for the Pythons of one environment.
+"""`hegmctl hegm enable`: HeGM's form of use, for the Pythons of one environment.
 
-Owns two files in the environment's packages. A `.pth` and no `sitecustomize`: Debian's Python has one of its own, which
-comes first and hides any that is installed. Files of other makers are never written over, nor removed.
+Writes two files into the environment's packages. It is a `.pth` file and no `sitecustomize`, because Debian's Python
+has a `sitecustomize` that hides any installed one. Files of others are neither overwritten nor removed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def start():
 
 try:
     start()
-except Exception:  # whatever is wrong with the agent, Python starts as it would without
+except Exception:  # after any failure, Python starts as it would without the agent
     sys.modules.pop("_hegm", None)
 """
 )
@@ -84,7 +84,7 @@ def status(session: Session) -> int:
 
 
 def _environment(session: Session) -> tuple[Path, list[Path]]:
-    """The environment and where its Pythons have their packages. Raises HegmError."""
+    """Return the environment and the package directories of its Pythons. Raises HegmError."""
     named = session.arguments.text("venv") or os.environ.get("VIRTUAL_ENV")
     if not named:
         hint = "hegmctl hegm enable --venv DIR, or activate the environment first"

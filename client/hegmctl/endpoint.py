@@ -1,10 +1,10 @@
-"""Where the daemon is, and what it means when it cannot be reached there.
+"""Finds the daemon's socket, and explains why a daemon cannot be reached.
 
-The order is the same for every program and face: the path that is given, else HEGM_SOCKET, else the node's own socket
-if it is there and the caller may use it, else that of the user's own daemon. The node's comes first because it knows
-more; it is passed over only by those it would turn away, who could otherwise never use a daemon of their own without
-naming it each time. Where a user has no runtime directory, as after `su` on a node without logind, `hegmctl run` starts
-one in a folder of /tmp; it is looked for there as well, as long as nobody else could have put a socket into it.
+All programs use the same order: the given path, HEGM_SOCKET, the node's socket if it exists and the caller may use it,
+and the socket of the user's own daemon. The node's daemon comes first because it knows more. It is skipped for callers
+without permission, who could otherwise use their own daemon only by naming it each time. If a user has no runtime
+directory, such as after `su` on a node without logind, `hegmctl run` starts a daemon in a directory of /tmp. That one
+is found too, as long as no other user could have put a socket into it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOCK_NAME = "lock"  # as in hegmd/system/state_dir.py
 
 
 class Endpoint:
-    """A socket's path and why that one. `others` are the paths that were looked at before it in vain."""
+    """A socket's path, and why it was chosen. `others` are the paths that were tried before it."""
 
     __slots__ = ("origin", "others", "path")
 
@@ -45,7 +45,7 @@ def find_endpoint(
     system_socket: str = SYSTEM_SOCKET,
     temporary: str = TEMPORARY,
 ) -> Endpoint:
-    """The socket to use. Nothing is opened. Raises HegmError USAGE for a path that no socket can have."""
+    """Return the socket to use, without opening it. Raises HegmError USAGE for an invalid path."""
     environ = os.environ if environ is None else environ
     if given:
         return _checked(Endpoint(given, "--socket"))
@@ -63,7 +63,7 @@ def find_endpoint(
 
 
 def own_socket(environ: Mapping[str, str]) -> str:
-    """Where `hegmctl run` starts a daemon that is found again without being named."""
+    """Return where `hegmctl run` starts a daemon that is found without being named."""
     if os.geteuid() == 0 and not environ.get("XDG_RUNTIME_DIR"):
         return SYSTEM_SOCKET
     runtime_dir = _runtime_dir(environ)
@@ -71,7 +71,7 @@ def own_socket(environ: Mapping[str, str]) -> str:
 
 
 def is_private(folder: str) -> bool:
-    """Whether it is a folder of the caller's own, no link, that nobody else can put a socket into."""
+    """Return True if it is a directory of the caller, no link, that other users cannot write to."""
     try:
         state = os.lstat(folder)
     except OSError:
@@ -101,7 +101,7 @@ def _checked(endpoint: Endpoint) -> Endpoint:
 
 
 def unreachable(endpoint: Endpoint, error: OSError) -> HegmError:
-    """What a failed connect means, and what to do."""
+    """Return the error for a failed connect, with its explanation and the next step."""
     path = endpoint.path
     if error.errno in (ENOENT, ENOTDIR):
         return _missing(endpoint)
@@ -125,7 +125,7 @@ def unreachable(endpoint: Endpoint, error: OSError) -> HegmError:
 
 
 def _running(endpoint: Endpoint) -> HegmError | None:
-    """What is wrong where a daemon runs, and its socket's file is gone; None where no daemon is seen."""
+    """Return the error if a daemon runs but its socket's file is gone; None if no daemon is found."""
     for path in (endpoint.path, *endpoint.others):
         pid = holder(state_folders(path, SYSTEM_SOCKET, os.environ))
         by = "" if pid is None else f" (pid {pid})"
@@ -149,7 +149,7 @@ def _missing(endpoint: Endpoint) -> HegmError:
 
 
 def _start(endpoint: Endpoint) -> str:
-    """The command that starts the daemon that is missing."""
+    """Return the command that starts the missing daemon."""
     if endpoint.origin in ("--socket", "HEGM_SOCKET") and endpoint.path != SYSTEM_SOCKET:
         return f"check the path, or start a daemon there: `hegmd --socket {endpoint.path}`"
     if endpoint.origin == "user":
@@ -173,7 +173,7 @@ def _is_socket(path: str) -> bool:
 
 
 def _denied(path: str) -> HegmError:
-    """Tells somebody outside the group from somebody whose session is older than the membership."""
+    """Return the error for a user outside the group, or for a session that is older than the membership."""
     message = f"you have no permission for the daemon's socket {path}"
     user, in_group = _membership()
     if in_group:
@@ -191,7 +191,7 @@ def _denied(path: str) -> HegmError:
 
 
 def _membership() -> tuple[str, bool]:
-    """The caller's name, and whether the user database has it in the group."""
+    """Return the caller's name, and whether the user database has it in the group."""
     import grp
     import pwd
 
@@ -207,7 +207,7 @@ def _membership() -> tuple[str, bool]:
 
 
 def is_listened_at(path: str, sockets: str = "/proc/net/unix") -> bool:
-    """Whether a socket that was bound to that path listens, be its file there or not."""
+    """Return True if a socket bound to that path listens, even if its file is gone."""
     wanted = os.fsencode(path)
     try:
         with open(sockets, "rb") as lines:
@@ -222,7 +222,7 @@ def is_listened_at(path: str, sockets: str = "/proc/net/unix") -> bool:
 
 
 def holder(folders: Iterable[str]) -> str | None:
-    """The pid of the daemon that holds the first of these state directories that one holds; None if none is seen to."""
+    """Return the pid of the daemon that locks the first locked state directory; None if none is locked."""
     import fcntl
 
     for folder in folders:

@@ -1,9 +1,9 @@
-"""The conversation under an asynchronous connection: one task writes whole frames, one task reads and hands out.
+"""The conversation of an asynchronous connection: one task writes whole frames, one task reads and distributes
+messages.
 
-Asking and giving up are plain calls that wait for nothing: a frame is put in line, and the writer sends it whole
-whatever becomes of whoever asked. So a cancelled task cannot cut a frame in two, and can cancel its request in the
-daemon without a shielded wait. The socket is used directly and not through anyio's stream, which leaves received
-descriptors open across an exec.
+Sending and cancelling are plain calls that never wait: they queue a frame, and the writer sends it whole, even if the
+caller is cancelled. So a cancelled task cannot cut a frame in two, and can cancel its request in the daemon without a
+shielded wait. The socket is used directly, because anyio's stream leaves received descriptors open across an exec.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hegmd.protocol.messages import Cancel, Request, Welcome
 
 Said = tuple[Answer | Progress, Descriptors]
 
-# What may be said to one request before its task takes it. Past it the request fails: to stop reading instead would
-# hold up the very answers that the same task may be waiting for.
+# How many messages one request can have unread. Beyond that it fails: to stop reading would hold up other answers, for
+# which the same task may wait.
 MAX_UNREAD = 65_536
 
 
 class Waiter:
-    """One request under way: what was said to it and not taken yet."""
+    """One request under way, and its unread messages."""
 
     def __init__(self, request_id: int, op: str) -> None:
         self.id = request_id
@@ -42,21 +42,21 @@ class Waiter:
 
     @property
     def unread(self) -> int:
-        """How much of what was said is not taken yet."""
+        """Return the number of unread messages."""
         return len(self._said)
 
     def put(self, said: Said) -> None:
-        """Something was said."""
+        """Add a message."""
         self._said.append(said)
         self._news.set()
 
     def fail(self, error: HegmError) -> None:
-        """There will be no more, and why; what was said before can still be taken."""
+        """Set the final error. Earlier messages can still be read."""
         self._failure = self._failure or error
         self._news.set()
 
     async def next(self) -> Said:
-        """What was said next. Raises the HegmError that the request ended with."""
+        """Return the next message. Raises the HegmError that the request ended with."""
         while not self._said:
             if self._failure is not None:
                 raise self._failure.with_traceback(None)
@@ -65,14 +65,14 @@ class Waiter:
         return self._said.popleft()
 
     def close(self) -> None:
-        """Drop what nobody takes."""
+        """Drop the unread messages."""
         for _said, descriptors in self._said:
             descriptors.close()
         self._said.clear()
 
 
 class Exchange:
-    """One connected socket and the requests under way on it. Belongs to one event loop."""
+    """One connected socket and its requests. Belongs to one event loop."""
 
     def __init__(self, connected: sockets.socket, path: str) -> None:
         self.path = path
@@ -86,16 +86,16 @@ class Exchange:
 
     @property
     def welcome(self) -> Welcome | None:
-        """What the daemon said of itself, once it was greeted."""
+        """Return the daemon's reply to hello, once it came."""
         return self._protocol.welcome
 
     def start(self, tasks: anyio.abc.TaskGroup) -> None:
-        """Start the two tasks; they end when they are cancelled, or with the connection, and raise nothing."""
+        """Start the two tasks. They end with the connection or when they are cancelled, and raise nothing."""
         tasks.start_soon(self._read, name="hegmd reader")
         tasks.start_soon(self._write, name="hegmd writer")
 
     def ask(self, request: Request, fds: Sequence[int] = ()) -> Waiter:
-        """Put a request in line. The descriptors stay the caller's. Raises HegmError if it cannot be made."""
+        """Queue a request. The descriptors stay the caller's. Raises HegmError if it cannot be sent."""
         if self._ended is not None:
             raise self._ended.with_traceback(None)
         welcome = self.welcome
@@ -108,18 +108,18 @@ class Exchange:
         return waiter
 
     def forget(self, waiter: Waiter) -> None:
-        """Give a request up. If it is not answered yet the daemon is told to cancel it. Waits for nothing."""
+        """Drop a request, and cancel it in the daemon if it is unanswered. Never waits."""
         waiter.close()
         self._cancel(waiter)
 
     def _cancel(self, waiter: Waiter) -> None:
         under_way = self._waiters.pop(waiter.id, None) is not None and self._ended is None
-        if under_way and self.welcome is not None:  # an unanswered hello is given up with its connection
+        if under_way and self.welcome is not None:  # an unanswered hello ends with its connection
             _cancel_id, frame = self._protocol.request(Cancel(request=waiter.id))
             self._put_in_line(frame, NO_DESCRIPTORS)
 
     def close(self) -> None:
-        """Close the socket and every descriptor that nobody took. The two tasks have to have ended."""
+        """Close the socket and all received descriptors that were not taken. The two tasks must have ended."""
         self._end(HegmError(DISCONNECTED, "this connection is closed", "connect again"))
         self._socket.close()
         for _frame, descriptors in self._outgoing:
@@ -142,7 +142,7 @@ class Exchange:
                 self._to_send = anyio.Event()
                 await self._to_send.wait()
         except OSError:
-            return  # the daemon hung up; the reader hears why, and ends what is under way
+            return  # the daemon hung up; the reader gets the reason and fails the requests
 
     async def _send(self, frame: bytes, descriptors: Descriptors) -> None:
         fds = array.array("i", descriptors.numbers())
@@ -218,11 +218,11 @@ class Exchange:
         return Descriptors(self._received.popleft() for _ in range(count))
 
     def explained(self, error: HegmError) -> HegmError:
-        """The daemon's error as the caller is to see it."""
+        """Return the daemon's error with an explanation for the caller."""
         return refused_hello(error) if self.welcome is None else with_versions(error, self.welcome)
 
     def _end(self, error: HegmError | None) -> None:
-        """Nothing more will be said; without an error of its own each request learns that the daemon is gone."""
+        """Fail all requests. Without an error, each one learns that the daemon is gone."""
         if self._ended is None:
             self._ended = error or gone(self.path, "any further request")
         waiters, self._waiters = self._waiters, {}

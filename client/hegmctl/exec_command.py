@@ -1,7 +1,7 @@
-"""Turns this process into another program, which may keep one of its descriptors open.
+"""Replaces this process by another program, which can keep one of its descriptors open.
 
-Programs are found as execvp(3) finds them, and what a shell would run is run: a script without a `#!` line is given to
-`/bin/sh`. Exit statuses are those of a shell as well: 127 for a command that was not found, 126 for one that cannot be.
+Programs are found as in execvp(3), and a script without a `#!` line is run by `/bin/sh`, as a shell does. Exit statuses
+are those of a shell: 127 for a command that was not found, 126 for one that cannot be executed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _SHELL = "/bin/sh"
 
 
 def become(command: Sequence[str], *, keep: int | None = None) -> NoReturn:
-    """Execute the command, with the descriptor left open in it, if one is to be. Raises NO_COMMAND, NOT_EXECUTABLE.
+    """Execute the command, optionally with one descriptor left open. Raises NO_COMMAND, NOT_EXECUTABLE.
 
     The process id stays the same, and so do the credentials of the connection: to the daemon it is the same caller.
     """
     flush()
     if keep is not None:
         os.set_inheritable(keep, True)
-    # Python ignores these for itself, and what is ignored stays so across an exec; others count on the defaults.
+    # Python ignores these signals, and ignored signals stay ignored across an exec. Other programs need the defaults.
     ignored = [(number, signal.getsignal(number)) for number in (signal.SIGPIPE, signal.SIGXFSZ)]
     for number, _handler in ignored:
         signal.signal(number, signal.SIG_DFL)
@@ -40,7 +40,7 @@ def become(command: Sequence[str], *, keep: int | None = None) -> NoReturn:
 
 
 def require(command: Sequence[str]) -> None:
-    """See that there is such a command before anything is done for it. Raises NO_COMMAND, NOT_EXECUTABLE."""
+    """Check that the command exists and is executable. Raises NO_COMMAND, NOT_EXECUTABLE."""
     failure = failure_of(command, ENOENT)
     for path in places_of(command[0]):
         if os.path.isfile(path):
@@ -53,14 +53,14 @@ def require(command: Sequence[str]) -> None:
 
 
 def places_of(name: str, environ: Mapping[str, str] | None = None) -> list[str]:
-    """Where the program may be, in their order, by that environment's PATH or this process's own."""
+    """Return the possible paths of the program in order, from that environment's PATH or this process's own."""
     if os.sep in name:
         return [name]
     return [os.path.join(folder, name) for folder in os.get_exec_path(None if environ is None else dict(environ))]
 
 
 def _execute(command: Sequence[str]) -> HegmError:
-    """Execute it; returns only if that failed."""
+    """Execute it. Returns only after a failure."""
     number = ENOENT
     for path in places_of(command[0]):
         try:
@@ -68,7 +68,8 @@ def _execute(command: Sequence[str]) -> HegmError:
         except OSError as error:
             if error.errno == ENOEXEC:
                 return _execute_as_script(path, command)
-            # As execvp has it: what may not be executed does not end the search, but it is what is said at its end.
+            # As in execvp, a file that may not be executed does not end the search, but its error is reported at the
+            # end.
             if error.errno not in (ENOENT, ENOTDIR) or os.sep in command[0]:
                 number = error.errno or ENOENT
     return failure_of(command, number)
@@ -82,7 +83,7 @@ def _execute_as_script(path: str, command: Sequence[str]) -> HegmError:
 
 
 def failure_of(command: Sequence[str], number: int) -> HegmError:
-    """Why the command cannot be run, by the kernel's number of the error."""
+    """Return why the command cannot be run, for that error number."""
     missing = number == ENOENT
     hint = "give the full path of a program, and its arguments after it"
     if missing and os.path.isfile(command[0]):

@@ -1,4 +1,4 @@
-"""What it means when a conversation with the daemon goes wrong, in words; for both library faces."""
+"""Errors of the conversation with the daemon, with explanations; for both libraries."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _NEEDED_START = {
 
 
 class Stopping(HegmError):
-    """The daemon ends the connection because it stops."""
+    """The daemon closes the connection because it stops."""
 
 
 def silent(path: str, what: str, timeout_s: float | None) -> HegmError:
-    """No answer in time. `what` was being done."""
+    """Return the error for a missing answer. `what` was requested."""
     limit = "" if timeout_s is None else f" within {timeout_s:g} s"
     return HegmError(
         TIMEOUT,
@@ -31,9 +31,9 @@ def silent(path: str, what: str, timeout_s: float | None) -> HegmError:
 
 
 def gone(path: str, what: str = "") -> HegmError:
-    """The connection ended, with the answer to `what` outstanding if that is given."""
+    """Return the error for a closed connection, with the request that has no answer, if any."""
     before = f" before it answered {what}" if what else ""
-    # To ask again would be refused, or move back what has been moved: a daemon that starts goes on from its journal.
+    # A repeated request would be refused, or undo the first one: a restarted daemon continues from its journal.
     request = REQUESTS.get(what)
     begins = request is not None and request.event is not None and request.changes_state
     next_step = "run: hegmctl ops; an operation that was started continues" if begins else "try again"
@@ -45,7 +45,7 @@ def gone(path: str, what: str = "") -> HegmError:
 
 
 def broken(path: str, error: HegmError, welcome: Welcome | None) -> HegmError:
-    """What answers does not keep to the protocol: it is another program, or another version of hegmd."""
+    """Return the error for an answer outside the protocol: from another program, or another version of hegmd."""
     if welcome is None:
         return HegmError(
             NO_DAEMON,
@@ -60,7 +60,7 @@ def broken(path: str, error: HegmError, welcome: Welcome | None) -> HegmError:
 
 
 def refused_hello(error: HegmError) -> HegmError:
-    """The daemon's own reason for not letting the caller in, with our version where that is the reason."""
+    """Return the daemon's reason for refusing the caller, with our version if that is the reason."""
     if error.code.name != INCOMPATIBLE.name:
         return error
     return HegmError(
@@ -72,7 +72,7 @@ def refused_hello(error: HegmError) -> HegmError:
 
 
 def with_versions(error: HegmError, welcome: Welcome) -> HegmError:
-    """The daemon's error; one about versions names both and says which of the two is behind."""
+    """Return the daemon's error. An error about versions names both, and which program is older."""
     if error.code.name != INCOMPATIBLE.name:
         return error
     versions = {"hegmctl": __version__, "hegmd": welcome.daemon_version}
@@ -81,7 +81,7 @@ def with_versions(error: HegmError, welcome: Welcome) -> HegmError:
 
 
 def not_offered(capability: str, welcome: Welcome) -> HegmError:
-    """The request needs what this daemon does not offer."""
+    """Return the error for a request that this daemon does not support."""
     return Refused(
         f"hegmd {welcome.daemon_version} on {welcome.node} does not support {capability}",
         _NEEDED_START.get(capability, "run: hegmctl version"),

@@ -1,8 +1,10 @@
-"""What `--help` says, made from `grammar` and loaded only then. Nothing here knows a single command by name."""
+"""The texts of `--help`, made from `grammar` and imported only for help. No command is named here."""
 
 from __future__ import annotations
 
-from hegmctl.grammar import DESCRIPTION, GLOBAL_OPTIONS, GROUPS, PROGRAM, VERBS, Option, Verb
+from hegmctl.grammar import COMMANDS, DESCRIPTION, GLOBAL_OPTIONS, GROUPS, PROGRAM
+from hegmctl.grammar.rows import Command
+from hegmctl.grammar.words import Option
 from hegmctl.tables import wrapped
 
 TYPE_CHECKING = False
@@ -18,27 +20,27 @@ SOCKET_ORDER = (
 LEFT_COLUMNS = 26
 
 
-def usage(verb: Verb) -> str:
-    """How the command is written, in one line."""
-    words = [PROGRAM, verb.name]
-    if verb.options:
+def usage(command: Command) -> str:
+    """Return the usage line of the command."""
+    words = [PROGRAM, command.name]
+    if command.options:
         words.append("[OPTION]...")
-    words += [f"[{argument.name}]..." if argument.many else argument.name for argument in verb.arguments]
-    if verb.tail:
-        words.append(f"[--] {verb.tail}...")
+    words += [f"[{argument.name}]..." if argument.many else argument.name for argument in command.arguments]
+    if command.tail:
+        words.append(f"[--] {command.tail}...")
     return " ".join(words)
 
 
-def shown_commands() -> list[Verb]:
-    """The commands that people are told of."""
-    return [verb for verb in VERBS.values() if not verb.hidden]
+def shown_commands() -> list[Command]:
+    """Return the commands that are not hidden."""
+    return [command for command in COMMANDS.values() if not command.hidden]
 
 
 def program_help(columns: int) -> str:
-    """What `hegmctl --help` prints."""
+    """Return the text of `hegmctl --help`."""
     lines = [f"Usage: {PROGRAM} [OPTION]... COMMAND [ARGUMENT]...", "", *wrapped(DESCRIPTION, columns), "", "Commands:"]
-    for verb in shown_commands():
-        lines += _entry(verb.name, verb.summary, columns)
+    for command in shown_commands():
+        lines += _entry(command.name, command.summary, columns)
     lines += ["", "Options, before or after the command:"]
     lines += _option_entries(GLOBAL_OPTIONS, columns)
     lines += ["", "Socket:", *wrapped(SOCKET_ORDER, columns, "  "), ""]
@@ -47,36 +49,36 @@ def program_help(columns: int) -> str:
 
 
 def group_help(group: str, columns: int) -> str:
-    """What `--help` prints for a group of commands."""
+    """Return the text of `--help` for a group of commands."""
     lines = [f"Usage: {PROGRAM} {group} COMMAND ...", "", f"Commands that {GROUPS[group]}:"]
-    for verb in shown_commands():
-        if verb.name.startswith(group + " "):
-            lines += _entry(verb.name, verb.summary, columns)
+    for command in shown_commands():
+        if command.name.startswith(group + " "):
+            lines += _entry(command.name, command.summary, columns)
     return "\n".join([*lines, ""])
 
 
-def verb_help(verb: Verb, columns: int) -> str:
-    """What `hegmctl COMMAND --help` prints."""
-    lines = [f"Usage: {usage(verb)}", "", *wrapped(sentence(verb), columns)]
-    if verb.arguments:
+def command_help(command: Command, columns: int) -> str:
+    """Return the text of `hegmctl COMMAND --help`."""
+    lines = [f"Usage: {usage(command)}", "", *wrapped(sentence(command), columns)]
+    if command.arguments:
         lines += ["", "Arguments:"]
-        for argument in verb.arguments:
+        for argument in command.arguments:
             lines += _entry(argument.name, argument.doc, columns)
-    if verb.options:
-        lines += ["", "Options:", *_option_entries(verb.options, columns)]
-    if verb.examples:
+    if command.options:
+        lines += ["", "Options:", *_option_entries(command.options, columns)]
+    if command.examples:
         lines += ["", "Examples:"]
-        for command, meaning in verb.examples:
-            lines += [f"  {command}", f"      {meaning}"]
+        for example, meaning in command.examples:
+            lines += [f"  {example}", f"      {meaning}"]
     names = " ".join(option.names[-1] for option in GLOBAL_OPTIONS)
     lines += ["", *wrapped(f"Options of every command: {names}; see `{PROGRAM} --help`.", columns), ""]
     return "\n".join(lines)
 
 
-def sentence(verb: Verb) -> str:
+def sentence(command: Command) -> str:
     """What the command does: its summary as a sentence, then the rest."""
-    summary = verb.summary[0].upper() + verb.summary[1:] + "."
-    return " ".join(part for part in (summary, verb.doc, verb.exits) if part)
+    summary = command.summary[0].upper() + command.summary[1:] + "."
+    return " ".join(part for part in (summary, command.doc, command.exits) if part)
 
 
 def option_forms(option: Option) -> str:

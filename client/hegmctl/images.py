@@ -39,7 +39,7 @@ _TELL_EVERY_BYTES = 256 << 20
 
 
 def seen_text(answer: ImagesSeen, style: Style) -> list[str]:
-    """A line for each, and why one is not good below."""
+    """Return a line for each image, and the problems below."""
     if not answer.images:
         return ["There is no image here."]
     rows = [_row(image, style) for image in answer.images]
@@ -67,7 +67,7 @@ def _remark(image: ImageSeen, why: str) -> str:
 
 
 def manifest_text(manifest: Manifest, style: Style) -> list[str]:
-    """What an operator wants to know before a restore; JSON has all of it."""
+    """Return what an operator needs to know before a restore; JSON has all of it."""
     gpus = ", ".join(f"{gpu.id} ({gpu.chip or UNKNOWN})" for gpu in manifest.gpus)
     criu_bytes = sum(file.size_bytes for file in manifest.criu_files)
     driver = f"{manifest.vendor or UNKNOWN} {manifest.driver_version or ''}".rstrip()
@@ -88,12 +88,12 @@ def manifest_text(manifest: Manifest, style: Style) -> list[str]:
 
 
 def progress_text(progress: ImageProgress, style: Style) -> list[str]:
-    """How far it is, on one line."""
+    """Return the progress in one line."""
     return [f"read {binary_size(progress.done_bytes)} of {binary_size(progress.size_bytes)}"]
 
 
 def verified_text(answer: ImageVerified, style: Style) -> list[str]:
-    """What was found good."""
+    """Return the result of the check."""
     read = f"{binary_size(answer.stored_bytes)} in {duration(answer.took_s)}"
     whole = f"{printable(answer.path)} is complete: every byte matches its checksum ({read})"
     strange = [f"not part of the image: {printable(os.path.join(answer.path, name))}" for name in answer.foreign]
@@ -101,7 +101,7 @@ def verified_text(answer: ImageVerified, style: Style) -> list[str]:
 
 
 def removed_text(answer: ImageRemoved, style: Style) -> list[str]:
-    """What is gone."""
+    """Return what was removed."""
     return [f"removed: {printable(path)}" for path in answer.paths]
 
 
@@ -119,7 +119,7 @@ def _time(time_utc: float | None) -> str:
 
 
 def ls(session: Session) -> int:
-    """`hegmctl images ls`: 15 when one of them is not good."""
+    """`hegmctl images ls`: status 15 if an image is broken or left over."""
     folders = [os.path.abspath(folder) for folder in session.arguments.texts("DIR") or (".",)]
     images = tuple(seen for folder in folders for seen in catalogue.look_into(folder))
     session.sink.answer(ImagesSeen(images=images), seen_text)
@@ -127,7 +127,7 @@ def ls(session: Session) -> int:
 
 
 def newest_of(folder: str) -> str:
-    """The path of the newest whole image in that directory. Raises NOT_FOUND."""
+    """Return the path of the newest complete image in that directory. Raises NOT_FOUND."""
     images = catalogue.look_into(folder)
     whole = [seen for seen in images if seen.state == "whole" and seen.made_utc is not None]
     if not whole:
@@ -171,7 +171,7 @@ def rm(session: Session) -> int:
 
 
 def _teller(session: Session) -> Callable[[int, int], object]:
-    """Shows how far it is, to people; JSON is one document."""
+    """Return a function that shows progress to people; JSON is one document."""
     told_bytes = 0
 
     def tell(done_bytes: int, size_bytes: int) -> None:

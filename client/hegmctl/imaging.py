@@ -1,7 +1,7 @@
-"""The command that brings a job back from an image.
+"""The command that restores a job from an image.
 
-Outputs that have grown are cut back here, by the caller, so that nobody else's rights are in play: the daemon names
-them when it refuses, and is asked again.
+It truncates outputs that have grown itself, with the caller's rights: the daemon names them when it refuses, and is
+asked again.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _restore(session: Session, request: Restore, fds: Sequence[int], watched: Wa
 
 @contextmanager
 def _as_then(session: Session, grown: Sequence[object], watched: Watched) -> Generator[None]:
-    """Those files as they were then. They are put back where it is known that nothing came of the restore."""
+    """Truncate those files to their former sizes. Undo that if the restore is known to have failed."""
     cuts: list[Cut] = []
     is_asked = False
     with _ended_in_order():
@@ -86,14 +86,14 @@ def _is_put_back(cut: Cut) -> bool:
 
 
 def _say(session: Session, text: str) -> None:
-    """Where anybody hears it: a terminal that was hung up does not keep files from being put back."""
+    """Write a note, ignoring errors: a closed terminal must not prevent the files from being put back."""
     with suppress(OSError):
         session.sink.note(text)
 
 
 @contextmanager
 def _ended_in_order() -> Generator[None]:
-    """Whoever ends us by a signal, or hangs up, has what we have done undone before that."""
+    """Turn SIGHUP and SIGTERM into exceptions, so that what was done is undone first."""
     from signal import SIGHUP, SIGTERM, signal
 
     def end(number: int, _frame: object) -> None:
@@ -109,9 +109,9 @@ def _ended_in_order() -> Generator[None]:
 
 @contextmanager
 def outlets(named: Mapping[str, str], watched: Watched, *, keep: bool = True) -> Generator[list[int]]:
-    """Where streams of the job are to lead, opened with the caller's rights; `-` is our own. Raises HegmError.
+    """Open the targets of the job's streams with the caller's rights; `-` is our own stream. Raises HegmError.
 
-    A file that was made for this is gone again where nothing came of it, or `keep` says that nothing will.
+    A file that was created for this is removed if the restore fails, or with `keep` False.
     """
     fds: list[int] = []
     made: list[str] = []
@@ -138,7 +138,7 @@ def outlets(named: Mapping[str, str], watched: Watched, *, keep: bool = True) ->
 
 
 def _opened(path: str, made: list[str]) -> int:
-    """The file, to append to; its path is added to `made` where it was not there before. Raises OSError."""
+    """Open the file for appending, and add its path to `made` if it is new. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY | os.O_CLOEXEC
     try:
         fd = os.open(path, flags | os.O_EXCL, 0o666)
@@ -156,7 +156,7 @@ def _remove_empty(paths: Sequence[str]) -> None:
 
 
 def _came_to_nothing(error: BaseException, watched: Watched) -> bool:
-    """Whether it is known that no job came back by a restore that ended so. Where nobody heard, one may have."""
+    """Return True if the restore is known to have failed. Without an answer from the daemon it may have succeeded."""
     if watched.has_begun:
         return False
     return watched.refusal is not None or (isinstance(error, HegmError) and error.code is not DISCONNECTED)

@@ -1,4 +1,4 @@
-"""Ending by a signal, in the way that shells go by: the process dies of it, once everything is put in order."""
+"""Ends the process by a signal, as shells expect it, once everything is cleaned up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 class Interrupted(BaseException):
-    """A signal asks the process to end. Not an Exception: nothing on the way out may take it for a failure."""
+    """A signal asks the process to end. Not an Exception, so that no handler takes it for a failure."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -16,12 +16,12 @@ class Interrupted(BaseException):
 
 
 def die_of(number: int) -> NoReturn:
-    """End this process by that signal, which the shell then shows as 128 and the number."""
+    """End this process by that signal; a shell shows it as 128 plus the number."""
     import os
     import signal
 
-    # What could not be written must not be tried again, and complained of, by the interpreter on its way out; and a
-    # signal whose default is to end the process needs no way out at all.
+    # The interpreter must not retry failed writes at its exit, and complain about them. A signal with its default
+    # action skips that exit.
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     os._exit(128 + number)  # reached only if the signal is blocked

@@ -1,7 +1,7 @@
-"""GPUs and processes as text: what an administrator wants to see first, in columns that survive a narrow terminal.
+"""GPUs and processes as text: tables that stay readable in a narrow terminal.
 
-Unknown is `-`. Below a table stand the reasons for doubt: which vendor's library does not answer and how old what is
-shown is, what is wrong with a GPU, why something about a process is unknown.
+Unknown is `-`. Notes below a table tell which vendor's library does not answer and how old its data is, what is wrong
+with a GPU, and why something about a process is unknown.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SIMULATED = "simulated"
 
 
 def gpus_text(reply: GpusReply, style: Style) -> list[str]:
-    """The table of `hegmctl gpus`."""
+    """Return the table of `hegmctl gpus`."""
     if not reply.gpus:
         return _none("There are no GPUs on this node.", reply.vendors, style)
     columns = (
@@ -101,7 +101,7 @@ def _remark(gpu: Gpu, note: str) -> str:
 
 
 def _vendor_remarks(vendors: Iterable[Vendor], *, absent: bool = False) -> list[str]:
-    """What has to be known about the libraries that the facts come from."""
+    """Return notes about the libraries that the data comes from."""
     remarks: list[str] = []
     for vendor in vendors:
         said = "; ".join(part for part in (vendor.message.rstrip(".") or vendor.state, vendor.hint) if part)
@@ -116,7 +116,7 @@ def _vendor_remarks(vendors: Iterable[Vendor], *, absent: bool = False) -> list[
 
 
 def below(remarks: Sequence[str], style: Style) -> list[str]:
-    """The notes below a table."""
+    """Return the notes below a table."""
     lines: list[str] = []
     for remark in remarks:
         text = printable(remark)
@@ -130,7 +130,7 @@ def _none(sentence: str, vendors: Iterable[Vendor], style: Style) -> list[str]:
 
 
 def gpus_in_full(reply: GpusReply, style: Style) -> list[str]:
-    """A block for each GPU with everything that is known, for `hegmctl gpus --long`."""
+    """Return all that is known of each GPU, for `hegmctl gpus --long`."""
     if not reply.gpus:
         return _none("There are no GPUs on this node.", reply.vendors, style)
     ids = {gpu.uuid: gpu.id for gpu in reply.gpus}
@@ -193,7 +193,7 @@ def _link(link: PeerLink, ids: dict[str, str]) -> str:
 
 
 def processes_text(reply: ProcessesReply, style: Style, on_gpus: Sequence[str] = ()) -> list[str]:
-    """The table of `hegmctl ps`. `on_gpus` are the GPUs that were asked for, if not all."""
+    """Return the table of `hegmctl ps`. `on_gpus` are the requested GPUs, if not all."""
     if not reply.processes:
         return _none(_nobody(on_gpus), reply.vendors, style)
     held = any(process.held_bytes for process in reply.processes)
@@ -244,14 +244,14 @@ def _command(process: GpuProcess) -> str:
 
 
 def _on_gpus(process: GpuProcess) -> str:
-    """The ids of its GPUs; `cpu` for one that trains on none."""
+    """Return the ids of its GPUs; `cpu` for a process that trains on none."""
     if not process.gpus and process.agent is not None and process.agent.on_cpu:
         return "cpu"
     return gpus_as_text([use.gpu for use in process.gpus])
 
 
 def gpus_as_text(gpus: Iterable[str]) -> str:
-    """Ids of GPUs, runs of numbers drawn together: `gpu0-3,5`."""
+    """Join ids of GPUs, with ranges: `gpu0-3,5`."""
     names = list(dict.fromkeys(gpus))
     numbers = sorted(int(name[3:]) for name in names if name.startswith("gpu") and name[3:].isdigit())
     if len(numbers) != len(names) or not numbers:
@@ -266,7 +266,7 @@ def gpus_as_text(gpus: Iterable[str]) -> str:
 
 
 def _vram(process: GpuProcess) -> str:
-    """Its video memory on all GPUs; where one is not known, what it has at least."""
+    """Return its memory on all GPUs; if one of them is unknown, the minimum."""
     known = [use.vram_bytes for use in process.gpus if use.vram_bytes is not None]
     if not known:
         return UNKNOWN
@@ -274,7 +274,7 @@ def _vram(process: GpuProcess) -> str:
 
 
 def workload_text(workload: Workload) -> str:
-    """What the process belongs to, in a word: `slurm:1234`. A container's long id is cut as its own tools do."""
+    """Return what the process belongs to, such as `slurm:1234`. A container's id is cut as container tools do."""
     is_long_id = workload.kind == "container" and len(workload.id) == 64
     return f"{workload.kind}:{workload.id[:_LONG_ID] if is_long_id else workload.id}"
 
@@ -294,7 +294,7 @@ def _process_remarks(reply: ProcessesReply, style: Style) -> list[str]:
 
 
 def ways_text(reply: ProcessesReply, style: Style, on_gpus: Sequence[str] = ()) -> list[str]:
-    """For each process the ways in which it could be moved, for `hegmctl ps --ways`."""
+    """Return the possible methods of moving each process, for `hegmctl ps --ways`."""
     if not reply.processes:
         return _none(_nobody(on_gpus), reply.vendors, style)
     lines: list[str] = []
@@ -312,6 +312,6 @@ def ways_text(reply: ProcessesReply, style: Style, on_gpus: Sequence[str] = ()) 
             told = wrapped(reason, style.columns, indent) if style.columns else [indent + reason]
             lines += [f"  {printable(way.way):<9}{answer}  {told[0][16:]}", *told[1:]]
         if not process.ways:
-            lines.append("  the daemon names no way of moving it")
+            lines.append("  the daemon reports no method of moving it")
         lines.append("")
     return [*lines[:-1], *_process_remarks(reply, style)]

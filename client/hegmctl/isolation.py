@@ -1,7 +1,7 @@
-"""What in a command keeps hegmd's agent out of its Python: such a process would train from its beginning.
+"""Finds what in a command keeps hegmd's agent out of its Python: such a process would train from its beginning.
 
-The agent comes by a folder on PYTHONPATH and Python's `site`, so what leaves out either leaves out the agent. Judges
-words and environments alone: what a script does with them is not known before it runs, see `agentless`.
+The agent is loaded from a directory on PYTHONPATH through Python's `site`, so excluding either excludes the agent.
+Judges words and environments only: what a script does with them is unknown before it runs, see `agentless`.
 """
 
 from __future__ import annotations
@@ -14,28 +14,30 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 PATHS = "PYTHONPATH"
-# The end of the folder that is first on PYTHONPATH, of whichever installation.
+# The end of the first directory on PYTHONPATH, in any installation.
 _FOLDER = "/agent/inject"
 _PYTHON = re.compile(r"python[0-9.]*t?$")
-# Letters of Python's options: those that leave the agent out, and those that a value or the program comes after.
+# Letters of Python's options: those that exclude the agent, those with a value, and those before the program.
 _LEAVE_OUT, _WITH_VALUE, _PROGRAM = "EIS", "WX", "cm"
 _LONG_WITH_VALUE = "--check-hash-based-pycs"
 
 
 def begins_with_python(command: Sequence[str]) -> bool:
-    """Whether another interpreter can take the place of its first word."""
+    """Return True if its first word is a Python, which another interpreter can replace."""
     return bool(command) and _PYTHON.match(os.path.basename(command[0])) is not None
 
 
 def leaves_out(command: Sequence[str]) -> str | None:
-    """The word by which that command leaves the agent out, as far as `env` and Python's own words tell; else None."""
+    """Return the word by which the command excludes the agent, as far as `env` and Python's options tell; otherwise
+    None.
+    """
     if command and os.path.basename(command[0]) == "env":
         return _of_env(command)
     return option_that_leaves_out(command[1:]) if begins_with_python(command) else None
 
 
 def option_that_leaves_out(words: Sequence[str]) -> str | None:
-    """Of Python's words after its name: the option that leaves the agent out."""
+    """Return the option in Python's arguments that excludes the agent, or None."""
     left = iter(words)
     for word in left:
         if word == _LONG_WITH_VALUE:
@@ -57,7 +59,7 @@ def option_that_leaves_out(words: Sequence[str]) -> str | None:
 
 
 def leads_to_agent(environ: Mapping[str, str]) -> bool:
-    """Whether a Python that is started with that environment finds the agent, and no `sitecustomize` before it."""
+    """Return True if a Python with that environment finds the agent, and no other `sitecustomize` before it."""
     for folder in environ.get(PATHS, "").split(os.pathsep):
         if folder.rstrip("/").endswith(_FOLDER):
             return True

@@ -34,7 +34,7 @@ def jobs(session: Session) -> int:
     """`hegmctl jobs`, once or again and again."""
     arguments = session.arguments
     request, filters, template = of_kind(arguments.request(), Jobs), arguments.texts("filter"), _template(session)
-    filtered((), filters)  # a mistake in it is told before the daemon is asked
+    filtered((), filters)  # reports a mistake before the daemon is asked
     write = None if template is None else templated(template)
 
     def look(connection: Connection) -> JobsReply:
@@ -127,7 +127,7 @@ def _template(session: Session) -> str | None:
 
 
 def _sink(session: Session) -> Sink:
-    """The sink, which is that of --json for `--format json` as well."""
+    """Return the sink; `--format json` selects that of --json."""
     from hegmctl.output import sink_for
 
     as_json = session.arguments.text("format") == JSON

@@ -1,6 +1,6 @@
-"""Jobs as text: the table of `hegmctl jobs`, one job in full, and texts by a template as podman has them.
+"""Jobs as text: the table of `hegmctl jobs`, one job in full, and templates like podman's.
 
-`--filter` and `--format` work on what the daemon has answered, so that both library faces have plain records.
+`--filter` and `--format` work on the daemon's answer, so that both libraries have plain records.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _LABEL_COLUMNS = 12
 
 
 def rate_text(steps_per_s: float | None) -> str:
-    """A rate in three digits: `0.42`, `7.1`, `218`."""
+    """Return a rate in three digits: `0.42`, `7.1`, `218`."""
     if steps_per_s is None:
         return UNKNOWN
     return f"{steps_per_s:.0f}" if steps_per_s >= 100 else f"{steps_per_s:.3g}"
 
 
 def age_text(job: Job, now_utc: float) -> str:
-    """How long it has been there, or was."""
+    """Return how long the job has run, or ran."""
     return duration(max(0.0, (job.ended_utc or now_utc) - job.started_utc))
 
 
-# What a template can name, and `--filter` too, in lower case.
+# The fields of a template; in lower case also those of `--filter`.
 _FIELDS: dict[str, Callable[[Job, float], str]] = {
     "ID": lambda job, _now: job.id,
     "Name": lambda job, _now: job.name,
@@ -58,9 +58,9 @@ _FIELDS: dict[str, Callable[[Job, float], str]] = {
 
 
 def jobs_text(reply: JobsReply, style: Style, *, of_some: bool = False) -> list[str]:
-    """The table of `hegmctl jobs`. It has a column of users if the jobs have several owners.
+    """Return the table of `hegmctl jobs`. It has a column of users if the jobs have several owners.
 
-    `of_some` says that not all jobs were asked for.
+    `of_some`: only a part of the jobs was requested.
     """
     if not reply.jobs:
         return ["No job fits --filter." if of_some else "No job is running here." if style.remarks else "No job."]
@@ -110,7 +110,7 @@ def _user(job: Job) -> str:
 
 
 def job_text(reply: JobReply, style: Style) -> list[str]:
-    """One job in full, for `hegmctl inspect`."""
+    """Return one job in full, for `hegmctl inspect`."""
     job = reply.job
     facts = [
         ("state", job.state),
@@ -163,7 +163,7 @@ def _process_row(process: JobProcess) -> list[Cell]:
 
 
 def ended_text(reply: JobReply, style: Style) -> list[str]:
-    """How a job ended, for `hegmctl wait`."""
+    """Return how a job ended, for `hegmctl wait`."""
     job = reply.job
     return _paragraph(f"{job.id} ({job.name}) {job.end or ENDED}", style)
 
@@ -172,7 +172,7 @@ def ended_text(reply: JobReply, style: Style) -> list[str]:
 
 
 def templated(template: str) -> Callable[[Sequence[Job], float, Style], list[str]]:
-    """What writes jobs by a template: `{{.ID}} {{.State}}`, or `table {{.ID}}\\t{{.Name}}`. Raises USAGE."""
+    r"""Return the renderer for a template: `{{.ID}} {{.State}}`, or `table {{.ID}}\t{{.Name}}`. Raises USAGE."""
     is_table = template.startswith("table ")
     text = template.removeprefix("table ").replace("\\t", "\t").replace("\\n", "\n")
     fields = [_field_named(name) for name in _FIELD.findall(text)]
@@ -206,7 +206,7 @@ def _field_named(name: str) -> str:
 
 
 def filtered(jobs: Sequence[Job], filters: Sequence[str]) -> list[Job]:
-    """The jobs that fit: by one filter of each key. Names and commands may have `*` and `?`. Raises USAGE."""
+    """Return the jobs that match one filter of each key. Names and commands can have `*` and `?`. Raises USAGE."""
     wanted: dict[str, list[str]] = {}
     for text in filters:
         key, equals, value = text.partition("=")

@@ -1,17 +1,17 @@
-"""The calls of both library faces, made from the requests that the table of commands names.
+"""The calls of both libraries, made from the requests in the table of commands.
 
-A call takes the fields of its request: those without a default and those that name jobs or GPUs by position, the rest
-by name. It returns the request's reply. A call that begins an operation also takes `on_progress`, which hears of every
-step; it waits until the operation has ended, unless `wait` is False. The operation belongs to the daemon: a caller that
-leaves early does not stop it. An operation that was rolled back is a reply too, whose `failure` says why; a refusal
-before anything began is a HegmError.
+A call takes the fields of its request. Those without a default, and those that name jobs or GPUs, can be given by
+position, the others by name. It returns the request's reply. A call that starts an operation also takes `on_progress`,
+which gets every step; the call waits until the operation has ended, unless `wait` is False. The daemon owns the
+operation: it continues without its caller. A rolled back operation is a reply too, whose `failure` says why. A request
+that is refused raises HegmError.
 
 Type checkers and editors read library.pyi, which `make docs` writes from the same table.
 """
 
 from __future__ import annotations
 
-from hegmctl.grammar import VERBS
+from hegmctl.grammar import COMMANDS
 from hegmd.protocol.messages import REQUESTS, MakeRoom, WaitForJob
 from hegmd.protocol.operations import OperationProgress
 from hegmd.protocol.record import REQUIRED, as_map
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable
     from typing import Any
 
-    from hegmctl.grammar.rows import Verb
+    from hegmctl.grammar.rows import Command
     from hegmd.protocol.messages import Request
 
 _BY_POSITION = ("pids", "gpus", "to")
-# What has a call of its own, written by hand.
+# Fields whose calls are written by hand.
 _LEFT_OUT = ("follow",)
 
 
@@ -34,16 +34,16 @@ class SyncCalls:
 
 
 class AsyncCalls:
-    """The calls of an AsyncConnection: the same ones, awaited. They await `on_progress` too."""
+    """The calls of an AsyncConnection, as coroutines. They await `on_progress` too."""
 
 
-def calls_of(rows: Iterable[Verb]) -> dict[str, type[Request]]:
-    """The request of each call, by the call's name."""
+def calls_of(rows: Iterable[Command]) -> dict[str, type[Request]]:
+    """Return the request of each call, by the call's name."""
     return {form.call: REQUESTS[form.request] for row in rows for form in row.forms if form.request and form.call}
 
 
 def parameters(kind: type[Request]) -> tuple[list[str], list[str]]:
-    """The parameters of a call: those by position, and those by name."""
+    """Return the parameters of a call: those by position, and those by name."""
     names = [field.name for field in kind.fields if field.name not in _LEFT_OUT]
     required = [field.name for field in kind.fields if field.default is REQUIRED]
     placed = required + [name for name in names if name in _BY_POSITION and name not in required]
@@ -51,17 +51,17 @@ def parameters(kind: type[Request]) -> tuple[list[str], list[str]]:
 
 
 def is_operation(kind: type[Request]) -> bool:
-    """Whether the request begins operations, whose steps are told."""
+    """Return True if the request starts operations, which report progress."""
     return kind.event is OperationProgress and kind.changes_state
 
 
 def waits(kind: type[Request]) -> bool:
-    """Whether the reply may take as long as a job: what it does until then is told."""
+    """Return True if the reply can take as long as a job, so that the daemon reports progress meanwhile."""
     return is_operation(kind) or kind in (MakeRoom, WaitForJob)
 
 
-def add_calls(sync: type, asynchronous: type, rows: Iterable[Verb]) -> None:
-    """Give the two classes the calls of these rows."""
+def add_calls(sync: type, asynchronous: type, rows: Iterable[Command]) -> None:
+    """Add the calls of these rows to the two classes."""
     for name, kind in calls_of(rows).items():
         for face, made in ((sync, _sync(kind)), (asynchronous, _async(kind))):
             made.__name__, made.__qualname__, made.__doc__ = name, f"{face.__name__}.{name}", kind.__doc__
@@ -69,7 +69,7 @@ def add_calls(sync: type, asynchronous: type, rows: Iterable[Verb]) -> None:
 
 
 def _request(kind: type[Request], placed: list[str], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """The request, and the descriptors that go with it."""
+    """Return the request, and the descriptors that go with it."""
     if len(given) > len(placed):
         raise TypeError(f"{kind.__name__} takes {len(placed)} values by position; {len(given)} were given")
     values = {**dict(zip(placed, given, strict=False)), **named}
@@ -111,4 +111,4 @@ def _async(kind: type[Request]) -> Callable[..., Coroutine[Any, Any, Any]]:
     return begin if waits(kind) else call
 
 
-add_calls(SyncCalls, AsyncCalls, VERBS.values())
+add_calls(SyncCalls, AsyncCalls, COMMANDS.values())

@@ -1,8 +1,7 @@
-"""The commands that move jobs: ask, show how it comes on, and say how it ended.
+"""The commands about operations: they send the request, show its progress, and report its result.
 
-An operation belongs to the daemon and not to the command that asked for it: whoever stops watching leaves it going.
-Ctrl-C therefore asks, once and only on a terminal, whether to have it turned back. An operation that did not get to
-what was asked ends the command with the operation's own error.
+An operation belongs to the daemon and not to its command: it continues when the command is interrupted. So Ctrl-C asks
+once, on a terminal only, whether to roll it back. If an operation fails, the command ends with the operation's error.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def cancel(session: Session) -> int:
 
 
 def op(session: Session) -> int:
-    """Run `hegmctl op`: show the operation now, or follow it to its end; write its timeline where that is asked for."""
+    """Run `hegmctl op`: show the operation now, or follow it to its end; write its timeline if requested."""
     arguments = session.arguments
     svg, html = arguments.text("svg"), arguments.text("html")
     if (svg or html) and not arguments.flag("timeline"):
@@ -129,7 +128,7 @@ def op(session: Session) -> int:
 
 
 def _story_view(session: Session) -> Callable[[StoryReply, Style], list[str]]:
-    """The renderer for what is asked of a story. Each loads what only it needs."""
+    """Return the renderer of the requested form. Each imports only what it needs."""
     if session.arguments.flag("timeline"):
         from hegmctl.timeline_text import timeline_text
 
@@ -142,7 +141,7 @@ def _story_view(session: Session) -> Callable[[StoryReply, Style], list[str]]:
 
 
 def _environment(words: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """What `--env` sets and what it takes away: NAME=VALUE, or NAME alone."""
+    """Return what `--env` sets and removes: NAME=VALUE, or NAME alone."""
     changed: dict[str, str] = {}
     without: list[str] = []
     for word in words:
@@ -159,7 +158,7 @@ def _environment(words: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]
 
 
 class Watched:
-    """What was heard of a request, for whoever has to know what came of it, however it was left."""
+    """What was heard of a request, for code that has to know its result however it ended."""
 
     __slots__ = ("refusal", "seen", "stays")
 
@@ -171,22 +170,22 @@ class Watched:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is an operation of it."""
+        """Return True if there is an operation."""
         return any(progress.phase != "reading" for progress in self.seen)
 
     def leave(self, hear: Callable[[], Answer | Failure | Progress]) -> None:
-        """It is left before its end."""
+        """Read on after the request was cancelled."""
         if self.stays is None or self.has_begun:
             return
         self.stays()
-        with suppress(HegmError):  # nobody says any more what came of it
+        with suppress(HegmError):  # then the result stays unknown
             while isinstance(said := hear(), Progress):
                 self.seen.append(of_kind(said.event, OperationProgress))
             self.refusal = said.error if isinstance(said, Failure) else None
 
 
 def carry_out(session: Session, request: Request, fds: Sequence[int] = (), watched: Watched | None = None) -> int:
-    """Have one operation or several, show how they come on and how they ended; the exit status.
+    """Run one operation or several, and show their progress and results. Returns the exit status.
 
     `fds` go along and stay the caller's.
     """
@@ -209,7 +208,7 @@ def carry_out(session: Session, request: Request, fds: Sequence[int] = (), watch
 
 
 def _view(session: Session, request: Request) -> Callable[[Record, Style], list[str]]:
-    """The renderer that the row names for the reply to that request."""
+    """Return the renderer that the row names for the reply to that request."""
     view: Callable[[Record, Style], list[str]] = next(
         load(form.render) for form in session.arguments.command.forms if form.request == request.op
     )
@@ -217,12 +216,12 @@ def _view(session: Session, request: Request) -> Callable[[Record, Style], list[
 
 
 def _follow(session: Session, connection: Connection, op_id: str) -> StoryReply:
-    """Show how an operation comes on until it is at rest; its story."""
+    """Show an operation's progress until it waits or ends, and return its history."""
     return of_kind(_show(session, connection, Story(id=op_id, follow=True), Watched()), StoryReply)
 
 
 def _status_of(operation: Operation) -> int:
-    """The exit status that tells how it ended; one that is still going has not failed."""
+    """Return the exit status of its result; a running operation has not failed."""
     return 0 if operation.failure is None else code_named(operation.failure.code).exit_status
 
 
@@ -233,7 +232,7 @@ def _watch(
     watched: Watched,
     fds: Sequence[int] = (),
 ) -> Record:
-    """The reply to the request; meanwhile how it comes on is shown."""
+    """Return the reply to the request, and show progress meanwhile."""
     try:
         return _show(session, connection, request, watched, fds)
     except KeyboardInterrupt:
@@ -241,7 +240,7 @@ def _watch(
         if seen and not watched.has_begun:
             session.sink.note("the processes restored so far are ended; the image is unchanged")
             raise
-        if not seen:  # it is still being planned, or has only just begun
+        if not seen:  # still being planned, or just started
             if not getattr(request, "dry_run", False) and watched.refusal is None:
                 session.sink.note("an operation that was started continues: run hegmctl ops")
             raise
@@ -261,10 +260,10 @@ def _show(
         while True:
             progress = next(stream)
             watched.seen.append(progress)
-            if progress.phase in AT_REST:  # it has come to what was asked, which the answer says
+            if progress.phase in AT_REST:  # it has reached its goal, which the reply says
                 progress = progress.replace(waits=None)
             why = None if progress.waits is None else progress.waits.why
-            # A restart waits for its next process in any case: that is told where it takes long, as its steps are.
+            # A restart always waits for its next process: that is reported only if it takes long, like its steps.
             session.sink.progress(progress, progress_text, at_once=why not in told and progress.doing is None)
             told.add(why)
     except StopIteration as end:
@@ -276,7 +275,7 @@ def _show(
 
 
 def _interrupted(session: Session, connection: Connection, op_id: str) -> NoReturn:
-    """Ctrl-C: ask once what to do with the operation. Raises KeyboardInterrupt if it is left going."""
+    """Handle Ctrl-C: ask once what to do with the operation. Raises KeyboardInterrupt if it continues."""
     rest = session.arguments.command.interrupted
     answer = ask(f"Cancel operation {op_id}? Otherwise it continues [y/N] ")
     if answer is None or answer.strip().lower() not in ("y", "yes"):
@@ -284,7 +283,7 @@ def _interrupted(session: Session, connection: Connection, op_id: str) -> NoRetu
         raise KeyboardInterrupt
     try:
         connection.call(CancelOperation(id=op_id), OperationReply)
-    except HegmError as refusal:  # it was over, or too far; how it ends is what counts then
+    except HegmError as refusal:  # it is over or too far; its result counts then
         session.sink.note(f"{refusal.message}; {refusal.hint}")
     ended = _follow(session, connection, op_id).operation
     session.sink.element(OperationReply(operation=ended), operation_text)

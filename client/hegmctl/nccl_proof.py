@@ -73,16 +73,16 @@ class Ranks:
             (os.POSIX_SPAWN_DUP2, 1, 2),
         ]
         self.pids: list[int] = []
-        self._below: dict[int, int] = {}  # descriptors of what the launcher has started, by pid
+        self._below: dict[int, int] = {}  # pidfds of the launcher's descendants, by pid
         self.pid = os.posix_spawn(python, words, environ, file_actions=actions, setsid=True)
         self._pidfd = os.pidfd_open(self.pid)
 
     def losses(self) -> list[list[str]]:
-        """What each rank has printed so far, whole lines only."""
+        """Return what each rank has printed so far, complete lines only."""
         return [_lines(f"{self._path}.{rank}") for rank in range(RANKS)]
 
     def wait_for_steps(self, count: int, within_s: float) -> None:
-        """Until all ranks have made so many steps. Raises MoveFailed."""
+        """Wait until all ranks have made that many steps. Raises MoveFailed."""
         until = monotonic() + within_s
         while min(map(len, self.losses())) < count:
             self._hold_descendants()
@@ -109,7 +109,7 @@ class Ranks:
         return min(map(len, self.losses()))
 
     def last_words(self) -> str:
-        """The last line that says something."""
+        """Return the last line with content."""
         try:
             with open(self._log, "rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
@@ -120,13 +120,13 @@ class Ranks:
         return (errors or lines or ["it said nothing"])[-1].strip()
 
     def _has_ended(self) -> bool:
-        """Whether the launcher has; waits a moment for it."""
+        """Return True if the launcher has ended; waits a moment for it."""
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         return bool(poll.poll(_POLL_INTERVAL_MS))
 
     def _hold_descendants(self) -> None:
-        """Open what the launcher has started, so that `close` ends those very processes."""
+        """Open pidfds of the launcher's descendants, so that `close` kills no other processes."""
         parents = [self.pid]
         for parent in parents:
             for pid in children_of(parent):
@@ -139,7 +139,7 @@ class Ranks:
                             os.close(self._below.pop(pid))
 
     def close(self) -> None:
-        """Kill what is left of it. torchrun gives each rank a session of its own."""
+        """Kill the rest of it. torchrun gives each rank a session of its own."""
         os.killpg(self.pid, signal.SIGSTOP)  # it starts nothing meanwhile; its pid is kept until it is waited for
         self._hold_descendants()
         os.killpg(self.pid, signal.SIGKILL)
@@ -196,7 +196,7 @@ class _Trial:
         self.losses = 0
 
     def run(self) -> Proof:
-        """Have the daemon keep a verdict. Raises HegmError where there is none."""
+        """Run the trial and let the daemon store the verdict. Raises HegmError without one."""
         environ = dict(self._environ)
         prepare(environ, self._connection.endpoint.path, "doctor-nccl", None)
         with ExitStack() as held:
@@ -219,7 +219,7 @@ class _Trial:
         return self._connection.call(EndProof(proof=proof), Proof)
 
     def _find_ranks(self, run: str) -> list[int]:
-        """The pids of the ranks, in their order, once the daemon has seen all on a GPU."""
+        """Return the pids of the ranks in order, once the daemon has seen all on a GPU."""
         until = monotonic() + READY_WITHIN_S
         while monotonic() < until:
             agents = {one.pid: one.agent for one in self._connection.processes().processes if one.gpus and one.agent}
@@ -230,7 +230,7 @@ class _Trial:
         raise HegmError(EXTERNAL, f"the daemon saw no agent in the job within {READY_WITHIN_S:g} s", "hegmctl doctor")
 
     def _go_round(self, job: Ranks) -> None:
-        """The whole cycle. Raises MoveFailed for what is not as it has to be, and HegmError for a refusal."""
+        """Run the whole cycle. Raises MoveFailed for a wrong result, and HegmError for a refusal."""
         first, (one, other) = job.pids[0], self._gpus
         if self._places(job) != [one, other]:  # simulated GPUs do not follow the variables of a driver
             self._operate(f"migrate to {one},{other}", job, first, to=f"{one},{other}")
@@ -293,7 +293,7 @@ class _Trial:
 
 
 def operation_of(what: str, ask: Callable[[Callable[[OperationProgress], object]], OperationReply]) -> Operation | None:
-    """The operation that was asked for. Raises MoveFailed if it failed, and HegmError if it never was tried."""
+    """Return the requested operation. Raises MoveFailed if it failed, and HegmError if it was refused."""
     begun: list[OperationProgress] = []
     try:
         return ask(begun.append).operation
@@ -312,7 +312,7 @@ def compare(moved: Sequence[Sequence[str]], expected: Sequence[Sequence[str]], c
 
 
 def _two_gpus(connection: Connection, asked: Sequence[str]) -> list[Gpu]:
-    """The GPUs that were named, or two of one chip that no process uses. Raises HegmError."""
+    """Return the named GPUs, or two unused ones of one chip. Raises HegmError."""
     known = {gpu.id: gpu for gpu in connection.gpus().gpus}
     if asked:
         visible(asked, list(known.values()))  # it knows what to say of names that are none
@@ -334,7 +334,7 @@ def _two_gpus(connection: Connection, asked: Sequence[str]) -> list[Gpu]:
 
 
 def _python(named: str | None) -> str:
-    """The Python that has the PyTorch to be tried. Raises NOT_FOUND."""
+    """Return the Python with the PyTorch to try. Raises NOT_FOUND."""
     if named is not None:
         found = which(named)
     else:

@@ -22,7 +22,7 @@ _WIDE = 256
 
 
 def train(steps: int, path: str) -> None:
-    """Train until the end that was asked for; both ranks end after the same step."""
+    """Train until the requested end; both ranks end after the same step."""
     torch: Any = import_module("torch")
     distributed: Any = import_module("torch.distributed")
     rank, on_gpu = int(os.environ["RANK"]), torch.cuda.is_available()
@@ -58,7 +58,7 @@ def train(steps: int, path: str) -> None:
 
 
 def _batches(rank: int) -> Any:
-    """The same rows again and again, from a loader, whose batches are the boundaries."""
+    """Yield the same rows again and again, from a loader, whose batches are the boundaries."""
     torch: Any = import_module("torch")
     data: Any = import_module("torch.utils.data")
     rows = torch.randn(512, _WIDE, generator=torch.Generator().manual_seed(100 + rank))

@@ -1,8 +1,7 @@
-"""The doctor without a daemon: the daemon's own program makes the checks, with the rights of whoever asked.
+"""The doctor without a daemon: runs hegmd's own checks with the caller's rights.
 
-It is run and not imported, because it brings the whole of the daemon along, and because then its lines can be shown as
-they come. The only program that hegmctl runs; the daemon's door to other programs (hegmd/system/programs.py) belongs to
-the daemon and its event loop.
+Runs hegmd as a program, because importing it would load the whole daemon, and because its lines can be shown as they
+come. This is the only program that hegmctl runs; the daemon runs others through hegmd/system/programs.py.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ _TAIL_BYTES = 2000
 
 
 def doctor_command() -> list[str]:
-    """The program of this very installation, isolated from the caller's Python if we are."""
+    """Return the doctor's command of this installation, isolated from the user's Python if this process is."""
     return [sys.executable, *(["-I"] if sys.flags.isolated else []), "-m", "hegmd", "--doctor"]
 
 
 def check_here(on_check: Callable[[Check], object], argv: Sequence[str] = ()) -> None:
-    """Run the checks and hand each on as soon as it is made. Raises HegmError if they cannot be run."""
+    """Run the checks and pass each to `on_check` as soon as it is made. Raises HegmError if they cannot be run."""
     argv = list(argv) or doctor_command()
     read_end, write_end = os.pipe()
-    # What it says besides is kept in memory and shown only if it fails: a pipe that nobody reads could fill up.
+    # Its standard error is kept in memory and shown only after a failure: a pipe that is not read could fill up.
     said = os.memfd_create("doctor")
     try:
         actions = [(os.POSIX_SPAWN_DUP2, write_end, 1), (os.POSIX_SPAWN_DUP2, said, 2)]
@@ -82,7 +81,7 @@ def _check_in(line: str, argv: Sequence[str]) -> Check:
         return Check.from_plain(json.loads(line), "check")
     except (ValueError, BadValue) as error:
         raise ExternalError(
-            f"hegmd said what is not a check: {error}",
+            f"hegmd printed an invalid check: {error}",
             "bring hegmctl and hegmd to the same release",
             argv=argv,
             status=None,

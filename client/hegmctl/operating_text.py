@@ -1,4 +1,4 @@
-"""Operations as text: a bar while one is under way, a sentence when it has ended, plans, lists and stories."""
+"""Operations as text: a progress bar, a sentence about the result, plans, lists and histories."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 BAR_COLUMNS = 24
 _MOVING = ("reading", "offloading", "handing", "spilling", "reloading", "sealing")
-# Where an operation stays until something else is asked: what it was asked for has come.
+# The phases in which an operation has reached its goal and waits for another request.
 AT_REST = ("suspended", "holding")
 _OVER = ("done", "suspended", "rolled-back", "lost")
 _ONLY_A_PLAN = "nothing was changed: this is only the plan"
@@ -28,19 +28,21 @@ _STATES = {
     "gone": "has ended",
     "lost": "has ended while its bytes were offloaded",
 }
-# While one is sealed the job goes on, and most of an image is still to be written; a restored one has just begun.
+# The bar treats these phases as others. While an image is sealed the job continues, and most of it is still to be
+# written. A restored job has just started.
 _LIKE = {"sealing": "tidying", "suspended": "planned"}
-# Of a restart, from where its state is saved; most of its time is for the process that comes.
+# The part of the bar where a restart saves its state, and the part of each step after that: the new process takes most
+# of the time.
 _RESTART_FROM, _RESTART_STEP = 0.4, 0.09
 
 
 def _words(phase: str) -> str:
-    """A phase as people read it."""
+    """Return the phase without hyphens."""
     return phase.replace("-", " ")
 
 
 def progress_text(progress: OperationProgress, style: Style) -> list[str]:
-    """One line: what is done now, how far it is, and the bytes of it; or what it waits for, without colours."""
+    """Return one line: the current step with its progress and bytes; or what it waits for, without colours."""
     phase = progress.phase
     if progress.waits is not None:
         waits = f"{_words(phase)} waits: {progress.waits.why}; next: {progress.waits.next}"
@@ -59,19 +61,19 @@ def progress_text(progress: OperationProgress, style: Style) -> list[str]:
 
 
 def _bar(progress: OperationProgress, share: float, what: str, style: Style) -> str:
-    full = BAR_COLUMNS if share >= 1 else min(round(share * BAR_COLUMNS), BAR_COLUMNS - 1)  # full only at the end
+    full = BAR_COLUMNS if share >= 1 else min(round(share * BAR_COLUMNS), BAR_COLUMNS - 1)  # full at the end only
     bar = "#" * full + "." * (BAR_COLUMNS - full)
-    name = f"operation {printable(progress.id)}  " if progress.id else ""  # nothing is begun by a dry run
+    name = f"operation {printable(progress.id)}  " if progress.id else ""  # a dry run has no operation
     return f"{name}[{style.paint(bar, 'cyan')}]  {printable(what)}"
 
 
 def operation_text(reply: OperationReply, style: Style) -> list[str]:
-    """How one ended, or that it is under way."""
+    """Return the result of the operation, or its current state."""
     return [] if reply.operation is None else outcome(reply.operation, style)
 
 
 def outcome(operation: Operation, style: Style) -> list[str]:
-    """How it ended or how it is, in one line; and, of one that failed or waits for a person, why and what to do."""
+    """Return the result or the state in one line. After a failure or while a person has to act: why, and what to do."""
     pids = ", ".join(str(process.pid) for process in operation.processes)
     phase = style.paint(printable(_words(operation.phase)), _COLOURS.get(operation.phase, "cyan"))
     kind = printable(operation.kind)
@@ -96,10 +98,10 @@ def outcome(operation: Operation, style: Style) -> list[str]:
 
 
 def _figures(operation: Operation) -> str:
-    # The downtime of a job from an image would count the time when there was no process.
+    # The downtime of a job from an image would include the time without a process.
     has_downtime = operation.downtime_s is not None and operation.kind != "restore"
     downtime = f"downtime {operation.downtime_s:.3f} s" if has_downtime else ""
-    # Only of an image is much done beside the job.
+    # Only images take much time while the job runs.
     is_telling = operation.kind in ("checkpoint", "restore") and operation.took_s is not None
     took = f"{operation.took_s:.1f} s in all" if is_telling else ""
     where = _journeys(operation)
@@ -109,7 +111,7 @@ def _figures(operation: Operation) -> str:
 
 
 def _kept(operation: Operation) -> str:
-    """What processes that keep their CUDA contexts have on their GPUs while they are suspended; empty if none does."""
+    """Return what suspended processes with CUDA contexts keep on their GPUs; empty if none does."""
     kept = [process for process in operation.processes if process.stays_bytes]
     if operation.phase != "suspended" or not kept:
         return ""
@@ -118,13 +120,13 @@ def _kept(operation: Operation) -> str:
 
 
 def _journeys(operation: Operation) -> str:
-    """Where the processes are and where they go, or what became of them; each way once."""
+    """Return the sources and targets of the processes, or what became of them; each pair once."""
     found = dict.fromkeys(_journey(operation, process) for process in operation.processes)
     return printable(", ".join(found))
 
 
 def _journey(operation: Operation, process: OperationProcess) -> str:
-    """From where to where; the pool is where the bytes of a process are that is on no GPU."""
+    """Return source and target. The pool is the place of a process that is on no GPU."""
     if process.state in ("gone", "lost"):
         return "ended" if process.state == "gone" else "lost"
     here, began = process.gpu or "pool", process.began_on
@@ -137,7 +139,7 @@ def _journey(operation: Operation, process: OperationProcess) -> str:
 
 
 def plan_text(reply: OperationReply, style: Style) -> list[str]:
-    """What would be done."""
+    """Return the plan."""
     return [] if reply.plan is None else [*_plan(reply.plan, style), _ONLY_A_PLAN]
 
 
@@ -181,7 +183,7 @@ def _plan(plan: Plan, style: Style) -> list[str]:
 
 
 def _estimate(plan: Plan) -> str:
-    """How long it would take, in the words that fit what becomes of the job."""
+    """Return the estimated time, worded for what happens to the job."""
     of_image = "" if plan.image_s is None else f", {plan.image_s:.1f} s of it for the image"
     if plan.kind == "restore":
         return f"the job would train again after about {plan.estimate_s:.1f} s{of_image}"
@@ -196,7 +198,7 @@ def _paragraph(text: str, style: Style) -> list[str]:
 
 
 def drained_text(reply: Drained, style: Style) -> list[str]:
-    """What became of each job, and a summary."""
+    """Return the result for each job, and a summary."""
     lines = [*_plans(reply, style), *_outcomes(reply, style)]
     if not (reply.plans or reply.operations or reply.left):
         return ["there is no process on it to move"]
@@ -211,7 +213,7 @@ def drained_text(reply: Drained, style: Style) -> list[str]:
 
 
 def swapped_text(reply: Drained, style: Style) -> list[str]:
-    """The steps, and whether the two have changed places."""
+    """Return the steps, and whether the jobs have exchanged their GPUs."""
     if reply.plans:
         return [*_plans(reply, style), _ONLY_A_PLAN]
     moved, under_way, failed = _counts(reply)
@@ -239,7 +241,7 @@ def _outcomes(reply: Drained, style: Style) -> list[str]:
 
 
 def _which(reply: Drained) -> str:
-    """The operations that were carried out."""
+    """Return the ids of the operations."""
     ids = [printable(operation.id) for operation in reply.operations]
     return f"operation {ids[0]}" if len(ids) == 1 else f"operations {', '.join(ids)}"
 
@@ -253,14 +255,14 @@ def _journeys_of(reply: Drained) -> list[str]:
 
 
 def _counts(reply: Drained) -> tuple[int, int, int]:
-    """How many have got to what was asked, are under way, and have failed."""
+    """Return how many operations have reached their goal, are under way, and have failed."""
     failed = sum(operation.failure is not None for operation in reply.operations)
     over = sum(operation.failure is None and operation.phase in _OVER for operation in reply.operations)
     return over, len(reply.operations) - over - failed, failed
 
 
 def cancelled_text(reply: OperationReply, style: Style) -> list[str]:
-    """That it is on its way back."""
+    """Say that the operation is rolled back."""
     operation = reply.operation
     if operation is None:
         return []
@@ -268,13 +270,13 @@ def cancelled_text(reply: OperationReply, style: Style) -> list[str]:
 
 
 def given_up_text(reply: OperationReply, style: Style) -> list[str]:
-    """That nobody can go on from its state any more."""
+    """Say that the state was dropped."""
     operation = reply.operation
     return [] if operation is None else [f"the state of operation {printable(operation.id)} is dropped"]
 
 
 def operations_text(reply: OperationsReply, style: Style) -> list[str]:
-    """The table of `hegmctl ops`."""
+    """Return the table of `hegmctl ops`."""
     orphans = ["", *orphans_lines(reply.orphans, style)] if reply.orphans else []
     if not reply.operations:
         return ["There was no operation on this node.", *orphans]
@@ -299,7 +301,7 @@ def operations_text(reply: OperationsReply, style: Style) -> list[str]:
 
 
 def _waits(reply: OperationsReply, style: Style) -> list[str]:
-    """What operations wait for, the command in a line of its own, to be copied."""
+    """Return what operations wait for, each command on its own line for copying."""
     lines: list[str] = []
     for operation in reply.operations:
         if operation.waits is not None:
@@ -335,7 +337,7 @@ def _process(operation: Operation, process: OperationProcess) -> str:
 
 
 def story_text(reply: StoryReply, style: Style) -> list[str]:
-    """One operation and what happened to it."""
+    """Return one operation and its history."""
     operation = reply.operation
     lines = outcome(operation, style)
     if len(operation.processes) > 1:
@@ -353,14 +355,14 @@ def story_text(reply: StoryReply, style: Style) -> list[str]:
 
 
 def orphans_text(reply: OrphansReply, style: Style) -> list[str]:
-    """All of `hegmctl adopt`."""
+    """Return the output of `hegmctl adopt` without arguments."""
     if not reply.orphans:
         return ["There are no orphans."]
     return orphans_lines(reply.orphans, style)
 
 
 def orphans_lines(orphans: tuple[Orphan, ...], style: Style) -> list[str]:
-    """A paragraph for each, the command in a line of its own, to be copied."""
+    """Return a paragraph for each orphan, its command on its own line for copying."""
     lines = [style.paint("Needs your attention:", "yellow")]
     for orphan in orphans:
         size = UNKNOWN if orphan.size_bytes is None else binary_size(orphan.size_bytes)

@@ -1,7 +1,7 @@
-"""Where answers go: text for a terminal or a pipe, or JSON. One interface, chosen once, in `cli`.
+"""Where answers go: text for a terminal or a pipe, or JSON. `cli` chooses the sink once.
 
-Standard output carries answers and nothing else. What is said about them (notes, errors) goes to standard error. A
-command hands over a record and the function that writes it as text; it never asks which of the two is wanted.
+Standard output carries answers only; notes and errors go to standard error. A command passes a record and its renderer,
+and never asks which form is wanted.
 """
 
 from __future__ import annotations
@@ -23,44 +23,45 @@ if TYPE_CHECKING:
     R = TypeVar("R", bound=Record)
 
 SCHEMA = 1
-# How often something that comes on is told of where nothing can be taken back: what is over sooner says only its end.
+# How often progress is reported on output that cannot be overwritten. A shorter operation reports its result only.
 TELL_EVERY_S = 5.0
 WIDTH_WITHOUT_A_TERMINAL = 80
 
 
 class Sink:
-    """What answers are given to."""
+    """The destination of answers."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet
 
     def answer(self, answer: R, view: Callable[[R, Style], list[str]]) -> None:
-        """The answer, whole."""
+        """Write a complete answer."""
         raise NotImplementedError
 
     def element(self, element: R, view: Callable[[R, Style], list[str]]) -> None:
-        """One of many, which is to be seen at once."""
+        """Write one of several answers, and flush it."""
         raise NotImplementedError
 
     def note(self, text: str) -> None:
-        """Something about the answer."""
+        """Write a note about the answer."""
         raise NotImplementedError
 
     def error(self, error: HegmError) -> None:
-        """Why there is no answer, or no more of it."""
+        """Write why there is no answer, or no more of it."""
         raise NotImplementedError
 
     def progress(self, progress: R, view: Callable[[R, Style], list[str]], *, at_once: bool = False) -> None:
-        """How something comes on; the next one takes its place. `at_once` is for what a person has to do something
-        about, where one that can be taken back by nothing would wait its turn."""
+        """Show progress. The next one overwrites it. `at_once`: do not wait for the next interval, because a person has
+        to act.
+        """
         raise NotImplementedError
 
     def end_progress(self) -> None:
-        """It does not come on any more: what stands there of it goes away."""
+        """Remove the progress from the screen."""
 
 
 class TextSink(Sink):
-    """Lines for people, and for the simpler kind of program."""
+    """Writes lines for people and for simple programs."""
 
     def __init__(
         self,
@@ -94,10 +95,10 @@ class TextSink(Sink):
         style = self._error_style
         several = _reasons(error)
         if len(several) > 1:
-            for message, hint in several:  # which hint belongs to which reason is to be seen
+            for message, hint in several:  # so that each hint is next to its reason
                 self._one_error(printable(message), printable(hint), style)
             return
-        # A message can have several lines (one for each mistake in a configuration); everything else is escaped.
+        # A message can have several lines, such as one for each mistake in a configuration. Everything else is escaped.
         message = "\n".join(printable(line) for line in error.message.splitlines())
         self._one_error(message, printable(error.hint), style)
 
@@ -114,9 +115,9 @@ class TextSink(Sink):
         columns = self._error_style.columns
         if columns is None:
             self._tell_now_and_then(progress, view, at_once=at_once)
-        elif not self.quiet:  # only a terminal can take back what it was told
+        elif not self.quiet:  # only a terminal can overwrite it
             text = " ".join(view(progress, self._error_style))
-            self._in_progress = True  # before it stands there: Ctrl-C may come at any moment
+            self._in_progress = True  # before the write: Ctrl-C can come at any moment
             fitting = text if "\x1b" in text else shortened(text, columns - 1, "")
             _write_error(f"\r{fitting}\x1b[K", end="")
 
@@ -137,7 +138,7 @@ class TextSink(Sink):
 
 
 class JsonSink(Sink):
-    """One document for each answer, one line for each element of a stream."""
+    """Writes one JSON document for each answer, and one line for each element of a stream."""
 
     def __init__(self, *, readable: bool = False, quiet: bool = False) -> None:
         super().__init__(quiet=quiet)
@@ -164,7 +165,7 @@ class JsonSink(Sink):
 
 
 def _reasons(error: HegmError) -> list[tuple[str, str]]:
-    """Message and hint of each reason, where an error has several."""
+    """Return message and hint of each reason of an error with several."""
     from hegmd.protocol.record import as_list, as_map
 
     told = [as_map(each) or {} for each in as_list(error.facts.get("reasons")) or ()]
@@ -172,26 +173,26 @@ def _reasons(error: HegmError) -> list[tuple[str, str]]:
 
 
 def error_plain(error: HegmError) -> dict[str, object]:
-    """An error as a map, in JSON and wherever else it is data."""
+    """Return an error as a map, for JSON and other data."""
     return {"code": error.code.name, "message": error.message, "hint": error.hint, "facts": error.facts}
 
 
 def escape_what_cannot_be_encoded() -> None:
-    """Have letters that the locale's encoding lacks written as escapes, instead of failing half way through."""
-    reconfigure = getattr(sys.stdout, "reconfigure", None)  # which what stands in for it may not have
+    """Escape characters that the locale's encoding lacks, instead of failing in the middle of the output."""
+    reconfigure = getattr(sys.stdout, "reconfigure", None)  # a replacement of sys.stdout may lack it
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")
 
 
 def sink_for(*, json: bool, quiet: bool, colour: bool | None) -> Sink:
-    """The sink for this process's standard output. `colour` is None where nobody said."""
+    """Return the sink for standard output. `colour` is None without an option."""
     if json:
         return JsonSink(readable=_is_terminal(sys.stdout), quiet=quiet)
     return TextSink(style_of(sys.stdout, colour, quiet=quiet), style_of(sys.stderr, colour), quiet=quiet)
 
 
 def style_of(stream: TextIO | None, colour: bool | None, *, quiet: bool = False) -> Style:
-    """What there is behind that stream. Without a terminal nothing has to fit."""
+    """Return the style of that stream. Without a terminal, lines have no limit."""
     terminal = _is_terminal(stream)
     if colour is None:
         colour = terminal and not is_dumb() and not os.environ.get("NO_COLOR")
@@ -203,7 +204,7 @@ def style_of(stream: TextIO | None, colour: bool | None, *, quiet: bool = False)
 
 
 def is_dumb() -> bool:
-    """Whether control sequences would be garbage on the terminal, by its own word."""
+    """Return True if TERM says that the terminal cannot handle control sequences."""
     return os.environ.get("TERM", "dumb") == "dumb"
 
 
@@ -223,13 +224,13 @@ def _terminal_size(stream: TextIO, environ: Mapping[str, str]) -> tuple[int, int
 
 
 def help_columns() -> int:
-    """How wide help may be."""
+    """Return the maximum width of help texts."""
     style = style_of(sys.stdout, None) if sys.stdout else PLAIN
     return style.paragraph_columns
 
 
 def write_lines(lines: list[str]) -> None:
-    """Lines to standard output. BrokenPipeError is let through: whoever reads has had enough."""
+    """Write lines to standard output. Raises BrokenPipeError if the reader has closed the pipe."""
     if not lines:
         return
     if sys.stdout is None:
@@ -243,7 +244,7 @@ def write_lines(lines: list[str]) -> None:
 
 
 def flush() -> None:
-    """Let go of what is written so far."""
+    """Flush standard output."""
     if sys.stdout is None:
         return
     try:
@@ -255,7 +256,7 @@ def flush() -> None:
 
 
 def _flush_if_possible() -> None:
-    """Let what was answered come before the error; where it cannot be written, that is the error, or a lesser one."""
+    """Flush the answer before an error is written. A failure of the flush itself is ignored."""
     try:
         flush()
     except HegmError:
@@ -267,10 +268,10 @@ def _unwritable(why: str) -> HegmError:
 
 
 def ask(question: str) -> str | None:
-    """What the person at the terminal answers; None if there is nobody to be asked."""
+    """Return the answer of the user at the terminal; None without a terminal."""
     if not (_is_terminal(sys.stderr) and _is_terminal(sys.stdin)):
         return None
-    try:  # from the first letter on: whoever sees the question may have no patience left
+    try:  # from the first character on: the user may interrupt at the question
         _write_error(question, end="")
         return sys.stdin.readline()
     except (OSError, KeyboardInterrupt):
@@ -295,10 +296,10 @@ def _write_error(text: str, end: str = "\n") -> None:
         sys.stderr.write(text + end)
         sys.stderr.flush()
     except OSError:
-        pass  # there is no third place to complain; the exit status still tells
+        pass  # there is no other place to report it; the exit status tells
 
 
 def _json(value: Mapping[str, object], indent: int | None = None) -> str:
-    import json  # 5 ms that only those pay who ask for it
+    import json  # the import takes 5 ms, which text output need not pay
 
     return json.dumps({"schema": SCHEMA, **value}, indent=indent, allow_nan=False)

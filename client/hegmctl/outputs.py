@@ -1,8 +1,7 @@
-"""Output files that are cut back to what they were when an image was made, and what was cut off of them.
+"""Truncates output files to their sizes in an image, and keeps the rest.
 
-The daemon can say that a file is too long only before a restore, and a restore can fail after that, so what is cut off
-is kept in a file beside until it is known that the job is back: only then is it of no use to anybody. Done with the
-rights of whoever asks, and never through a link.
+The daemon can report a file that has grown only before a restore, and the restore can fail after that. So the rest is
+kept in a file beside until the job is restored. Uses the caller's rights, and never follows a link.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _AT_ONCE_BYTES = 1 << 20
 
 
 class Cut:
-    """A file that is longer than it was, where the rest of it is kept, and how long it is with that."""
+    """A truncated file, its former size, and the file with its rest."""
 
     __slots__ = ("kept", "path", "size_bytes", "whole_bytes")
 
@@ -32,7 +31,7 @@ class Cut:
         self.kept = kept
 
     def cut(self) -> None:
-        """Have the file as it was then. Raises OSError."""
+        """Truncate the file. Raises OSError."""
         fd = _opened(self.path)
         try:
             os.ftruncate(fd, self.size_bytes)
@@ -40,7 +39,7 @@ class Cut:
             os.close(fd)
 
     def put_back(self) -> bool:
-        """Have the file as it was; false when it is not as it was left. Raises OSError."""
+        """Append the rest again. Returns False if the file has changed since. Raises OSError."""
         fd = _opened(self.path)
         try:
             now_bytes = os.fstat(fd).st_size
@@ -56,12 +55,13 @@ class Cut:
         return True
 
     def drop(self) -> None:
-        """The job is back, and writes it anew. Raises OSError."""
+        """Remove the rest: the job is restored, and writes it again. Raises OSError."""
         os.unlink(self.kept)
 
 
 def cut_back(grown: Iterable[object], done: list[Cut]) -> None:
-    """Cut those files to those sizes. `done` has each from before it is cut, for whoever is stopped in the middle.
+    """Truncate those files to those sizes. Each is added to `done` before it is truncated, so that an interrupt can
+    undo it.
 
     Raises HegmError.
     """
@@ -83,7 +83,9 @@ def cut_back(grown: Iterable[object], done: list[Cut]) -> None:
 
 
 def _kept(path: str, size_bytes: int) -> Cut | None:
-    """The file, its rest kept beside it and not cut yet; None when it is no longer than that. Raises OSError."""
+    """Keep the file's rest beside it, without truncating yet. Returns None if the file is not
+    longer. Raises OSError.
+    """
     fd = _opened(path)
     try:
         whole_bytes = os.fstat(fd).st_size
@@ -106,10 +108,10 @@ def _kept(path: str, size_bytes: int) -> Cut | None:
 
 
 def _opened(path: str) -> int:
-    """The very file of that path. Raises OSError.
+    """Open the file of that path, and no link to another one. Raises OSError.
 
-    The path is the file's own, without a link on the way: what a link leads to now was never the job's, and whoever
-    restores another's image could write there where that one cannot.
+    The path is the file's own path without links: the target of a link was not the job's file, and whoever prepared the
+    link could make the caller write to a file of the caller.
     """
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if os.readlink(f"/proc/self/fd/{fd}") != path:

@@ -1,9 +1,9 @@
-"""Being the parent of one command: it is started, hears what its parent is told, and is waited for.
+"""Runs one command as its child: starts it, passes signals on to it, and waits for it.
 
-All signals are blocked here and taken one at a time, with who sent them: what a terminal sends goes to its whole
-foreground group, so the command has it already, and only what was sent to this process by another one is passed on.
-Parent and command stay in one process group for that reason: the terminal, job control and pipelines are as without
-the parent. Nothing ends with the parent: who kills it leaves the command running.
+All signals are blocked and handled one at a time, with their sender. A terminal sends signals to its whole foreground
+group, so the command has those already; only signals that another process sent to this one are passed on. Parent and
+command stay in one process group for that reason: terminal, job control and pipelines work as without the parent. If
+the parent is killed, the command keeps running.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 _SHELL = "/bin/sh"
 # What a timer tells from none at all.
 _MIN_S = 0.001
-# Those that stop a process, which its shell is to see, and those that a fault of its own raises.
+# Signals that stop a process, which its shell has to notice, and those that the process's own faults raise.
 STOPS = frozenset((signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU))
 _FAULTS = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS))
 ENDS = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT))
-# Python ignores these for itself, and what is ignored stays so across an exec.
+# Python ignores these signals, and ignored signals stay ignored across an exec.
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 class Signal:
-    """One that came: which, and whether a process sent it to this one, or the kernel, as for a terminal."""
+    """A received signal, and whether a process sent it or the kernel, as for a terminal."""
 
     __slots__ = ("number", "was_sent")
 
@@ -42,9 +42,9 @@ class Signal:
 
 
 class Signals:
-    """All of them, blocked for as long as this is entered, and taken by `next`. For a process with one thread.
+    """Blocks all signals while entered; `next` returns them. For a process with one thread.
 
-    What is started here ignores `ignores`; blocked, they come here all the same.
+    Started commands ignore the signals in `ignores`; they are blocked here and returned all the same.
     """
 
     def __init__(self, ignores: Sequence[signal.Signals] = ()) -> None:
@@ -60,13 +60,13 @@ class Signals:
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        # What has come for the desk or of the timer and was not read any more would end this process: nobody waits now.
+        # A pending SIGIO or SIGALRM would end this process now.
         for number in (signal.SIGIO, signal.SIGALRM):
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, self.before)
 
     def next(self, within_s: float | None) -> Signal | None:
-        """The next one that came; None when none did in that time."""
+        """Return the next signal; None if none came within that time."""
         if within_s is None or within_s > 0:
             found: signal.struct_siginfo | None = self._waited_for(0.0 if within_s is None else max(within_s, _MIN_S))
         else:
@@ -76,10 +76,9 @@ class Signals:
         return None if came is not None and came.number == signal.SIGALRM and not came.was_sent else came
 
     def _waited_for(self, within_s: float) -> signal.struct_siginfo:
-        """The next one, which SIGALRM is once that time is over; 0 is none.
+        """Return the next signal. After that time it is SIGALRM; 0 waits without a limit.
 
-        Not by sigtimedwait, which gives what nobody has filled in where its time passes while it is stopped (CPython
-        3.11).
+        Does not use sigtimedwait, which returns garbage if its time passes while the process is stopped (CPython 3.11).
         """
         signal.setitimer(signal.ITIMER_REAL, within_s)
         try:
@@ -89,13 +88,13 @@ class Signals:
 
 
 class Child:
-    """A process that was started and is waited for here."""
+    """A process that was started and is waited for."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
 
     def pass_on(self, number: int) -> None:
-        """Send it that signal. Its number cannot be another's: it is not reaped before it is forgotten here."""
+        """Send it that signal. Its pid cannot be reused: it is not reaped before it is forgotten here."""
         try:
             os.kill(self.pid, number)
         except (ProcessLookupError, PermissionError):
@@ -105,7 +104,7 @@ class Child:
 def start(
     command: Sequence[str], environ: Mapping[str, str], *, mask: set[signal.Signals], keep: Sequence[int] = ()
 ) -> Child:
-    """Start the command with these signals blocked, and those descriptors left open in it. Raises HegmError."""
+    """Start the command with these signals blocked, and with those descriptors open. Raises HegmError."""
     number = ENOENT
     for fd in keep:
         os.set_inheritable(fd, True)
@@ -129,9 +128,9 @@ def _spawn(path: str, words: list[str], environ: Mapping[str, str], mask: set[si
 
 
 def reap(child: Child | None, ended: Callable[[int], object]) -> None:
-    """Take up whoever has ended: as the first process of a container, others than the child too.
+    """Reap all children that have ended: as a container's first process also others than the child.
 
-    `ended` is told the child's exit status, or minus the signal that ended it.
+    `ended` gets the child's exit status, or minus the signal that ended it.
     """
     while True:
         try:
@@ -145,7 +144,7 @@ def reap(child: Child | None, ended: Callable[[int], object]) -> None:
 
 
 def stop_as_told(number: int) -> None:
-    """Do what that signal does by default: stop, for a shell to see; or nothing, where no shell would ever go on."""
+    """Do what the signal does by default: stop, for a shell to notice; or nothing, if no shell would continue it."""
     os.kill(os.getpid(), number)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     signal.pthread_sigmask(signal.SIG_BLOCK, {number})

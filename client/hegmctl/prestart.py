@@ -1,12 +1,12 @@
-"""The next process of a restart, started before its turn: it imports what takes long, and waits for a word from here.
+"""Prestarts the next process of a restart: it imports what takes long, and waits for its turn.
 
-One that was started long before anybody knew of what, `kept`, is asked once more when it is: whether all that it has is
-still so on disk, and for what the training has imported since. What of its environment is not as it will be, it can
-still be given, as far as it says that nothing in it has read that yet.
+A process that was prestarted before its restart was known (`kept`) is asked again then: whether its modules are still
+the same on disk, and to import what the training has imported since. Environment variables that have changed can still
+be set, if the process reports that nothing in it has read them.
 
-It is no job and no child that the supervisor speaks of until its turn: no signal is passed on to it, and its end is
-nobody's. Who lets go of the pair of sockets ends it, so that it ends with this process as well. Only an installation
-whose agent knows of such a start is trusted with one: any other would run the script at once.
+Until its turn it is not part of the job: no signal is passed on to it, and its exit does not matter. It ends when the
+socket pair is closed, so it ends with this process too. It is only started if the installation's agent supports it: an
+older one would run the script at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OPERATION = "HEGM_RESTART"
 LINE_FD = "HEGM_RANK_FD"
 _OF_ONE_START = frozenset((STATE, STATE_FD, LOCK_FD, STATES, OPERATION, LINE_FD, "RANK", "LOCAL_RANK"))
 _DESCRIPTORS = (STATE_FD, LOCK_FD, LINE_FD)
-# As long as PyTorch takes to be imported from a slow disk; from then on it is not waited for.
+# As long as importing PyTorch takes from a slow disk. After that a start does not wait for it.
 IMPORTS_WITHIN_S = 30.0
 _MAX_BYTES = 1024
 # What all of them report as unread; see `unread` in hegmd/agent/standby.py.
@@ -47,7 +47,7 @@ _MESSAGE_BYTES = 1 << 20
 
 
 class Beforehand:
-    """What is to be made ready: the start that is expected, but for its state, and what to import for it."""
+    """What to prestart: the expected start without its state, and what to import for it."""
 
     __slots__ = ("command", "environ", "imports", "path")
 
@@ -61,19 +61,19 @@ class Beforehand:
 
 
 def plain_surroundings(environ: Mapping[str, str]) -> dict[str, str]:
-    """That environment without what belongs to one start."""
+    """Return that environment without the variables of one start."""
     return {name: value for name, value in environ.items() if name not in _OF_ONE_START}
 
 
 class Readied:
-    """One such process. Raises HegmError and OSError where there can be none."""
+    """A prestarted process. Raises HegmError and OSError if there can be none."""
 
     def __init__(self, what: Beforehand, mask: set[signal.Signals]) -> None:
         self.what = what
-        #: Whether it was there before what it is for now was known, and has not said yet that it is ready for that.
+        #: True if it was started for another purpose, and has not reported yet that it is ready for this one.
         self.is_kept = False
         self._began = what.environ
-        #: While it imports for the first time it is not known what that reads.
+        #: During its first import it is unknown what it reads.
         self._unread = _MAY_BE_UNREAD
         self._is_ready = self._is_settled = False
         self._deadline = monotonic() + IMPORTS_WITHIN_S
@@ -97,7 +97,7 @@ class Readied:
         self._pidfd = os.pidfd_open(self.pid)
 
     def look(self) -> bool:
-        """Read what it has said; whether it has just become ready, or never will be, or is no more."""
+        """Read its messages. Returns True if it has just become ready, or never will, or has ended."""
         said = b"" if self._line is None else _received(self._line)
         if said is None:
             return False
@@ -112,7 +112,7 @@ class Readied:
         return is_news
 
     def is_to_serve(self, what: Beforehand) -> bool:
-        """Have it be for that start; False where it is not fit for it. Whether it is ready then, `look` tells anew."""
+        """Use it for that start; False if it does not fit. `look` then tells again whether it is ready."""
         if self._line is None or not self._fits(what.command, what.environ):
             return False
         before, self.what, self.is_kept = self.what, what, True
@@ -129,16 +129,16 @@ class Readied:
 
     @property
     def waits(self) -> bool:
-        """Whether it has imported all, and waits for its turn."""
+        """Return True if it has imported everything and waits for its turn."""
         return self._is_ready and self._line is not None
 
     def awaited_until(self, command: Sequence[str], environ: Mapping[str, str]) -> float | None:
-        """The monotonic instant until which that start is to wait for it; None where it is not to."""
+        """Return the monotonic instant until which that start has to wait for it; None if it need not."""
         is_it = self._line is not None and not self._is_ready and self._fits(command, environ)
         return self._deadline if is_it and monotonic() < self._deadline else None
 
     def go_on_as(self, command: Sequence[str], environ: Mapping[str, str]) -> int | None:
-        """Give it its turn as that start; its pid, or None where it cannot have it, and is ended."""
+        """Give it its turn as that start. Returns its pid, or None if it cannot; then it is ended."""
         self.look()
         line, self._line = self._line, None
         if line is None:
@@ -156,7 +156,7 @@ class Readied:
         return None
 
     def end(self) -> None:
-        """Have it end, quietly. Twice is fine."""
+        """End it quietly. Calling it twice is fine."""
         line, self._line = self._line, None
         if line is not None:
             line.close()
@@ -167,7 +167,7 @@ class Readied:
         return is_it and _differing(self._began, plain_surroundings(environ)) <= self._unread
 
     def _kill(self) -> None:
-        """It is not waited for: in a call of the kernel that hangs it ends at some time, and is taken up then."""
+        """Kill it without waiting: if it hangs in the kernel it ends later, and is reaped then."""
         with suppress(ProcessLookupError, PermissionError):  # it may have become another user
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         with suppress(ChildProcessError):  # it was taken up with others that have ended
@@ -176,7 +176,7 @@ class Readied:
 
 
 def make_ready(what: Beforehand, mask: set[signal.Signals]) -> Readied | None:
-    """Start it, with these signals blocked; None where there can be none, which its own start will tell of."""
+    """Start it with these signals blocked. Returns None if there can be none; the job's own start then reports why."""
     try:
         return Readied(what, mask)
     except (HegmError, OSError):
@@ -184,7 +184,7 @@ def make_ready(what: Beforehand, mask: set[signal.Signals]) -> Readied | None:
 
 
 def _require_agent(environ: Mapping[str, str]) -> None:
-    """See that its Python comes by an agent that waits. Raises OSError."""
+    """Check that its Python gets an agent that can wait. Raises OSError."""
     inject = environ.get("PYTHONPATH", "").partition(os.pathsep)[0]
     with open(os.path.join(inject, "sitecustomize.py"), encoding="utf-8") as file:
         if READY_FD not in file.read():
@@ -196,7 +196,7 @@ def _message(what: bytes, words: Sequence[str]) -> bytes:
 
 
 def _received(line: socket.socket) -> bytes | None:
-    """What has come; None where nothing has yet, and nothing at all where the other end is gone."""
+    """Return what has come; None if nothing has, and nothing at all if the other end is closed."""
     try:
         return line.recv(_MAX_BYTES)
     except BlockingIOError:
@@ -210,7 +210,7 @@ def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> set[str]:
 
 
 def _send_turn(line: socket.socket, began: Mapping[str, str], environ: Mapping[str, str]) -> None:
-    """What it lacks of that environment: descriptors, which come along, then values, and names without one."""
+    """Send what it lacks of that environment: descriptors, which come along, then values, and names to remove."""
     names = [name for name in _DESCRIPTORS if name in environ]
     rest = sorted(name for name in _OF_ONE_START.difference(_DESCRIPTORS) if name in environ)
     changed = sorted(_differing(began, plain_surroundings(environ)))

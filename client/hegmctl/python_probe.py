@@ -1,7 +1,7 @@
-"""Asking a program which Python it is, before a job is started with it: as this user, and as the job would start it.
+"""Asks a program which Python it is, before a job is started with it: as this user, in the job's environment.
 
-Nothing is waited for: what it says, and its end, come as signals to this process, which looks at it again then. It is
-ended once its time is over, or nobody wants to know any more.
+Never waits: its output and its exit raise signals in this process, which checks it then. It is ended when its time is
+over, or when the answer is no longer needed.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Said:
 
 
 class Probe:
-    """One program that is asked. `number` is what the answer is wanted for."""
+    """One program that is asked. `number` identifies the order that needs the answer."""
 
     def __init__(self, number: int, python: str, environ: Mapping[str, str], now: float) -> None:
-        """Raises NoPython where it cannot be started at all."""
+        """Raises NoPython if it cannot be started."""
         self.number = number
         self.deadline = now + WITHIN_S
         self._said = b""
@@ -72,7 +72,7 @@ class Probe:
             os.close(theirs)
 
     def look(self, now: float) -> Said | None:
-        """What has come of it; None before that."""
+        """Return its answer; None while there is none."""
         try:
             while said := os.read(self._output, 4096):
                 self._said = (self._said + said)[-_MAX_BYTES:]
@@ -87,27 +87,27 @@ class Probe:
         return Said(f"asked for its version, it says {last}", is_python=False)
 
     def close(self) -> None:
-        """End it, if it has not ended, and take up its end, if nobody has."""
+        """End it if it still runs, and reap it."""
         os.close(self._output)
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        with suppress(ChildProcessError):  # one that the kernel lets go of later is taken up like any other child
+        with suppress(ChildProcessError):  # one that hangs in the kernel is reaped later like any other child
             os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
         os.close(self._pidfd)
 
 
 class Probes:
-    """Those that are asked now, each for a number by which its answer is wanted. Closing twice is fine."""
+    """The programs that are asked now, each with the number of its order. Closing twice is fine."""
 
     def __init__(self) -> None:
         self._asked: list[Probe] = []
 
     def ask(self, number: int, python: str, environ: Mapping[str, str], now: float) -> None:
-        """Raises NoPython and OSError where it cannot be."""
+        """Ask a program. Raises NoPython and OSError."""
         self._asked.append(Probe(number, python, environ, now))
 
     def answers(self, now: float) -> Iterator[tuple[int, Said]]:
-        """What has come of those that are through, each once. Whoever is told may close all of them meanwhile."""
+        """Yield each answer once. The caller may close all probes meanwhile."""
         for probe in tuple(self._asked):
             said = probe.look(now) if probe in self._asked else None
             if said is not None:
@@ -117,7 +117,7 @@ class Probes:
 
     @property
     def deadline(self) -> float | None:
-        """When to look again at the latest."""
+        """Return when to check again at the latest."""
         return min([probe.deadline for probe in self._asked], default=None)
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class Probes:
 
 
 def _started(python: str, environ: Mapping[str, str], output: int) -> int:
-    """Its pid. Raises NoPython."""
+    """Start it and return its pid. Raises NoPython."""
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
         (os.POSIX_SPAWN_DUP2, output, 1),

@@ -1,4 +1,4 @@
-"""Numbers with units, as people write and read them. Programs get plain bytes and seconds instead."""
+"""Numbers with units for people. Programs get bytes and seconds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def binary_size(size_bytes: int) -> str:
 
 
 def used_of_total(used_bytes: int | None, total_bytes: int | None) -> str:
-    """Both in GiB, as `1.0/8.0 GiB`; the part that is not known is `-`."""
+    """Return both in GiB, such as `1.0/8.0 GiB`; an unknown part is `-`."""
     if used_bytes is None and total_bytes is None:
         return "-"
     used = "-" if used_bytes is None else f"{used_bytes / 1024**3:.1f}"
@@ -38,7 +38,7 @@ def parse_size(text: str) -> int:
     if unit not in _FACTORS or not (plain.isascii() and plain.isdigit()):
         raise ValueError(text)
     if "." not in digits:
-        return int(digits) * _FACTORS[unit]  # in whole numbers: a float would round large counts of bytes
+        return int(digits) * _FACTORS[unit]  # without a float, which would round large numbers of bytes
     return round(float(digits) * _FACTORS[unit])
 
 

@@ -1,10 +1,9 @@
-"""The states of several ranks, handed to each by a parent that is not their own.
+"""Gives the states of several ranks to each of them, from a process that is not their parent.
 
-A launcher such as torchrun starts its ranks without the descriptors that it has inherited itself. So a supervisor
-listens for as long as the launcher lives, at one abstract address for each rank, and whoever of this user connects is
-given that rank's state and the right to go on from it. Once the operation is over there is none any more, nor once all
-ranks have trained on while no daemon was there to say so, and whoever asks is told so: a launcher that starts its ranks
-again by itself later has them begin as they would without hegmd.
+A launcher such as torchrun starts its ranks without the descriptors that it inherited. So a supervisor listens at one
+abstract address for each rank as long as the launcher lives. A process of this user that connects gets that rank's
+state and the right to continue from it. Once the operation is over, or all ranks have trained on without a daemon, it
+is told that there is none: if the launcher restarts its ranks later by itself, they begin as they would without hegmd.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# What the agent of a rank reads: of how many ranks there are states, and the addresses without the rank's number.
+# For the agents of ranks: the number of ranks with states, and the addresses without the rank's number.
 STATES = "HEGM_STATES"
 STATE, OVER = b"state", b"over"
 _CREDENTIALS = struct.Struct("3i")
 
 
 class RankStates:
-    """One listening socket for each rank; `states` and `lock` are this object's from now on. Closing twice is fine.
+    """One listening socket for each rank. Owns `states` and `lock`. Closing twice is fine.
 
-    Who connects raises SIGIO in this process, and is served by the next `serve`. Raises OSError.
+    A connection raises SIGIO in this process, and the next `serve` handles it. Raises OSError.
     """
 
     def __init__(self, states: Mapping[int, int], lock: int) -> None:
@@ -47,24 +46,24 @@ class RankStates:
 
     @property
     def address(self) -> str:
-        """The value of STATES in the launcher's environment."""
+        """Return the value of STATES for the launcher's environment."""
         return f"{len(self._doors)}:{self._name}"
 
     @property
     def lock(self) -> int | None:
-        """The right to go on from them; None once they are over."""
+        """Return the right to continue from the states; None once they are over."""
         return self._lock
 
     @property
     def are_past(self) -> bool:
-        """Whether all ranks have noted that they have trained on from their states."""
+        """Return True if all ranks have noted that they have trained on from their states."""
         return self._lock is not None and claim_notes.is_past(self._lock, len(self._doors))
 
     def serve(self) -> None:
-        """Hand over to everybody who has connected, without waiting for anybody."""
+        """Serve all ranks that have connected, without waiting."""
         for rank, door in self._doors.items():
             while (connected := _next(door)) is not None:
-                with connected, suppress(OSError):  # who is gone by now has asked for nothing
+                with connected, suppress(OSError):  # the rank may be gone
                     self._hand_over(rank, connected)
 
     def _hand_over(self, rank: int, connected: socket.socket) -> None:
@@ -79,7 +78,7 @@ class RankStates:
             connected.sendmsg([STATE], rights, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 
     def end(self) -> None:
-        """Hand over nothing any more; who asks is told so."""
+        """Close the states; ranks that ask are told that there are none."""
         held, self._states = list(self._states.values()), {}
         held += [] if self._lock is None else [self._lock]
         self._lock = None
@@ -87,7 +86,7 @@ class RankStates:
             os.close(fd)
 
     def close(self) -> None:
-        """Be there for nobody any more: the launcher has ended."""
+        """Close everything: the launcher has ended."""
         self.end()
         for door in self._doors.values():
             door.close()
@@ -111,5 +110,5 @@ def _listening(address: str) -> socket.socket:
 def _next(door: socket.socket) -> socket.socket | None:
     try:
         return door.accept()[0]
-    except OSError:  # nobody is there, or has gone while coming
+    except OSError:  # no rank has connected, or it is gone again
         return None

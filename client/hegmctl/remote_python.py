@@ -41,9 +41,9 @@ class NoPython(Exception):
 
 
 class RemotePython:
-    """The runtime of a process, open for reading and writing. Raises HegmError for what is in the way.
+    """The runtime of a process, open for reading and writing. Raises HegmError if it cannot be opened.
 
-    As a context: leaving it closes the target's memory and changes nothing.
+    A context manager: leaving it closes the target's memory and changes nothing.
     """
 
     def __init__(self, pid: int) -> None:
@@ -71,11 +71,11 @@ class RemotePython:
 
     @property
     def is_known(self) -> bool:
-        """Whether this release of hegmctl knows the fields of that version."""
+        """Return True if this release of hegmctl knows the fields of that version."""
         return self.version in _SUPPORT_AT and self.is_final
 
     def is_enabled(self) -> bool:
-        """Whether that process lets others have it run scripts."""
+        """Return True if that process allows others to make it run scripts."""
         interpreter, _ = self._interpreter()
         enabled_at = interpreter + self._support()[2]
         return self._flag(enabled_at)
@@ -110,7 +110,7 @@ class RemotePython:
         return _SUPPORT.unpack(self._read(self._runtime + _SUPPORT_AT[self.version], _SUPPORT.size))
 
     def _interpreter(self) -> tuple[int, int]:
-        """The main interpreter, and the state of its main thread."""
+        """Return the main interpreter, and the state of its main thread."""
         interpreter = self._pointer(self._runtime + self._pointer(self._runtime + _INTERPRETERS_HEAD_AT))
         thread = interpreter and self._pointer(interpreter + self._pointer(self._runtime + _THREADS_MAIN_AT))
         if not thread:
@@ -118,14 +118,14 @@ class RemotePython:
         return interpreter, thread
 
     def _find_runtime(self) -> int:
-        """Where its runtime begins: at the cookie, in the writable part of a file that is mapped. Raises NoPython."""
+        """Return the address of its runtime: the cookie, in the writable part of a mapped file. Raises NoPython."""
         left_bytes = _MAX_SCANNED_BYTES
         for start, end in _writable_parts(self._pid):
             for at in range(start, min(end, start + left_bytes), _PIECE_BYTES):
                 size_bytes = min(_PIECE_BYTES, end - at)
                 try:
                     found = os.pread(self._memory, size_bytes, at).find(_COOKIE)
-                except OSError:  # a page that its file no longer has, or that a device gives nobody
+                except OSError:  # a page beyond the end of its file, or of a device
                     continue
                 # The name of the section is aligned, and another string with these letters need not be.
                 if found >= 0 and found % 8 == 0:
@@ -161,7 +161,7 @@ class RemotePython:
 
 
 def python_named_by(pid: int) -> str | None:
-    """The version of the Python that is mapped, by the name of its file, such as 3.11; None if there is none."""
+    """Return the version of the mapped Python from its file name, such as 3.11; None without one."""
     for name in mapped_names(pid):
         for prefix in ("libpython", "python"):
             rest = name.removeprefix(prefix)
@@ -172,7 +172,7 @@ def python_named_by(pid: int) -> str | None:
 
 
 def mapped_names(pid: int) -> Iterator[str]:
-    """The base names of the files that are mapped in that process, each once. Raises HegmError."""
+    """Yield the base names of the files mapped in that process, each once. Raises HegmError."""
     seen: set[str] = set()
     for line in _maps(pid):
         name = line.rpartition("/")[2].removesuffix(" (deleted)") if "/" in line else ""
@@ -182,7 +182,7 @@ def mapped_names(pid: int) -> Iterator[str]:
 
 
 def _writable_parts(pid: int) -> Iterator[tuple[int, int]]:
-    """The writable parts of the mapped files, those of Python first. A device's memory is never read."""
+    """Yield the writable parts of mapped files, those of Python first. Never those of a device."""
     parts: list[tuple[bool, int, int]] = []
     for line in _maps(pid):
         span, access, *rest = line.split(None, 5)
@@ -213,12 +213,12 @@ def _open_memory(pid: int) -> int:
 
 
 def gone(pid: int) -> HegmError:
-    """There is no such process."""
+    """Return the error for a missing process."""
     return HegmError(NOT_FOUND, f"there is no process {pid}", "list the processes: hegmctl ps", {"pid": pid})
 
 
 def not_permitted(pid: int) -> HegmError:
-    """The kernel keeps the caller from the memory of that process."""
+    """Return the error for a process whose memory the caller may not read."""
     try:
         with open("/proc/sys/kernel/yama/ptrace_scope", encoding="ascii") as file:
             scope = file.read().strip()

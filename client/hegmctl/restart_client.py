@@ -1,9 +1,9 @@
-"""The daemon's word on whether a supervised command is to be started again: a connection of its own that comes back.
+"""Asks the daemon whether a supervised command has to be started again, on a connection that is reestablished.
 
-Owns what is expected of the command, and how often it was tried to start it again; the state that it is started from is
-`held_state`'s. A restart is bounded: a start that ends before the daemon says that the training has passed a boundary
-was fruitless, and after a few of them the daemon is told, which has the job go on where it was, or gives it up with its
-state held. Longer than 400 lines because each end of the command is judged by all that the daemon has said before.
+Keeps what is expected of the command, and how often it was started; `held_state` has the state. Restarts are limited: a
+start that ends before the training has passed a boundary has failed. After a few failures the daemon is told, which
+lets the job continue where it was, or gives up and keeps its state. Longer than 400 lines because each exit of the
+command is judged by all earlier orders of the daemon.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 FIRST_PAUSE_S = 0.25
 MAX_PAUSE_S = 5.0
-# A training that has not come to its place by then is told of, once; it is waited for all the same.
+# A training that has not reached its place by then is reported once; the wait continues.
 LONG_S = 120.0
 SLOW_HINT = (
     "wait if it starts slowly; a process of another user or container has no agent, and starts from the beginning"
@@ -43,7 +43,7 @@ DAEMON_WITHIN_S = 600.0
 
 
 class DaemonDesk:
-    """What the daemon wants of one command. `say` takes a line for whoever watches."""
+    """What the daemon wants of one command. `say` writes a line for the user."""
 
     def __init__(  # noqa: PLR0913 - what the command line says, each named
         self,
@@ -76,7 +76,7 @@ class DaemonDesk:
         self._order: SupervisorOrder | None = None
         self._key = ""
         self._held = HeldState()
-        #: Who looks out for a process that would begin anew, and what it has found.
+        #: Finds processes that would begin anew; and the last finding.
         self._lookout = Lookout()
         self._found = ""
         self._tells_at: float | None = None
@@ -89,7 +89,7 @@ class DaemonDesk:
         self._give_up: GiveUp | None = None
         #: Programs that are asked which Python they are, once one was.
         self._probes: Probes | None = None
-        #: What start is expected, and of which operation; and what is to be kept ready while none is.
+        #: The expected start with its operation, and what to keep prestarted without one.
         self._expected: tuple[str, Beforehand] | None = None
         self._kept: Beforehand | None = None
         self._line: Line | None = None
@@ -116,14 +116,14 @@ class DaemonDesk:
         return min((look for look in looks if look is not None), default=None)
 
     def ended(self, status: int, *, told: int | None) -> bool:
-        """Whether a restart is expected, and nobody wanted the end of the command itself."""
+        """Return True if a restart is expected and no signal asked the command to end."""
         if self._falls(status, told):
             self._fall(status)
             return True
         expected = self._operation is not None and told is None
         was_started, self._started, self._pid = self._started, False, None
         is_past = was_started and status != 0 and self._held.is_past()
-        # One that was started and ends well has come to the end of its training, whoever has seen it at a boundary.
+        # A restarted command that exits with 0 has finished its training, whether or not a boundary was reported.
         may_go_on = status != 0 if was_started else self._launches or status < 0 or self._has_left(status)
         self._status = status
         if was_started and status == 0:
@@ -158,7 +158,7 @@ class DaemonDesk:
         return True
 
     def _falls(self, status: int, told: int | None) -> bool:
-        """Whether that end is a failure of a protected job, and not the end that an operation expects."""
+        """Return True if that exit is a failure of a protected job, and not one that an operation expects."""
         recovery, operation = self._recovery, self._operation
         is_free = operation is None or job_number(operation) is not None
         return recovery is not None and recovery.is_protected and is_free and recovery.is_failure(status, told)
@@ -172,7 +172,7 @@ class DaemonDesk:
         self._report(SuperviseReport(result="fell", status=status))
 
     def wanted(self) -> Start | GiveUp | None:
-        """What to do while no command runs."""
+        """Return what to do while no command runs."""
         if self._give_up is not None:
             return self._give_up
         order = self._order
@@ -184,17 +184,17 @@ class DaemonDesk:
         return Start(command, environ, *self._held.inherited)
 
     def expected(self) -> Beforehand | None:
-        """What start is to come that can be made ready."""
+        """Return what to prestart."""
         return self._kept if self._expected is None else self._expected[1]
 
     def is_ready(self, pid: int | None) -> None:
-        """The daemon may want to know. One that was kept and will not be ready any more is not made anew."""
+        """Report it to the daemon. A kept process that will not be ready is not started again."""
         if pid is None and self._expected is None:
             self._kept = None
         self._report(SuperviseReport(result="ready", pid=pid))
 
     def started(self, pid: int, *, was_ready: bool = False) -> None:
-        """The command runs."""
+        """Note that the command runs."""
         self._pid, self._resumes, self._was_ready, self._found = pid, None, was_ready, ""
         self._expected = self._kept = None
         self._tells_at = monotonic() + LONG_S
@@ -205,22 +205,22 @@ class DaemonDesk:
             self._report(SuperviseReport(order=number, result="done", pid=pid, starts=starts, was_ready=was_ready))
 
     def not_started(self, why: str) -> None:
-        """It could not be, and will not be by trying again."""
+        """Note that the command cannot be started, and that trying again would not help."""
         self._starts += 1
         self._fail(f"it cannot be started: {why}")
 
     def close(self) -> None:
-        """Leave the daemon; a state that is held stays held."""
+        """Disconnect from the daemon; it keeps the state."""
         self._held.close()
         self._close_probes()
         if self._line is not None:
             self._line.settle()
             self._line.close()
 
-    # ---- what the daemon says ----------------------------------------------------------------------------------------
+    # ---- orders of the daemon ----------------------------------------------------------------------------------------
 
     def _hear(self, order: SupervisorOrder, fds: Descriptors) -> None:
-        """Do it, or have it done at the next turn."""
+        """Carry out the order, now or at the next turn."""
         is_over = order.do in ("unready", "forget")
         if is_over and self._expected is not None and self._expected[0] == order.operation:
             self._expected = None
@@ -238,7 +238,7 @@ class DaemonDesk:
             self._take_start(order, fds)
         elif order.do == "forget" and order.operation == self._operation:
             if self._left:
-                # One that was killed before it had left its state has simply ended, and so does this process.
+                # A command that was killed before it saved its state has simply ended, and so does this process.
                 status = self._status if self._launches or self._status < 0 else GAVE_UP_STATUS
                 self._give_up = GiveUp(f"operation {order.operation} is over", "run: hegmctl ops", status)
             elif self._order is not None:
@@ -255,16 +255,16 @@ class DaemonDesk:
             self._say(f"{order.message}; {order.hint}")
 
     def _expect(self, order: SupervisorOrder) -> None:
-        """From now on an end of the command is no end, and not one of a start that is tried again either."""
+        """Expect a restart: an exit of the command is not its end, nor a failed start."""
         if self._started and self._order is not None and order.operation != self._operation:
-            self._settle(self._order)  # nobody has said that the former operation is over, which it is
+            self._settle(self._order)  # the former operation is over, although the daemon did not say so
         self._held.supersede()
         self._operation, self._launches = order.operation, order.launches
         self._order, self._due, self._started = None, False, False
         self._report(SuperviseReport(order=order.order, result="done", pid=self._pid))
 
     def _take_start(self, order: SupervisorOrder, fds: Descriptors) -> None:
-        if self._started and self._operation == order.operation:  # an earlier run of the daemon has asked for it
+        if self._started and self._operation == order.operation:  # an earlier start of the daemon has ordered it
             self._report(SuperviseReport(order=order.order, result="done", pid=self._pid, starts=self._starts))
             return
         if order.python is not None and not begins_with_python(self._command):
@@ -288,13 +288,13 @@ class DaemonDesk:
         return status == left_status(self._environ)
 
     def _surroundings_of(self, order: SupervisorOrder) -> tuple[tuple[str, ...], dict[str, str]]:
-        """The command and the environment of a start by that order, but for its state."""
+        """Return the command and the environment of a start by that order, without its state."""
         kept = {name: value for name, value in self._environ.items() if name not in order.unset}
         command = self._command if order.python is None else (order.python, *self._command[1:])
         return command, {**kept, **order.set, **self._way_of_agent(order)}
 
     def _way_of_agent(self, order: SupervisorOrder) -> dict[str, str]:
-        """PYTHONPATH where that order changes it: without the agent's folder the script would begin from its start."""
+        """Return PYTHONPATH if the order changes it: without the agent's directory the script would begin anew."""
         folder = self._environ.get(PATHS, "").partition(os.pathsep)[0]
         if not folder or (PATHS not in order.set and PATHS not in order.unset):
             return {}
@@ -302,7 +302,7 @@ class DaemonDesk:
         return {PATHS: folder + os.pathsep + wanted if wanted else folder}
 
     def _ask(self, order: SupervisorOrder) -> None:
-        """Ask the program that the command is to be started with what it is."""
+        """Ask the program of the order which Python it is."""
         from hegmctl.python_probe import NoPython, Probes
 
         if self._probes is None:
@@ -314,7 +314,7 @@ class DaemonDesk:
             self._report(SuperviseReport(order=order.order, result="failed", message=str(error)))
 
     def _look_at_probes(self, now: float) -> float | None:
-        """Tell what those that are asked have said; when to look again at the latest."""
+        """Report the answers of probes. Returns when to check again at the latest."""
         if self._probes is None:
             return None
         for number, said in self._probes.answers(now):
@@ -323,7 +323,7 @@ class DaemonDesk:
         return self._probes.deadline
 
     def _look_for_agentless(self, now: float) -> float | None:
-        """End what has begun anew in the place of going on from its state; when to look again at the latest."""
+        """End processes that have begun anew instead of continuing from the state. Returns when to check again."""
         if not self._started or self._pid is None or self._found or self._held.is_taken_up():
             return None
         self._found = self._lookout.look(self._pid, now, self._held.right) or ""
@@ -349,7 +349,7 @@ class DaemonDesk:
         return self._waits_until
 
     def _settle(self, order: SupervisorOrder) -> None:
-        """The surroundings of that start are the job's own from now on."""
+        """Adopt the environment of that start as the job's own."""
         self._command, self._environ = self._surroundings_of(order)
 
     def _forget(self) -> None:
@@ -371,7 +371,7 @@ class DaemonDesk:
     # ---- the connection ----------------------------------------------------------------------------------------------
 
     def _number(self) -> int | None:
-        """The order as it is known on the connection that stands; one that came over an earlier one has no number."""
+        """Return the order's number on the present connection; None if it came on an earlier one."""
         return self._order.order if self._order is not None and self._order_line is self._line else None
 
     def _connect(self, now: float) -> None:
@@ -402,9 +402,9 @@ class DaemonDesk:
             self._pause_s, self._has_said = FIRST_PAUSE_S, False
 
     def _hang_up(self, error: Exception, now: float | None = None) -> None:
-        """That connection is over; another one is made after a while.
+        """Close the connection, and reconnect later.
 
-        What was made ready stays so, for the next daemon: it is told of it, and says if nobody wants it any more.
+        A prestarted process stays for the next daemon, which is told of it and can end it.
         """
         line, self._line = self._line, None
         if line is not None:
@@ -429,7 +429,7 @@ class DaemonDesk:
             )
 
     def _report(self, report: SuperviseReport) -> None:
-        """Tell the daemon. One that is not there hears it from the next `supervise`."""
+        """Report to the daemon. A missing daemon learns it from the next `supervise`."""
         if self._line is None:
             return
         try:

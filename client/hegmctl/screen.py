@@ -1,8 +1,8 @@
-"""A terminal that is redrawn in place and given back as it was.
+"""A terminal that is redrawn in place and restored at the end.
 
-What is drawn goes to the terminal's second buffer, so that what stood there before comes back at the end, and the last
-picture is printed under it. That holds when the process is interrupted, told to end (SIGTERM, SIGHUP) or stopped with
-Ctrl-Z. Writes with os.write: a picture is one write, and a signal in the middle of it leaves no buffer half full.
+Draws in the terminal's alternate screen, so that the former content returns at the end, and the last picture is printed
+below it. That also holds after an interrupt, SIGTERM or SIGHUP, or when Ctrl-Z stops the process. Writes with os.write:
+one write for each picture, so that a signal leaves no half-filled buffer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     R = TypeVar("R", bound=Record)
 
-# Second buffer, cursor hidden, long lines cut instead of wrapped; and back.
+# Alternate screen, hidden cursor, long lines cut instead of wrapped; and the reverse.
 _ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"
 _LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
 _HOME = "\x1b[H"
@@ -38,7 +38,7 @@ _HEAD_LINES = 2
 
 
 class Screen:
-    """A terminal, taken over while the context lasts."""
+    """The terminal while the context lasts."""
 
     def __init__(self, terminal: TextIO, style: Style, title: str) -> None:
         self._terminal = terminal
@@ -70,7 +70,7 @@ class Screen:
         try:
             self._write(_LEAVE + "".join(line + "\n" for line in self._picture))
         except OSError:
-            pass  # the terminal itself is gone, and nothing has to be given back
+            pass  # the terminal is gone, so there is nothing to restore
         finally:
             signal.set_wakeup_fd(-1)
             for number, handler in self._handlers.items():
@@ -79,18 +79,18 @@ class Screen:
             os.close(self._wake_write)
 
     def show(self, answer: R, view: Callable[[R, Style], list[str]]) -> None:
-        """Draw the answer, now and whenever the terminal changes."""
+        """Draw the answer now, and again whenever the terminal changes."""
         self._message = ""
         self._redraw = lambda: view(answer, self._style)
         self._draw()
 
     def tell(self, text: str) -> None:
-        """Say it on the first line, over what was drawn last."""
+        """Show a message on the first line, above the last picture."""
         self._message = printable(text)
         self._draw()
 
     def wait(self, seconds: float) -> None:
-        """Let time pass; redraws when the terminal is resized and steps aside when the process is stopped."""
+        """Wait, redraw when the terminal is resized, and leave the screen while the process is stopped."""
         poll = select.poll()
         poll.register(self._wake_read, select.POLLIN)
         deadline = monotonic() + seconds
@@ -110,7 +110,7 @@ class Screen:
             self._draw()
 
     def _step_aside(self) -> None:
-        """Stop as the terminal's user asked, on the screen that was there before; goes on with SIGCONT."""
+        """Stop the process on the normal screen, as Ctrl-Z asks; SIGCONT continues it."""
         self._write(_LEAVE)
         ours = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)

@@ -1,7 +1,7 @@
-"""An operation's story for people: when, how long it took, who, and what they did. The fields are in `--json`.
+"""An operation's history for people: when, how long it took, who did what. `--json` has the fields.
 
-Owns the sentence for each event of the machine (hegmd/migration/machine/events.py). An event that is not known here, as
-one of a newer daemon, is told by its name.
+Has the sentence for each event of the machine (hegmd/migration/machine/events.py). An unknown event, such as one of a
+newer daemon, is shown by its name.
 """
 
 from __future__ import annotations
@@ -20,51 +20,51 @@ if TYPE_CHECKING:
 
 HEGMD, AGENT, PROCESS, USER, CLOCK = "hegmd", "agent", "process", "user", "clock"
 
-# Who, and what they did.
+# For each event: the actor and the action.
 WORDS: dict[str, tuple[str, str]] = {
     "": (HEGMD, "planned it"),
     "begin": (HEGMD, "began"),
-    "cancel-requested": (USER, "asked to turn it back"),
-    "drop-requested": (USER, "gave up the state that is held"),
-    "resume-requested": (USER, "asked for the job to go on"),
-    "taken-up": (USER, "asked for something else of the job, which is parked"),
+    "cancel-requested": (USER, "asked for a rollback"),
+    "drop-requested": (USER, "dropped the state"),
+    "resume-requested": (USER, "asked to resume the job"),
+    "taken-up": (USER, "sent another request for the parked job"),
     "image-requested": (USER, "asked for an image of the suspended job"),
     "worker-exited": (PROCESS, "ended"),
-    "training-ended": (PROCESS, "came to the end of its training"),
-    "came-on": (PROCESS, "came on with its restart"),
+    "training-ended": (PROCESS, "finished its training"),
+    "came-on": (PROCESS, "made progress with its restart"),
     "agent-lost": (AGENT, "lost its connection"),
     "agent-back": (AGENT, "connected again"),
     "deadline-passed": (CLOCK, "the time limit passed"),
-    "recovered": (HEGMD, "was started again and took the operation from its journal"),
+    "recovered": (HEGMD, "restarted and took the operation from its journal"),
     "failed": (HEGMD, "a step failed"),
     "reserved": (HEGMD, "reserved memory on the GPU"),
-    "reservation-released": (HEGMD, "gave memory on the GPU back"),
+    "reservation-released": (HEGMD, "released memory on the GPU"),
     "pool-reserved": (HEGMD, "reserved memory in the pool"),
-    "pool-released": (HEGMD, "gave memory of the pool back"),
-    "successor-awaited": (HEGMD, "waited for the next process to be ready"),
-    "surveyed": (AGENT, "counted what the process holds"),
+    "pool-released": (HEGMD, "released memory of the pool"),
+    "successor-awaited": (HEGMD, "waited for the prestarted process"),
+    "surveyed": (AGENT, "surveyed the storages of the process"),
     "parked": (AGENT, "stopped the training at a batch boundary"),
-    "overran": (AGENT, "had passed the boundary that was asked for"),
-    "withdrawn": (AGENT, "let the training run on; nothing is asked of it"),
+    "overran": (AGENT, "had already passed the requested boundary"),
+    "withdrawn": (AGENT, "let the training continue"),
     "disconnected": (AGENT, "disconnected the process from the other ranks"),
     "reconnected": (AGENT, "connected the process to the other ranks again"),
     "locked": (HEGMD, "locked the CUDA calls of the process"),
     "unlocked": (HEGMD, "unlocked the CUDA calls of the process"),
-    "offloaded": (AGENT, "the tensors' bytes left the process"),
-    "checkpointed": (HEGMD, "took the process off its GPU"),
-    "grew": (HEGMD, "found that the process needs more memory than was planned"),
-    "held": (HEGMD, "held the job for the time that was asked for"),
+    "offloaded": (AGENT, "offloaded the tensors"),
+    "checkpointed": (HEGMD, "checkpointed the process"),
+    "grew": (HEGMD, "found that the process needs more memory than planned"),
+    "held": (HEGMD, "held the job for the requested time"),
     "dumped": (HEGMD, "wrote the image and read it back"),
     "sealed": (HEGMD, "completed the image of the job, which trains again"),
-    "scrapped": (HEGMD, "removed what was written of the image"),
-    "ended": (PROCESS, "ended, as was asked for"),
-    "restored": (HEGMD, "brought the process back onto its GPU"),
-    "reloaded": (AGENT, "the tensors' bytes came back into the process"),
-    "released": (AGENT, "let the training go on"),
-    "verified": (AGENT, "saw the next batch"),
-    "inspected": (HEGMD, "looked at how the process is"),
+    "scrapped": (HEGMD, "removed the incomplete image"),
+    "ended": (PROCESS, "exited as requested"),
+    "restored": (HEGMD, "restored the process on its GPU"),
+    "reloaded": (AGENT, "reloaded the tensors"),
+    "released": (AGENT, "resumed the training"),
+    "verified": (AGENT, "confirmed the next batch"),
+    "inspected": (HEGMD, "inspected the process"),
 }
-# What of the fields is for people: why something failed or ended, and how far a restart is.
+# The fields to show: why something failed or ended, and how far a restart is.
 _MESSAGE = re.compile(r"\bmessage (.*?), hint ", re.DOTALL)
 _WHY = re.compile(r"\bwhy (.*?)(?:, finished |$)", re.DOTALL)
 _DOING = re.compile(r"\bdoing (.*)$", re.DOTALL)
@@ -73,7 +73,7 @@ _BY = re.compile(r"\bby (.+)$")
 
 
 def whole_story_text(reply: StoryReply, style: Style) -> list[str]:
-    """How it ended, and below it a line for each thing that happened."""
+    """Return the result, and a line for each event."""
     lines = [*outcome(reply.operation, style), ""]
     if reply.untold:
         lines.append(f"({reply.untold} earlier lines are no longer remembered)")

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 CONNECT_S = 2.0
-# How long the daemon is waited for before the connection ends: what it was told last is lost with it otherwise.
+# How long to wait for the daemon before closing the connection: unread reports would be lost.
 SETTLE_S = 1.0
 
 
 class Line:
-    """One connection to the daemon, from which orders come; whatever comes raises SIGIO in this process."""
+    """One connection to the daemon, on which orders come. Incoming data raises SIGIO in this process."""
 
     def __init__(self, path: str, offer: Supervise) -> None:
         self._wire = Wire.connect(path, monotonic() + CONNECT_S)
@@ -30,7 +30,7 @@ class Line:
         self._offer = offer
         self._offered: int | None = None
         self._unanswered: set[int] = set()
-        #: Whether the daemon has refused what was offered, and did not merely go away.
+        #: True if the daemon has refused the offer, and did not merely disconnect.
         self.declined = False
         try:
             fcntl.fcntl(self._wire.fileno(), fcntl.F_SETOWN, os.getpid())
@@ -42,7 +42,7 @@ class Line:
             raise
 
     def ask(self, request: Request) -> int:
-        """Send it; its number."""
+        """Send a request and return its number."""
         number, frame = self._protocol.request(request)
         self._wire.send(frame, (), monotonic() + CONNECT_S)
         if not isinstance(request, Supervise):
@@ -53,7 +53,7 @@ class Line:
         self._wire.close()
 
     def settle(self) -> None:
-        """Wait briefly until the daemon has taken all that it was told. Orders that come meanwhile are left."""
+        """Wait briefly until the daemon has received all reports. Ignores orders that come meanwhile."""
         deadline = monotonic() + SETTLE_S
         try:
             while self._unanswered and (data := self._wire.receive(deadline)):
@@ -64,7 +64,7 @@ class Line:
             pass  # it is gone, or does not answer
 
     def read(self, hear: Callable[[SupervisorOrder, Descriptors], object]) -> None:
-        """Take all that has come, without waiting for more. Raises OSError and HegmError at its end."""
+        """Handle all received data without waiting. Raises OSError and HegmError at the end of the connection."""
         while True:
             try:
                 data = self._wire.receive(monotonic())

@@ -1,12 +1,12 @@
-"""Staying with a command that may leave for a restart: started, waited for, and started again where it is wanted.
+"""Stays with a command that can be restarted: starts it, waits for it, and starts it again if that is wanted.
 
-Owns the turn of events and what an end of the command means; who says that a restart is wanted, and from which state,
-is a desk's: the daemon's (`restart_client`), or files of a launcher without a daemon. A command that ends in any other
-way ends this process in the same way. A state that nobody can be started from is never let go of here: whoever holds it
-holds it still, and this process says where that is.
+Handles events, and decides what an exit of the command means. A desk knows whether a restart is wanted, and from which
+state: the daemon's (`restart_client`), or the files of a launcher without a daemon. A command that exits otherwise ends
+this process in the same way. A state that no process can start from is never dropped here: its owner keeps it, and this
+process prints where it is.
 
-Light, because it stays as long as the job: one thread, no framework, and it sleeps until a signal comes; what the desk
-waits for comes as one too (SIGIO).
+Light, because it lives as long as the job: one thread, no framework, and it sleeps until a signal comes; events of the
+desk come as a signal too (SIGIO).
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ if TYPE_CHECKING:
             ...
 
         def ended(self, status: int, *, told: int | None) -> bool:
-            """The command has ended, by its exit status or minus a signal; whether it may be started again.
+            """Return whether the command can be started again after that exit status, or minus a signal.
 
-            `told` is the signal by which somebody wanted its end meanwhile, if anybody did.
+            `told` is the signal by which a user asked it to end meanwhile, if any.
             """
             ...
 
         def wanted(self) -> Start | GiveUp | None:
-            """What is to be done while no command runs; None to go on waiting."""
+            """Return what to do while no command runs; None to keep waiting."""
             ...
 
         def expected(self) -> Beforehand | None:
-            """What start is to come that can be made ready while the command runs; the same object for the same one."""
+            """Return what to prestart while the command runs; the same object for the same start."""
             ...
 
         def is_ready(self, pid: int | None) -> None:
-            """What is expected has been made ready, and waits as that process, or never will without one."""
+            """Note that the prestarted process waits, or without a pid, that it never will."""
             ...
 
         def started(self, pid: int, *, was_ready: bool = False) -> None:
-            """The command runs, as that process."""
+            """Note that the command runs, as that process."""
             ...
 
         def not_started(self, why: str) -> None:
-            """It could not be started as was wanted."""
+            """Note that the command could not be started."""
             ...
 
         def close(self) -> None:
-            """All is over."""
+            """Close everything."""
             ...
 
 
@@ -75,7 +75,7 @@ EXIT_CODE = "HEGM_EXIT_CODE"
 
 
 def left_status(environ: Mapping[str, str]) -> int:
-    """What a worker in that environment ends with once it has left its state."""
+    """Return the exit status of a worker in that environment that has saved its state."""
     try:
         return int(environ[EXIT_CODE]) & 0xFF
     except (KeyError, ValueError):
@@ -83,9 +83,10 @@ def left_status(environ: Mapping[str, str]) -> int:
 
 
 class Start:
-    """How the command is to be started: its words, its environment, and descriptors that it inherits.
+    """How to start the command: its words, its environment, and the descriptors that it inherits.
 
-    `state` is that of the state, if any, and `lock` one that is only held open for as long as anything of it lives.
+    `state` is the state's descriptor, if any. `lock` is one that only has to stay open as long as a process of it
+    lives.
     """
 
     __slots__ = ("command", "environ", "keep")
@@ -110,7 +111,7 @@ class GiveUp:
 
 
 class Supervisor:
-    """One command and its desk. `say` takes a line for whoever watches; `slurm` takes SIGTSTP and SIGCONT."""
+    """One command and its desk. `say` writes a line for the user; `slurm` handles SIGTSTP and SIGCONT."""
 
     def __init__(self, desk: Desk, say: Callable[[str], object], slurm: SlurmSignals | None = None) -> None:
         self._desk = desk
@@ -119,15 +120,15 @@ class Supervisor:
         self._child: Child | None = None
         self._told: int | None = None
         self._over: int | None = None
-        #: What was last to be made ready, and the process that is or was to be.
+        #: What was last to be prestarted, and its process.
         self._expected: Beforehand | None = None
         self._readied: Readied | None = None
 
     def run(self, first: Start | None) -> int:
-        """Start the command, or wait for what the desk wants first; its exit status, once it is over.
+        """Start the command, or wait for what the desk wants first. Returns its exit status once it is over.
 
-        Raises HegmError when it cannot be started at all. Where a signal ended the command, so does one this process,
-        and this does not return.
+        Raises HegmError if it cannot be started at all. If a signal ended the command, this process dies of the same
+        one, and the call does not return.
         """
         with Signals(ignores=() if self._slurm is None else (SIGTSTP,)) as signals:
             if first is not None:
@@ -159,7 +160,7 @@ class Supervisor:
         if readied is None or not readied.look():
             return
         if readied.is_kept and not readied.waits:
-            self._ready_anew(expected, signals)  # what it had imported long ago has changed since
+            self._ready_anew(expected, signals)  # its modules have changed on disk since
         else:
             self._desk.is_ready(readied.pid if readied.waits else None)
 
@@ -194,7 +195,9 @@ class Supervisor:
         self._desk.started(self._child.pid, was_ready=pid is not None)
 
     def _do_what_is_wanted(self, signals: Signals) -> bool:
-        """Whether anything was that need not wait for what is made ready."""
+        """Do what the desk wants, unless it has to wait for the prestarted process. Returns True if
+        something was done.
+        """
         from hegmd.errors import HegmError
 
         wanted = self._desk.wanted()
@@ -241,6 +244,6 @@ class Supervisor:
 
 
 def _within_s(*instants: float | None) -> float | None:
-    """How long it is to the first of these; None where there is none."""
+    """Return the time until the first of these instants, or None."""
     first = min((instant for instant in instants if instant is not None), default=None)
     return None if first is None else first - monotonic()

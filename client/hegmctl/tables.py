@@ -1,8 +1,7 @@
-"""Text for people: what may be printed, how wide it is, colours, wrapped paragraphs and aligned tables.
+"""Text for people: escaping, widths, colours, wrapped paragraphs and aligned tables.
 
-Every text that came from outside passes `printable` on its way to a terminal: a process can put an escape sequence in
-its name, and a table must not carry it out. `table` does that by itself, so that no caller can forget it. Pure: what
-the terminal is like comes in as a `Style`.
+All text from outside passes `printable` on its way to a terminal: a process can have an escape sequence in its name.
+`table` applies it to every cell, so no caller can forget it. Pure: a `Style` describes the terminal.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ if TYPE_CHECKING:
 UNKNOWN = "-"
 GAP = "  "
 WIDEST_PARAGRAPH = 100
-# A colour that `paint` has put in; two spaces and more, as between columns; a word with the spaces around it.
+# A colour from `paint`; two or more spaces, as between columns; a word with the spaces around it.
 _COLOUR, _GAP, _PIECE = r"\x1b\[[0-9;]*m", r"^ +|  +", r"^ *[^ ]+ *|[^ ]+ *"
 _COLOURS = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2", "bold": "1"}
 
 
 class Style:
-    """What the place is like that the text goes to. `columns` is None where nothing has to fit, as in a pipe.
+    """A description of the output. `columns` is None where lines have no limit, such as in a pipe.
 
-    `remarks` is whether to say anything beside the answer itself.
+    `remarks` is True if notes beside the answer are wanted.
     """
 
     __slots__ = ("colour", "columns", "ellipsis", "lines", "remarks")
@@ -45,12 +44,12 @@ class Style:
         self.remarks = remarks
 
     def paint(self, text: str, colour: str) -> str:
-        """The text in that colour, if colours are wanted and it has one."""
+        """Return the text in that colour, if colours are wanted and `colour` is not empty."""
         return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m" if self.colour and colour else text
 
     @property
     def paragraph_columns(self) -> int:
-        """How wide a paragraph may be."""
+        """Return the maximum width of a paragraph."""
         return min(self.columns or WIDEST_PARAGRAPH, WIDEST_PARAGRAPH)
 
 
@@ -58,7 +57,9 @@ PLAIN = Style()
 
 
 class Column:
-    """A column. It may `shrink` to that width; the highest `drop` leaves first when the terminal is too narrow."""
+    """A column of a table. It can `shrink` to that width. In a narrow terminal the column with the highest `drop` goes
+    first.
+    """
 
     __slots__ = ("drop", "right", "shrink", "title")
 
@@ -70,17 +71,17 @@ class Column:
 
 
 def printable(text: str) -> str:
-    """The text with everything escaped that a terminal could take for a command, or that hides or turns text around."""
+    """Escape everything that a terminal could take for a command, or that hides or reverses text."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def width(text: str) -> int:
-    """How many columns of a terminal the text takes."""
+    """Return the number of terminal columns that the text takes."""
     if text.isascii():
         return len(text)
-    import unicodedata  # only here: it is a library of 1 MB that most tables never need
+    import unicodedata  # only here: a library of 1 MB that most tables do not need
 
     columns = 0
     for c in text:
@@ -90,7 +91,7 @@ def width(text: str) -> int:
 
 
 def shortened(text: str, columns: int, ellipsis: str) -> str:
-    """The text in at most that many columns, its end cut off if need be."""
+    """Return the text, cut to that many columns."""
     if width(text) <= columns:
         return text
     if columns < len(ellipsis):
@@ -102,7 +103,7 @@ def shortened(text: str, columns: int, ellipsis: str) -> str:
 
 
 def wrapped(text: str, columns: int, indent: str = "") -> list[str]:
-    """The text as lines of at most that many columns; a word that is longer keeps its length."""
+    """Return the text as lines of at most that many columns. A longer word keeps its length."""
     lines: list[str] = []
     line = indent
     for word in text.split():
@@ -114,9 +115,10 @@ def wrapped(text: str, columns: int, indent: str = "") -> list[str]:
 
 
 def fitted(lines: Iterable[str], columns: int | None) -> list[str]:
-    """The lines, each of at most that many columns, so that no terminal breaks one inside a word.
+    """Break lines between words at that many columns.
 
-    What does not fit goes on under the last column that begins in the left half. A longer word keeps its length.
+    A continuation is indented to the last column of the line that starts in its left half. A longer word keeps its
+    length.
     """
     if columns is None:
         return list(lines)
@@ -124,9 +126,9 @@ def fitted(lines: Iterable[str], columns: int | None) -> list[str]:
 
 
 def _broken(line: str, columns: int) -> list[str]:
-    if width(line) <= columns:  # a colour only makes it longer
+    if width(line) <= columns:  # colour codes only make it longer
         return [line]
-    import re  # only here: 4 ms that most answers need not pay
+    import re  # only here: the import takes 4 ms, which most answers need not pay
 
     plain = re.sub(_COLOUR, "", line)
     if width(plain) <= columns:
@@ -146,7 +148,7 @@ def _broken(line: str, columns: int) -> list[str]:
 
 
 def table(columns: Sequence[Column], rows: Iterable[Sequence[Cell]], style: Style) -> list[str]:
-    """The lines of an aligned table. A cell is a text, or a text and its colour."""
+    """Return the lines of an aligned table. A cell is a text, or a text and its colour."""
     texts: list[list[str]] = []
     colours: list[list[str]] = []
     for row in rows:
@@ -165,7 +167,9 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[Cell]], style: Styl
 
 
 def _fit(columns: Sequence[Column], natural: list[int], room: int | None) -> tuple[list[int], list[int]]:
-    """Which columns to show and how wide: first the wide ones shrink, then the least important ones leave."""
+    """Return which columns to show, and their widths. Wide columns shrink first, then the least important ones are
+    dropped.
+    """
     shown = list(range(len(columns)))
     if room is None:
         return shown, natural
@@ -173,7 +177,7 @@ def _fit(columns: Sequence[Column], natural: list[int], room: int | None) -> tup
         widths = [natural[index] for index in shown]
         excess = sum(widths) + len(GAP) * (len(widths) - 1) - room
         while excess > 0:
-            # One column's width at a time from the widest, so that none is starved for the sake of another.
+            # Always shrink the widest column, so that no column shrinks for the sake of a wider one.
             candidates = [
                 (widths[place], place)
                 for place, index in enumerate(shown)

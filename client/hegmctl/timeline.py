@@ -1,10 +1,10 @@
 """An operation as lanes of time: what the job, agent, daemon, helper, driver and copies did, and when.
 
-Owns how a story becomes segments, and the scale on which they are drawn: a long wait is shortened, so that the move
-beside it stays readable. Pure; `timeline_text` and `timeline_svg` draw it.
+Turns a history into segments, and decides on their scale: a long wait is drawn shorter, so that the migration beside it
+stays readable. Pure; `timeline_text` and `timeline_svg` draw it.
 
-The daemon's lane has the phases. The lanes of agent, helper, driver and copies have the steps that events report. A
-story of an earlier daemon reports none; the lanes then have the effects, from the request to the event that ends each.
+The daemon's lane has the phases. The lanes of agent, helper, driver and copies have the steps that events report. If a
+history reports no steps, the lanes have the effects, from the request to the event that ends each.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 JOB, AGENT, DAEMON, HELPER, DRIVER, COPIES = "job", "agent", "daemon", "helper", "driver", "copies"
 LANES = (JOB, AGENT, DAEMON, HELPER, DRIVER, COPIES)
-# What the job does, from the best to the worst. A job of several processes does what the worst of them does.
+# States of a job, from best to worst. A job of several processes has the worst state of them.
 TRAINS, PARKED, OFF, ENDED = "trains", "parked", "off the GPU", "ended"
 _WORST = (TRAINS, PARKED, OFF, ENDED)
 OVER = ("done", "rolled-back", "lost")
-# An interval in which nothing begins or ends, and which is longer than this share of the others together, is drawn
-# with this share of them.
+# An interval without a start or an end is long if it takes more than LONG_SHARE of all the others together. It is drawn
+# with SHORT_SHARE of them.
 LONG_SHARE, SHORT_SHARE = 0.8, 0.2
 
 _AFTER = {
@@ -38,7 +38,7 @@ _AFTER = {
     "worker-exited": ENDED,
     "ended": ENDED,
 }
-# For a story without timings: who performs an effect.
+# For a history without timings: who executes an effect.
 _PERFORMED_BY = {
     **dict.fromkeys(("survey", "park", "withdraw", "disconnect", "reconnect", "offload", "reload", "release"), AGENT),
     **dict.fromkeys(("lock", "unlock", "checkpoint", "restore"), DRIVER),
@@ -49,7 +49,7 @@ _NEW_PID = re.compile(r"\bpid (\d+)")
 
 
 class Segment:
-    """One thing that a lane did, in seconds since the begin of the operation."""
+    """One action in a lane, in seconds since the start of the operation."""
 
     __slots__ = ("began_s", "ended_s", "lane", "name", "pid", "size_bytes")
 
@@ -65,17 +65,17 @@ class Segment:
 
     @property
     def took_s(self) -> float:
-        """How long it took."""
+        """Return how long it took."""
         return self.ended_s - self.began_s
 
     @property
     def bytes_per_s(self) -> float | None:
-        """How fast it moved its bytes; None if it moved none."""
+        """Return its rate; None if it moved no bytes."""
         return self.size_bytes / self.took_s if self.size_bytes and self.took_s > 0 else None
 
 
 class Timeline:
-    """The segments of one operation, and the scale to draw them on."""
+    """The segments of one operation and their scale."""
 
     __slots__ = ("_pieces", "began_utc", "segments", "shortened", "took_s")
 
@@ -83,12 +83,12 @@ class Timeline:
         self.segments = tuple(segments)
         self.began_utc = began_utc
         self.took_s = took_s
-        #: Intervals that are drawn shorter than they are, in seconds.
+        #: The intervals that are drawn shorter, in seconds.
         self.shortened: tuple[tuple[float, float], ...] = ()
         self._pieces = self._scale()
 
     def _scale(self) -> tuple[tuple[float, float, float, float], ...]:
-        """Return pieces of time and where each is drawn, from 0 to 1: begin, end, place of the begin and of the end."""
+        """Return pieces of time with their places from 0 to 1: start, end, place of the start, place of the end."""
         ends = {end for segment in self.segments for end in (segment.began_s, segment.ended_s)}
         marks = sorted({0.0, self.took_s, *(min(max(end, 0.0), self.took_s) for end in ends)})
         spans = [(a, b) for a, b in pairwise(marks) if b > a]
@@ -109,21 +109,21 @@ class Timeline:
         return tuple(pieces)
 
     def place(self, at_s: float) -> float:
-        """Where that instant is drawn, from 0 to 1."""
+        """Return the place of an instant, from 0 to 1."""
         for began_s, ended_s, first, last in self._pieces:
             if at_s <= ended_s:
                 return first + (last - first) * max(0.0, at_s - began_s) / (ended_s - began_s)
         return 1.0
 
     def instant(self, place: float) -> float:
-        """Which instant is drawn at that place."""
+        """Return the instant at a place."""
         for began_s, ended_s, first, last in self._pieces:
             if place <= last and last > first:
                 return began_s + (ended_s - began_s) * (place - first) / (last - first)
         return self.took_s
 
     def rows(self, lane: str) -> list[list[Segment]]:
-        """The segments of a lane in as many rows as it takes for none to overlap another."""
+        """Return the segments of a lane in as few rows as possible without overlaps."""
         rows: list[list[Segment]] = []
         for segment in sorted(self.segments, key=lambda segment: (segment.began_s, -segment.ended_s)):
             if segment.lane != lane:
@@ -136,12 +136,12 @@ class Timeline:
         return rows
 
     def copied(self, name: str) -> Segment | None:
-        """All copies of that name as one; None if there was none. They may have gone on at the same time."""
+        """Return all copies of that name as one segment; None without any. They may have overlapped."""
         found = [segment for segment in self.segments if segment.lane == COPIES and segment.name == name]
         if not found:
             return None
         began_s = 0.0
-        ended_s = 0.0  # the sum of the times in which any of them was under way
+        ended_s = 0.0  # the total time in which at least one was under way
         last_s = 0.0
         for segment in sorted(found, key=lambda segment: segment.began_s):
             ended_s += max(0.0, segment.ended_s - max(segment.began_s, last_s))
@@ -149,14 +149,16 @@ class Timeline:
         return Segment(COPIES, name, began_s, ended_s, sum(segment.size_bytes for segment in found))
 
     def steps(self) -> list[Segment]:
-        """What a list shows: what took a hundredth of the time or more, or moved bytes, by its begin."""
+        """Return the steps of a list: those of at least a hundredth of the time, and those that moved bytes, by start
+        time.
+        """
         least_s = (self.took_s - sum(end - begin for begin, end in self.shortened)) / 100
         told = [each for each in self.segments if each.size_bytes or each.took_s >= least_s]
         return sorted(told, key=lambda each: (each.began_s, LANES.index(each.lane)))
 
 
 def timeline_of(reply: StoryReply, now_utc: float) -> Timeline:
-    """The lanes of an operation. One that is not over lasts until `now_utc`."""
+    """Return the timeline of an operation. One that has not ended lasts until `now_utc`."""
     story = reply.story
     if not story:
         return Timeline((), reply.operation.created_utc, 0.0)
@@ -179,14 +181,14 @@ def _phases(story: Sequence[StoryLine], began_utc: float, ended_utc: float) -> l
 def _between(
     lane: str, shown: list[tuple[str, float]], changes: list[tuple[str, float]], end_s: float
 ) -> list[Segment]:
-    """A segment for each state that is shown, until the next change."""
+    """Return a segment for each shown state, until the next change."""
     ends = {id(change): later[1] for change, later in pairwise(changes)}
     segments = [Segment(lane, change[0], change[1], ends.get(id(change), end_s)) for change in shown]
     return [segment for segment in segments if segment.took_s > 0]
 
 
 def _job(reply: StoryReply, began_utc: float, ended_utc: float) -> list[Segment]:
-    """What the job did, by what was heard of its processes."""
+    """Return the states of the job, from the events of its processes."""
     operation = reply.operation
     alone = operation.way == "driver"
     first = OFF if operation.kind == "restore" else TRAINS
@@ -212,7 +214,7 @@ def _job(reply: StoryReply, began_utc: float, ended_utc: float) -> list[Segment]
 
 
 def _state_after(line: StoryLine, way: str) -> str | None:
-    """What the process of that event does after it; None if the event does not say."""
+    """Return the state of the event's process after the event; None if the event does not tell."""
     if line.event == "restored":
         return TRAINS if way == "driver" or _NEW_PID.search(line.detail) else PARKED
     if line.event == "inspected":
@@ -223,7 +225,7 @@ def _state_after(line: StoryLine, way: str) -> str | None:
 
 
 def _reported(story: Sequence[StoryLine], began_utc: float) -> list[Segment]:
-    """The steps that events report."""
+    """Return the steps that events report."""
     segments: list[Segment] = []
     for line in story:
         worker = _WORKER.search(line.detail)
@@ -238,7 +240,7 @@ def _reported(story: Sequence[StoryLine], began_utc: float) -> list[Segment]:
 
 
 def _effects(story: Sequence[StoryLine], began_utc: float, ended_utc: float) -> list[Segment]:
-    """The effects of agents and the driver, each until the event that ends it."""
+    """Return the effects of agents and the driver, each until the event that ends it."""
     segments: list[Segment] = []
     open_since: dict[tuple[str, str], float] = {}
     for line in story:

@@ -44,7 +44,7 @@ th, td { border-bottom: 1px solid var(--line); padding: 3px 14px 3px 0; text-ali
 
 
 def escaped(text: str) -> str:
-    """The text as it stands in a document."""
+    """Escape the text for a document."""
     shown = printable(text)
     for letter, name in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;")):
         shown = shown.replace(letter, name)
@@ -52,7 +52,7 @@ def escaped(text: str) -> str:
 
 
 def svg_of(reply: StoryReply, *, theme: str = "", now_utc: float | None = None) -> str:
-    """The drawing. `theme` is light or dark; without one it follows the reader's."""
+    """Return the drawing. `theme` is light or dark; without one it follows the reader's."""
     timeline = timeline_of(reply, time() if now_utc is None else now_utc)
     title = " ".join(outcome(reply.operation, PLAIN)[:1])
     shapes: list[str] = []
@@ -77,7 +77,7 @@ def svg_of(reply: StoryReply, *, theme: str = "", now_utc: float | None = None) 
 
 
 def html_of(reply: StoryReply, now_utc: float | None = None) -> str:
-    """The page: the drawing, what came of the operation, and the steps with their figures."""
+    """Return the page: the drawing, the result, and the steps with their figures."""
     timeline = timeline_of(reply, time() if now_utc is None else now_utc)
     rows = "\n".join(_table_row(each) for each in timeline.steps())
     lines = "<br>".join(escaped(line.strip()) for line in outcome(reply.operation, PLAIN))
@@ -110,7 +110,7 @@ def html_of(reply: StoryReply, now_utc: float | None = None) -> str:
 
 
 def write_file(path: str, text: str) -> None:
-    """Write a whole file, or leave the one of that name as it was. Raises HegmError."""
+    """Write a whole file, or leave the existing one unchanged. Raises HegmError."""
     fresh = f"{path}.{os.getpid()}.new"
     try:
         with open(fresh, "w", encoding="utf-8") as file:
@@ -159,7 +159,7 @@ def _rect(timeline: Timeline, segment: Segment, y: float) -> str:
 
 
 def _told(segment: Segment) -> str:
-    """What a reader sees over a bar."""
+    """Return the tooltip of a bar."""
     size = f", {binary_size(segment.size_bytes)}" if segment.size_bytes else ""
     speed = "" if segment.bytes_per_s is None else f", {segment.bytes_per_s / 1e9:.1f} GB/s"
     who = f" (process {segment.pid})" if segment.pid else ""
@@ -167,7 +167,7 @@ def _told(segment: Segment) -> str:
 
 
 def _cut(text: str, room: float, letter: float) -> str:
-    """The text if it fits there; otherwise as much as fits, and nothing where that says nothing."""
+    """Return the part of the text that fits, or nothing if that is too short."""
     letters = int(room / letter)
     if len(text) <= letters:
         return text
@@ -187,7 +187,7 @@ def _axis(timeline: Timeline, bottom: float) -> list[str]:
 
 
 def _breaks(timeline: Timeline, bottom: float) -> list[str]:
-    """A veil over what is drawn shorter than it was, which says how long it was."""
+    """Return a veil over each shortened interval, with its true duration."""
     shapes: list[str] = []
     for began_s, ended_s in timeline.shortened:
         x, end = _x(timeline, began_s), _x(timeline, ended_s)

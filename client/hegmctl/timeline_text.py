@@ -1,6 +1,6 @@
-"""An operation's timeline in a terminal or a pipe: a row of bars for each lane, and below it the steps with figures.
+"""An operation's timeline in a terminal or a pipe: rows of bars for each lane, then the steps with figures.
 
-The bars need no colour and no letters beyond ASCII; a terminal with UTF-8 gets box-drawing characters.
+The bars need neither colours nor characters beyond ASCII. A terminal with UTF-8 gets box-drawing characters.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ COLUMNS_IN_A_PIPE = 100
 _LABEL_COLUMNS = 8
 MOST_ROWS = 4
 _COLOURS = {"agent": "green", "daemon": "cyan", "helper": "cyan", "driver": "yellow", "copies": "green"}
-# Left end, fill, right end, alone, and what fills a part that is shortened.
+# Left end, fill, right end, a bar of one column, and the fill of a shortened part.
 _ASCII, _BOXES = ("[", "=", "]", "|", "~"), ("├", "─", "┤", "│", "~")
 
 
 def timeline_text(reply: StoryReply, style: Style) -> list[str]:
-    """How it ended, the bars, and the steps."""
+    """Return the result, the bars, and the steps."""
     timeline = timeline_of(reply, time())
     lines = [*outcome(reply.operation, style), ""]
     if not timeline.segments:
@@ -46,7 +46,7 @@ def timeline_text(reply: StoryReply, style: Style) -> list[str]:
 
 
 def _axis(timeline: Timeline, width: int) -> str:
-    """The instants at regular places, each label where its instant is."""
+    """Return the labels of the time axis at regular places."""
     text = ""
     for number in range(max(2, width // 16)):
         column = number * 16
@@ -100,7 +100,7 @@ def _bar(segment: Segment, columns: int, shapes: tuple[str, ...]) -> str:
 
 
 def _figures(timeline: Timeline) -> list[str]:
-    """Downtime, and what each copy came to."""
+    """Return the downtime and the rate of each copy."""
     down_s = sum(each.took_s for each in timeline.segments if each.lane == JOB and each.name in (PARKED, OFF))
     lines = [f"in all {timeline.took_s:.3f} s; the job did not train for {down_s:.3f} s"]
     names = dict.fromkeys(each.name for each in timeline.segments if each.lane == "copies")

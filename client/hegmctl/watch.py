@@ -1,7 +1,7 @@
-"""Answers that go on: `ps --watch` and `events --follow`. Both outlive the daemon.
+"""Answers that continue: `ps --watch` and `events --follow`. Both survive a restart of the daemon.
 
-A daemon that restarts is waited for and said so, once; every other error ends the command. On a terminal `--watch`
-redraws in place, on `screen`; everywhere else it appends.
+They say once that they wait for the daemon. Every other error ends the command. On a terminal `--watch` redraws a
+`screen`; elsewhere it appends.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     R = TypeVar("R", bound=Record)
     T = TypeVar("T")
 
-# What a daemon's restart looks like from outside.
+# The errors during a restart of the daemon.
 PASSING = (NO_DAEMON, DISCONNECTED, UNAVAILABLE, TIMEOUT, BUSY, CANCELLED)
 RETRY_S = 1.0
 
 
 class Reconnecting:
-    """A connection that is made anew when the daemon was away. One that is not there to begin with is an error."""
+    """A connection that reconnects after the daemon was away. If the daemon is away at the start, that is an error."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -42,7 +42,9 @@ class Reconnecting:
         self._away = False
 
     def ask(self, look: Callable[[Connection], T], tell: Callable[[str], None]) -> T | None:
-        """What `look` brings back, or None while the daemon is away; `tell` hears when it goes and comes."""
+        """Return the result of `look`, or None while the daemon is away. `tell` gets a message when it goes and
+        returns.
+        """
         try:
             if self._connection is None:
                 self._connection = self._session.connect()
@@ -59,28 +61,28 @@ class Reconnecting:
             return None
 
     def close(self) -> None:
-        """End the connection if there is one."""
+        """Close the connection, if any."""
         if self._connection is not None:
             self._connection.close()
         self._connection = None
 
 
 class Log:
-    """Where a watch goes when there is no terminal to redraw: one answer after the other."""
+    """Appends answers where there is no terminal to redraw."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
 
     def show(self, answer: R, view: Callable[[R, Style], list[str]]) -> None:
-        """Append it, in text under the time."""
+        """Append the answer; in text with the time above."""
         self._sink.element(answer, lambda shown, style: [strftime("%H:%M:%S", localtime()), *view(shown, style), ""])
 
     def tell(self, text: str) -> None:
-        """Say it beside the answers."""
+        """Write a note."""
         self._sink.note(text)
 
     def wait(self, seconds: float) -> None:
-        """Let time pass."""
+        """Wait."""
         sleep(seconds)
 
 
@@ -90,7 +92,7 @@ def watch(
     look: Callable[[Connection], R],
     view: Callable[[R, Style], list[str]],
 ) -> NoReturn:
-    """Show what `look` sees, every so often, until interrupted or until it fails for good."""
+    """Show the result of `look` at intervals, until interrupted or until an error."""
     sink = session.sink
     daemon = Reconnecting(session)
     try:
@@ -127,9 +129,9 @@ def follow(
 ) -> NoReturn:
     """Show events as they come, until interrupted.
 
-    A daemon counts its events from its own start, and says which start that was. After it was away, it is asked for
-    what comes after the last one shown; one that was started since gives everything. With one that does not say, the
-    time of an event tells whether it is news.
+    A daemon counts its events from its start, and names that start in `welcome`. After it was away, the same daemon is
+    asked for the events after the last one shown, and a new one for all events. If a daemon does not name its start,
+    the time of an event tells whether it is new.
     """
     kinds = tuple(kinds)
     last_seq = 0

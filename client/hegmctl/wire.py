@@ -1,9 +1,8 @@
-"""The Unix socket under a synchronous connection: bytes and descriptors, with deadlines.
+"""The Unix socket of a synchronous connection: bytes and descriptors, with deadlines.
 
-It uses `_socket`, the C module under the standard library's `socket`: that one adds classes and enumerations that cost
-7 ms to import, most of what `hegmctl gpus` may take, and nothing that is needed here. What is used of it (connect,
-sendmsg, recvmsg, settimeout) has been the same since Python 3.3. Raises OSError and TimeoutError as they come;
-`connection` says what they mean.
+Uses `_socket`, the C module below the standard library's `socket`, whose classes and enumerations take 7 ms to import:
+most of the time that `hegmctl gpus` may take. The functions used here have not changed since Python 3.3. Raises OSError
+and TimeoutError unchanged; `connection` explains them.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ if TYPE_CHECKING:
 RECEIVE_BYTES = 262_144
 MAX_FDS = 16
 _FD_BYTES = 4
-# A signal that comes between Python's last look for one and the kernel's call does not end that call: Ctrl-C would be
-# heeded when something is heard, which may be never. So no call lasts longer than this, and Python looks in between.
+# A signal that arrives just before the kernel's call does not interrupt it, so Ctrl-C could take effect only after the
+# next message. So no call lasts longer than this, and Python handles signals in between.
 LOOK_EVERY_S = 0.5
 
 
 class Descriptors:
-    """Received file descriptors and their one owner: whatever is not taken out by `steal` is closed with it."""
+    """Received file descriptors and their owner. It closes all that are not taken out with `steal`."""
 
     def __init__(self, fds: Iterable[int] = ()) -> None:
         self._fds: list[int | None] = list(fds)
@@ -37,7 +36,7 @@ class Descriptors:
         return len(self._fds)
 
     def steal(self, index: int) -> int:
-        """The descriptor of that number, which is the caller's own from now on. Raises LookupError."""
+        """Return the descriptor with that number; the caller owns it from now on. Raises LookupError."""
         fd = self._fds[index]
         if fd is None:
             raise LookupError(f"descriptor {index} was taken out or closed before")
@@ -45,11 +44,11 @@ class Descriptors:
         return fd
 
     def numbers(self) -> list[int]:
-        """Those that are left; they stay the owner's."""
+        """Return the descriptors that are left; they stay the owner's."""
         return [fd for fd in self._fds if fd is not None]
 
     def close(self) -> None:
-        """Close what is left. Closing twice is fine."""
+        """Close the descriptors that are left. Closing twice is fine."""
         for index, fd in enumerate(self._fds):
             if fd is not None:
                 self._fds[index] = None
@@ -65,8 +64,8 @@ class Descriptors:
         self.close()
 
 
-#: What comes with nearly every answer. One for all: Ctrl-C in the moment in which Python code finalizes an object is
-#: told of and lost, and with one for each answer there was such a moment after each.
+#: Nearly every answer comes without descriptors. They share one object: Ctrl-C while Python finalizes an object is
+#: reported and lost, and an object for each answer would be finalized after each.
 NO_DESCRIPTORS = Descriptors()
 
 
@@ -82,8 +81,8 @@ class Wire:
         """Connect to the socket at that path. Raises OSError, and TimeoutError at the monotonic deadline."""
         connecting = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
         try:
-            # With a full queue a non-blocking connect fails at once, so Python's own timeout is of no use here; the
-            # kernel's, for sending, also ends the wait for a place in the queue (socket(7), SO_SNDTIMEO).
+            # A non-blocking connect fails at once if the queue is full, so Python's timeout is of no use here. The
+            # kernel's send timeout also limits the wait for a place in the queue (socket(7), SO_SNDTIMEO).
             if deadline is not None:
                 patience_s = max(deadline - monotonic(), 0.001)
                 connecting.setsockopt(_socket.SOL_SOCKET, _socket.SO_SNDTIMEO, _timeval(patience_s))
@@ -98,11 +97,11 @@ class Wire:
         return cls(connecting)
 
     def fileno(self) -> int:
-        """The socket's descriptor; -1 when closed."""
+        """Return the socket's descriptor; -1 when closed."""
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Close the socket and the descriptors that nobody took."""
+        """Close the socket and all descriptors that were not taken."""
         self._socket.close()
         fds, self._received = self._received, []
         for fd in fds:
@@ -111,8 +110,8 @@ class Wire:
     def send(self, data: bytes, fds: Sequence[int], deadline: float | None) -> None:
         """Send everything; the descriptors go with the first byte.
 
-        Cut short by a deadline or a signal the stream is of no more use, and it closes. It stays open when the peer
-        hung up, who may have said why.
+        After a deadline or a signal in the middle the stream is unusable, and it is closed. It stays open when the peer
+        hung up, because the peer may have sent the reason.
         """
         try:
             self._wait_until(deadline)
@@ -128,13 +127,13 @@ class Wire:
             raise
 
     def receive(self, deadline: float | None) -> bytes:
-        """Some bytes; none at the end of the stream. Descriptors that came with them wait for `take`."""
+        """Return some bytes; none at the end of the stream. Descriptors that came with them wait for `take`."""
         data, ancillary, flags = self._received_by(deadline)
         for level, kind, payload in ancillary:
             if level == _socket.SOL_SOCKET and kind == _socket.SCM_RIGHTS:
                 whole = len(payload) - len(payload) % _FD_BYTES
                 fds = memoryview(payload[:whole]).cast("i").tolist()
-                if flags & _socket.MSG_CTRUNC:  # some were lost, and which is not told: this process is at its limit
+                if flags & _socket.MSG_CTRUNC:  # some were lost: this process has reached its limit
                     Descriptors(fds).close()
                 else:
                     self._received.extend(fds)
@@ -153,7 +152,7 @@ class Wire:
                     raise
 
     def take(self, count: int) -> Descriptors | None:
-        """The next descriptors in the order in which they came; None when fewer came."""
+        """Return the next descriptors in the order of their arrival; None if fewer came."""
         if count == 0:
             return NO_DESCRIPTORS
         if count > len(self._received):
@@ -162,7 +161,7 @@ class Wire:
         return Descriptors(taken)
 
     def _wait_until(self, deadline: float | None) -> None:
-        # Not 0, which would mean not to wait at all and raise another error.
+        # Not 0: that would mean not to wait, and raise another error.
         self._socket.settimeout(None if deadline is None else max(deadline - monotonic(), 0.001))
 
 
@@ -172,5 +171,5 @@ def _rights(fds: Sequence[int]) -> list[tuple[int, int, bytes]]:
 
 
 def _timeval(seconds: float) -> bytes:
-    parts = divmod(int(seconds * 1_000_000), 1_000_000)  # the kernel takes 0 for "no limit"
+    parts = divmod(int(seconds * 1_000_000), 1_000_000)  # 0 means no limit to the kernel
     return b"".join(part.to_bytes(8, sys.byteorder) for part in parts)

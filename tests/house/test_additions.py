@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from hegmctl.grammar import VERBS
+from hegmctl.grammar import COMMANDS
 from hegmd.config import example_of, load
 from hegmd.migration.carriers.driver import DriverCarrier
 from hegmd.migration.model import CARRIERS, CarrierRow
@@ -100,7 +100,7 @@ def test_each_carrier_of_the_table_is_a_module_with_a_class_of_that_name(name: s
 
 
 def test_the_names_of_the_carriers_are_the_same_for_the_planner_the_protocol_and_the_client() -> None:
-    (carrier,) = (option for option in VERBS["migrate"].options if option.key == "carrier")
+    (carrier,) = (option for option in COMMANDS["migrate"].options if option.key == "carrier")
     assert tuple(CARRIERS) == CARRIER_NAMES == carrier.choices
 
 
@@ -122,7 +122,7 @@ class Shake(Request, op="shake", reply=Shaken, changes_state=True):
     dry_run: bool = field("whether only the plan is wanted", default=False)
 '''
 ROW = """
-LOOKING = (*LOOKING, Verb("shake", "shake a process", request="shake", render="answers_text:shaken_text"))
+LOOKING = (*LOOKING, Command("shake", "shake a process", request="shake", render="answers_text:shaken_text"))
 """
 RENDERER = """
 
@@ -133,8 +133,8 @@ def shaken_text(reply: Record, style: Style) -> list[str]:
 ASKED = """
 from hegmctl.arguments import parse
 from hegmctl.commands import ask
-from hegmctl.grammar import VERBS
-from hegmctl.help import program_help, verb_help
+from hegmctl.grammar import COMMANDS
+from hegmctl.help import program_help, command_help
 from hegmctl.library import AsyncCalls, SyncCalls
 from hegmctl.output import sink_for
 from hegmctl.cli import Session
@@ -179,8 +179,8 @@ assert ask(Handed(parse(words), sink_for(json=False, quiet=False, colour=None)))
 assert Node().shake(4711, strength_s=2.0, dry_run=True) == Shaken(pid=4711)
 assert last(AsyncNode().shake(4711, strength_s=2.0, dry_run=True)) == Shaken(pid=4711)
 assert "  shake " in program_help(80)
-assert "--strength SECONDS" in verb_help(VERBS["shake"], 80)
-assert "shake it for so long" in verb_help(VERBS["shake"], 80)
+assert "--strength SECONDS" in command_help(COMMANDS["shake"], 80)
+assert "shake it for so long" in command_help(COMMANDS["shake"], 80)
 assert all("shake" in text and "strength" in text for text in completions().values())
 assert ".SS hegmctl shake [OPTION]... JOB" in client_page("2026-11-21")
 assert "| `hegmctl shake --json` | [Shaken](#shaken) | one document |" in reference()

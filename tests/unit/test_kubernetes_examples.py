@@ -148,7 +148,7 @@ def test_every_command_is_one_of_ours_and_its_variables_are_known(
             asked, *rest = container[probe]["exec"]["command"]
             assert asked == "hegmctl"
             parsed = parse(rest)
-            assert parsed.verb is not None
+            assert parsed.row is not None
             limit_s = parsed.seconds("timeout")
             assert limit_s is not None
             assert limit_s < container[probe]["timeoutSeconds"]
@@ -167,8 +167,8 @@ def test_an_urgent_pod_makes_room_on_its_own_gpu_with_the_priority_of_its_class(
     program, *words = shlex.split(text.removeprefix("exec ").replace('"$(', "'$(").replace(')"', ")'"))
     assert program == "hegmctl"
     arguments = parse(words)
-    assert arguments.verb is not None
-    assert arguments.verb.name == "make-room"
+    assert arguments.row is not None
+    assert arguments.row.name == "make-room"
     assert arguments.text("priority") == spec["priorityClassName"]
     assert arguments.request("room.make").to_plain()["hold_s"] == 120.0
     assert init["resources"] == spec["containers"][0]["resources"], "nvidia-smi shows the GPU of the claim"

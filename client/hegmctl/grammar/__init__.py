@@ -1,11 +1,11 @@
-"""The command line of hegmctl as tables: commands, their options and arguments, and what each means.
+"""The command line of hegmctl as tables: commands, their options and arguments, and their meaning.
 
-Everything that speaks of the command line is made from here: the parser (`arguments`), `--help` (`help`), the manual
-page, the completions of three shells, the reference of the JSON output, and the calls of both library faces. To add a
-command: add a row, a function if `commands.ask` does not serve it, and a renderer if its reply is new.
+The parser (`arguments`), `--help` (`help`), the manual page, the completions of three shells, the reference of the JSON
+output, and the calls of both libraries are derived from them. To add a command, add a row, a function if `commands.ask`
+does not serve it, and a renderer if its reply is new.
 
-It is not argparse because argparse costs 9 ms to import, as much as a whole Python start, and every call would pay it;
-and because argparse can be asked neither for its grammar nor for a good word to somebody who mistyped. Holds data only.
+It is not argparse, because that takes 9 ms to import in every call, as much as a whole Python start, and because it
+offers neither its grammar nor suggestions for mistyped words. Data only.
 """
 
 from __future__ import annotations
@@ -13,54 +13,9 @@ from __future__ import annotations
 from hegmctl.grammar.imaging import IMAGING
 from hegmctl.grammar.looking import LOOKING
 from hegmctl.grammar.moving import MOVING
-from hegmctl.grammar.rows import Verb
+from hegmctl.grammar.rows import Command
 from hegmctl.grammar.sharing import SHARING
-from hegmctl.grammar.words import (
-    COMMANDS,
-    COUNT,
-    FILES,
-    FLAG,
-    GPUS,
-    JOB,
-    JOBS,
-    PATH,
-    PID,
-    PIDS,
-    PLACES,
-    POSITIVE,
-    SECONDS,
-    SIZE,
-    TEXT,
-    Argument,
-    Option,
-)
-
-__all__ = [
-    "Argument",
-    "COMMANDS",
-    "COUNT",
-    "DESCRIPTION",
-    "FILES",
-    "FLAG",
-    "GLOBAL_OPTIONS",
-    "GPUS",
-    "GROUPS",
-    "JOB",
-    "JOBS",
-    "Option",
-    "PATH",
-    "PID",
-    "PIDS",
-    "PLACES",
-    "POSITIVE",
-    "PROGRAM",
-    "SECONDS",
-    "SIZE",
-    "SUMMARY",
-    "TEXT",
-    "VERBS",
-    "Verb",
-]
+from hegmctl.grammar.words import COMMAND_NAMES, FILES, GPUS, JOBS, PATH, PIDS, PLACES, SECONDS, Argument, Option
 
 PROGRAM = "hegmctl"
 SUMMARY = "control hegmd, the daemon of this node's GPUs"
@@ -93,12 +48,12 @@ GROUPS: dict[str, str] = {
 }
 
 _ASIDE = (
-    Verb(
+    Command(
         "help",
         "explain a command",
-        arguments=(Argument("COMMAND", many=True, complete=COMMANDS, doc="the command"),),
+        arguments=(Argument("COMMAND", many=True, complete=COMMAND_NAMES, doc="the command"),),
     ),
-    Verb(
+    Command(
         "__complete",
         "what shell completions ask for: one candidate a line, and silence when there is no daemon",
         arguments=(Argument("WHAT", choices=(GPUS, PLACES, JOBS, PIDS), doc="what to list"),),
@@ -107,4 +62,4 @@ _ASIDE = (
     ),
 )
 
-VERBS: dict[str, Verb] = {verb.name: verb for verb in (*LOOKING, *MOVING, *SHARING, *IMAGING, *_ASIDE)}
+COMMANDS: dict[str, Command] = {command.name: command for command in (*LOOKING, *MOVING, *SHARING, *IMAGING, *_ASIDE)}

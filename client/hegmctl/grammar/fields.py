@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from hegmd.protocol.record import Field
 
 _JOB = {"name": "JOB", "kind": JOB, "complete": JOBS, "doc": "the job: its id, its name, or a pid of it"}
-# The option of each field, for every command that has it. The doc here is for people; the field's own is for programs.
+# The option of each field, in every command that has it. These texts are for people; those of the fields are for
+# programs.
 _WORDS: dict[str, dict[str, Any]] = {
     "job": _JOB,
     "jobs": _JOB,
@@ -52,7 +53,7 @@ _KINDS = {"bool": FLAG, "int": COUNT, "float": SECONDS, "str": TEXT}
 def words_of(
     arguments: Sequence[Argument | Of], options: Sequence[Option | Of], op: str
 ) -> tuple[tuple[Argument, ...], tuple[Option, ...]]:
-    """The arguments and the options of a row whose request has that tag."""
+    """Return the arguments and the options of a row whose request has that tag."""
     fields = {field.name: field for field in REQUESTS[op].fields} if op else {}
     said = {each.field: each for each in (*arguments, *options) if each.field}
     required = [Of(name) for name, field in fields.items() if field.default is REQUIRED and name not in said]
@@ -112,7 +113,7 @@ def _option(each: Of, fields: dict[str, Field]) -> Option:
 
 
 def _kind_of(field: Field) -> tuple[bool, str]:
-    """Whether it has several values, and what each is."""
+    """Return whether the field has several values, and the kind of each."""
     text = field.type_text.removesuffix(" | None")
     many = text.startswith("tuple[")
     return many, _KINDS.get(text.removeprefix("tuple[").removesuffix(", ...]"), TEXT)

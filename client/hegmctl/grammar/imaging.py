@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from hegmctl.grammar.rows import Form, Verb
+from hegmctl.grammar.rows import Command, Form
 from hegmctl.grammar.words import FILES, TEXT, Argument, Of, Option
 
 _OPERATION = "operating_text:operation_text"
 
 IMAGING = (
-    Verb(
+    Command(
         "checkpoint",
         "write a running job into an image on disk",
         "Quiesces the job between two batches, writes its processes and GPU memory into DIR, verifies the image, and "
@@ -32,7 +32,7 @@ IMAGING = (
             ("hegmctl checkpoint --leave-running 4711 /images/train", "and resume the job"),
         ),
     ),
-    Verb(
+    Command(
         "restore",
         "restore a job from an image",
         "Reads the image, lets CRIU recreate the processes with their pids, and reloads their bytes; it is done when "
@@ -67,7 +67,7 @@ IMAGING = (
             ("hegmctl restore /images/train --stdout train.log", "and append its output to train.log"),
         ),
     ),
-    Verb(
+    Command(
         "images ls",
         "list images of jobs, and incomplete ones",
         "Needs no daemon: uses the caller's own rights.",
@@ -76,7 +76,7 @@ IMAGING = (
         forms=(Form(record="hegmd.protocol.images:ImagesSeen"),),
         arguments=(Argument("DIR", many=True, complete=FILES, doc="an image, or a directory of images; default: `.`"),),
     ),
-    Verb(
+    Command(
         "images show",
         "show the contents of an image",
         "Reads the manifest and checks that every file exists. With --json, prints the whole manifest.",
@@ -84,7 +84,7 @@ IMAGING = (
         forms=(Form(record="hegmd.protocol.images:Manifest"),),
         arguments=(Argument("DIR", complete=FILES, doc="the image"),),
     ),
-    Verb(
+    Command(
         "images verify",
         "read all of an image and compare it with its checksums",
         "Reads from the disk, bypassing the page cache if the file system allows it, with the same checks as a "
@@ -94,7 +94,7 @@ IMAGING = (
         forms=(Form(record="hegmd.protocol.images:ImageVerified"),),
         arguments=(Argument("DIR", complete=FILES, doc="the image"),),
     ),
-    Verb(
+    Command(
         "images rm",
         "remove images, or incomplete ones",
         "Removes only images and their own files, and none that is being written or restored.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hegmctl.grammar.rows import LINES, Form, Verb
+from hegmctl.grammar.rows import LINES, Command, Form
 from hegmctl.grammar.words import FILES, GPUS, JOBS, PATH, PLACES, POSITIVE, SECONDS, SIZE, TEXT, Of, Option
 
 FAULTS = ("lost", "error", "hang", "unknown-memory", "ecc", "xid", "xid79", "none")
@@ -33,7 +33,7 @@ _FORMAT = Option(
 )
 
 LOOKING = (
-    Verb(
+    Command(
         "gpus",
         "show the GPUs of this node",
         "One line for each GPU: memory in use and in all, utilisation, temperature, power drawn and its limit, whether "
@@ -46,7 +46,7 @@ LOOKING = (
             ("hegmctl gpus --json | jq '.gpus[] | {id, memory_used_bytes}'", "the same for a program"),
         ),
     ),
-    Verb(
+    Command(
         "ps",
         "show the processes on the GPUs",
         "One line for each process that uses a GPU: its owner, its GPUs, its total GPU memory, whether hegmd's agent "
@@ -65,7 +65,7 @@ LOOKING = (
             ("hegmctl ps --ways 4711", "how process 4711 can be moved"),
         ),
     ),
-    Verb(
+    Command(
         "jobs",
         "show the jobs of this node",
         "One line for each job: what it does, its GPUs, its total GPU memory, its batches a second, how long it has "
@@ -87,7 +87,7 @@ LOOKING = (
             ("hegmctl jobs --all --format 'table {{.Name}}\\t{{.Status}}'", "the exit status of those that ended"),
         ),
     ),
-    Verb(
+    Command(
         "inspect",
         "show all that is known of a job",
         "Its state, its processes and what they do, what prevents a restart, and for a job that has ended when "
@@ -97,7 +97,7 @@ LOOKING = (
         options=(_FORMAT,),
         examples=(("hegmctl inspect train", "the job `train`"),),
     ),
-    Verb(
+    Command(
         "wait",
         "wait until a job has ended",
         "Waits also while the daemon restarts.",
@@ -106,7 +106,7 @@ LOOKING = (
         handler="job_commands:wait",
         examples=(("hegmctl wait train && hegmctl run python3 evaluate.py", "evaluate once it is trained"),),
     ),
-    Verb(
+    Command(
         "recovery",
         "show how jobs are protected, and recovered",
         "For each job of `hegmctl run --recover`: its snapshots with their step, age and size, what they cost, and "
@@ -128,7 +128,7 @@ LOOKING = (
             ("hegmctl recovery --drop j7", "free the memory of a job that is not continued"),
         ),
     ),
-    Verb(
+    Command(
         "top",
         "watch GPUs, jobs and operations live",
         "GPUs with utilisation and memory over the last minutes, jobs with step rate and state, operations with bytes, "
@@ -145,7 +145,7 @@ LOOKING = (
         ),
         examples=(("hegmctl top", "watch this node"), ("ssh -t node1 hegmctl top --no-color", "watch another one")),
     ),
-    Verb(
+    Command(
         "events",
         "show what happened on this node",
         "Events that the daemon remembers, oldest first: GPUs lost and found, errors, processes that start and exit. "
@@ -171,7 +171,7 @@ LOOKING = (
         ),
         examples=(("hegmctl events --kind gpu -f", "wait for events of GPUs"),),
     ),
-    Verb(
+    Command(
         "doctor",
         "check this node and show how to fix it",
         "Checks driver, libraries, CRIU, memory, kernel and permissions, with the daemon's rights, and prints the "
@@ -204,7 +204,7 @@ LOOKING = (
         ),
         examples=(("sudo hegmctl doctor --nccl --python .venv/bin/python", "before the first job with NCCL is moved"),),
     ),
-    Verb(
+    Command(
         "version",
         "show the versions of client and daemon",
         "Also shows the protocol and the daemon's capabilities. Without a daemon it shows the client's version and "
@@ -212,7 +212,7 @@ LOOKING = (
         handler="commands:version",
         forms=(Form(record="hegmctl.answers:VersionAnswer"),),
     ),
-    Verb(
+    Command(
         "config",
         "show the active configuration, or reload it",
         "Shows every setting with its value and the source of the value.",
@@ -223,14 +223,14 @@ LOOKING = (
         ),
         options=(Option("--reload", doc="reload the daemon's configuration; an invalid one changes nothing"),),
     ),
-    Verb(
+    Command(
         "metrics",
         "print Prometheus metrics",
         "Text exposition format 0.0.4, of the node and of the daemon.",
         request="metrics",
         render="answers_text:metrics_text",
     ),
-    Verb(
+    Command(
         "ping",
         "check whether the daemon answers, and how fast",
         request="ping",
@@ -238,7 +238,7 @@ LOOKING = (
         forms=(Form(request="ping", record="hegmctl.answers:PingAnswer"),),
         options=(Option("-c", "--count", kind=POSITIVE, metavar="NUMBER", doc="number of requests; default: 1"),),
     ),
-    Verb(
+    Command(
         "simulate hold",
         "hold memory on a simulated GPU",
         "Holds simulated video memory for this process until it ends, or with a COMMAND becomes that command, which "
@@ -252,7 +252,7 @@ LOOKING = (
         tail="COMMAND",
         examples=(("hegmctl simulate hold gpu0 2GiB -- python3 train.py", "simulate a job that uses 2 GiB"),),
     ),
-    Verb(
+    Command(
         "simulate fault",
         "make a simulated GPU fail, or repair it",
         "For a daemon started with --simulate. Prints the active faults.",

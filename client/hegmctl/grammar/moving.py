@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hegmctl.grammar.recovering import RECOVERY
-from hegmctl.grammar.rows import AFTER_PROGRESS, ONE, Form, Verb
+from hegmctl.grammar.rows import AFTER_PROGRESS, ONE, Command, Form
 from hegmctl.grammar.sharing import PRIORITIES, SLURM
 from hegmctl.grammar.words import (
     FILES,
@@ -35,7 +35,7 @@ NVLS = ("off", "keep")
 
 _VENV = Option("--venv", kind=PATH, metavar="DIR", complete=FILES, doc="the virtual environment; default: VIRTUAL_ENV")
 MOVING = (
-    Verb(
+    Command(
         "hegm enable",
         "let every training in a virtual environment save its state at SIGUSR1",
         "As after `pip install hegm`: `python train.py` needs no launcher. SIGUSR1 saves the state at the next batch "
@@ -47,7 +47,7 @@ MOVING = (
         options=(_VENV,),
         examples=(("hegmctl hegm enable --venv .venv", "then: .venv/bin/python train.py & kill -USR1 $!"),),
     ),
-    Verb(
+    Command(
         "hegm disable",
         "undo `hegm enable`",
         "Removes the two files, and nothing else.",
@@ -55,14 +55,14 @@ MOVING = (
         forms=_HEGM,
         options=(_VENV,),
     ),
-    Verb(
+    Command(
         "hegm status",
         "show whether `hegm enable` is active in an environment",
         handler="enabling:status",
         forms=_HEGM,
         options=(_VENV,),
     ),
-    Verb(
+    Command(
         "run",
         "run a command so that it can be moved",
         "Becomes the command, with hegmd's agent in every Python that it starts. Nothing is installed and no line of "
@@ -175,7 +175,7 @@ MOVING = (
             ),
         ),
     ),
-    Verb(
+    Command(
         "attach",
         "give a running training the agent",
         "For a training that was started without `hegmctl run`, in CPython 3.14 or later: its Python is asked to load "
@@ -195,7 +195,7 @@ MOVING = (
             ("hegmctl attach --timeout 300 4711", "wait up to 5 minutes for its main thread"),
         ),
     ),
-    Verb(
+    Command(
         "migrate",
         "move running jobs to another GPU",
         "Quiesces the job between two batches, moves it and resumes it; it is done when the next batch has run. If a "
@@ -231,7 +231,7 @@ MOVING = (
             ("hegmctl migrate 4711 --via restart --to cpu", "continue on the CPU; --to gpu0 moves it back"),
         ),
     ),
-    Verb(
+    Command(
         "suspend",
         "suspend running jobs and free their GPUs",
         "Quiesces the job between two batches and keeps its bytes in the pool until `resume`; meanwhile its GPU "
@@ -249,7 +249,7 @@ MOVING = (
             ("hegmctl suspend --spill 4711", "and keep its bytes on disk"),
         ),
     ),
-    Verb(
+    Command(
         "quiesce",
         "park running jobs between two batches",
         "Parks the job at its next boundary and leaves its memory in place; it is done when the job is parked. After "
@@ -265,7 +265,7 @@ MOVING = (
             ("hegmctl quiesce 4711 --timeout 30 --hold 300", "at a boundary within 30 s, for 5 minutes at most"),
         ),
     ),
-    Verb(
+    Command(
         "offload",
         "suspend running jobs, as one step of several",
         "The step between `quiesce` and `handoff`; the same as `suspend`. --timeout limits the wait for a boundary of "
@@ -274,7 +274,7 @@ MOVING = (
         render=_OPERATION,
         options=(_SPILL,),
     ),
-    Verb(
+    Command(
         "handoff",
         "write a suspended job into an image on disk",
         "The second half of `checkpoint`, for a suspended job. Its processes end once the image is verified; if that "
@@ -287,7 +287,7 @@ MOVING = (
         ),
         examples=(("hegmctl handoff 4711 /images/train --timeout 600", "within ten minutes, or not at all"),),
     ),
-    Verb(
+    Command(
         "resume",
         "resume a suspended or quiesced job",
         "It is done when the next batch has run. If its bytes are not reloaded within --timeout, it is suspended "
@@ -298,7 +298,7 @@ MOVING = (
         arguments=(Of("pid", complete=""),),
         examples=(("hegmctl resume 4711 --to gpu1", "resume it on gpu1"),),
     ),
-    Verb(
+    Command(
         "drain",
         "move everything off a GPU",
         "Moves one job after the other to a suitable GPU, and prints a summary. Only processes on that GPU move; the "
@@ -314,7 +314,7 @@ MOVING = (
         interrupted="; the jobs after it stay",
         examples=(("hegmctl drain gpu0 --to gpu1,gpu2", "empty gpu0 before its maintenance"),),
     ),
-    Verb(
+    Command(
         "swap",
         "exchange the GPUs of two jobs",
         "If both do not fit on one GPU, the first waits in the pool while the second moves. The daemon finishes a "
@@ -329,7 +329,7 @@ MOVING = (
         interrupted="; the swap is carried out by the daemon: see `hegmctl ops`",
         examples=(("hegmctl swap 4711 4712", "move each job to the GPU of the other"),),
     ),
-    Verb(
+    Command(
         "ops",
         "show the operations, and what needs your attention",
         "Running and suspended operations, and the latest that ended; below them orphaned processes and memory, each "
@@ -337,7 +337,7 @@ MOVING = (
         request="operations",
         render="operating_text:operations_text",
     ),
-    Verb(
+    Command(
         "op",
         "show one operation and its story",
         request="operation",
@@ -374,7 +374,7 @@ MOVING = (
             ("hegmctl op 4 --timeline --html move.html", "the same, as a page for a browser"),
         ),
     ),
-    Verb(
+    Command(
         "cancel",
         "cancel an operation and roll it back",
         "Rolls the job back. Refused when finishing takes less time than a rollback. With --drop, discards the saved "
@@ -388,7 +388,7 @@ MOVING = (
         ),
         examples=(("hegmctl cancel 4 --drop", "discard the saved state of operation 4"),),
     ),
-    Verb(
+    Command(
         "adopt",
         "resume orphaned jobs, or list them",
         "Without a JOB, lists orphans: parked processes, processes that the CUDA driver has locked or checkpointed, "

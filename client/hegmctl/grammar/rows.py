@@ -1,6 +1,6 @@
-"""The rows of the table of commands. A row names its handler, its renderers and its request as text.
+"""The row types of the table of commands. A row names its handler, its renderers and its request as text.
 
-So a command line is read without loading what only one command needs.
+So parsing a command line does not import what only one command needs.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
     from hegmctl.grammar.words import Argument, Of, Option
 
-# How a form of a command prints its JSON.
+# What a form of a command prints as JSON.
 ONE = "one document"
 LINES = "one document a line"
 AFTER_PROGRESS = "lines of [OperationProgress](#operationprogress), then one document"
 
 
 class Form:
-    """One form of a command: what it asks, and what it prints.
+    """One form of a command: what it requests, and what it prints.
 
-    `words` are what makes it this form, such as `--reload`. `request` is the tag of what it asks of the daemon; without
-    one, `record` names the record that it prints. `render` names the function that writes that as text. `prints` is
-    one of ONE, LINES and AFTER_PROGRESS. `call` is the name of its call in the library: the tag if not given.
+    `words` select this form, such as `--reload`. `request` is the tag of its request; without one, `record` names the
+    record that it prints. `render` names the renderer. `prints` is one of ONE, LINES and AFTER_PROGRESS. `call` is the
+    name of its call in the library, by default the tag.
     """
 
     __slots__ = ("call", "prints", "record", "render", "request", "words")
@@ -47,12 +47,12 @@ class Form:
         self.call = request.replace(".", "_") if call is None else call
 
 
-class Verb:
+class Command:
     """One command, a row of the table.
 
-    Arguments and options that the row leaves out are those of its request: see `fields`. `handler` is the function
-    that serves the command, as `module:function`. `tail` names what may follow a `--` and is handed on unread.
-    `exits` says what its exit statuses mean. `interrupted` tells what becomes of the steps after an interruption.
+    Arguments and options that are not in the row come from its request: see `fields`. `handler` is the function that
+    serves the command, as `module:function`. `tail` names what may follow a `--` unparsed. `exits` explains its exit
+    statuses. `interrupted` explains what happens to the steps after an interrupt.
     """
 
     __slots__ = (
@@ -95,12 +95,12 @@ class Verb:
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
-        """Its arguments, with those of its request."""
+        """Return its arguments, with those of its request."""
         return self._read()[0]
 
     @property
     def options(self) -> tuple[Option, ...]:
-        """Its options, with those of its request."""
+        """Return its options, with those of its request."""
         return self._read()[1]
 
     def _read(self) -> tuple[tuple[Argument, ...], tuple[Option, ...]]:
@@ -112,7 +112,7 @@ class Verb:
 
 
 def load(where: str, package: str = "hegmctl") -> Any:
-    """What `module:name` is."""
+    """Import `module:name` and return the object."""
     module, _, name = where.partition(":")
     __import__(f"{package}.{module}")
     return getattr(sys.modules[f"{package}.{module}"], name)

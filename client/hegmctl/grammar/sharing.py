@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hegmctl.grammar.rows import AFTER_PROGRESS, LINES, ONE, Form, Verb
+from hegmctl.grammar.rows import AFTER_PROGRESS, LINES, ONE, Command, Form
 from hegmctl.grammar.words import GPUS, PID, PIDS, SECONDS, SIZE, Of, Option
 
 PRIORITIES = ("production", "normal", "best-effort")
@@ -14,7 +14,7 @@ SLURM = Option(
 )
 
 SHARING = (
-    Verb(
+    Command(
         "make-room",
         "free memory of a GPU for something urgent, and keep it free",
         "Suspends jobs of lower priority, or migrates them if another GPU has room, fewest bytes first, and keeps the "
@@ -60,7 +60,7 @@ SHARING = (
             ("hegmctl make-room --bytes 20GiB --seconds 600 --dry-run", "which jobs would have to leave"),
         ),
     ),
-    Verb(
+    Command(
         "release",
         "end a lease",
         "The jobs that were suspended for it resume by themselves.",
@@ -69,7 +69,7 @@ SHARING = (
         arguments=(Of("lease", name="LEASE", doc="its id or its name"),),
         examples=(("hegmctl release l3", "end lease l3"),),
     ),
-    Verb(
+    Command(
         "queue",
         "show who runs, who waits for what, and the leases",
         "One line for each job that has or wants a GPU, the highest priority first: what it does, since when, what it "
@@ -92,7 +92,7 @@ SHARING = (
         ),
         examples=(("hegmctl queue --watch", "watch jobs take turns"),),
     ),
-    Verb(
+    Command(
         "priority",
         "change the priority of a job",
         "Jobs of higher priority get GPUs first, and jobs of lower priority are suspended for them. Jobs below "

@@ -6,7 +6,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-# What a value is, and so how it is checked.
+# The kinds of values, which decide how they are checked.
 FLAG = "flag"
 TEXT = "text"
 PATH = "a path"
@@ -17,17 +17,17 @@ SIZE = "a size such as 2GiB"
 PID = "a process id"
 JOB = "a job: its id, its name, or a process id"
 
-# What the shell can offer for a value; `gpus`, `places`, `jobs`, `pids` and `event-kinds` are asked of the daemon.
+# What the shell can complete; the daemon provides `gpus`, `places`, `jobs`, `pids` and `event-kinds`.
 FILES = "files"
 GPUS = "gpus"
 PLACES = "places"
 PIDS = "pids"
 JOBS = "jobs"
-COMMANDS = "commands"
+COMMAND_NAMES = "commands"
 
 
 class Of:
-    """A field of the request as an option or argument. `said` is what the row says in place of the field."""
+    """A field of the request as an option or argument. `said` replaces the field's text."""
 
     __slots__ = ("field", "said")
 
@@ -37,10 +37,10 @@ class Of:
 
 
 class Option:
-    """One option, and the `field` of the request that it fills.
+    """One option, and the `field` of the request that it sets.
 
-    `implied` is the value of one that may be given without any; such a value needs the `=`. `splits` takes several
-    values with commas between them.
+    `implied` is the value of an option that was given without one; another value needs the `=`. `splits` accepts
+    several values separated by commas.
     """
 
     __slots__ = (
@@ -84,9 +84,9 @@ class Option:
 
 
 class Argument:
-    """One argument in its place, or with `many` any number of them at the end; `field` as for an option.
+    """A positional argument, or with `many` any number of them at the end; `field` as for an option.
 
-    `choices` are all that it can be; beside `complete`, they are what it can be besides.
+    `choices` are all its values; together with `complete`, they are additional ones.
     """
 
     __slots__ = ("choices", "complete", "doc", "field", "key", "kind", "many", "name")

@@ -92,7 +92,7 @@ class Answered(Message):
 
 
 class Ears(Listener):
-    """Turns what the feed's threads hear into messages, which textual takes from any thread."""
+    """Turns callbacks of the feed's threads into messages, which textual accepts from any thread."""
 
     def __init__(self, app: App[None]) -> None:
         self._app = app
@@ -140,7 +140,7 @@ class Page(ModalScreen[bool]):
         self.dismiss(bool(self._question))
 
     def action_enter(self) -> None:
-        if not self._question:  # a question takes a y: nobody says yes by mistake
+        if not self._question:  # a question needs a y, so that Enter does not confirm it by mistake
             self.dismiss(False)
 
 
@@ -178,7 +178,7 @@ class Board(Static):
         self._picture = picture
 
     def draw(self) -> None:
-        """Draw it anew."""
+        """Redraw it."""
         if not self.size.width:
             return
         parts: list[tuple[str, str]] = []
@@ -344,7 +344,7 @@ class TopApp(App[None]):
         )
 
     def _in_thread(self, work: Callable[[], Message]) -> None:
-        """Do it beside the screen; what it returns is posted, and a refusal is noted."""
+        """Run it in a thread; post what it returns, and note a refusal."""
 
         def run() -> None:
             try:

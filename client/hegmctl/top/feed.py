@@ -1,9 +1,9 @@
-"""The daemon as `hegmctl top` asks it: looks at the node, its event stream, and commands.
+"""Connects `hegmctl top` to the daemon: snapshots of the node, its event stream, and commands.
 
-Each runs in a thread of its own with a connection of its own, so that the screen never waits. The threads end with the
-process: what a command began belongs to the daemon. A look follows an event at once, but not more often than every
-second; without events it comes at long intervals, so that watching a quiet node costs next to nothing. While the daemon
-is away the screen says so, and a look is tried again.
+Each runs in a thread with a connection of its own, so that the screen never waits. The threads end with the process:
+operations belong to the daemon. An event triggers a new snapshot at once, but at most one a second; without events they
+come at long intervals, so that watching a quiet node costs next to nothing. While the daemon is away the screen says
+so, and the feed retries.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from hegmd.protocol.messages import Request
     from hegmd.protocol.snapshots import Gpu
 
-# Between two looks at operations while one comes on, and at least between any two.
+# Time between snapshots of operations while one makes progress, and the minimum between any two.
 BRISK_S = 1.0
 RETRY_S = 2.0
-# Jobs are asked for what they have done, each of them. So a look at many comes less often: after so many times what the
-# last one took, and after this at the latest.
+# The daemon asks each job for its progress. So snapshots of many jobs are taken less often: after this many times the
+# duration of the last one, and after this time at the latest.
 SPARE, SELDOM_S = 100.0, 30.0
 
 
@@ -71,7 +71,7 @@ class Feed:
         self._poked.set()
 
     def join(self, within_s: float) -> None:
-        """Wait until both threads have ended, after `stop`. One that listens for events ends with its connection."""
+        """Wait until both threads have ended, after `stop`. A thread that waits for events ends with its connection."""
         for thread in self._threads:
             thread.join(within_s)
 
@@ -136,13 +136,13 @@ class Feed:
     # -- commands ------------------------------------------------------------------------------------------------------
 
     def plan(self, action: str, job: str, to: str | None, columns: int) -> list[str]:
-        """What the command would do, as `--dry-run` shows it. Raises HegmError with the reasons against it."""
+        """Return what the command would do, as with `--dry-run`. Raises HegmError with the reasons against it."""
         with self._connect() as connection:
             reply = connection.call(_request(action, job, to, dry_run=True), OperationReply)
         return plan_text(reply, Style(columns=columns))
 
     def carry_out(self, action: str, job: str, to: str | None, tell: Callable[[str], object]) -> str:
-        """Have it done, tell how it comes on, and return how it ended. Raises HegmError."""
+        """Run the command, report its progress, and return its result. Raises HegmError."""
         with self._connect() as connection:
             reply = connection.converse(
                 _request(action, job, to),
@@ -155,14 +155,14 @@ class Feed:
         return " ".join(operation_text(reply, Style()))
 
     def timeline(self, op_id: str, columns: int, ellipsis: str) -> list[str]:
-        """The timeline of an operation. Raises HegmError."""
+        """Return the timeline of an operation. Raises HegmError."""
         with self._connect() as connection:
             reply = connection.call(Story(id=op_id), StoryReply)
         return timeline_text(reply, Style(columns=columns, ellipsis=ellipsis))
 
 
 def row_of(job: Job) -> JobRow:
-    """A job as a row."""
+    """Return a job as a row."""
     return JobRow(
         job.id,
         job.name,

@@ -1,7 +1,7 @@
 """What `hegmctl top` shows: GPUs with their last minutes, jobs, operations and events, as lines of a given size.
 
-Owns what was seen, the order, the filter and the cursor. Pure: time comes with what was seen, and no terminal is
-touched. A line is a list of parts, each a text and the name of its style; every text is printable.
+Keeps the last snapshot, the order, the filter and the cursor. Pure: the time comes with the snapshots, and no terminal
+is touched. A line is a list of parts, each a text and the name of its style; every text is printable.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class JobRow:
         self.command = command
 
     def key(self, order: str) -> tuple[object, ...]:
-        """Where it stands in that order; the busiest first, where the order is by a figure."""
+        """Return its sort key for that order; the busiest job comes first in an order by a figure."""
         number = int(self.id[1:]) if self.id[1:].isdigit() else 0
         first: dict[str, object] = {
             "gpu": (not self.gpus, [(len(gpu), gpu) for gpu in self.gpus]),
@@ -73,7 +73,7 @@ class JobRow:
         return (first.get(order, 0), number)
 
     def has(self, text: str) -> bool:
-        """Whether that text is anywhere in it, in small letters or large ones."""
+        """Return True if the text occurs in it, ignoring case."""
         return text.lower() in " ".join((self.id, self.name, self.state, *self.gpus, self.command)).lower()
 
 
@@ -93,18 +93,18 @@ class Seen:
 
 
 class Listener:
-    """What hears of the node. Called in the feed's threads."""
+    """Receives what happens on the node. Called in the feed's threads."""
 
     def seen(self, seen: Seen) -> None:
-        """A look at the node."""
+        """Receive a snapshot of the node."""
         raise NotImplementedError
 
     def happened(self, event: Event) -> None:
-        """An event of the node."""
+        """Receive an event of the node."""
         raise NotImplementedError
 
     def away(self, why: str) -> None:
-        """The daemon does not answer."""
+        """Note that the daemon does not answer."""
         raise NotImplementedError
 
 
@@ -115,7 +115,7 @@ class Picture:
         self.unicode = unicode
         self.order = ORDERS[0]
         self.filter = ""
-        #: Why what is shown is old; empty while the daemon answers.
+        #: Why the snapshot is old; empty while the daemon answers.
         self.trouble = ""
         #: What came of the last command.
         self.notice = ""
@@ -142,36 +142,36 @@ class Picture:
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
-        """The GPUs at the last look."""
+        """Return the GPUs of the last snapshot."""
         return self._seen.gpus
 
     @property
     def jobs(self) -> list[JobRow]:
-        """The jobs that the filter lets through, in order."""
+        """Return the jobs that match the filter, sorted."""
         found = [job for job in self._seen.jobs if not self.filter or job.has(self.filter)]
         return sorted(found, key=lambda job: job.key(self.order))
 
     @property
     def operations(self) -> list[Operation]:
-        """Those under way, the newest first, and then those that ended."""
+        """Return the operations under way, newest first, and then those that ended."""
         under_way = [each for each in self._seen.operations if each.phase not in OVER]
         ended = [each for each in self._seen.operations if each.phase in OVER]
         return [*reversed(under_way), *reversed(ended)]
 
     @property
     def is_moving(self) -> bool:
-        """Whether an operation comes on now."""
+        """Return True if an operation makes progress now."""
         return any(each.phase not in OVER and each.phase not in AT_REST for each in self._seen.operations)
 
     # -- what is chosen ------------------------------------------------------------------------------------------------
 
     def job(self) -> JobRow | None:
-        """The job under the cursor."""
+        """Return the job under the cursor."""
         jobs = self.jobs
         return next((job for job in jobs if job.id == self._chosen[JOBS]), jobs[0] if jobs else None)
 
     def operation(self) -> Operation | None:
-        """The operation under the cursor; with the cursor on a job, the newest of its processes."""
+        """Return the operation under the cursor; with the cursor on a job, the newest one of its processes."""
         if self.section == OPERATIONS:
             known = self.operations
             return next((op for op in known if op.id == self._chosen[OPERATIONS]), known[0] if known else None)
@@ -197,7 +197,7 @@ class Picture:
     # -- lines ---------------------------------------------------------------------------------------------------------
 
     def lines(self, columns: int, rows: int) -> list[Line]:
-        """The whole screen: exactly so many rows, each of at most so many columns."""
+        """Return the whole screen: exactly that many rows, each of at most that many columns."""
         gpus = self._gpu_lines(columns, max(2, rows // 3))
         ops = self._operation_lines(columns, 4 if rows >= 30 else 3)
         news = self._event_lines(columns, 5 if rows >= 40 else 2)
@@ -278,7 +278,7 @@ class Picture:
         return [*line, (" " * (room - spent), "")] if fill and spent < room else line
 
     def sparkline(self, values: Sequence[float | None], columns: int) -> str:
-        """Per cent as bars, the newest at the right; what is not known is a blank."""
+        """Return percentages as bars, newest at the right; unknown values are blank."""
         bars = BARS if self.unicode else ASCII_BARS
         text = "".join(" " if value is None else bars[min(7, int(value / 12.5))] for value in list(values)[-columns:])
         return text.rjust(columns)

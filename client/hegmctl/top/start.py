@@ -1,4 +1,4 @@
-"""Starts `hegmctl top`, or says what it lacks: textual, or a terminal that can be redrawn."""
+"""Starts `hegmctl top`, or reports what is missing: textual, or a terminal that can be redrawn."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hegmctl.arguments import parse
-from hegmctl.grammar import GLOBAL_OPTIONS, VERBS
+from hegmctl.grammar import COMMANDS, GLOBAL_OPTIONS
 from hegmd.errors import USAGE, HegmError
 from hegmd.protocol.names import closest, distance
 
@@ -23,7 +23,7 @@ from hegmd.protocol.names import closest, distance
 )
 def test_options_may_stand_anywhere_and_be_written_in_two_ways(line: str) -> None:
     arguments = parse(line.split())
-    assert arguments.verb is VERBS["ps"]
+    assert arguments.row is COMMANDS["ps"]
     assert arguments.flag("json")
     assert not arguments.flag("ways")
     assert arguments.seconds("timeout") == 5.0
@@ -64,7 +64,7 @@ def test_what_follows_two_dashes_is_handed_on_as_it_is() -> None:
         told = parse(["simulate", "hold", "gpu0", "2GiB", *dashes, "python3", "--json", "--", "-x"])
         assert (told.tail, told.flag("json")) == (("python3", "--json", "--", "-x"), False)
     arguments = parse(["simulate", "hold", "gpu0", "2GiB", "--", "python3", "--json", "--", "-x"])
-    assert arguments.verb is VERBS["simulate hold"]
+    assert arguments.row is COMMANDS["simulate hold"]
     assert arguments.required("GPU") == "gpu0"
     assert arguments.whole("SIZE") == 2 * 1024**3
     assert arguments.tail == ("python3", "--json", "--", "-x")
@@ -77,9 +77,9 @@ def test_the_path_of_a_socket_need_not_be_utf8() -> None:
 
 
 def test_help_is_given_without_what_the_command_needs() -> None:
-    assert parse(["simulate", "hold", "--help"]).verb is VERBS["simulate hold"]
+    assert parse(["simulate", "hold", "--help"]).row is COMMANDS["simulate hold"]
     assert parse(["simulate", "--help"]).group == "simulate"
-    assert parse(["-h"]).verb is None
+    assert parse(["-h"]).row is None
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_help_is_given_without_what_the_command_needs() -> None:
         ("gpus --timeout 0", "--timeout 0: a number of seconds over 0 is needed", "write it as 5, 0.5 or 10min"),
         ("gpus --timeout nan", "--timeout nan: a number of seconds over 0 is needed", "write it as 5, 0.5 or 10min"),
         ("gpus --timeout -inf", "--timeout -inf: a number of seconds over 0 is needed", "write it as 5, 0.5 or 10min"),
-        ("gpus --timeout inf", "--timeout inf: longer than anything can wait", "write at most 1,000,000 seconds"),
-        ("ps --watch=1e300", "--watch 1e300: longer than anything can wait", "write at most 1,000,000 seconds"),
-        ("ps --watch=1000001", "--watch 1000001: longer than anything can wait", "write at most 1,000,000 seconds"),
+        ("gpus --timeout inf", "--timeout inf: the time is too long", "write at most 1,000,000 seconds"),
+        ("ps --watch=1e300", "--watch 1e300: the time is too long", "write at most 1,000,000 seconds"),
+        ("ps --watch=1000001", "--watch 1000001: the time is too long", "write at most 1,000,000 seconds"),
         (f"ps {10**20}", f"JOB {10**20}: the number is too large", "write one of at most 9007199254740992"),
         (
             f"events --since {2**53 + 1}",
@@ -134,8 +134,8 @@ def test_every_mistake_is_told_with_the_way_out(line: str, message: str, hint: s
 
 
 _WORDS = [name for option in GLOBAL_OPTIONS for name in option.names]
-_WORDS += [name for verb in VERBS.values() for option in verb.options for name in option.names]
-_WORDS += [word for name in VERBS for word in name.split()] + [
+_WORDS += [name for command in COMMANDS.values() for option in command.options for name in option.names]
+_WORDS += [word for name in COMMANDS for word in name.split()] + [
     "--",
     "-",
     "",
@@ -152,13 +152,13 @@ _WORDS += [word for name in VERBS for word in name.split()] + [
 @given(st.lists(st.one_of(st.sampled_from(_WORDS), st.text(max_size=8)), max_size=8))
 def test_any_words_are_read_or_refused_with_a_usage_error(words: list[str]) -> None:
     refused: HegmError | None = None
-    verb = None
+    command = None
     try:
-        verb = parse(words).verb
+        command = parse(words).row
     except HegmError as error:
         refused = error
     assert refused is None or refused.code is USAGE
-    assert verb is None or verb.name in VERBS
+    assert command is None or command.name in COMMANDS
 
 
 @pytest.mark.parametrize(
@@ -171,4 +171,4 @@ def test_distance_counts_a_swap_as_one_edit(first: str, second: str, edits: int)
 
 
 def test_nothing_is_suggested_that_is_not_close() -> None:
-    assert closest("frobnicate", list(VERBS)) is None
+    assert closest("frobnicate", list(COMMANDS)) is None

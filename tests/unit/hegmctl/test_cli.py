@@ -43,7 +43,7 @@ ANSWERS: list[tuple[str, Record | None, str]] = [
     (
         "config --reload",
         m.ReloadReply(changed=("log.level",), after_restart=("metrics.port",)),
-        "in force now: log.level",
+        "changed: log.level",
     ),
     ("metrics", m.MetricsReply(text='hegmd_build_info{version="0.1.0"} 1\n'), 'hegmd_build_info{version="0.1.0"} 1'),
     ("simulate fault gpu1 lost", m.FaultReply(faults={"gpu1": "lost"}), "gpu1: lost"),

@@ -20,15 +20,15 @@ from tests.unit.hegmctl.fake_daemon import FakeDaemon
 from tests.unit.hegmctl.running import environment
 from tools.docs.hegmctl.completions import completions
 
-VERBS = {"gpus", "ps", "events", "doctor", "version", "config", "metrics", "ping", "simulate", "help"}
-VERBS |= {"run", "migrate", "suspend", "resume", "drain", "swap", "ops", "op", "cancel", "adopt", "images", "hegm"}
-VERBS |= {"checkpoint", "restore", "quiesce", "offload", "handoff", "attach", "jobs", "inspect", "wait", "top"}
-VERBS |= {"make-room", "release", "queue", "priority", "recovery"}
+COMMANDS = {"gpus", "ps", "events", "doctor", "version", "config", "metrics", "ping", "simulate", "help"}
+COMMANDS |= {"run", "migrate", "suspend", "resume", "drain", "swap", "ops", "op", "cancel", "adopt", "images", "hegm"}
+COMMANDS |= {"checkpoint", "restore", "quiesce", "offload", "handoff", "attach", "jobs", "inspect", "wait", "top"}
+COMMANDS |= {"make-room", "release", "queue", "priority", "recovery"}
 GLOBALS = {"--socket", "--json", "-q", "--quiet", "--color", "--no-color", "--timeout", "-h", "--help", "--version"}
 
 # What is on the line, word by word as bash takes it apart, and what is offered for the last word.
 CASES: list[tuple[list[str], set[str]]] = [
-    ([""], VERBS),
+    ([""], COMMANDS),
     (["ver"], {"version"}),
     (["--js"], {"--json"}),
     (["ps", "-"], {"--gpu", "--ways", "-w", "--watch"} | GLOBALS),

@@ -155,7 +155,7 @@ def test_what_is_typed_is_what_is_asked(
         ("op", "op needs ID"),
         ("cancel", "cancel needs ID"),
         ("ops 7", "ops does not take '7'"),
-        ("drain gpu0 --timeout 1e300", "longer than anything can wait"),
+        ("drain gpu0 --timeout 1e300", "the time is too long"),
     ],
 )
 def test_what_is_missing_is_said_and_nothing_is_asked(daemon: FakeDaemon, line: str, says: str) -> None:

@@ -62,7 +62,7 @@ def test_a_program_that_is_not_there_is_told() -> None:
 @pytest.mark.parametrize("line", ["nonsense", "{}", "[]", '{"id": 1, "status": "ok", "summary": "x"}'])
 def test_a_line_that_is_no_check_ends_the_program(line: str) -> None:
     program = f"import time\nprint({line!r}, flush=True)\ntime.sleep(60)"
-    with pytest.raises(ExternalError, match="what is not a check"):
+    with pytest.raises(ExternalError, match="printed an invalid check"):
         check_here(lambda _check: None, _program(program))
 
 

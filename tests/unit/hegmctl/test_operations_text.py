@@ -92,10 +92,10 @@ def test_a_story_printed_internal_fields_to_people() -> None:
     clock = time.strftime("%H:%M:%S", time.localtime(1_790_000_001))
     assert [line.split() for line in lines[-5:-3]] == [
         [f"{clock}.000", "1.000", "s", "agent", "4711", *"stopped the training at a batch boundary".split()],
-        [f"{clock}.500", "0.500", "s", "hegmd", *"brought the process back onto its GPU (process 4711)".split()],
+        [f"{clock}.500", "0.500", "s", "hegmd", *"restored the process on its GPU (process 4711)".split()],
     ]
     assert lines[-3].split()[1:] == "0.500 s hegmd a step failed (process 4711): no room".split()
-    assert lines[-2].split()[1:] == "2.000 s uid 7 asked to turn it back".split()
+    assert lines[-2].split()[1:] == "2.000 s uid 7 asked for a rollback".split()
     assert lines[-1].split()[1:] == "0.000 s hegmd of-a-newer-hegmd".split()
     assert "(3 earlier lines are no longer remembered)" in lines
     assert not any(word in "\n".join(lines) for word in ("None", "token", "is_earlier", "effect", "reload 4711"))

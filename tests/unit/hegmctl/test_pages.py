@@ -11,7 +11,7 @@ import pytest
 
 from hegmcompat import control, ctrl_cli
 from hegmcompat.surroundings import LOCK, REFUSED, VARIABLES
-from hegmctl.grammar import GLOBAL_OPTIONS, VERBS
+from hegmctl.grammar import COMMANDS, GLOBAL_OPTIONS
 from hegmctl.help import shown_commands
 from hegmd.__main__ import ARGUMENTS
 from hegmd.errors import CODES
@@ -41,9 +41,9 @@ def test_a_page_is_well_formed(name: str, tmp_path: Path) -> None:
 
 def test_the_pages_name_everything() -> None:
     client = PAGES["hegmctl.1"]
-    for verb in shown_commands():
-        assert f".SS hegmctl {literal(verb.name)}" in client
-        for option in verb.options:
+    for command in shown_commands():
+        assert f".SS hegmctl {literal(command.name)}" in client
+        for option in command.options:
             assert all(literal(name) in client for name in option.names)
     assert all(literal(name) in client for option in GLOBAL_OPTIONS for name in option.names)
     assert all(f"\n{code.exit_status}\n{code.name}: " in client for code in CODES)
@@ -131,7 +131,7 @@ def test_what_type_checkers_read_of_the_library_is_fresh() -> None:
 def test_the_reference_covers_every_command_that_answers() -> None:
     answering = {command.split(" --")[0].removesuffix(" JOB") for command, _record, _how in printed()}
     silent = {"help", "run", "top"}  # they explain, are another program by then, and draw a screen
-    assert answering == {verb.name for verb in VERBS.values() if not verb.hidden} - silent
+    assert answering == {command.name for command in COMMANDS.values() if not command.hidden} - silent
 
 
 def test_no_record_has_a_field_of_the_name_that_the_output_adds() -> None:

@@ -191,7 +191,7 @@ def test_a_check_in_a_line_and_its_mending_below() -> None:
     assert say.check_text(node.CHECKS[0], PIPE) == ["ok    nvidia.driver             driver 580.159.04"]
     assert say.check_text(node.CHECKS[1], PIPE) == [
         "warn  nvidia.persistence        persistence mode is off",
-        "                                mend: nvidia-smi -pm 1",
+        "                                fix: nvidia-smi -pm 1",
     ]
 
 
@@ -256,14 +256,14 @@ def test_settings_in_a_table() -> None:
 
 def test_reload_faults_holds_and_metrics() -> None:
     assert say.reload_text(m.ReloadReply(changed=("log.level",), after_restart=("metrics.port",)), PIPE) == [
-        "in force now: log.level",
-        "waits for a restart of the daemon: metrics.port",
+        "changed: log.level",
+        "changes when the daemon restarts: metrics.port",
     ]
     assert say.reload_text(m.ReloadReply(changed=(), after_restart=()), PIPE) == [
         "The configuration was read again; nothing in it has changed."
     ]
     assert say.faults_text(m.FaultReply(faults={"gpu1": "lost"}), PIPE) == ["gpu1: lost"]
-    assert say.faults_text(m.FaultReply(faults={}), PIPE) == ["No fault is in force."]
+    assert say.faults_text(m.FaultReply(faults={}), PIPE) == ["There are no faults."]
     assert say.hold_text(m.HoldReply(gpu="gpu0", vram_bytes=node.GIB), PIPE) == [
         "holding 1.0 GiB on gpu0 until interrupted"
     ]

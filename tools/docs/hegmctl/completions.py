@@ -9,22 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hegmctl.grammar import (
-    COMMANDS,
-    FILES,
-    FLAG,
-    GLOBAL_OPTIONS,
-    GPUS,
-    GROUPS,
-    JOBS,
-    PIDS,
-    PLACES,
-    PROGRAM,
-    VERBS,
-    Argument,
-    Option,
-    Verb,
-)
+from hegmctl.grammar import GLOBAL_OPTIONS, GROUPS, PROGRAM
+from hegmctl.grammar.rows import Command
+from hegmctl.grammar.words import COMMAND_NAMES, FILES, FLAG, GPUS, JOBS, PIDS, PLACES, Argument, Option
+from hegmctl.help import shown_commands
 
 # What the daemon is asked for.
 ASKED = (GPUS, PLACES, JOBS, PIDS)
@@ -36,17 +24,15 @@ def completions() -> dict[str, str]:
     return {"hegmctl.bash": bash(), "_hegmctl": zsh(), "hegmctl.fish": fish()}
 
 
-def _shown() -> list[Verb]:
-    return [verb for verb in VERBS.values() if not verb.hidden]
-
-
 def _first_words() -> dict[str, str]:
     """What can follow `hegmctl`, and what it means."""
-    return {verb.name: verb.summary for verb in _shown() if " " not in verb.name} | GROUPS
+    return {command.name: command.summary for command in shown_commands() if " " not in command.name} | GROUPS
 
 
 def _within(group: str) -> dict[str, str]:
-    return {verb.name.split()[1]: verb.summary for verb in _shown() if verb.name.startswith(f"{group} ")}
+    return {
+        command.name.split()[1]: command.summary for command in shown_commands() if command.name.startswith(f"{group} ")
+    }
 
 
 def _takes_value(option: Option) -> bool:
@@ -56,8 +42,8 @@ def _takes_value(option: Option) -> bool:
 
 def _all_options() -> Iterable[Option]:
     yield from GLOBAL_OPTIONS
-    for verb in _shown():
-        yield from verb.options
+    for command in shown_commands():
+        yield from command.options
 
 
 # ---- bash ------------------------------------------------------------------------------------------------------------
@@ -131,14 +117,14 @@ def bash() -> str:
         if _takes_value(option)
     ]
     values += [
-        _bash_value(" | ".join(f'"{verb.name}{name}"' for name in option.names), option)
-        for verb in _shown()
-        for option in verb.options
+        _bash_value(" | ".join(f'"{command.name}{name}"' for name in option.names), option)
+        for command in shown_commands()
+        for option in command.options
         if _takes_value(option)
     ]
     words = [_bash_words("''", " ".join(_first_words()), ())]
     words += [_bash_words(group, " ".join(_within(group)), ()) for group in GROUPS]
-    words += [_bash_words(f'"{verb.name}"', "", verb.options, verb.arguments) for verb in _shown()]
+    words += [_bash_words(f'"{command.name}"', "", command.options, command.arguments) for command in shown_commands()]
     return _BASH.format(
         head=_HEAD.format(of="bash"),
         files=FILES,
@@ -171,7 +157,7 @@ def _bash_words(pattern: str, first: str, options: tuple[Option, ...], arguments
 
 
 def _bash_argument(argument: Argument) -> str:
-    fixed = list(_first_words()) if argument.complete == COMMANDS else list(argument.choices)
+    fixed = list(_first_words()) if argument.complete == COMMAND_NAMES else list(argument.choices)
     if argument.complete in ASKED:
         more = f'; COMPREPLY+=($(compgen -W "{" ".join(fixed)}" -- "$current"))' if fixed else ""
         return f'_hegmctl_candidates {argument.complete} "$current"{more}'
@@ -221,11 +207,13 @@ _hegmctl "$@"
 
 def zsh() -> str:
     """The script for zsh."""
-    single = [verb for verb in _shown() if " " not in verb.name]
-    branches = [_zsh_branch(verb.name, verb, 16) for verb in single]
+    single = [command for command in shown_commands() if " " not in command.name]
+    branches = [_zsh_branch(command.name, command, 16) for command in single]
     for group in GROUPS:
         inner = "\n".join(
-            _zsh_branch(verb.name.split()[1], verb, 24) for verb in _shown() if verb.name.startswith(f"{group} ")
+            _zsh_branch(command.name.split()[1], command, 24)
+            for command in shown_commands()
+            if command.name.startswith(f"{group} ")
         )
         described = "\n".join(f"{'':28}{_zsh_quoted(f'{word}:{doc}')}" for word, doc in _within(group).items())
         branches.append(
@@ -245,12 +233,12 @@ def zsh() -> str:
     )
 
 
-def _zsh_branch(word: str, verb: Verb, indent: int) -> str:
-    specs = [spec for option in verb.options for spec in _zsh_option(option)]
-    for place, argument in enumerate(verb.arguments, 1):
+def _zsh_branch(word: str, command: Command, indent: int) -> str:
+    specs = [spec for option in command.options for spec in _zsh_option(option)]
+    for place, argument in enumerate(command.arguments, 1):
         position = "*" if argument.many else str(place)
         specs.append(_zsh_quoted(f"{position}:{argument.name}:{_zsh_action(argument.complete, argument)}"))
-    if verb.tail:
+    if command.tail:
         specs.append("'*:::command:_normal'")
     return f"{'':{indent}}{word}) _arguments -S $common {' '.join(specs)} ;;"
 
@@ -280,7 +268,7 @@ def _zsh_action(complete: str, of: Option | Argument) -> str:
         return "_files"
     if complete in ASKED:
         return f" _hegmctl_live {' '.join((complete, *of.choices))}"  # a blank first: called with these words alone
-    words = tuple(_first_words()) if complete == COMMANDS else of.choices
+    words = tuple(_first_words()) if complete == COMMAND_NAMES else of.choices
     return f"({' '.join(words)})" if words else " "
 
 
@@ -320,11 +308,11 @@ def fish() -> str:
         inner = " ".join(_within(group))
         condition = f"__fish_seen_subcommand_from {group}; and not __fish_seen_subcommand_from {inner}"
         lines += [_fish(condition, f"-a {word}", doc) for word, doc in _within(group).items()]
-    for verb in _shown():
-        words = verb.name.split()
+    for command in shown_commands():
+        words = command.name.split()
         seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in words)
-        lines += [_fish(seen, _fish_option(option), option.doc) for option in verb.options]
-        for place, argument in enumerate(verb.arguments, len(words)):
+        lines += [_fish(seen, _fish_option(option), option.doc) for option in command.options]
+        for place, argument in enumerate(command.arguments, len(words)):
             here = seen if argument.many else f"{seen}; and test (__hegmctl_places) -eq {place}"
             if candidates := _fish_words(argument.complete, argument):
                 lines.append(_fish(here, f"-a {candidates}", argument.doc))
@@ -347,7 +335,7 @@ def _fish_option(option: Option) -> str:
 
 
 def _fish_words(complete: str, of: Option | Argument) -> str:
-    fixed = " ".join(_first_words() if complete == COMMANDS else of.choices)
+    fixed = " ".join(_first_words() if complete == COMMAND_NAMES else of.choices)
     live = f"({PROGRAM} __complete {complete} 2>/dev/null)" if complete in ASKED else ""
     words = " ".join(part for part in (live, fixed) if part)
     return _fish_quoted(words) if words else ""

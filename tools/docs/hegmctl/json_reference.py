@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from hegmctl.grammar import VERBS
-from hegmctl.grammar.rows import AFTER_PROGRESS, ONE, Form, Verb, load
+from hegmctl.grammar import COMMANDS
+from hegmctl.grammar.rows import AFTER_PROGRESS, ONE, Command, Form, load
 from hegmctl.library import is_operation
 from hegmd.protocol.messages import REQUESTS, ErrorInfo
 from hegmd.protocol.operations import OperationProgress
@@ -21,7 +21,7 @@ BEGIN = "<!-- Below this line: written by `python3 -m tools.docs.hegmctl json do
 _JSON_TYPES = {"int": "integer", "float": "number", "bool": "true or false", "str": "string", "object": "any"}
 
 
-def printed(rows: Iterable[Verb] = VERBS.values()) -> list[tuple[str, type[Record], str]]:
+def printed(rows: Iterable[Command] = COMMANDS.values()) -> list[tuple[str, type[Record], str]]:
     """What each command prints, and how. `run` is not among them: it becomes its command, and prints nothing itself."""
     return [(f"{row.name} {form.words}".rstrip(), *_printed(form)) for row in rows for form in row.forms]
 

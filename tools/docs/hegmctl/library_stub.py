@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hegmctl.grammar import VERBS
-from hegmctl.grammar.rows import Verb
+from hegmctl.grammar import COMMANDS
+from hegmctl.grammar.rows import Command
 from hegmctl.library import calls_of, parameters, waits
 from hegmd.protocol import messages
 from hegmd.protocol.operations import OperationProgress
@@ -16,19 +16,19 @@ _HEAD = """\
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
-from hegmctl.grammar.rows import Verb
+from hegmctl.grammar.rows import Command
 from hegmd.protocol import messages as m
 from hegmd.protocol.operations import OperationProgress
 
-def calls_of(rows: Iterable[Verb]) -> dict[str, type[m.Request]]: ...
+def calls_of(rows: Iterable[Command]) -> dict[str, type[m.Request]]: ...
 def parameters(kind: type[m.Request]) -> tuple[list[str], list[str]]: ...
 def is_operation(kind: type[m.Request]) -> bool: ...
 def waits(kind: type[m.Request]) -> bool: ...
-def add_calls(sync: type, asynchronous: type, rows: Iterable[Verb]) -> None: ...
+def add_calls(sync: type, asynchronous: type, rows: Iterable[Command]) -> None: ...
 """
 
 
-def stub(rows: Iterable[Verb] = VERBS.values()) -> str:
+def stub(rows: Iterable[Command] = COMMANDS.values()) -> str:
     """The text of the file."""
     calls = calls_of(rows)
     lines = [_HEAD]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hegmctl.grammar import DESCRIPTION, GLOBAL_OPTIONS, PROGRAM, SUMMARY, Option
+from hegmctl.grammar import DESCRIPTION, GLOBAL_OPTIONS, PROGRAM, SUMMARY
+from hegmctl.grammar.words import Option
 from hegmctl.help import SOCKET_ORDER, option_forms, sentence, shown_commands, usage
 from hegmd import __main__ as daemon_arguments
 from hegmd import __version__
@@ -35,12 +36,12 @@ def client_page(day: str) -> str:
     page.section("DESCRIPTION")
     page.paragraph(DESCRIPTION)
     page.section("COMMANDS")
-    for verb in shown_commands():
-        page.subsection(usage(verb))
-        page.paragraph(sentence(verb))
-        for argument in verb.arguments:
+    for command in shown_commands():
+        page.subsection(usage(command))
+        page.paragraph(sentence(command))
+        for argument in command.arguments:
             page.item(argument.name, _as_sentence(argument.doc))
-        _options(page, verb.options)
+        _options(page, command.options)
     page.section("OPTIONS")
     page.paragraph("These may stand before or after the command.")
     _options(page, GLOBAL_OPTIONS)
@@ -67,10 +68,10 @@ def client_page(day: str) -> str:
     )
     page.item("`NO_COLOR`, `TERM`, `COLUMNS`", "Whether to use colours, and how wide the terminal is.")
     page.section("EXAMPLES")
-    for verb in shown_commands():
-        for command, meaning in verb.examples:
+    for command in shown_commands():
+        for example, meaning in command.examples:
             page.paragraph(_as_sentence(meaning))
-            page.example([command])
+            page.example([example])
     page.section("SEE ALSO")
     page.paragraph("`hegmd`(8), `hegmd.toml`(5)")
     return page.text()
