@@ -55,6 +55,7 @@ class Lending:
         self._waiting_since = 0.0
         self._send: Send | None = None
         self._asked: int | None = None
+        self._asked_to_lend = False  # what that request is; it may be about the block before this one
         #: True from the request to lend until the daemon has said that nothing is lent.
         self._owed = False
         self._again_at = monotonic()
@@ -154,9 +155,10 @@ class Lending:
 
     def _ask(self, send: Send) -> None:
         if self._stage == WAITING:
-            self._owed = True
+            self._owed = self._asked_to_lend = True
             self._asked = send(AgentLend())
         elif (self._stage == RETURNING and self._gate.lent) or (self._stage is None and self._owed):
+            self._asked_to_lend = False
             self._asked = send(AgentReclaim())
 
     def _go_on_alone(self, *, alone: bool) -> None:
@@ -177,7 +179,9 @@ class Lending:
         if request != self._asked:
             return False
         self._asked = None
-        if isinstance(answer, HegmError):
+        if self._stage == WAITING and not self._asked_to_lend:
+            self._owed = self._gate.lent  # the block before has ended, whatever the answer is
+        elif isinstance(answer, HegmError):
             self._take_refusal(answer)
         elif isinstance(answer, Lent):
             self._run_body()

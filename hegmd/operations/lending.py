@@ -75,7 +75,12 @@ class Lending:
             op = self._runner.of_process(pid)
         if op is None or not op.lent:
             return
-        answer = await self._operations.resume(pid, None, asked)
+        try:
+            answer = await self._operations.resume(pid, None, asked)
+        except HegmError:
+            if (op := self._runner.of_process(pid)) is None or not op.lent:
+                return  # another rank has asked meanwhile
+            raise
         if answer.operation is not None and answer.operation.phase == SUSPENDED:
             raise _failed(pid, answer.operation, "get its GPU memory back")
 

@@ -54,6 +54,13 @@ class _Job:
         self._thread.start()
         self.tick_until(lambda: self.gate.parked)
 
+    def comes_to_another_block(self) -> None:
+        self.in_body.clear()
+        self.may_end.clear()
+        self._thread = threading.Thread(target=self._train)
+        self._thread.start()
+        self.tick_until(lambda: self.gate.parked)
+
     def tick_until(self, condition: Callable[[], bool], *, alone: bool = False) -> None:
         """Act as the agent's thread does at each news."""
         while not condition():
@@ -219,6 +226,26 @@ def test_a_rank_at_its_block_is_found_at_the_boundary_that_all_ranks_were_given(
     _give(job, 2, "release")
     job.ends()
     assert job.gate.count == 6
+
+
+def test_a_late_answer_about_one_block_is_none_about_the_next() -> None:
+    """Another rank had the job resumed. The refusal of the second request kept the next block from lending."""
+    with _lent_job() as job:
+        job.may_end.set()
+        job.tick_until(lambda: isinstance(job.requests[-1], AgentReclaim))
+        _give(job, 1, "release")
+        job.ends()
+        job.comes_to_another_block()
+        assert job.lending.take_answer(2, HegmError(REFUSED, "operation 7 has it, which is done", "wait"))
+        job.tick_until(lambda: len(job.requests) == 3)
+        assert isinstance(job.requests[-1], AgentLend)
+        assert job.lending.take_answer(3, Lent(operation="8"))
+        assert job.in_body.wait(PATIENCE_S)
+        job.may_end.set()
+        job.tick_until(lambda: isinstance(job.requests[-1], AgentReclaim))
+        _give(job, 2, "release")
+        job.ends()
+    assert job.warnings == []
 
 
 def test_another_thread_lends_nothing() -> None:
