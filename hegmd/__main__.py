@@ -1,9 +1,9 @@
-"""hegmd's entry: arguments, configuration, log, then the app; the only place that decides the exit status.
+"""hegmd's entry point: arguments, configuration, log, then the app. Only this module decides the exit status.
 
-The command line is a table, ARGUMENTS: the parser and the manual page are both made from it.
+The command line is a table, ARGUMENTS, from which the parser and the manual page are made.
 
-What the daemon consists of is imported once the command line is read, with the garbage collector off, and the process
-ends without taking the interpreter apart: both took a third of the time of a start and an end.
+The daemon's modules are imported after the command line is parsed, with the garbage collector disabled, and the process
+ends without finalising the interpreter: these took a third of the time of a start and an end.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _SETTINGS = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser for the table."""
+    """Return the parser for the table."""
     made = argparse.ArgumentParser(prog="hegmd", description=f"{SUMMARY}.", allow_abbrev=False)
     for argument in ARGUMENTS:
         if argument.metavar is None:
@@ -91,7 +91,7 @@ def run(argv: Sequence[str]) -> int:
         for line in (*error.message.splitlines(), error.hint):
             print(f"hegmd: {line}", file=sys.stderr)
         return error.code.exit_status
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -109,7 +109,7 @@ def _fill_closed_descriptors() -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    gc.disable()  # what is imported stays, and the collector would look through it dozens of times
+    gc.disable()  # imported objects stay, and the collector would traverse them dozens of times
     import faulthandler
     from functools import partial
 

@@ -1,8 +1,8 @@
-"""Builds the daemon's parts, wires them, and owns the outermost task group, the signals and the way down.
+"""Builds the daemon's parts, connects them, and owns the outermost task group, the signals and the shutdown.
 
-With __main__ and `wiring` the only part that reads the configuration: everything else is given values. Order matters on
-the way up (the state directory is locked before anything listens, and systemd hears READY only when the first inventory
-is there) and on the way down (peers are told before their connections close).
+Apart from __main__ and `wiring` this is the only module that reads the configuration: everything else gets values.
+Order matters at the start (the state directory is locked before anything listens, and systemd hears READY only when the
+first inventory is there) and at the end (peers are told before their connections close).
 
 Longer than 400 lines because each part is made, started and ended here, in the order of their dependencies.
 """
@@ -189,7 +189,7 @@ class App:
             serving.cancel_scope.deadline = anyio.current_time() + GOODBYE_S
 
     def _listening_sockets(self, passed: PassedDescriptors, held: contextlib.ExitStack) -> list[socket.socket]:
-        """The sockets that systemd hands over; without any, one that is bound here and unlinked at the end."""
+        """Return the sockets that systemd passed; without any, bind one, which is unlinked at the end."""
         sockets = passed.take_listeners(SOCKET_NAME)
         if not sockets:
             path = self._config.daemon.socket
@@ -198,10 +198,10 @@ class App:
         return sockets
 
     async def _keep_socket(self, listener: Listener, held: contextlib.ExitStack) -> None:
-        """Bind the socket again where its file is gone: nobody could reach the daemon, and none would be started.
+        """Bind the socket again if its file is gone: no client could connect, and none could start another daemon.
 
-        The service manager's socket as well, which does not see that its file is gone: its own is not accepted on any
-        more, since nobody can connect to it.
+        This includes the service manager's socket, because the manager does not notice that its file is gone. Its own
+        one is no longer accepted on, since no client can connect to it.
         """
         while True:
             await anyio.sleep(SOCKET_LOOK_S)
@@ -222,7 +222,7 @@ class App:
         limited(logger, "socket-again", logging.WARNING, "the socket file %s was gone, and is bound again", path)
 
     def _bind(self, path: Path) -> socket.socket:
-        """Raises HegmError."""
+        """Bind the socket. Raises HegmError."""
         directory_mode = 0o700 if self._user_mode else 0o755
         mode = self._config.daemon.socket_mode
         return bind(path, mode, self._policy.admin_gid, directory_mode=directory_mode)
@@ -243,7 +243,7 @@ class App:
         return Listener(listening, self._admission, open_session, self._counters)
 
     async def _leave_when_done(self) -> None:
-        """A daemon that was started for a job ends after it, and after whatever has joined it since."""
+        """End a daemon that was started for a job, once that job and all that joined it have ended."""
         if self._until_pid is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -262,7 +262,7 @@ class App:
         os.kill(os.getpid(), signal.SIGTERM)
 
     async def _keep_alive(self) -> None:
-        """Tell systemd, from the loop itself, that the loop turns; a loop that hangs is killed and started anew."""
+        """Tell systemd from the loop that the loop runs; systemd restarts a daemon whose loop hangs."""
         limit_s = self._offer.watchdog_limit_s
         while limit_s is not None:
             self._manager.alive()
@@ -270,7 +270,7 @@ class App:
             await anyio.sleep(limit_s / 3)
 
     def _status(self) -> str:
-        """One line for `systemctl status`."""
+        """Return one line for `systemctl status`."""
         latest = self._inventory.latest
         seen = "" if latest is None else f"{len(latest.gpus)} GPUs, {len(latest.processes)} processes on them, "
         return f"{seen}{self._admission.current} clients"
@@ -316,7 +316,7 @@ class App:
             ) from None
 
     def _read_and_check(self) -> Config:
-        """The configuration anew. Raises HegmError for one that could not be put in force. Blocks."""
+        """Read the configuration again. Raises HegmError if it could not be used. Blocks."""
         new = self._load_again()
         if new.audit.file is not None and new.audit.file != self._config.audit.file:
             check_openable(new.audit.file)
@@ -364,7 +364,7 @@ class App:
         )
 
     async def _facts(self) -> NodeFacts:
-        """What the doctor is told of the node as it is now."""
+        """Return the facts for the doctor as they are now."""
         return node_facts(
             self._config,
             await self._inventory.fresh(0),
@@ -394,7 +394,7 @@ class App:
             self._ended_at_trim = ended
 
     async def _metrics(self) -> str:
-        """The metrics as text, for the socket, the loopback port and the textfile alike."""
+        """Return the metrics as text, for the socket, the loopback port and the textfile alike."""
         snapshot = await self._inventory.fresh(FRESH_S)
         jobs = await self._moving.job_requests.jobs((), lambda _: True, ended=False)
         build = Build(__version__, PROTOCOL_VERSION, platform.python_version())
@@ -416,7 +416,7 @@ class App:
 
 
 def owner_of(pid: int) -> int | None:
-    """The user of that process; None if it does not exist."""
+    """Return the user of that process; None if it does not exist."""
     try:
         return Path(f"/proc/{pid}").stat().st_uid
     except OSError:
@@ -424,12 +424,14 @@ def owner_of(pid: int) -> int | None:
 
 
 def tally_of(job: Job) -> JobTally:
-    """What the metrics have of a job."""
+    """Return what the metrics report of a job."""
     return JobTally(job.id, job.name, job.state == TRAINING, job.boundary)
 
 
 def _raise_descriptor_limit() -> None:
-    """Every client and every process takes a descriptor; the soft limit is made for programs that use select()."""
+    """Raise the soft limit on descriptors: every client and every process takes one, and its
+    default is for select().
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,9 +1,8 @@
 """The daemon's configuration: read from its file, environment and command line, and checked as a whole.
 
-Owns where values come from, which of them wins, and what is said when something is wrong: every problem at once, each
-with its place and what to write instead, so that nobody mends a file one run at a time. What settings there are is in
-`settings`. Only `app` and `__main__` read a Config; other parts are given the values they need. Run as a program, it
-writes the example that is shipped, contrib/hegmd.toml.
+Decides which source wins, and reports all problems at once, each with its place and what to write instead. `settings`
+has the settings. Only `app` and `__main__` read a Config; other parts get the values they need. Run as a program, it
+writes the shipped example, contrib/hegmd.toml.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ XDG_FALLBACKS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Every setting, and where it came from. Made by `load` and never changed."""
+    """Every setting and its source. Made by `load` and never changed."""
 
     daemon: DaemonSettings
     inventory: InventorySettings
@@ -84,12 +83,12 @@ class Config:
     sources: Mapping[str, str]
 
     def value(self, key: str) -> Any:
-        """The value of one setting, by its `section.key`."""
+        """Return the value of one setting, by its `section.key`."""
         section, _, name = key.partition(".")
         return getattr(getattr(self, section), name)
 
     def describe(self) -> tuple[Setting, ...]:
-        """Every setting as it is shown to people and other programs, in the order of the table."""
+        """Return every setting in the order of the table, for people and other programs."""
         return tuple(
             Setting(key=key, value=row.kind.show(self.value(key)), source=self.sources[key], doc=row.doc)
             for key, row in ROWS.items()
@@ -136,7 +135,7 @@ def load(
 
 def _bad_config(problems: list[Problem]) -> HegmError:
     facts = {"problems": [{"where": p.where, "problem": p.what, "hint": p.hint} for p in problems]}
-    hint = f"mend {'this' if len(problems) == 1 else 'these'}, then see that `hegmd --check-config` finds no more"
+    hint = f"fix {'this' if len(problems) == 1 else 'these'}, then run: hegmd --check-config"
     return HegmError(BAD_CONFIG, "\n".join(str(problem) for problem in problems), hint, facts)
 
 
@@ -151,7 +150,7 @@ class _Gathering:
         self._given: set[str] = set()
 
     def take_file(self, path: str | None, user_mode: bool) -> Path | None:
-        """Take what the file says. The file that was read, or None if there is none and need not be."""
+        """Read the file. Returns its path, or None if there is none and none is required."""
         named = path or self._environ.get(PATH_VARIABLE)
         file = Path(named or self._fill_in(USER_PATH if user_mode else SYSTEM_PATH)).absolute()
         try:
@@ -195,7 +194,7 @@ class _Gathering:
             return
         lines = lines_of(text)
         already = len(self.problems)
-        line_of: dict[str, int] = {}  # for sorting: the parser gives a table's keys together, wherever they stand
+        line_of: dict[str, int] = {}  # for sorting: the parser returns a table's keys together, wherever they are
 
         def place(*path: str) -> str:
             where = f"{file}:{lines[path]}"
@@ -241,7 +240,9 @@ class _Gathering:
 
 
 def _from_here(row: Row, text: str) -> str:
-    """A path from the environment or command line, where a relative one means the caller's directory."""
+    """Return an absolute path: a relative one from the environment or command line is relative to the caller's
+    directory.
+    """
     return os.path.abspath(text) if isinstance(row.kind, PathName) and text else text
 
 
@@ -274,7 +275,9 @@ def _read(file: Path) -> str:
 
 
 def _unknown_section(name: str, content: object) -> tuple[str, str]:
-    """What to say of something at the top that is no section: a misspelt one, or a setting outside of its section."""
+    """Return problem and hint for an unknown name at the top: a misspelt section, or a setting
+    outside of its section.
+    """
     if not isinstance(content, dict):
         return _unknown_setting("", name)
     near = difflib.get_close_matches(name, SECTIONS, 1)
@@ -283,7 +286,7 @@ def _unknown_section(name: str, content: object) -> tuple[str, str]:
 
 
 def _unknown_setting(section: str, name: str) -> tuple[str, str]:
-    """What to say of a setting that does not exist: the one of that name elsewhere, or the nearest one."""
+    """Return problem and hint for an unknown setting: the one of that name elsewhere, or the nearest one."""
     inside = [row.name for row in ROWS.values() if row.section == section]
     elsewhere = {row.name: row.key for row in ROWS.values()}
     near = difflib.get_close_matches(name, inside, 1)
@@ -299,12 +302,12 @@ def _unknown_setting(section: str, name: str) -> tuple[str, str]:
 
 
 def _key(*parts: str) -> str:
-    """A dotted key as TOML writes it."""
+    """Return a dotted key in TOML's form."""
     return ".".join(part if re.fullmatch("[A-Za-z0-9_-]+", part) else quoted(part) for part in parts)
 
 
 def _syntax_problem(text: str, path: Path, error: Exception) -> Problem:
-    """The parser says where in words only, and of the end of the file or of too deep nesting not even that."""
+    """Return the problem of a syntax error. The parser reports the place in words only, and sometimes not at all."""
     message = str(error) or "nested too deeply"
     place = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", message)
     hint = "write text in quotes, numbers and true or false without, and each key once"
@@ -317,13 +320,13 @@ def _syntax_problem(text: str, path: Path, error: Exception) -> Problem:
 
 
 def changes(old: Config, new: Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The keys whose values differ: those that take effect at once, and those that need a restart."""
+    """Return the keys whose values differ: those that take effect at once, and those that need a restart."""
     differ = [row for key, row in ROWS.items() if old.value(key) != new.value(key)]
     return tuple(row.key for row in differ if row.reloads), tuple(row.key for row in differ if not row.reloads)
 
 
 def after_reload(old: Config, new: Config) -> Config:
-    """What is in force once `new` was read while `old` ran: what needs a restart stays as it was."""
+    """Return the configuration after a reload: settings that need a restart keep their old values."""
     merged: dict[str, Any] = {}
     for section in SECTIONS:
         kept = {row.name: old.value(row.key) for row in ROWS.values() if row.section == section and not row.reloads}
@@ -333,12 +336,12 @@ def after_reload(old: Config, new: Config) -> Config:
 
 
 def example() -> str:
-    """The configuration file that is shipped: every setting with its meaning, commented out at its default."""
+    """Return the shipped configuration file: every setting with its meaning, commented out at its default."""
     return example_of(SECTIONS)
 
 
 def example_of(sections: Mapping[str, type[Any]]) -> str:
-    """The file for those sections."""
+    """Return the file for those sections."""
     opening = (
         f"The configuration of hegmd: {SYSTEM_PATH}, with --user {USER_PATH}, or what --config or {PATH_VARIABLE} "
         "names. Every setting is here at its default; take the # away to change it. `hegmd --check-config` tells "

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Code:
-    """One kind of failure: its name on the wire, the exit status it gives hegmctl, and what it means."""
+    """One type of failure: its name on the wire, the exit status of hegmctl, and its meaning."""
 
     __slots__ = ("exit_status", "meaning", "name")
 
@@ -70,7 +70,7 @@ CODES: tuple[Code, ...] = (
 
 
 def code_named(name: str) -> Code:
-    """The code of that wire name; a name from a newer daemon keeps its name and gives the exit status of `internal`."""
+    """Return the code of that wire name. A newer daemon's unknown name is kept, with the exit status of `internal`."""
     for code in CODES:
         if code.name == name:
             return code
@@ -78,9 +78,9 @@ def code_named(name: str) -> Code:
 
 
 class HegmError(Exception):
-    """A failure that a person or a program is told of.
+    """A failure that a person or a program is told.
 
-    `facts` are plain values (numbers, names, lists of them) that go with the error to other programs.
+    `facts` are plain values (numbers, names, lists of them) for other programs.
     """
 
     def __init__(self, code: Code, message: str, hint: str, facts: Mapping[str, object] | None = None) -> None:
@@ -104,11 +104,11 @@ class Refused(HegmError):
 
 
 class PeerError(HegmError):
-    """The other end of a connection broke the protocol; the connection cannot go on."""
+    """The other end of a connection broke the protocol; the connection cannot continue."""
 
 
 class ExternalError(HegmError):
-    """Another program failed: what was run, how it ended, and the end of what it said."""
+    """Another program failed: its command, how it ended, and the end of its output."""
 
     def __init__(self, message: str, hint: str, *, argv: Sequence[str], status: int | None, output_tail: str) -> None:
         facts = {"argv": list(argv), "status": status, "output_tail": output_tail}

@@ -1,7 +1,6 @@
-"""The kinds of value that a setting takes: what fits, what is said of what does not, and how a person would write it.
+"""The types of settings: which values are valid, what to report of others, and how a person writes them.
 
-Each takes a value from TOML, the environment or a command line, and gives it as the program uses it. Owns no setting:
-these are in `settings`, a row each.
+Each type takes a value from TOML, the environment or a command line, and returns it as the program uses it.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ class Kind(Protocol):
     def form(self) -> str: ...
 
     def parse(self, value: object) -> object:
-        """The value as the program uses it, from TOML, environment or command line. Raises Unfit."""
+        """Return the value as the program uses it. Raises Unfit."""
         ...
 
     def show(self, value: Any) -> str | int | float | tuple[str, ...]:
-        """The value as a person would write it in the file."""
+        """Return the value as a person writes it in the file."""
         ...
 
 
 def quoted(text: str) -> str:
-    """That text on one line, cut where it is long, for a message."""
+    """Return the text on one line, shortened for a message."""
     return json.dumps(text if len(text) <= 80 else f"{text[:80]}...", ensure_ascii=False)
 
 
 def name_of_type(value: object) -> str:
-    """What TOML calls the type of that value."""
+    """Return TOML's name for the type of that value."""
     names: dict[type, str] = {
         bool: "true or false",
         int: "a whole number",

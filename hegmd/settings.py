@@ -1,9 +1,8 @@
 """Every setting of the daemon: one row each, with its type, default, bounds, meaning, and whether a reload changes it.
 
-Owns the table and no more: what kinds of value there are is in `setting_types`; where values come from, and what is
-said of bad ones, is in `config`. A row is a field of one of the section classes below, so that the rest of the program
-sees typed attributes and there is still one place to add a setting: everything else (the check of a file, `hegmctl
-config`, the shipped example) is read from here.
+`setting_types` has the types of values; `config` decides where values come from, and reports invalid ones. A row is a
+field of one of the section classes below, so that the program sees typed attributes and a setting is added in one
+place. The check of a file, `hegmctl config` and the shipped example are derived from the rows.
 
 Longer than 400 lines because every setting is here.
 """
@@ -119,7 +118,7 @@ class InventorySettings:
     )
 
     def is_off(self, vendor: str) -> bool:
-        """Whether that vendor is switched off. Each vendor has a setting here, which bears its name."""
+        """Return True if that vendor is switched off. Each vendor has a setting here with its name."""
         switch: str = getattr(self, vendor)
         return switch == "off"
 
@@ -437,7 +436,7 @@ SECTIONS: dict[str, type[Any]] = {
 
 
 def rows_of(sections: Mapping[str, type[Any]]) -> dict[str, Row]:
-    """The rows that the classes of those sections declare, by key."""
+    """Return the rows in the classes of those sections, by key."""
     declared = [(section, each.name, each.metadata["row"]) for section, cls in sections.items() for each in fields(cls)]
     rows = [replace(row, section=section, name=name) for section, name, row in declared]
     return {row.key: row for row in rows}

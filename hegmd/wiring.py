@@ -43,9 +43,10 @@ from hegmd.workers.workers import Workers
 
 logger = logging.getLogger(__name__)
 
-# Where systemd is the node's own manager, as sd_booted(3) has it: it alone starts units, whoever told us to say ready.
+# Exists if systemd is the node's service manager, as in sd_booted(3): only systemd starts units, whoever gets our
+# reports.
 SYSTEMD_RUNS = "/run/systemd/system"
-# In the state directory, unless the configuration names another; its disk has the journal, which needs room to grow.
+# Default directory in the state directory. Its disk has the journal, which needs space to grow.
 SPILL_NAME = "spill"
 SPILL_SPARE_BYTES = 256 << 20
 # In the state directory, too: the checksums of bytes that rest in memory.
@@ -53,14 +54,14 @@ SUMS_NAME = "sums"
 
 
 def vendors_off(config: Config, topology: Topology | None, vendors: Iterable[str] = PROVIDERS) -> tuple[str, ...]:
-    """The vendors that the configuration leaves out."""
+    """Return the vendors that the configuration excludes."""
     return () if topology is not None else tuple(vendor for vendor in vendors if config.inventory.is_off(vendor))
 
 
 def providers_for(
     config: Config, topology: Topology | None, vendors: Mapping[str, Callable[[], DeviceProvider]] = PROVIDERS
 ) -> tuple[DeviceProvider, ...]:
-    """The vendors to ask: the simulated one alone, or every real one that is not switched off."""
+    """Return the providers: the simulated one only, or all real ones that are not switched off."""
     if topology is not None:
         return (SimulatedProvider(topology),)
     off = vendors_off(config, topology, vendors)
@@ -77,7 +78,7 @@ def node_facts(
     systemd_runs: str = SYSTEMD_RUNS,
     ready_bytes: int = 0,
 ) -> NodeFacts:
-    """What the doctor is told of the node. A manager that takes our reports need not be systemd, which starts units."""
+    """Return the facts for the doctor. A manager that gets our reports need not be systemd, which starts units."""
     return NodeFacts(
         vendors=snapshot.vendors,
         gpus=snapshot.gpus,
@@ -95,7 +96,7 @@ def node_facts(
 
 
 async def look_once(config: Config, topology: Topology | None) -> NodeSnapshot:
-    """One look at the node without a daemon."""
+    """Take one snapshot of the node without a daemon."""
     async with Inventory(
         providers_for(config, topology),
         query_deadline_s=config.inventory.query_deadline_s,
@@ -107,19 +108,19 @@ async def look_once(config: Config, topology: Topology | None) -> NodeSnapshot:
 
 
 def simulator_of(providers: tuple[DeviceProvider, ...]) -> SimulatedProvider | None:
-    """The simulated vendor, which is the only one where there is one."""
+    """Return the simulated provider, if there is one; then it is the only one."""
     first = providers[0] if providers else None
     return first if isinstance(first, SimulatedProvider) else None
 
 
 def policy_for(config: Config, *, user_mode: bool) -> Policy:
-    """Who may do what."""
+    """Return who may do what."""
     gid = None if user_mode else _group_id(config.daemon.group)
     return Policy(daemon_uid=os.geteuid(), admin_gid=gid, own_user_only=user_mode)
 
 
 def _group_id(name: str) -> int | None:
-    """The group that administers; without it on the node, root alone does."""
+    """Return the group of administrators; None if the node has no such group, so that only root administers."""
     if not name:
         return None
     try:
@@ -132,13 +133,13 @@ def _group_id(name: str) -> int | None:
 def keep_for(
     config: Config, state: StateDir, manager: ServiceManager | None, passed: PassedDescriptors
 ) -> MemoryKeeping:
-    """By what the bytes of jobs outlive this daemon; `manager` is None where it keeps no descriptors for us."""
+    """Return how jobs' bytes outlive this daemon; `manager` is None if it stores no descriptors."""
     places: tuple[Place, ...] = ()
     if config.pool.memory == "named":
         try:
             places = find_places(state.identity())
             for place in places:
-                with contextlib.suppress(OSError):  # said where it is looked into for what is there from before
+                with contextlib.suppress(OSError):  # reported when it is searched for earlier segments
                     place.keep()
         except HegmError as error:
             logger.warning("bytes of jobs get no name: %s; %s", error.message, error.hint)
@@ -152,7 +153,7 @@ def keep_for(
 
 
 def sharing_rules(config: Config) -> SharingRules:
-    """Who goes first when jobs share GPUs, and for how long."""
+    """Return which jobs have priority when they share GPUs, and for how long."""
     own = config.sharing
     return SharingRules(
         priorities={PRODUCTION: own.production, NORMAL: own.normal, BEST_EFFORT: own.best_effort},
@@ -173,7 +174,7 @@ def moving_for(
     simulator: SimulatedProvider | None,
     managed: bool,
 ) -> Moving:
-    """What moves jobs. `managed` says whether a service manager has started us."""
+    """Return the service that moves jobs. `managed`: a service manager has started the daemon."""
     return Moving(
         state_dir=config.daemon.state_dir,
         pool=Pool(

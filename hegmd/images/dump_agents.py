@@ -1,6 +1,6 @@
 """The agents of a job that is dumped: they disconnect while CRIU works, and are called back afterwards.
 
-CRIU cannot dump a process with a connection to a process outside the dump. Owns which agents these are, where they
+CRIU cannot dump a process with a connection to a process outside the dump. Knows which agents these are, where they
 reconnect, and what they reported. Knows nothing of the image, and stops or kills no process.
 """
 
@@ -25,7 +25,7 @@ from hegmd.workers.workers import AgentConnection, Workers
 # An agent hangs up as soon as it has said that it will, and looks about thirty times a second whether to come back.
 HANGS_UP_WITHIN_S = 10.0
 COMES_BACK_WITHIN_S = 30.0
-# After this an agent comes back by itself, whatever has become of its daemon.
+# After this time an agent reconnects by itself, whatever happened to its daemon.
 ASIDE_LIMIT_S = 4 * 3600.0
 
 
@@ -40,12 +40,12 @@ class DumpAgents:
 
     @property
     def sockets(self) -> tuple[str, ...]:
-        """The sockets that they are connected to."""
+        """Return the sockets that they are connected to."""
         return (str(self._places.socket_path),)
 
     @property
     def meeting(self) -> str:
-        """The folder where they look for a request to reconnect."""
+        """Return the directory where they look for a request to reconnect."""
         return str(self._places.folder)
 
     async def disconnect(self, op: Operation, wish: Wish) -> None:
@@ -67,7 +67,7 @@ class DumpAgents:
         )
 
     async def bystanders(self, op: Operation, wish: Wish) -> list[AgentConnection]:
-        """Processes of its tree with agents that attend, or did, and that it does not move."""
+        """Return the agents of processes in its tree that the operation does not move."""
         pids = await run_detached(lambda _: pids_below(wish.root_pid), name="hegmd-tree")
         members = {member.pid for member in op.live}
         return [worker for worker in self._workers if worker.pid in pids and worker.pid not in members]
@@ -117,7 +117,7 @@ class DumpAgents:
         return worker
 
     def _is_back(self, member: Member) -> bool:
-        """Whether its agent attends, or never will."""
+        """Return True if its agent is connected, or never will be."""
         worker = self._workers.find(member.pid)
         return worker is None or worker.token != member.token or worker.connected
 

@@ -70,7 +70,7 @@ class Dumping:
         self._dumped: dict[str, ProcessSet] = {}
 
     def known_from(self, op: Operation, manifest: Manifest) -> None:
-        """An earlier daemon has dumped those who are in that image."""
+        """Record that an earlier daemon has dumped the processes of that image."""
         self._remember(op, ProcessSet(start_ticks_in(manifest)))
 
     async def dumped(self, op: Operation) -> ProcessSet | None:
@@ -111,7 +111,7 @@ class Dumping:
     ) -> Manifest:
         """Write all of an image, except the bytes of a job that trains on. Raises HegmError.
 
-        The agents have disconnected, so what the tree needs now is what CRIU is told.
+        The agents have disconnected, so the tree's present needs are those for CRIU.
         """
         tree, needs = await self._look_once_hung_up(op, wish)
         theirs = self._looks.at(lambda _: not_theirs(tree, needs, rights_of(wish)), name="hegmd-theirs")
@@ -159,7 +159,7 @@ class Dumping:
         return tree, needs_of(tree, gpu_pids=[member.pid for member in op.live], agent_sockets=sockets)
 
     async def _look_once_hung_up(self, op: Operation, wish: Wish) -> tuple[Tree, Needs]:
-        """The tree without its agents' connections, which may be seen a moment longer than heard; else as it is."""
+        """Return the tree without its agents' connections, which can stay visible for a moment."""
         gpu_pids = [member.pid for member in op.live]
         with anyio.move_on_after(self._agents.hangs_up_within_s):
             while True:
@@ -212,7 +212,7 @@ class Dumping:
         return node
 
     async def _bytes_of(self, op: Operation, member: Member) -> Memory:
-        """The memory of the pool that has them all. Raises HegmError."""
+        """Return the pool memory with all its bytes. Raises HegmError."""
         key = Key(op.id, member.name)
         await self._pool.fetch(key)
         memory = self._pool.memory(key)
@@ -227,14 +227,14 @@ def rights_of(wish: Wish) -> Rights:
 
 
 def used_bytes(member: Member, memory: Memory) -> int:
-    """How much of its piece belongs into an image: by what was counted at the boundary, not by what was reserved."""
+    """Return how much of its segment belongs into an image: what was counted at the boundary, not what was reserved."""
     if not member.size_bytes:  # not measured
         return memory.size_bytes
     return min(memory.size_bytes, whole_size(member.size_bytes))
 
 
 def require_unmarked(memory: Memory, pid: int) -> None:
-    """Raises HegmError where a piece says that its bytes are elsewhere: an image of it would be without them."""
+    """Raise HegmError if a mark in the segment says that its bytes are elsewhere: an image would lack them."""
     if read_mark(os.pread(memory.fd, MARK_BYTES, memory.size_bytes - MARK_BYTES)) is not None:
         raise Refused(
             f"the pool segment of process {pid} says that its bytes are elsewhere",

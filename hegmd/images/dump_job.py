@@ -67,7 +67,7 @@ _LET_GO_AGAIN_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """An image whose job trains on: its processes are in it, and these workers' bytes are still to be written.
+    """An image whose job trains on: its processes are in it, and the bytes of these workers are still to be written.
 
     The workers are recorded as they were at the dump.
     """
@@ -80,9 +80,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """A process tree as it was seen: its root, the memory that an image would contain, and reasons against a dump or a
-    restore.
-    """
+    """A process tree: its root, the memory for an image, and reasons against a dump or a restore."""
 
     root_pid: int
     root_ticks: int
@@ -114,7 +112,7 @@ class JobDumper:
         noted: Callable[[str, int, float], object] = lambda _direction, _size_bytes, _took_s: None,
     ) -> None:
         self._left: dict[str, Left] = {}
-        #: Operations whose processes this daemon has resumed; the latest ones.
+        #: The latest operations whose processes this daemon has resumed.
         self._gone_on: dict[str, None] = {}
         self._noted = noted
         self._locks = locks
@@ -127,7 +125,9 @@ class JobDumper:
         self._dumping = Dumping(self._agents, pool, look=look, looks=self._looks, in_unit=in_unit, notes=notes)
 
     def stop(self) -> None:
-        """The daemon ends: what is cancelled from now on is not unwanted, and the next one finds it."""
+        """Note that the daemon stops: dumps that are cancelled from now on are still wanted, and the next daemon finds
+        them.
+        """
         self._is_stopping = True
 
     # -- before anything is begun --------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class JobDumper:
     # -- the image -----------------------------------------------------------------------------------------------------
 
     async def dump(self, op: Operation, on_progress: Progress) -> None:
-        """Raises HegmError; there is no image then, and the job is as it was. Cancelled, the same."""
+        """Raises HegmError. After that or a cancellation there is no image, and the job is unchanged."""
         wish = _wish_of(op)
         self._gone_on.pop(op.id, None)
         lent: ImageWriter | None = None
@@ -259,10 +259,10 @@ class JobDumper:
         await self._agents.call_back(op, wish)
 
     async def abandon(self, op: Operation) -> None:
-        """See that nobody stands for an image that was dropped, where this daemon has not done so. Raises nothing.
+        """Resume processes that are stopped for an unwanted image, unless this daemon has done so. Raises nothing.
 
-        A dump that is given up is undone by whoever makes it; but that daemon may have been killed meanwhile, or the
-        dump have come to its end while it was written down that nobody waits for it.
+        A dump that is cancelled undoes itself. But its daemon may have been killed meanwhile, or the dump may have
+        ended while the cancellation was recorded.
         """
         if op.id in self._gone_on:
             return
@@ -274,10 +274,10 @@ class JobDumper:
     # -- afterwards ----------------------------------------------------------------------------------------------------
 
     async def find(self, op: Operation) -> None:
-        """After a start: find out whether the image is complete. If not, remove it and resume the job.
+        """Find out after a start whether the image is complete. If not, remove it and resume the job.
 
-        Cancelled because the daemon exits, it changes nothing: the image may be complete, and then the job must end
-        without having run beyond it.
+        If it is cancelled because the daemon exits, it changes nothing: the image may be complete, and then the job
+        must end without having run beyond it.
         """
         wish = _wish_of(op)
         try:
@@ -304,7 +304,7 @@ class JobDumper:
             await image.end()
 
     async def _leave_none(self, wish: Wish, error: BaseException) -> NoReturn:
-        """Nothing is left of an image that was found not to be whole. Raises that, or the cancellation that it was."""
+        """Remove an incomplete image, and raise the error or the cancellation."""
         with anyio.CancelScope(shield=True), contextlib.suppress(HegmError):
             await self._images().sweep(wish.path, rights_of(wish))
         if not isinstance(error, HegmError):
@@ -315,26 +315,28 @@ class JobDumper:
         ) from error
 
     async def end(self, op: Operation, member: Member) -> None:
-        """End the whole tree, the process itself last, so that what is left of it can still be found from there."""
+        """End the whole tree, its root last, so that the rest can still be found from there."""
         wish = _wish_of(op)
         try:
             await run_detached(lambda _: self._tell_controllers(op, wish), name="hegmd-lock")
         except HegmError as error:  # the image is whole, and so the job ends all the same
             logger.error("the lock file of operation %s was not written: %s; %s", op.id, error.message, error.hint)
-        await self._agents.leave_places(op, wish)  # they are stopped, and will not look there any more
+        await self._agents.leave_places(op, wish)  # they are stopped, and no longer look there
         dumped = await self._dumped(op, wish)
         await run_detached(lambda _: end_tree(wish, member, dumped), name="hegmd-end")
         await self._dumping.none_stands(op)
 
     async def _dumped(self, op: Operation, wish: Wish) -> ProcessSet:
-        """Whom CRIU has had: where another daemon has seen that, by the image, as far as that is to be read."""
+        """Return the dumped processes. For a dump of another daemon the image names them, if it can be read."""
         if await self._dumping.dumped(op) is None:
             with contextlib.suppress(HegmError), anyio.move_on_after(_LOOKS_WITHIN_S):
                 self._dumping.known_from(op, await self._require_whole(op, wish))
         return await self._dumping.dumped(op) or ProcessSet({})
 
     def _tell_controllers(self, op: Operation, wish: Wish) -> None:
-        """While its parent can still be told; of ranks, the first that ends takes the whole tree with it. Blocks."""
+        """Write the lock files while its parent still exists. The first rank that ends takes the whole tree with it.
+        Blocks.
+        """
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
             if population_of([wish.root_pid]).start_ticks.get(wish.root_pid) == wish.root_ticks:
                 self._locks.make(ancestors_of(wish.root_pid)[1], wish.path, mark_of(op))

@@ -32,7 +32,7 @@ class DumpRecords:
         self._folder = state_dir / FOLDER_NAME
 
     def note(self, op_id: str, people: ProcessSet) -> None:
-        """CRIU is about to stop these. Raises nothing: what has begun comes to its end on a full disk, too."""
+        """Record that CRIU is about to stop these processes. Raises nothing: a dump continues on a full disk too."""
         note: dict[str, object] = {"start_ticks": dict(people.start_ticks), "stopped": sorted(people.stopped)}
         try:
             note["boot"] = _BOOT_ID.read_text().strip()

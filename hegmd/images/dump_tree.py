@@ -1,7 +1,7 @@
-"""The tree of processes that is handed to an image: which it is, what is against having it in one, and its end.
+"""The process tree of an image: which processes it has, what prevents its dump, and its end.
 
-Owns what is looked at in /proc for that, and who may have whose memory. Nothing is decided here of the order in which a
-job is handed over, and nothing is asked of agents or of CRIU. All but the checks of what was read before block.
+Reads /proc, and decides who may get whose memory. Asks neither agents nor CRIU, and does not decide the order of a
+dump. Everything blocks, except the checks of what was read before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def tree_of(pids: Sequence[int], tell: Tell) -> tuple[int, Tree]:
-    """The root of the smallest tree that has all of these, and the tree. Raises HegmError."""
+    """Return the root of the smallest tree with all of these processes, and the tree. Raises HegmError."""
     try:
         lines = [ancestors_of(pid) for pid in pids]
         common = set(lines[0]).intersection(*lines[1:])
@@ -46,9 +46,9 @@ def tree_of(pids: Sequence[int], tell: Tell) -> tuple[int, Tree]:
 
 
 def told_of_kin(tree: Tree) -> Iterator[str]:
-    """Those who are not in the tree, and have a number of it as their group or session: it cannot come back with them.
+    """Yield notes about processes outside the tree whose group or session is in it: they cannot be restored with it.
 
-    Such as what it has started for good, whose parent has ended.
+    A process that it started as a daemon is one, for example.
     """
     for holder in holders_of(tree.pids):
         if holder.pid not in tree.pids:
@@ -59,7 +59,7 @@ def told_of_kin(tree: Tree) -> Iterator[str]:
 
 
 def ancestors_of(pid: int) -> list[int]:
-    """The process, its parent, and so on."""
+    """Return the process, its parent, and so on."""
     line = [pid]
     while line[-1] > 1:
         fields = Path(f"/proc/{line[-1]}/stat").read_bytes().rpartition(b")")[2].split()
@@ -68,7 +68,7 @@ def ancestors_of(pid: int) -> list[int]:
 
 
 def anonymous_bytes_of(pid: int) -> int:
-    """Memory of a process that is in no file, and so is in its image."""
+    """Return the memory of a process that is in no file, and so in its image."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
             if line.startswith("RssAnon:"):
@@ -82,13 +82,15 @@ def guise_for(tree: Tree, needs: Needs, rights: Rights) -> CriuPrivileges | None
 
 
 def _without_pieces(tree: Tree) -> Tree:
-    """The tree as it will be when the agents have closed what they had of the pool, whose files are the daemon's."""
+    """Return the tree as it will be once the agents have closed their pool segments, which are the daemon's files."""
     kept = (each for each in tree.descriptors if parse_name(os.path.basename(each.path)) is None)
     return replace(tree, descriptors=tuple(kept))
 
 
 def not_theirs(tree: Tree, needs: Needs, rights: Rights) -> list[Reason]:
-    """Against an image whose reader would get what is not theirs, or that CRIU cannot make with a user's rights."""
+    """Return the reasons against an image whose reader would get others' memory, or that CRIU cannot make with a user's
+    rights.
+    """
     if rights.uid == 0:
         return []
     gid, gids = tree.member(tree.root).gid, {rights.gid, *rights.groups}

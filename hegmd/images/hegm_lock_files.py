@@ -48,7 +48,7 @@ class LockFiles:
         return inner / LOCK
 
     def remove(self, mark: str) -> list[Path]:
-        """The job is back: take away what was said of it; which files that were. Raises HegmError."""
+        """Remove the job's lock files once it is restored, and return them. Raises HegmError."""
         if self._folder is None or not self._folder.exists():
             return []
         gone: list[Path] = []
@@ -109,13 +109,13 @@ def _beginning(mark: str) -> str:
 
 
 def _write(dir_fd: int, text: str, beginning: str) -> None:
-    """Whole under its name, or not there."""
+    """Write the whole file, or nothing."""
     unnamed = f"{beginning}{os.urandom(8).hex()}"
     try:
         fd = os.open(unnamed, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
         with open(fd, "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
-            os.fchmod(fd, 0o644)  # whatever the umask is: controllers are other users
+            os.fchmod(fd, 0o644)  # whatever the umask: controllers run as other users
             file.flush()
             os.fsync(fd)
         os.rename(unnamed, LOCK, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)

@@ -46,8 +46,10 @@ def composed(  # noqa: PLR0913 - what it is composed of, each by its name
     as_user: bool = False,
     node: Mapping[str, object] | None = None,
 ) -> Manifest:
-    """The manifest; what the writer of images knows by itself is left to it. `attending`: what agents told, by pid;
-    `bystanders`: the tokens of agents in processes that had nothing on GPUs."""
+    """Return the manifest, without what the writer of images fills in.
+
+    `attending`: the reports of agents, by pid. `bystanders`: the tokens of agents in processes without bytes on GPUs.
+    """
     known = {gpu.id: gpu for gpu in gpus}
     used = [known[name] for name in dict.fromkeys(w.previous_gpu or w.first_gpu for w in op.live) if name in known]
     return Manifest(
@@ -122,7 +124,7 @@ def _worker(member: Member, known: Mapping[str, Gpu], told: ImageWorker) -> Imag
 
 
 def is_of(manifest: Manifest, op: Operation) -> bool:
-    """Whether it is the image that this operation has begun, and not one of the same path from before."""
+    """Return True if this operation wrote the image, and not an earlier one to the same path."""
     more = manifest.more or {}
     return more.get("operation") == op.id and more.get("asked_utc") == op.created_utc
 
@@ -156,10 +158,10 @@ def tokens_in(manifest: Manifest) -> tuple[str, ...]:
 
 
 def pool_bytes_in(manifest: Manifest, worker: ImageWorker) -> int:
-    """For how many bytes of storages a worker needs a piece of the pool. Raises HegmError for a file that is not there.
+    """Return for how many bytes of storages a worker needs a pool segment. Raises HegmError for a missing file.
 
-    The size of its byte file decides, because all of that is read into the piece. The file may be larger than the
-    storages were at the boundary: earlier builds of hegmd wrote as much as was reserved before it.
+    The size of its byte file decides, because all of it is read into the segment. It can be larger than the storages
+    were at the boundary: earlier builds of hegmd wrote as much as was reserved.
     """
     sizes = {file.name: file.size_bytes for file in manifest.byte_files}
     if missing := [name for name in worker.bytes if name not in sizes]:
@@ -169,7 +171,7 @@ def pool_bytes_in(manifest: Manifest, worker: ImageWorker) -> int:
 
 
 def meeting_in(manifest: Manifest) -> str:
-    """The folder in which its agents look for whom to come to. Raises HegmError."""
+    """Return the directory in which its agents look for a daemon. Raises HegmError."""
     found = (manifest.more or {}).get("meeting")
     if not isinstance(found, str) or not found.startswith("/"):
         raise HegmError(UNAVAILABLE, "the manifest does not say where its agents wait", _NOT_READ)
@@ -179,7 +181,7 @@ def meeting_in(manifest: Manifest) -> str:
 def revived(
     manifest: Manifest, op_id: str, start_ticks: Mapping[int, int], gpus: Iterable[Gpu | GpuMemory], utc: float
 ) -> Operation:
-    """A suspended operation on the processes of the image, which have these start times now."""
+    """Return a suspended operation of the image's processes, with their new start times."""
     names = {gpu.uuid: gpu.id for gpu in gpus}
     more = manifest.more or {}
     then = _gpus_then(more.get("all_gpus"))
@@ -196,7 +198,7 @@ def revived(
 
 
 def unrevived(manifest: Manifest, op_id: str, failure: Failure, utc: float) -> Operation:
-    """The operation of a restore that failed before the job was back: over, with none of its processes there."""
+    """Return the operation of a restore that failed before the job was restored: it has ended, without processes."""
     op = revived(manifest, op_id, {}, (), utc)
     gone = {
         "has_exited": True,
@@ -210,12 +212,14 @@ def unrevived(manifest: Manifest, op_id: str, failure: Failure, utc: float) -> O
 
 
 def is_unrevived(op: Operation) -> bool:
-    """Whether it is such a one: it has taken no event, so what its restore has left is no operation's."""
+    """Return True for such an operation. It has taken no event, so what its restore has left
+    belongs to no operation.
+    """
     return op.kind == RESTORE and op.phase == ROLLED_BACK and op.seq == 0
 
 
 def _gpus_then(told: object) -> tuple[str, ...]:
-    """The GPUs that a driver of NVIDIA's had when the image was made, by UUID."""
+    """Return the UUIDs of the GPUs that NVIDIA's driver had when the image was made."""
     pairs = [as_list(each) or () for each in as_list(told) or ()]
     uuids = [pair[1] for pair in pairs if len(pair) > 1]
     return tuple([uuid for uuid in uuids if isinstance(uuid, str) and uuid.startswith(_OF_A_DRIVER)])
@@ -257,7 +261,7 @@ def _member(told: ImageWorker, start_ticks: int, names: Mapping[str, str], elsew
 
 
 def candidates_in(manifest: Manifest) -> tuple[Candidate, ...]:
-    """The processes as a planner sees them: off their GPUs, and with the agents that they will have."""
+    """Return the processes for the planner: off their GPUs, with their future agents."""
     world = len(manifest.workers)
     return tuple(
         [

@@ -48,7 +48,7 @@ def led_elsewhere(outlets: Sequence[Outlet], streams: Mapping[str, int]) -> dict
 
 
 def lost_streams(outlets: Sequence[Outlet], streams: Mapping[str, int]) -> tuple[str, ...]:
-    """The names of streams that will lead nowhere."""
+    """Return the names of streams whose output will be discarded."""
     led = {end.key for name in streams for end in _ends_of(outlets, STREAMS[name])}
     return tuple([name for name, fd in STREAMS.items() if any(e.key not in led for e in _ends_of(outlets, fd))])
 

@@ -91,10 +91,10 @@ class Rendezvous:
 
     @contextmanager
     def _opened(self, folder: Path, *, make: bool) -> Generator[int]:
-        """The folder, with what is missing of the way to it. Raises OSError, and Refused for one that is not to be had.
+        """Open the directory, creating missing parents. Raises OSError, and Refused for one that is not allowed.
 
-        The own one is where the administrator has put it. The way to any other is out of an image: there is no link on
-        it, and all of it is root's or this daemon's, so that it leads where it says.
+        The daemon's own directory is where the administrator put it. The path of any other comes from an image: it must
+        contain no link, and all of it must belong to root or this daemon, so that it leads where it says.
         """
         if folder == self.folder:
             way, rest = os.open(folder.parent, _DIRECTORY & ~os.O_NOFOLLOW), [folder.name]
@@ -115,7 +115,7 @@ class Rendezvous:
 
 
 def _make(name: str, dir_fd: int, mode: int) -> None:
-    """A directory with that mode, whatever this process takes off the modes of what it makes."""
+    """Create a directory with exactly that mode, whatever the umask."""
     os.mkdir(name, 0o700, dir_fd=dir_fd)
     made = os.open(name, _DIRECTORY, dir_fd=dir_fd)
     try:

@@ -1,7 +1,6 @@
-"""What stands against bringing a job back from an image, here and now: its owner, its numbers, its files, the node.
+"""Finds what prevents restoring a job from an image here and now: its owner, its pids, its files, the node.
 
-Owns what is looked at for that, and the words it is told in; GPUs are the planner's. Nothing is changed here, and what
-is found can be another thing a moment later.
+The planner checks GPUs. Changes nothing, and what is found can change a moment later.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from hegmd.system.threads import Looks, run_detached
 
 @dataclass(frozen=True, slots=True)
 class GrownFile:
-    """An output file of the job that is longer than it was, how long that was, and what is said against it."""
+    """An output file of the job that has grown, its former size, and the reason against it."""
 
     path: str
     size_bytes: int
@@ -51,8 +50,9 @@ class RestoreProblems:
 
 
 class RestoreCheck:
-    """Looks at images of jobs that are wanted back. `criu` finds the program, `meeting` is where agents look for this
-    daemon, `in_unit` gives each job a unit of systemd's, `by_owner` lets others than root restore what is theirs."""
+    """Checks images to restore. `criu` finds the program, `meeting` is where agents look for this daemon, `in_unit`
+    gives each job a unit of systemd, and `by_owner` lets other users than root restore their own.
+    """
 
     def __init__(
         self,
@@ -143,7 +143,8 @@ class RestoreCheck:
             )
 
 
-# ---- looked at on the node; these block ------------------------------------------------------------------------------
+# ---- checks of the node; these block
+# -----------------------------------------------------------------------------------
 
 
 def _taken(needs: Needs) -> Iterator[Reason]:
@@ -176,7 +177,7 @@ def _differing(manifest: Manifest, root: Path, tell: Tell) -> Differences:
 def _changed_files(
     needs: Needs, root: Path, tell: Tell, *, as_then: bool
 ) -> Iterator[tuple[Reason, GrownFile | None, bool]]:
-    """Files that are not as they were: what there is to say, which of them have only grown, and whether CRIU minds."""
+    """Yield files that have changed: the reason, the file if it has only grown, and whether CRIU would refuse it."""
     for file in needs.files:
         tell(file.path)
         try:

@@ -90,17 +90,18 @@ class JobRestorer:
 
     @contextlib.asynccontextmanager
     async def opened(self, path: str, rights: Rights) -> AsyncGenerator[Image]:
-        """The image at that path, locked against everybody else who would restore it. Raises HegmError."""
+        """Open the image at that path, locked against other restores. Raises HegmError."""
         image = await self._images().open(path, rights)
         try:
             yield image
         finally:
             await image.end()
 
-    # -- what is against it --------------------------------------------------------------------------------------------
+    # -- reasons against a restore
+    # --------------------------------------------------------------------------------------
 
     def expected(self, snapshot: NodeSnapshotForPlan, manifest: Manifest) -> tuple[NodeSnapshotForPlan, Operation]:
-        """The node and the operation as they will be once the processes are there: for the planner."""
+        """Return the node and the operation as they will be once the processes exist, for the planner."""
         coming = candidates_in(manifest)
         others = [c for c in snapshot.candidates if c.pid not in {one.pid for one in coming}]
         return snapshot.replace(candidates=(*others, *coming)), revived(manifest, "", {}, snapshot.gpus, 0.0)
@@ -178,7 +179,9 @@ class JobRestorer:
     async def _read_and_restore(
         self, image: Image, op_id: str, rights: Rights, on_progress: Progress, outlets: Mapping[str, int]
     ) -> Revived:
-        """Bytes and processes at once. The first failure ends the others, and what came back is ended."""
+        """Read bytes and restore processes concurrently. The first failure cancels the others, and restored processes
+        are ended.
+        """
         came: list[Revived] = []
         progress_of = parts_of(on_progress)
 
@@ -225,7 +228,7 @@ class JobRestorer:
                 await logs.close()
 
     async def _examined(self, image: Image, rights: Rights) -> tuple[int, CriuPrivileges | None]:
-        """CRIU's files, every byte found right, and whose rights CRIU is to have. Raises HegmError."""
+        """Return CRIU's files, every byte verified, and the rights for CRIU. Raises HegmError."""
         dir_fd = await image.private_criu_dir()
         if rights.uid == 0 and not is_of_user(image.manifest):
             return dir_fd, None
@@ -237,7 +240,7 @@ class JobRestorer:
         await image.verify(on_progress)
 
     def _unit_of(self, manifest: Manifest) -> str | None:
-        """The unit that its processes are to be in; None without a service manager."""
+        """Return the unit for its processes; None without a service manager."""
         if not self._in_unit:
             return None
         root = next((one for one in manifest.processes if one.pid == manifest.root_pid), None)
@@ -265,7 +268,7 @@ async def until_there(
 
     with anyio.move_on_after(within_s):
         while pids := missing():
-            _require_alive(pids, ticks)  # nothing is awaited from the look at who is missing to the wait for news
+            _require_alive(pids, ticks)  # no await between the check for missing agents and the wait for the next one
             # no event reports the exit of a process whose agent never connected
             with anyio.move_on_after(look_again_s):
                 await workers.news.wait()
@@ -300,7 +303,7 @@ def _is_there(worker: AgentConnection | None, token: str | None, start_ticks: in
 
 
 def forget_mark(memory: Memory) -> None:
-    """Have no mark in a piece that was read from an image: its bytes are here, whatever who made that file says."""
+    """Clear the mark in a segment that was read from an image: its bytes are here, whatever the file says."""
     try:
         memory.zero(memory.size_bytes - MARK_BYTES, MARK_BYTES)
     except (OSError, ValueError) as error:  # the latter of a file that was cut

@@ -45,7 +45,7 @@ class RestoreRecords:
         self._folder = state_dir / FOLDER_NAME
 
     def note(self, op_id: str, manifest: Manifest, unit: str | None) -> None:
-        """A restore begins, whose job is to be that operation's. Raises HegmError."""
+        """Record that a restore starts, whose job that operation will have. Raises HegmError."""
         runs = {str((worker.more or {}).get("run") or "") for worker in manifest.workers} - {""}
         note = {
             "boot": _BOOT_ID.read_text().strip(),
@@ -80,8 +80,9 @@ class RestoreRecords:
             logger.warning("the record of a restore cannot be removed: %s; check the disk of %s", error, self._folder)
 
     async def end_left(self, op_id: str) -> None:
-        """End what is left of a restore whose attendant was killed. Raises nothing: what stays has the job's numbers,
-        and the next restore names it."""
+        """End what is left of a restore whose parent program was killed. Raises nothing: processes that stay keep the
+        job's pids, and the next restore names them.
+        """
         for _ in range(_MAX_ROUNDS):  # a process may have forked just before it was killed
             try:
                 if not await run_detached(lambda _: self._end_found(op_id), name="hegmd-end"):
@@ -90,7 +91,7 @@ class RestoreRecords:
                 logger.error("what a restore left cannot be read: %s", error)
 
     def _end_found(self, op_id: str) -> bool:
-        """Whether there was anybody."""
+        """Return True if there was a process to end."""
         came = [_of(note) for name, note in self._found() if name == op_id]
         if not came or not came[0]:
             return False
@@ -99,9 +100,9 @@ class RestoreRecords:
         return True
 
     async def clear(self, begun: Collection[str], taken: Collection[tuple[int, int]], pool: Pool) -> None:
-        """At the start of a daemon: undo every restore whose operation is not among those that have begun.
+        """Undo, at the start of a daemon, every restore whose operation has not begun.
 
-        `taken` are the processes that any operation has or had, by number and start time.
+        `taken` are the processes that any operation has or had, by pid and start time.
         """
         for op_id, note in self._found():
             if op_id not in begun:
@@ -144,8 +145,9 @@ def _end(came: Mapping[int, int], attendants: Mapping[int, int]) -> None:
 
 
 def attendants_of(note: Mapping[str, object]) -> Mapping[int, int]:
-    """The attendants of that restore, with their start times: by their command lines, the daemon's own user's, and made
-    after the note. Blocks."""
+    """Return the parent programs of that restore with their start times: by their command lines, of the daemon's user,
+    and started after the record. Blocks.
+    """
     root, since = note.get("root"), note.get("since_ticks")
     if not isinstance(root, int) or not isinstance(since, int):
         return {}
@@ -166,7 +168,7 @@ def attendants_of(note: Mapping[str, object]) -> Mapping[int, int]:
 def _of(note: Mapping[str, object]) -> Mapping[int, int] | None:
     """Return the live processes of that record, with their start times; None if from another boot. Blocks."""
     if note.get("boot") != _BOOT_ID.read_text().strip():
-        return None  # whatever came back has gone with the kernel
+        return None  # the restored processes ended with that kernel
     pids, commands, runs = (as_list(note.get(name)) or () for name in ("pids", "commands", "runs"))
     since = note.get("since_ticks")
     if not isinstance(since, int):
@@ -194,7 +196,7 @@ def _words(pid: int, name: str) -> frozenset[bytes]:
 
 
 def _command(pid: int) -> str | None:
-    """As manifests have it; None for who has none, or is gone."""
+    """Return the command line in a manifest's form; None if there is none or the process is gone."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
     except OSError:

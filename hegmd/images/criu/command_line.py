@@ -1,12 +1,12 @@
 """CRIU's command lines. Pure.
 
-The command line is used and not CRIU's RPC (`criu swrk`); both can do what is needed. Commands in the log can be run
-again by hand, nothing has to speak protobuf, and a transient unit can get arguments but no connected socket, so the RPC
-would need another process. The RPC also has notifications, but nothing here waits for those: the job is parked and off
-its GPU before a dump begins, and the rest of a restore follows after CRIU has ended.
+Uses the command line and not CRIU's RPC (`criu swrk`); both can do what is needed. Commands in the log can be run by
+hand, no code has to speak protobuf, and a transient unit can get arguments but no connected socket, so the RPC would
+need another process. The RPC also has notifications, but nothing needs them: the job is parked and off its GPU before a
+dump starts, and the rest of a restore follows after CRIU has ended.
 
-Directories are opened by the daemon's descriptors of them (/proc/PID/fd/N): these lead to the directory that was
-checked, whatever is at its path now, and out of any mount namespace. CRIU gets them opened.
+CRIU opens directories through the daemon's descriptors (/proc/PID/fd/N): they lead to the directory that was checked,
+whatever is at its path now, and out of any mount namespace.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ IMAGES_FD, LOGS_FD = 8, 9
 IMAGES, LOGS = f"/proc/self/fd/{IMAGES_FD}", f"/proc/self/fd/{LOGS_FD}"
 FIRST_OUTLET_FD = 10
 
-# Control groups are the service manager's; a configuration file of the node must not change what was planned; messages
-# for information name what an error is about.
+# The service manager owns control groups. A configuration file of the node must not change the plan. Informational
+# messages name what an error is about.
 _ALWAYS = ("--manage-cgroups=ignore", "--no-default-config", "-v3")
 
 
 def place_of(fd: int, pid: int | None = None) -> str:
-    """The directory that this process has open under that number, as a path for other programs of root's."""
+    """Return the path by which other programs of root reach this process's open directory."""
     return f"/proc/{os.getpid() if pid is None else pid}/fd/{fd}"
 
 
 def dump_order(program: str, root: int, needs: Needs, *, leave_stopped: bool, as_user: bool = False) -> list[str]:
-    """Dump the tree. It is never ended by CRIU, which would do so before anybody has looked at the image."""
+    """Return the command that dumps the tree. CRIU must not end the tree: the image is not verified by then."""
     after = "--leave-stopped" if leave_stopped else "--leave-running"
     order = [program, "dump", "--tree", str(root), "--images-dir", IMAGES, after, *_always(as_user=as_user)]
     return [*order, *needs.dump_options, "--log-file", DUMP_LOG]
@@ -92,6 +92,6 @@ def _mode(outlet: Outlet, *, is_led: bool) -> str:
 
 
 def unit_name_for(words: Sequence[str]) -> str:
-    """A name for the unit of a restored job, made of those words: hegm-job-4711-train.service."""
+    """Return a name for the unit of a restored job from those words: hegm-job-4711-train.service."""
     kept = [re.sub(r"[^A-Za-z0-9_.]+", "_", word).strip("_.")[:40] for word in words]
     return f"hegm-job-{'-'.join(filter(None, kept)) or 'restored'}.service"

@@ -1,15 +1,15 @@
-"""The rights that a restored process tree would have, read from CRIU's own files.
+"""Reads from CRIU's own files the rights that a restored process tree would have.
 
 CRIU runs as root and gives each thread the users, groups and capabilities in its files. So for a caller who is not
 root, these files are read before CRIU is started, and every right that the caller lacks is reported. A manifest says
 less, and the caller's own process is not asked: it could be another one by then, or have just dropped the right.
 
-Compared is what a user cannot get without root: other users, other groups, and capabilities in the effective, permitted
-or inheritable set (which include the ambient one). The bounding set is a limit and no right; processes of one user can
+Compares what a user cannot get without root: other users, other groups, and capabilities in the effective, permitted or
+inheritable set (which include the ambient one). The bounding set is a limit and no right; processes of one user can
 lift it for one another, so it is not compared.
 
-The files are protobuf. Only three fields are needed, so their reader is here; unknown fields are skipped, and
-unreadable ones refused. Blocks.
+The files are protobuf. Only three fields are needed, so their reader is here; it skips unknown fields and refuses
+unreadable ones. Blocks.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def credentials_in(dir_fd: int) -> list[Credentials]:
 
 
 def beyond(found: Sequence[Credentials], uid: int, gids: frozenset[int]) -> Iterator[Reason]:
-    """Against each thread that has what a user of that number, in those groups, has not."""
+    """Yield a reason for each thread with rights that this user in these groups does not have."""
     for each in found:
         what = [f"uid {other}" for other in sorted(each.uids - {uid})]
         what += [f"group {other}" for other in sorted(each.gids.union(each.groups) - gids)]
@@ -126,7 +126,7 @@ def _read(name: str, data: bytes) -> Credentials | None:
 
 
 def _mask(words: Sequence[int]) -> int:
-    """A set of capabilities, given as words of 32."""
+    """Combine capabilities that are given as words of 32 bits."""
     return sum(word << (32 * at) for at, word in enumerate(words))
 
 
@@ -134,7 +134,7 @@ def _mask(words: Sequence[int]) -> int:
 
 
 def _fields(data: bytes) -> dict[int, list[int | bytes]]:
-    """Each field's values by its number: whole numbers, and bytes. Raises ValueError and IndexError."""
+    """Return each field's values by its number: whole numbers, and bytes. Raises ValueError and IndexError."""
     found: dict[int, list[int | bytes]] = {}
     at = 0
     while at < len(data):
@@ -183,7 +183,7 @@ def _whole(fields: Mapping[int, list[int | bytes]], number: int) -> int:
 
 
 def _wholes(values: Sequence[int | bytes]) -> list[int]:
-    """A repeated number, in either of the forms that protobuf has for it."""
+    """Return a repeated number, in either of protobuf's forms."""
     found: list[int] = []
     for value in values:
         at = 0

@@ -25,7 +25,7 @@ _VARINT, _EIGHT, _COUNTED, _FOUR = 0, 1, 2, 5
 
 
 def dumped_processes(dir_fd: int) -> dict[int, bool]:
-    """The processes in CRIU's directory, and whether their user may read their memory. Raises HegmError."""
+    """Return the processes in CRIU's directory, and whether their user may read their memory. Raises HegmError."""
     found: dict[int, bool] = {}
     try:
         for name in os.listdir(dir_fd):
@@ -50,7 +50,9 @@ def strangers(dumped: Mapping[int, bool], known: Collection[int], *, may_read_al
 
 
 def is_open(data: bytes) -> bool:
-    """Whether the kernel let a process's user read its memory, by its `mm` image. Raises ValueError and its like."""
+    """Return True if the kernel let a process's user read its memory, by its `mm` image. Raises
+    ValueError and similar.
+    """
     *magics, size_bytes = _HEAD.unpack_from(data)
     message = data[_HEAD.size : _HEAD.size + size_bytes]
     if tuple(magics) != _MAGICS or len(message) != size_bytes:
@@ -65,7 +67,7 @@ def is_open(data: bytes) -> bool:
 
 
 def _field(message: bytes, at: int, kind: int) -> tuple[int, int]:
-    """A number's value, or nothing of use of anything else; and where the next field begins."""
+    """Return a number's value (other fields give a useless one), and the offset of the next field."""
     if kind == _VARINT:
         return _varint(message, at)
     if kind == _COUNTED:

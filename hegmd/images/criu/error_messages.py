@@ -171,7 +171,7 @@ _TABLE: tuple[_Row, ...] = (
 
 
 def failure(step: str, log: str, output: str, status: int | None) -> HegmError:
-    """The error for a dump or a restore that failed."""
+    """Return the error for a dump or a restore that failed."""
     errors = [line for line in (*log.splitlines(), *output.splitlines()) if is_error(line)]
     ended = "was stopped before it was done" if status is None else f"failed with status {status}"
     facts = {"status": status, "log_tail": log.splitlines()[-_TAIL_LINES:]}
@@ -187,7 +187,7 @@ def failure(step: str, log: str, output: str, status: int | None) -> HegmError:
 
 
 def not_there(pid: int) -> HegmError:
-    """The error for a job that is not there once CRIU has said that it is restored."""
+    """Return the error for a job that does not exist although CRIU reported success."""
     message = f"CRIU reported success, but the job's process {pid} does not exist: it ended as soon as it continued"
     hint = "read the job's output and the kernel's log (dmesg); the image is unchanged"
     return HegmError(EXTERNAL, message, hint, {"pid": pid})
@@ -209,5 +209,5 @@ def had_numbers_taken(log: str) -> bool:
 
 
 def had_left_overs(log: str) -> bool:
-    """Whether a restore has failed for files of one before it that was cut off, and has taken them away."""
+    """Return True if a restore failed because of files of an interrupted one, and has removed them."""
     return "Can't create ghost regfile: File exists" in log and "Unlink remap" in log

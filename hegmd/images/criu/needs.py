@@ -1,8 +1,8 @@
 """Decides what CRIU needs for a process tree, and what prevents its dump, from what was read of the tree.
 
-An option is given because something was seen that needs it, never as a precaution: each one does harm where it is not
-needed. What CRIU would refuse after the job was stopped is found here before, as far as it can be seen from outside;
-`error_messages` explains the rest. Pure.
+An option is given because the tree needs it, never as a precaution: an unneeded option does harm. What CRIU would
+refuse after the job was stopped is found before, as far as it can be seen from outside; `error_messages` explains the
+rest. Pure.
 
 The needs are stored in an image's manifest, since the restore needs the same options: they have a plain form.
 """
@@ -50,12 +50,12 @@ class OpenFile:
     path: str
     size_bytes: int
     is_written: bool
-    is_appended: bool = False  # by every process that has it open: then CRIU dumps it at any size
+    is_appended: bool = False  # True if every process that has it open only appends: then CRIU dumps it at any size
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The options for CRIU, what the restore has to provide, and the reasons against it all; none when it can be."""
+    """The options for CRIU, what the restore has to provide, and the reasons against a dump."""
 
     pids: tuple[int, ...]
     dump_options: tuple[str, ...] = ()
@@ -63,11 +63,11 @@ class Needs:
     outlets: tuple[Outlet, ...] = ()
     files: tuple[OpenFile, ...] = ()
     reasons: tuple[Reason, ...] = ()
-    # What CRIU can neither dump nor restore without root rights.
+    # Reasons that apply without root rights only.
     only_by_root: tuple[Reason, ...] = ()
 
     def plain(self) -> dict[str, Any]:
-        """Its plain form, for a manifest; the reasons are left out, since nothing was dumped against one."""
+        """Return the plain form for a manifest, without the reasons: nothing was dumped against one."""
         return {
             "pids": list(self.pids),
             "dump_options": list(self.dump_options),
@@ -94,7 +94,7 @@ class Needs:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Needs:
-        """The needs that this is the plain form of. Raises KeyError, TypeError and ValueError for anything else."""
+        """Return the needs of a plain form. Raises KeyError, TypeError and ValueError for anything else."""
         outlets = [
             Outlet(
                 str(each["key"]), tuple((int(pid), int(fd)) for pid, fd in each["fds"]), each["read"], each["written"]
@@ -222,7 +222,7 @@ def _of_root(pid: int, what: str) -> Reason:
 
 
 def _is_shell_job(tree: Tree) -> bool:
-    """Whether its session's or its group's leader is outside, as with everything that a shell starts."""
+    """Return True if the leader of its session or group is outside, as with everything that a shell starts."""
     root = tree.member(tree.root)
     return root.session not in tree.pids or root.group not in tree.pids
 
@@ -294,7 +294,7 @@ def _reasons_of_mappings(tree: Tree, gpu_pids: Collection[int]) -> Iterator[Reas
 
 
 def _options_for_deleted(tree: Tree) -> list[str]:
-    """For files whose names are gone: their bytes go into the image, unless they have another name."""
+    """Return the options for deleted files: their bytes go into the image, unless they have another name."""
     deleted = [each for each in tree.descriptors if _is_regular(each) and each.is_deleted]
     mapped = [each for each in tree.mappings if each.is_deleted and _has_a_name(each.path)]
     options = ["--ghost-limit", GHOST_LIMIT] if deleted or mapped else []
@@ -306,12 +306,12 @@ def _is_regular(each: Descriptor) -> bool:
 
 
 def _has_a_name(path: str) -> bool:
-    """Not so of what the kernel only shows as if it had one."""
+    """Return False for mappings that the kernel only shows as if they had a file."""
     return path.startswith("/") and not path.startswith(("/memfd:", "/SYSV", "/anon_hugepage", "/[aio]", "/dev/zero"))
 
 
 def _files(tree: Tree) -> Iterator[OpenFile]:
-    """Each file once; a size that changes while it is read is for the caller, who reads when the job holds still."""
+    """Yield each file once. Sizes may change while it is read, so the caller reads while the job is parked."""
     found: dict[str, OpenFile] = {}
     for each in tree.descriptors:
         if _is_regular(each) and not each.is_deleted and not each.path.startswith(("/proc/", "/sys/")):

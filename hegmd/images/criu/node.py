@@ -51,9 +51,9 @@ class Differences:
 
 
 def describe(tree: Tree, *, tell: Tell = silent) -> dict[str, Any]:
-    """The node as the tree sees it, in plain values for a manifest. Files are looked at from where the tree is.
+    """Return the node as the tree sees it, in plain values for a manifest. Files are read from the tree's root.
 
-    `tell` is told of each before it is looked at.
+    `tell` gets the name of each file before it is read.
     """
     files: dict[str, Any] = {}
     for each in tree.mappings:
@@ -104,7 +104,7 @@ def _changed(files: Mapping[str, Mapping[str, Any]], root: Path, tell: Tell) -> 
 
 
 def _look(root: Path, path: str) -> dict[str, Any] | None:
-    """Size and build id of a regular file; None where there is none. What was found to be one is what is read."""
+    """Return size and build id of a regular file; None if there is none."""
     try:
         fd = os.open(root / path.lstrip("/"), os.O_PATH | os.O_CLOEXEC)
     except OSError:
@@ -124,7 +124,7 @@ def _look(root: Path, path: str) -> dict[str, Any] | None:
 
 
 def _is_kept(path: str) -> bool:
-    """Not so of memory that only has a name, which comes with the image or is made anew."""
+    """Return False for memory that only has a name: it is in the image, or created again."""
     return not path.startswith(("/dev/", "/memfd:", "/proc/", "/sys/", "/SYSV", "/anon_hugepage", "/[aio]"))
 
 

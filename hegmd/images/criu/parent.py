@@ -113,7 +113,7 @@ def see_through(pid_file: str, root: int, words: list[str]) -> int:
 
 
 def tend(told: int, root: int, words: list[str]) -> int:
-    """See the program through and stay with what it leaves; the root's exit status, as a shell would have it."""
+    """Run the program and stay with the processes that it leaves. Returns the root's exit status as a shell would."""
     import ctypes
 
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -154,7 +154,7 @@ def _reap(root: int) -> int:
         try:
             pid, status = os.wait()
         except ChildProcessError:
-            signal.signal(signal.SIGALRM, signal.SIG_IGN)  # one that comes while Python ends would kill this process
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)  # a signal during Python's exit would kill this process
             return ended
         if pid == root:
             ended = _status(status)
@@ -166,10 +166,10 @@ def _status(status: int) -> int:
 
 
 def _end_descendants() -> None:
-    """Stop them first, so that none can make another that is not seen; then end them all.
+    """Stop all descendants first, so that none can create an unseen one; then kill them.
 
-    One that was just making another when it was stopped may have it a moment later: this is done again until there is
-    nobody to wait for, by SIGALRM.
+    A process that was stopped while it created another one may have it a moment later. So SIGALRM repeats this until no
+    descendant is left.
     """
     seen: set[int] = set()
     while fresh := _descendants() - seen:
@@ -275,7 +275,7 @@ def _trace(request: int, program: int, address: int, data: int) -> None:
     ctypes.CDLL(None).ptrace(request, program, ctypes.c_void_p(address), ctypes.c_void_p(data))
 
 
-# ---- what is opened -------------------------------------------------------------------------------------------------
+# ---- opening files --------------------------------------------------------------------------------------------------
 
 
 def _opened(mode: str, path: str, uid: int | None) -> int:
@@ -356,7 +356,7 @@ def _far(descriptor: int) -> int:
 
 
 def _spare() -> None:
-    """As far as the rights go: without them it is as any other."""
+    """Raise the priority and spare it from the OOM killer, as far as its rights allow."""
     for path, value in (("/proc/self/oom_score_adj", "-1000"), ("/proc/self/autogroup", "-10")):
         with suppress(OSError), open(path, "w") as file:
             file.write(value)

@@ -51,13 +51,13 @@ class CriuPrivileges:
 
     @property
     def word(self) -> str:
-        """As the attendant is told."""
+        """Return the argument for the parent program."""
         groups, capabilities = (",".join(map(str, each)) for each in (self.groups, self.capabilities))
         return f"{self.uid}:{self.gid}:{groups}:{capabilities}"
 
 
 def worn_by_root(tree: Tree, needs: Needs) -> CriuPrivileges | None:
-    """The job's own user for root who asks, where that is enough for all of the job; None: it takes root's CRIU."""
+    """Return the job's own user for a request of root, if that suffices for the whole job; None if CRIU needs root."""
     root = tree.member(tree.root)
     is_whole = all((each.uid, each.gid, each.groups) == (root.uid, root.gid, root.groups) for each in tree.members)
     is_plain = root.uid != 0 and is_whole and not any(each.is_guarded for each in tree.members)
@@ -78,9 +78,9 @@ def to_dump(tree: Tree, groups: tuple[int, ...], *, proc_root: str = "/proc") ->
 
 
 def to_restore(found: Sequence[Credentials], uid: int) -> CriuPrivileges:
-    """For threads that have no more than that user. Raises HegmError where they have not all the same.
+    """Return the rights for threads that have no more than that user. Raises HegmError if they differ.
 
-    CRIU gets the groups that the job had, as far as they are the user's: without root's rights it cannot change them.
+    CRIU gets those groups of the job that the user has: without root's rights it cannot change them.
     """
     kinds = {(each.gids, each.groups) for each in found}
     gids, groups = next(iter(kinds))
@@ -114,7 +114,7 @@ def closed_to(tree: Tree, uid: int, gids: frozenset[int]) -> Iterator[Reason]:
 
 
 def _has_list(each: Descriptor) -> bool:
-    """Whether more than its mode decides who may open it, or that cannot be seen."""
+    """Return True if an access list decides who may open it, or if that is unknown."""
     try:
         return "system.posix_acl_access" in os.listxattr(f"/proc/{each.pid}/fd/{each.fd}")
     except OSError:
@@ -122,10 +122,10 @@ def _has_list(each: Descriptor) -> bool:
 
 
 def rights_missing(uids: frozenset[int], *, as_user: bool, in_unit: bool, proc_root: str = "/proc") -> Reason | None:
-    """Why CRIU could not work on processes of these users, for lack of capabilities; None when it can.
+    """Return which capabilities CRIU lacks to work on processes of these users; None if it has all.
 
-    As a unit of its own it may have what the service manager may give; otherwise what the daemon has. Only limits of
-    processes of other users take CAP_SYS_RESOURCE.
+    A unit of its own can have what the service manager may give; otherwise it has what the daemon has. CAP_SYS_RESOURCE
+    is needed only for the limits of processes of other users.
     """
     wanted = _IN_GUISE if as_user else (CAP_SYS_RESOURCE,) if uids - {0} else ()
     status = Path(proc_root, "1" if in_unit else "self", "status").read_text()

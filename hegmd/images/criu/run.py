@@ -66,8 +66,8 @@ __all__ = ["DUMP_IS_LONG_S", "RESTORE_DEADLINE_S", "Dumped", "LeftBehind", "Revi
 
 logger = logging.getLogger(__name__)
 
-# More than CRIU needs for what stays in a process once its GPU's bytes are out; a disk can be slow. A dump that takes
-# longer is told of, and goes on.
+# More than CRIU needs for a process whose GPU memory is offloaded, even on a slow disk. A longer dump is reported, and
+# continues.
 DUMP_IS_LONG_S = 300.0
 RESTORE_DEADLINE_S = 900.0
 
@@ -154,14 +154,13 @@ async def restore(  # noqa: PLR0913 - what it takes, each by its name
     guise: CriuPrivileges | None = None,
     deadline_s: float = RESTORE_DEADLINE_S,
 ) -> Revived:
-    """Bring the tree back, running, in a unit of that name, or without a service manager where it is None.
+    """Restore the tree, running, in a unit of that name, or without a service manager if it is None.
 
-    `outlets` gives descriptors of this process's for the keys of outlets that are not to lead to /dev/null. The log
-    goes into `log_dir_fd`. Raises HegmError, and then nothing of the tree is left; the same on cancellation.
+    `outlets` maps keys of outlets to descriptors of this process; the others lead to /dev/null. The log goes to
+    `log_dir_fd`. Raises HegmError, and then nothing of the tree is left; the same on cancellation.
 
-    A CRIU that was killed leaves files in the places of the job's deleted ones. The next fails for them, and takes them
-    away as it ends: so it is tried once more then. So it is where a number of the job's was taken just before CRIU came
-    to it.
+    A killed CRIU leaves files in the places of the job's deleted ones. The next CRIU fails because of them, and removes
+    them as it ends. So it is tried once more then, and also if a pid of the job was taken just before CRIU needed it.
     """
     files = {key: place_of(fd) for key, fd in (outlets or {}).items()}
     words = [*folder(IMAGES_FD, images_dir_fd), *folder(LOGS_FD, log_dir_fd), *_worn(guise), *opened(needs, files)]
@@ -220,12 +219,12 @@ async def _restore_once(
 
 
 def _came(needs: Needs, attendant: int | None) -> tuple[ProcessSet, ProcessSet]:
-    """The job, and what attends to it."""
+    """Return the job's processes, and the parent program."""
     return population_of(needs.pids), population_of([] if attendant is None else [attendant])
 
 
 async def _end_unseen(unit: str | None, attendant: int | None) -> None:
-    """End whatever came, by who has all of it; the attendant is our child. Nothing has to be looked at for that."""
+    """End all restored processes through the unit or the parent program, which is our child. Reads nothing of them."""
     if unit is not None:
         await stop_unit(unit)
     if attendant is not None:
@@ -267,7 +266,7 @@ async def _tell_of_long(root_pid: int, is_long_s: float) -> None:
 async def _restore_in_unit(
     words: Sequence[str], name: str, description: str, log_dir_fd: int, deadline_s: float
 ) -> None:
-    """The same in a unit of that name, which is ended again with all that is in it if that fails."""
+    """Restore in a unit of that name. After a failure the unit and all its processes are ended."""
     pid_file = f"/run/{name}.pid"
     argv = [*_PYTHON, "unit", pid_file, *words]
     try:
@@ -288,7 +287,7 @@ def _threads_in(images_dir_fd: int, pids: Collection[int]) -> tuple[int, ...]:
     """Return the thread ids in the image except the first of each process: CRIU recreates each thread with its id."""
     try:
         cores = [re.fullmatch(r"core-(\d+)\.img", name) for name in os.listdir(images_dir_fd)]
-    except OSError:  # CRIU will say what is wrong with it
+    except OSError:  # CRIU reports the problem
         return ()
     return tuple(sorted({int(core[1]) for core in cores if core} - {*pids}))
 
@@ -329,7 +328,7 @@ def _logged(error: HegmError, log: str, output: str) -> HegmError:
 
 
 def _log(dir_fd: int, name: str) -> str:
-    """The end of CRIU's log; nothing where it has not come to write one."""
+    """Return the end of CRIU's log; empty if there is none."""
     try:
         fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=dir_fd)
     except OSError:

@@ -1,19 +1,17 @@
-"""Bytes of a job's GPU memory as a file: in chunks, with holes for zeros, a checksum for each, and the mark of its
-image.
+"""Bytes of a job's GPU memory as a file: in chunks, with holes for zeros, a checksum for each, and the image's mark.
 
 Layout, all in blocks of 4096 bytes: a head (magic, version, sizes, mark, CRC-32 of itself); the chunks, each at its own
-offset; then for each chunk its stored size and the CRC-32 of its content; and the CRC-32 of that table. A chunk of
-zeros is a hole. Offsets do not depend on what is stored, so several threads write without synchronisation. A chunk's
-checksum starts from its number, so that exchanged chunks are found; the manifest has the table's SHA-256, so that a
-file of another image is found.
+offset; for each chunk its stored size and the CRC-32 of its content; and the CRC-32 of that table. A chunk of zeros is
+a hole. Offsets do not depend on what is stored, so several threads write without synchronisation. A chunk's checksum
+starts from its number, which detects exchanged chunks. The manifest has the table's SHA-256, which detects a file of
+another image.
 
-CRC-32, because it guards against damage: it runs at 6.4 GB/s a core here, SHA-256 (with the processor's own
-instructions) at 1.1 and BLAKE2b at 0.9, and a disk at 1.9. A forger of these bytes only changes the GPU memory of their
-own job.
+CRC-32 guards against damage. It runs at 6.4 GB/s per core here, SHA-256 (with the CPU's own instructions) at 1.1,
+BLAKE2b at 0.9, and a disk at 1.9. A forger of these bytes changes only the GPU memory of their own job.
 
-The memory is copied to buffers that are reused: mapping it was three times as slow with small pages, each of which is a
-fault, and no faster beside a disk with huge ones. Only hugetlbfs files must be mapped to be written to; truncating one
-meanwhile kills the process that does this: never call this in the daemon.
+The memory is copied to buffers that are reused. Mapping it was three times as slow with small pages, each of which is a
+page fault, and no faster than a disk with huge ones. Only hugetlbfs files must be mapped to be written to. Truncating
+such a file meanwhile kills the process, so never call this in the daemon.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ MAGIC = b"HEGMBYTE"
 VERSION = 1
 
 _HEAD = struct.Struct("<8sIIQQ")  # magic, version, length of the mark, bytes, chunk
-_ENTRY = struct.Struct("<II")  # bytes stored, sum of what they stand for
+_ENTRY = struct.Struct("<II")  # bytes stored, and the checksum of their content
 _SUM = struct.Struct("<I")
 # More than there may be processors, because most of them wait for the disk.
 THREADS = 8
@@ -63,7 +61,7 @@ Table = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What was written: how much is stored, the sum of the table, and whether it went past the page cache."""
+    """What was written: stored bytes, the table's checksum, and whether it bypassed the page cache."""
 
     stored_bytes: int
     sum: str
@@ -106,7 +104,7 @@ class ByteFile:
         with opened(self.name, os.O_RDONLY, dir_fd=self.dir_fd) as file:
             table = self._table(file, size_bytes, table_sum)
             held_bytes = os.fstat(memory_fd).st_size
-            if held_bytes < size_bytes:  # nobody but hegmd has had a descriptor of it
+            if held_bytes < size_bytes:  # only hegmd has had a descriptor of it
                 raise Bug(f"{self.name} has {size_bytes} bytes, and {held_bytes} bytes of memory were reserved for it")
 
             def copy(number: int, buffer: memoryview, length: int) -> None:
@@ -128,7 +126,7 @@ class ByteFile:
             each_chunk(size_bytes, look, progress, "verify", threads=THREADS)
 
     def _fetch(self, file: int, table: Table, number: int, buffer: memoryview, length: int) -> None:
-        """One chunk, found right."""
+        """Read one chunk and verify it."""
         stored, wanted = table[number]
         if not stored:
             ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), 0, length)
@@ -197,7 +195,7 @@ class ByteFile:
 
 
 def _store(file: int, memory_fd: int, number: int, buffer: memoryview, length: int) -> tuple[int, int]:
-    """One chunk to its place; how much is stored of it, and its sum."""
+    """Write one chunk to its place. Returns the stored size and the checksum."""
     place = number * CHUNK_BYTES
     with buffer[:length] as chunk:
         if read_memory(memory_fd, chunk, place) < length:
@@ -213,18 +211,20 @@ def _store(file: int, memory_fd: int, number: int, buffer: memoryview, length: i
 
 
 def _reserve(file: int, mode: int, place: int, size_bytes: int) -> None:
-    """Have room taken before it is written to: 2.2 GB/s here instead of 1.5 by several threads into a file of holes.
+    """Allocate disk space before writing: 2.2 GB/s here instead of 1.5 with several threads into a sparse file.
 
-    A help and no more. Where the disk is too full for all of it, there may still be room for what is not zero; and not
-    by way of Python, whose fallocate writes to every block where the file system (NFS before 4.2) has no such call.
-    What is on no disk of its own (memory, the network) only loses time by it.
+    Best effort. A disk without enough space for all of it may have enough for what is not zero. Does not use Python's
+    fallocate, which writes to every block if the file system (NFS before 4.2) lacks the call. Memory and network file
+    systems would only lose time.
     """
     if os.major(os.fstat(file).st_dev):
         _libc.fallocate(file, mode, place, size_bytes)
 
 
 def _is_zero(buffer: memoryview, length: int) -> bool:
-    """Whether the first word is zero and each byte the same as one a word further on; one look for most memory."""
+    """Return True if the first word is zero and each byte equals the one a word later; one
+    comparison for most memory.
+    """
     if any(buffer[: min(length, _WORD_BYTES)]):
         return False
     if length <= _WORD_BYTES:
@@ -235,7 +235,7 @@ def _is_zero(buffer: memoryview, length: int) -> bool:
 
 
 def _put(memory_fd: int, view: memoryview, place: int) -> None:
-    """Bytes into memory, which hugetlbfs takes by mapping only."""
+    """Write bytes to memory, which hugetlbfs allows by mapping only."""
     try:
         write_whole(memory_fd, view, place)
     except OSError as error:

@@ -33,7 +33,7 @@ from hegmd.protocol.images import ImageSeen, ImageVerified, Manifest
 
 
 def manifest_in(folder: Folder) -> Manifest:
-    """Its manifest, and every file there with its size. Raises HegmError."""
+    """Return its manifest, after checking that every file is there with its size. Raises HegmError."""
     with told(folder.path, "read"):
         try:
             data, seal = folder.read_small(MANIFEST), folder.read_small(SEAL)
@@ -49,16 +49,16 @@ def manifest_in(folder: Folder) -> Manifest:
 
 
 def read(path: str) -> Manifest:
-    """The manifest of the image at that path. Raises HegmError."""
+    """Return the manifest of the image at that path. Raises HegmError."""
     with find(path) as folder:
         return manifest_in(folder)
 
 
 def verify(path: str, progress: Callable[[int, int], object]) -> ImageVerified:
-    """Read all of it; `progress` is told how much was read of how much. Raises HegmError.
+    """Read all of it; `progress` gets the bytes read and the total. Raises HegmError.
 
-    Whatever is damaged is found by the code that a restore runs: the manifest and its seal, owners and modes, and every
-    byte of every file. Whose key has signed it, and what the node lacks for it, only the daemon of a node can tell.
+    The code of a restore finds all damage: the manifest and its seal, owners and modes, and every byte of every file.
+    Only a node's daemon can tell whose key has signed it, and what the node lacks for it.
     """
     began = time.monotonic()
     with find(path) as folder:
@@ -78,7 +78,7 @@ def verify(path: str, progress: Callable[[int, int], object]) -> ImageVerified:
 
 
 def look_into(path: str) -> list[ImageSeen]:
-    """The image at that path, or those in it, and what is left of some. Raises HegmError."""
+    """Return the image at that path, or those in it, with left-over ones. Raises HegmError."""
     with told(path, "read"):
         names = sorted(os.listdir(path))
     if MANIFEST in names:
@@ -87,7 +87,7 @@ def look_into(path: str) -> list[ImageSeen]:
 
 
 def remove(path: str) -> None:
-    """Take it away: an image, whole or not, or what is left of one. Raises HegmError, having left it as it was."""
+    """Remove an image, complete or left over. Raises HegmError with nothing changed."""
     parent, name = split(path)
     with told(path, "removed"):
         parent_fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -152,7 +152,7 @@ def size_of(manifest: Manifest) -> int:
 
 
 def stored_of(manifest: Manifest) -> int:
-    """The bytes that an image takes on disk."""
+    """Return the bytes that an image takes on disk."""
     return sum(file.stored_bytes for file in (*manifest.criu_files, *manifest.byte_files))
 
 
@@ -218,7 +218,7 @@ def _require_image(path: str, name: str, found: list[str]) -> None:
 
 
 def _take_away(parent_fd: int, name: str, fd: int, path: str) -> None:
-    """Under a name of no whole image first: if this is cut off, what stays is known as left over."""
+    """Rename it first to a left-over's name: if the removal is interrupted, the rest is recognised."""
     lock_fd = _locked(fd, path)
     try:
         if is_left_over(name) is None:

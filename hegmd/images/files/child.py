@@ -56,7 +56,7 @@ class Work:
         self._unwanted = False
 
     def requests(self) -> Mapping[str, Handler]:
-        """Each request by its name."""
+        """Return the function of each request."""
         return {
             "give-way": self.give_way,
             "room": self.room,
@@ -77,7 +77,7 @@ class Work:
         }
 
     def held(self) -> int:
-        """1 as long as there is an image: its lock goes with this process."""
+        """Return 1 while there is an image: its lock ends with this process."""
         return int(self._folder is not None)
 
     @property
@@ -88,7 +88,7 @@ class Work:
 
     @contextlib.contextmanager
     def _busy(self) -> Generator[None]:
-        """Something is written meanwhile: the directory is not to be taken away under it."""
+        """Keep the directory while something is written."""
         with self._changed:
             self._require_wanted()
             self._under_way += 1
@@ -115,7 +115,7 @@ class Work:
             )
 
     def give_way(self, request: Request) -> Answer:
-        """From now on others come first. Threads have it of who starts them, and that is the first of this process."""
+        """Lower the priority of this process from now on. New threads inherit it from the first thread."""
         first = os.getpid()
         os.setpriority(os.PRIO_PROCESS, first, max(BESIDE_NICE, os.getpriority(os.PRIO_PROCESS, first)))
         return Answer({})
@@ -127,12 +127,12 @@ class Work:
         return Answer({"free_bytes": free_bytes_at(str(request.args["path"]))})
 
     def make(self, request: Request) -> Answer:
-        """A new directory; where CRIU is to write comes along."""
+        """Create a new directory. Returns the descriptor of the folder for CRIU."""
         self._folder = make(str(request.args["path"]))
         return Answer({"name": self._folder.name}, Descriptors([os.dup(self._folder.criu_fd)]))
 
     def write(self, request: Request) -> Answer:
-        """Bytes from the memory that came along."""
+        """Write bytes from the memory that came along."""
         (memory_fd,) = request.fds.view()
         name, size_bytes = str(request.args["name"]), int(request.args["size_bytes"])
         with self._busy(), told(self.folder.path, "written"):
@@ -141,7 +141,7 @@ class Work:
         return Answer({"stored_bytes": written.stored_bytes, "sum": written.sum, "direct": written.direct})
 
     def take(self, request: Request) -> Answer:
-        """CRIU's files, as descriptors, into the image."""
+        """Copy CRIU's files, given as descriptors, into the image."""
         with self._busy(), told(self.folder.path, "written"):
             return _copied(request, self.folder.criu_fd, request.fds.view(), self._wanted(progress_of(request)))
 
@@ -180,7 +180,7 @@ class Work:
                 manifest_in(folder)
                 folder.lock()
                 folder.require_own(os.geteuid())
-                manifest = manifest_in(folder)  # once more: until it was locked, somebody has room for it away
+                manifest = manifest_in(folder)  # read again: before the lock it could have been replaced
                 foreign = folder.foreign(manifest)
                 data, seal = folder.read_small(MANIFEST), folder.read_small(SEAL)
         except BaseException:
@@ -191,7 +191,7 @@ class Work:
         return Answer(told_of, Descriptors([os.dup(folder.criu_fd)]))
 
     def verify(self, request: Request) -> Answer:
-        """Every byte of it: of what CRIU is to read, or of the rest."""
+        """Verify every byte of CRIU's files, or of the byte files."""
         with told(self.folder.path, "read"):
             is_criu = bool(request.args.get("only_criu"))
             verify = self.folder.verify_criu_files if is_criu else self.folder.verify_byte_files
@@ -199,7 +199,7 @@ class Work:
         return Answer({})
 
     def read(self, request: Request) -> Answer:
-        """Bytes into the memory that came along."""
+        """Read bytes into the memory that came along."""
         (memory_fd,) = request.fds.view()
         file = self.folder.byte_file(str(request.args["name"]), str(request.args["id"]))
         with told(self.folder.path, "read"):
@@ -208,7 +208,7 @@ class Work:
         return Answer({})
 
     def show(self, request: Request) -> Answer:
-        """CRIU's files as descriptors, for who may not open them here."""
+        """Return CRIU's files as descriptors, for a process that may not open them here."""
         fds = Descriptors([])
         try:
             with told(self.folder.path, "read"):
@@ -225,14 +225,14 @@ class Work:
         return Answer({"gone": list(sweep(str(request.args["path"])))})
 
     def trim(self, request: Request) -> Answer:
-        """All of a series but the newest."""
+        """Remove all images of a series except the newest."""
         args = request.args
         return Answer({"gone": list(trim(str(args["path"]), str(args["series"]), int(args["keep"])))})
 
     # -- with the daemon's own rights ----------------------------------------------------------------------------------
 
     def keep(self, request: Request) -> Answer:
-        """Files into the private folder that came along first."""
+        """Copy files into the private directory that came along first."""
         dir_fd, *files = request.fds.view()
         with told("the daemon's private folder", "written"):
             return _copied(request, dir_fd, tuple(files), progress_of(request))
@@ -247,7 +247,7 @@ class Work:
 
 
 def _copied(request: Request, dir_fd: int, files: tuple[int, ...], tell: Progress) -> Answer:
-    """The files under their names; the sum of what was written of each."""
+    """Copy the files under their names. Returns the checksum of each."""
     sums: list[str] = []
     before_bytes = 0
     for fd, (name, size_bytes) in zip(files, request.args["files"], strict=True):
@@ -258,7 +258,7 @@ def _copied(request: Request, dir_fd: int, files: tuple[int, ...], tell: Progres
 
 
 def progress_of(request: Request) -> Progress:
-    """Tells the daemon how far it is, and not more often than anybody reads."""
+    """Return a function that reports progress to the daemon, at limited intervals."""
     told_at_s = 0.0
 
     def tell(done_bytes: int) -> None:
@@ -272,7 +272,7 @@ def progress_of(request: Request) -> Progress:
 
 
 def make_ready() -> tuple[Mapping[str, Handler], Callable[[], int], Mapping[str, Any]]:
-    """The table of requests. The process has descriptors of the daemon's: its user may not look into it."""
+    """Return the table of requests. The process has descriptors of the daemon, so its user may not inspect it."""
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
     os.umask(0o077)
     work = Work()

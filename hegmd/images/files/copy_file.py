@@ -1,7 +1,7 @@
-"""CRIU's own files: copied and summed in chunks, by several threads; a sum is of the very bytes that were written.
+"""Copies CRIU's files in chunks, by several threads, and computes checksums of the written bytes.
 
-The sum is the SHA-256 of the SHA-256 of each 8 MiB: what root's CRIU reads must be known byte for byte to be what was
-dumped, and one after the other a core does 1.1 GB/s. Everything blocks.
+The checksum is the SHA-256 of the SHA-256 of each 8 MiB. A cryptographic one is needed, because root's CRIU reads these
+files; and a single one over all bytes would run at 1.1 GB/s on one core. Everything blocks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ THREADS = 8
 
 
 def sum_of(file: int, size_bytes: int, progress: Progress, *, from_disk: bool = True) -> str:
-    """The sum of that file's first bytes, from the disk or from wherever they are. Raises HegmError and OSError."""
+    """Return the checksum of that file's first bytes, from disk or from the page cache. Raises
+    HegmError and OSError.
+    """
     if from_disk:
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     return _each(file, size_bytes, lambda _place, _view, _length: None, progress)
 
 
 def copy(file: int, size_bytes: int, dir_fd: int, name: str, progress: Progress) -> str:
-    """Have its bytes in a new file, synced; the sum of what was written. Raises HegmError and OSError."""
+    """Copy its bytes to a new file and sync it. Returns the checksum. Raises HegmError and OSError."""
     with opened(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, dir_fd=dir_fd) as target:
 
         def write(place: int, view: memoryview, length: int) -> None:

@@ -52,7 +52,7 @@ class Folder:
     """An image's directory that was opened, and the lock on it if it was taken. A context manager; owns descriptors."""
 
     def __init__(self, parent_fd: int, name: str, path: str) -> None:
-        """The parent's descriptor is this object's from here on. `path` is the image's, whatever its name is now."""
+        """Owns the parent's descriptor. `path` is the image's final path, whatever its present name is."""
         self.path = path
         self.name = name
         self._parent_fd = parent_fd
@@ -85,7 +85,7 @@ class Folder:
     # -- holding it ----------------------------------------------------------------------------------------------------
 
     def lock(self) -> None:
-        """Be the only one to write, restore or remove it, until closed. Raises HegmError BUSY."""
+        """Lock it for writing, restoring or removing until closed. Raises HegmError BUSY."""
         try:
             fd = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
         except OSError as error:
@@ -101,7 +101,7 @@ class Folder:
         return os.fstat(self.fd).st_uid
 
     def require_own(self, uid: int) -> None:
-        """Raise HegmError unless it is that user's alone: what others could write is not brought to life."""
+        """Raise HegmError unless only that user can write to it: an image that others could write is not restored."""
         entries = ((name, os.stat(name, dir_fd=self.fd, follow_symlinks=False)) for name in (MANIFEST, SEAL))
         within = ((f"{CRIU}/{name}", status) for name, status in listed(self.criu_fd))
         folders = [(name, os.fstat(fd)) for name, fd in ((".", self.fd), (CRIU, self.criu_fd), (BYTES, self.bytes_fd))]
@@ -118,10 +118,10 @@ class Folder:
                     f"run, if you trust its contents: chmod -R go-w {self.path}",
                 )
 
-    # -- what is in it -------------------------------------------------------------------------------------------------
+    # -- content -------------------------------------------------------------------------------------------------------
 
     def read_small(self, name: str) -> bytes:
-        """A file at the top, whole. Raises OSError, and Refused when it is larger than any manifest."""
+        """Return the content of a file at the top. Raises OSError, and Refused if it is larger than any manifest."""
         with opened_plain(name, self.fd) as fd:
             if os.fstat(fd).st_size > MAX_BYTES:
                 raise Refused(f"{self.path}/{name} has more than {MAX_BYTES} bytes", "name an image that hegmd wrote")
@@ -165,14 +165,14 @@ class Folder:
         self.verify_byte_files(manifest, after(before_bytes, progress))
 
     def verify_byte_files(self, manifest: Manifest, progress: Progress) -> None:
-        """The same for what the job had on its GPUs. Raises HegmError and OSError."""
+        """Verify the byte files. Raises HegmError and OSError."""
         before_bytes = 0
         for file in manifest.byte_files:
             self.byte_file(file.name, manifest.id).verify(file.size_bytes, file.sum, after(before_bytes, progress))
             before_bytes += file.size_bytes
 
     def verify_criu_files(self, manifest: Manifest, progress: Progress) -> None:
-        """The same for CRIU's files alone, and so that CRIU finds them in the page cache then."""
+        """Verify CRIU's files, and leave them in the page cache for CRIU."""
         self.require_whole(manifest)
         before_bytes = 0
         for file in manifest.criu_files:
@@ -182,7 +182,7 @@ class Folder:
             before_bytes += file.size_bytes
 
     def byte_file(self, name: str, image_id: str) -> ByteFile:
-        """A file of the GPUs' bytes, there or to be written."""
+        """Return a byte file, existing or to be written."""
         return ByteFile(self.bytes_fd, checked_name(name), f"{image_id}/{name}")
 
     def sum_criu_files(self, progress: Progress) -> list[ImageFile]:
@@ -227,7 +227,7 @@ class Folder:
 
 
 def make(path: str) -> Folder:
-    """A new directory for an image at that path, empty, locked, under a name of its own. Raises HegmError."""
+    """Create an empty, locked directory for an image at that path, under a temporary name. Raises HegmError."""
     parent, name = split(path)
     _require_outside(parent, path)
     with told(path, "made"):
@@ -255,7 +255,7 @@ def make(path: str) -> Folder:
 
 
 def free_bytes_at(path: str) -> int:
-    """How much its disk has free for an image at that path. Raises HegmError when none could be made; makes nothing."""
+    """Return the free bytes for an image at that path. Raises HegmError if none could be made. Creates nothing."""
     parent, name = split(path)
     _require_outside(parent, path)
     with told(path, "made"):
@@ -273,7 +273,7 @@ def free_bytes_at(path: str) -> int:
 
 
 def find(path: str) -> Folder:
-    """The directory at that path, whatever is in it. Raises HegmError."""
+    """Return the directory at that path, whatever it contains. Raises HegmError."""
     parent, name = split(path)
     with told(path, "opened"):
         parent_fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -287,7 +287,7 @@ def find(path: str) -> Folder:
 
 
 def _require_outside(parent: str, path: str) -> None:
-    """Raise Refused where that is within another image: with anything more in it, that one is no longer whole."""
+    """Raise Refused if the path is in another image: additional content would make that one incomplete."""
     inner = os.path.realpath(parent)
     while inner != os.path.dirname(inner):
         if all(os.path.lexists(os.path.join(inner, name)) for name in (MANIFEST, SEAL)):
@@ -299,13 +299,13 @@ def _require_outside(parent: str, path: str) -> None:
 
 
 def is_left_over(name: str) -> str | None:
-    """The name of the image that a directory of that name was to become, or was, if it is such a one."""
+    """Return the name of the image that a left-over directory was to become, or was; None for other names."""
     found = _UNNAMED.fullmatch(name)
     return None if found is None else found["name"]
 
 
 def checked_name(name: str) -> str:
-    """The name, if it can be one of a file in an image: it may come from a manifest that anybody wrote."""
+    """Return the name if a file in an image can have it: it may come from a forged manifest."""
     if _NAME.fullmatch(name) is None:
         raise Refused(
             f"{name!r:.140} is not a file name that an image can have",
@@ -321,7 +321,7 @@ def listed(fd: int) -> list[tuple[str, os.stat_result]]:
 
 @contextlib.contextmanager
 def opened_plain(name: str, dir_fd: int) -> Generator[int]:
-    """A regular file, by the page cache; never a link, and never something that could keep its reader waiting."""
+    """Open a regular file through the page cache; no link, and nothing that could block its reader."""
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -332,7 +332,9 @@ def opened_plain(name: str, dir_fd: int) -> Generator[int]:
 
 
 def summed(dir_fd: int, progress: Progress) -> list[ImageFile]:
-    """The regular files of that directory: made private, synced, summed. Raises HegmError for anything else there."""
+    """Make the regular files of that directory private, sync them, and compute checksums. Raises HegmError for other
+    files.
+    """
     files: list[ImageFile] = []
     before_bytes = 0
     for name, _status in listed(dir_fd):
@@ -347,12 +349,12 @@ def summed(dir_fd: int, progress: Progress) -> list[ImageFile]:
 
 
 def after(before_bytes: int, progress: Progress) -> Progress:
-    """A progress that counts on from there."""
+    """Return a progress function that continues from that count."""
     return lambda done_bytes: progress(before_bytes + done_bytes)
 
 
 def split(path: str) -> tuple[str, str]:
-    """Its parent and its name. Raises Refused for what cannot be an image's path."""
+    """Return its parent and its name. Raises Refused for what cannot be an image's path."""
     parent, name = os.path.split(os.path.normpath(path))
     if (length_bytes := len(os.fsencode(name))) > MAX_NAME_BYTES:
         message = f"the name {name!r:.60} has {length_bytes} bytes; the name of an image has at most {MAX_NAME_BYTES}"
@@ -380,5 +382,5 @@ def _require_free(parent_fd: int, name: str, path: str) -> None:
 
 
 def unnamed_beside(name: str, kind: str) -> str:
-    """A name that is known as of no whole image."""
+    """Return a temporary name, which no complete image has."""
     return f".{name}.{kind}-{secrets.token_hex(4)}"

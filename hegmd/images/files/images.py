@@ -1,4 +1,4 @@
-"""The daemon's side of images: where they are written and opened, by which process, and who may have one opened.
+"""The daemon's side of images: where they are written and opened, by which process, and who may open one.
 
 `open_image` has images that are being written or were opened. Belongs to the event loop; `Images.run` must be running.
 """
@@ -80,10 +80,10 @@ class Images:
             require_bytes(str(self._private), criu_bytes, status.f_bavail * status.f_frsize)
 
     async def lend(self, path: str, rights: Rights, *, apart: bool = False, beside: bool = False) -> ImageWriter:
-        """A new image at that path, with the caller's rights. Raises HegmError, with nothing there.
+        """Create a new image at that path with the caller's rights. Raises HegmError, with nothing left there.
 
-        With `apart` CRIU writes into a private place in any case, because it is to have other rights than the caller.
-        With `beside` it is written while its job trains, which has the processors first.
+        `apart`: CRIU writes into a private directory, because it has other rights than the caller. `beside`: the job
+        trains meanwhile, and has priority.
         """
         hand = await self._hands.start(rights)
         try:
@@ -103,7 +103,9 @@ class Images:
         return lent
 
     async def open(self, path: str, rights: Rights) -> Image:
-        """The image at that path, with the caller's rights. Raises HegmError: broken, cut, foreign, too new, in use."""
+        """Open the image at that path with the caller's rights. Raises HegmError: broken, truncated, foreign, too new,
+        in use.
+        """
         hand = await self._hands.start(rights)
         own: UserProcess | None = None
         private: Private | None = None
@@ -130,7 +132,7 @@ class Images:
         return Private(self._private)
 
     async def sweep(self, path: str, rights: Rights) -> list[str]:
-        """Take away what killed writers left of an image of that path; what is gone. Raises HegmError."""
+        """Remove what killed writers left of an image of that path, and return it. Raises HegmError."""
         hand = await self._hands.start(rights)
         try:
             return [str(gone) for gone in (await hand.call("sweep", {"path": path})).values["gone"]]
@@ -139,7 +141,9 @@ class Images:
                 await let_go(hand, None, None)
 
     async def trim(self, path: str, series: str, keep: int, rights: Rights) -> list[str]:
-        """Take away all whole images of a series in that directory but the newest; what is gone. Raises HegmError."""
+        """Remove all complete images of a series in that directory except the newest, and return them. Raises
+        HegmError.
+        """
         hand = await self._hands.start(rights)
         try:
             answer = await hand.call("trim", {"path": path, "series": series, "keep": keep})
@@ -167,7 +171,7 @@ class Images:
             )
 
     async def _private_for(self, rights: Rights, *, apart: bool) -> tuple[UserProcess | None, Private | None]:
-        """The daemon's own hand and place, where CRIU is not to meet the caller's directory."""
+        """Return the daemon's own process and directory, if CRIU must not use the caller's directory."""
         if not apart and not self._is_other(rights):
             return None, None
         own = await self._hands.start(None)
@@ -189,5 +193,5 @@ def _remove(folder: Path, _: object) -> None:
 
 
 def is_of_user(manifest: Manifest) -> bool:
-    """Whether CRIU has made it with the rights of the job's user, and brings it back with these."""
+    """Return True if CRIU made it with the rights of the job's user, and restores it with these."""
     return bool((manifest.more or {}).get("as_user"))

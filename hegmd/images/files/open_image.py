@@ -45,7 +45,7 @@ _FILES_IN_A_MESSAGE = MAX_IN_A_MESSAGE - 13
 
 
 def ignore(_done_bytes: int) -> None:
-    """For those who do not want to know how far it is."""
+    """Ignore progress."""
 
 
 class OpenImage:
@@ -59,9 +59,9 @@ class OpenImage:
         self._criu_dir_fd = criu_dir_fd
 
     async def end(self) -> None:
-        """Close it and release its lock. What was not completed stays as a left-over.
+        """Close it and release its lock. An incomplete image stays as a left-over.
 
-        Twice is fine; cannot be cancelled half-way.
+        Calling it twice is fine; it cannot be cancelled half-way.
         """
         with anyio.CancelScope(shield=True):
             if self._criu_dir_fd >= 0:
@@ -83,12 +83,12 @@ class ImageWriter(OpenImage):
 
     @property
     def criu_dir_fd(self) -> int:
-        """The empty directory that CRIU is to write its files into. Stays this object's."""
+        """Return the empty directory for CRIU's files; this object owns it."""
         return self._criu_dir_fd if self._private is None else self._private.fd
 
     @property
     def hand_pid(self) -> int | None:
-        """The process that writes it."""
+        """Return the process that writes it."""
         return self._hand.pid
 
     async def begin(self) -> None:
@@ -115,10 +115,10 @@ class ImageWriter(OpenImage):
         self._byte_files[name] = ImageFile(name=name, size_bytes=size_bytes, stored_bytes=stored_bytes, sum=total)
 
     async def finish(self, manifest: Manifest, on_progress: Progress = ignore) -> Manifest:
-        """Make it whole: CRIU has ended, and all bytes are written. The manifest as it was written.
+        """Complete the image: CRIU has ended, and all bytes are written. Returns the manifest as written.
 
-        Everything has been read back from the disk when this returns, and the directory has its name. Raises HegmError;
-        cancelled or failed, it is the caller's to discard. Identity, time, owner and files are filled in here.
+        On return everything was read back from disk, and the directory has its name. Raises HegmError; after a failure
+        or a cancellation the caller has to discard it. Fills in identity, time, owner and files.
         """
         began = time.monotonic()
         criu_files = await self._criu_files()
@@ -252,7 +252,7 @@ def _files(answer: Any) -> list[ImageFile]:
 
 
 def _batches(files: Sequence[ImageFile]) -> list[Sequence[ImageFile]]:
-    """As many at once as a message carries descriptors."""
+    """Split the files into groups of as many as a message can carry descriptors."""
     return [files[first : first + _FILES_IN_A_MESSAGE] for first in range(0, len(files), _FILES_IN_A_MESSAGE)]
 
 

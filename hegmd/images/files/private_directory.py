@@ -39,7 +39,7 @@ class Private:
         return status.f_bavail * status.f_frsize
 
     def open_files(self, names: Sequence[str]) -> list[int]:
-        """Its files, to be read; the caller's to close."""
+        """Open its files for reading; the caller closes them."""
         fds: list[int] = []
         try:
             fds.extend(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd) for name in names)

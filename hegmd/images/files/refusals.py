@@ -57,7 +57,7 @@ def told(path: str, what: str) -> Generator[None]:
 
 
 def taken(path: str) -> Refused:
-    """There is something of that name where an image is to be made."""
+    """Return the refusal for a path that already exists."""
     hint, facts = "name a new directory", {"path": path}
     if (found := _obstacle(path)) is not None:
         return Refused(f"{path} already exists: {found}", hint, facts)

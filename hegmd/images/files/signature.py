@@ -1,6 +1,6 @@
-"""What identifies an image: its manifest's bytes, their checksum, and the signature by a key that nodes may share.
+"""Identifies an image: its manifest's bytes, their checksum, and a signature by a key that nodes can share.
 
-A CRIU image makes root's CRIU open and write whatever the image says. So an image that anyone could have written is
+A CRIU image makes root's CRIU open and write whatever the image says. So an image that any user could have written is
 only restored for root. Other users need a signature (HMAC-SHA-256) with this node's key, or with the one that several
 nodes share. The manifest has the checksums of CRIU's files, so the signature covers these.
 """
@@ -35,12 +35,12 @@ class Key:
         self._secret = secret
 
     def seal(self, manifest: bytes) -> bytes:
-        """The file `seal` for those bytes."""
+        """Return the content of the file `seal` for those bytes."""
         lines = f"sha256 {hashlib.sha256(manifest).hexdigest()}\nhmac-sha256 {self._signature(manifest)}\n".encode()
         return lines + _own_sum(lines)
 
     def has_signed(self, manifest: bytes, seal: bytes) -> bool:
-        """Whether that seal is of this key and of those bytes."""
+        """Return True if the seal is from this key and for those bytes."""
         found = _lines(seal).get("hmac-sha256", "").encode()
         return hmac.compare_digest(found, self._signature(manifest).encode())
 
@@ -49,7 +49,9 @@ class Key:
 
 
 def load_key(path: Path, *, make: bool) -> Key:
-    """The key in that file, made there if need be. Raises HegmError when it is not private, not whole or not there."""
+    """Return the key in that file, creating it with `make`. Raises HegmError if it is not private, incomplete or
+    missing.
+    """
     try:
         if make:
             _make(path)
@@ -99,7 +101,7 @@ def _make(path: Path) -> None:
 
 
 def written(manifest: Manifest) -> bytes:
-    """The manifest as it is on disk. Raises Refused when it would be too large to be read again."""
+    """Return the manifest's bytes on disk. Raises Refused if it would be too large to be read again."""
     data = json.dumps(manifest.to_plain(), indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n"
     if len(data) > MAX_BYTES:
         raise Refused(
@@ -110,7 +112,7 @@ def written(manifest: Manifest) -> bytes:
 
 
 def read_manifest(path: str, data: bytes, seal: bytes) -> Manifest:
-    """The manifest of that directory. Raises HegmError: damaged, no image at all, or of a later version."""
+    """Return the manifest of that directory. Raises HegmError: damaged, no image at all, or of a later version."""
     if not _is_sound(seal):
         raise HegmError(
             UNAVAILABLE,
@@ -148,12 +150,12 @@ def read_manifest(path: str, data: bytes, seal: bytes) -> Manifest:
 
 
 def _own_sum(lines: bytes) -> bytes:
-    """The last line of a seal. It finds a damaged signature also where the key is not known that it was made with."""
+    """Return the last line of a seal. It detects a damaged signature even if the key is unknown."""
     return f"seal-sha256 {hashlib.sha256(lines).hexdigest()}\n".encode()
 
 
 def _is_sound(seal: bytes) -> bool:
-    """Whether it is a whole seal. Those of earlier builds have no sum of their own."""
+    """Return True for an undamaged seal. Those of earlier builds have no checksum of their own."""
     lines = _LINES.match(seal)
     return lines is not None and seal[lines.end() :] in (b"", _own_sum(lines[0]))
 

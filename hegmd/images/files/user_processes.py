@@ -31,7 +31,7 @@ ROLE = Role(
     "the image writer",
     "read hegmd's log; to see what it left, run: hegmctl images ls",
 )
-# Not the user's own site-packages: what is in them would run with descriptors of the daemon's.
+# Without the user's own site-packages, whose code would run with descriptors of the daemon.
 PROGRAM = (sys.executable, "-s", "-m", "hegmd.images.files.child")
 START_WITHIN_S = 30.0
 # A process that waits for a disk that hangs is left to the kernel.
@@ -49,7 +49,7 @@ class UserProcess:
 
     @property
     def pid(self) -> int | None:
-        """Its process."""
+        """Return its process id."""
         return self._session.pid
 
     async def call(
@@ -94,7 +94,7 @@ class UserProcesses(BackgroundTasks):
         super().__init__()
 
     async def start(self, rights: Rights | None) -> UserProcess:
-        """A hand with these rights; None: with the daemon's own, inside its sandbox. Raises HegmError."""
+        """Start a process with these rights; None: with the daemon's own, in its sandbox. Raises HegmError."""
         if self._tasks is None:
             raise Bug("an image writer is started before its task group runs")
         number = next(self._numbers)
