@@ -131,9 +131,9 @@ LOOKING = (
     Command(
         "top",
         "watch GPUs, jobs and operations live",
-        "GPUs with utilisation and memory over the last minutes, jobs with step rate and state, operations with bytes, "
-        "and events. Keys suspend, resume and migrate the job under the cursor; each shows its plan first. `?` lists "
-        "the keys. Needs the Python package textual, which hegmd's packages bring.",
+        "GPUs with utilisation and memory over the last minutes, jobs with step rate and state or what they wait "
+        "for, operations with bytes, and events. Keys suspend, resume and migrate the job under the cursor; each shows "
+        "its plan first. `?` lists the keys. Needs the Python package textual, which hegmd's packages bring.",
         handler="top.start:top",
         options=(
             Option(

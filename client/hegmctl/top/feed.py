@@ -173,6 +173,7 @@ def row_of(job: Job) -> JobRow:
         steps_per_s=job.steps_per_s,
         age_s=max(0.0, time() - job.started_utc),
         command=job.command or "",
+        waits=job.waits or "",
     )
 
 

@@ -35,7 +35,7 @@ KEYS = "s suspend  r resume  m migrate  o order  / filter  t timeline  Tab opera
 class JobRow:
     """One job as a row. `pids` are its processes that are known."""
 
-    __slots__ = ("age_s", "command", "gpus", "id", "name", "pids", "state", "steps_per_s", "vram_bytes")
+    __slots__ = ("age_s", "command", "gpus", "id", "name", "pids", "state", "steps_per_s", "vram_bytes", "waits")
 
     def __init__(  # noqa: PLR0913 - a row, each column named
         self,
@@ -49,6 +49,7 @@ class JobRow:
         steps_per_s: float | None = None,
         age_s: float = 0.0,
         command: str = "",
+        waits: str = "",
     ) -> None:
         self.id = id
         self.name = name
@@ -59,6 +60,7 @@ class JobRow:
         self.steps_per_s = steps_per_s
         self.age_s = age_s
         self.command = command
+        self.waits = waits
 
     def key(self, order: str) -> tuple[object, ...]:
         """Return its sort key for that order; the busiest job comes first in an order by a figure."""
@@ -215,7 +217,9 @@ class Picture:
     def _head(self, columns: int) -> Line:
         seen = self._seen
         under_way = sum(each.phase not in OVER for each in seen.operations)
-        parts = [f"{len(seen.gpus)} GPUs", f"{len(seen.jobs)} jobs", f"{under_way} operations", f"order: {self.order}"]
+        waiting = sum(bool(job.waits) for job in seen.jobs)
+        jobs = f"{len(seen.jobs)} jobs, {waiting} waiting" if waiting else f"{len(seen.jobs)} jobs"
+        parts = [f"{len(seen.gpus)} GPUs", jobs, f"{under_way} operations", f"order: {self.order}"]
         if self.filter:
             parts.append(f"filter: {printable(self.filter)}")
         clock = strftime("%H:%M:%S", localtime(seen.utc)) if seen.utc else "--:--:--"
@@ -305,6 +309,8 @@ class Picture:
         after = f"{gpus:<10}{vram:>10}{rate:>8}{age.replace('m ', 'm'):>9}  "
         style = "reverse" if is_chosen else ""
         name = printable(f"{job.name}  {job.command}" if job.command else job.name)
+        if job.waits:  # it has few figures, and the reason is long
+            after, name = f"{gpus:<10}", printable(f"  {job.name} waits: {job.waits}")
         rest = shortened(name, max(0, columns - len(before) - 11 - len(after)), self._ellipsis)
         return [
             (before, style),

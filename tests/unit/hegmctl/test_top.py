@@ -153,6 +153,16 @@ def test_a_look_at_operations_alone_adds_nothing_to_the_history_of_gpus() -> Non
     assert text(picture, 80, 24)[1].count("#") == 1
 
 
+def test_a_job_that_waits_says_what_for_in_the_place_of_its_figures() -> None:
+    picture = Picture(unicode=False)
+    waiting = JobRow("j2", "train", "waiting", command="train.py", waits="8.0 GiB on gpu0\x1b[31m")
+    picture.take(Seen(0.0, "n", (), [job(1), waiting], ()))
+    lines = text(picture, 80, 24)
+    assert "2 jobs, 1 waiting" in lines[0]
+    assert lines[3].endswith(r"train waits: 8.0 GiB on gpu0\x1b[31m")
+    assert "train.py --" in lines[2]
+
+
 def test_jobs_are_ordered_by_each_column_and_filtered_by_a_word() -> None:
     picture = Picture()
     picture.take(Seen(0.0, "n", (), [job(3), job(10, steps_per_s=None), job(1, "waiting")], ()))
