@@ -67,6 +67,7 @@ class DaemonDesk:
         #: How the job is recovered, if it is; and how its command failed, while it waits for that.
         self._recovery = recovery
         self._fell: int | None = None
+        self._own_status: int | None = None
         self._waits_until: float | None = None
         self._pid: int | None = None
         #: The operation that a restart is expected of, and whether the command has left for it or was started from it.
@@ -167,7 +168,9 @@ class DaemonDesk:
         """Wait until the daemon has the command started from a snapshot, or gives it up."""
         self._forget()
         self._held.close()
-        self._pid, self._status, self._fell = None, status, status
+        # One in which the state could not be put back is not how the command itself has ended.
+        own = status if status != GAVE_UP_STATUS or self._own_status is None else self._own_status
+        self._pid, self._status, self._fell, self._own_status = None, status, status, own
         self._say(f"it {ended_how(status)}, and is started again from its last snapshot")
         self._report(SuperviseReport(result="fell", status=status))
 
@@ -245,7 +248,7 @@ class DaemonDesk:
                 self._settle(self._order)
             self._forget()
         elif order.do == "give-up" and (self._left or self._fell is not None):
-            status = GAVE_UP_STATUS if self._fell is None else self._fell
+            status = GAVE_UP_STATUS if self._own_status is None or self._fell is None else self._own_status
             self._give_up = GiveUp(order.message, order.hint, status)
         elif order.do == "protect" and self._recovery is not None:
             self._recovery.is_protected = True

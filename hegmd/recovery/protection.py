@@ -17,7 +17,7 @@ from hegmd.migration.methods.progress_probe import is_stopped
 from hegmd.node.gpu_sets import gpus_of
 from hegmd.recovery.job import ProtectedJob
 from hegmd.recovery.policy import HangWatch, gone_of, gpus_to_start_on, interval_s, raised
-from hegmd.recovery.snapshots import MAX_RANKS, NotNow, SnapshotRounds, Unprotected
+from hegmd.recovery.snapshots import FIRST_BATCH_S, MAX_RANKS, NotNow, SnapshotRounds, Unprotected
 from hegmd.recovery.starts import Starts
 from hegmd.workers.supervisors import SupervisorAway
 from hegmd.workers.workers import AgentConnection
@@ -30,8 +30,6 @@ LOOK_S = 1.0
 SOON_S, AGAIN_S = 0.1, 1.0
 # A job that cannot be protected is tried again after so long: its script may be past what prevented it.
 UNPROTECTED_S = 30.0
-# A snapshot is to come of it within this time, or the job counts as unprotected.
-PATIENCE_S = 60.0
 # A job has so many looks to end by itself after its GPU was gone.
 GONE_LOOKS = 3
 # How long the agents of a training that hangs have to say where its threads are.
@@ -200,7 +198,7 @@ class Protection:
             taken = await self._rounds.take(ranks, generation, self.job.record.bad)
         except NotNow as error:
             logger.debug("%s: no snapshot now: %s", self.job, error)
-            if anyio.current_time() - self._since > PATIENCE_S and self.job.newest is None:
+            if anyio.current_time() - self._since > error.patience_s and self.job.newest is None:
                 await self._unprotect(f"{error}", "see docs/recovery.md for what can be protected")
             self._wait(SOON_S if self.job.newest is None else AGAIN_S)
             return
@@ -220,6 +218,7 @@ class Protection:
                 gpus=self._gpus_of(ranks),
                 generation=taken.generation,
                 begins_anew=self._rounds.begins_anew,
+                images=None if ranks[0].about.images is None else ranks[0].about.images.path,
             )
         )
         self.job.newest, self.taken = taken, self.taken + 1
@@ -248,7 +247,7 @@ class Protection:
         await self.job.count(own)
         training = [worker for worker in own if worker.boundary]
         if not training or self.job.supervisor.offer.pid is None:
-            raise NotNow("it has not come to its first batch")
+            raise NotNow("it has not come to its first batch", FIRST_BATCH_S)
         ranked = [worker for worker in training if worker.about.rank is not None]
         if not ranked or (len(training) == 1 and (training[0].about.world_size or 1) == 1 and self._is_child(training)):
             if len(training) > 1:

@@ -35,6 +35,7 @@ class JobSnapshots(Record):
     generation: int = field("the number of the newest snapshot that was begun", default=0)
     bad: tuple[int, ...] = field("numbers of snapshots that could not be started from", default=())
     begins_anew: tuple[str, ...] = field("variables of the script's that a recovery does not keep", default=())
+    images: str | None = field("the directory of its images, if such are taken every so often", default=None)
     attempts: tuple[RecoveryAttempt, ...] = field("its recoveries, the oldest first", default=())
     recoveries: int = field("how many recoveries there were", default=0)
     fruitless: int = field("how many of the last ones brought the training no further", default=0)

@@ -39,8 +39,18 @@ class Unprotected(Exception):
         self.hint = hint
 
 
+# A snapshot is to come of it within this time, or the job counts as unprotected.
+PATIENCE_S = 60.0
+# Before its first batch a script may prepare its data for long.
+FIRST_BATCH_S = 600.0
+
+
 class NotNow(Exception):
-    """No snapshot came of it, which says nothing about the next one."""
+    """No snapshot came of it, which says nothing about the next one. `patience_s` is how long nobody is told."""
+
+    def __init__(self, why: str, patience_s: float = PATIENCE_S) -> None:
+        super().__init__(why)
+        self.patience_s = patience_s
 
 
 class SnapshotRounds:

@@ -188,10 +188,7 @@ class Starts:
         """Have the supervisor end as its command did, and keep the state."""
         step = attempt.step if self._job.newest is None else self._job.newest.step
         message = f"{self._job} is not recovered: {why}; it {attempt.why}, and its last snapshot is of step {step}"
-        hint = (
-            f"its state is kept: hegmctl run --recover --resume {self._job.record.job} -- COMMAND continues from it, "
-            f"hegmctl recovery --drop {self._job.record.job} deletes it"
-        )
+        hint = give_up_hint(self._job.record, has_whole=bool(await self._job.whole()))
         self._job.put(
             self._job.record.with_attempt(attempt.replace(result=GIVEN_UP)).replace(
                 kept=why, kept_utc=self._job.node.utc()
@@ -200,3 +197,13 @@ class Starts:
         self._job.record_event("job.given-up", "error", message)
         await self._job.supervisor.tell("give-up", self._job.record.job, message=message, hint=hint)
         self._job.supervisor.offer = self._job.supervisor.offer.replace(fell=None, resumes=None)
+
+
+def give_up_hint(record: JobSnapshots, *, has_whole: bool) -> str:
+    """What the user of a job can do that was given up."""
+    drop = f"hegmctl recovery --drop {record.job} deletes it"
+    if has_whole:
+        return f"its state is kept: hegmctl run --recover --resume {record.job} -- COMMAND continues from it, {drop}"
+    if record.images is not None:
+        return f"none of its snapshots can be used: hegmctl restore --newest {record.images} restores its newest image"
+    return f"none of its snapshots can be used, and it has no images (--checkpoint-every); {drop}"

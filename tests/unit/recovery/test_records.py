@@ -7,6 +7,7 @@ from pathlib import Path
 from hegmd.protocol.recovery import RECOVERED, RecoveryAttempt
 from hegmd.recovery.policy import Budget
 from hegmd.recovery.records import MAX_ATTEMPTS, JobSnapshots, SnapshotFiles
+from hegmd.recovery.starts import give_up_hint
 
 
 def test_a_record_is_read_as_it_was_written_and_one_that_is_damaged_is_removed(tmp_path: Path) -> None:
@@ -33,3 +34,10 @@ def test_a_newer_state_of_a_recovery_takes_the_place_of_the_older_and_the_oldest
     assert len(record.attempts) == MAX_ATTEMPTS
     assert {one.result for one in record.attempts} == {RECOVERED}
     assert record.attempts[-1].fell_utc == MAX_ATTEMPTS + 4
+
+
+def test_the_user_of_a_job_that_is_given_up_is_told_what_can_be_done() -> None:
+    record = JobSnapshots(job="j7", uid=1000)
+    assert "--resume j7 -- COMMAND continues from it" in give_up_hint(record, has_whole=True)
+    assert "it has no images" in give_up_hint(record, has_whole=False)
+    assert "hegmctl restore --newest /images " in give_up_hint(record.replace(images="/images"), has_whole=False)
