@@ -135,6 +135,7 @@ class SyncCalls:
         priority: int | str | None = ...,
         until_free: bool = ...,
         limit_s: float | None = ...,
+        keep_context: bool = ...,
         dry_run: bool = ...,
         on_progress: Callable[[m.RoomProgress], object] | None = None,
     ) -> m.RoomReply: ...
@@ -294,6 +295,7 @@ class AsyncCalls:
         priority: int | str | None = ...,
         until_free: bool = ...,
         limit_s: float | None = ...,
+        keep_context: bool = ...,
         dry_run: bool = ...,
         on_progress: Callable[[m.RoomProgress], Awaitable[object]] | None = None,
     ) -> m.RoomReply: ...

@@ -91,6 +91,10 @@ class MakeRoom(Request, op="room.make", reply=RoomReply, event=RoomProgress, cha
     )
     until_free: bool = field("whether to wait until the memory is free", default=False)
     limit_s: float | None = field("with `until_free`: how long to wait at most; nil for no limit", default=None)
+    keep_context: bool = field(
+        "whether jobs leave with their CUDA contexts kept where that frees enough: faster, and about 0.5 GiB stays",
+        default=False,
+    )
     dry_run: bool = field("whether only the plan is wanted", default=False)
 
 

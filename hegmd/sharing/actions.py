@@ -152,8 +152,10 @@ class SharingActions(BackgroundTasks):
             return False
         if leaves.keeps_context or self._rules.method == KEEP_CONTEXT:
             return True
-        # A job that ends its turn comes back to the same GPU soon. Only then is a context worth its memory.
-        return self._rules.method == AUTO and action.ends_turn and is_enough(action, leaves.stays_bytes, view.snapshot)
+        # A job that ends its turn comes back to the same GPU soon. Otherwise whoever asks for memory decides.
+        lease = None if action.beneficiary is None else self._memory.leases.find(action.beneficiary)
+        may_stay = action.ends_turn or (lease is not None and lease.keeps_context)
+        return self._rules.method == AUTO and may_stay and is_enough(action, leaves.stays_bytes, view.snapshot)
 
     async def _resume(self, action: Action, seen: SeenJob, view: View) -> Operation:
         answer = await self._operations.resume(seen.pids[0], target_of(action, view.snapshot), _context())
@@ -210,12 +212,13 @@ def target_of(action: Action, snapshot: model.Snapshot) -> str | None:
 
 
 def is_enough(action: Action, stays_bytes: Mapping[str, int], snapshot: model.Snapshot) -> bool:
-    """Whether the job for which another leaves fits on its GPUs although these bytes stay there."""
+    """Whether the job or lease for which a job leaves fits on its GPUs although these bytes stay there."""
     free = {gpu.id: gpu.free_bytes for gpu in snapshot.gpus}
-    wanted = next((job for job in snapshot.jobs if job.id == action.beneficiary), None)
-    if wanted is None or not wanted.needs_bytes:
+    needs = [max(job.needs_bytes) for job in snapshot.jobs if job.id == action.beneficiary and job.needs_bytes]
+    needs += [lease.size_bytes for lease in snapshot.leases if lease.id == action.beneficiary]
+    if not needs:
         return False
-    needed_bytes = max(wanted.needs_bytes)
+    (needed_bytes,) = needs
     for gpu, size_bytes in zip(action.gpus, action.size_bytes, strict=True):
         free_bytes = free.get(gpu)
         left_bytes = (free_bytes or 0) + size_bytes - stays_bytes.get(gpu, 0) - snapshot.rules.headroom_bytes

@@ -28,6 +28,7 @@ class LeaseRecord(Record):
     waiter_pid: int | None = field("the process that waits until it is held, without which it is dropped", default=None)
     waiter_ticks: int | None = field("the start time of that process", default=None)
     is_held: bool = field("whether its memory was seen free", default=False)
+    keeps_context: bool = field("whether jobs leave for it with their contexts kept if that is enough", default=False)
 
     @property
     def id(self) -> str:

@@ -173,6 +173,7 @@ class SharingRequests:
             start_ticks=ticks,
             until_utc=until_utc,
             hold_s=asked.hold_s,
+            keeps_context=asked.keep_context,
             waiter_pid=waiter,
             waiter_ticks=None if waiter is None else self._start_ticks(waiter),
         )

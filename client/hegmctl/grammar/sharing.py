@@ -53,6 +53,7 @@ SHARING = (
                 choices=PRIORITIES,
                 doc=f"{_PRIORITY}; default: production, or the highest that you may use",
             ),
+            Of("keep_context", doc="let jobs keep their CUDA contexts where that frees enough: faster"),
             Of("until_free", names=("--wait",), doc="wait until the memory is free"),
         ),
         examples=(

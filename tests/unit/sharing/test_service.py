@@ -12,7 +12,7 @@ from hegmd.errors import DENIED, REFUSED, TIMEOUT, HegmError
 from hegmd.protocol import sharing as told
 from hegmd.protocol.messages import RegisterJob
 from hegmd.sharing import model
-from hegmd.sharing.actions import target_of
+from hegmd.sharing.actions import is_enough, target_of
 from tests.patience import HANG_S
 from tests.unit.sharing.shared_node import ADMIN, MIB, UID, SharedNode, sharing_on, user
 
@@ -330,6 +330,25 @@ async def test_a_turn_ends_with_the_context_kept_unless_that_is_not_wanted(
         first, *turns = shared.node.operations.runner.operations()[:3]
         assert not any(worker.keeps_context for worker in first.workers), "a lease wants all of the memory"
         assert [worker.keeps_context for op in turns for worker in op.workers] == [kept, kept]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+async def test_jobs_keep_their_contexts_for_a_lease_that_asks_for_it(
+    tmp_path: Path, process: Child, *, kept: bool
+) -> None:
+    async with sharing_on(tmp_path) as shared:
+        await shared.node.attend(process.pid, BYTES)
+        await shared.make_room(7 * MIB, gpu="gpu0", until_free=True, keep_context=kept)
+        (operation,) = shared.node.operations.runner.operations()
+        assert [worker.keeps_context for worker in operation.workers] == [kept]
+
+
+def test_a_kept_context_must_leave_enough_for_a_lease() -> None:
+    lease = model.Lease("l1", "l1", model.PENDING, 80, 0, 0.0, 60, "gpu0")
+    node = model.Snapshot((model.Gpu("gpu0", 100, 20, chip="H200", is_healthy=True),), (), (lease,))
+    action = model.Action(model.SUSPEND, "j1", ("gpu0",), (50,), "it is needed", "l1")
+    assert is_enough(action, {"gpu0": 10}, node)
+    assert not is_enough(action, {"gpu0": 11}, node)
 
 
 async def test_with_contexts_kept_a_job_returns_to_its_own_gpu_only(tmp_path: Path, process: Child) -> None:
