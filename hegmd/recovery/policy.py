@@ -149,8 +149,11 @@ class HangWatch:
         """Begin anew: it is not expected to make a step now."""
         self._boundary = None
 
-    def see(self, boundary: int, now: float) -> float | None:
-        """Take its count of boundaries at that moment. Return how long it has made none, if that is too long."""
+    def see(self, boundary: int, now: float, *, is_parked: bool = False) -> float | None:
+        """Take its count of boundaries at that moment. Return how long it has made none, if that is too long.
+
+        One that is parked for a snapshot has longer: it may be large.
+        """
         if self._boundary is None or boundary != self._boundary:
             if self._boundary is not None:
                 self._longest_s = max(self._longest_s, now - self._since)
@@ -158,4 +161,5 @@ class HangWatch:
             return None
         limit_s = self.limit_s
         without_s = now - self._since
-        return without_s if boundary and limit_s is not None and without_s > limit_s else None
+        spare_s = LEAST_HANG_S if is_parked else 0.0
+        return without_s if boundary and limit_s is not None and without_s > limit_s + spare_s else None

@@ -130,12 +130,13 @@ class Protection:
             looks = 0 if self.is_recovering else await self._look_at_gpus(looks)
             own = [worker for worker in self.job.own_workers() if worker.boundary]
             await self.job.count([worker for worker in own if worker.connected])
-            is_held = any(worker.parked or self.job.node.is_in_hand(worker.pid) for worker in own)
+            is_held = any(self.job.node.is_in_hand(worker.pid) for worker in own)
             if not own or self.is_recovering or is_held or is_stopped(self.job.supervisor.pid):  # as by Ctrl-Z
                 hangs.forget()
                 continue
             self.job.boundary = min(worker.boundary for worker in own)
-            without_s = hangs.see(self.job.boundary, anyio.current_time())
+            is_parked = any(worker.parked for worker in own)
+            without_s = hangs.see(self.job.boundary, anyio.current_time(), is_parked=is_parked)
             if without_s is not None:
                 await self._end_hung(own, without_s)
                 hangs.forget()

@@ -15,13 +15,15 @@ from hegmctl.connection import connect
 from hegmd.protocol.recovery import JobRecovery
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import BARE, RANKED, SCRIPTS, SLOWLY_MS, MovedJob, Script, by_rank, steps_alone
+from tests.e2e.references import said_by
 from tests.needs import need_torch
 from tests.patience import HANG_S
 
 pytestmark = [pytest.mark.e2e]
 need_torch()
 
-LEAVING = str(SCRIPTS / "leaving.py")
+LEAVING, FAILING = (str(SCRIPTS / f"{name}.py") for name in ("leaving", "failing"))
+MIB = 1 << 20
 
 
 @pytest.fixture
@@ -219,6 +221,59 @@ def test_a_job_that_the_pool_has_no_memory_for_is_unprotected_and_says_so_once(
         assert job.errors().count("is not protected") == 1
         with connect(str(daemon.socket_path)) as hegmd:
             assert len([event for event in hegmd.events() if event.kind == "job.unprotected"]) == 1
+
+
+@pytest.fixture
+def memory_cgroup() -> Iterator[Path]:
+    """A memory cgroup of 700 MiB below our own, version 1 or 2. Skips the test where none can be made."""
+    own = dict(line.strip().split(":")[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+    old = "memory" in own
+    parent = Path(f"/sys/fs/cgroup{'/memory' * old}{own['memory' if old else '']}")
+    folder = parent / f"hegm-oom-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made in {parent}: {error.strerror}")
+    try:
+        try:
+            (folder / ("memory.limit_in_bytes" if old else "memory.max")).write_text(str(700 * MIB))
+        except OSError as error:
+            pytest.skip(f"{folder} takes no limit of memory: {error.strerror}")
+        yield folder
+    finally:
+        while (folder / "cgroup.procs").read_text():
+            select.poll().poll(SLOWLY_MS)
+        folder.rmdir()
+
+
+class MemoryHungryJob(RecoveredJob):
+    """It takes memory without end at its 200th step, in that cgroup."""
+
+    def __init__(self, daemon: RunningDaemon, folder: Path, cgroup: Path) -> None:
+        self.folder = folder
+        self.more = {**BARE, "FAILS": "oom forward 0 200", "STEPS": "220", "PACE_S": "0"}
+        words = [sys.executable, "-m", "hegmctl", "run", "--recover=0.1s", "--gpu", "gpu0", "--", "sh", "-c"]
+        enter = ['echo $$ > "$0/cgroup.procs"; exec "$@"', str(cgroup), sys.executable, FAILING]
+        Script.__init__(self, [*words, *enter], daemon.socket_path, folder)
+        self._daemon = daemon
+        self._gpu = 0
+
+
+def test_a_training_that_the_kernel_kills_for_its_memory_continues(
+    daemon: RunningDaemon, tmp_path: Path, memory_cgroup: Path
+) -> None:
+    """Its loop is a `while` whose body begins with the loop over the loader: it was taken for a second training."""
+    (tmp_path / "alone").mkdir()
+    quick = {**os.environ, "STEPS": "220", "PACE_S": "0"}
+    alone = [line for line in said_by([FAILING], quick, tmp_path / "alone").splitlines() if line.startswith("step")]
+    with MemoryHungryJob(daemon, tmp_path, memory_cgroup) as job:
+        job.until(_has_two)
+        told = job.until(lambda told: told.recoveries[-1:] != () and told.recoveries[-1].result == "recovered")
+        assert told.recoveries[0].why == "ended by signal 9"
+        assert (told.recoveries[0].from_step or 0) > 0
+        assert list(dict.fromkeys(job.steps())) == alone
+        counts = next(path for name in ("oom_control", "events") if (path := memory_cgroup / f"memory.{name}").exists())
+        assert "oom_kill 1" in counts.read_text()
 
 
 class RecoveredRanks(RecoveredJob):

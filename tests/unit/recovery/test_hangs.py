@@ -25,6 +25,14 @@ def test_what_is_not_expected_to_make_a_step_does_not_hang() -> None:
     assert watch.see(3, 206.0) == 6.0
 
 
+def test_a_process_that_was_stopped_while_its_snapshot_was_taken_hangs_too() -> None:
+    """It had been parked for ever, and no hang was seen."""
+    watch = HangWatch(5.0)
+    watch.see(3, 0.0)
+    assert watch.see(3, 6.0, is_parked=True) is None
+    assert watch.see(3, 5.0 + LEAST_HANG_S + 1.0, is_parked=True) == 6.0 + LEAST_HANG_S
+
+
 def test_a_limit_of_nothing_is_none() -> None:
     watch = HangWatch(0.0)
     watch.see(1, 0.0)

@@ -92,7 +92,7 @@ def _entry_of(place: Place) -> _Entry | None:
     outermost = place.loops[0]
     for depth, frame in enumerate(place.frames[: outermost.depth + 1]):
         lines = loops_of(frame.f_code).whiles_around(frame.f_lasti)
-        if any(depth < outermost.depth or line < outermost.line for line in lines):
+        if any(depth < outermost.depth or line <= outermost.line for line in lines):  # its body may begin with the loop
             return None
     return _Entry(outermost.iterator)
 

@@ -1,0 +1,100 @@
+"""A training of one or several ranks that fails once, as FAILS says: the kind, the phase, the ranks and the step.
+
+Its loop begins with the loop over its loader, and its batches are made by a process of their own if CHILDREN says so.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import threading
+
+import torch
+from torch import distributed
+from torch.utils.data import DataLoader, Dataset
+
+STEPS = int(os.environ.get("STEPS", "44"))
+KIND, PHASE, RANKS, AT = os.environ.get("FAILS", "none none 0 0").split()
+rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+step = 0
+with open("starts", "a", encoding="ascii") as starts:
+    starts.write(f"{os.getpid()} {rank}\n")
+
+
+def fail() -> None:
+    if KIND == "exception":
+        raise ValueError("as requested")
+    if KIND == "memory":
+        raise MemoryError("as requested")
+    if KIND == "interrupt":
+        raise KeyboardInterrupt
+    if KIND == "exit":
+        raise SystemExit(0)
+    if KIND == "sigkill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if KIND == "segfault":
+        ctypes.string_at(0)
+    if KIND == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if KIND == "oom":
+        held = []
+        while True:
+            held.append(b"\1" * (16 << 20))
+    if KIND == "sleep":
+        signal.pause()
+    if KIND == "lock":
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
+    if KIND == "socket":
+        socket.socketpair()[0].recv(1)
+    if KIND == "c-call":
+        ctypes.PyDLL(None).pause()  # it keeps the interpreter to itself
+
+
+def fails(phase: str) -> None:
+    if (phase, step) != (PHASE, int(AT)) or str(rank) not in RANKS or os.path.exists(f"failed-{rank}"):
+        return
+    with open(f"failed-{rank}", "w", encoding="ascii"):
+        pass
+    if phase == "commit":
+        next(model.parameters()).data.add_(1.0)  # a part of a step
+    fail()
+
+
+class Data(Dataset):
+    def __len__(self) -> int:
+        return 48 * world
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        fails("load")
+        return torch.sin(torch.arange(8.0) * (index + 1))
+
+
+if world > 1:
+    distributed.init_process_group("gloo")
+torch.manual_seed(rank)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
+if world > 1:
+    model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+loader = DataLoader(Data(), batch_size=4, shuffle=True, num_workers=int(os.environ.get("CHILDREN", "0")))
+pace = threading.Event()
+while step < STEPS:
+    for batch in loader:
+        fails("forward")
+        loss = model(batch).pow(2).mean()
+        optimizer.zero_grad()
+        fails("backward")
+        loss.backward()
+        fails("commit")
+        optimizer.step()
+        step += 1
+        os.write(1, f"step {rank} {step} {loss.item().hex()}\n".encode())
+        fails("after")
+        pace.wait(float(os.environ.get("PACE_S", "0.1")))
+        if step == STEPS:
+            break
+if world > 1:
+    distributed.destroy_process_group()
+    os._exit(0)  # some processes with gloo abort while the interpreter ends
