@@ -138,9 +138,9 @@ def shadow_pieces_out(
     if not shadow.is_wanted():
         return None
     driver = _driver_for([raw[3] for raw in raws], CopiesBeside)
-    here, there, _fetched_ones = _by_memory(raws, places, driver)
-    if driver is None or not there:
+    if driver is None:  # nothing is on a GPU, or PyTorch is to fetch it
         return None
+    here, there, _fetched_ones = _by_memory(raws, places, driver)
     shadows = Shadows(driver)
     try:
         for where, pairs in there.items():
