@@ -103,6 +103,8 @@ class Launcher:
         self._mask: set[signal.Signals] = set()
         self._imports: tuple[Sequence[str], Sequence[str]] | None = None
         self._spare: Readied | None = None
+        #: The rank that the spare process is to be once it is ready.
+        self._awaits_spare: int | None = None
         #: The signal that is to end the ranks, the first status other than 0, and when those that are left are killed.
         self._told: int | None = None
         self._status = 0
@@ -145,7 +147,10 @@ class Launcher:
     # ---- processes --------------------------------------------------------------------------------------------------
 
     def _start(self, rank: int) -> None:
-        """Start a process as that rank, or let the spare one be it. Raises HegmError."""
+        """Start a process as that rank, or let the spare one be it. Raises HegmError.
+
+        A spare process that cannot be it is ended.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             ours.setblocking(False)
@@ -155,7 +160,7 @@ class Launcher:
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), LINE_FD: str(theirs.fileno())}
             environ = {**self._environ, **own}
             pid: int | None = None
-            if self._spare is not None and self._spare.waits:
+            if self._spare is not None and not self._spare_is_coming():
                 spare, self._spare = self._spare, None
                 pid = spare.go_on_as(self._command, environ)
             if pid is None:
@@ -166,13 +171,20 @@ class Launcher:
             self._send(rank, {"do": "slot", "slot": slot}, (fd,))
 
     def _look_at_spare(self) -> None:
-        """Keep one process ready while all ranks run."""
+        """Keep one process ready while all ranks run, and let it be the rank that waits for it."""
         if self._spare is not None:
             self._spare.look()
         elif self._imports is not None and self._generations.phase == RUNNING and self._imports[0]:
             self._spare = make_ready(Beforehand(self._command, self._environ, *self._imports), self._mask)
             if self._spare is None:
                 self._imports = None
+        if self._awaits_spare is not None and not self._spare_is_coming():
+            rank, self._awaits_spare = self._awaits_spare, None
+            self.replace(rank)
+
+    def _spare_is_coming(self) -> bool:
+        """Whether the spare process is still importing: it began before any other that could be started now."""
+        return self._spare is not None and self._spare.awaited_until(self._command, self._environ) is not None
 
     def _hear(self, came: Signal | None) -> None:
         if came is None or (came.number == signal.SIGIO and not came.was_sent):
@@ -292,7 +304,10 @@ class Launcher:
             _send_signal(process.pid, signal.SIGKILL)
 
     def replace(self, rank: int) -> None:
-        """Start another process as that rank."""
+        """Have another process be that rank: the spare one if there is one."""
+        if self._awaits_spare is None and self._spare_is_coming():
+            self._awaits_spare = rank
+            return
         try:
             self._start(rank)
         except HegmError as error:
@@ -325,7 +340,7 @@ class Launcher:
         if attempt.gathered_s is None and attempt.result is None:
             self._say(f"{attempt.why}; all ranks stop at step {attempt.step}, and go on from the last one they share")
         elif attempt.result == "recovered" and attempt.trained_s is not None:
-            self._say(f"recovered from step {attempt.from_step} in {attempt.trained_s:.2f} s")
+            self._say(f"recovered from step {attempt.from_step} in {attempt.trained_s:.3f} s")
         told = RecoveryAttempt(
             fell_utc=time() - (monotonic() - attempt.fell_at) if attempt.fell_utc is None else attempt.fell_utc,
             why=attempt.why,
