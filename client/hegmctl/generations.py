@@ -28,7 +28,7 @@ if TYPE_CHECKING:
             ...
 
         def slots(self) -> Mapping[int, tuple[int, int]]:
-            """Return generation and step of each slot that has a whole snapshot."""
+            """Return number and step of the snapshot in each slot that has a whole one."""
             ...
 
         def has_record(self, rank: int, step: int) -> bool:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
             ...
 
         def forget_records(self) -> None:
-            """Clear the board: another block begins."""
+            """Clear the board and the slots: another block begins."""
             ...
 
         def note(self, attempt: Attempt) -> None:
@@ -144,8 +144,10 @@ class Generations:
         self._source: Source | None = None
         self._layout: Any = None
         self._gives = True
-        #: Snapshots that could not be used, by slot and generation; and the last generation of the block before.
+        #: The slot to write next, and snapshots that could not be used, by slot and number.
+        self._following = 0
         self._bad: set[tuple[int, int]] = set()
+        #: That with which the block has begun.
         self._first_generation = 1
         self._since = 0.0
         self._asked_at: float | None = None
@@ -195,12 +197,10 @@ class Generations:
         self._ready.add(rank)
         source = self._source
         if source is not None and rank == source.donor:
-            slots = self._crew.slots()
-            slot = next((slot for slot, (made, _) in slots.items() if made == generation), None)
-            if slot is None:
+            if self._slots().get(self._following) != source.step:
                 self.unusable(rank, generation, "it is not in its slot", now)
                 return
-            source.slot = slot
+            source.slot = self._following
             self._send_plans([other for other in range(self.ranks) if self._joined[other] != source.step])
         if len(self._ready) == self.ranks:
             self.phase, self._asked_at = RUNNING, None
@@ -317,11 +317,7 @@ class Generations:
 
     def _slots(self) -> dict[int, int]:
         """The step of each slot that can be used."""
-        return {
-            slot: step
-            for slot, (generation, step) in self._crew.slots().items()
-            if generation >= self._first_generation and (slot, generation) not in self._bad
-        }
+        return {slot: step for slot, (number, step) in self._crew.slots().items() if (slot, number) not in self._bad}
 
     def _plan(self, now: float) -> None:
         offers = [self._joined[rank] for rank in range(self.ranks)]
@@ -347,7 +343,7 @@ class Generations:
             return
         slots = self._slots()
         newest = source.slot if source.slot is not None else max(slots, key=lambda slot: slots[slot], default=None)
-        following = 0 if newest is None else (newest + 1) % SLOTS
+        self._following = 0 if newest is None else (newest + 1) % SLOTS
         for rank in ranks:
             has_it = source.step is None or self._joined[rank] == source.step
             plan = {
@@ -355,7 +351,7 @@ class Generations:
                 "step": source.step,
                 "slot": None if has_it else source.slot,
                 "gives": rank == source.donor,
-                "next_slot": following,
+                "next_slot": self._following,
                 "layout": self._layout,
             }
             self._crew.send(rank, "plan", **plan)

@@ -315,7 +315,7 @@ class Launcher:
             self._end_all()
 
     def slots(self) -> dict[int, tuple[int, int]]:
-        """Return generation and step of each slot that has a whole snapshot."""
+        """Return number and step of the snapshot in each slot that has a whole one."""
         found: dict[int, tuple[int, int]] = {}
         for slot, fd in self._slots.items():
             record = unpacked(os.pread(fd, RECORD_BYTES, os.fstat(fd).st_size - RECORD_BYTES))
@@ -332,8 +332,10 @@ class Launcher:
         return self._board.progress(rank)
 
     def forget_records(self) -> None:
-        """Clear the board."""
+        """Clear the board and the slots."""
         self._board.clear()
+        for fd in self._slots.values():
+            os.pwrite(fd, bytes(RECORD_BYTES), os.fstat(fd).st_size - RECORD_BYTES)
 
     def note(self, attempt: Attempt) -> None:
         """Tell the user and the daemon of a recovery."""

@@ -131,6 +131,11 @@ class Line:
             raise OSError(answer["why"])
         return self._slots[number]
 
+    @property
+    def held_slots(self) -> tuple[int, ...]:
+        """The descriptors of all slots that there are."""
+        return tuple(self._slots.values())
+
     def held_slot(self, number: int) -> int:
         """Return the descriptor of a slot that there is. Raises OSError."""
         if number not in self._slots:

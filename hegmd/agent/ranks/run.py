@@ -12,7 +12,7 @@ import sys
 import time
 
 from ...errors import HegmError
-from ...protocol.slots import RECORD_BYTES, SlotRecord, packed, slot_bytes
+from ...protocol.slots import RECORD_BYTES, SlotRecord, packed, slot_bytes, unpacked
 from .. import copying
 from ..refusals import refusal
 from . import faults
@@ -227,10 +227,10 @@ class Run:
         with _Pinned():
             whole.write(fd)
         record = SlotRecord(
-            generation=generation,
+            generation=1 + max(_number_in(held) for held in process.line.held_slots),
             step=step,
             rank=0,
-            ranks=self.world_size,
+            ranks=1,  # one state for all of them
             size_bytes=whole.size_bytes,
             taken_utc=time.time(),
             took_s=now() - began,
@@ -315,6 +315,12 @@ def state_file() -> Any:
     from ..state.storage import state_file
 
     return state_file
+
+
+def _number_in(fd: int) -> int:
+    """Return the number of the snapshot in a slot; 0 without a whole one."""
+    record = unpacked(os.pread(fd, RECORD_BYTES, os.fstat(fd).st_size - RECORD_BYTES))
+    return 0 if record is None else record.generation
 
 
 def required(data: bytes | None) -> bytes:

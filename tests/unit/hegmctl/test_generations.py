@@ -96,6 +96,7 @@ class NotingCrew:
 
     def forget_records(self) -> None:
         self.cleared += 1
+        self.held.clear()
 
     def note(self, attempt: Attempt) -> None:
         self.noted.append(attempt)
