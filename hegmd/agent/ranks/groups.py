@@ -36,7 +36,7 @@ class Groups:
         self._folder = folder
         self._before: frozenset[tuple[int, int]] = frozenset()
         self._sockets: set[tuple[int, int]] = set()
-        self._is_connecting = False
+        self._is_connecting = self._is_connected = False
         self._wrapped: list[Any] = []
         #: The order of parameters in DDP's buckets after its first step, if it is known.
         self.layout: Layout | None = None
@@ -46,10 +46,13 @@ class Groups:
     def connect(self, backend: str | None, generation: int, rank: int, ranks: int, options: dict[str, Any]) -> None:
         """Make the default group of this generation. Raises what PyTorch raises."""
         distributed: Any = __import__("torch.distributed").distributed
+        if self._is_connected and distributed.is_initialized():  # by the block before
+            distributed.destroy_process_group()
         store = distributed.FileStore(os.path.join(self._folder, f"generation-{generation}"), -1)
         self._noting(
             lambda: distributed.init_process_group(backend, store=store, rank=rank, world_size=ranks, **options)
         )
+        self._is_connected = True
 
     def new_group(self, *args: Any, **options: Any) -> Any:
         """`torch.distributed.new_group`, whose waits can be ended."""

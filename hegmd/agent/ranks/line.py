@@ -4,8 +4,9 @@ The launcher counts generations: each fault begins the next one. It says when a 
 step the next one begins (`plan`), and when all ranks are there (`go`). What it says of an older generation is ignored.
 
 An abort reaches the block's thread, which is the main one, wherever it is: its collectives are ended, and a signal that
-this module has taken over interrupts its system calls. The handler raises `Interrupted`, but only while the block is on
-the stack and no step is being made. It is sent again until the thread has left the block.
+this module has taken over interrupts its system calls, unless the thread has left the block by then. The handler
+raises `Interrupted`, but only while the block is on the stack and no step is being made. It is sent again until the
+thread has left the block.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 LAUNCHER, LINE_FD = "HEGM_LAUNCHER_PID", "HEGM_RANK_FD"
 #: Taken over in the main thread of a script with a block: a real-time signal, which scripts rarely use.
 INTERRUPT = signal.SIGRTMIN + 9
-_AGAIN_S = 0.25
+# By then the error of a collective has left the block; what the script cleans up may take longer.
+_SIGNAL_AFTER_S, _SIGNAL_AGAIN_S = 0.1, 1.0
 MESSAGE_BYTES = 1 << 18
 _MAX_DESCRIPTORS = 4
 _INT_BYTES = 4
@@ -97,6 +99,7 @@ class Line:
         """Offer the state of that step, or none, and return the plan of the newest generation. Raises Alone."""
         while True:
             generation = self._wanted
+            self._said.pop("plan", None)  # of a block that has ended in this very generation
             self.say("join", generation=generation, step=step, **about)
             self._await_answer("plan", generation)
             if self._is_for("plan", generation):
@@ -108,9 +111,12 @@ class Line:
         return self._wanted == generation
 
     def await_end(self, generation: int) -> bool:
-        """Wait until the block of all ranks has ended; False if a newer generation is wanted. Raises Alone."""
+        """Wait until the block of all ranks has ended; False if a newer generation is wanted. Raises Alone.
+
+        Another rank may be at the next block already, which is a newer generation too.
+        """
         self._await_answer("over", generation)
-        return self._wanted == generation
+        return self._is_for("over", generation)
 
     def await_abort(self, generation: int) -> str | None:
         """Wait until a newer generation is wanted; returns why there is none, if so. Raises Alone."""
@@ -156,13 +162,19 @@ class Line:
         if self._running and self._wanted > self._running:
             raise Interrupted
 
-    def making_step(self, *, begins: bool) -> None:
-        """Between these two calls the thread is not interrupted. Raises Interrupted before and after."""
-        if begins:
+    def making_step(self, *, is_sure: bool) -> None:
+        """From now on the thread is not interrupted, until `made_step`. Raises Interrupted.
+
+        `is_sure` is True if gradients are right although the generation is over: with gloo a failed sum is an error.
+        """
+        self._is_making_step = True
+        if not is_sure:
             self.check()
-        self._is_making_step = begins
-        if not begins:
-            self.check()
+
+    def made_step(self) -> None:
+        """The step is made. Raises Interrupted."""
+        self._is_making_step = False
+        self.check()
 
     def _interrupt(self, _number: int, frame: FrameType | None) -> None:
         if self._is_making_step or not self._running or self._wanted <= self._running:
@@ -170,6 +182,8 @@ class Line:
         while frame is not None:
             if frame is self._frame:
                 raise Interrupted
+            if frame.f_code.co_name == "__del__":
+                return  # Python would print the exception and forget it
             frame = frame.f_back
 
     def _is_for(self, do: str, generation: int) -> bool:
@@ -189,14 +203,16 @@ class Line:
 
     def _listen(self) -> None:
         main = threading.main_thread().ident or 0
+        pause_s: float | None = None
         while True:
-            interrupts = self._running != 0 and self._wanted > self._running
-            if interrupts:
-                signal.pthread_kill(main, INTERRUPT)
-            self._socket.settimeout(_AGAIN_S if interrupts else None)
+            self._socket.settimeout(pause_s)
             try:
                 data, fds = _received(self._socket)
             except socket.timeout:  # another class than TimeoutError before Python 3.10
+                pause_s = None
+                if self._running and self._wanted > self._running:
+                    signal.pthread_kill(main, INTERRUPT)
+                    pause_s = _SIGNAL_AGAIN_S
                 continue
             except OSError as error:
                 note(f"the launcher is gone: {error}")
@@ -208,6 +224,7 @@ class Line:
                 self._news.notify_all()
             if aborts:
                 self._end_waits()
+                pause_s = _SIGNAL_AFTER_S
         with self._news:
             self._is_alone = True
             self._news.notify_all()

@@ -165,7 +165,7 @@ class Run:
         process = self._process
         _synchronize()
         if process is not None:
-            process.line.making_step(begins=True)
+            process.line.making_step(is_sure=not uses_cuda())
         self.inject("commit")
         self.whole_step = None
         self.training.step()
@@ -179,7 +179,7 @@ class Run:
             return
         if self.step == self._first_step_here + 1:
             process.line.say("step", generation=self.generation, at=now())
-        process.line.making_step(begins=False)
+        process.line.made_step()
         self.inject("after")
         if self.rank == 0 and now() >= self._next_snapshot:
             self.take_snapshot(self.generation, self.step)
