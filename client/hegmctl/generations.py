@@ -236,6 +236,10 @@ class Generations:
         """The order of DDP's buckets is known."""
         self._layout = layout
 
+    def ends(self) -> None:
+        """A rank ends the training by its own will: from now on nothing is a fault."""
+        self.phase = OVER
+
     def is_parked(self) -> None:
         """A rank that makes no step is parked for an operation: that is no hang."""
         self._asked_at = None

@@ -109,6 +109,7 @@ class Launcher:
         self._told: int | None = None
         self._status = 0
         self._kill_at: float | None = None
+        self._gave_up = False
 
     def run(self) -> int:
         """Run the ranks to their end; the exit status. Raises HegmError if they cannot be started."""
@@ -122,14 +123,15 @@ class Launcher:
                     self._read_all()
             finally:
                 self._close()
-        return end_like(self._status or (1 if self._generations.phase == OVER else 0))
+        return end_like(self._status or int(self._gave_up))
 
     def _tick(self) -> float | None:
         now = monotonic()
         if self._kill_at is not None:
             if now >= self._kill_at:
                 for process in self._processes.values():
-                    process.end(signal.SIGKILL)
+                    if not process.ends:
+                        process.end(signal.SIGKILL)
                 self._kill_at = now + END_WITHIN_S
             return self._kill_at - now
         self._look_at_spare()
@@ -231,11 +233,12 @@ class Launcher:
             self._end_all()
 
     def _end_all(self) -> None:
-        """Have the ranks end that are left."""
+        """Have the ranks end that are left, but for those that end by themselves."""
         if self._kill_at is None:
             self._kill_at = monotonic() + END_WITHIN_S
             for process in self._processes.values():
-                process.end(signal.SIGTERM, signal.SIGCONT)
+                if not process.ends:
+                    process.end(signal.SIGTERM, signal.SIGCONT)
 
     # ---- what ranks say ---------------------------------------------------------------------------------------------
 
@@ -276,6 +279,7 @@ class Launcher:
             self._generations.is_parked()
         elif do == "ends":
             process.ends = True
+            self._generations.ends()
         elif do == "slot":
             self._hold_slot(rank, said["slot"], said["size_bytes"])
         elif do == "unprotected":
@@ -361,6 +365,7 @@ class Launcher:
     def give_up(self, why: str, rank: int | None) -> None:
         """End all ranks. The one that failed last ends with its own error."""
         self._say(f"not recovered: {why}")
+        self._gave_up = True
         self._kill_at = monotonic() + END_WITHIN_S
         for one, process in self._processes.items():
             if one == rank:

@@ -20,7 +20,7 @@ from tests.patience import HANG_S
 pytestmark = [pytest.mark.e2e]
 need_torch()
 
-STEPS, SOFT_LIMIT_S = "24", "5"
+STEPS, SOFT_LIMIT_S = "24", "10"
 
 EXCEPTION = "rank=1,step=3,kind=exception"
 KILLED_IN_BACKWARD = "rank=0,step=6,kind=sigkill,phase=backward,generation=2"

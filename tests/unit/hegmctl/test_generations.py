@@ -277,3 +277,11 @@ def test_a_second_block_begins_without_what_the_first_one_left(crew: NotingCrew,
     assert running.phase == RESTORING
     assert {plan["step"] for _, plan in crew.told("plan")} == {None}
     assert not running.can_replace
+
+
+def test_once_a_rank_ends_the_training_nothing_is_a_fault(crew: NotingCrew, running: Generations) -> None:
+    running.ends()
+    running.tick(1000.0)
+    running.failed(0, 1, "its peer closed the connection", 1000.0)
+    assert not running.can_replace
+    assert (crew.noted, crew.told("abort"), crew.told("ask")) == ([], [], [])
