@@ -14,8 +14,6 @@ import anyio
 from hegmd.errors import UNAVAILABLE, Bug, HegmError
 from hegmd.gpu_helper.wire import Answer
 
-__all__ = ["GPU_ROLE", "Call", "HelperLost", "OnProgress", "Role", "Stuck", "Watch"]
-
 OnProgress = Callable[[Mapping[str, Any]], object]
 
 

@@ -15,8 +15,6 @@ from hegmd.errors import Refused
 from hegmd.gpu_helper.link import Answer, HelperLost, Link
 from hegmd.telemetry.step_timings import COPIES, note_step
 
-__all__ = ["HOST", "VIDEO", "Copied", "HelperLost", "CopyClient"]
-
 #: Names of the address spaces of a session on the wire.
 VIDEO, HOST = "video", "host"
 

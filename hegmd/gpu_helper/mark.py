@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from hegmd.errors import UNAVAILABLE, HegmError
 
-__all__ = ["MARK_BYTES", "Mark", "packed_mark", "read_mark"]
-
 #: The last bytes of the segment, where no storage is.
 MARK_BYTES = 512
 _MAGIC = b"\x01HEGMNEAR"

@@ -22,25 +22,6 @@ from hegmd.node.gpu_sets import shared_out
 from hegmd.workers.agent_orders import AgentAway
 from hegmd.workers.workers import AgentConnection
 
-__all__ = [
-    "DriverOutOfMemory",
-    "OverlappedCopy",
-    "Carrier",
-    "CheckpointResult",
-    "Made",
-    "Making",
-    "Method",
-    "OutOfMemory",
-    "GrewBeyondPlan",
-    "TrainingFinished",
-    "Progress",
-    "Rank",
-    "ReplacedBy",
-    "Respawn",
-    "ProcessState",
-    "MigratedProcess",
-]
-
 Progress = Callable[[int], object]
 #: Called when the storages are allocated; other processes are resumed then. Returns True if enough memory is free that
 #: the reservation need not be released before the process resumes.

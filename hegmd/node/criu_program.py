@@ -18,21 +18,6 @@ from hegmd.system.programs import SYSTEM_PATH, Completed, find_program, run
 from hegmd.system.threads import run_detached
 from hegmd.system.transient_units import systemd_run
 
-__all__ = [
-    "BESIDE",
-    "INSTALL_STEP",
-    "WANTED",
-    "Candidate",
-    "Criu",
-    "bare_error",
-    "check",
-    "find",
-    "first_error",
-    "is_error",
-    "rights_missing",
-    "survey",
-]
-
 WANTED = (4, 1)
 BESIDE = "/usr/local/lib/hegm-criu/bin/criu"
 INSTALL_STEP = (

@@ -16,8 +16,6 @@ from collections.abc import Iterator
 
 from hegmd.protocol.snapshots import Workload
 
-__all__ = ["workload_of"]
-
 _HEX_ID = r"[0-9a-f]{64}"
 
 # The UID of a pod: a UUID, with _ in place of - where systemd's own escaping would get in the way; or, for a static

@@ -33,8 +33,6 @@ from hegmd.protocol.operations import Orphan
 from hegmd.protocol.snapshots import Gpu, GpuProcess
 from hegmd.system.threads import run_detached
 
-__all__ = ["DriverOrphans", "Found"]
-
 logger = logging.getLogger(__name__)
 
 STOPPED = "stopped"

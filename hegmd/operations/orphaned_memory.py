@@ -18,8 +18,6 @@ from hegmd.migration.methods.gpus import BYTES, PASSING, bytes_name
 from hegmd.protocol.operations import Orphan
 from hegmd.workers.workers import AgentConnection, Workers
 
-__all__ = ["OrphanedMemory", "VideoCopy", "VideoOrphans", "found_for"]
-
 # The first bytes of memory that an agent copied to (hegmd/agent/transfer.py); the agent's random mark follows.
 _MAGIC = b"HEGMWRK1"
 

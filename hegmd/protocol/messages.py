@@ -1,180 +1,34 @@
 """All messages of the protocol: requests, replies and events.
 
-Glossary, one word per thing on the wire, in logs and in the CLI: - node: the machine that hegmd runs on. GPU: a card,
-or what the driver shows as one; `gpu0` is its id. - process: a process that uses a GPU. worker: a process with our
-agent. agent: our thread in it. - hold: simulated GPU memory that a process keeps. VRAM: GPU memory. - request, reply,
-event, frame, descriptor: see docs/protocol.md, which is generated from this module.
+Glossary, one word per thing on the wire, in logs and in the CLI:
+
+- node: the machine that hegmd runs on. GPU: a card, or what the driver shows as one; `gpu0` is its id.
+- process: a process that uses a GPU. worker: a process with our agent. agent: our thread in it.
+- hold: simulated GPU memory that a process keeps. VRAM: GPU memory.
+- request, reply, event, frame, descriptor: see docs/protocol.md, which is generated from this module.
 
 A request class carries its wire tag (`op`), the record of its reply, the record of its events, and whether it changes
-state: the daemon keeps an audit record of those that do. To add a message, add a class here, or in one of the modules
-imported below, whose messages are listed in `__all__`.
+state: the daemon keeps an audit record of those that do. To add a message, add a class here or in one of the modules
+whose messages are imported below.
 """
 
 from __future__ import annotations
 
-from .agents import (
-    AgentAttend,
-    AgentDismissed,
-    AgentLend,
-    AgentReclaim,
-    AgentReport,
-    Communicators,
-    CudaDevice,
-    CudaFacts,
-    LeftAlone,
-    Lent,
-    Noted,
-    Order,
-    Place,
-    Reclaimed,
-)
-from .jobs import InspectJob, Job, JobRegistered, JobReply, Jobs, JobsReply, RegisterJob, WaitForJob
-from .moves import (
-    Adopt,
-    CancelOperation,
-    Checkpoint,
-    Drain,
-    Drained,
-    DropOrphan,
-    Dropped,
-    Handoff,
-    Migrate,
-    OperationReply,
-    Operations,
-    OperationsReply,
-    Orphans,
-    OrphansReply,
-    Quiesce,
-    Restore,
-    Resume,
-    Story,
-    StoryReply,
-    Suspend,
-    Swap,
-)
-from .proofs import BeginProof, Combination, EndProof, Proof
+from .agents import *
+from .jobs import *
+from .moves import *
+from .proofs import *
 from .record import Record, field
-from .recovery import (
-    DropRecovery,
-    HoldSlot,
-    JobRecovery,
-    Recovery,
-    RecoveryAttempt,
-    RecoveryDropped,
-    RecoveryReply,
-    ReportRecovery,
-    SlotHeld,
-    SlotMemory,
-    Snapshot,
-)
-from .requests import REQUESTS, Request
-from .sharing import (
-    JobPlaced,
-    Lease,
-    MakeRoom,
-    PlaceJob,
-    PlaceProgress,
-    Queue,
-    QueuedJob,
-    QueueReply,
-    Release,
-    Released,
-    RoomProgress,
-    RoomReply,
-    RoomStep,
-    SetPriority,
-    WaitForRoom,
-)
+from .recovery import *
+from .requests import *
+from .requests import Request
+from .sharing import *
 from .snapshots import Check, Event, Gpu, GpuProcess, Vendor
-from .supervision import RecoveryWish, Supervise, SuperviseReport, SupervisionEnded, SupervisorOrder
+from .supervision import *
 
-TYPE_CHECKING = False
+TYPE_CHECKING = False  # pyright: ignore[reportConstantRedefinition] - the modules above define it too
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-# The messages of other modules. Those that are defined here need no entry.
-__all__ = [
-    "Adopt",
-    "AgentAttend",
-    "AgentDismissed",
-    "AgentLend",
-    "AgentReclaim",
-    "AgentReport",
-    "BeginProof",
-    "CancelOperation",
-    "Checkpoint",
-    "Combination",
-    "Communicators",
-    "CudaDevice",
-    "CudaFacts",
-    "Drain",
-    "Drained",
-    "DropOrphan",
-    "DropRecovery",
-    "Dropped",
-    "EndProof",
-    "Handoff",
-    "HoldSlot",
-    "InspectJob",
-    "Job",
-    "JobPlaced",
-    "JobRecovery",
-    "JobRegistered",
-    "JobReply",
-    "Jobs",
-    "JobsReply",
-    "Lease",
-    "LeftAlone",
-    "Lent",
-    "MakeRoom",
-    "Migrate",
-    "Noted",
-    "OperationReply",
-    "Operations",
-    "OperationsReply",
-    "Order",
-    "Orphans",
-    "OrphansReply",
-    "Place",
-    "PlaceJob",
-    "PlaceProgress",
-    "Proof",
-    "Queue",
-    "QueueReply",
-    "QueuedJob",
-    "Quiesce",
-    "REQUESTS",
-    "Reclaimed",
-    "Recovery",
-    "RecoveryAttempt",
-    "RecoveryDropped",
-    "RecoveryReply",
-    "RecoveryWish",
-    "RegisterJob",
-    "Release",
-    "Released",
-    "ReportRecovery",
-    "Request",
-    "Restore",
-    "Resume",
-    "RoomProgress",
-    "RoomReply",
-    "RoomStep",
-    "SetPriority",
-    "SlotHeld",
-    "SlotMemory",
-    "Snapshot",
-    "Story",
-    "StoryReply",
-    "Supervise",
-    "SuperviseReport",
-    "SupervisionEnded",
-    "SupervisorOrder",
-    "Suspend",
-    "Swap",
-    "WaitForJob",
-    "WaitForRoom",
-]
 
 PROTOCOL_VERSION = 2
 SUPPORTED_VERSIONS = (2,)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import anyio
 import anyio.abc
 
-__all__ = ["BackgroundTasks"]
-
 
 class BackgroundTasks:
     """Base class of a component that starts tasks in `_tasks`, which is None while the component does not run."""

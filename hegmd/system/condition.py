@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import anyio
 
-__all__ = ["Condition"]
-
 
 class Condition:
     """Belongs to the event loop."""

@@ -23,8 +23,6 @@ from hegmd.errors import ExternalError
 from hegmd.system.programs import SYSTEM_PATH
 from hegmd.system.threads import run_detached
 
-__all__ = ["Started", "start_apart"]
-
 _FIRST_FD = 256  # above the numbers that the program opens itself
 _END_GRACE_S = 30.0
 

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 from hegmd.errors import UNAVAILABLE, HegmError
 
-__all__ = ["scarcity"]
-
 
 def scarcity(error: BaseException) -> HegmError | None:
     """Convert the error if it is a temporary lack of a resource; None otherwise.

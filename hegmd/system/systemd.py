@@ -30,8 +30,6 @@ from hegmd.errors import UNAVAILABLE, USAGE, Bug, HegmError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Offer", "PassedDescriptors", "ServiceManager", "take_offer", "under_systemd"]
-
 log = logging.getLogger(__name__)
 
 FIRST_PASSED_DESCRIPTOR = 3

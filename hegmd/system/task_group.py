@@ -12,8 +12,6 @@ import anyio
 
 from hegmd.errors import HegmError
 
-__all__ = ["Progress", "accompanied", "in_concert", "parts_of"]
-
 T = TypeVar("T")
 Progress = Callable[[int], object]
 Work = Callable[[], Awaitable[object]]

@@ -15,8 +15,6 @@ from hegmd.errors import ExternalError, Refused
 from hegmd.system.programs import SYSTEM_PATH, Completed, find_program, missing, run
 from hegmd.system.threads import run_detached
 
-__all__ = ["UnitTaken", "start_unit", "stop_unit", "systemd_run"]
-
 STOP_DEADLINE_S = 30.0
 _TAKEN = re.compile(r"[Uu]nit \S+ (?:already exists|was already loaded)")
 # For systemd's own work on a busy node.

@@ -24,8 +24,6 @@ from hegmd.protocol.snapshots import EVENT_KINDS, Event
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["MISSED", "EventLog", "Subscription", "require_kinds"]
-
 MISSED = "events.missed"
 SEVERITIES = ("info", "warning", "error")
 FIRST_SEQ = 1

@@ -17,19 +17,6 @@ from collections.abc import Mapping, Sequence
 
 from hegmd.images.criu.needs import Needs, Outlet
 
-__all__ = [
-    "DUMP_LOG",
-    "IMAGES_FD",
-    "LOGS_FD",
-    "RESTORE_LOG",
-    "dump_order",
-    "folder",
-    "opened",
-    "place_of",
-    "restore_order",
-    "unit_name_for",
-]
-
 DUMP_LOG = "dump.log"
 RESTORE_LOG = "restore.log"
 # CRIU's directories, which parent.py opens for it: with a user's rights CRIU can reach none by path.

@@ -22,13 +22,6 @@ from dataclasses import dataclass
 from hegmd.errors import DENIED, UNAVAILABLE, HegmError
 from hegmd.protocol.operations import Reason
 
-__all__ = [
-    "BY_LOGIN",
-    "Credentials",
-    "beyond",
-    "credentials_in",
-]
-
 # Since systemd 254 every user who logs in at a seat gets CAP_WAKE_ALARM: it can wake the machine, and nothing else.
 BY_LOGIN = 1 << 35
 

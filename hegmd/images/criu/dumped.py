@@ -15,8 +15,6 @@ from collections.abc import Collection, Mapping
 
 from hegmd.errors import UNAVAILABLE, HegmError
 
-__all__ = ["dumped_processes", "is_open", "strangers"]
-
 _NAME = re.compile(r"mm-(\d+)\.img")
 _HEAD = struct.Struct("<III")  # magic of all images, magic of this kind, length of the message
 _MAGICS = (0x54564319, 0x57492820)

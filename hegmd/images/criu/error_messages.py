@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from hegmd.errors import EXTERNAL, HegmError
 from hegmd.node.criu_program import bare_error, is_error
 
-__all__ = ["failure", "not_there"]
-
 _TAIL_LINES = 12
 
 

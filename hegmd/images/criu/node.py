@@ -19,8 +19,6 @@ from hegmd.node.processes.process_tree import Tell, Tree, silent
 from hegmd.protocol.operations import Reason
 from hegmd.system.elf import NotElf, build_id
 
-__all__ = ["Differences", "describe", "differences"]
-
 # Processor features by which libraries choose their code; the other flags do not matter.
 _CHOSEN_BY = (
     "adx",

@@ -28,8 +28,6 @@ from hegmd.images.criu.needs import Needs
 from hegmd.node.processes.process_tree import Descriptor, Tree
 from hegmd.protocol.operations import Reason
 
-__all__ = ["CriuPrivileges", "closed_to", "rights_missing", "to_dump", "to_restore", "worn_by_root"]
-
 CAP_SETPCAP, CAP_SYS_PTRACE, CAP_SYS_RESOURCE, CAP_CHECKPOINT_RESTORE = 8, 19, 24, 40
 _NAMES = {
     CAP_SETPCAP: "CAP_SETPCAP",

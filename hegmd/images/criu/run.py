@@ -62,8 +62,6 @@ from hegmd.system.threads import run_detached
 from hegmd.system.transient_units import UnitTaken, start_unit, stop_unit, systemd_run
 from hegmd.telemetry.step_timings import HELPER, note_step
 
-__all__ = ["DUMP_IS_LONG_S", "RESTORE_DEADLINE_S", "Dumped", "LeftBehind", "Revived", "dump", "end", "restore"]
-
 logger = logging.getLogger(__name__)
 
 # More than CRIU needs for a process whose GPU memory is offloaded, even on a slow disk. A longer dump is reported, and

@@ -15,8 +15,6 @@ from collections.abc import Generator
 
 from hegmd.errors import DENIED, NOT_FOUND, UNAVAILABLE, HegmError, Refused
 
-__all__ = ["taken", "told"]
-
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _TO_READ = ("opened", "read")

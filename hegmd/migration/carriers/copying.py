@@ -29,8 +29,6 @@ from hegmd.protocol.agents import NO_HANDLE, AgentReport, packed, unpacked
 from hegmd.telemetry.log import fields
 from hegmd.workers.workers import AgentAway, OrderFailed
 
-__all__ = ["CopyingCarrier", "lane_of", "note_short"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

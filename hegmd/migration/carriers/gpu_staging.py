@@ -21,8 +21,6 @@ from hegmd.memory.video_memory import Piece
 from hegmd.migration.contracts import MigratedProcess, OverlappedCopy
 from hegmd.migration.methods.gpus import Gpus, VideoMemory
 
-__all__ = ["Ahead", "Beside", "Near"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -16,8 +16,6 @@ from hegmd.migration.contracts import MigratedProcess
 from hegmd.migration.methods.gpus import passing_name
 from hegmd.migration.methods.pool_keys import key_of
 
-__all__ = ["Marks"]
-
 
 class Marks:
     """Those of the pool's pieces."""

@@ -13,8 +13,6 @@ import anyio
 from hegmd.errors import HegmError
 from hegmd.migration.contracts import GrewBeyondPlan
 
-__all__ = ["beside"]
-
 
 @asynccontextmanager
 async def beside(work: Callable[[], Awaitable[object]]) -> AsyncGenerator[None]:

@@ -26,8 +26,6 @@ from hegmd.migration.methods.progress_probe import Patience
 from hegmd.node.gpu_sets import gpus_of
 from hegmd.telemetry.log import fields
 
-__all__ = ["CHECKPOINTED", "FAILED", "LOCKED", "RUNNING", "Steps", "StateMismatch", "step_s"]
-
 logger = logging.getLogger(__name__)
 
 RUNNING, LOCKED, CHECKPOINTED, FAILED = "running", "locked", "checkpointed", "failed"

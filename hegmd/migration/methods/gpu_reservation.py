@@ -18,8 +18,6 @@ from hegmd.migration.contracts import MigratedProcess, OutOfMemory
 from hegmd.migration.methods.gpus import Gpus, VideoMemory, driver_owner, storage_owner
 from hegmd.node.gpu_sets import gpus_of, is_several, more_than
 
-__all__ = ["GpuReservation", "out_of_memory", "unsafe"]
-
 logger = logging.getLogger(__name__)
 
 MIB = 1 << 20

@@ -18,22 +18,6 @@ from hegmd.memory.video_memory import Piece
 from hegmd.migration.contracts import MigratedProcess
 from hegmd.protocol.snapshots import Gpu, GpuProcess, Vendor
 
-__all__ = [
-    "Gpus",
-    "Node",
-    "VideoMemory",
-    "staging_in_owner",
-    "bytes_name",
-    "pool_owner",
-    "earlier_bytes_of",
-    "pairs_from",
-    "passing_name",
-    "staging_out_owner",
-    "driver_owner",
-    "storage_owner",
-]
-
-
 logger = logging.getLogger(__name__)
 
 # Suffixes of owner names for memory that holds bytes: for peer, and for host on their way to the pool.

@@ -6,8 +6,6 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 
 from hegmd.migration.contracts import MigratedProcess, OverlappedCopy, Progress
 
-__all__ = ["AtOnce"]
-
 
 class AtOnce:
     """A carrier that copies nothing while the driver checkpoints or restores."""

@@ -6,8 +6,6 @@ from hegmd.memory.pool import Key, Pool, Source
 from hegmd.migration.contracts import MigratedProcess, Progress
 from hegmd.migration.methods.immediate import AtOnce
 
-__all__ = ["Pooled", "key_of", "source_of"]
-
 
 class Pooled(AtOnce):
     """Memory of the pool, and nothing that has to be ready beside it."""

@@ -21,8 +21,6 @@ from hegmd.migration.methods.gpus import Gpus, Node
 from hegmd.migration.methods.other_processes import OtherProcesses
 from hegmd.node.gpu_sets import gpus_of
 
-__all__ = ["StorageHandover", "free_bytes_of", "others_on"]
-
 
 class StorageHandover:
     """Hands reservations over. `in_hand`: processes with a running driver call, which must not be paused."""

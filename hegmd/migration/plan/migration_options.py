@@ -18,8 +18,6 @@ from hegmd.migration.plan.members import NVIDIA
 from hegmd.migration.plan.planner import against_leaving
 from hegmd.protocol.snapshots import GONE, GpuProcess, Way
 
-__all__ = ["ways_of"]
-
 AMD, SIMULATED = "amd", "simulated"
 _LIVE_WAYS = ("agent", "driver", "criu")
 

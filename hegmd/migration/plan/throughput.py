@@ -11,8 +11,6 @@ from hegmd.memory.sizes import NEXT_TO_NOTHING_BYTES
 from hegmd.migration.model import CARRIERS, CarrierRow, Rates
 from hegmd.protocol.operations import BY_DRIVER
 
-__all__ = ["IN", "LEFT", "OUT", "Paces"]
-
 # Below this, a copy is mostly its overhead.
 TELLING_BYTES = 256 << 20
 OUT, IN = "out", "in"

@@ -17,8 +17,6 @@ from hegmd.node.processes.roll import Roll
 from hegmd.protocol.snapshots import GONE, HEALTHY, Gpu, GpuProcess, Health, Vendor
 from hegmd.telemetry.events import EventLog
 
-__all__ = ["Changes"]
-
 _SEVERITY_OF_HEALTH = {"failed": "error", "warn": "warning"}
 _RANK = ("info", "warning", "error")
 _UNANSWERED = ("failed", "absent")

@@ -21,8 +21,6 @@ import anyio
 
 from hegmd.errors import Bug
 
-__all__ = ["SHORTAGE_HINT", "Job", "shortage"]
-
 T = TypeVar("T")
 
 

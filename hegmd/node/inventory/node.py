@@ -32,8 +32,6 @@ from hegmd.telemetry.events import EventLog
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Inventory", "NodeSnapshot"]
-
 # The libraries' share of the deadline; the rest is for reading processes.
 VENDORS_SHARE = 0.75
 # Number of repeated snapshots if something changed during one.

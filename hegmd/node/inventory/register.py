@@ -19,8 +19,6 @@ from hegmd.node.devices.base import ProcessUse, VendorSnapshot
 from hegmd.node.inventory.vendors import VendorView
 from hegmd.protocol.snapshots import GONE, LOST, Gpu, Health
 
-__all__ = ["GpuRegister"]
-
 _UNANSWERED = ("failed", "absent")
 _WORDS = "the driver no longer lists it"
 _LOST = Health(state="failed", notes=(_WORDS,), condition=GONE, causes=(LOST,), reason=_WORDS)

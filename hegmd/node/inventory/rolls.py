@@ -19,8 +19,6 @@ from hegmd.node.processes.lookups import Wanted
 from hegmd.node.processes.roll import Roll, RollCall, Roster, stand_in
 from hegmd.telemetry.log import limited
 
-__all__ = ["RollWatch"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -21,8 +21,6 @@ from hegmd.node.devices.base import DeviceAbsent, DeviceError, DeviceProvider, V
 from hegmd.node.inventory.jobs import SHORTAGE_HINT, Job, shortage
 from hegmd.protocol.snapshots import Vendor
 
-__all__ = ["VendorView", "VendorWatch"]
-
 log = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 1.0

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 from hegmd.node.processes.procfs import Unreadable, Vanished, read_kernel_facts
 
-__all__ = ["CudaUser", "find_cuda_users", "read_cuda_user"]
-
 _LIBRARY = b"/libcuda.so"
 _DEVICES = "/dev/nvidia"
 _MAPS_MAX_BYTES = 64 << 20

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 
 from hegmd.node.processes.procfs import Unreadable, Vanished, read_command, read_start
 
-__all__ = ["Lookups", "Wanted"]
-
 REREAD_PER_ROUND = 32
 USER_NAME_MAX_AGE_S = 600.0
 NO_USER_NAME_MAX_AGE_S = 60.0

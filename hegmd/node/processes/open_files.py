@@ -15,20 +15,6 @@ from hegmd.node.processes.process_tree import Descriptor, Tree
 from hegmd.node.processes.socket_peers import STREAMS, TcpEnd
 from hegmd.protocol.operations import Reason
 
-__all__ = [
-    "PTY_MAJORS",
-    "Outlet",
-    "connections",
-    "has_pty_master",
-    "is_named_elsewhere",
-    "number_of",
-    "outlets_of",
-    "reason_of_connection",
-    "reasons_of_unix",
-    "refusal",
-    "unix_datagrams",
-]
-
 PTY_MAJORS = range(136, 144)
 _V4_IN_V6 = "0000000000000000FFFF0000"
 

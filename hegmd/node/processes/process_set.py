@@ -19,18 +19,6 @@ from pathlib import Path
 
 from hegmd.node.processes.procfs import Scarce, Unreadable, Vanished, read_start
 
-__all__ = [
-    "DescriptorHolder",
-    "ProcessSet",
-    "ask",
-    "end_all",
-    "holders_of",
-    "let_go",
-    "population_of",
-    "wait_for_thread_numbers",
-    "wait_until_free",
-]
-
 _log = logging.getLogger(__name__)
 
 # CRIU ends within half a second when told to, unless a disk does not answer; then that is logged.

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from hegmd.node.processes.socket_peers import TcpEnd, UnixEnd, tcp_ends, unix_ends
 
-__all__ = ["Descriptor", "Mapping", "Member", "Tree", "pids_below", "read_tree"]
-
 Tell = Callable[[str], object]
 
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")

@@ -19,21 +19,6 @@ from dataclasses import dataclass
 
 from hegmd.errors import UNAVAILABLE, HegmError
 
-__all__ = [
-    "KernelFacts",
-    "Scarce",
-    "Unreadable",
-    "Vanished",
-    "boot_time_utc",
-    "ending_in_words",
-    "exit_status",
-    "how_ended",
-    "read_command",
-    "read_kernel_facts",
-    "read_start",
-    "start_ticks_of",
-]
-
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 COMMAND_MAX_CHARS = 2048
 

@@ -19,8 +19,6 @@ from hegmd.node.processes.lookups import Lookups, Wanted
 from hegmd.node.processes.table import NOTE_ENDED, NOTE_HELD, Presence, ProcessFacts, ProcessTable
 from hegmd.protocol.snapshots import AgentInfo, GpuProcess, GpuUse
 
-__all__ = ["Roll", "RollCall", "Roster", "Sightings", "has_ended", "stand_in"]
-
 NOTE_NOT_LOOKED_AT = "/proc was not read in time; try again"
 
 

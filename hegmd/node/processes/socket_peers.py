@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["STREAMS", "TcpEnd", "UnixEnd", "tcp_ends", "unix_ends"]
-
 STREAMS = (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
 _SOCK_DIAG = 4
 _BY_FAMILY = 20

@@ -12,8 +12,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Outside", "nearest_ancestor", "parent_of", "read_outside", "variables_of"]
-
 _CGROUPS = Path("/sys/fs/cgroup")
 # A limit as large as this is how version 1 writes that there is none.
 _NO_LIMIT_BYTES = 1 << 60

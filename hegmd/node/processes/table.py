@@ -27,8 +27,6 @@ from hegmd.node.processes.procfs import TICKS_PER_S, KernelFacts, Unreadable, Va
 from hegmd.node.workloads import workload_of
 from hegmd.protocol.snapshots import Workload
 
-__all__ = ["Presence", "ProcessFacts", "ProcessTable"]
-
 REREAD_PER_REFRESH = 32
 # The inode of the first pid namespace is a constant of the kernel: PROC_PID_INIT_INO in include/linux/proc_ns.h.
 FIRST_PID_NAMESPACE = 0xEFFFFFFC
