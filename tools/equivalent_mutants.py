@@ -32,4 +32,14 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "strict_map_key=False,",
     ): "Each key is checked afterwards, and refused with the same error.",
     ("hegmd/server/listener.py", "BACKLOG = 1024", "BACKLOG = 1025"): "The length of a queue.",
+    (
+        "hegmd/memory/pool_places.py",
+        'if len(words) > 2 and words[2] == "hugetlbfs":',
+        'if len(words) > 3 and words[2] == "hugetlbfs":',
+    ): "Each line of /proc/mounts has six words.",
+    (
+        "hegmd/memory/pool.py",
+        "return self.held_bytes + self.ready.size_bytes + int((available or 0) * SHARE_OF_AVAILABLE)",
+        "return self.held_bytes + self.ready.size_bytes + int((available or 1) * SHARE_OF_AVAILABLE)",
+    ): "Half a byte is none.",
 }

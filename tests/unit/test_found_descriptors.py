@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from hegmd.memory.pool import MemoryKeeping
 from hegmd.memory.pool_found import find_pieces
+from hegmd.memory.spill_file import ENDING, SpillFolder
 from hegmd.memory.video_memory import GIB, VideoMemory
 from tests.unit.descriptor_store import DescriptorStore
 from tests.unit.memory.test_video_memory import GPU, Gpus
@@ -62,3 +64,20 @@ async def test_huge_pages_in_the_store_are_known_as_such() -> None:
     assert piece.memory.huge
     piece.memory.close()
     await store.drop(*list(store.kept))
+
+
+async def test_a_spill_file_is_distrusted_with_its_own_fault(tmp_path: Path) -> None:
+    (tmp_path / "spill").mkdir(mode=0o700)
+    folder = SpillFolder(tmp_path / "spill", spare_bytes=0)
+    fd = os.memfd_create("pool")
+    os.truncate(fd, 4096)
+    for name in ("hegm-pool-7-4711-4096.00c0ffee", "hegm-other"):
+        folder.write(name, fd, 4096, lambda: False, lambda _: None)
+    os.close(fd)
+    os.truncate(folder.path("hegm-pool-7-4711-4096.00c0ffee"), 100)
+    store = DescriptorStore()
+    findings = await find_pieces(MemoryKeeping(spill=folder), VideoMemory(Gpus(), store).adopt)
+    assert {one.name.removesuffix(ENDING): one.why for one in findings.distrusted} == {
+        "hegm-pool-7-4711-4096.00c0ffee": "it is cut short",
+        "hegm-other": "its name is none of ours",
+    }

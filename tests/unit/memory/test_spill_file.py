@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import anyio
 import pytest
 
 from hegmd.errors import HegmError, Refused
-from hegmd.memory.spill_file import SpillFolder, Unwanted
+from hegmd.memory.spill_file import Progress, SpillFolder, Unwanted
+from hegmd.memory.spilling import _told
 from hegmd.system.direct_io import BLOCK_BYTES, CHUNK_BYTES
 from tests.patience import HANG_S
 
@@ -281,3 +283,20 @@ def test_a_file_that_cannot_be_removed_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "spill").touch()
     with pytest.raises(HegmError, match="cannot be removed: Not a directory"):
         SpillFolder(tmp_path / "spill", spare_bytes=0).remove(NAME)
+
+
+async def test_what_a_thread_tells_of_its_progress_is_passed_on_while_it_works() -> None:
+    seen: list[int] = []
+    passed = anyio.Event()
+
+    async def work(tell: Progress) -> str:
+        tell(5)
+        await passed.wait()
+        return "done"
+
+    def progress(so_far_bytes: int) -> None:
+        seen.append(so_far_bytes)
+        passed.set()
+
+    assert await _told(work, progress) == "done"
+    assert seen == [5]
