@@ -163,6 +163,16 @@ async def test_a_suspended_jobs_bytes_are_found_by_the_next_daemon(keep: MemoryK
     await after.release(KEY)
 
 
+async def test_a_daemon_that_holds_nothing_leaves_no_folder(keep: MemoryKeeping, tmp_path: Path) -> None:
+    pool = opened(keep)
+    await pool.take(KEY, MIB)
+    await pool.release(KEY)
+    for place in keep.places:
+        place.folder.mkdir(mode=0o700, exist_ok=True)
+    pool.close()
+    assert not any(place.folder.exists() for place in keep.places)
+
+
 async def test_without_a_place_a_store_holds_it_and_is_told_when_it_is_given_back() -> None:
     store = DescriptorStore()
     keep = MemoryKeeping(store=store)

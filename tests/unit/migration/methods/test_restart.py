@@ -179,6 +179,13 @@ async def test_who_has_gone_on_is_noted_for_its_supervisor_and_who_has_ended_by_
     await method(tmp_path).note_resumed(replace(here, rank=1))  # it trains on, whether that can be noted or not
 
 
+async def test_a_start_is_forgotten_with_its_last_process(tmp_path: Path) -> None:
+    restart = method(tmp_path)
+    with restart._start_of(subject(1)), restart._start_of(subject(2)):
+        assert list(restart._starts) == ["4"]
+    assert restart._starts == {}
+
+
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 # A launcher that starts its one rank again by itself, below a supervisor that stays.
