@@ -198,9 +198,12 @@ class Check(Record):
 EVENT_KINDS: Mapping[str, tuple[str, ...]] = {
     "config": ("config.reloaded",),
     "events": ("events.missed",),
-    "gpu": ("gpu.back", "gpu.found", "gpu.health", "gpu.lost", "gpu.mode"),
+    "gpu": ("gpu.back", "gpu.evacuated", "gpu.found", "gpu.health", "gpu.lost", "gpu.mode"),
     "inventory": ("inventory.fresh", "inventory.ready", "inventory.stale"),
-    "job": ("job.fell", "job.given-up", "job.hung", "job.protected", "job.recovered", "job.unprotected"),
+    "job": (
+        *("job.fell", "job.given-up", "job.gpu-gone", "job.hung", "job.protected", "job.recovered"),
+        "job.unprotected",
+    ),
     "operation": (
         *("operation.began", "operation.done", "operation.found", "operation.held", "operation.holding"),
         "operation.image-missed",

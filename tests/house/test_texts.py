@@ -127,7 +127,7 @@ def missing_paths(text: str) -> list[str]:
     below = "|".join(re.escape(folder) for folder in sorted(tracked))
     named = set(re.findall(rf"(?<![\w./\-$}}<>~])(?:{below})/[\w\-.*/]*", text))
     named.update(word for word in re.findall(r"`([a-z_][a-z_.*/]*/[a-z_.*/]*)`", text) if word.endswith(("/", ".py")))
-    ends = [word.rstrip(".") for word in sorted(named)]
+    ends = [word.rstrip(".") for word in sorted(named) if not word.startswith("build/")]  # which a new clone lacks
     return [word for word in ends if not any([*base.glob(word), *base.glob(f"{word}.py")] for base in _packages())]
 
 

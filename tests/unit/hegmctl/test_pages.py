@@ -130,7 +130,7 @@ def test_what_type_checkers_read_of_the_library_is_fresh() -> None:
 
 def test_the_reference_covers_every_command_that_answers() -> None:
     answering = {command.split(" --")[0].removesuffix(" JOB") for command, _record, _how in printed()}
-    silent = {"help", "run", "top"}  # they explain, are another program by then, and draw a screen
+    silent = {"help", "top"}  # they explain, and draw a screen
     assert answering == {command.name for command in COMMANDS.values() if not command.hidden} - silent
 
 

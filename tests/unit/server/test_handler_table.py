@@ -56,6 +56,8 @@ CALLED = {
     "quiesce": "jobs.pids operations.quiesce",
     "recovery": "recoveries.show",
     "recovery.drop": "recoveries.drop",
+    "recovery.hold": "recoveries.in_process.hold emit",
+    "recovery.report": "recoveries.in_process.report",
     "reload": "reload",
     "restore": "fds.view checkpoints.restore",
     "resume": "jobs.pid operations.resume",
@@ -85,9 +87,9 @@ class Part:
         self._calls.append((self._name, shown([*args, named])))
         return Part(f"{self._name}()", self._calls, self._values)
 
-    def __await__(self) -> Generator[None, None, Self]:
+    def __await__(self) -> Generator[None, None, Any]:
         yield from ()
-        return self
+        return self._values.get(f"await {self._name}", self)
 
     def __iter__(self) -> Iterator[object]:
         return iter(())
@@ -155,6 +157,7 @@ async def _answered(request: Request) -> tuple[object, list[tuple[str, object]]]
         "inventory.fresh().gpus": gpus,
         "inventory.fresh().processes": (full(GpuProcess),),
         "operations.runner.of_process().phase": SUSPENDED,
+        "await recoveries.in_process.hold()": (Part("job", calls, {}), Part("memory", calls, {})),
         "session.at_end": _now,
     }
     part = functools.partial(Part, calls=calls, values=values)

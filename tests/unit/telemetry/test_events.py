@@ -92,7 +92,7 @@ def test_a_number_of_another_run_was_taken_for_one_of_this() -> None:
     ("kinds", "says", "hints"),
     [
         (("gpu", "gup"), "'gup'", "config, events, gpu,"),
-        (("gpu.lots",), "'gpu.lots'", "gpu.back, gpu.found,"),
+        (("gpu.lots",), "'gpu.lots'", "gpu.back, gpu.evacuated,"),
         (("gpu.",), "'gpu.'", "gpu.back"),
         (("",), "''", "config"),
         (("x" * 1000,), "'" + "x" * 40 + "'", "config"),
@@ -109,6 +109,7 @@ def test_a_kind_that_there_is_not_was_waited_for_without_end(kinds: tuple[str, .
 def test_every_kind_that_is_recorded_can_be_asked_for() -> None:
     sources = "\n".join(path.read_text() for path in (Path(__file__).parents[3] / "hegmd").rglob("*.py"))
     recorded = set(re.findall(r'record(?:_gpu|_event)?\(\s*"([a-z_]+\.[a-z_-]+)"', sources))
+    recorded |= set(re.findall(r'_kill\(.+"(job\.[a-z-]+)"\)', sources))
     recorded |= {f"operation.{phase}" for phase in TERMINAL} | set(HAPPENINGS) | {MISSED}
     table = {kind for kinds in EVENT_KINDS.values() for kind in kinds}
     assert recorded == table
