@@ -6,13 +6,14 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
 import pytest
 
 from hegmd.errors import HegmError, Refused
-from hegmd.memory.spill_file import Progress, SpillFolder, Unwanted
+from hegmd.memory.spill_file import SpillFolder, Unwanted
 from hegmd.memory.spilling import _told
 from hegmd.system.direct_io import BLOCK_BYTES, CHUNK_BYTES
 from tests.patience import HANG_S
@@ -289,7 +290,7 @@ async def test_what_a_thread_tells_of_its_progress_is_passed_on_while_it_works()
     seen: list[int] = []
     passed = anyio.Event()
 
-    async def work(tell: Progress) -> str:
+    async def work(tell: Callable[[int], object]) -> str:
         tell(5)
         await passed.wait()
         return "done"
