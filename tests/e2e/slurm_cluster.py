@@ -29,6 +29,7 @@ SlurmctldPort={ports[0]}
 SlurmdPort={ports[1]}
 SlurmUser=root
 SlurmdUser=root
+KillWait=120
 AuthType=auth/none
 AuthInfo=cred_expire=5
 CredType=cred/none
@@ -54,7 +55,7 @@ Prolog={folder}/prolog
 Epilog={folder}/epilog
 NodeName={host} NodeAddr=127.0.0.1 CPUs=1 State=UNKNOWN
 PartitionName=low Nodes={host} Default=YES PriorityTier=1 OverSubscribe=FORCE:1
-PartitionName=low-requeue Nodes={host} PriorityTier=1 OverSubscribe=FORCE:1 PreemptMode=REQUEUE GraceTime=600
+PartitionName=low-requeue Nodes={host} PriorityTier=1 OverSubscribe=NO PreemptMode=REQUEUE
 PartitionName=high Nodes={host} PriorityTier=10 OverSubscribe=FORCE:1
 """
 # Long enough for a training to leave its GPU on a loaded machine, and short enough to wait for.

@@ -14,7 +14,9 @@ import psutil
 import pytest
 
 from tests.e2e.daemon import RunningDaemon
+from tests.e2e.handed_job import daemon_by
 from tests.e2e.moved_job import SCRIPTS, steps_alone
+from tests.e2e.real_criu import criu_or_skip, find_criu
 from tests.e2e.slurm_cluster import SHIPPED, UNPACKED, Slurm, cluster
 from tests.needs import need_torch
 
@@ -34,7 +36,9 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     if shutil.which("gcc") is None:
         pytest.skip("there is no gcc for the SPANK plugin")
     folder = tmp_path_factory.mktemp("slurm")
-    with RunningDaemon(folder) as daemon, cluster(folder, daemon.socket_path) as running:
+    criu = find_criu()
+    given = RunningDaemon(folder) if isinstance(criu, str) else daemon_by(criu, folder)
+    with given as daemon, cluster(folder, daemon.socket_path) as running:
         running.wait_until(lambda: "idle" in running.call("sinfo", "-h", "-o", "%T"))
         # This slurmd reads none from its file without a GPU.
         running.call("scontrol", "update", f"nodename={running.host}", "gres=gpu:1,shard:8")
@@ -123,4 +127,13 @@ def test_a_job_with_shards_gets_the_memory_of_one_that_the_plugin_started(slurm:
     low = trained(slurm, "low-shards", "shards.sh")
     gets_the_memory(slurm, "high-shards", "--gres=shard:4")
     low.goes_on()
+    low.is_as_undisturbed()
+
+
+def test_a_training_that_is_requeued_goes_on_from_its_image(slurm: Slurm) -> None:
+    criu_or_skip()
+    low = trained(slurm, "low-requeued", "requeue.sh")
+    gets_the_memory(slurm, "high-requeued")
+    low.goes_on()
+    assert "restore" in slurm.call(f"{slurm.folder}/hegmctl", "ops")
     low.is_as_undisturbed()

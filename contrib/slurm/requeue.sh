@@ -1,0 +1,28 @@
+#!/bin/sh
+#SBATCH --partition=low-requeue
+#SBATCH --requeue
+#SBATCH --open-mode=append
+# A training that Slurm requeues for a job of a higher partition (PreemptMode=REQUEUE): it is written into an image
+# within KillWait, and restored from there when Slurm starts it again. sbatch requeue.sh python train.py
+set -eu
+: "${HEGMCTL:=hegmctl}" "${HEGM_IMAGE_DIR:=$PWD}"
+name=slurm-$SLURM_JOB_ID image=$HEGM_IMAGE_DIR/slurm-$SLURM_JOB_ID
+
+leave() {
+    trap '' TERM
+    "$HEGMCTL" checkpoint "$name" "$image"
+    exit
+}
+trap leave TERM
+
+if [ -d "$image" ]; then
+    "$HEGMCTL" restore "$image"
+    "$HEGMCTL" images rm --yes "$image"
+    "$HEGMCTL" wait "$name" &
+else
+    # Slurm sends SIGTERM to the training too, which is not to end by it. A session of its own, since an image has the
+    # leader of its session as well.
+    (trap '' TERM; exec setsid "$HEGMCTL" run --name "$name" --priority best-effort --gpu "${HEGM_GPUS:-gpu0}" -- "$@") \
+        </dev/null &
+fi
+wait $!
