@@ -215,6 +215,14 @@ def test_memory_that_cannot_be_filled_leaves_no_descriptor_and_no_file(tmp_path:
     assert files_under(tmp_path) == []
 
 
+def test_memory_that_was_ready_is_filled_when_it_is_handed_over() -> None:
+    filled: list[Memory] = []
+    memory = Memory(os.memfd_create("ready", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), 0, huge=False)
+    memory.hand_over("ready", PieceName(KEY, MIB, "00c0ffee"), whole_size(MIB), filled.append)
+    assert filled == [memory]
+    memory.close()
+
+
 async def test_a_store_that_fails_costs_the_survival_and_not_the_move() -> None:
     store = DescriptorStore()
     store.fails = True

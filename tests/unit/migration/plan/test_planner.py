@@ -180,6 +180,7 @@ def _op(phase: str = "reloading") -> Operation:
         (_snapshot(), _to("gpu1", 9), "not-found", "process 9 is on no GPU", "hegmctl ps"),
         (_snapshot(beginning=(9,)), _to("gpu1", 9), "refused", "process 9 is starting up", "then retry"),
         (_snapshot(), _to("gpu7"), "not-found", "there is no GPU gpu7", "gpu0 and gpu1"),
+        (_snapshot(), _to("gpo1"), "not-found", "there is no GPU gpo1", "did you mean gpu1? the GPUs here: gpu0"),
         (_snapshot(), _to("gpu0"), "refused", "4711 is on gpu0 already", "--to"),
         (_snapshot(running=(_op(),)), _to(), "busy", "operation op7 (migrate, reloading)", "hegmctl op op7"),
         (_snapshot(running=(_op("suspended"),)), _to(), "busy", "operation op7", "hegmctl resume"),
