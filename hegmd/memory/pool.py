@@ -1,16 +1,15 @@
-"""The pool: memory for the bytes of jobs in flight, each piece with one owner and one name, within one budget.
+"""The pool: host memory for the bytes of jobs in flight. Each segment has one owner and one name, within one budget.
 
-Pages are there before anything relies on them: they are taken by several threads off the loop (`pool_memory`), in 2
-MiB pages where the node has enough free ones of those, and a piece that cannot be had whole is given back whole and
-refused with numbers. A piece outlives the daemon, however that ends: it is a file in memory (pool_places), or where no
-place takes it, memory that a store holds by descriptor (store). While its job rests it may be on disk instead
-(spill_file), and then takes nothing of the budget. Which of these it is, is nobody's business outside: `take`, `fetch`
-and `give` are.
+Pages are present before anything relies on them: several threads touch them off the loop (`pool_memory`), in 2 MiB
+pages if the node has enough free ones. A segment that cannot be allocated whole is released and refused with numbers. A
+segment outlives the daemon, however that ends: it is a file in memory (`pool_places`), or memory that a store holds by
+descriptor (`descriptor_store`). While its job is suspended it can be on disk instead (`spill_file`), and then needs no
+budget. Callers need not know which of these it is: they use `take`, `fetch` and `release`.
 
-What is found at the start and belongs to no operation is kept apart and never touched but by name (`drop_unclaimed`,
-`claim`): its number may be used again by another operation. Knows nothing of operations and workers but their names.
-Must not be asked to give what somebody may still need: that is the machine's to say. Longer than 400 lines because
-every way of a piece goes by the one lock and the one budget, and is to be read beside the others.
+What is found at the start and belongs to no operation is kept apart, and only touched by name (`drop_unclaimed`,
+`claim`): another operation may get the same number. The pool knows only names of operations and workers, and releases
+what it is told to: the machine decides what is no longer needed. Longer than 400 lines because all paths of a segment
+share one lock and one budget.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ SHARE_OF_AVAILABLE = 0.5
 
 
 class Pool:
-    """Every byte that the daemon holds for a job outside of it. Belongs to the event loop.
+    """All bytes that the daemon holds for jobs outside of them. Belongs to the event loop.
 
-    `budget_bytes` 0 stands for half of the memory that is available when it is asked. `make_room` is asked to have so
-    many bytes given back before somebody is refused; it raises nothing.
+    `budget_bytes` 0 means half of the memory that is available when it is needed. `make_room` is asked to free that
+    many bytes before a request is refused; it raises nothing.
     """
 
     def __init__(
@@ -74,29 +73,29 @@ class Pool:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory that it holds for owners, or is about to."""
+        """Return the bytes of memory that it holds for owners, or is about to."""
         pieces = (*self._held.values(), *self._unclaimed.values())
         return sum(_memory_bytes(piece) for piece in pieces) + sum(self._coming.values())
 
     @property
     def spilled_bytes(self) -> int:
-        """Bytes that are on disk."""
+        """Return the bytes on disk."""
         pieces = (*self._held.values(), *self._unclaimed.values())
         return sum(piece.size_bytes for piece in pieces if piece.spilled)
 
     def budget_bytes(self) -> int:
-        """How much it may hold in all now."""
+        """Return how much it may hold in all now."""
         if self._given_budget_bytes:
             return self._given_budget_bytes
         available = self._available_bytes()
         return self.held_bytes + self.ready.size_bytes + int((available or 0) * SHARE_OF_AVAILABLE)
 
     def free_bytes(self) -> int:
-        """How much more it may hold; memory that is ready is free."""
+        """Return how much more it may hold; ready memory is free."""
         return max(0, self.budget_bytes() - self.held_bytes)
 
     def figures(self) -> Mapping[str, int]:
-        """Bytes by what they are, for whoever watches the node."""
+        """Return bytes by use, for monitoring."""
         return {
             "memory": self.held_bytes,
             "disk": self.spilled_bytes,
@@ -105,32 +104,32 @@ class Pool:
         }
 
     def held_for(self, key: Key) -> int:
-        """Bytes of storages that the piece of that owner was made for, wherever it is; 0 when there is none."""
+        """Return for how many bytes of storages the owner's segment was made, wherever it is; 0 without one."""
         piece = self._held.get(key)
         return 0 if piece is None else piece.usable_bytes
 
     def outlives(self, key: Key) -> bool:
-        """Whether that owner's bytes are anywhere that the daemon's end leaves alone."""
+        """Return True if the owner's bytes outlive the daemon."""
         piece = self._held.get(key)
         if piece is None:
             return False
         return piece.memory is None or piece.memory.place is not None or self.keep.store is not None
 
     def by_owner(self) -> Mapping[Key, Piece]:
-        """Every piece that has an owner."""
+        """Return every segment that has an owner."""
         return dict(self._held)
 
     def was_claimed_from(self, key: Key) -> bool:
-        """Whether a piece that another operation has now was that one's: what is in it may name that one still."""
+        """Return True if a segment of another operation was this one's before: its content may still name this one."""
         own = [piece.name for piece in self._held.values()]
         return any(name.key.worker == key.worker and key.operation in name.before for name in own)
 
     def unclaimed(self) -> Mapping[str, Piece]:
-        """Every piece that was found and that no operation has, by its name."""
+        """Return every segment that was found and belongs to no operation, by its name."""
         return dict(self._unclaimed)
 
     def memory(self, key: Key) -> Memory:
-        """The memory of that owner's piece. Raises Refused when there is none."""
+        """Return the memory of the owner's segment. Raises Refused without one."""
         piece = self._held.get(key)
         if piece is None:
             raise Refused(
@@ -144,11 +143,12 @@ class Pool:
     # -- taking and giving ---------------------------------------------------------------------------------------------
 
     async def take(self, key: Key, size_bytes: int, source: Source | None = None) -> Memory:
-        """Hold so much for that owner from now on, pages present; what it held before is replaced, unless it is enough.
+        """Hold that much for the owner from now on, with pages present. It replaces the owner's segment, unless that is
+        enough.
 
-        `source` is the process that the bytes are of; a piece without one is nobody's should its operation be lost.
-        Raises Refused over the budget or when the pages cannot be had; then what it held before stays. Cancelled, it
-        ends first, and what it took is given back.
+        `source` is the process that the bytes are from; without it a segment belongs to no process if its operation is
+        lost. Raises Refused over the budget or if the pages cannot be had; then the former segment stays. If cancelled,
+        it finishes first and releases what it took.
         """
         await self.fetch(key)
         known = self._held.get(key)
@@ -165,9 +165,9 @@ class Pool:
         return memory
 
     async def release(self, key: Key) -> None:
-        """Give the owner's bytes back to the node, wherever they are. Fine when it has none.
+        """Return the owner's bytes to the node, wherever they are. Does nothing without any.
 
-        Raises HegmError when that cannot be; then they are still held and it can be asked for again.
+        Raises HegmError if that fails; then they are still held, and the call can be repeated.
         """
         piece = self._held.get(key)
         if piece is None:
@@ -180,7 +180,7 @@ class Pool:
                 del self._held[key]
 
     async def to_fill(self, key: Key) -> Memory:
-        """The memory of that owner, to be written to: a copy of what was in it before is no copy any more."""
+        """Return the owner's memory for writing: a copy of its former content on disk becomes invalid."""
         memory = self.memory(key)
         piece = self._held[key]
         if piece.spilling is not None:
@@ -241,10 +241,11 @@ class Pool:
                 await self._forget_memory(piece)
 
     async def fetch(self, key: Key, progress: Progress = say_nothing) -> None:
-        """Have the owner's bytes in memory again, every chunk checked; on disk they stay. Fine when they are.
+        """Load the owner's bytes into memory, every chunk verified; the file on disk stays. Does nothing if they are
+        loaded.
 
-        Bytes that were in memory all the time are compared with their sums, if these were taken. Raises Refused over
-        the budget, and HegmError for a file or memory that is damaged; then they are where they were.
+        Bytes that stayed in memory are compared with their checksums, if there are any. Raises Refused over the budget,
+        and HegmError for a damaged file or memory; then they stay where they were.
         """
         piece = self._held.get(key)
         if piece is None:
@@ -265,9 +266,9 @@ class Pool:
                 )
 
     async def sum_up(self, key: Key) -> None:
-        """The owner's bytes rest: have their sums, to compare them with when they are wanted. Fine when it has them.
+        """Compute checksums of the owner's bytes while its job is suspended. Does nothing if it has them.
 
-        Ends where somebody wants them before that. Raises HegmError for memory that cannot be read.
+        Ends early if the bytes are needed. Raises HegmError for memory that cannot be read.
         """
         piece, sums = self._held.get(key), self.keep.sums
         if piece is None or sums is None or not piece.mark:
@@ -305,16 +306,16 @@ class Pool:
                 self._unclaimed[str(piece.name)] = piece
 
     async def drop_unclaimed(self, name: str) -> int:
-        """Give the bytes of a piece that nobody owns back to the node; how many. Raises HegmError."""
+        """Return the bytes of an unclaimed segment to the node, and their number. Raises HegmError."""
         piece = self._orphan(name)
         async with piece.lock:
-            self._orphan(name)  # whoever had the lock may have claimed it
+            self._orphan(name)  # another task may have claimed it meanwhile
             await self._forget(piece)
             self._unclaimed.pop(name, None)
         return piece.size_bytes
 
     async def beginning(self, name: str, size_bytes: int) -> bytes:
-        """What a piece that has no owner begins with. Raises HegmError."""
+        """Return the first bytes of an unclaimed segment. Raises HegmError."""
         piece, spill = self._orphan(name), self.keep.spill
         if piece.memory is not None:
             return await anyio.to_thread.run_sync(os.pread, piece.memory.fd, size_bytes, 0)
@@ -327,7 +328,7 @@ class Pool:
         piece = self._orphan(name)
         new = piece.name.claimed_by(key)
         async with piece.lock:
-            self._orphan(name)  # whoever had the lock may have given it up
+            self._orphan(name)  # another task may have dropped it meanwhile
             if key in self._held:
                 raise HegmError(BUSY, f"{key.worker} in operation {key.operation} has a piece", "run: hegmctl ops")
             await anyio.to_thread.run_sync(self._rename, piece, str(new))
@@ -347,7 +348,7 @@ class Pool:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     async def _make_with_margin(self, key: Key, size_bytes: int, source: Source | None) -> tuple[PieceName, Memory]:
-        """Memory for a job that may grow until it is parked, or without a margin if there is none for it."""
+        """Return memory for a job that may grow until it is parked, or without a margin if there is none for it."""
         try:
             return await self._make_named(key, with_margin(size_bytes), size_bytes, source)
         except HegmError:
@@ -364,7 +365,7 @@ class Pool:
     async def _make(
         self, name: PieceName, whole_bytes: int, asked_bytes: int, fill: Callable[[Memory], None] | None = None
     ) -> Memory:
-        """Memory within the budget, held beyond the daemon's end. Raises HegmError."""
+        """Return memory within the budget that outlives the daemon. Raises HegmError."""
         key = name.key
         await self._request_memory(key, whole_bytes)
         async with self._taking:
@@ -451,7 +452,7 @@ class Pool:
         piece.sums, piece.compared = None, False
 
     async def _give_back(self, piece: Piece) -> None:
-        """Forget a piece that nobody was given, cancelled or not."""
+        """Drop a segment that has no owner yet, cancelled or not."""
         with anyio.CancelScope(shield=True), contextlib.suppress(HegmError):
             await self._forget(piece)
 

@@ -26,7 +26,7 @@ from hegmd.memory.sizes import HUGE_PAGE_BYTES
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - what is made in it is private, and checked to be
-# A file that is being made. Nobody but the daemon that makes it has ever had it.
+# A file that is being created. Only the daemon that creates it has had a descriptor of it.
 UNFINISHED = ".new"
 
 _MOUNTS = Path("/proc/self/mounts")
@@ -57,7 +57,7 @@ class Place:
         return f"<Place {self.folder}>"
 
     def keep(self) -> None:
-        """Have the directory there, empty or not, until `leave`: so that nobody else makes one. Raises OSError."""
+        """Keep the directory, empty or not, until `leave`, so that no other user can create it. Raises OSError."""
         with self._coming_or_going:
             with contextlib.suppress(FileExistsError):
                 self.folder.mkdir(mode=0o700)
@@ -65,12 +65,12 @@ class Place:
                 self._is_kept = True
 
     def leave(self) -> None:
-        """The directory may go when it is empty."""
+        """Allow the directory to be removed when it is empty."""
         self._is_kept = False
         self._forget_if_empty()
 
     def create(self, name: str) -> int:
-        """A new file for that name, open; it is there under it once it is finished. Raises OSError."""
+        """Create a file for that name; it gets the name once it is finished. Raises OSError."""
         with self._coming_or_going:
             with contextlib.suppress(FileExistsError):
                 self.folder.mkdir(mode=0o700)
@@ -78,15 +78,15 @@ class Place:
                 return os.open(name + UNFINISHED, _CREATE, 0o600, dir_fd=folder)
 
     def finish(self, name: str) -> None:
-        """The file is whole."""
+        """Give the finished file its name."""
         self.rename(name + UNFINISHED, name)
 
     def abandon(self, name: str) -> None:
-        """The file is not to be after all."""
+        """Remove the unfinished file."""
         self._unlink(name + UNFINISHED)
 
     def remove(self, name: str) -> None:
-        """Its bytes are not needed any more. Fine when it is not there."""
+        """Remove the file. Does nothing if it does not exist."""
         self._unlink(name)
 
     def rename(self, name: str, new_name: str) -> None:
@@ -95,7 +95,7 @@ class Place:
             os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=folder)
 
     def find(self) -> list[FoundFile]:
-        """What an earlier daemon left here; what it was still making is taken away. Raises OSError."""
+        """Return what an earlier daemon left here, and remove what it was still creating. Raises OSError."""
         try:
             with self._opened() as folder:
                 names = sorted(os.listdir(folder))
@@ -129,7 +129,7 @@ class Place:
 
 
 def _took_away(folder: int, name: str) -> bool:
-    """Whether what was being made is gone; a directory of that name, say, is nothing that was being made."""
+    """Return True if the unfinished file was removed; a directory of that name, for example, is none."""
     try:
         os.unlink(name, dir_fd=folder)
     except OSError:
@@ -151,7 +151,7 @@ def _look_at(folder: int, name: str) -> FoundFile:
 
 
 def why_not_ours(status: os.stat_result) -> str:
-    """Why a file that was opened is not one that this daemon made, and nobody else's to read; empty if it is."""
+    """Return why an opened file is not one of this daemon's private files; empty if it is."""
     if not stat.S_ISREG(status.st_mode):
         return "it is no file"
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
@@ -160,7 +160,7 @@ def why_not_ours(status: os.stat_result) -> str:
 
 
 def find_places(identity: str, *, mounts: Path = _MOUNTS, shared_memory: Path = SHARED_MEMORY) -> tuple[Place, ...]:
-    """The places of this node for a state directory of that identity: those that are mounted, large pages first."""
+    """Return this node's places for a state directory of that identity: the mounted ones, large pages first."""
     name = f"hegmd-{os.geteuid()}-{identity[:16]}"
     roots = [(Path(root), True) for root in _huge_mounts(mounts)]
     if os.path.isdir(shared_memory):
@@ -169,7 +169,7 @@ def find_places(identity: str, *, mounts: Path = _MOUNTS, shared_memory: Path = 
 
 
 def _folders(root: Path, name: str) -> list[Path]:
-    """The directories of that name there that are this daemon's own; where there is none, where one can be made."""
+    """Return this daemon's own directories there; without any, where one can be created."""
     first = root / name
     try:
         there = sorted(path for path in root.iterdir() if path.name == name or path.name.startswith(f"{name}-"))

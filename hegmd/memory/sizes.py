@@ -56,9 +56,9 @@ def with_margin(size_bytes: int) -> int:
 
 
 def storages_in(whole_bytes: int) -> int:
-    """For how many bytes of storages a piece of that size is made; 0 where it is too small for any.
+    """Return for how many bytes of storages a segment of that size is made; 0 if it is too small for any.
 
-    `whole_size` of that is never less than `whole_bytes`, and just as much where these are whole huge pages.
+    `whole_size` of that is at least `whole_bytes`, and equal if these are whole huge pages.
     """
     found_bytes = max(0, (whole_bytes - TABLE_BYTES) * TABLE_SHARE // (TABLE_SHARE + 1))
     while found_bytes + 1 + (found_bytes + 1) // TABLE_SHARE + TABLE_BYTES <= whole_bytes:
@@ -75,31 +75,31 @@ def piece_bytes(size_bytes: int) -> int:
 
 
 def round_bytes(storage_reservation_bytes: int, size_bytes: int) -> int:
-    """How much of `size_bytes` is made at a time in such a room: as much as is there at first.
+    """Return how much of `size_bytes` is allocated in one round: as much as is free at first.
 
-    So much is free again after each round, but for a piece that the next one's bytes are in, too. What the allocator
-    rounds up has room of its own.
+    That much is free again after each round, except for a piece with bytes of the next one. The allocator's rounding
+    has memory of its own.
     """
     return max(ROUND_BYTES, storage_reservation_bytes - piece_bytes(size_bytes))
 
 
 def rounds_of(size_bytes: int, overlap_bytes: int) -> int:
-    """In how many rounds storages are made of which so much has no room of its own at first; 1 where all have."""
+    """Return the number of rounds if `overlap_bytes` of the storages have no memory of their own at first."""
     return 1 if overlap_bytes <= 0 else -(-size_bytes // round_bytes(size_bytes - overlap_bytes, size_bytes))
 
 
 def staging_out_needed_bytes(size_bytes: int, *, at_rest: bool) -> int:
-    """What has to be free on a GPU for video memory beside it that bytes on their way to the pool go through.
+    """Return what has to be free on a GPU for staging memory on the way to the pool.
 
-    As long as the job still trains, as much again is left to it; then the moment is short.
+    While the job still trains, the same amount again is left to it, and it is needed only briefly.
     """
     own_bytes = size_bytes + FLAT_BYTES
     return own_bytes + CALM_BYTES + (0 if at_rest else size_bytes)
 
 
 def staging_in_needed_bytes(size_bytes: int) -> int:
-    """What has to be free on a GPU, beside all that is held there for a process, for a copy that goes ahead of it.
+    """Return what has to be free on a GPU, besides the reservations for a process, for a copy that precedes it.
 
-    A restore asks for some calm by itself, which is not to be taken from it.
+    A restore needs some free memory itself, which this must not take.
     """
     return size_bytes + FLAT_BYTES + 2 * CALM_BYTES
