@@ -78,7 +78,9 @@ def snapshot(fd: int | None, most_bytes: int, begin: Callable[[], object]) -> tu
     from .script import output_files, variables
     from .storage import pinned_buffers, state_file
 
+    times = [monotonic()]
     state, refusals = capture()
+    times.append(monotonic())
     refusals = [*source_check.refusals(), *refusals]
     if refusals:
         raise Prevented(refusals)
@@ -97,9 +99,13 @@ def snapshot(fd: int | None, most_bytes: int, begin: Callable[[], object]) -> tu
     try:
         _flush_again()
         begin()
+        times.append(monotonic())
         rest = whole.begin(fd)
         if rest is None:
             whole.write(fd)
+        times.append(monotonic())
+        looked_s, parted_s, written_s = [end - start for start, end in zip(times, times[1:])]
+        note(f"snapshot: looked {looked_s:.4f} s, taken apart {parted_s:.4f} s, kept {written_s:.4f} s")
         return whole.size_bytes, variables.begin_anew(state), rest
     finally:
         if rest is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import os
 from _thread import allocate_lock
+from time import monotonic
 
 from ....errors import HegmError
 from ... import copying
@@ -104,6 +105,7 @@ class Shadows:
         `sum_up` is called meanwhile: it returns the places whose checksums are known. Raises HegmError.
         """
         sizes = [round_up(raw[2], _BORDER_BYTES) for raw, _place in pairs]
+        began = monotonic()
         free_bytes, total_bytes = self._driver.memory()
         if free_bytes - sum(sizes) < total_bytes * SHARE_LEFT_FREE:
             note(f"snapshot: no room for a shadow of {sum(sizes)} bytes, {free_bytes} are free")
@@ -113,6 +115,7 @@ class Shadows:
         except HegmError as error:
             note(f"snapshot: no shadow: {error.message}")
             return False
+        taken_s = monotonic() - began
         made = _Shadow(self._driver, address, [], set())
         self._made.append(made)
         stream = self._driver.make_stream()
@@ -125,6 +128,7 @@ class Shadows:
         finally:
             self._driver.wait(stream)
             self._driver.end_stream(stream)
+        note(f"snapshot: memory of the shadow {taken_s:.4f} s, with its copy {monotonic() - began:.4f} s")
         return True
 
     def fetch(self, fd: int, capacity_bytes: int, found: dict[int, int], is_over: Callable[[], bool]) -> None:
