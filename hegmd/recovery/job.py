@@ -104,8 +104,8 @@ class ProtectedJob:
 
     def rest(self) -> list[AgentConnection]:
         """Return its processes of this run and of former ones, whose `hegmctl run` may have been killed."""
-        former = [one for one in self.node.workers_of(self.record.job) if not one.ended]
-        return list(dict.fromkeys((*self.own_workers(), *former)))
+        own = self.own_workers()
+        return [*own, *(one for one in self.node.workers_of(self.record.job) if not one.ended and one not in own)]
 
     async def count(self, workers: Sequence[AgentConnection]) -> None:
         """Have each say how many boundaries it has passed. One that does not answer in time is left out."""

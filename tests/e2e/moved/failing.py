@@ -47,7 +47,9 @@ def fail() -> None:
         lock.acquire()
         lock.acquire()
     if KIND == "socket":
-        socket.socketpair()[0].recv(1)
+        near, far = socket.socketpair()
+        near.recv(1)
+        far.close()
     if KIND == "c-call":
         ctypes.PyDLL(None).pause()  # it keeps the interpreter to itself
 
@@ -76,7 +78,8 @@ if world > 1:
 torch.manual_seed(rank)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
 if world > 1:
-    model = torch.nn.parallel.DistributedDataParallel(model)
+    # Without it DDP sums in another order after its first step, and a recovery begins with that step again.
+    model = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 loader = DataLoader(Data(), batch_size=4, shuffle=True, num_workers=int(os.environ.get("CHILDREN", "0")))
 pace = threading.Event()

@@ -1,0 +1,119 @@
+"""One protected job: what ends a snapshot early, which processes are its own, and when it leaves its GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from hegmd.protocol.messages import Supervise
+from hegmd.protocol.snapshots import Gpu, Health
+from hegmd.recovery.job import Node, ProtectedJob
+from hegmd.recovery.protection import GONE_LOOKS, Protection
+from hegmd.recovery.records import JobSnapshots
+from hegmd.system.condition import Condition
+from tests.patience import HANG_S
+
+
+def worker(run: str, *, ended: bool = False, gpu: str | None = "gpu0", pid: int = 7) -> Any:
+    about = SimpleNamespace(run=run, rank=None)
+    identity = SimpleNamespace(uid=1000, start_ticks=3)
+    return SimpleNamespace(
+        about=about, identity=identity, ended=ended, gpu=gpu, pid=pid, boundary=5, on_cpu=False, parked=False
+    )
+
+
+class Rig:
+    """A job on gpu0, of a node with these GPUs."""
+
+    def __init__(self, *workers: Any, former: tuple[Any, ...] = (), conditions: str = "healthy healthy") -> None:
+        self.said: list[str] = []
+        self.gpus = [
+            Gpu(id=f"gpu{index}", index=index, uuid=f"{index}", vendor="nvidia", health=_health(condition))
+            for index, condition in enumerate(conditions.split())
+        ]
+        self.node = SimpleNamespace(
+            workers=workers,
+            workers_of=lambda _job: [*workers, *former],
+            news=Condition(),
+            gpus=lambda: self.gpus,
+            is_in_hand=lambda _pid: False,
+            save=lambda _record: None,
+            events=SimpleNamespace(record=lambda kind, *_more, **_facts: self.said.append(kind)),
+            pool=None,
+        )
+        offer = Supervise(run="now", pid=7, python=True)
+        self.supervisor = cast("Any", SimpleNamespace(uid=1000, run="now", offer=offer, lives=True))
+        record = JobSnapshots(job="j1", uid=1000, ranks=1, gpus=("gpu0",))
+        self.job = ProtectedJob(cast("Node", self.node), record, "train", self.supervisor)
+
+
+def _health(condition: str) -> Health:
+    return Health(state="ok", condition=condition, reason="XID 79")
+
+
+class Stuck(Protection):
+    """A protection whose ranks never answer."""
+
+    began: anyio.Event
+    killed = ""
+
+    async def _take(self) -> None:
+        self.began.set()
+        await anyio.sleep_forever()
+
+    async def _kill(self, own: Any, why: str, stacks: str | None, event: str) -> None:
+        self.killed = f"{event}: {why}"
+
+
+async def test_a_snapshot_is_given_up_once_the_command_has_failed() -> None:
+    """It was waited for until its limit of ten minutes, and then the job was recovered."""
+    rig = Rig()
+    protection = Stuck(rig.job)
+    protection.began = anyio.Event()
+    with anyio.fail_after(HANG_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(protection._take_while_it_runs)
+            await protection.began.wait()
+            rig.supervisor.offer = rig.supervisor.offer.replace(pid=None, fell=-9)
+            rig.node.news.notify_all()
+
+
+def test_processes_of_a_killed_supervisor_are_left_of_the_job_that_another_continues() -> None:
+    """They trained on beside the new ones."""
+    own, former, over = worker("now"), worker("before", pid=8), worker("before", ended=True, pid=9)
+    rig = Rig(own, former=(former, over))
+    assert rig.job.own_workers() == [own]
+    assert rig.job.rest() == [own, former]
+
+
+@pytest.mark.parametrize(
+    ("conditions", "has_snapshot", "expected"),
+    [
+        ("gone healthy", True, "job.gpu-gone: was on gpu0, which is gone (XID 79), and was killed"),
+        ("gone failing", True, ""),
+        ("gone healthy", False, ""),
+        ("failing healthy", True, ""),
+        ("healthy gone", True, ""),
+    ],
+)
+async def test_a_job_whose_gpu_is_gone_is_killed_once_if_it_can_go_on_elsewhere(
+    conditions: str, has_snapshot: bool, expected: str
+) -> None:
+    rig = Rig(worker("now"), conditions=conditions)
+    rig.job.newest = cast("Any", SimpleNamespace(step=3)) if has_snapshot else None
+    protection = Stuck(rig.job)
+    looks = 0
+    for number in range(2 * GONE_LOOKS):
+        assert number > GONE_LOOKS or not protection.killed
+        looks = await protection._look_at_gpus(looks)
+    assert protection.killed == expected
+    assert rig.said == (["job.gpu-gone"] if conditions.startswith("gone") and not expected else [])
+
+
+async def test_a_job_that_was_moved_is_recovered_where_it_was_last() -> None:
+    rig = Rig(worker("now", gpu="gpu1"))
+    await Stuck(rig.job)._look_at_gpus(0)
+    assert rig.job.record.gpus == ("gpu1",)
