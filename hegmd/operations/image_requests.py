@@ -1,8 +1,8 @@
-"""The desk at which images are asked for: a job into one, and a job out of one.
+"""The requests about images: writing an image of a job, and restoring a job from one.
 
-Owns who may (the owner of all its processes, or root: an image holds their memory, which an administrator of hegmd has
-no other right to), what is said against it before anything is done, and the way from a job that came back to its
-operation. Handing over and bringing back are `handoff`'s and `reviving`'s.
+Decides who may ask: the owner of all its processes, or root, because an image contains their memory, to which an
+administrator of hegmd has no other right. Reports all reasons against a request before anything is done, and makes an
+operation of a restored job. `dump_job` and `restore_job` do the work.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class Checkpoints:
     async def _bring_back(
         self, image: Image, rights: Rights, asked: RequestContext, streams: Mapping[str, int]
     ) -> Operation:
-        """The job as an operation that has begun, at rest. Raises HegmError; nothing of it is there then."""
+        """Return the restored job as a suspended operation. Raises HegmError; then nothing of it is left."""
         runner = self._operations.runner
         manifest = image.manifest
         outlets = led_elsewhere(needs_in(manifest).outlets, streams)
@@ -212,7 +212,7 @@ class Checkpoints:
                     await self._reviving.undo(manifest, op_id)
                 await runner.remember(unrevived(manifest, op_id, _failure(error, image.path), began_utc))
             raise
-        try:  # from here on the operation has the job, whatever becomes of the request
+        try:  # from here on the operation owns the job, whatever happens to the request
             with suppress(HegmError):  # a client that has disconnected gets nothing
                 await asked.emit(OperationProgress(id=op_id, phase=SUSPENDED))
         finally:
@@ -222,7 +222,7 @@ class Checkpoints:
 
 
 def planned_handoff(op: Operation) -> MigrationPlan:
-    """Return the plan that writes a suspended job into an image: no memory moves any more."""
+    """Return the plan that writes a suspended job into an image: no GPU memory moves."""
     workers = [
         PlannedProcess(
             pid=worker.pid,
@@ -251,7 +251,7 @@ def planned_handoff(op: Operation) -> MigrationPlan:
 
 
 def _failure(error: BaseException, path: str) -> Failure:
-    """Why a restore has failed; its image is as it was."""
+    """Return why a restore has failed; its image is unchanged."""
     if isinstance(error, HegmError):
         return Failure(code=error.code.name, message=error.message, hint=error.hint)
     if isinstance(error, anyio.get_cancelled_exc_class()):

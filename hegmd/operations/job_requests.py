@@ -1,8 +1,8 @@
-"""The requests on jobs: which there are and what each does, which processes a job's name stands for, and its end.
+"""The requests on jobs: which processes a job's name means, what is shown of a job, and its end.
 
-Puts together what the register of jobs, the agents, the operations and the inventory know. Decides nothing about
-operations. Agents are asked for their count of boundaries only when somebody wants to see jobs, and answer without the
-training thread.
+Combines what the register of jobs, the agents, the operations and the inventory know. Decides nothing about operations.
+Agents are asked for their count of boundaries only when a client wants to see jobs, and answer without the training
+thread.
 
 Longer than 400 lines because what is shown of a job is put together in one place.
 """
@@ -46,13 +46,13 @@ Sample = tuple[float, int]
 
 
 class JobOperationsOf:
-    """What the operations of a runner know of jobs."""
+    """What the operations of a runner know about jobs."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
 
     def of(self, job: JobRecord) -> Operation | None:
-        """The operation that has the job, by one of its processes or by its run."""
+        """Return the operation that has the job, through one of its processes or its run."""
         known = {*job.members, f"{job.pid}-{job.start_ticks}"}
         for op in self._runner.under_way():
             if op.owner_uid in (None, job.uid):
@@ -63,11 +63,11 @@ class JobOperationsOf:
         return None
 
     def holds(self, job: JobRecord) -> bool:
-        """Whether an operation that is not over has the job, its processes gone or not."""
+        """Return True if an operation that has not ended has the job, even if its processes are gone."""
         return self.of(job) is not None
 
     def end_of(self, job: JobRecord) -> str | None:
-        """How an operation ended the job, in words; None if none did."""
+        """Return how an operation ended the job, in words; None if none did."""
         known = {*job.members, f"{job.pid}-{job.start_ticks}"}
         for op in reversed(self._runner.operations()):
             image = op.image
@@ -115,7 +115,7 @@ class JobRequests:
     # -- what is asked -------------------------------------------------------------------------------------------------
 
     async def pids(self, wanted: Sequence[int | str], may: May) -> tuple[int, ...]:
-        """The processes of these jobs that a command acts on. A pid stands for itself. Raises HegmError."""
+        """Return the processes of these jobs that a command acts on. A pid means itself. Raises HegmError."""
         found: dict[int, None] = {}
         has_looked = False
         for one in dict.fromkeys(wanted):
@@ -129,7 +129,7 @@ class JobRequests:
         return tuple(found)
 
     async def pid(self, wanted: int | str, may: May) -> int:
-        """The same where one process is wanted: the first."""
+        """Return the first process that a command acts on. Raises HegmError."""
         return (await self.pids((wanted,), may))[0]
 
     async def _processes_of(self, text: str, may: May) -> tuple[int, ...]:
@@ -158,7 +158,7 @@ class JobRequests:
         )
 
     async def jobs(self, wanted: Sequence[int | str], may: May, *, ended: bool) -> tuple[told.Job, ...]:
-        """These jobs, or all that have not ended, or all. Raises HegmError for one that there is not."""
+        """Return these jobs, or all that have not ended, or all. Raises HegmError for an unknown one."""
         self._jobs.look_again()
         if wanted:
             numbers = {(await self._one(one, may)).number for one in dict.fromkeys(wanted)}
@@ -168,12 +168,12 @@ class JobRequests:
         return await self._views(sorted(records, key=lambda job: job.number), may)
 
     async def one(self, wanted: int | str, may: May) -> told.Job:
-        """That job. Raises HegmError."""
+        """Return that job. Raises HegmError."""
         self._jobs.look_again()
         return (await self._views([self._allowed(await self._one(wanted, may), may)], may))[0]
 
     async def wait(self, wanted: int | str, may: May, emit: Callable[[told.Job], Awaitable[None]]) -> told.Job:
-        """That job once it has ended; what it does until then is told. Raises HegmError."""
+        """Wait until the job has ended and return it; `emit` gets its changes until then. Raises HegmError."""
         number = self._allowed(await self._one(wanted, may), may).number
         state = ""
         while True:
@@ -190,7 +190,7 @@ class JobRequests:
             await news.wait()
 
     def with_job(self, operation: told_operations.Operation) -> told_operations.Operation:
-        """The same record with the id of its job, which is known by its runs, or while it lives by its processes."""
+        """Return the record with the id of its job, found by its runs, or while it lives by its processes."""
         op = self._runner.history(operation.id).operation
         for member in op.workers:
             job = self._jobs.of_run(op.owner_uid, member.run) or self._of_member(member.pid, member.start_ticks)
@@ -199,12 +199,12 @@ class JobRequests:
         return operation
 
     def of_process(self, process: GpuProcess) -> GpuProcess:
-        """The same record with the id of its job."""
+        """Return the record with the id of its job."""
         job = self._of_member(process.pid, process.start_ticks)
         return process if job is None else process.replace(job=job.id)
 
     def _of_member(self, pid: int, start_ticks: int | None) -> JobRecord | None:
-        """The job that has, or had while it lived, this very process."""
+        """Return the job that has this process, or had it while it lived."""
         worker = self._workers.find(pid)
         job = None if worker is None else self._jobs.of_worker(worker)
         if job is None:
@@ -225,7 +225,7 @@ class JobRequests:
         return told.JobRegistered(id=job.id, name=job.name)
 
     async def record(self, wanted: int | str, may: May) -> JobRecord:
-        """The record of a job on which the caller may act. Raises HegmError."""
+        """Return the record of a job on which the caller may act. Raises HegmError."""
         return self._allowed(await self._one(wanted, may), may)
 
     async def _one(self, wanted: int | str, may: May) -> JobRecord:
@@ -307,7 +307,7 @@ class JobRequests:
     def _processes(
         self, job: JobRecord, workers: Sequence[AgentConnection], op: Operation | None, seen: _Seen
     ) -> Iterable[told.JobProcess]:
-        """Its processes: the first one, those with an agent, and those that only an operation knows."""
+        """Yield its processes: the first one, those with an agent, and those that only an operation knows."""
         members = {} if op is None else {member.pid: member.rank for member in op.live if not member.is_absent}
         by_pid = {worker.pid: worker for worker in workers}
         has_ranks = any(worker.about.rank is not None for worker in workers)
@@ -371,7 +371,7 @@ class JobRequests:
             samples.append((now, worker.boundary))
 
     def _rate(self, workers: Sequence[AgentConnection]) -> float | None:
-        """Boundaries in a second, of the slowest; None while that is not known."""
+        """Return the boundaries per second of the slowest rank; None if unknown."""
         rates: list[float] = []
         for worker in workers:
             samples = self._samples.get(worker)
@@ -415,5 +415,5 @@ def _notes(worker: AgentConnection) -> Iterable[str]:
 
 
 def _for_others(job: told.Job) -> told.Job:
-    """A job as users see it who may not act on it: command lines hold secrets."""
+    """Return a job without what only its owner may see: command lines contain secrets."""
     return job.replace(command=None, waits=None, notes=(), end=None, operation=None, processes=())

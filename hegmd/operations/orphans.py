@@ -31,11 +31,11 @@ class Source(Protocol):
     """One kind of things that can be found."""
 
     def orphans(self) -> Iterable[Orphan]:
-        """Those that are there now."""
+        """Return the present orphans."""
         ...
 
     async def drop(self, name: str) -> int | None:
-        """Give up the one of that name for good; how many bytes that frees, if that is known. Raises HegmError."""
+        """Delete the orphan of that name, and return the freed bytes if known. Raises HegmError."""
         ...
 
 
@@ -122,11 +122,11 @@ class ParkedOrphans:
         self.by_driver = by_driver
 
     def standing(self) -> Sequence[AgentConnection]:
-        """Their handles."""
+        """Return their connections."""
         return [worker for worker in self._workers if self.is_orphan(worker)]
 
     def is_orphan(self, worker: AgentConnection) -> bool:
-        """Whether that one is."""
+        """Return True if this process is an orphan."""
         return worker.connected and (worker.parked or worker.held_bytes > 0) and not self._in_hand(worker.pid)
 
     async def job_of(self, pid: int) -> tuple[Standing, ...]:
@@ -198,7 +198,7 @@ def _is_same_job(one: AgentConnection, other: AgentConnection) -> bool:
 
 
 class Orphans:
-    """All of them. Listens to the workers; each orphan is told of once, as an event and in the log."""
+    """All orphans. Listens to the workers, and reports each orphan once, as an event and in the log."""
 
     def __init__(self, sources: Sequence[Source], events: EventLog, looker: Looker | None = None) -> None:
         self._sources = sources
@@ -207,18 +207,18 @@ class Orphans:
         self._told: set[str] = set()
 
     def all(self) -> tuple[Orphan, ...]:
-        """Everything that needs a person now."""
+        """Return everything that needs a person now."""
         return tuple([orphan for source in self._sources for orphan in source.orphans()])
 
     async def look(self, *, thorough: bool, within_s: float) -> None:
-        """Have what can only be seen by asking looked at now, as far as that takes no longer."""
+        """Search now for orphans that are only found by asking the driver, within that time."""
         if self._looker is not None:
             await self._looker.look(thorough=thorough, within_s=within_s)
 
     async def drop(self, name: str, may: Callable[[int | None], bool]) -> int | None:
-        """Give up the one of that name for good; how many bytes that frees. Raises HegmError.
+        """Delete the orphan of that name, and return the freed bytes. Raises HegmError.
 
-        `may` tells whether who asks may act on what is of that user; DENIED where they may not.
+        `may` tells whether the caller may act on what belongs to that user; DENIED if not.
         """
         for source in self._sources:
             orphan = next((orphan for orphan in source.orphans() if orphan.name == name), None)
@@ -231,12 +231,12 @@ class Orphans:
         raise HegmError(NOT_FOUND, f"there is no orphan {name[:120]!r}", "run: hegmctl adopt")
 
     def hear(self, news: str, _worker: AgentConnection) -> None:
-        """Listens to the workers."""
+        """Handle news of the workers."""
         if news in (CAME, BACK):
             self.tell()
 
     def tell(self) -> None:
-        """Tell of those that were not told of yet."""
+        """Report orphans that were not reported yet."""
         orphans = self.all()
         self._told &= {orphan.name for orphan in orphans}  # a pid may be a orphan's again, of another process
         for orphan in orphans:

@@ -1,8 +1,7 @@
-"""How operations are asked for and answered: by whom, within which limits, and every reason why not.
+"""Who asks for an operation, within which limits, and how it is answered or refused.
 
-Owns the values that go between those who ask and the desks that are asked (`operations`, `sequences`,
-`image_requests`), and what is no answer to anybody: limits that are none, and refusals put into words. Looks at nothing
-itself.
+Defines the values that clients' requests pass to `operations`, `sequences` and `image_requests`, and turns invalid
+limits and refusals into errors. Reads nothing itself.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class OperationResult:
 
 
 def limits_of(limit_s: float | None, hold_s: float | None = None) -> Limits:
-    """The limits of an operation; those that were not asked for are the daemon's own. Raises HegmError."""
+    """Return the limits of an operation, with the daemon's own for those not given. Raises HegmError."""
     limits = Limits()
     for asked_s, what in ((limit_s, "the wait for a boundary"), (hold_s, "the time parked there")):
         if asked_s is not None:
@@ -72,7 +71,7 @@ def limits_of(limit_s: float | None, hold_s: float | None = None) -> Limits:
 
 
 def limit_of(asked: RequestContext) -> float | None:
-    """How long what is asked may take in all; None for as long as its steps may. Raises HegmError."""
+    """Return the total limit of a request; None without one. Raises HegmError."""
     if asked.limit_s is not None:
         _require_limit(asked.limit_s, "it")
     return asked.limit_s
@@ -85,14 +84,14 @@ def _require_limit(limit_s: float, what: str) -> None:
 
 
 def plan_or_raise(result: MigrationPlan | tuple[Reason, ...]) -> MigrationPlan:
-    """The plan, or an error that gives every reason."""
+    """Return the plan, or raise an error with every reason."""
     if isinstance(result, MigrationPlan):
         return result
     raise refusal(result)
 
 
 def refusal(reasons: Sequence[Reason]) -> HegmError:
-    """An error that gives every reason: the first one's code, all messages, all hints."""
+    """Return an error with every reason: the first one's code, all messages, all hints."""
     if not reasons:
         raise Bug("a plan was refused without a reason")
     messages = "\n".join(dict.fromkeys(reason.message for reason in reasons))
@@ -102,5 +101,5 @@ def refusal(reasons: Sequence[Reason]) -> HegmError:
 
 
 def plan_record(plan: MigrationPlan) -> told.Plan:
-    """The plan as it is told."""
+    """Return the public record of the plan."""
     return told.Plan.from_plain(plan.to_plain(), "plan")

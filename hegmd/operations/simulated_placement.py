@@ -62,9 +62,9 @@ class SimulatedPlacement:
         self._news = anyio.Event()
 
     def hear(self, news: str, worker: AgentConnection) -> None:
-        """Listens to the workers."""
+        """Handle news of the workers."""
         who = (worker.pid, worker.identity.start_ticks)
-        if news == CAME and self._memory.simulated:  # on real GPUs the driver says where they are
+        if news == CAME and self._memory.simulated:  # on real GPUs the driver reports where they are
             place = self._last_place(*who)
             if place is not None:
                 worker.gpu = None if place.gpu == CPU else place.gpu
@@ -119,10 +119,9 @@ class SimulatedPlacement:
                     await self._news.wait()
 
     async def count(self, worker: AgentConnection, limit_s: float = SURVEY_LIMIT_S) -> None:
-        """Have a worker count its storages, and put it on a GPU when it turns out to train. Raises nothing.
+        """Survey a worker's storages, and place it on a GPU if it trains. Raises nothing.
 
-        Over the limit it says how far it is, and what it holds is as it was last told; so it is while it is asked what
-        a restart would carry.
+        After the limit its former sizes stay.
         """
         if self._in_hand(worker.pid) or worker.parked or worker.held_bytes or worker.weighing.locked():
             return
