@@ -26,6 +26,8 @@ GRACE_S, GRACE = 30.0, "HEGM_SLURM_GRACE"
 # Of the grace time: what the wait for a boundary may take. The rest is for the bytes.
 WAITS_SHARE = 2 / 3
 LOOK_INTERVAL_S, RETRY_S = 0.1, 1.0
+# The agents of jobs connect to a restarted daemon within so long.
+AGENT_BACK_S = 10.0
 
 
 def grace_s(environ: Mapping[str, str]) -> float:
@@ -110,21 +112,23 @@ class OneStart:
         """Nothing is held."""
 
 
-def suspend(hegmd: Connection, job: str, limit_s: float) -> str:
+def suspend(connect: Callable[[], Connection], job: str, limit_s: float) -> str:
     """Suspend the job; what came of it, in words. Raises HegmError.
 
     Sharing may be suspending it already, for the lease of Slurm's Prolog: then this waits, and asks again, so that only
-    SIGCONT resumes the job.
+    SIGCONT resumes the job. A daemon that restarts is waited for as well, and its agents.
     """
-    from hegmd.errors import BUSY, HegmError
+    from hegmctl.watch import PASSING
+    from hegmd.errors import HegmError
     from hegmd.protocol.jobs import SUSPENDED
 
     began, operation = monotonic(), None
     while operation is None:
         try:
-            operation = hegmd.suspend(job, limit_s=limit_s).operation
+            with connect() as hegmd:
+                operation = hegmd.suspend(job, limit_s=limit_s).operation
         except HegmError as error:
-            if error.code is not BUSY or monotonic() - began > limit_s:
+            if monotonic() - began > (limit_s if error.code in PASSING else min(limit_s, AGENT_BACK_S)):
                 raise
             sleep(LOOK_INTERVAL_S)
     if operation.failure is not None:
@@ -175,8 +179,7 @@ def main(words: Sequence[str]) -> None:
 
     try:
         if what == SUSPEND:
-            with asked() as hegmd:
-                say(suspend(hegmd, job, float(rest[0])))
+            say(suspend(asked, job, float(rest[0])))
         else:
             resume(asked, job, say)
     except HegmError as error:
