@@ -90,12 +90,13 @@ def _line_of_process() -> RankProcess | None:
         groups = Groups(os.environ["HEGM_RANKS_FOLDER"])
 
         def end_waits() -> None:
-            groups.end_waits()
-            if _rank is not None and _rank.abort is not None:
+            """In the listening thread, which goes on: groups may be destroyed meanwhile, hooks are the script's."""
+            for end in (groups.end_waits, None if _rank is None else _rank.abort):
                 try:
-                    _rank.abort()
-                except Exception as error:  # noqa: BLE001 - the script's own, in our thread
-                    note(f"the abort hook failed: {error!r}")
+                    if end is not None:
+                        end()
+                except Exception as error:  # noqa: BLE001 - the edge of the thread
+                    note(f"the waits of this rank were not all ended: {error!r}")
 
         line = Line(connection, rank, ranks, end_waits)
         _rank = RankProcess(line, line.open(), rank, ranks, groups)

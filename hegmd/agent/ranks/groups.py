@@ -69,11 +69,6 @@ class Groups:
 
     def end_waits(self) -> None:
         """Have every collective of this process end with an error, now."""
-        for backend in _nccl_backends():
-            try:
-                abort_backend(backend)
-            except Exception as error:  # noqa: BLE001 - the other ones are to be aborted all the same
-                note(f"a communicator was not aborted: {error!r}")
         socket: Any = __import__("socket")
         here = _sockets()
         own = here - self._before if self._is_connecting else here & self._sockets
@@ -84,6 +79,11 @@ class Groups:
                         connection.shutdown(socket.SHUT_RDWR)
             except OSError as error:
                 note(f"socket {fd} was not shut down: {error}")
+        for backend in _nccl_backends():
+            try:
+                abort_backend(backend)
+            except Exception as error:  # noqa: BLE001 - the other ones are to be aborted all the same
+                note(f"a communicator was not aborted: {error!r}")
 
     def forget(self) -> None:
         """The block has ended: its groups and models are the script's own from now on."""
