@@ -38,6 +38,7 @@ class Groups:
         self._sockets: set[tuple[int, int]] = set()
         self._is_connecting = self._is_connected = False
         self._wrapped: list[Any] = []
+        self._former: list[Any] = []
         #: The order of parameters in DDP's buckets after its first step, if it is known.
         self.layout: Layout | None = None
 
@@ -97,6 +98,10 @@ class Groups:
             if hasattr(reducer, "_remove_autograd_hooks"):
                 reducer._remove_autograd_hooks()
         self.forget()
+        # A thread of gloo may still let go of a tensor, for which it needs the interpreter. The end of a ProcessGroup
+        # waits for that thread and keeps the interpreter: it comes a generation later, when the thread is idle.
+        c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+        self._former = [] if c10d is None else list(c10d._world.pg_map)
         distributed: Any = sys.modules.get("torch.distributed")
         if distributed is not None and distributed.is_available() and distributed.is_initialized():
             try:
