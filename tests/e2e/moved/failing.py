@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 from torch.utils.data import DataLoader, Dataset
 
-STEPS = int(os.environ.get("STEPS", "44"))
+STEPS = int(os.environ.get("STEPS", "100"))
 KIND, PHASE, RANKS, AT = os.environ.get("FAILS", "none none 0 0").split()
 rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 step = 0
