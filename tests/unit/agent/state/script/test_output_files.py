@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,12 +29,17 @@ def log(tmp_path: Path) -> Path:
     return made
 
 
+def lengths(log: Path) -> list[Any]:
+    """What is kept of that file. The output of the tests may be in another."""
+    return [saved for saved in output_files.lengths() if saved[0] == str(log)]
+
+
 def test_a_file_that_has_grown_is_cut_and_written_on_from_there(log: Path) -> None:
     """By descriptors that append and by those that keep their own place, as a redirected output does."""
     with log.open("a") as appending, log.open("w") as own_place:
         own_place.write("one\n")
         own_place.flush()
-        saved = output_files.lengths()
+        saved = lengths(log)
         assert [path for path, *_ in saved] == [str(log)]
         print("two", file=appending, flush=True)
         own_place.seek(0, os.SEEK_END)
@@ -90,7 +96,7 @@ def test_what_is_not_the_same_file_with_more_at_its_end_is_left_alone(
     log: Path, change: Callable[[Path], None]
 ) -> None:
     with log.open("a"):
-        saved = output_files.lengths()
+        saved = lengths(log)
     change(log)
     before = log.read_text() if log.exists() else None
     output_files.cut_back(saved)
@@ -102,7 +108,7 @@ def test_a_file_that_is_changed_in_the_middle_is_no_output(log: Path) -> None:
         behind.write(b"one\n")
         behind.flush()
         behind.seek(0)
-        assert output_files.lengths() == []
+        assert lengths(log) == []
 
 
 @pytest.fixture
@@ -125,7 +131,7 @@ def test_a_file_that_another_process_writes_too_is_left_alone_and_that_is_said(
 ) -> None:
     assert other.returncode == 0
     with log.open("a") as mine:
-        saved = output_files.lengths()
+        saved = lengths(log)
         print("two", file=mine, flush=True)
         output_files.cut_back(saved)
     assert log.read_text() == "one\ntwo\n"
@@ -134,7 +140,7 @@ def test_a_file_that_another_process_writes_too_is_left_alone_and_that_is_said(
 
 def test_without_the_wish_nothing_is_cut(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with log.open("a") as mine:
-        saved = output_files.lengths()
+        saved = lengths(log)
         print("two", file=mine, flush=True)
         monkeypatch.delenv(output_files.WISH)
         output_files.cut_back(saved)
