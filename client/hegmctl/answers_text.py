@@ -105,7 +105,7 @@ def _setting_value(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
-        return str(list(value)).replace("'", '"')
+        return str(list(value)).replace("'", '"')  # pyright: ignore[reportUnknownArgumentType] - printed as it is
     return '""' if value == "" else str(value)
 
 

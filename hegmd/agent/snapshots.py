@@ -142,7 +142,8 @@ class Snapshots:
             why = refusal(f"its state was not written: {error!r}", DEBUG_HINT)
             self._answers.failed(pending.order, why, parked_s=attempts.parked_s)
         else:
-            told = {"size_bytes": size_bytes, "parked_s": attempts.parked_s, "boundary": gate.count, "begin_anew": anew}
+            told: dict[str, object] = {"size_bytes": size_bytes, "parked_s": attempts.parked_s}
+            told |= {"boundary": gate.count, "begin_anew": anew}
             self._let_go()
             if rest is None:
                 self._answers.done(pending.order, **told)
