@@ -22,7 +22,7 @@ if BACKEND == "nccl":
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
 
-torch.manual_seed(7)
+torch.random.manual_seed(7)  # pyright: ignore[reportUnknownMemberType] - PyTorch does not say of what kind it is
 random.seed(7)
 model = torch.nn.Sequential(
     torch.nn.Linear(16, int(WIDTH)),
