@@ -118,7 +118,7 @@ class Launcher:
             try:
                 for rank in range(self._ranks):
                     self._start(rank)
-                while self._processes:
+                while self._processes or self._awaits_spare is not None:
                     self._hear(signals.next(self._tick()))
                     self._read_all()
             finally:
