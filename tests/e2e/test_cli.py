@@ -15,6 +15,7 @@ from typing import Any
 import anyio
 import pytest
 
+from hegmctl.answers import RecoveryPlan
 from hegmctl.async_connection import connect_async
 from hegmd import __version__
 from hegmd.protocol.record import Record
@@ -101,6 +102,7 @@ NEEDS_MORE = (
     "hegm enable",
     "hegm disable",
     "hegm status",
+    "run --recover --dry-run",
 )
 
 
@@ -113,6 +115,14 @@ def test_documents_have_the_fields_that_are_documented(daemon: RunningDaemon, li
     document = answer(daemon, *line.split())
     assert document.pop("schema") == 1
     _fields(document, record)
+
+
+def test_the_plan_of_a_recovery_has_the_fields_that_are_documented(daemon: RunningDaemon) -> None:
+    ran = hegmctl("run", "--recover", "--dry-run", "--json", "--", "python3", "train.py", socket=daemon.socket_path)
+    document = json.loads(ran.stdout)
+    assert document.pop("schema") == 1
+    _fields(document, RecoveryPlan)
+    assert document["command"] == ["python3", "train.py"]
 
 
 def test_gpus_of_a_fresh_simulated_node(daemon: RunningDaemon) -> None:
@@ -162,7 +172,7 @@ def test_a_gpu_that_is_lost_and_comes_back_is_followed(daemon: RunningDaemon) ->
         lost = json.loads(following.line())
         assert (lost["kind"], lost["gpu"]) == ("gpu.lost", "gpu1")
         table = hegmctl("gpus", socket=daemon.socket_path).stdout
-        assert "gpu1: it fell off the bus" in table
+        assert "gpu1 is gone: it fell off the bus" in table
         assert table.splitlines()[2].split()[-2] == "lost"
 
         assert answer(daemon, "simulate", "fault", "gpu1", "none")["faults"] == {}

@@ -47,7 +47,7 @@ gpu5  Imagined H200               -     -        -  lost
 gpu6  Imagined H200   0.0/141.0 GiB     -  -/700 W  ok
 gpu7  Imagined H200   0.0/141.0 GiB     -  -/700 W  ok
 
-gpu5: it fell off the bus, as requested
+gpu5 is gone: it fell off the bus, as requested
 These GPUs are simulated.
 """
 NARROW_JOBS = """\

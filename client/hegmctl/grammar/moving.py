@@ -71,7 +71,7 @@ MOVING = (
         "one for this user's processes, which exits after its last job. With --allow-restart or --slurm it stays as "
         "the command's parent and passes on signals and exit status; if it is killed, the command keeps running.",
         handler="running:run",
-        forms=(Form("--dry-run", record="hegmctl.answers:RecoveryPlan"),),
+        forms=(Form("--recover --dry-run", record="hegmctl.answers:RecoveryPlan"),),
         options=(
             Option(
                 "--gpu",
