@@ -14,7 +14,6 @@ from .requests import Request
 AUTO = "auto"
 # The priorities that have a name, as a user writes them. The setting of each gives its number.
 PRODUCTION, NORMAL, BEST_EFFORT = "production", "normal", "best-effort"
-PRIORITY_NAMES = (PRODUCTION, NORMAL, BEST_EFFORT)
 MIN_PRIORITY, MAX_PRIORITY = 0, 100
 # A lease waits until its memory is free, and is held from then on.
 PENDING, HELD = "pending", "held"

@@ -28,7 +28,6 @@ HELD = "held"  # its memory is kept for it
 
 # What the policy can decide.
 START, RESUME, SUSPEND, MIGRATE, GRANT = "start", "resume", "suspend", "migrate", "grant"
-ACTIONS = (START, RESUME, SUSPEND, MIGRATE, GRANT)
 
 
 @dataclass(frozen=True, slots=True)

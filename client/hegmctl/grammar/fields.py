@@ -78,38 +78,32 @@ def _is_option(field: Field) -> bool:
 def _argument(each: Argument | Of, fields: dict[str, Field]) -> Argument:
     if isinstance(each, Argument):
         return each
-    field = fields[each.field]
-    many, kind = _kind_of(field)
-    said: dict[str, Any] = {
-        "name": field.name.upper(),
-        "doc": field.doc,
-        "kind": kind,
-        "many": many,
-        "field": field.name,
-    }
-    said.update(_WORDS.get(field.name, {}))
-    said.update(each.said)
+    many, said = _said_of(each, fields, name=each.field.upper())
     said.pop("metavar", None)
-    return Argument(said.pop("name"), **said)
+    return Argument(said.pop("name"), many=many, **said)
 
 
 def _option(each: Of, fields: dict[str, Field]) -> Option:
-    field = fields[each.field]
-    repeats, kind = _kind_of(field)
-    name = field.name.removesuffix("_s").replace("_", "-")
-    said: dict[str, Any] = {
-        "names": (f"--{name}",),
-        "doc": field.doc,
-        "kind": kind,
-        "repeats": repeats,
-        "field": field.name,
-    }
-    said.update(_WORDS.get(field.name, {}))
-    said.update(each.said)
+    name = each.field.removesuffix("_s").replace("_", "-")
+    repeats, said = _said_of(each, fields, names=(f"--{name}",))
     said.pop("name", None)
     if said["kind"] != FLAG:
         said.setdefault("metavar", "SECONDS" if said["kind"] == SECONDS else name.upper())
-    return Option(*said.pop("names"), **said)
+    return Option(*said.pop("names"), repeats=repeats, **said)
+
+
+def _said_of(each: Of, fields: dict[str, Field], **named: Any) -> tuple[bool, dict[str, Any]]:
+    """Return whether the field has several values, and what its option or argument is made of."""
+    field = fields[each.field]
+    has_several, kind = _kind_of(field)
+    return has_several, {
+        **named,
+        "doc": field.doc,
+        "kind": kind,
+        "field": field.name,
+        **_WORDS.get(field.name, {}),
+        **each.said,
+    }
 
 
 def _kind_of(field: Field) -> tuple[bool, str]:

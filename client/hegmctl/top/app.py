@@ -75,10 +75,9 @@ class Away(Message):
 class Noticed(Message):
     """A command came on, or ended."""
 
-    def __init__(self, text: str, *, is_end: bool = False) -> None:
+    def __init__(self, text: str) -> None:
         super().__init__()
         self.text = text
-        self.is_end = is_end
 
 
 class Answered(Message):
@@ -339,9 +338,7 @@ class TopApp(App[None]):
         )
 
     def _carry_out(self, action: str, job: str, to: str | None) -> Message:
-        return Noticed(
-            self._source.carry_out(action, job, to, lambda text: self.post_message(Noticed(text))), is_end=True
-        )
+        return Noticed(self._source.carry_out(action, job, to, lambda text: self.post_message(Noticed(text))))
 
     def _in_thread(self, work: Callable[[], Message]) -> None:
         """Run it in a thread; post what it returns, and note a refusal."""
@@ -350,7 +347,7 @@ class TopApp(App[None]):
             try:
                 message = work()
             except HegmError as error:
-                message = Noticed(f"{error.message}; {error.hint}", is_end=True)
+                message = Noticed(f"{error.message}; {error.hint}")
             self.post_message(message)
 
         threading.Thread(target=run, daemon=True, name="top: command").start()

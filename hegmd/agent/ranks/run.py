@@ -83,7 +83,6 @@ class Run:
         self._limit_s = settings.soft_limit_s or 0.0
         self._longest_s = 0.0
         self._since = now()
-        self._has_limit = True
         self._next_snapshot = 0.0
         #: The slot to write next: the one without the newest snapshot.
         self.next_slot = 0

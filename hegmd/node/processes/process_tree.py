@@ -86,7 +86,6 @@ class Mapping:
     pid: int
     path: str
     is_deleted: bool = False
-    is_executable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,14 +261,14 @@ def _descriptors(proc: Path, pid: int, tell: Tell) -> Iterator[Descriptor]:
 
 def _mappings(proc: Path, pid: int) -> Iterator[Mapping]:
     """Return each mapped file once; memory without a file is left out."""
-    executable: dict[str, bool] = {}
+    seen: set[str] = set()
     for line in _bytes(proc / str(pid) / "maps").splitlines():
         parts = line.split(None, 5)
         if len(parts) == 6 and parts[5].startswith((b"/", b"anon_inode:")):
             name = os.fsdecode(parts[5])
-            executable[name] = executable.get(name, False) or b"x" in parts[1]
-    for name, is_executable in executable.items():
-        yield Mapping(pid, name.removesuffix(_DELETED), name.endswith(_DELETED), is_executable)
+            if name not in seen:
+                seen.add(name)
+                yield Mapping(pid, name.removesuffix(_DELETED), name.endswith(_DELETED))
 
 
 def _bytes(path: Path) -> bytes:
