@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ _EXCHANGED: dict[type[ast.AST], str] = {
 
 #: Results that mean the same as None to most callers. `return False` is changed as a constant.
 _FALSE = {"None", "False"}
+#: A text with a space in it: what somebody reads.
+_PROSE = re.compile(r'"[^"\n]* [^"\n]*"')
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,10 @@ class Mutant:
 
     @property
     def change(self) -> tuple[str, str, str]:
-        """The file, the lines before and the lines after: what is left of it when other lines come and go."""
+        """The file, the lines before and the lines after: what is left of it when other lines and words change."""
         lines = self.diff().splitlines()[3:]
         old, new = ("\n".join(line[1:].strip() for line in lines if line[0] == sign) for sign in "-+")
-        return str(self.path), old, new
+        return str(self.path), _PROSE.sub('"..."', old), _PROSE.sub('"..."', new)
 
     def diff(self) -> str:
         lines = difflib.unified_diff(

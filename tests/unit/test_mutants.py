@@ -49,6 +49,13 @@ def test_each_kind_of_change_is_made_and_all_else_is_left() -> None:
     assert {mutant.what for mutant in mutants} == CHANGED.keys()
 
 
+def test_a_mutant_is_the_same_after_its_help_text_was_changed() -> None:
+    field = 'gid: int = field("{}", default=0)\n'
+    first, other = (mutants_of(Path("x.py"), field.format(text))[0].change for text in ("a group", "whose it is"))
+    assert first == other == ("x.py", 'gid: int = field("...", default=0)', 'gid: int = field("...", default=1)')
+    assert mutants_of(Path("x.py"), field.format("gid"))[0].change != first
+
+
 @pytest.mark.thorough
 def test_the_same_seed_makes_the_same_mutants_of_every_area() -> None:
     first, again, other = (sample(ROOT, ["pool", "server"], 8, seed) for seed in (1, 1, 2))
