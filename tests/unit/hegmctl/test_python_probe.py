@@ -16,7 +16,7 @@ import pytest
 
 from hegmctl.python_probe import NoPython, Probe, Said
 from tests.patience import HANG_S
-from tests.unit.hegmctl.offspring import children, reap
+from tests.unit.offspring import children, reap
 
 PATIENCE_S = HANG_S
 ENVIRON = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "/agent:/mine"}

@@ -28,8 +28,8 @@ from hegmd.protocol.messages import Noted, RecoveryWish, Supervise, SuperviseRep
 from tests.patience import HANG_S
 from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, failing, saying
-from tests.unit.hegmctl.offspring import children, reap
 from tests.unit.hegmctl.test_agentless import INJECT, TRAINS, probes, running
+from tests.unit.offspring import children, reap
 
 PATIENCE_S = HANG_S
 COMMAND = ("python3", "train.py")

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import anyio
 import anyio.lowlevel
-import psutil
 
 from hegmd.images.files.private_directory import Private
 from hegmd.images.files.user_processes import UserProcesses
+from tests.unit.offspring import children
 
 
-async def test_a_start_that_is_cancelled_leaves_no_process() -> None:
-    """It would stay until the daemon ends."""
+async def test_a_start_that_is_cancelled_leaves_no_process(process: subprocess.Popen[bytes]) -> None:
+    """It would stay until the daemon ends. Once the test waited for the end of a child that was not its own."""
+    others = children()
+    assert process.pid in others
     processes = UserProcesses(in_unit=False, program=("/bin/sh", "-c", "read -r words"))  # which says nothing
     async with anyio.create_task_group() as tasks:
         await tasks.start(processes.run)
         async with anyio.create_task_group() as starting:
             starting.start_soon(processes.start, None)
-            while not psutil.Process().children():
+            while not (children() - others):
                 await anyio.lowlevel.checkpoint()
             starting.cancel_scope.cancel()
-        while psutil.Process().children():
+        while children() - others:
             await anyio.lowlevel.checkpoint()
         tasks.cancel_scope.cancel()
 
