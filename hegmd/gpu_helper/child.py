@@ -119,7 +119,7 @@ def run(requests: Callable[[], tuple[Mapping[str, Handler], Callable[[], int], M
         status = 0
     except HegmError as error:
         channel.send({"err": told(error)})
-    except Exception:  # noqa: BLE001 - said where the daemon keeps it; the socket's end tells the rest
+    except Exception:  # noqa: BLE001 - written to the log of the daemon; the closed socket reports the end
         traceback.print_exc()
     finally:
         # Skip the interpreter's exit: threads may be blocked in the driver, and libcuda cleans up at exit.

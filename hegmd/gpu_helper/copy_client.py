@@ -58,7 +58,7 @@ class CopyClient:
         self._lane = lane
         self._helper = helper
         self._size_bytes = size_bytes
-        #: Direction and begin of the copy that goes on by itself.
+        #: Direction and start time of the copy that runs in the background.
         self._started: tuple[str, float] = "in", 0.0
         #: True if its GPUs access each other's memory directly. Otherwise copies between them go through the host.
         self.peer = peer
@@ -69,7 +69,7 @@ class CopyClient:
     async def open(
         cls, link: Link, lane: str, gpus: Sequence[str], host_fd: int | None = None, host_bytes: int = 0
     ) -> CopyClient:
-        """Create contexts on these GPUs, by UUID, and map that segment of the host pool, if there is one.
+        """Create contexts on these GPUs, by UUID, and map the given pool segment, if any.
 
         Closes an earlier session of that name first. Raises HelperLost, DriverFailed, Refused.
         """
@@ -96,8 +96,9 @@ class CopyClient:
         await self._call("detach-video", {"pieces": None}, _CLOSE_S)
 
     async def mark(self, owner: str | None, size_bytes: int = 0) -> None:
-        """Record in the pool segment that GPU memory of that owner has so many of its bytes; None removes the
-        record."""
+        """Record in the pool segment that GPU memory of that owner has that many of its bytes; None removes the
+        record.
+        """
         await self._call("mark", {"owner": owner, "size_bytes": size_bytes}, _CLOSE_S)
 
     async def copy_regions(self, direction: str, size_bytes: int) -> Copied:

@@ -1,11 +1,11 @@
-"""Keeps the GPU helper ready for the next copy, beside host memory that is ready (`pool.ready_helper`).
+"""Keeps the GPU helper ready for the next copy, in addition to ready host memory (`pool.ready_helper`).
 
-A helper that is started for a suspend takes 0.5 s and more until it can copy: its start, the driver's `cuInit`, a
-context on the GPU and pinned memory. `started` keeps a helper with `cuInit` behind it, which takes no GPU memory.
-`contexts` also keeps a context on each GPU with a job (about 0.5 GiB there), and has the pages of the pinned ring
-present. While a helper runs, the driver's device files are open: nobody can unload the driver or reset a GPU.
+A helper that is started for a suspend needs at least 0.5 s before it can copy: its start, the driver's `cuInit`, a
+context on the GPU and pinned memory. `started` keeps a helper that has called `cuInit`, which takes no GPU memory.
+`contexts` also keeps a context on each GPU with a job (about 0.5 GiB there) and the pages of the pinned ring. While a
+helper runs, the driver's device files are open, so the driver cannot be unloaded and no GPU can be reset.
 
-Uses a copy session of its own, which no operation has; a helper that is lost is started again at the next look.
+Uses its own copy session, which belongs to no operation. A lost helper is started again at the next check.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOOK_S = 2.0
 RETRY_S = 30.0
 #: Sessions of operations have the operation's number in their names.
 _LANE, _RING_LANE = "ready", "ready-ring"
-# A session makes a ring only beside a piece of host memory.
+# A session creates a ring only for a pool segment.
 _RING_PIECE_BYTES = 2 << 20
 
 

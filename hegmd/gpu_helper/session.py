@@ -1,11 +1,11 @@
 """One GPU helper as the daemon sees it: its process, its socket, and the calls in flight, from start to end.
 
-However it ends (deadline, signal, traceback, invalid message, idle), all calls in flight get the one reason. The
+However it ends (deadline, signal, traceback, invalid message, idle), all calls in flight fail with the same reason. The
 process is killed and reaped before the session is `over`. The link starts the next one.
 
-A helper with work reports every second. One that is silent is killed long before any deadline. A caller that knows that
-its call is stuck abandons it instead, and the helper lives on: the thread stays in the driver until the helper ends for
-lack of work.
+A helper with work reports every second. A silent one is killed long before any deadline. A caller that knows that its
+call is stuck abandons the call, and the helper lives on: the thread stays in the driver until the helper ends because
+it has no work.
 """
 
 from __future__ import annotations
@@ -207,7 +207,8 @@ class Session:
             missed = 0 if self._spoke.is_set() or not self._calls else missed + 1
         self.lose(f"has work, reported nothing for {_BEATS_MISSED * beat_s:g} s, and was stopped")
 
-    # -- what it says --------------------------------------------------------------------------------------------------
+    # -- messages from the helper
+    # ------------------------------------------------------------------------------------------
 
     def _take(self, message: Mapping[str, Any], stream: PeerStream) -> None:
         """Handle one message. Raises PeerError for an invalid one."""
@@ -264,7 +265,8 @@ class Session:
         fds = stream.claim(whole(message.get("fds", 0)))
         call.end(Answer(values, fds, self.number), None)
 
-    # -- what it is asked ----------------------------------------------------------------------------------------------
+    # -- calls to the helper
+    # -----------------------------------------------------------------------------------------------
 
     async def call(
         self,

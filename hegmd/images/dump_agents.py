@@ -25,7 +25,7 @@ from hegmd.workers.workers import AgentConnection, Workers
 # An agent hangs up as soon as it has said that it will, and looks about thirty times a second whether to come back.
 HANGS_UP_WITHIN_S = 10.0
 COMES_BACK_WITHIN_S = 30.0
-# After this time an agent reconnects by itself, whatever happened to its daemon.
+# After this time an agent reconnects by itself, whether or not its daemon runs.
 ASIDE_LIMIT_S = 4 * 3600.0
 
 
@@ -73,7 +73,7 @@ class DumpAgents:
         return [worker for worker in self._workers if worker.pid in pids and worker.pid not in members]
 
     async def call_back(self, op: Operation, wish: Wish) -> None:
-        """Have them back at their usual socket, as far as they are there. Raises nothing."""
+        """Let the existing agents reconnect at their usual socket. Raises nothing."""
         members = list(op.live)
         await self.leave_places(op, wish)
         with anyio.move_on_after(COMES_BACK_WITHIN_S):

@@ -227,7 +227,7 @@ def rights_of(wish: Wish) -> Rights:
 
 
 def used_bytes(member: Member, memory: Memory) -> int:
-    """Return how much of its segment belongs into an image: what was counted at the boundary, not what was reserved."""
+    """Return how much of its segment belongs into an image: the bytes counted at the boundary, not the reservation."""
     if not member.size_bytes:  # not measured
         return memory.size_bytes
     return min(memory.size_bytes, whole_size(member.size_bytes))

@@ -96,7 +96,7 @@ class JobDumper:
     `in_unit` runs CRIU as a unit of systemd, and `noted` is called with the size and duration of each image.
     """
 
-    def __init__(  # noqa: PLR0913 - what it puts together, each by its name
+    def __init__(  # noqa: PLR0913 - each part is named
         self,
         images: Callable[[], Images],
         places: Rendezvous,
@@ -168,7 +168,9 @@ class JobDumper:
     # -- the image -----------------------------------------------------------------------------------------------------
 
     async def dump(self, op: Operation, on_progress: Progress) -> None:
-        """Raises HegmError. After that or a cancellation there is no image, and the job is unchanged."""
+        """Write the image. Raises HegmError; after an error or a cancellation there is no image and the job is
+        unchanged.
+        """
         wish = _wish_of(op)
         self._gone_on.pop(op.id, None)
         lent: ImageWriter | None = None
@@ -240,7 +242,7 @@ class JobDumper:
             await self._images().sweep(wish.path, rights_of(wish))
 
     async def _go_on(self, op: Operation, wish: Wish) -> None:
-        """Resume the processes that were stopped, and call the agents back, as far as they exist. Raises nothing."""
+        """Resume the processes that were stopped, and call the agents back, if they exist. Raises nothing."""
         self._gone_on[op.id] = None
         for oldest in tuple(self._gone_on)[:-_MAX_REMEMBERED]:
             del self._gone_on[oldest]
@@ -248,7 +250,7 @@ class JobDumper:
             while True:
                 try:
                     return await self._let_go(op, wish)
-                except HegmError as error:  # lack of a descriptor or thread; the job stays stopped until there is one
+                except HegmError as error:  # no descriptor or thread is available; the job stays stopped until one is
                     logger.error("operation %s cannot end its job yet: %s; %s", op.id, error.message, error.hint)
                     await anyio.sleep(_LET_GO_AGAIN_S)
 
@@ -321,7 +323,7 @@ class JobDumper:
             await run_detached(lambda _: self._tell_controllers(op, wish), name="hegmd-lock")
         except HegmError as error:  # the image is whole, and so the job ends all the same
             logger.error("the lock file of operation %s was not written: %s; %s", op.id, error.message, error.hint)
-        await self._agents.leave_places(op, wish)  # they are stopped, and no longer look there
+        await self._agents.leave_places(op, wish)  # they are stopped, and no longer use the rendezvous
         dumped = await self._dumped(op, wish)
         await run_detached(lambda _: end_tree(wish, member, dumped), name="hegmd-end")
         await self._dumping.none_stands(op)

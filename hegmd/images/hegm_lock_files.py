@@ -67,7 +67,7 @@ class LockFiles:
                         os.unlink(LOCK, dir_fd=fd)
                         gone.append(self._folder / name / LOCK)
                     if is_told or halves:
-                        with suppress(OSError):  # there is more in it, which is not ours
+                        with suppress(OSError):  # the directory has files that are not ours
                             os.rmdir(name, dir_fd=folder_fd)
         return gone
 

@@ -33,7 +33,7 @@ def byte_name(member: Member) -> str:
     return f"{member.pid}.0"
 
 
-def composed(  # noqa: PLR0913 - what it is composed of, each by its name
+def composed(  # noqa: PLR0913 - each source is named
     op: Operation,
     gpus: Iterable[Gpu],
     tree: Tree,

@@ -39,7 +39,9 @@ class Rendezvous:
         self.folder = socket_path.parent / FOLDER_NAME
 
     def open(self) -> None:
-        """Let everybody go who waits for an earlier daemon. Raises nothing: without places no image can be made."""
+        """Release the agents that wait for an earlier daemon. Raises nothing: without a rendezvous no image can be
+        written.
+        """
         with suppress(OSError):
             for name in os.listdir(self.folder):
                 if _TOKEN.match(name):

@@ -68,7 +68,7 @@ class RestoreCheck:
         self._pool = pool
         self._criu = criu
         self._in_unit = in_unit
-        # The sandbox of a service has no /home, and a /tmp of its own; the job will have the node's.
+        # The sandbox of a service has no /home and its own /tmp; the job will have the node's.
         self._root = Path("/proc/1/root") if in_unit else Path("/")
         self._simulated = simulated
         self._by_owner = by_owner

@@ -57,7 +57,7 @@ class JobRestorer:
     `in_unit` gives each job a unit of systemd.
     """
 
-    def __init__(  # noqa: PLR0913 - what it puts together, each by its name
+    def __init__(  # noqa: PLR0913 - each part is named
         self,
         images: Callable[[], Images],
         places: Rendezvous,
@@ -211,7 +211,7 @@ class JobRestorer:
         criu = await self._criu()
         manifest = image.manifest
         dir_fd, guise = await self._examined(image, rights)
-        logs = self._images().own_folder()  # gone afterwards: what matters of the log is in the error
+        logs = self._images().own_folder()  # deleted afterwards: the error has the important lines of the log
         try:
             return await run.restore(
                 criu,

@@ -80,8 +80,8 @@ class RestoreRecords:
             logger.warning("the record of a restore cannot be removed: %s; check the disk of %s", error, self._folder)
 
     async def end_left(self, op_id: str) -> None:
-        """End what is left of a restore whose parent program was killed. Raises nothing: processes that stay keep the
-        job's pids, and the next restore names them.
+        """End what remains of a restore whose parent program was killed. Raises nothing: processes that survive keep
+        the job's pids, and the next restore names them.
         """
         for _ in range(_MAX_ROUNDS):  # a process may have forked just before it was killed
             try:

@@ -66,7 +66,8 @@ class ManagerStore:
         self._settle("let go of", ", ".join(names))
 
     def _settle(self, what: str, names: str) -> None:
-        # Its datagrams are worked off in their order and in its own time; what is dropped may be video memory.
+        # The manager handles the datagrams in order, when it has time. A descriptor that is not dropped may keep GPU
+        # memory occupied.
         if not self._manager.barrier(BARRIER_S):
             logger.warning("the service manager has not %s %s within %g s", what, names, BARRIER_S)
 

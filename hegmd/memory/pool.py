@@ -38,7 +38,7 @@ __all__ = ["Key", "MemoryKeeping", "Memory", "Piece", "Pool", "Source", "read_av
 
 logger = logging.getLogger(__name__)
 
-# Without a budget in the configuration the pool may take this share of the memory that is available when it is asked.
+# Without a configured budget, the pool may use this share of the memory that is available at the time.
 SHARE_OF_AVAILABLE = 0.5
 
 
@@ -191,7 +191,7 @@ class Pool:
         return memory
 
     def close(self) -> None:
-        """Let go of every descriptor; what has a name or a store stays, for the next run of the daemon."""
+        """Close every descriptor. Memory with a name or in a store remains for the next daemon."""
         for piece in (*self._held.values(), *self._unclaimed.values()):
             if piece.memory is not None:
                 piece.memory.close()
@@ -232,7 +232,7 @@ class Pool:
                 await self._write(folder, piece, piece.memory, progress)
 
     async def let_go(self, key: Key) -> None:
-        """Give the memory of a piece that is on disk back to the node. Fine when it is. Raises HegmError."""
+        """Free the memory of a segment that is on disk. Does nothing if it is already freed. Raises HegmError."""
         piece = self._held.get(key)
         if piece is None:
             return
@@ -295,7 +295,7 @@ class Pool:
     # -- what was found ------------------------------------------------------------------------------------------------
 
     def enter(self, found: Iterable[Piece], owned: Callable[[Key], bool]) -> None:
-        """Take back what an earlier run of the daemon left. What no operation owns is kept apart."""
+        """Add the segments that an earlier daemon left. Those that no operation owns are kept apart."""
         for piece in sorted(found, key=lambda one: -one.size_bytes):
             key = piece.name.key
             if self.ready.enter(piece):
@@ -324,7 +324,7 @@ class Pool:
         return await anyio.to_thread.run_sync(spill.beginning, name, size_bytes)
 
     async def claim(self, name: str, key: Key) -> None:
-        """Make an owner of a piece that had none. Raises HegmError; it has none then."""
+        """Give an ownerless segment an owner. Raises HegmError; then the segment stays without an owner."""
         piece = self._orphan(name)
         new = piece.name.claimed_by(key)
         async with piece.lock:
@@ -433,7 +433,9 @@ class Pool:
         logger.info("%s is on disk", name, extra=fields(size_bytes=piece.size_bytes))
 
     async def _compare(self, piece: Piece, memory: Memory) -> None:
-        """Raise HegmError unless its bytes are what they were when they came to rest; once for each rest."""
+        """Raise HegmError unless the bytes equal those that were summed when the job was suspended. Compares once for
+        each suspension.
+        """
         known, worker = piece.sums, piece.name.key.worker
         if known is None or self.keep.sums is None or piece.compared:
             return
@@ -468,7 +470,7 @@ class Pool:
         if memory.place is None:
             await self._drop(name)
         try:
-            # In a thread: to free 32 GiB takes seconds.
+            # Runs in a thread: freeing 32 GiB takes seconds.
             await anyio.to_thread.run_sync(memory.remove, name)
         except OSError as error:
             raise HegmError(

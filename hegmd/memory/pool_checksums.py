@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 MAGIC = b"HEGMSUM1"
 _SUM = struct.Struct("<I")
-# Nobody waits for the sums, and others have a use for the processors; for a comparison a job waits that is to go on.
+# No caller waits for the sums, so other work keeps its processors. A resuming job does wait for the comparison.
 SUMMING_THREADS = 4
 COMPARING_THREADS = 16
 

@@ -37,7 +37,7 @@ class Distrusted:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """All that was found."""
+    """Everything that was found."""
 
     pieces: tuple[Piece, ...]
     distrusted: tuple[Distrusted, ...]

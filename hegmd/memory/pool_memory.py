@@ -1,17 +1,17 @@
-"""One piece of memory of the pool: where it is made, and that its pages are really there.
+"""One segment of pool memory: where it is allocated, and how its pages are made present.
 
-Owns the order in which memory is looked for: a file in 2 MiB pages, a file in ordinary ones, and where no place takes
-it, memory without a name, which a store has to hold. Everything here blocks and is called in a thread.
+Tries, in this order: a file in 2 MiB pages, a file in ordinary pages, and memory without a name, which a store must
+hold. Everything here blocks and is called in a thread.
 
-The size of nameless memory is sealed. A file in memory cannot be sealed (the kernel allows it for memfds alone), and
-the job that is given its descriptor could cut it: so the daemon maps a piece only before anybody else has a descriptor
-of it, and afterwards only reads it, which ends early where a mapping would be killed.
+The size of nameless memory is sealed. A file in memory cannot be sealed (the kernel seals memfds only), and the job
+that gets its descriptor could truncate it. So the daemon maps a segment only before another process has its descriptor.
+Afterwards it only reads: a read of a truncated file ends early, while access through a mapping would kill the daemon.
 
-`populate` first reserves pages, which fails with an errno where touching them would kill, and then touches them: so
-the kernel zeroes them now and not during a job's downtime. Files in memory get small pages unless the node's setting
-says otherwise, which it mostly does not. MADV_COLLAPSE (Linux 6.1) makes huge pages of them. Measured with 4 GiB on two
-virtual cores (docs/benchmarks.md): huge pages are ready in 0.26 to 0.45 s instead of 2.7 to 4.2 s, the job maps them at
-once, and copies to them are three times as fast.
+`populate` first reserves the pages, because a failed reservation returns an errno while touching missing pages kills
+the process. Then it touches them, so that the kernel zeroes them now and not during a job's downtime. Files in memory
+get small pages unless the node's setting enables huge ones, which is rare. MADV_COLLAPSE (Linux 6.1) turns them into
+huge pages. Measured with 4 GiB on two virtual cores (docs/benchmarks.md): huge pages are ready in 0.26 to 0.45 s
+instead of 2.7 to 4.2 s, the job maps them at once, and copies to them are three times as fast.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ def read_huge_free_bytes(free: Path = _HUGE_PAGES_FREE) -> int:
 
 
 class Memory:
-    """One piece of memory. Owns its descriptor and, where it has a place, its file; closing twice is fine."""
+    """One segment of memory. Owns its descriptor and, if it has a name, its file. Closing twice is allowed."""
 
     def __init__(self, fd: int, size_bytes: int, *, huge: bool, place: Place | None = None) -> None:
         self.fd = fd
         self.size_bytes = size_bytes
         self.huge = huge
-        #: Where it is a file; None for memory that lives by its descriptors alone.
+        #: The directory of the file; None for memory that exists only through its descriptors.
         self.place = place
 
     def close(self) -> None:
@@ -102,15 +102,18 @@ class Memory:
             os.pwrite(self.fd, bytes(size_bytes), at)
 
     def remove(self, name: str) -> None:
-        """Let go of all of it: the memory is the node's again as soon as nobody else has a descriptor."""
+        """Close the descriptor and remove the file. The kernel frees the memory when no other process has a
+        descriptor.
+        """
         if self.place is not None:
             self.place.remove(name)
         self.close()
 
     def resize(self, size_bytes: int, *, max_threads: int = MAX_THREADS) -> None:
-        """Have so many bytes, in whole huge pages, with pages present. Only before a job has a descriptor of it.
+        """Resize to that many bytes, in whole huge pages, with pages present. Call it only before a job has a
+        descriptor.
 
-        Raises OSError; then it has what it had.
+        Raises OSError; then the size is unchanged.
         """
         had_bytes = self.size_bytes
         os.ftruncate(self.fd, size_bytes)
@@ -122,9 +125,9 @@ class Memory:
         self.size_bytes = size_bytes
 
     def hand_over(self, name: str, to: PieceName, whole_bytes: int, fill: Fill | None) -> None:
-        """Make a piece of that name and size of memory that has been ready as `name`.
+        """Turn memory that was ready as `name` into a segment of that name and size.
 
-        Raises OSError; then nothing is left of it.
+        Raises OSError; then the memory is freed.
         """
         place, new = self.place, str(to)
         try:
@@ -154,11 +157,12 @@ def make_memory(
     fill: Fill | None = None,
     sealed: bool = True,
 ) -> Memory:
-    """Memory of that size with its pages present, zeroed or filled, under that name where a place takes it.
+    """Return memory of that size with its pages present, zeroed or filled. It has the given name if one of the places
+    accepts it.
 
-    `sealed` False leaves memory without a name so that it can be resized.
+    With `sealed` False, memory without a name can be resized later.
 
-    Raises Refused with numbers when it cannot be had; then nothing is left of it.
+    Raises Refused with numbers if the memory is not available; then nothing remains allocated.
     """
     error = OSError("there is nowhere to take it from")
     for attempt in _attempts(places, huge=huge, sealed=sealed):
@@ -177,7 +181,7 @@ def make_memory(
 def _attempts(
     places: Sequence[Place], *, huge: bool, sealed: bool
 ) -> Iterator[Callable[[str, int, Fill | None], Memory]]:
-    # Pages by file first, the large ones before: what has a name outlives everybody.
+    # Files in huge pages first, then other files: memory with a name outlives every process.
     for place in sorted(places, key=lambda one: not one.huge):
         if huge or not place.huge:
             yield _FileMaker(place)
@@ -261,7 +265,7 @@ class _Population:
             _libc.madvise(address, size_bytes, _MADV_POPULATE_WRITE)  # an older kernel just leaves it
 
     def _collapse(self, address: int, start: int, size_bytes: int) -> None:
-        """Turn this slice into huge pages, as far as there are any."""
+        """Turn this slice into huge pages, as far as the node has any."""
         whole_bytes = size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         for place in range(start, start + whole_bytes, HUGE_PAGE_BYTES):
             os.pwrite(self._fd, b"\0", place)  # of nothing at all the kernel makes no huge page

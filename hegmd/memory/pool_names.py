@@ -26,7 +26,9 @@ _MAX_BEFORE = 8
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The owner of a segment: one worker in one operation. Operations have no dash in their names, workers may."""
+    """The owner of a segment: one worker in one operation. Names of operations contain no dash; names of workers
+    may.
+    """
 
     operation: str
     worker: str
@@ -48,7 +50,7 @@ class PieceName:
     usable_bytes: int
     nonce: str = ""
     source: Source | None = None
-    #: The operations that had it before, the last one first: its contents may name them.
+    #: The operations that owned the segment before, the latest first. The segment's contents may name them.
     before: tuple[str, ...] = ()
 
     def claimed_by(self, key: Key) -> PieceName:

@@ -1,4 +1,4 @@
-"""One piece of the pool, and the means by which it outlives the daemon: values for the pool, which owns the rules."""
+"""One segment of the pool, and the means by which it outlives the daemon. Values only; the pool owns the rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from hegmd.memory.spill_file import SpillFolder
 
 @dataclass(frozen=True, slots=True)
 class MemoryKeeping:
-    """Where pieces can be: places with names, a store for what has none, a directory on disk. And where sums are."""
+    """Where segments can be: named memory, a store for nameless memory, a directory on disk. Also where checksums
+    are.
+    """
 
     places: Sequence[Place] = ()
     store: Store | None = None
@@ -26,7 +28,7 @@ class MemoryKeeping:
 
 
 class Piece:
-    """One owner's bytes: in memory, on disk, or for a while in both. Only the pool changes it."""
+    """One owner's bytes: in memory, on disk, or temporarily in both. Only the pool changes it."""
 
     def __init__(
         self, name: PieceName, size_bytes: int, memory: Memory | None = None, *, spilled: bool = False
@@ -35,23 +37,26 @@ class Piece:
         self.size_bytes = size_bytes
         self.memory = memory
         self.spilled = spilled
-        #: Whether one was ever begun: a copy that was dropped may be whole, and its file be there, all the same.
+        #: True if a copy to disk was ever started. An abandoned copy may still be complete, with its file on disk.
         self.may_have_file = spilled
         self.lock = anyio.Lock()
-        #: What reads it while it rests, and ends as soon as it is wanted: a copy to disk, or the taking of its sums.
+        #: The task that reads the memory while the job is suspended: a copy to disk or the checksums. It is cancelled
+        #: when the job resumes.
         self.spilling: anyio.CancelScope | None = None
-        #: The sums of its chunks in memory, if they were taken since it was written, and whether it was compared with
-        #: them since it came to rest.
+        #: The checksums of the chunks in memory, if they were computed since the last write, and whether they were
+        #: compared since the job was suspended.
         self.sums: tuple[int, ...] | None = None
         self.compared = False
 
     @property
     def mark(self) -> str:
-        """What is its own, whoever owns it or did before; empty for one of an earlier release, which has no nonce."""
+        """Return the nonce, which stays the same when the owner changes. Empty for a segment of an earlier release,
+        which has none.
+        """
         name = self.name
         return f"{name.usable_bytes}.{name.nonce}" if name.nonce else ""
 
     @property
     def usable_bytes(self) -> int:
-        """How many bytes of storages it was made for; the rest is for the agent's table."""
+        """How many bytes of storages fit. The rest is for the agent's table."""
         return self.name.usable_bytes

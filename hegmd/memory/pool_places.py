@@ -1,12 +1,13 @@
-"""Places where memory has a name: a directory of the daemon's own on hugetlbfs, or on the tmpfs of /dev/shm.
+"""Directories where pool memory has a name: on hugetlbfs, or on the tmpfs of /dev/shm.
 
-A file there outlives every process and goes with the node's memory at the next boot, which is when the processes whose
-bytes it has are gone as well. The directory is private, is called after the state directory's own identity, so that two
-daemons on one node never meet in one, and exists only while a daemon keeps it or there is something in it. Anybody may
-make one of that name while it does not: then another is made, with an ending that nobody could foresee. Whatever is
-found there again is looked at before it is believed: a file of our own, one name, nobody else's to read, not cut short.
+A file there outlives every process. It disappears with the node's memory at the next boot, when the processes of its
+bytes have ended as well. The directory is private and named after the identity of the state directory, so that two
+daemons on one node never share one. It exists only while a daemon uses it or it contains files. While it does not
+exist, any user may create one of that name: then the daemon creates another with an unpredictable suffix. A file that
+is found there is checked before it is used: it must be a file of this user, with one name, unreadable for other users,
+and of its full size.
 
-All operations go by the descriptor of the directory, so nothing that is renamed on the way there leads elsewhere.
+All operations use the descriptor of the directory, so a renamed parent directory cannot redirect them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hegmd.memory.sizes import HUGE_PAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - what is made in it is private, and checked to be
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - our directory in it is private, and that is checked
 # A file that is being created. Only the daemon that creates it has had a descriptor of it.
 UNFINISHED = ".new"
 
@@ -36,7 +37,7 @@ _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A file that is there from before: open for reading and writing, or the reason why it is not to be trusted."""
+    """A file from an earlier daemon: open for reading and writing, or the reason why it is not trusted."""
 
     name: str
     size_bytes: int
@@ -45,7 +46,7 @@ class FoundFile:
 
 
 class Place:
-    """One directory in memory. Its methods block. OSError means that nothing can be had from here now."""
+    """One directory in memory. Its methods block. OSError means that it cannot provide memory now."""
 
     def __init__(self, folder: Path, *, huge: bool) -> None:
         self.folder = folder
@@ -123,7 +124,7 @@ class Place:
         self._forget_if_empty()
 
     def _forget_if_empty(self) -> None:
-        with self._coming_or_going, contextlib.suppress(OSError):  # there is more in it
+        with self._coming_or_going, contextlib.suppress(OSError):  # it still contains files
             if not self._is_kept:
                 self.folder.rmdir()
 

@@ -38,7 +38,8 @@ OPERATION = "ready"
 STEP_BYTES = 256 * MIB
 STEP_THREADS = 2
 MAX_SEGMENTS = 16
-# A segment that is larger than so many times a piece is kept for a larger one: what is cut off is no longer ready.
+# A segment that is more than this many times larger than the request is kept for a larger one, because the part that is
+# cut off is no longer ready.
 MAX_TIMES_LARGER = 2
 # Below this share of the node's memory, segments are given back until twice as much is available again.
 LOW_SHARE = 0.05
@@ -111,7 +112,7 @@ class Segment:
 
 
 class ReadyMemory:
-    """The segments, and how large they are to be. Every call that awaits is made under the pool's lock."""
+    """The segments and their planned sizes. Every awaiting call is made under the pool's lock."""
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class ReadyMemory:
     ) -> None:
         self.wanted_bytes = wanted_bytes
         self._step_bytes = step_bytes
-        #: Bytes of the storages of each job that may be suspended; set by whoever knows the jobs.
+        #: Bytes of the storages of each job that may be suspended; set by the owner of the jobs.
         self.job_bytes: Callable[[], Iterable[int]] = tuple
         #: True after the node had no memory for the last step.
         self.is_short = False
@@ -134,7 +135,7 @@ class ReadyMemory:
 
     @property
     def size_bytes(self) -> int:
-        """How much is ready."""
+        """How many bytes are ready."""
         return sum(segment.size_bytes for segment in self.segments)
 
     def enter(self, piece: Piece) -> bool:
@@ -152,7 +153,7 @@ class ReadyMemory:
         return True
 
     def close(self) -> None:
-        """Close every descriptor; what has a name or a store stays, for the next daemon."""
+        """Close every descriptor. Memory with a name or in a store remains for the next daemon."""
         for segment in self.segments:
             segment.memory.close()
         self.segments.clear()
@@ -160,7 +161,7 @@ class ReadyMemory:
     # -- handing out ---------------------------------------------------------------------------------------------------
 
     async def take(self, name: PieceName, whole_bytes: int, fill: Fill | None, keep: MemoryKeeping) -> Memory | None:
-        """Make a piece of the segment that fits best; None if none does or the node lacks the rest.
+        """Make a segment from the ready memory that fits best. None if none fits or the node lacks the rest.
 
         Runs to its end if cancelled. The caller owns the memory.
         """
@@ -183,7 +184,9 @@ class ReadyMemory:
         return segment.memory
 
     def _best(self, whole_bytes: int) -> Segment | None:
-        """The smallest that is large enough, else the largest; none that loses more pages than the piece has."""
+        """The smallest that is large enough, else the largest; none that would lose more pages than the request
+        needs.
+        """
         if whole_bytes < self._step_bytes:  # pages for it are quickly made
             return None
         fitting = [one for one in self.segments if one.size_bytes <= MAX_TIMES_LARGER * whole_bytes]
@@ -191,7 +194,7 @@ class ReadyMemory:
         return next((one for one in ordered if one.size_bytes >= whole_bytes), ordered[-1] if ordered else None)
 
     async def _leave_store(self, segment: Segment, keep: MemoryKeeping) -> bool:
-        """Have the store hold a segment no longer; False if it still may."""
+        """Remove a segment from the store; False if the store may still hold it."""
         if segment.memory.place is not None or keep.store is None:
             return True
         try:
@@ -204,7 +207,7 @@ class ReadyMemory:
     # -- its size ------------------------------------------------------------------------------------------------------
 
     async def give_back(self, size_bytes: int, keep: MemoryKeeping) -> None:
-        """Give at least so many bytes back to the node, as far as there are any. Raises nothing."""
+        """Free at least that many bytes, as far as ready memory exists. Raises nothing."""
         goal_bytes = max(0, self.size_bytes - size_bytes)
         with anyio.CancelScope(shield=True):
             for segment in sorted(self.segments, key=lambda one: (one.memory.huge, one.size_bytes)):
@@ -214,9 +217,9 @@ class ReadyMemory:
                 await self._shrink(segment, max(0, segment.size_bytes - excess_bytes), keep)
 
     async def adjust(self, limit_bytes: int, keep: MemoryKeeping, *, may_grow: bool) -> bool:
-        """Make one step towards the layout, within `limit_bytes`; True if there are more. Raises nothing.
+        """Make one step towards the layout, within `limit_bytes`; True if more steps are needed. Raises nothing.
 
-        `limit_bytes` is what the budget leaves.
+        `limit_bytes` is the unused part of the budget.
         """
         while self._found:
             segment = self._found.pop()
@@ -240,7 +243,7 @@ class ReadyMemory:
         return await self._grow_one(sizes, keep)
 
     async def _shrink_one(self, sizes: Sequence[int], keep: MemoryKeeping) -> bool:
-        """Give back what a segment has beyond the layout, if that is a step at least."""
+        """Free what a segment has beyond the layout, if that is at least one step."""
         ordered = sorted(self.segments, key=lambda one: one.size_bytes, reverse=True)
         for number, segment in enumerate(ordered):
             size_bytes = sizes[number] if number < len(sizes) else 0

@@ -1,7 +1,7 @@
-"""Sizes and margins: of the host pool for storages, and of a GPU besides what a process has there.
+"""Sizes and margins of pool segments, and of GPU memory beyond what a process already uses.
 
-The plan, which decides whether a job fits and estimates the downtime, and the code that reserves memory have to agree
-on these figures. Pure.
+The plan, which decides whether a job fits and estimates the downtime, and the code that reserves memory must agree on
+these figures. Pure.
 """
 
 from __future__ import annotations
@@ -11,31 +11,33 @@ HUGE_PAGE_BYTES = 2 * MIB
 # The agent writes a table of its storages before the bytes, and aligns each to a page.
 TABLE_BYTES = 4 * MIB
 TABLE_SHARE = 32
-# Pages for a smaller piece are quickly made: no margin is taken for it.
+# Smaller segments get no margin: their pages can be allocated quickly while the job is parked.
 MARGIN_FROM_BYTES, MARGIN_SHARE = 256 * MIB, 64
-# What a process needs on its GPU during a restore, beyond the figure of NVML.
+# The GPU memory that a process needs during a restore, beyond the figure of NVML.
 RESTORE_MARGIN_BYTES = 256 * MIB
-# What a process may need on its GPU beyond the memory of its own that its video memory was put into: what the driver
-# makes anew for it, such as contexts and the stacks of kernels. Not measured, so it is plenty.
+# GPU memory that a process may need beyond its own video memory: contexts, kernel stacks and other allocations that the
+# driver repeats. Not measured, so the figure is generous.
 UNSEEN_BYTES = 2048 * MIB
-# What PyTorch's allocator asks the driver for at once, for storages that are neither small nor large.
+# The size of the blocks that PyTorch's allocator requests from the driver for storages that are neither small nor
+# large.
 SEGMENT_BYTES = 20 * MIB
-# As much as a whole GPU has can never be held to the last bit; in what is left here nobody else has room to compute.
+# The last part of a GPU's memory can never be reserved completely. No other process can compute in what remains here.
 LAST_BYTES = 64 * MIB
-# Where storages and their copies have not room on one GPU together, so much at least is made at a time.
+# If storages and their copies do not fit on one GPU together, at least this much is allocated in each round.
 ROUND_BYTES = 1 << 30
-# In what pieces video memory is held. As many come with one message of the helper's, and stay well below what the
-# service manager stores for us.
+# The size of one allocation of GPU memory. One message of the helper can carry that many descriptors, and the service
+# manager can store them.
 PIECE_BYTES = 1 << 30
 MAX_PIECES = 128
-# What the driver carries of a process whose agent carries the rest, room for the way back included: contexts, modules
-# and cuBLAS. It is in the driver's fixed times.
+# The memory that the driver moves for a process whose agent moves the rest, including the reserve for a rollback:
+# contexts, modules and cuBLAS. The driver's fixed times include it.
 NEXT_TO_NOTHING_BYTES = 768 * MIB
-# Where somebody cannot be held still while room changes hands, so much has to be free besides: what one process takes
-# at once (a context has 0.5 GiB, and allocators of frameworks grow by less than the rest) then does no harm.
+# The memory that must be free in addition while a reservation passes to a job, if another process on the GPU cannot be
+# paused. One allocation of that process then does no harm: a context takes 0.5 GiB, and framework allocators grow by
+# less than the rest.
 CALM_BYTES = 2048 * MIB
 # How much further than their sizes storages can reach in the flat space: each begins at a multiple of 512 bytes, and a
-# copy has 65,536 of them at the most.
+# copy has at most 65,536 of them.
 FLAT_BYTES = 32 * MIB
 # What a context of the helper takes on each GPU where it copies.
 CONTEXT_BYTES = 512 * MIB
@@ -48,9 +50,10 @@ def whole_size(size_bytes: int) -> int:
 
 
 def with_margin(size_bytes: int) -> int:
-    """Return how much to take for a job that trains on: it has grown a little when it is parked.
+    """Return how much to take for a job that is still training: it may have grown a little when it is parked.
 
-    A piece that is too small by one byte is made again while the job is parked, which takes seconds for a large job.
+    A segment that is too small by one byte is allocated again while the job is parked, which takes seconds for a large
+    job.
     """
     return size_bytes + (size_bytes // MARGIN_SHARE if size_bytes >= MARGIN_FROM_BYTES else 0)
 
@@ -77,8 +80,8 @@ def piece_bytes(size_bytes: int) -> int:
 def round_bytes(storage_reservation_bytes: int, size_bytes: int) -> int:
     """Return how much of `size_bytes` is allocated in one round: as much as is free at first.
 
-    That much is free again after each round, except for a piece with bytes of the next one. The allocator's rounding
-    has memory of its own.
+    That much is free again after each round, except for a block that already has bytes of the next round. The
+    allocator's rounding has its own reserve.
     """
     return max(ROUND_BYTES, storage_reservation_bytes - piece_bytes(size_bytes))
 
@@ -89,17 +92,17 @@ def rounds_of(size_bytes: int, overlap_bytes: int) -> int:
 
 
 def staging_out_needed_bytes(size_bytes: int, *, at_rest: bool) -> int:
-    """Return what has to be free on a GPU for staging memory on the way to the pool.
+    """Return how much must be free on a GPU for staging memory on the way to the pool.
 
-    While the job still trains, the same amount again is left to it, and it is needed only briefly.
+    While the job still trains, the same amount must remain free for it.
     """
     own_bytes = size_bytes + FLAT_BYTES
     return own_bytes + CALM_BYTES + (0 if at_rest else size_bytes)
 
 
 def staging_in_needed_bytes(size_bytes: int) -> int:
-    """Return what has to be free on a GPU, besides the reservations for a process, for a copy that precedes it.
+    """Return how much must be free on a GPU, beyond the reservations for a process, for a copy that precedes it.
 
-    A restore needs some free memory itself, which this must not take.
+    A restore needs some free memory of its own.
     """
     return size_bytes + FLAT_BYTES + 2 * CALM_BYTES

@@ -45,7 +45,7 @@ from hegmd.system.direct_io import (
 MAGIC = b"HEGMSPIL"
 VERSION = 1
 ENDING, UNFINISHED = ".spill", ".spill.new"
-# Whoever can write to the directory may have put anything there: nothing of that is waited for.
+# Other programs may have put any file into the directory: opening one must not block.
 _TO_READ = os.O_RDONLY | os.O_NONBLOCK
 
 _HEAD = struct.Struct("<8sIIQQ")  # magic, version, length of the name, bytes, chunk
@@ -104,7 +104,7 @@ class SpillFolder:
                         _write_ends(file, _mark_of(name), size_bytes, sums)
                         os.fsync(file)
                         _compare(file, size_bytes, sums, unwanted)
-                    if unwanted():  # whoever waited may be gone for long, and have written other bytes to that memory
+                    if unwanted():  # the waiting caller may have ended long ago, and that memory may have other bytes
                         raise Unwanted
                     os.rename(fresh, name + ENDING, src_dir_fd=folder, dst_dir_fd=folder)
                     os.fsync(folder)
@@ -167,7 +167,7 @@ class SpillFolder:
                             os.unlink(entry, dir_fd=folder)
                     elif entry.endswith(ENDING):
                         found.append(_look_at(folder, entry))
-        except OSError:  # there is no such directory, or none that can be looked into: so there is nothing to be had
+        except OSError:  # the directory does not exist or cannot be read, so it has nothing to offer
             return []
         return found
 

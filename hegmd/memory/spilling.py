@@ -25,7 +25,7 @@ from hegmd.telemetry.step_timings import COPIES, note_step
 
 logger = logging.getLogger(__name__)
 
-# How long a copy that nobody wants any more may take to end by itself; it looks between two chunks.
+# How long a cancelled copy may take to end. It checks between two chunks.
 LINGER_S = 10.0
 TELL_S = 0.2
 
@@ -56,9 +56,10 @@ async def write_out(
 
 
 async def with_memory(fd: int, work: Callable[[int, Callable[[], bool]], T], *, name: str, unwanted: str) -> T | None:
-    """Return the result of `work`, off the loop, with a descriptor of its own and a check whether it is still wanted.
+    """Return the result of `work`, off the loop, with a descriptor of its own and a check whether the result is still
+    needed.
 
-    None if it ended because it was not. Raises HegmError.
+    None if the work was cancelled. Raises HegmError.
     """
     try:
         own = os.fdopen(os.dup(fd), "rb", buffering=0)  # the thread closes it, however late it ends

@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 MIB = 1 << 20
 GIB = 1 << 30
 STORE_PREFIX = "hegm-vram"
-# What NVIDIA's driver gives out at the least; the helper asks it and rounds up where it is more.
+# The smallest allocation of NVIDIA's driver. The helper asks the driver, and rounds up if it is larger.
 UNIT_BYTES = 2 * MIB
 
-# Starting a helper is not in these: a call's deadline begins when there is one.
+# Time to start a helper is not included: the deadline of a call begins when a helper runs.
 _HOLD_S = 10.0
 _HOLD_BYTES_PER_S = 4 * GIB
 
@@ -65,7 +65,7 @@ class Piece:
 
 
 class _Holding:
-    """What one owner has on one GPU."""
+    """The memory of one owner on one GPU."""
 
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
@@ -84,7 +84,9 @@ Key = tuple[str, str]
 
 
 def piece_sizes(size_bytes: int) -> list[int]:
-    """In which pieces so much is taken: gigabytes, larger ones where these would be too many, and a smaller last."""
+    """Return the sizes of the allocations for that much memory: gigabytes, larger ones if they would be too many, and a
+    smaller last one.
+    """
     each_bytes = piece_bytes(size_bytes)
     sizes = [each_bytes] * (size_bytes // each_bytes)
     if tail_bytes := size_bytes % each_bytes:
@@ -97,8 +99,8 @@ class VideoMemory:
 
     def __init__(self, helper: Helper, store: Store | None = None) -> None:
         self.store = store
-        #: Asked to have given back what can be done without on that GPU, before somebody is refused; tells whether
-        #: anything was, and raises nothing.
+        #: Called before a reservation is refused: frees memory on that GPU that can be spared, and returns whether it
+        #: freed any. Raises nothing.
         self.free_memory: Callable[[str], Awaitable[bool]] | None = None
         self._helper = helper
         self._held: dict[Key, _Holding] = {}
@@ -115,7 +117,7 @@ class VideoMemory:
         return {key: holding.size_bytes for key, holding in self._held.items()}
 
     def pieces(self, who: str, gpu: str) -> tuple[Piece, ...]:
-        """Return what the owner has there, in order. Raises HegmError if some of it was lost with an earlier daemon."""
+        """Return the owner's allocations there, in order. Raises HegmError if an earlier daemon lost some of them."""
         holding = self._held.get((who, gpu))
         pieces = () if holding is None else tuple(holding.pieces)
         for one, other in pairwise(pieces):
@@ -130,7 +132,7 @@ class VideoMemory:
     # -- taking and giving ---------------------------------------------------------------------------------------------
 
     async def reserve(self, who: str, gpu: str, size_bytes: int, *, spare: bool = False) -> None:
-        """Reserve at least so much there for that owner in total; what is missing is added.
+        """Reserve at least that much there for that owner in total; only the missing part is added.
 
         For `spare` memory, nothing is released elsewhere first. Raises Refused if the GPU lacks memory, and the
         helper's errors; then nothing changes. If cancelled, what was created is released.
@@ -166,14 +168,15 @@ class VideoMemory:
     async def _made(self, args: Mapping[str, object], deadline_s: float) -> Answer:
         try:
             return await self._helper.call("hold", args, deadline_s=deadline_s)
-        except HelperLost as error:  # what it may have made went with it
+        except HelperLost as error:  # memory that the helper may have created was freed with it
             logger.warning("video memory is asked for once more: %s", error.message)
             return await self._helper.call("hold", args, deadline_s=deadline_s)
 
     async def keep(self, who: str, gpu: str) -> bool:
-        """Let it outlive the daemon before bytes are copied into it; False if there is no store.
+        """Store the descriptors so that the memory outlives the daemon, before bytes are copied into it. Return False
+        without a store.
 
-        Raises HegmError if it could not be stored: then it must not be relied on.
+        Raises HegmError if they could not be stored.
         """
         holding = self._held.get((who, gpu))
         if holding is None:
@@ -182,7 +185,7 @@ class VideoMemory:
         return holding.kept
 
     async def release(self, who: str, gpu: str) -> None:
-        """Free it: when this returns, the GPU has it back. Does nothing if nothing is reserved.
+        """Free it. When this returns, the memory is available on the GPU. Does nothing if nothing is reserved.
 
         Raises HegmError if a store does not drop it: then only the store still holds it.
         """
@@ -192,7 +195,7 @@ class VideoMemory:
             await self._let_go(who, gpu, holding, given)
 
     async def give_first(self, who: str, gpu: str, count: int) -> int:
-        """Free the first pieces and return their bytes, also where they were kept."""
+        """Free the first allocations and return their bytes, including stored ones."""
         holding = self._held.get((who, gpu))
         if holding is None or count > len(holding.pieces):
             raise Bug("more pieces of video memory are given back than are held", facts={"who": who, "gpu": gpu})
@@ -203,7 +206,7 @@ class VideoMemory:
         return sum(piece.size_bytes for piece in given)
 
     async def hand_on(self, who: str, gpu: str, to: str) -> None:
-        """Give all of that owner's memory there to another owner; what is kept stays kept.
+        """Pass all of that owner's memory there to another owner; stored memory stays stored.
 
         Raises HegmError if a store does not take the new names: then nothing changes. Old names that it does not drop
         are stored twice, and the next daemon finds them as orphans.
@@ -232,7 +235,9 @@ class VideoMemory:
                 os.close(piece.fd)
 
     def adopt(self, name: str, fd: int) -> bool:
-        """Take back what an earlier daemon kept; False if it is something else, which stays the caller's."""
+        """Take ownership of memory that an earlier daemon stored. Return False if it is something else, which stays the
+        caller's.
+        """
         found = _NAME.fullmatch(name)
         if found is None:
             return False
@@ -272,7 +277,7 @@ class VideoMemory:
             began = anyio.current_time()
             with anyio.CancelScope(shield=True):
                 await self.store.drop(*[_store_name(who, gpu, piece) for piece in pieces])
-            # It had the last descriptors, so it is there that the driver frees what is kept.
+            # These were the last descriptors, so the driver frees the memory now.
             logger.debug("video memory: drop took %.1f ms", (anyio.current_time() - began) * 1e3)
 
 

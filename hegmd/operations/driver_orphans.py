@@ -59,7 +59,7 @@ class Node(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One of them: how the driver has it, and the GPUs that it is listed on."""
+    """One such process: its state in the driver, and the GPUs that list it."""
 
     user: CudaUser
     state: str
@@ -67,9 +67,10 @@ class Found:
 
 
 class DriverOrphans:
-    """Looks when it is asked to; `run` has to be running. `link` is for these questions alone.
+    """Inspects on request; `run` has to be running. `link` is used for these questions alone.
 
-    `node` looks at the GPUs now; `is_taken` tells of whom an operation knows, or the list of what else is orphan.
+    `node` reads the GPUs now. `is_taken` returns whether an operation, or the list of other orphans, already has a
+    process.
     """
 
     def __init__(
@@ -96,7 +97,8 @@ class DriverOrphans:
         self._ended: float | None = None
         self.changed: Callable[[], object] = lambda: None
 
-    # -- what is told --------------------------------------------------------------------------------------------------
+    # -- results
+    # --------------------------------------------------------------------------------------------------------
 
     def orphans(self) -> Iterable[Orphan]:
         for found in self._found.values():

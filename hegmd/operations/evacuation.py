@@ -1,6 +1,6 @@
 """Moves jobs off a GPU that is failing, before it fails: as `hegmctl drain` would, and again for those that stayed.
 
-Owns when that is done. Where jobs go and whether they can is for the drain to say.
+Decides only when to drain. The drain decides where jobs go and whether they can move.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hegmd.telemetry.log import fields
 logger = logging.getLogger(__name__)
 
 BY = "evacuation"
-# A GPU from which not all jobs could be moved is drained again after so long, and so is one that a job came to.
+# A GPU is drained again after this time if some jobs could not be moved, or if a new job started on it.
 AGAIN_S = 60.0
 
 Drain = Callable[[str, Sequence[str], RequestContext], Awaitable[Outcome]]
@@ -45,7 +45,7 @@ class Evacuation(BackgroundTasks):
         super().__init__()
 
     def see(self, gpus: Sequence[Gpu]) -> None:
-        """Take the GPUs as they are now. Told from the event loop, does not wait."""
+        """Take the current state of the GPUs. Called from the event loop; does not wait."""
         self._gpus = {gpu.id: gpu for gpu in gpus}
         for gpu in gpus:
             if self._is_due(gpu.id) and gpu.id not in self._draining and self._tasks is not None:
@@ -69,7 +69,7 @@ class Evacuation(BackgroundTasks):
             self._draining.discard(name)
 
     async def _drain_once(self, name: str, told: Sequence[str]) -> Sequence[str]:
-        """Drain it. `told` is what was said last of the jobs that stay; return what is to be said of them now."""
+        """Drain it once. `told` is the last report about the jobs that stay; return the new report."""
         why = self._gpus[name].health.reason
         asked = RequestContext(by=BY, may=lambda _uid: True, emit=_to_nobody)
         try:

@@ -263,9 +263,9 @@ def _failure(error: BaseException, path: str) -> Failure:
 
 @asynccontextmanager
 async def reading(op_id: str, size_bytes: int, emit: Emit) -> AsyncGenerator[Callable[[int], object]]:
-    """Report how much of an image was read, while it is: no operation does so before it begins.
+    """Report how much of an image was read while it is read: no operation exists yet that could.
 
-    A report that was not sent in time is replaced by the next. A client that no longer listens gets none.
+    A report that was not sent in time is replaced by the next. A disconnected client gets none.
     """
     send, receive = anyio.create_memory_object_stream[int](1)
 
@@ -285,7 +285,7 @@ async def reading(op_id: str, size_bytes: int, emit: Emit) -> AsyncGenerator[Cal
             tasks.start_soon(pass_on)
             try:
                 yield tell
-            except HegmError as error:  # told as it is, without a group around it
+            except HegmError as error:  # raised unwrapped, without an exception group
                 failure = error
             tasks.cancel_scope.cancel()
     if failure is not None:

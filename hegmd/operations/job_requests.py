@@ -4,7 +4,7 @@ Combines what the register of jobs, the agents, the operations and the inventory
 Agents are asked for their count of boundaries only when a client wants to see jobs, and answer without the training
 thread.
 
-Longer than 400 lines because what is shown of a job is put together in one place.
+Longer than 400 lines because the view of a job is composed in one place.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class JobOperationsOf:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a view of jobs is made from: the processes that the inventory shows, and held bytes, by pid."""
+    """The inputs of a view of jobs: the processes that the inventory shows, and held bytes, by pid."""
 
     processes: Mapping[int, GpuProcess]
     held: Mapping[int, int]
@@ -108,11 +108,12 @@ class JobRequests:
         self._workers = workers
         self._supervisors = supervisors
         self._runner = runner
-        #: What a job waits for that shares its GPU with others, in words; None if it waits for nothing of that kind.
+        #: Describes what a job that shares its GPU waits for; None if it does not wait.
         self.waits_for: Callable[[JobRecord], str | None] = lambda _job: None
         self._samples: WeakKeyDictionary[AgentConnection, deque[Sample]] = WeakKeyDictionary()
 
-    # -- what is asked -------------------------------------------------------------------------------------------------
+    # -- lookups
+    # --------------------------------------------------------------------------------------------------------
 
     async def pids(self, wanted: Sequence[int | str], may: May) -> tuple[int, ...]:
         """Return the processes of these jobs that a command acts on. A pid means itself. Raises HegmError."""
@@ -246,7 +247,8 @@ class JobRequests:
         message = f"job {job} belongs to uid {job.uid}"
         raise HegmError(DENIED, message, "ask its owner, or an administrator of hegmd", {"uid": job.uid})
 
-    # -- what is shown -------------------------------------------------------------------------------------------------
+    # -- views
+    # ----------------------------------------------------------------------------------------------------------
 
     async def _views(self, records: Sequence[JobRecord], may: May) -> tuple[told.Job, ...]:
         numbers = {job.number for job in records if job.lives}
@@ -360,7 +362,7 @@ class JobRequests:
         now = anyio.current_time()
         samples = self._samples.setdefault(worker, deque(maxlen=MAX_SAMPLES))
         if samples and samples[-1][1] > worker.boundary:
-            samples.clear()  # it has gone back to an earlier batch
+            samples.clear()  # the job went back to an earlier batch
         if samples and samples[0][0] < worker.trains_since:
             samples.clear()  # a rate over the time of an operation is that of no training
         while len(samples) > 1 and now - samples[0][0] > RATE_OVER_S:

@@ -1,7 +1,7 @@
-"""Jobs that lend their GPU memory: the suspend at the begin of a `hegm.released()` block, and the resume at its end.
+"""Jobs that lend their GPU memory: the suspend at the start of a `hegm.released()` block, and the resume at its end.
 
-Owns what several requests for one job come to: each rank sends its own, and the first begins the operation. The
-operation records that it is lent, so that a restarted daemon knows which one a job may end.
+Combines the requests of one job: each rank sends its own, and the first starts the operation. The operation records
+that the memory is lent, so that a restarted daemon knows which operation a job may end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hegmd.protocol import operations as told
 from hegmd.protocol.operations import WORKER
 from hegmd.workers.workers import AgentConnection, Workers
 
-# A script may come to its first block before its GPU and its memory are known. It waits so long for them, once.
+# A script may reach its first block before its GPU and its memory are known. The request then waits this long, once.
 KNOWN_WITHIN_S = 5.0
 
 
@@ -70,7 +70,7 @@ class Lending:
         if op is None or not op.lent:
             message = f"no operation lends the GPU memory of process {pid}"
             raise HegmError(NOT_FOUND, message, "run: hegmctl ops", {"pid": pid})
-        if op.phase != SUSPENDED:  # on its way out, or another rank has asked
+        if op.phase != SUSPENDED:  # the job is still being suspended, or another rank has asked
             await self._until_at_rest(op)
             op = self._runner.of_process(pid)
         if op is None or not op.lent:

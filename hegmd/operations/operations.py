@@ -59,7 +59,7 @@ from hegmd.protocol.snapshots import GpuProcess, Way
 from hegmd.workers.job_names import JobNames
 from hegmd.workers.workers import Workers
 
-# After a start of the daemon, agents come back one by one. A resume that comes before them waits so long.
+# After a start of the daemon, agents reconnect one by one. An earlier resume waits this long for them.
 SETTLES_WITHIN_S = 5.0
 
 
@@ -164,7 +164,7 @@ class Operations:
         return answer
 
     async def _see_spilled(self, op_id: str, spilling: AsyncIterator[int], asked: RequestContext) -> None:
-        """Tell how a suspended operation's bytes come on to disk. Raises HegmError when they cannot."""
+        """Report the progress of a suspended operation's bytes to disk. Raises HegmError if writing fails."""
         size_bytes = self.runner.describe(op_id).size_bytes
         try:
             async for moved_bytes in spilling:
@@ -381,7 +381,7 @@ class Operations:
         return OperationResult(self.runner.describe(op_id), plan_record(plan))
 
     async def follow(self, op_id: str, emit: Emit) -> None:
-        """Tell how an operation comes on, until it is at rest."""
+        """Report an operation's progress until it has ended or its job is suspended."""
         async for progress in self.runner.follow(op_id):
             await emit(progress)
 
@@ -393,7 +393,7 @@ class Operations:
         return self.runner.describe(op_id)
 
     async def drop(self, op_id: str, asked: RequestContext) -> told.Operation:
-        """Give up for good the state that an operation holds for a process that is gone. Raises HegmError."""
+        """Permanently discard the state that an operation holds for a process that has ended. Raises HegmError."""
         op = self.runner.history(op_id).operation
         self._check_owner(asked, op.owner_uid, f"operation {op_id}")
         event = events.DropRequested(cause="request", by=asked.by)
@@ -433,9 +433,9 @@ class Operations:
         return snapshot
 
     def check(self, asked: RequestContext, pids: Iterable[int]) -> None:
-        """See that the caller may act on those processes, and on the operations that have them. Raises DENIED.
+        """Check that the caller may act on those processes, and on the operations that have them. Raises DENIED.
 
-        A process that an operation has may be known by that alone: off its GPU, its agent not back yet, or ended for a
+        A process may be known only through its operation: off its GPU, with a disconnected agent, or ended for a
         restart.
         """
         latest = self._inventory.latest

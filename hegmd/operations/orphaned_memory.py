@@ -123,8 +123,9 @@ class OrphanedMemory:
         self._video = video
 
     async def in_video(self, worker: AgentConnection, name: str) -> VideoCopy | None:
-        """The video memory that has what is out of that process, which operations call so; None if a piece has it, or
-        nothing does. Raises Refused where several could be meant, or a part of it is gone."""
+        """Return the GPU memory with the offloaded bytes of that process, which operations call by `name`. None if a
+        pool segment has them, or none exist. Raises Refused if several could be meant, or a part is lost.
+        """
         if not worker.held_bytes or worker.about.mark:  # it copied them itself, and never to video memory
             return None
         fitting = [one for one in self._video.found() if one.kind == BYTES and one.is_of(worker)]
@@ -158,7 +159,9 @@ class OrphanedMemory:
         return one
 
     async def claim(self, worker: AgentConnection, key: Key) -> None:
-        """Give what was found of that process to that operation. Raises HegmError; fine where there is nothing."""
+        """Give the orphaned memory of that process to that operation. Raises HegmError; does nothing if there is
+        none.
+        """
         found = await self.in_video(worker, key.worker)
         if found is not None:
             to = bytes_name(key.operation, key.worker, worker.identity.start_ticks)
@@ -193,7 +196,7 @@ async def found_for(pool: Pool, worker: AgentConnection, name: str) -> str | Non
     if len(marked) == 1:
         return marked[0]
     if not worker.about.entrusted:
-        return None  # it has a descriptor of its own bytes
+        return None  # the agent has its own descriptor of its bytes
     raise Refused(
         f"{len(fitting)} pool segments could belong to process {worker.pid}, and its agent recognises none of them",
         f"it stays parked, and all are kept: {', '.join(sorted(fitting))}",

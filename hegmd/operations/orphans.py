@@ -1,7 +1,7 @@
-"""What was found on the node and belongs to no operation: listed, reported once, and changed only on request.
+"""Memory and processes on the node that no operation owns: listed, reported once, and changed only on request.
 
-One source for each kind: pool segments, files that look like segments, and parked processes. What a driver has locked
-or checkpointed is another source, next to its vendor. Decides nothing.
+Has one source for each kind: pool segments, files that look like segments, and parked processes. Processes that a
+driver has locked or checkpointed have a source of their own, next to the vendor's code. Decides nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Looker(Protocol):
 
 
 class PoolOrphans:
-    """Pieces of the pool that were found at the start. `why` tells what became of the operation of that number."""
+    """Pool segments that were found at the start. `why` describes what became of the operation of that number."""
 
     def __init__(self, pool: Pool, why: Callable[[str], str]) -> None:
         self._pool = pool
@@ -218,7 +218,7 @@ class Orphans:
     async def drop(self, name: str, may: Callable[[int | None], bool]) -> int | None:
         """Delete the orphan of that name, and return the freed bytes. Raises HegmError.
 
-        `may` tells whether the caller may act on what belongs to that user; DENIED if not.
+        `may` returns whether the caller may act on that user's property; DENIED if not.
         """
         for source in self._sources:
             orphan = next((orphan for orphan in source.orphans() if orphan.name == name), None)

@@ -26,7 +26,7 @@ from hegmd.workers.workers import AgentConnection, Workers
 
 logger = logging.getLogger(__name__)
 
-# A first boundary, and the end of an operation, are not told to anybody; they are looked for where they are awaited.
+# First boundaries and ends of operations are not announced, so they are polled for.
 POLL_INTERVAL_S = 1.0
 # An agent reports its imports at once; a stopped one does not, and is asked again later.
 ANSWERS_WITHIN_S = 15.0
@@ -40,7 +40,7 @@ class Patience:
     longest_s: float = 600.0
 
     def after(self, fallen: int) -> float:
-        """How long it is after so many in a row."""
+        """Return the delay after that many failures in a row."""
         return min(self.first_s * 2.0 ** min(max(fallen - 1, 0), 30), self.longest_s)
 
 
@@ -53,7 +53,7 @@ class _Kept:
     fallen: int = 0
     #: When it is to be asked again; None while it is being asked, and where it is not to be.
     again_at: float | None = None
-    #: Whether that is since the last one came to nothing.
+    #: True if that time counts from the last failure.
     has_fallen: bool = False
 
     def fall(self, now: float, patience: Patience) -> float:
@@ -65,7 +65,7 @@ class _Kept:
 
 
 class KeptReady:
-    """Looks after them. `in_hand` tells whether an operation has a process now."""
+    """Keeps successors prestarted. `in_hand` returns whether an operation has a process now."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class KeptReady:
         self._events.record("process.next-fell", "warning", message, pid=worker.pid, facts=facts)
 
     def _may_be_asked(self, supervisor: Supervisor, worker: AgentConnection) -> bool:
-        """Not before its first batch, and not beside an operation, which asks by itself."""
+        """False before its first batch, and while an operation has the job, which prestarts by itself."""
         is_busy = self._in_hand(worker.pid) or supervisor.offer.operation is not None
         return not is_busy and worker.connected and worker.boundary > 0
 

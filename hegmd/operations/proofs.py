@@ -50,7 +50,7 @@ class Proofs:
         return kept[-1] if kept and kept[-1].combination == proof.combination else proof
 
     def let_prove(self, pid: int, combination: Combination) -> None:
-        """Do not hold a failed verdict against that rank's job, until there is a new verdict or the rank has ended."""
+        """Ignore a failed verdict for that rank's job until there is a new verdict or the rank has ended."""
         self._proving[pid] = start_ticks_of(pid), combination
 
     def proving(self) -> tuple[int, ...]:
@@ -87,9 +87,10 @@ class Proving:
         self._proofs = proofs
 
     async def begin(self, pid: int, may: May) -> Proof:
-        """The combination of that rank's job, which may be moved now. Raises NOT_FOUND for no rank of a job.
+        """Return the combination of that rank's job, which may be moved now. Raises NOT_FOUND for a pid that is no
+        rank.
 
-        An earlier verdict stays on the disk until there is a new one: an interrupted trial allows no real job.
+        An earlier verdict stays on disk until there is a new one: an interrupted trial allows no real job.
         """
         snapshot = await self._survey.snapshot([pid], may=may)
         named = next((candidate for candidate in snapshot.candidates if candidate.pid == pid), None)

@@ -1,10 +1,10 @@
-"""Supervisors and the operations that they serve: which are connected, which restart a saved state, and what each is
-told.
+"""Supervisors and the operations that they serve: which are connected, which restart a saved state, and which messages
+each gets.
 
 An operation that restarts a job tells its supervisor itself what to expect and when to start; this module does the
-rest. When the operation has ended, the supervisor is told to forget it, and if the job could not be started again, to
-give up while the state is kept. A supervisor that missed that, because the connection or the daemon was down, is told
-when it reconnects. So is one with a process prestarted for an operation that has ended.
+rest. When the operation has ended, the supervisor gets the message to forget it, and if the job could not be started
+again, to give up while the state is kept. A supervisor that missed a message, because the connection or the daemon was
+down, gets it when it reconnects. So does one with a process prestarted for an operation that has ended.
 
 A new supervisor of the same user can continue from a saved state (`hegmctl run --resume`). That is an ordinary resume
 of the operation, which has one supervisor at a time.
@@ -66,7 +66,7 @@ class Restarts(BackgroundTasks):
         workers.listen(self._hear)
 
     def take_over(self) -> None:
-        """Follow what is under way from before this daemon: once, when this runs."""
+        """Follow the operations that an earlier daemon started. Called once, when this runs."""
         for op in self._runner.under_way():
             if self._tasks is not None and any(member.restarts for member in op.live):
                 self._tasks.start_soon(self._look_for_end, op.id)
@@ -74,7 +74,7 @@ class Restarts(BackgroundTasks):
                 self._tasks.start_soon(self._watch, op.id)
 
     async def attend(self, key: object, pid: int, uid: int, offer: Supervise, send: Send) -> None:
-        """Let a supervisor attend until it leaves. Raises HegmError when it cannot have what it wants."""
+        """Register a supervisor until it disconnects. Raises HegmError if its request is not allowed."""
         if offer.resumes is not None and _is_recovery(offer.resumes):
             self._require_kept(offer.resumes, uid)
         elif offer.resumes is not None:
@@ -100,10 +100,11 @@ class Restarts(BackgroundTasks):
             raise Refused(message, f"hegmctl resume {next(op.live).pid} resumes it there")
         return op
 
-    # -- what is told --------------------------------------------------------------------------------------------------
+    # -- messages to supervisors
+    # ----------------------------------------------------------------------------------------
 
     def _look(self, supervisor: Supervisor) -> None:
-        """A supervisor came: what it waits for is watched from now on. Told from the event loop, must not wait."""
+        """Watch the operation that a connected supervisor waits for. Called from the event loop; must not wait."""
         op_id, readies = supervisor.offer.operation, supervisor.offer.readies
         if self._tasks is None:
             return
@@ -155,20 +156,20 @@ class Restarts(BackgroundTasks):
             logger.debug("operation %s: %s", op_id, error.message)
 
     async def _watch(self, op_id: str) -> None:
-        """Follow an operation, and tell of its end and of its rests."""
+        """Follow an operation, and notify its supervisor when it ends or its job is suspended."""
         try:
             while not await self._tell_of(op_id):
                 await self._runner.changed(op_id)
                 async for _ in self._runner.follow(op_id):
                     pass
-        except HegmError as error:  # there is no such operation any more
+        except HegmError as error:  # the operation no longer exists
             logger.debug("operation %s cannot be followed: %s", op_id, error.message)
             await self._tell(op_id, "forget")
         finally:
             self._watched.discard(op_id)
 
     async def _tell_of(self, op_id: str) -> bool:
-        """Tell the operation's supervisor about its state, if that is news. Returns True if the operation has ended."""
+        """Send the operation's state to its supervisor, if it changed. Return True if the operation has ended."""
         op = self._runner.history(op_id).operation
         if op.phase in TERMINAL:
             self._forget(op_id)
@@ -237,7 +238,7 @@ class Restarts(BackgroundTasks):
         }
 
     async def _resume(self, supervisor: Supervisor, op_id: str) -> None:
-        """Resume the operation with that supervisor, which is told if that fails."""
+        """Resume the operation with that supervisor, and notify the supervisor if that fails."""
         try:
             op = self._require_mine(supervisor, op_id)
             asked = RequestContext(

@@ -38,7 +38,7 @@ BY = "hegmctl run --checkpoint-every"
 MIN_S, MAX_S, MAX_KEPT, MAX_PATH = 1.0, 1_000_000.0, 10_000, 3_000
 # Jobs that were started at one time are due at one time, and share the disk.
 AT_ONCE = 2
-# A job that another operation has, or that does not train yet, is looked at again after so long.
+# A job that another operation has, or that does not train yet, is checked again after this time.
 POLL_INTERVAL_S = 5.0
 
 Take = Callable[[int, str, Rights, RequestContext], Awaitable[OperationResult]]
@@ -86,7 +86,7 @@ class ScheduledImages(BackgroundTasks):
 
     @property
     def missed(self) -> int:
-        """How many jobs have no image of the last time at which one was due."""
+        """Return how many jobs missed their last scheduled image."""
         return len(self._without)
 
     def hear(self, news: str, worker: AgentConnection) -> None:
@@ -107,7 +107,7 @@ class ScheduledImages(BackgroundTasks):
         self._tasks.start_soon(self._attend, whose, first_utc, name=f"images of {worker.about.run}")
 
     async def _attend(self, whose: Whose, since_utc: float) -> None:
-        """One job, for as long as it lives. `since_utc` is when its last image was begun, or when it was first seen."""
+        """Serve one job until it ends. `since_utc` is the start of its last image, or when it was first seen."""
         try:
             while (worker := self._one_of(whose)) is not None:
                 wish = worker.about.images
@@ -129,12 +129,12 @@ class ScheduledImages(BackgroundTasks):
             self._without.discard(whose)
 
     def _one_of(self, whose: Whose) -> AgentConnection | None:
-        """Return a process of the job, one that trains if possible: launchers have agents too."""
+        """Return a process of the job, a training one if possible: launchers have agents too."""
         found = [w for w in self._workers if _whose(w) == whose and w.about.images is not None]
         return max(found, key=lambda worker: (worker.gpu is not None, worker.boundary), default=None)
 
     def _last_utc(self, whose: Whose) -> float | None:
-        """When its last image was asked for, of a daemon before this one too, as far as the journal remembers."""
+        """Return when its last image was requested, from any daemon that the journal remembers."""
         who = {(w.pid, w.identity.start_ticks) for w in self._workers if _whose(w) == whose}
         taken = [
             op.created_utc

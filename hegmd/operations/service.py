@@ -102,7 +102,7 @@ class ImageMeans:
 
 
 class Moving:
-    """Made once, opened once, then run for as long as the daemon serves."""
+    """The parts behind the requests. Created once, opened once, then run while the daemon serves."""
 
     def __init__(  # noqa: PLR0913 - the parts that it is made of, each named, put together in one place only
         self,
@@ -286,7 +286,7 @@ class Moving:
         return orphans
 
     def _is_claimed(self, key: Key) -> bool:
-        """Whether an operation has what was that worker's in the one of that number."""
+        """True if the operation has claimed that worker's memory from the operation of that number."""
         return self._owned(key) or self.pool.was_claimed_from(key)
 
     def _driver_orphans(self) -> DriverOrphans:
@@ -364,7 +364,7 @@ class Moving:
         return self._images
 
     async def _criu(self) -> Criu:
-        """The CRIU to use, looked for anew each time: doctor's advice may have been followed. Raises HegmError."""
+        """Find the CRIU to use, every time: the operator may have followed the doctor's advice. Raises HegmError."""
         missing, criu = rights_missing(os.geteuid()), self._images_by.criu
         found = (missing,) if missing is not None else await find(None if criu is None else str(criu))
         if isinstance(found, Criu):
@@ -413,7 +413,7 @@ class Moving:
                 self.simulated_memory.hold_what_fits((member.pid, member.start_ticks), gpu, size_bytes)
 
     def _owned(self, key: Key) -> bool:
-        """Whether an operation that is not over has that piece, or it is a slot of a protected job."""
+        """True if a running operation owns that segment, or it is a slot of a protected job."""
         return self.recoveries.owns(key) or any(
             op.id == key.operation and op.worker(key.worker) is not None
             for op in self.runner.operations()
@@ -470,16 +470,16 @@ class Moving:
                 tasks.cancel_scope.cancel()
 
     def stop(self) -> None:
-        """Said before `run` is cancelled: what is under way is left to the next daemon where it can be."""
+        """Called before `run` is cancelled: running operations are left to the next daemon where that is possible."""
         self._handoff.stop()
 
     def close(self) -> None:
-        """Close all memory held here; what has a name or a store stays."""
+        """Close all memory held here. Memory with a name or in a store remains."""
         self.pool.close()
         self.memory.close()
         self.supervisors.close()
 
     @property
     def busy(self) -> bool:
-        """Whether there is a job, or an operation that is not over."""
+        """True if there is a job, or an operation that has not ended."""
         return any(True for _ in self._workers) or bool(self.runner.under_way())

@@ -51,7 +51,7 @@ AGENT_SHARE = 0.8
 # The job's own thread measures its state, between two batches, within the limit of the request. A process that is seen
 # stopped twice, this long apart, is not waited for.
 _STOPPED_FOR_S = 1.0
-# How long a program may take to say which Python it is: what a supervisor gives it, and a little for the way.
+# How long a Python program may take to report its version: the supervisor's limit and the time for the messages.
 ASK_S = 6.0
 # Time limit to inspect processes from outside; one that cannot be inspected in time stays unknown.
 OUTSIDE_S = 2.0
@@ -60,7 +60,7 @@ NVIDIA = "nvidia"
 
 May = Callable[[int | None], bool]
 Leased = Callable[[Sequence[int], Sequence[Candidate]], Mapping[str, int]]
-# What was seen of processes from outside, by pid: the nearest ancestor among them, and its surroundings.
+# The processes inspected from outside, by pid: the nearest ancestor among them, and the surroundings.
 Looked = dict[int, tuple[int | None, Surroundings]]
 Look = Callable[[Sequence[int], Looked], Coroutine[object, object, None]]
 
@@ -80,7 +80,7 @@ class PlanSurvey:
     `own_pids` are hegmd's own processes on GPUs, which no plan moves.
     """
 
-    def __init__(  # noqa: PLR0913 - what it looks at, each named
+    def __init__(  # noqa: PLR0913 - each source is named
         self,
         inventory: Inventory,
         workers: Workers,
@@ -139,9 +139,9 @@ class PlanSurvey:
     async def ways(
         self, node: NodeSnapshot, processes: Sequence[GpuProcess], may: May = nobody
     ) -> Mapping[int, tuple[Way, ...]]:
-        """In which ways each of those processes could be moved, by pid.
+        """Return the ways in which each of those processes could be moved, by pid.
 
-        The agents of users for whom `may` says so are asked first what their processes hold now.
+        Agents of users that `may` accepts are first asked what their processes hold now.
         """
         if not processes:
             return {}
@@ -205,8 +205,9 @@ class PlanSurvey:
                         tasks.start_soon(self._count, worker, SURVEY_S * AGENT_SHARE)
 
     async def _weigh(self, pids: Collection[int], may: May, within_s: float) -> None:
-        """Have the supervised among them, and the other ranks of theirs, say what a restart would carry, at their next
-        boundary."""
+        """Ask the supervised processes among them, and the other ranks of their jobs, how much a restart would carry,
+        at their next boundary.
+        """
         jobs = self._jobs(pids)
         async with anyio.create_task_group() as tasks:
             for worker in self._workers:
@@ -219,7 +220,7 @@ class PlanSurvey:
         return {_job(worker) for worker in self._workers if worker.pid in pids} - {None}
 
     def _begins(self, pid: int) -> bool:
-        """Whether it is of a job that is on its way to its first batch; its supervisor is as well."""
+        """True if the process belongs to a job that has not reached its first batch, or is its supervisor."""
         worker = self._workers.find(pid)
         if worker is not None:
             return worker.connected and not worker.boundary
@@ -317,7 +318,7 @@ def _with_stopped(candidates: tuple[Candidate, ...], pids: Collection[int]) -> t
 
 
 def _job(worker: AgentConnection) -> tuple[int, str] | None:
-    """The job that it belongs to; None for a process that is one of its own."""
+    """Return the job that it belongs to; None for a process that is a job by itself."""
     run = run_of(worker)
     return None if run is None else (worker.identity.uid, run)
 
@@ -413,7 +414,7 @@ def _sum(sizes: Sequence[int | None]) -> int | None:
 async def _seen_from_outside(
     candidates: tuple[Candidate, ...], node: NodeSnapshot, look: Look
 ) -> tuple[Candidate, ...]:
-    """The candidates, and of those that the driver would have to move what is seen from outside in time."""
+    """Return the candidates. Those that the driver would move also get what could be inspected from outside in time."""
     driven = {gpu.id for gpu in node.gpus if gpu.vendor == NVIDIA}
     pids = [candidate.pid for candidate in candidates if driven.intersection(candidate.gpus)]
     if not pids:
@@ -425,7 +426,7 @@ async def _seen_from_outside(
 
 
 async def look_outside(pids: Sequence[int], looked: Looked) -> None:
-    """Fill `looked` with what is seen of each of those processes in time."""
+    """Fill `looked` with what could be inspected of each of those processes in time."""
     with anyio.move_on_after(OUTSIDE_S):
         await run_detached(lambda _: _look_at(pids, looked), name="hegmd-outside")
 

@@ -69,7 +69,7 @@ class SuspendedOperations:
             pool.free_memory = self.free_memory
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Look after what is suspended, until cancelled."""
+        """Handle suspended operations, until cancelled."""
         async with anyio.create_task_group() as self._tasks:
             for op in self._runner.under_way():
                 self.start_spilling_when_idle(op.id)
@@ -77,13 +77,13 @@ class SuspendedOperations:
             await anyio.sleep_forever()
 
     def hear(self, news: str, worker: AgentConnection) -> None:
-        """Handle news of the workers: one that reconnects may have missed an order."""
+        """Handle an event of the workers: one that reconnects may have missed an order."""
         op = self._runner.of_process(worker.pid) if news in (CAME, BACK) else None
         if op is not None:
             self.start_spilling_when_idle(op.id)
 
     def start_spilling_when_idle(self, op_id: str) -> None:
-        """See to that operation as soon as it is at rest."""
+        """Start to spill that operation's bytes as soon as it is suspended."""
         known = self._rests.get(op_id)
         if known is not None and not known.over.is_set():
             known.again = True
@@ -121,7 +121,7 @@ class SuspendedOperations:
             raise rest.failure
 
     async def wait_a_moment(self, op_id: str) -> None:
-        """Until what is done for its rest is over, such as checksums, where that does not take long. Raises nothing."""
+        """Wait briefly until background work such as checksums is finished. Raises nothing."""
         with anyio.move_on_after(MOMENT_S), contextlib.suppress(HegmError):
             async for _ in self.follow(op_id):
                 pass
@@ -141,7 +141,7 @@ class SuspendedOperations:
         return sum(piece.size_bytes for piece in pieces if piece.memory is not None)
 
     async def free_memory(self, missing_bytes: int) -> None:
-        """Have bytes at rest spilled, oldest first, until so many are given back, or there are no more of them."""
+        """Spill bytes of suspended jobs, oldest first, until that many bytes are free or none are left."""
         goal_bytes = self._pool.held_bytes - missing_bytes
         for op in self._runner.under_way():
             if self._pool.held_bytes <= goal_bytes:
@@ -163,7 +163,8 @@ class SuspendedOperations:
                     await self._look(op_id, rest)
         except HegmError as error:
             self._fail(op_id, rest, error)
-        except Exception as bug:  # the edge of one operation's rest: what is wrong here is not to end the daemon
+        # the outermost handler of one operation's spill: an error here must not end the daemon
+        except Exception as bug:
             logger.exception("spilling operation %s failed", op_id)
             self._fail(op_id, rest, HegmError(INTERNAL, f"{type(bug).__name__}: {bug}", "read the log of hegmd"))
         finally:
@@ -216,13 +217,13 @@ class SuspendedOperations:
             logger.error("%s; %s", message, error.hint)
 
     async def _entrust(self, key: Key, member: Member, *, in_memory: bool) -> None:
-        """Free the memory of what is on disk, after its agent has closed its descriptor.
+        """Free the memory of bytes that are on disk, after its agent has closed its descriptor.
 
-        In a restart no process writes to it any longer, even with a descriptor.
+        In a restart no process writes to it, even with a descriptor.
         """
         try:
             if not member.is_absent and not await self._order(member, "entrust"):
-                return  # it is told when it is back
+                return  # the agent gets the order when it reconnects
         except OrderFailed as error:
             raise Refused(
                 f"process {member.pid} also keeps its bytes in memory: {error.message}",
@@ -249,7 +250,7 @@ class SuspendedOperations:
 
 
 def _is_elsewhere(member: Member, piece: Piece) -> bool:
-    """Whether its bytes have still to come to its piece, by what that says of itself."""
+    """True if its bytes must still be copied to its segment, according to the segment's mark."""
     if member.carrier != HOST or piece.memory is None:
         return False
     mark_at = piece.memory.size_bytes - MARK_BYTES

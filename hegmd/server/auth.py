@@ -65,7 +65,7 @@ class Policy:
             )
 
     def describe(self, peer: Peer) -> Caller:
-        """Return the peer's identity as it is told to the peer."""
+        """Return the peer's identity as the welcome message reports it."""
         return Caller(uid=peer.uid, gid=peer.gid, pid=peer.pid, may_act_on_all=self.may_act_on_all(peer))
 
     def visible(self, peer: Peer, process: GpuProcess) -> GpuProcess:

@@ -34,7 +34,7 @@ from hegmd.telemetry.metrics import Counters
 logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
-# One connection in so many is reserved for administrators.
+# One in this many connections is reserved for administrators.
 _KEPT_SHARE = 16
 # Out of descriptors or memory: the connection stays in the backlog, and trying again at once would spin.
 _PRESSED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
@@ -215,7 +215,7 @@ class Listener:
                 listening.close()
 
     def stop(self) -> None:
-        """Accept no more, tell every peer, and let `run` return."""
+        """Stop accepting, notify every peer, and let `run` return."""
         self._accepting.cancel()
 
     async def _accept(self, tasks: anyio.abc.TaskGroup) -> None:

@@ -22,7 +22,7 @@ from hegmd.server.session import Call
 from hegmd.system.programs import Rights
 from hegmd.workers.workers import Workers
 
-# How long a caller waits for an inspection; then it gets what is known.
+# How long a caller waits for an inspection; after that it gets what is already known.
 OPERATIONS_S = 1.0
 ORPHANS_S = 20.0
 

@@ -1,7 +1,7 @@
 """One connection from hello to its end: reads requests, runs each in a task, and writes the answers.
 
-A peer may be slow, hostile or gone. So these are limited: the time to say hello, to finish a frame and to read answers;
-running requests; bytes and descriptors. No connection affects another.
+A peer may be slow, hostile or disconnected. So these are limited: the time to say hello, to finish a frame and to read
+answers; running requests; bytes and descriptors. No connection affects another.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _CLOSED = (OSError, anyio.ClosedResourceError)  # the peer vanished, or `stop` closed the stream
 
-# After so many frames of one read, other connections get a turn.
+# After this many frames of one read, other connections get a turn.
 _FRAMES_A_TURN = 16
 
 

@@ -107,7 +107,7 @@ class Textfile:
             # Wait for a running write, so that its file is removed.
             try:
                 await run_detached(work, name="hegmd-textfile", linger_s=LINGER_S)
-            except HegmError:  # no thread could be started, so there is none to wait for
+            except HegmError:  # no thread could be started, so the loop does not wait
                 self._under_way.discard(token)
                 raise
         if limit.cancelled_caught:

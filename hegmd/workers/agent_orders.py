@@ -22,15 +22,15 @@ DONE, FAILED, PROGRESS = "done", "failed", "progress"
 
 # Orders that move bytes. While one runs, no other report of the worker is reliable.
 MOVING = frozenset({"offload", "reload", "free", "make", "copy", "save"})
-# Those in which the process itself copies all of its storages, and which way these go.
+# Orders for which the process itself copies all of its storages, and the direction of the copy.
 COPIED = {"offload": "out", "reload": "in", "save": "out"}
 # Orders that change communicators. While one runs, the state of the groups is not final.
 COLLECTIVE = frozenset({"disconnect", "reconnect"})
-# Those that an agent obeys while its communicators are taken down or up.
+# Orders that an agent obeys while its communicators are disconnected or reconnected.
 _BESIDE_COLLECTIVE = MOVING | {"export", "filled", "part"}
 # Orders that an agent answers within a limit of its own, whatever its training does.
 LIMITED = frozenset({"survey", "weigh", "beforehand", "count", "stacks"}) | COLLECTIVE
-# They wait for no other order, and no other order waits for them: the agent's own thread answers them.
+# These wait for no other order, and no other order waits for them: the agent's own thread answers them.
 COUNT, STACKS = "count", "stacks"
 # Waits for the orders before it, and no other order waits for it: the agent gives it up for any other one.
 SNAPSHOT = "snapshot"
@@ -71,7 +71,7 @@ class OrderFailed(HegmError):
         self.parked_s = report.parked_s or 0.0
         #: How many bytes the state has that its slot is too small for.
         self.state_bytes = report.state_bytes
-        #: What prevents that its state is saved, now and later.
+        #: What prevents the job's state from being saved, now and later.
         self.refusals = report.refusals
 
 

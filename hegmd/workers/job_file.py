@@ -1,7 +1,7 @@
-"""The file in which jobs outlive the daemon: the records of `jobs`, whole, with a checksum.
+"""The file in which jobs outlive the daemon: the records of `jobs`, complete, with a checksum.
 
-It is written anew at each change: beside the old one, synced, and then put in its place, so that a crash leaves the one
-or the other. A file that cannot be believed is kept under another name, and no id of it is used again. Blocks.
+Each change writes a new file, syncs it and renames it over the old one, so a crash leaves one or the other. A damaged
+file is kept under another name, and its ids are not used again. Blocks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NEXT = re.compile(rb'"next": ?(\d{1,15})')
 
 
 class JobRecord(Record):
-    """What is known of a job for as long as it is remembered."""
+    """The stored facts about one job."""
 
     number: int = field("the number in its id; counted up from 1 and never used again")
     name: str = field("its name")
@@ -51,12 +51,12 @@ class JobRecord(Record):
 
     @property
     def id(self) -> str:
-        """What people call it."""
+        """The id that users type."""
         return f"j{self.number}"
 
     @property
     def lives(self) -> bool:
-        """Whether it has not ended."""
+        """True until the job has ended."""
         return self.ended_utc is None
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class JobFile:
         self._folder = folder
 
     def load(self) -> tuple[int, list[JobRecord]]:
-        """The next number, and every job. A file that is damaged is kept under another name, and the log says so.
+        """Return the next number, and every job. A damaged file is kept under another name, and the log reports that.
 
         Raises HegmError if it cannot be read now: the next save would replace its jobs, and ids would be used again.
         """
@@ -96,7 +96,7 @@ class JobFile:
             return max(numbers, default=1), []
 
     def save(self, next_number: int, jobs: Sequence[JobRecord]) -> None:
-        """Have these on disk. Raises OSError; the file is as it was then."""
+        """Write these to disk. Raises OSError; then the file is unchanged."""
         body = json.dumps({"next": next_number, "jobs": [job.to_plain() for job in jobs]}).encode()
         replace_file(self._folder / NAME, b"%s %08x\n" % (MAGIC, zlib.crc32(body)) + body)
 
@@ -113,12 +113,12 @@ class JobSaving(StateSaving[_State]):
         self._file: JobFile | None = None
 
     def open(self, folder: Path) -> tuple[int, list[JobRecord]]:
-        """What `JobFile.load` gives. Blocks. Raises HegmError."""
+        """Return the result of `JobFile.load`. Blocks. Raises HegmError."""
         self._file = JobFile(folder)
         return self._file.load()
 
     def change(self, next_number: int, jobs: Sequence[JobRecord]) -> None:
-        """These are the newest."""
+        """Save these records as the newest."""
         self.put((next_number, jobs))
 
     def _save(self, state: _State) -> None:

@@ -27,7 +27,8 @@ LOOK_S = 1.0
 MAX_COMMAND_CHARS, MAX_RUN_CHARS = 500, 64
 _NAMELESS = "job"
 
-# What starts a script and is not the job: interpreters, launchers of ranks, and what only sets something first.
+# Programs that start a script and are not the job: interpreters, launchers of ranks, and commands that only change the
+# environment.
 _INTERPRETER = re.compile(r"(?:python|pypy)[0-9.]*|(?:ba|da|z|k)?sh")
 _STARTERS = frozenset(
     ("accelerate", "composer", "deepspeed", "env", "hegmctl", "mpiexec", "mpirun", "nice", "nohup", "numactl", "poetry")
@@ -40,7 +41,9 @@ Job = tuple[int, str | None]
 
 
 def script_of(command: Sequence[str]) -> tuple[str, ...]:
-    """The script of a command with its arguments, without what starts it; the whole command without a script."""
+    """Return the script of a command with its arguments, without the programs that start it; the whole command if it
+    has no script.
+    """
     words = tuple(command)
     program = os.path.basename(words[0]) if words else ""
     if not (_INTERPRETER.fullmatch(program) or program in _STARTERS):
@@ -61,13 +64,13 @@ def script_of(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def shown_command(command: Sequence[str]) -> str:
-    """The script and its arguments as one text of at most MAX_COMMAND_CHARS."""
+    """Return the script and its arguments as one text of at most MAX_COMMAND_CHARS."""
     text = " ".join(word if word.isprintable() and word and " " not in word else shlex.quote(word) for word in command)
     return text if len(text) <= MAX_COMMAND_CHARS else text[: MAX_COMMAND_CHARS - 1] + "…"
 
 
 def name_of(script: Sequence[str]) -> str:
-    """What a job is called whose script that is: the file without its ending, or the module, in plain characters."""
+    """Return the job's name from its script: the file without its suffix, or the module, in plain characters."""
     words = script[1:] if script[:1] == ("-m",) else script
     stem = os.path.basename(words[0] if words else "")
     for ending in _SCRIPT:
@@ -77,7 +80,8 @@ def name_of(script: Sequence[str]) -> str:
 
 
 def run_of(worker: AgentConnection) -> str | None:
-    """What the processes of its job share; None for one that no `hegmctl run` started, which is a job of its own.
+    """Return the run id that the processes of the job share; None if no `hegmctl run` started it: then the process is a
+    job by itself.
 
     An agent of an earlier release knows only its job's name.
     """
@@ -86,12 +90,12 @@ def run_of(worker: AgentConnection) -> str | None:
 
 
 def status_text(status: int) -> str:
-    """How a process ended, by its exit status or minus its signal."""
+    """Describe how a process ended, from its exit status or its negative signal number."""
     return f"with exit status {status}" if status >= 0 else f"by signal {-status}"
 
 
 def ago(seconds: float) -> str:
-    """That time in its largest unit."""
+    """Return that time in its largest unit."""
     for unit, size_s in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size_s:
             return f"{seconds / size_s:.0f} {unit}"
@@ -99,12 +103,12 @@ def ago(seconds: float) -> str:
 
 
 def trains(worker: AgentConnection) -> bool:
-    """Whether it has come to a batch, or has bytes of a training."""
+    """True if the worker has reached a batch or has bytes of a training."""
     return bool(worker.boundary or worker.size_bytes)
 
 
 class JobNames:
-    """For a pid that belongs to no operation and is on no GPU."""
+    """Finds the job of a pid that belongs to no operation and is on no GPU."""
 
     def __init__(self, workers: Workers, supervisors: Supervisors) -> None:
         self._workers = workers
@@ -121,7 +125,7 @@ class JobNames:
         return [one.pid for one in self._workers if (one.identity.uid, one.about.run) == job and trains(one)]
 
     async def job_of(self, pid: int) -> Job | None:
-        """The uid and the run of the job that this process belongs to; None if it belongs to none."""
+        """Return the uid and the run of the job that this process belongs to; None if it belongs to none."""
         supervisor = self._supervisors.of_pid(pid)
         if supervisor is not None:
             return supervisor.uid, supervisor.run

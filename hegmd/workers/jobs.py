@@ -36,7 +36,7 @@ from hegmd.workers.workers import CAME, ENDED, LEFT, AgentConnection, Workers
 
 logger = logging.getLogger(__name__)
 
-# Of jobs that have ended so many are remembered, for so long; of each user at most so many.
+# How many ended jobs are kept, for how long, and how many of each user.
 MAX_ENDED, MAX_ENDED_OF_USER, MAX_ENDED_S = 500, 100, 30 * 86400.0
 MAX_RUNS = 8
 # Ranks and their loaders' workers; those that came last, as a restart's.
@@ -58,12 +58,12 @@ class JobOperations(Protocol):
         ...
 
     def end_of(self, job: JobRecord) -> str | None:
-        """How an operation ended the job, in words; None if none did."""
+        """Describe how an operation ended the job; None if none did."""
         ...
 
 
 class Jobs(BackgroundTasks):
-    """Every job of the node. `open` it before agents connect, then `run` it."""
+    """Every job of the node. Call `open` before agents connect, then `run`."""
 
     def __init__(
         self,
@@ -144,20 +144,20 @@ class Jobs(BackgroundTasks):
         return iter(tuple(self._jobs.values()))
 
     def of_run(self, uid: int | None, run: str | None) -> JobRecord | None:
-        """The job of that run of that user."""
+        """Return the job of that run of that user."""
         number = None if uid is None or run is None else self._by_run.get((uid, run))
         return None if number is None else self._jobs.get(number)
 
     def of_worker(self, worker: AgentConnection) -> JobRecord | None:
-        """The job that this worker belongs to."""
+        """Return the job that this worker belongs to."""
         return self.of_run(worker.identity.uid, run_of(worker) or worker.name)
 
     def workers_of(self, job: JobRecord) -> Iterator[AgentConnection]:
-        """Its processes with an agent."""
+        """Yield its processes with an agent."""
         return (worker for worker in self._workers if (found := self.of_worker(worker)) and found.number == job.number)
 
     def of_pid(self, pid: int) -> JobRecord | None:
-        """The job whose first process that is, or one of whose workers or supervisors it is."""
+        """Return the job whose first process, worker or supervisor has that pid."""
         first = next((job for job in self._jobs.values() if job.pid == pid and not job.is_gone), None)
         worker, supervisor = self._workers.find(pid), self._supervisors.of_pid(pid)
         if first is None and worker is not None:
@@ -194,7 +194,7 @@ class Jobs(BackgroundTasks):
         return HegmError(NOT_FOUND, f"there is no job {text[:60]!r}", hint, {"job": text[:60]})
 
     def told_end(self, job: JobRecord) -> str:
-        """How and when a job ended, in words."""
+        """Describe how and when a job ended."""
         how = job.end or ("its exit status is not known" if job.status is None else status_text(job.status))
         return f"ended {ago(self._utc() - (job.ended_utc or 0.0))} ago, {how}"
 
@@ -236,7 +236,7 @@ class Jobs(BackgroundTasks):
     def _enter(
         self, uid: int, run: str, name: str, command: str, known: JobRecord | None = None, given: str | None = None
     ) -> JobRecord:
-        """The record of that run: a new one, or the known job with that run too."""
+        """Create the record of that run, or add that run to the known job."""
         if known is None:
             job = JobRecord(
                 number=self._next,
@@ -271,7 +271,7 @@ class Jobs(BackgroundTasks):
         return made
 
     def _back(self, job: JobRecord) -> JobRecord:
-        """The record of a job that is there again, if it had ended: another may have its name by now."""
+        """Reopen the record of a job that is running again after it had ended. Another job may have its name by now."""
         if job.lives:
             return job
         return job.replace(ended_utc=None, status=None, end=None, name=self._unique(job.name, job))
@@ -308,7 +308,7 @@ class Jobs(BackgroundTasks):
             await self._saving.until_saved()
 
     def note_training(self, job: JobRecord) -> None:
-        """It was seen to come to a batch."""
+        """Note that the job reached a batch."""
         if not job.has_trained:
             self._put(job.replace(has_trained=True))
 

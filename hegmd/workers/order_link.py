@@ -17,12 +17,12 @@ SaidT = TypeVar("SaidT")
 
 
 class Awaited(Generic[ReportT]):
-    """An order that was sent. `over` is set when its report came, or when none will come."""
+    """An order that was sent. `over` is set when its report arrived, or when no report can arrive."""
 
     def __init__(self, do: str) -> None:
         self.do = do
         self.over = anyio.Event()
-        #: The result; None before it, and if the connection ended.
+        #: The result; None before it arrives, and if the connection ended.
         self.reported: ReportT | None = None
 
     def conclude(self, report: ReportT) -> None:

@@ -25,7 +25,7 @@ DONE, FAILED, ENDED, READY, FELL = "done", "failed", "ended", "ready", "fell"
 ASK, START = "ask", "start"
 # Number of ended supervisors that are remembered.
 MAX_ENDED = 1000
-# A parent learns of the end of its child as soon as we do, but may be slow on a busy machine.
+# A supervisor learns of its child's exit as soon as we do, but may report it late on a busy machine.
 SAYS_WITHIN_S = 2.0
 # A supervisor tries to connect every five seconds.
 COMES_WITHIN_S = 12.0
@@ -71,7 +71,7 @@ class _Given(Awaited[SuperviseReport]):
 
 
 class _Link(OrderLink[SupervisorOrder, _Given]):
-    #: The order that started the command last. A second start by it completes it again.
+    #: The last order that started the command. Repeating that order completes the same start.
     start: int | None = None
 
 

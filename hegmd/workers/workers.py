@@ -79,7 +79,7 @@ class AgentConnection:
         #: True if it trains without a GPU; None while unknown. `simulated_placement` sets it.
         self.on_cpu: bool | None = None
         self.boundary, self.parked, self.held_bytes = about.boundary, about.parked, about.held_bytes
-        #: When its training thread was last let go on, by the event loop's clock.
+        #: When its training thread was last released, by the event loop's clock.
         self.trains_since = 0.0
         #: Bytes of the storages that its agent can offload; None before they are counted.
         self.size_bytes: int | None = about.size_bytes or None

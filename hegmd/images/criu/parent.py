@@ -141,7 +141,7 @@ def tend(told: int, root: int, words: list[str]) -> int:
     os.chdir("/")
     try:
         os.write(told, b"restored")
-    except BrokenPipeError:  # the daemon has exited, and no one else knows this job
+    except BrokenPipeError:  # the daemon has exited, and no other process knows this job
         _end_descendants()
     os.closerange(3, 1 << 16)
     return _reap(root)
@@ -299,7 +299,7 @@ def _opened(mode: str, path: str, uid: int | None) -> int:
     os.close(ours)
     os.close(said)
     if uid is not None:
-        os.fchown(theirs, uid, -1)  # CRIU opens it once more
+        os.fchown(theirs, uid, -1)  # CRIU opens it again
     return theirs
 
 

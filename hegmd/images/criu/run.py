@@ -140,7 +140,7 @@ async def dump(
     return Dumped(took_s, criu.version)
 
 
-async def restore(  # noqa: PLR0913 - what it takes, each by its name
+async def restore(  # noqa: PLR0913 - each parameter is named
     criu: Criu,
     images_dir_fd: int,
     needs: Needs,
@@ -155,10 +155,11 @@ async def restore(  # noqa: PLR0913 - what it takes, each by its name
     """Restore the tree, running, in a unit of that name, or without a service manager if it is None.
 
     `outlets` maps keys of outlets to descriptors of this process; the others lead to /dev/null. The log goes to
-    `log_dir_fd`. Raises HegmError, and then nothing of the tree is left; the same on cancellation.
+    `log_dir_fd`. Raises HegmError, and then nothing of the tree remains; the same on cancellation.
 
-    A killed CRIU leaves files in the places of the job's deleted ones. The next CRIU fails because of them, and removes
-    them as it ends. So it is tried once more then, and also if a pid of the job was taken just before CRIU needed it.
+    A killed CRIU leaves files in place of the job's deleted ones. The next CRIU fails because of them and removes them
+    when it exits. So the restore is repeated once in that case, and if another process took a pid of the job just
+    before CRIU needed it.
     """
     files = {key: place_of(fd) for key, fd in (outlets or {}).items()}
     words = [*folder(IMAGES_FD, images_dir_fd), *folder(LOGS_FD, log_dir_fd), *_worn(guise), *opened(needs, files)]
@@ -291,9 +292,9 @@ def _threads_in(images_dir_fd: int, pids: Collection[int]) -> tuple[int, ...]:
 
 
 async def _take_numbers(needs: Needs, thread_numbers: Sequence[int]) -> None:
-    """Wait until the job's numbers are free of those who only wait to be reaped, and those of its threads of anybody.
+    """Wait until the job's pids are not used by zombies, and its thread ids by no process at all.
 
-    Raises Refused if they are not.
+    Raises Refused if they stay in use.
     """
     held = await run_detached(lambda _: wait_until_free(needs.pids), name="wait for free numbers")
     if held:

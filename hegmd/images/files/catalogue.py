@@ -103,7 +103,7 @@ def remove(path: str) -> None:
 
 
 def require_removable(path: str) -> None:
-    """See that there is something at that path that `remove` would take away. Raises HegmError."""
+    """Check that `remove` would remove something at that path. Raises HegmError."""
     _, name = split(path)
     with told(path, "removed"):
         fd = os.open(path, DIRECTORY)
@@ -127,9 +127,10 @@ def sweep(path: str) -> list[str]:
 
 
 def trim(path: str, series: str, keep: int) -> list[str]:
-    """Remove all complete images of a series but the newest, and return the removed ones. One in use stays.
+    """Remove all complete images of a series except the newest `keep`, and return the removed ones. An image in use
+    stays.
 
-    Their names are `SERIES.STAMP`, in the order of their stamps. Nothing else and nothing broken is touched.
+    Their names are `SERIES.STAMP`, in the order of their stamps. Other files and broken images are not touched.
     """
     named = re.compile(re.escape(series) + r"\.[0-9]{8}T[0-9]{6}Z")
     mine = [seen for seen in look_into(path) if named.fullmatch(os.path.basename(seen.path))]

@@ -204,7 +204,7 @@ class Folder:
     # -- its coming and going ------------------------------------------------------------------------------------------
 
     def publish(self, manifest: bytes, seal: bytes) -> None:
-        """Give it its manifest and its name; all else is on the disk. Raises HegmError and OSError."""
+        """Write its manifest and rename it; everything else is already on disk. Raises HegmError and OSError."""
         for name, data in ((MANIFEST, manifest), (SEAL, seal)):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             with open(os.open(name, flags, 0o600, dir_fd=self.fd), "wb") as file:

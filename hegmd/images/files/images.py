@@ -34,7 +34,7 @@ class Images:
     def __init__(
         self, state_dir: Path, *, in_unit: bool, key_file: Path | None = None, hands: UserProcesses | None = None
     ) -> None:
-        """`in_unit`: callers' hands are units of systemd's. Raises HegmError for a key that cannot be used."""
+        """`in_unit`: the processes that work for callers are systemd units. Raises HegmError for an unusable key."""
         self._private = state_dir / PRIVATE_NAME
         try:
             self._private.mkdir(mode=0o700, exist_ok=True)
@@ -50,7 +50,7 @@ class Images:
         self._hands = UserProcesses(in_unit=in_unit) if hands is None else hands
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Let images be worked on, until cancelled."""
+        """Serve image requests until cancelled."""
         async with anyio.create_task_group() as tasks:
             await tasks.start(self._hands.run)
             tasks.start_soon(self._take_away_earlier)

@@ -49,7 +49,7 @@ def ignore(_done_bytes: int) -> None:
 
 
 class OpenImage:
-    """An image's path, the hands that are at it, and CRIU's directory, if that is in the image itself."""
+    """An image's path, the processes that work on it, and CRIU's directory, if that is inside the image."""
 
     def __init__(
         self, path: str, hand: UserProcess, criu_dir_fd: int, own: UserProcess | None, private: Private | None
@@ -143,7 +143,7 @@ class ImageWriter(OpenImage):
         return manifest
 
     async def discard(self) -> None:
-        """Remove it, as far as that is possible in time; what remains is recognised as left over.
+        """Remove it if that is possible in time; a remainder is recognised as left over.
 
         Never raises; continues when its caller is cancelled.
         """
@@ -184,9 +184,9 @@ class Image(OpenImage):
         self._is_good = False
 
     async def verify(self, on_progress: Progress = ignore) -> None:
-        """Read all that `read_bytes` would, and compare it with its checksums. Raises HegmError.
+        """Read everything that `read_bytes` would, and compare it with its checksums. Raises HegmError.
 
-        CRIU's files are not among that: `private_criu_dir` reads these.
+        This excludes CRIU's files, which `private_criu_dir` reads.
         """
         await self._hand.call("verify", on_progress=_so_far(on_progress))
 
@@ -234,7 +234,7 @@ class Image(OpenImage):
 
 
 async def let_go(hand: UserProcess | None, own: UserProcess | None, private: Private | None) -> None:
-    """Have these end, as far as they are there, and the private place empty."""
+    """End these processes, if they exist, and empty the private directory."""
     for each in (hand, own):
         if each is not None:
             each.let_go()

@@ -71,9 +71,9 @@ class UserProcess:
         self._session.lose("is no longer needed", quietly=True)
 
     async def ended(self) -> None:
-        """Wait until it is gone, and its locks with it. Twice is fine.
+        """Wait until the process has ended and released its locks. Can be called twice.
 
-        As a unit it is not our child: what we reap is systemd-run, and it ends a moment later, when its socket does.
+        As a unit it is not our child: we reap systemd-run, and the unit ends a moment later, when its socket does.
         """
         await self._session.over.wait()
         if self._pidfd >= 0:
@@ -84,7 +84,7 @@ class UserProcess:
 
 
 class UserProcesses(BackgroundTasks):
-    """Starts hands. `in_unit` has them outside the daemon's sandbox, as units of their own."""
+    """Starts processes with a caller's rights. `in_unit` starts them outside the daemon's sandbox, as units."""
 
     def __init__(self, *, in_unit: bool, program: Sequence[str] = PROGRAM) -> None:
         self._in_unit = in_unit

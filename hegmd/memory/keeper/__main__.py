@@ -49,7 +49,7 @@ LOCK_LIMIT_S = 10.0
 _POLL_INTERVAL_S = 0.02
 BACKLOG = 16
 
-# How long it listens to nobody new when there is no descriptor to be had for a connection.
+# How long the keeper accepts no connections when the process has no free descriptors.
 DEAF_MS = 1000.0
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _UCRED = struct.Struct("3i")
@@ -72,7 +72,8 @@ def main(folder: str) -> int:
         ready, leaving = os.pipe2(os.O_CLOEXEC)
         if os.fork():
             os.close(leaving)
-            os.read(ready, 1)  # to its end: the starter may end what is left of this command's group
+            # read until the pipe closes: the starter may kill the rest of this command's process group
+            os.read(ready, 1)
             return 0
         os.close(ready)
         _leave()
@@ -107,7 +108,7 @@ def _leave() -> None:
     for number in (0, 1, 2):
         os.dup2(nothing, number)
     os.close(nothing)
-    # The daemon's user may end it by name; nothing else that is sent to groups and terminals is meant for it.
+    # The daemon's user can end the keeper with SIGTERM. Signals to process groups and terminals are ignored.
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
@@ -122,7 +123,7 @@ class Keeper:
         self._held: dict[str, int] = {}
         self._has_held = False
         self._connections: dict[int, socket.socket] = {}
-        self._is_deaf = False  # to callers, until somebody hangs up or a while is over
+        self._is_deaf = False  # no connections are accepted until a client disconnects or DEAF_MS have passed
         self._poll = select.poll()
         self._poll.register(listening, select.POLLIN)
         self._answers: dict[str, Callable[[str, list[int]], tuple[list[str], list[int]]]] = {
@@ -158,7 +159,7 @@ class Keeper:
         try:
             connection, _ = self._listening.accept()
         except OSError as error:
-            if error.errno in _NO_ROOM:  # whoever calls stays there: not asked again at once, which would be for ever
+            if error.errno in _NO_ROOM:  # the caller stays in the queue: accepting again at once would loop forever
                 self._is_deaf = True
                 self._poll.unregister(self._listening)
             return

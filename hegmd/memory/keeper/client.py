@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 ANSWER_S = 5.0
 # A keeper may be about to end when it is called, having nothing to hold.
 ATTEMPTS = 3
-# After one that was killed and could not be replaced.
+# How long to wait after a killed keeper could not be replaced.
 RETRY_S = 5.0
 
 Start = Callable[[Path], Awaitable[None]]
@@ -43,10 +43,10 @@ class KeeperStore:
         self._start = start
         self._socket: socket.socket | None = None
         self._held: dict[str, int] = {}
-        self._missing: set[str] = set()  # those that the current keeper does not have yet
+        self._missing: set[str] = set()  # names that the current keeper does not store yet
         self._perhaps: set[str] = set()  # may be stored there without an owner: its put or drop had no answer
         self._asking = anyio.Lock()
-        self._asked = anyio.Event()  # once something was; then there is another for the next time
+        self._asked = anyio.Event()  # set by the next change; then replaced by a new event
 
     async def put(self, name: str, fd: int) -> None:
         async with self._asked_for():
@@ -79,7 +79,7 @@ class KeeperStore:
                 found = await anyio.to_thread.run_sync(self._fetch_all)
             except OSError as error:
                 self._hang_up()
-                if error.errno in _NOBODY:  # there is none, or it was killed, and what it held went with it
+                if error.errno in _NOBODY:  # no keeper runs, or it was killed and lost its descriptors
                     return ()
                 raise self._failed("does not say what it holds", error) from error
             for name, fd in found:
@@ -94,7 +94,7 @@ class KeeperStore:
                     in_hand = not self._has_ended() or await self._replace()
                     watched, asked = self._socket, self._asked
                 if not in_hand:
-                    with anyio.move_on_after(RETRY_S):  # whoever asks for something meanwhile tries it as well
+                    with anyio.move_on_after(RETRY_S):  # a caller that stores something meanwhile also tries to connect
                         await asked.wait()
                 elif watched is None:
                     await asked.wait()
@@ -154,7 +154,7 @@ class KeeperStore:
         return True
 
     async def _hand_over(self) -> None:
-        """Send everything that the keeper lacks, and drop what is no longer wanted. Raises HegmError."""
+        """Send everything that the keeper lacks, and drop what is no longer needed. Raises HegmError."""
         for attempt in range(ATTEMPTS):
             try:
                 for name in sorted(self._missing):
@@ -185,7 +185,7 @@ class KeeperStore:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         if not poll.poll(0):
-            return False  # what was readable was an answer, and is taken
+            return False  # the socket was readable because of an answer, which is read now
         try:
             return not self._socket.recv(1, socket.MSG_PEEK)
         except OSError:
