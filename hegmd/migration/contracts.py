@@ -39,7 +39,7 @@ class DriverOutOfMemory(OutOfMemory):
 
 
 class GrewBeyondPlan(Refused):
-    """The process has more on its GPU than was planned for. It was left as it was: this has to be on disk first."""
+    """The process uses more GPU memory than planned. It was not changed: the new size must first be on disk."""
 
     def __init__(
         self, pid: int, planned_bytes: int, driver_bytes: int, driver_bytes_by_gpu: tuple[int, ...] = ()
@@ -98,7 +98,8 @@ class MigratedProcess:
     driver_bytes_by_gpu: tuple[int, ...] = ()
     #: Reservations for its storages on each of several GPUs, in their order, if a carrier moves them.
     storage_bytes_by_gpu: tuple[int, ...] = ()
-    #: True if it keeps its CUDA context on its GPU; and what is planned to stay there, None where that is not known.
+    #: True if the process keeps its CUDA context on its GPU. Also the GPU memory that should remain there, None if
+    #: unknown.
     keeps_context: bool = False
     stays_bytes: int | None = None
     #: True if its storages only fit in rounds, as its carrier frees memory.
@@ -107,7 +108,7 @@ class MigratedProcess:
     keeps_reservation: bool = True
     #: Whether memory on its target is taken only when it has left: until then another rank of its job has that.
     reserves_late: bool = False
-    #: Of a rank with communicators: whoever looks at it leaves it locked, until `unlock` is asked for.
+    #: True for a rank with communicators: an inspection leaves it locked until `unlock`.
     stays_locked: bool = False
     #: True if it resumes as soon as it has its bytes, independent of other processes and of an image.
     goes_on: bool = False
@@ -133,7 +134,7 @@ class MigratedProcess:
         return self.pid, self.start_ticks
 
     def needs(self, place: str | None) -> dict[str, int]:
-        """Return what it needs on each GPU of that place besides its storages."""
+        """Return what it needs on each GPU of that place in addition to its storages."""
         return shared_out(place, self.driver_bytes_by_gpu, self.driver_bytes)
 
     def storages(self, place: str | None) -> dict[str, int]:
@@ -143,7 +144,7 @@ class MigratedProcess:
         return shared_out(place, shares, self.storage_reservation_bytes)
 
     def wholes(self, place: str | None) -> dict[str, int]:
-        """All that it needs on each GPU of that place."""
+        """Return all that it needs on each GPU of that place."""
         storages = self.storages(place)
         return {gpu: driver_bytes + storages[gpu] for gpu, driver_bytes in self.needs(place).items()}
 
@@ -214,7 +215,7 @@ class ProcessState:
 
 @dataclass(slots=True)
 class OverlappedCopy:
-    """What was copied during a driver call, as far as it is finished."""
+    """How much was copied during a driver call."""
 
     size_bytes: int = 0
     took_s: float = 0.0
@@ -226,11 +227,11 @@ class Method(Protocol):
     name: str
 
     async def reserve(self, subject: MigratedProcess, gpu: str, size_bytes: int) -> None:
-        """Hold so much there for it from now on, in all. Raises NoRoom or another HegmError with nothing changed."""
+        """Reserve that much there for it, in total. Raises NoRoom or another HegmError; then nothing changed."""
         ...
 
     async def release(self, subject: MigratedProcess, gpu: str) -> None:
-        """Hold nothing there for it any more. Fine when nothing is held."""
+        """Release its reservation there. Does nothing if there is none."""
         ...
 
     def reservations(self, subject: MigratedProcess) -> Mapping[str, int]:
@@ -238,7 +239,7 @@ class Method(Protocol):
         ...
 
     def note_size(self, subject: MigratedProcess, size_bytes: int) -> None:
-        """Its agent has counted so many bytes on the GPU that it is on."""
+        """Record the bytes that its agent counted on its GPU."""
         ...
 
     async def lock(self, subject: MigratedProcess) -> None:
@@ -246,7 +247,7 @@ class Method(Protocol):
         ...
 
     async def unlock(self, subject: MigratedProcess) -> None:
-        """Let it make CUDA calls again, which has stayed on its GPU. Fine for one that can."""
+        """Let a process that stayed on its GPU make CUDA calls again. Does nothing if it can."""
         ...
 
     async def checkpoint(self, subject: MigratedProcess) -> CheckpointResult:
@@ -277,7 +278,7 @@ class Method(Protocol):
         ...
 
     async def inspect(self, subject: MigratedProcess) -> ProcessState:
-        """Return the true state. A call that an earlier caller left incomplete is finished, as far as that is safe."""
+        """Return the true state. Finishes a call that an earlier caller left incomplete, if that is safe."""
         ...
 
 
@@ -287,11 +288,11 @@ class Carrier(Protocol):
     name: str
 
     async def reserve(self, subject: MigratedProcess, size_bytes: int) -> None:
-        """Hold memory for so many bytes from now on, in all. Raises HegmError; what it held before stays then."""
+        """Reserve memory for that many bytes, in total. Raises HegmError; then the former reservation stays."""
         ...
 
     async def release(self, subject: MigratedProcess) -> None:
-        """Give that memory back. Fine when there is none."""
+        """Release that memory. Does nothing if there is none."""
         ...
 
     def held_bytes(self, subject: MigratedProcess) -> int:
@@ -321,19 +322,19 @@ class Carrier(Protocol):
         ...
 
     async def abandon(self, subject: MigratedProcess) -> None:
-        """Have nothing on any GPU any more but the memory that is held."""
+        """Release all GPU memory except the reservations."""
         ...
 
     async def offload(self, subject: MigratedProcess, on_progress: Progress) -> int:
-        """Have the bytes in that memory and no longer in the process; how many."""
+        """Move the bytes from the process to that memory, and return their number."""
         ...
 
     def is_staged(self, subject: MigratedProcess) -> bool:
-        """Whether bytes that were taken out have still to come to where they may stay: `settling` does it."""
+        """True if offloaded bytes must still be copied to their final place, which `overlap_checkpoint` does."""
         ...
 
     def staged(self, subject: MigratedProcess) -> OverlappedCopy | None:
-        """Return what of the offloaded bytes is on the process's GPU or on its way there; None if nothing is.
+        """Return how many of the offloaded bytes are on the process's GPU or being copied there; None if none.
 
         Its duration is known at the latest when the bytes are reloaded.
         """
@@ -347,10 +348,10 @@ class Carrier(Protocol):
         ...
 
     def overlap_restore(self, subject: MigratedProcess) -> AbstractAsyncContextManager[OverlappedCopy]:
-        """Beside the block, in which the process is restored, its bytes come nearer to it, as far as that can be.
+        """Copy the bytes towards the process during the block, in which the process is restored.
 
-        They may do so still when it is over: `put_back` waits for them. What of that comes to nothing is no failure,
-        and nothing of it is in the way of the block.
+        The copy may continue after the block; `reload` waits for it. A failed copy is no error and does not affect the
+        block.
         """
         ...
 
@@ -362,5 +363,5 @@ class Carrier(Protocol):
         ...
 
     async def resumed(self, subject: MigratedProcess) -> None:
-        """Release what was still held besides, once its thread runs. Raises nothing; fine if nothing is held."""
+        """Release what is still reserved, once its thread runs. Raises nothing; does nothing if nothing is reserved."""
         ...

@@ -254,7 +254,7 @@ class MigrationPlan(Record):
         """The operation that carries out a migration or a suspension; the machine takes it from there."""
         by_pid = {candidate.pid: candidate for candidate in candidates}
         workers = tuple([_worker(planned, by_pid[planned.pid], chips) for planned in self.workers])
-        if self.kind == CHECKPOINT:  # until its image is whole, the way back is open to it
+        if self.kind == CHECKPOINT:  # until its image is complete, a rollback is possible
             workers = tuple([worker.replace(kept_gpu=worker.gpu) for worker in workers])
         return Operation(
             id=op_id,

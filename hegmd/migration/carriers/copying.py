@@ -45,7 +45,9 @@ _SPANS_AN_ORDER = 4096
 
 
 class CopyingCarrier(AtOnce):
-    """Base of those. A carrier says what the copies are in, and which GPUs the helper has to reach for that."""
+    """Base class of those carriers. A subclass says which memory holds the copies, and which GPUs the helper must
+    reach.
+    """
 
     name = ""
     #: The copy client's address space that crosses a link; bytes of the other one stay on their GPU.
@@ -74,7 +76,7 @@ class CopyingCarrier(AtOnce):
         raise NotImplementedError
 
     def piece(self, subject: MigratedProcess) -> tuple[int, int] | None:
-        """The piece of the host pool that the route is opened with, by descriptor and size, if it has one."""
+        """Return descriptor and size of the pool segment that the copy session is opened with, if there is one."""
         return None
 
     async def before_copy_out(self, subject: MigratedProcess, end_bytes: int) -> None:
@@ -183,7 +185,7 @@ class CopyingCarrier(AtOnce):
     async def _copy(
         self, subject: MigratedProcess, direction: str, report: AgentReport, places: list[Place], on_progress: Progress
     ) -> None:
-        """All of them, each by the helper or else by the process itself."""
+        """Copy all places, each by the helper or else by the process itself."""
         tell = _rising(on_progress)
         own = [place for place in places if place[0] == NO_HANDLE]
         while True:
@@ -246,7 +248,7 @@ class CopyingCarrier(AtOnce):
         return []
 
     async def with_route(self, subject: MigratedProcess, work: Callable[[CopyClient], Awaitable[T]]) -> T:
-        """Do it over the route, which is opened if it is not, and again if its helper has gone."""
+        """Run `work` with a copy session. Opens the session if needed, and opens another if its helper was lost."""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return await work(await self._route(subject))
@@ -298,7 +300,7 @@ def _is_about_one(error: HegmError) -> bool:
 
 
 def _rising(on_progress: Progress) -> Progress:
-    """Told of copies that may begin anew, it tells of more alone."""
+    """Return a callback that passes on only increases, because a repeated copy starts from zero."""
     most_bytes = 0
 
     def tell(copied_bytes: int) -> None:
@@ -319,7 +321,7 @@ def _add(on_progress: Progress, before_bytes: int, copied_bytes: int) -> None:
 
 
 async def _nothing(_: CopyClient) -> None:
-    """To have the route is all that is wanted."""
+    """Do nothing: the caller only needs an open session."""
 
 
 def lane_of(subject: MigratedProcess) -> str:

@@ -1,6 +1,6 @@
-"""The carrier of those of whom the driver carries everything: nothing is held for their bytes, and nothing is copied.
+"""The carrier of processes without an agent: the driver moves all bytes, so nothing is reserved and nothing is copied.
 
-The bytes go into the process's own memory, with the driver's checkpoint, which is the method's.
+The method's checkpoint moves the bytes into the process's own memory.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from hegmd.migration.methods.immediate import AtOnce
 
 
 class DriverCarrier(AtOnce):
-    """There is nothing to hold and nothing to carry."""
+    """Reserves nothing and copies nothing."""
 
     name = NAME
 
     async def reserve(self, subject: MigratedProcess, size_bytes: int) -> None:
-        """Nothing: the bytes go into the process's own memory."""
+        """Do nothing: the bytes go into the process's own memory."""
 
     async def release(self, subject: MigratedProcess) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is reserved."""
 
     def held_bytes(self, subject: MigratedProcess) -> int:
         return 0
 
     async def fetch(self, subject: MigratedProcess, on_progress: Progress) -> None:
-        """They are in the process."""
+        """Do nothing: the bytes are in the process."""
 
     async def prepare(self, subject: MigratedProcess) -> None:
-        """Nothing has to be ready."""
+        """Do nothing: no copy has to be prepared."""
 
     async def abandon(self, subject: MigratedProcess) -> None:
-        """Nothing is."""
+        """Do nothing: nothing was prepared."""
 
     async def offload(self, subject: MigratedProcess, on_progress: Progress) -> int:
         return 0

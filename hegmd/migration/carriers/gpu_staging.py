@@ -34,7 +34,7 @@ class Ahead:
     done: OverlappedCopy
 
     def is_in(self, route: CopyClient) -> bool:
-        """Whether it is in what this route has attached now."""
+        """True if this copy session has attached the memory."""
         return self.route is route and self.attached == route.attached
 
 
@@ -68,7 +68,7 @@ class Near:
         return next(iter(self._memory.of(owner)), None)
 
     def pieces(self, owner: str) -> Sequence[Piece]:
-        """Return the owner's memory in order. Raises HegmError if a part of it is gone."""
+        """Return the owner's memory in order. Raises HegmError if a part of it is lost."""
         where = self.where(owner)
         return () if where is None else self._memory.pieces(owner, where)
 
@@ -103,13 +103,13 @@ class Near:
         return True
 
     async def fits(self, owner: str, gpu: str, needed_bytes: int) -> bool:
-        """Whether so much is free on that GPU now, what is held for that owner there included. Raises HegmError."""
+        """True if that much is free on the GPU now, including the owner's reservation there. Raises HegmError."""
         held_bytes = self._memory.of(owner).get(await self._gpus.uuid_of(gpu), 0)
         free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
         return free_bytes is not None and free_bytes >= needed_bytes - held_bytes
 
     async def release(self, owner: str) -> None:
-        """Nothing is held for it any more. Fine when nothing is."""
+        """Release the owner's memory. Does nothing if there is none."""
         while (where := self.where(owner)) is not None:
             self._stamp_of.pop(owner, None)
             await self._memory.release(owner, where)

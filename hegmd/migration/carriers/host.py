@@ -46,7 +46,7 @@ from hegmd.workers.workers import OrderFailed
 
 logger = logging.getLogger(__name__)
 
-# For an operation that is cut off; what is left after it goes with the helper, and with the daemon.
+# Time for the last request of a cancelled operation. What it leaves ends with the helper, and with the daemon.
 _LAST_WORD_S = 5.0
 
 
@@ -66,7 +66,8 @@ class HostCarrier(CopyingCarrier):
         # By copy session: the copy from the pool into its staging memory, in progress or finished.
         self._ahead: dict[str, Ahead] = {}
 
-    # -- what is held --------------------------------------------------------------------------------------------------
+    # -- memory
+    # ---------------------------------------------------------------------------------------------------------
 
     async def reserve(self, subject: MigratedProcess, size_bytes: int) -> None:
         if self._pool.held_for(key_of(subject)) < size_bytes:
@@ -160,12 +161,13 @@ class HostCarrier(CopyingCarrier):
         await self._give_near(subject)
 
     async def _take_passing(self, subject: MigratedProcess, size_bytes: int, needed_bytes: int) -> bool:
-        """Whether so much is held for what passes. Never while some of it has the bytes."""
+        """Reserve that much staging memory for the way out; True if it is reserved. Never while the bytes are in it."""
         owner, gpu = staging_out_owner(subject), subject.gpu
         if gpu is None or subject.keeps_context or not self._marks.is_unmarked(subject):
             return False
         if self._near.where(owner) == await self.gpus.uuid_of(gpu) and self._near.held_bytes(owner) >= size_bytes:
-            if await self._near.fits(owner, gpu, needed_bytes):  # others may have taken what was free when it was taken
+            # other processes may have taken memory since it was reserved
+            if await self._near.fits(owner, gpu, needed_bytes):
                 return True
             await self._give_near(subject)
             return False
@@ -204,7 +206,7 @@ class HostCarrier(CopyingCarrier):
         await self._give_near(subject, *self._marks.owners(subject))
         if (
             subject.target_gpu is None and not subject.keeps_reservation
-        ):  # nothing is kept for a way back, as with an image
+        ):  # nothing is kept for a rollback, as for an image
             await self._disarm_early(subject)
 
     async def _disarm_early(self, subject: MigratedProcess) -> None:
@@ -259,7 +261,7 @@ class HostCarrier(CopyingCarrier):
                 if await self._take_ahead(subject, gpu):
                     await self._go_ahead(subject, route, done)
             yield done
-        except HegmError:  # the staging memory may be what was missing
+        except HegmError:  # staging memory may have taken what was missing
             with anyio.CancelScope(shield=True), anyio.move_on_after(_LAST_WORD_S), suppress(HegmError):
                 await self.abandon(subject)
             raise
@@ -386,7 +388,7 @@ class HostCarrier(CopyingCarrier):
         return VIDEO if await self._has_gone_ahead(subject, route, end_bytes) else HOST
 
     async def prepare_own_copies(self, subject: MigratedProcess, direction: str) -> None:
-        """The pool is what the process reaches: nothing is in video memory on its way."""
+        """Do nothing: the process can reach the pool, and no bytes are in GPU memory."""
         mark = self._marks.of(subject)
         if mark is None:
             return
@@ -425,7 +427,7 @@ class HostCarrier(CopyingCarrier):
                 return
 
     async def _have_near(self, route: CopyClient, subject: MigratedProcess, owner: str) -> None:
-        """Have all that is held for that owner as the route's video memory. Raises HegmError."""
+        """Attach all of that owner's staging memory to the session. Raises HegmError."""
         where, version = self._near.where(owner), self._near.version(owner)
         if where is None:
             raise Refused(
@@ -442,7 +444,7 @@ class HostCarrier(CopyingCarrier):
         route.attached = version
 
     async def _give_near(self, subject: MigratedProcess, *others: str | None) -> None:
-        """Give back what is held on GPUs beside it, which has nothing that is not elsewhere too. Raises HegmError."""
+        """Release staging memory, whose bytes also exist elsewhere. Raises HegmError."""
         self._ahead.pop(lane_of(subject), None)
         route = self.routes.get(lane_of(subject))
         if route is not None and route.attached is not None:

@@ -18,13 +18,13 @@ from hegmd.migration.methods.pool_keys import key_of
 
 
 class Marks:
-    """Those of the pool's pieces."""
+    """The marks in the segments of the pool."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
     def owners(self, subject: MigratedProcess) -> tuple[str, ...]:
-        """Under which names memory may be held that its bytes pass through."""
+        """Return the names of the owners whose GPU memory may hold the process's bytes."""
         piece = self._pool.by_owner().get(key_of(subject))
         before = () if piece is None else piece.name.before
         return tuple([passing_name(operation, subject.name) for operation in (subject.operation, *before)])
@@ -50,7 +50,7 @@ class Marks:
         return mark
 
     def is_unmarked(self, subject: MigratedProcess) -> bool:
-        """Whether it is certain that no video memory has the bytes; of a piece on disk its mark is not known."""
+        """True if it is certain that no GPU memory has the bytes. The mark of a segment on disk is unknown."""
         piece = self._pool.by_owner().get(key_of(subject))
         try:
             return (piece is None or piece.memory is not None) and self.of(subject) is None

@@ -83,7 +83,7 @@ class PeerCarrier(CopyingCarrier):
         self._windows: dict[str, Window] = {}
 
     async def reserve(self, subject: MigratedProcess, size_bytes: int) -> None:
-        """On the GPU that it goes to, or wherever some is held for it already."""
+        """Reserve on the target GPU, or on a GPU where it already has memory."""
         where = self._where(subject) or await self.gpus.uuid_of(subject.target_gpu or "")
         if self.held_bytes(subject) < size_bytes:
             await self.abandon(subject)
@@ -111,7 +111,7 @@ class PeerCarrier(CopyingCarrier):
         return sum(self._memory.of(self._owner(subject)).values())
 
     async def fetch(self, subject: MigratedProcess, on_progress: Progress) -> None:
-        """Video memory is put nowhere else."""
+        """Do nothing: GPU memory is copied nowhere else."""
 
     def space_bytes(self, subject: MigratedProcess) -> int:
         where = self._where(subject)
@@ -142,7 +142,8 @@ class PeerCarrier(CopyingCarrier):
             await route.detach_first(count)
             await self._memory.give_first(self._owner(subject), where, count)
 
-    # -- what the process copies itself --------------------------------------------------------------------------------
+    # -- storages that the process copies itself
+    # --------------------------------------------------------------------------
 
     async def abandon(self, subject: MigratedProcess) -> None:
         await super().abandon(subject)
@@ -155,7 +156,7 @@ class PeerCarrier(CopyingCarrier):
         return None if window is None else (window.fd, window.size_bytes)
 
     async def prepare_own_copies(self, subject: MigratedProcess, direction: str) -> None:
-        """The route is opened anew, with a window."""
+        """Open the copy session again, with a window."""
         if lane_of(subject) in self._windows:
             return
         await self.abandon(subject)

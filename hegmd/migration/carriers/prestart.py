@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 # A Python with PyTorch takes a fifth of that; the rest stays free for other processes.
 MIN_AVAILABLE_BYTES = 2 << 30
-# As long as PyTorch and its compiler take to be imported on a slow node; on an H200's node it is 6 s.
+# The time to import PyTorch and its compiler on a slow node; it takes 6 s on a node with an H200.
 READY_WITHIN_S = 15.0
 # How often the wait is reported to clients.
 _TELLS_AFTER_S = 1.0
@@ -132,7 +132,7 @@ class Readying:
         return f"it trains on until the next Python is ready: {anyio.current_time() - asked.since:.0f} s"
 
     async def end(self, subject: MigratedProcess) -> None:
-        """Withdraw the prestart. Fine if there is none."""
+        """Withdraw the prestart. Does nothing if there is none."""
         asked = self._asked.pop(subject.operation, None)
         if asked is not None:
             with suppress(SupervisorAway):  # the supervisor ends it with the connection

@@ -48,10 +48,10 @@ class StateCarrier(Pooled):
         await super().release(subject)
 
     async def offload(self, subject: MigratedProcess, on_progress: Progress) -> int:
-        """Have the state written. Raises OrderFailed, AgentAway, SupervisorAway.
+        """Make the agent save the state. Raises OrderFailed, AgentAway, SupervisorAway.
 
-        Its supervisor is told first: from here on the command may end, and is then waited for. Where hegmd
-        was just started the agent may be back before it.
+        Tells its supervisor first: from here on the command may exit, and the supervisor then waits. After a start of
+        hegmd, the agent may reconnect before the supervisor.
         """
         supervisor = await self._come(subject)
         if subject.ranks and not supervisor.offer.ranks:

@@ -1,7 +1,7 @@
 """The worker carrier: the agent copies its own storages to the pool and back, with the process's own threads.
 
-Needs an agent and nothing else, so it is what simulated GPUs use, and what is left where no faster way exists. The
-memory is the daemon's and goes over by descriptor. Both ways the agent copies everything before it frees anything.
+Needs only an agent, so simulated GPUs use it, and so does every process without a faster carrier. The memory belongs to
+the daemon; the agent gets a descriptor. In both directions the agent copies everything before it frees anything.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ class WorkerCarrier(Pooled):
         return report.size_bytes or 0
 
     async def reload(self, subject: MigratedProcess, on_progress: Progress, making: Making) -> int:
-        """Raises OrderFailed, AgentAway. The bytes stay in the memory too.
+        """Reload the bytes, and return their number. Raises OrderFailed, AgentAway. The memory keeps the bytes too.
 
-        One order makes all storages, first of all, and fills them.
+        One order first allocates all storages and then fills them.
 
-        Memory that went with an earlier daemon is not needed: the agent keeps a descriptor of its own until it has
-        entrusted its bytes, and by then they are on disk.
+        Memory of an earlier daemon is not needed: the agent keeps its own descriptor until its bytes are on disk.
         """
         memory = self._memory(subject)
         fds = () if memory is None else [memory.fd]

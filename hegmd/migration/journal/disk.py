@@ -27,7 +27,7 @@ class Disk:
         return os.write(fd, data)
 
     def sync(self, fd: int) -> None:
-        """Have all that was written on the disk itself."""
+        """Write everything to the disk itself."""
         os.fdatasync(fd)
 
     def cut(self, fd: int, size_bytes: int) -> None:

@@ -117,7 +117,7 @@ class JournalFile:
                 self._disk.close(fd)
             self._discard(fresh)
             raise self._failed("rewritten", error) from error
-        self._let_go()  # from here on it may be a file that has no name any more
+        self._let_go()  # the descriptor may now refer to a file without a name
         try:
             self._disk.rename(fresh, self.path)
             self._disk.sync_folder(self._folder)
@@ -157,13 +157,13 @@ class JournalFile:
         self._reserved_bytes = wanted_bytes
 
     def _cut_off(self) -> None:
-        """Take back what was written of a record; where that fails too, the file is rewritten before it is used."""
+        """Truncate an incomplete record. If that fails too, the file is rewritten before it is used again."""
         try:
             self._disk.cut(self._fd, self._size_bytes)
             self._disk.sync(self._fd)
         except OSError:
             self._let_go()
-        self._reserved_bytes = self._size_bytes  # cutting gives back what was reserved behind the end
+        self._reserved_bytes = self._size_bytes  # truncating also frees the space reserved behind the end
 
     def _discard(self, fresh: Path) -> None:
         """Remove a partial journal, whose disk space the journal itself may need."""

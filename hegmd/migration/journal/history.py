@@ -1,7 +1,7 @@
 """All operations and their journal: what is known of an operation is on disk before anything acts on it.
 
 Owns the histories, the order of writes to the journal's file, and the wait for a disk that cannot be written.
-Operations stop meanwhile, `trouble` says why, and events report its begin and end. Decides nothing about an operation,
+Operations stop meanwhile, `trouble` says why, and events report its start and end. Decides nothing about an operation,
 and starts none.
 """
 
@@ -27,7 +27,7 @@ from hegmd.telemetry.log import limited
 
 logger = logging.getLogger(__name__)
 
-# A journal that could not be written is tried again after so long.
+# A failed write of the journal is repeated after this time.
 RETRY_S = 1.0
 
 
@@ -48,7 +48,7 @@ class Ledger:
         self._retry_s = retry_s
         self._utc = utc
         self._histories: dict[str, History] = {}
-        #: Operations whose first record is not on disk yet: a journal that is written anew must not have them already.
+        #: Operations whose first record is not on disk yet. A rewritten journal must not contain them.
         self._opening: set[str] = set()
         self._reserved = 0
         self._writing = anyio.Lock()
@@ -91,7 +91,7 @@ class Ledger:
         return str(1 + max(known, default=0) if not self._reserved else 1 + max(self._reserved, *known))
 
     def reserve_id(self) -> str:
-        """An id for an operation that is made later; what is held for it until then is held under that id."""
+        """Return an id for a later operation. Memory that is reserved until then is reserved under that id."""
         op_id = self.next_id()
         self._reserved = int(op_id)
         return op_id

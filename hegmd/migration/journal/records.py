@@ -38,8 +38,7 @@ _END = b"\xe5"
 MAX_PAYLOAD_BYTES = 16 * 1024 * 1024
 # Lines of its story that an operation keeps.
 STORY_LINES = 200
-# Ended operations that are remembered: so many at most, and none that ended longer ago. The newest one is always
-# remembered, so that no id is used again.
+# How many ended operations are kept, and for how long. The newest one is always kept, so that no id is used twice.
 REMEMBERED = 100
 REMEMBERED_S = 30 * 86400.0
 
@@ -114,7 +113,7 @@ class Entry(Record):
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """An operation as the journal has it, and what is remembered of how it got there."""
+    """An operation as the journal has it, and the events that led there."""
 
     operation: Operation
     story: tuple[Line, ...] = ()
@@ -227,7 +226,7 @@ def _changes(before: Operation, after: Operation) -> dict[str, object]:
 
 
 def _detail(event: Event) -> str:
-    """In the words of its fields; a whole record in one is told of by what follows from it."""
+    """Describe an event by its fields. A field that is a whole record is left out; the entry's changes show it."""
     values = {name: value for name, value in event.__dict__.items() if name not in {"cause", "effect"}}
     return ", ".join(f"{name} {value}" for name, value in values.items() if not isinstance(value, Record))
 
@@ -249,7 +248,7 @@ def _framed(entry: Entry) -> bytes:
 
 
 def read(data: bytes) -> Reading:
-    """The histories in a journal. Raises JournalBroken for what was never written, or not in that order."""
+    """Return the histories in a journal. Raises JournalBroken for records that are invalid or out of order."""
     folded: dict[str, _Folded] = {}
     sound = start = _after_magic(data)
     try:

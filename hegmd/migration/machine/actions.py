@@ -34,12 +34,12 @@ _TURN_WHEN_LATE = frozenset(
 
 
 def begin(op: Operation, event: events.Begin, now: float) -> Operation:
-    """Everything else follows from the facts."""
+    """Start the operation; every effect follows from the facts."""
     return op.replace()
 
 
 def cancel(op: Operation, event: events.CancelRequested, now: float) -> Operation:
-    """Turn back, unless it is on its way back or the way on is shorter."""
+    """Roll back, unless the operation is already rolling back, or finishing takes less time."""
     if op.direction != FORWARD:
         raise Refused(f"operation {op.id} is already being rolled back", f"watch it with: hegmctl op {op.id}")
     if is_past_return(op):
@@ -53,7 +53,7 @@ def cancel(op: Operation, event: events.CancelRequested, now: float) -> Operatio
 
 
 def drop_image(op: Operation, event: events.CancelRequested, now: float) -> Operation:
-    """Cancel the image of a job that trains again, and have what was written removed."""
+    """Cancel the image of a job that trains again, and remove the files that were written."""
     if op.image is None or op.image.unwanted:
         raise Refused(f"the image of operation {op.id} is being removed", f"watch it with: hegmctl op {op.id}")
     message = f"cancelled by {event.by or 'its caller'}"
@@ -93,7 +93,7 @@ def resume(op: Operation, event: events.ResumeRequested, now: float) -> Operatio
     due = None if event.limit_s is None else now + event.limit_s
     op = op.replace(limits=op.limits.replace(resume_s=event.limit_s), due=due)
     if op.restarts_together and any(worker.is_absent for worker in op.live):
-        # The way back of all is that of those without a process: to be suspended.
+        # The rollback of a job without a process is to stay suspended.
         op = op.replace(workers=tuple([worker.replace(origin_gpu=None) for worker in op.workers]))
     return next_effects.together(op)
 
@@ -184,10 +184,10 @@ def training_ended(op: Operation, event: events.TrainingEnded, now: float) -> Op
 
 
 def agent_lost(op: Operation, event: events.AgentLost, now: float) -> Operation:
-    """Whether the agent still does what it was asked is not known until it is back."""
+    """Record that the agent disconnected. Whether it obeys running orders is unknown until it reconnects."""
     worker = worker_exit.living(op, event.worker)
     if worker is None or (op.hands_over and any(pending.effect == effects.Dump.tag for pending in op.pending)):
-        return op  # while an image is made, agents step aside
+        return op  # agents disconnect while an image is written
     return op.with_worker(worker.replace(needs_inspection=True, waits=FOR_AGENT))
 
 
@@ -222,7 +222,7 @@ def deadline_passed(op: Operation, event: events.DeadlinePassed, now: float) -> 
         return reversal.back(op, TIMEOUT.name, message, "retry with a longer --timeout, or check what the job is doing")
     is_reconnecting = any(pending.effect == effects.Reconnect.tag for pending in op.pending)
     for pending in op.pending:
-        if pending.effect != effects.Seal.tag:  # it has a limit of its own, and comes to an end by itself
+        if pending.effect != effects.Seal.tag:  # sealing has its own limit and always ends
             op = _forgotten(op, pending)
     workers = [worker.replace(waits=None) for worker in op.workers]
     op = op.replace(workers=tuple(workers))

@@ -63,11 +63,12 @@ def driver_bytes_bound(own_bytes: int, whole_bytes: Iterable[int | None]) -> int
 
 
 def on_real_gpu(standing: Standing, driven: Driven, mark: str | None, *, in_video: bool = False) -> Standing:
-    """The same of one on a real GPU. `mark` is its agent's, which tells by which way its bytes went out.
+    """Return the process on a real GPU. `mark` is its agent's record of the carrier that offloaded its bytes.
 
-    `in_video` is whether video memory was found that has them: then they were on their way by peer.
+    `in_video` is True if GPU memory with the bytes was found: then they were offloaded by peer.
 
-    Raises Refused where that is not known. What the driver took off has its storages' bytes in it, unless they are out.
+    Raises Refused if the place of the bytes is unknown. A checkpoint by the driver includes the storages' bytes, unless
+    they were offloaded before.
     """
     if standing.held_bytes and mark is None:
         raise Refused(

@@ -1,7 +1,7 @@
-"""The communicators of a job's ranks in an operation: taken down, connected again, and what to do where that fails.
+"""The communicators of a job's ranks in an operation: disconnected, connected again, and what to do if that fails.
 
-Owns what the ends of these effects, and of the driver's lock that stands between them, change in an operation. The
-order of the steps is not here: it is in stages.py. Pure, as the actions are.
+Owns what the results of these effects, and of the driver's lock between them, change in an operation. stages.py has the
+order of the steps. Pure.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 from hegmd.migration.machine import events, next_effects, reversal
 from hegmd.migration.machine.operation import JobProcess, Operation, Pending
 
-# The first attempt, and one with communicators that are made anew.
+# The first attempt, and one with newly created communicators.
 MAX_RECONNECTS = 2
 SUSPEND = "suspend"
 
 
 def against_image(op: Operation) -> tuple[str, str] | None:
-    """Why no image can be made of this suspended job, and what to do; None if it can.
+    """Return why this suspended job cannot go into an image, and what to do; None if it can.
 
-    A suspended communicator keeps connections that CRIU cannot dump. One that was aborted has none, and the agent makes
+    A suspended communicator keeps connections that CRIU cannot dump. An aborted one has none, and the agent creates
     another after the restore.
     """
     suspended = next((worker for worker in op.live if worker.is_unlinked and worker.communicators == SUSPEND), None)
@@ -40,7 +40,7 @@ def unlocked(op: Operation, worker: JobProcess, pending: Pending, event: events.
 
 
 def reconnected(op: Operation, worker: JobProcess, pending: Pending, event: events.Reconnected) -> Operation:
-    """One that belongs to an earlier generation than the other ranks are to have counts for nothing."""
+    """Record a reconnection. It does not count if its generation is older than that of the other ranks."""
     if pending.generation != op.generation:
         return op
     return op.with_worker(worker.replace(is_connected=True))

@@ -47,7 +47,7 @@ def description(
         owner_uid=op.owner_uid,
         created_utc=op.created_utc,
         size_bytes=size_bytes,
-        moved_bytes=min(moved_bytes, size_bytes),  # pieces of the pool have whole pages
+        moved_bytes=min(moved_bytes, size_bytes),  # segments of the pool have whole pages
         downtime_s=op.downtime_s,
         took_s=max(0.0, last_utc - op.created_utc) if last_utc is not None and op.phase in TERMINAL else None,
         failure=None if failure is None else told.Reason(code=failure.code, message=failure.message, hint=failure.hint),
@@ -88,7 +88,7 @@ def state_of(described: told.Operation) -> str:
 
 
 def doing(op: Operation) -> str | None:
-    """Return what a restart does now; None where its phase says so."""
+    """Return the present step of a restart; None if its phase already says it."""
     member = next((member for member in op.live if member.restarts), None)
     if member is None or op.phase in TERMINAL or op.phase == SUSPENDED:
         return None

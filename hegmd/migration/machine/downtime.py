@@ -15,7 +15,9 @@ _ATTEMPTED = events.Overran | events.Withdrawn | events.Failed
 
 
 def timed(event: Event, after: Operation, now: float) -> Operation:
-    """The operation with what the event says of that. `now` is monotonic: an instant from before a reboot is none."""
+    """Update the downtime of the operation with an event. `now` is monotonic: an instant from before a reboot is
+    dropped.
+    """
     if after.parked_since is not None and after.parked_since > now:
         after = after.replace(parked_since=None)
     alone = not any(member.has_agent for member in after.workers)

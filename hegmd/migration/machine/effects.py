@@ -26,7 +26,7 @@ class Effect(Tagged):
 
     ends: ClassVar[tuple[str, ...]] = ()
     on_cancel: ClassVar[str] = FINISH
-    #: Whether the worker's agent or the driver's hold on it performs it; otherwise the daemon does, by itself.
+    #: True if the worker's agent or the driver performs it; False if the daemon does so by itself.
     in_worker: ClassVar[bool] = True
 
     number: int = field("counts the effects of the operation; the event that ends it carries it")
@@ -47,7 +47,7 @@ class Effect(Tagged):
 
 
 class Reserve(Effect, tag="reserve", ends=("reserved",), on_cancel=FINISH, in_worker=False):
-    """Reserve so much memory on a GPU for the worker, in total; it may have some reserved there already."""
+    """Reserve that much memory on a GPU for the worker, in total, including an existing reservation."""
 
     gpu: str = field("where")
     size_bytes: int = field("how much, in all")
@@ -62,13 +62,13 @@ class ReleaseReservation(
 
 
 class ReservePool(Effect, tag="reserve-pool", ends=("pool-reserved",), on_cancel=FINISH, in_worker=False):
-    """Hold so many bytes of the pool for the worker from now on, in all, with their pages present."""
+    """Reserve that many bytes of the pool for the worker, in total, with their pages present."""
 
     size_bytes: int = field("how many, in all")
 
 
 class ReleasePool(Effect, tag="release-pool", ends=("pool-released",), on_cancel=FINISH, in_worker=False):
-    """Give the worker's bytes of the pool back. Asked for only when no one needs them any more."""
+    """Release the worker's pool memory. Requested only when no process needs the bytes."""
 
 
 class AwaitSuccessor(Effect, tag="await-successor", ends=("successor-awaited",), on_cancel=CUT):
@@ -111,9 +111,9 @@ class Disconnect(Effect, tag="disconnect", ends=("disconnected",), on_cancel=FIN
 
 
 class LockRank(Effect, tag="lock", ends=("locked", "grew"), on_cancel=FINISH):
-    """Let the driver lock the process, so that it makes no CUDA call, and measure what it has on its GPU.
+    """Lock the process by the driver, so that it makes no CUDA call, and measure its GPU memory.
 
-    Asked of every rank before the first of them is checkpointed. Undone by `unlock`.
+    Requested for every rank before the first is checkpointed. Undone by `unlock`.
     """
 
 
@@ -122,7 +122,7 @@ class UnlockRank(Effect, tag="unlock", ends=("unlocked",), on_cancel=FINISH):
 
 
 class Checkpoint(Effect, tag="checkpoint", ends=("checkpointed", "grew"), on_cancel=FINISH):
-    """Let the driver take what is left of the process off its GPU; nothing to do for a simulated one."""
+    """Checkpoint the rest of the process by the driver. Does nothing for a simulated one."""
 
 
 class Hold(Effect, tag="hold", ends=("held",), on_cancel=CUT, in_worker=False):
@@ -149,11 +149,11 @@ class Seal(Effect, tag="seal", ends=("sealed",), on_cancel=UNDO, in_worker=False
 
 
 class Scrap(Effect, tag="scrap", ends=("scrapped",), on_cancel=FINISH, in_worker=False):
-    """Remove what was written of an image that is no longer wanted."""
+    """Remove the incomplete files of an image that is no longer needed."""
 
 
 class End(Effect, tag="end", ends=("ended",), on_cancel=FINISH, in_worker=False):
-    """End the process, which is in an image that is whole. Done as soon as it is not there any more."""
+    """End a process whose image is complete. Succeeds once the process has exited."""
 
 
 class Restore(Effect, tag="restore", ends=("restored",), on_cancel=FINISH):
@@ -178,7 +178,7 @@ class Release(Effect, tag="release", ends=("released",), on_cancel=FINISH):
 
 
 class Verify(Effect, tag="verify", ends=("verified",), on_cancel=CUT):
-    """Wait until the worker has passed more than so many boundaries."""
+    """Wait until the worker has passed more than that many boundaries."""
 
     beyond: int = field("the count at which it stood")
 

@@ -13,7 +13,7 @@ from hegmd.migration.machine.operation import ImageRequest, Operation
 from hegmd.migration.machine.tagged import Tagged
 from hegmd.protocol.record import field
 
-# Why an effect failed, as far as the machine has to tell them apart.
+# Why an effect failed, as far as the machine distinguishes the causes.
 REFUSED, DISCONNECTED, BROKEN, OUT_OF_MEMORY = "refused", "disconnected", "broken", "out-of-memory"
 # The driver found no GPU memory for a call of its own. The worker's reservation is unchanged.
 DRIVER_OUT_OF_MEMORY = "driver-out-of-memory"
@@ -29,7 +29,7 @@ class Event(Tagged):
 
 
 class Begin(Event, tag="begin"):
-    """Start what was planned."""
+    """Start the planned operation."""
 
 
 class CancelRequested(Event, tag="cancel-requested"):
@@ -114,7 +114,7 @@ class DeadlinePassed(Event, tag="deadline-passed"):
 
 
 class Recovered(Event, tag="recovered"):
-    """The daemon has started anew and read this operation from its journal. Nothing of what was under way is known."""
+    """The daemon has restarted and read this operation from its journal. The outcome of running effects is unknown."""
 
 
 # ---- how effects end -------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class Ending(Event):
 
 
 class Failed(Ending, tag="failed"):
-    """The effect did not do what it is for. What it did do is to be found out by `inspect`."""
+    """The effect failed. `inspect` finds out what it changed."""
 
     fault: str = field(
         "refused: it was understood and nothing changed; out-of-memory: refused because a GPU has none; disconnected; "
@@ -177,9 +177,9 @@ class Parked(Ending, tag="parked"):
 
 
 class Overran(Ending, tag="overran"):
-    """The worker has passed the boundary that the order to park named, and runs; nothing is asked of it any more.
+    """The worker passed the boundary that the order to park named, and runs; no order is pending.
 
-    Either the order came too late, or another of its threads kept it from coming to rest there.
+    Either the order came too late, or another of its threads was busy.
     """
 
     boundary: int = field("batch boundaries that it has passed")
@@ -188,13 +188,13 @@ class Overran(Ending, tag="overran"):
 
 
 class Withdrawn(Ending, tag="withdrawn"):
-    """Nothing is asked of the worker any more, and its training thread runs."""
+    """No order to park is pending, and the worker's training thread runs."""
 
     parked_s: float = field("how long it stood for what was asked", default=0.0)
 
 
 class Offloaded(Ending, tag="offloaded"):
-    """The bytes are in the pool and no longer in the process."""
+    """The bytes are in the pool and were freed in the process."""
 
     size_bytes: int = field("how many")
 
@@ -204,7 +204,7 @@ class Disconnected(Ending, tag="disconnected"):
 
 
 class Locked(Ending, tag="locked"):
-    """The driver holds the process locked, and what it has on its GPU is not more than was planned for."""
+    """The driver has locked the process, whose GPU memory does not exceed the plan."""
 
 
 class Unlocked(Ending, tag="unlocked"):
@@ -212,7 +212,7 @@ class Unlocked(Ending, tag="unlocked"):
 
 
 class Checkpointed(Ending, tag="checkpointed"):
-    """The process has nothing on any GPU any more; with keep-context, nothing but what it keeps there."""
+    """The process has no GPU memory; with keep-context, only what it keeps."""
 
     reserved_bytes: int | None = field(
         "memory reserved for it on the GPU that it left; nil if it still has all of it", default=None
@@ -257,7 +257,7 @@ class Scrapped(Ending, tag="scrapped"):
 
 
 class Ended(Ending, tag="ended"):
-    """The process has ended, as it was to."""
+    """The process has ended, as intended."""
 
 
 class Restored(Ending, tag="restored"):

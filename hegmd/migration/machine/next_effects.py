@@ -97,7 +97,7 @@ def _is_covered(op: Operation, wants: list[tuple[JobProcess, Want]]) -> bool:
 
 
 def _without_superseded(op: Operation, wants: list[tuple[JobProcess, Want]]) -> Operation:
-    """Drop running parks that name another boundary than the one that is wanted now."""
+    """Drop running parks that name another boundary than the present one."""
     parks = {worker.name: want for worker, want in wants if want[0] is effects.Park}
     kept = tuple(
         [
@@ -164,7 +164,7 @@ def _in_phase(op: Operation, phase: str, now: float) -> Operation:
 
 
 def on_time(op: Operation, now: float) -> Operation:
-    """The operation with the deadline of its phase counted from now, for a clock that may be another one."""
+    """Return the operation with the deadline of its phase counted from `now`, for a restarted clock."""
     op = op.replace(due=None if op.due is None or op.limits.resume_s is None else now + op.limits.resume_s)
     return op.replace(attempts=0, deadline=_deadline(op, op.phase, now))
 

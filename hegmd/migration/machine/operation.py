@@ -55,7 +55,7 @@ class Limits(Record):
 
 
 class Failure(Record):
-    """Why the operation did not get to what was asked."""
+    """Why the operation did not do what was requested."""
 
     code: str = field("code of the error, as in hegmd/errors.py")
     message: str = field("what failed, on which worker")
@@ -212,7 +212,7 @@ class JobProcess(Record):
 
     @property
     def is_absent(self) -> bool:
-        """Whether there is no process now, and its state waits for one."""
+        """True if no process exists now, and the saved state waits for a new one."""
         return self.restarts and self.state_saved and self.gpu is None and not self.has_exited
 
     @property
@@ -227,7 +227,7 @@ class JobProcess(Record):
 
     @property
     def reservation_bytes_by_gpu(self) -> tuple[int, ...]:
-        """What each of several GPUs needs in total, in their order; empty for one GPU."""
+        """Return what each of several GPUs needs in total, in their order; empty for one GPU."""
         return added(self.driver_bytes_by_gpu, self.storage_bytes_by_gpu)
 
     @property
@@ -279,7 +279,7 @@ class Operation(Record):
 
     @property
     def generation(self) -> int:
-        """What tells one connection of the communicators from every earlier one of this job, for all ranks."""
+        """Return a number that differs for each connection of the job's communicators; the same for all ranks."""
         return int(self.created_utc * 1000) + self.reconnects
 
     @property

@@ -22,7 +22,7 @@ from hegmd.migration.machine.operation import (
 )
 from hegmd.migration.machine.stages import is_away
 
-# Ranks that have not met after so many attempts will not.
+# After this many attempts in which the ranks did not park at one boundary, the operation gives up.
 MAX_ROUNDS = 10
 
 
@@ -47,7 +47,9 @@ def pool_released(op: Operation, worker: JobProcess, pending: Pending, event: ev
 
 
 def successor_awaited(op: Operation, worker: JobProcess, pending: Pending, event: events.SuccessorAwaited) -> Operation:
-    """Once is enough: what is not ready by now is started in its turn, or ready then."""
+    """Record that the successor was awaited, which happens once. One that is not ready is started without a
+    prestart.
+    """
     return op.with_worker(worker.replace(successor_ready=True))
 
 
@@ -314,7 +316,7 @@ def _waiting_for_memory(op: Operation, worker: JobProcess, pending: Pending, eve
 
 
 def _ruined(op: Operation, worker: JobProcess, why: str) -> Operation:
-    """The driver will never bring it back: nothing that is held for it is of use to anybody any more."""
+    """Record that the driver can never restore the worker. Its reservations and bytes are useless."""
     op = worker_exit.without_orders(op, worker.name).with_worker(worker_exit.departed(worker, lost=True))
     op = reversal.because(
         op, REFUSED.name, f"process {worker.pid} cannot be restored: {why}", "kill it and start it again"

@@ -1,6 +1,6 @@
-"""Turning an operation round, or letting it go: what several events come to.
+"""Rolls an operation back, or drops its image. Shared by the actions of several events.
 
-Owns which reason counts, and what becomes of an image that is not wanted any more. Pure, as the actions are.
+Owns which reason counts, and what happens to an image that is no longer needed. Pure.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from hegmd.migration.machine.operation import BACK, FORWARD, Failure, Operation
 
 
 def back(op: Operation, code: str, message: str, hint: str) -> Operation:
-    """On its way to how everything was, unless it is on a way back already."""
+    """Start a rollback, unless one is running."""
     op = because(op, code, message, hint)
     return next_effects.turned_back(op) if op.direction == FORWARD else op
 
@@ -23,7 +23,7 @@ def on_again(op: Operation) -> Operation:
 
 
 def image_dropped(op: Operation, code: str, message: str, hint: str) -> Operation:
-    """Have what was written of the image removed. The job is not affected."""
+    """Remove the files written for the image. The job is not affected."""
     if op.image is None:
         return op
     pending = tuple([pending for pending in op.pending if pending.effect != effects.Seal.tag])

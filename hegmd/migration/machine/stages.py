@@ -18,7 +18,7 @@ from hegmd.migration.machine import effects
 from hegmd.migration.machine.effects import Effect
 from hegmd.migration.machine.operation import CHECKPOINT, FORWARD, HOLD, QUIESCE, JobProcess, Limits, Operation
 
-# So that an agent is the first to find that its limit has passed, and says what it has waited for.
+# An agent gets this share of the limit, so that it times out first and reports what it waited for.
 AGENT_SHARE = 0.9
 
 Want = tuple[type[Effect], dict[str, Any]]
@@ -73,7 +73,7 @@ def _is_short(worker: JobProcess) -> bool:
 
 
 def _is_too_early(op: Operation, worker: JobProcess) -> bool:
-    """Whether its room on the target is one that another worker of the job has still to give."""
+    """True if its target memory is still used by another worker of the job."""
     return op.reserves_late and (
         any(_is_to_leave(op, other) for other in op.live)
         or any(_is_for_another(op, other, str(worker.target_gpu)) for other in op.live)
@@ -81,9 +81,9 @@ def _is_too_early(op: Operation, worker: JobProcess) -> bool:
 
 
 def _is_for_another(op: Operation, worker: JobProcess, gpu: str) -> bool:
-    """Whether room is held for it on that GPU which another worker needs now, all having left.
+    """True if its reservation on that GPU blocks another worker, after all have left.
 
-    From then on the bytes are held where they are, and whoever finds no room waits for some.
+    From then on the bytes stay in place, and a worker that finds no memory waits for it.
     """
     if not op.reserves_late or worker.gpu is not None or gpu not in worker.reservations or gpu == worker.target_gpu:
         return False
@@ -135,7 +135,8 @@ def _disconnecting(op: Operation, worker: JobProcess) -> Iterator[Want]:
     if _is_to_disconnect(op, worker):
         yield effects.Disconnect, {"limit_s": op.limits.connect_s * AGENT_SHARE, "abort": op.kind == CHECKPOINT}
     if any(_is_to_disconnect(op, other) for other in op.live):
-        yield from _offloading(op, worker)  # last: an agent that copies bytes by itself takes no order meanwhile
+        # last: an agent that copies bytes by itself accepts no other order meanwhile
+        yield from _offloading(op, worker)
 
 
 def _is_to_disconnect(op: Operation, worker: JobProcess) -> bool:
@@ -157,7 +158,7 @@ def _unlocking(op: Operation, worker: JobProcess) -> Iterator[Want]:
 
 
 def _reconnecting(op: Operation, worker: JobProcess) -> Iterator[Want]:
-    # A group that has lost a rank is not connected again: the others go on, and fail as they would have without hegmd.
+    # A group that has lost a rank is not reconnected: the others continue, and fail as they would have without hegmd.
     if op.direction == HOLD or not worker.is_unlinked or any(other.has_exited for other in op.workers):
         return
     if all(other.gpu is not None and other.gpu == other.target_gpu and not other.must_exit for other in op.live):
@@ -193,8 +194,7 @@ def _handing(op: Operation, worker: JobProcess) -> Iterator[Want]:
 
 
 def _sealing(op: Operation, worker: JobProcess) -> Iterator[Want]:
-    # The image needs nothing of the job any more but what the pool has, whatever has become of it: not even that it is
-    # there.
+    # Once the pool has the bytes, the image needs nothing of the job, which may even have ended.
     image = op.image
     if image is None or worker is not op.workers[0]:
         return
@@ -218,7 +218,8 @@ def _restoring(op: Operation, worker: JobProcess) -> Iterator[Want]:
 
 def _reloading(op: Operation, worker: JobProcess) -> Iterator[Want]:
     if any(_is_to_reload(other) for other in op.live):
-        yield from _reconnecting(op, worker)  # first: an agent that copies bytes by itself takes no order meanwhile
+        # first: an agent that copies bytes by itself accepts no other order meanwhile
+        yield from _reconnecting(op, worker)
     if _is_to_reload(worker):
         yield effects.Reload, {}
 
@@ -369,10 +370,10 @@ def limit_s(limits: Limits, phase: str) -> float | None:
 
 
 def is_past_return(op: Operation) -> bool:
-    """Whether the way on is shorter than the way back.
+    """True if finishing takes less time than a rollback.
 
-    With an image, that is when it needs nothing more of the job. Moving or suspending, it is when every worker has left
-    or is there already; resuming, when any has arrived.
+    With an image, this is when it needs nothing more of the job. For a migration or a suspension, when every worker has
+    left or is already there; for a resume, when any has arrived.
     """
     if op.direction != FORWARD:
         return False

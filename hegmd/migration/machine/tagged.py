@@ -1,7 +1,7 @@
-"""Records that travel with their name, so that a reader knows which class to make of them: events and effects.
+"""Records that are stored with the name of their class: events and effects.
 
-Owns the tag in the plain form and nothing else. It must not know what the names mean: each family keeps its own
-register, and a name that is not in it is refused, never guessed at.
+Owns the tag in the plain form, and knows no meaning of names. Each family has its own register. An unknown name is
+refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TAG = "is"
 
 
 class Tagged(Record):
-    """Base of a family. Its first class makes the register; each class with a tag is a member of it."""
+    """Base of a family. Its first subclass creates the register, which lists each subclass with a tag."""
 
     tag: ClassVar[str] = ""
     register: ClassVar[dict[str, type[Any]]]
@@ -29,12 +29,12 @@ class Tagged(Record):
             cls.register[tag] = cls
 
     def to_plain(self) -> dict[str, object]:
-        """The record as plain values, with its name."""
+        """Return the record as plain values, with its name."""
         return {TAG: self.tag, **super().to_plain()}
 
     @classmethod
     def untagged(cls, value: object, where: str) -> Any:
-        """The member of this family that the plain value names. Raises HegmError for a name that is not known."""
+        """Return the record of this family that the plain value names. Raises HegmError for an unknown name."""
         plain = as_map(value) or {}
         member = cls.register.get(str(plain.get(TAG)))
         if member is None:

@@ -22,11 +22,11 @@ def gone(op: Operation, name: str, why: str, *, finished: bool = False) -> Opera
         return absent(op, worker, why)
     if worker.restarts and finished and not worker.state_saved and op.direction == FORWARD:
         return without_orders(op, name).with_worker(departed(worker, lost=False).replace(finished=True))
-    if op.ends_workers or _has_gone_on(op):  # it is in an image, and was to end, or does what it would have done anyway
+    if op.ends_workers or _has_gone_on(op):  # it is in an image and was to end, or has trained on and ended by itself
         return without_orders(op, name).with_worker(departed(worker, lost=False))
     away = is_away(op) or op.holds
     lost = worker.was_offloaded and not worker.verified and (worker.offloaded or worker.gpu is None or worker.is_parked)
-    lost = lost and not worker.restarts  # nothing was taken out of it: it ended as it would have by itself
+    lost = lost and not worker.restarts  # no bytes had left it: it ended as it would have without hegmd
     op = without_orders(op, name).with_worker(departed(worker, lost=lost))
     state = " while its state was offloaded" if lost else ""
     op = reversal.because(op, NOT_FOUND.name, f"process {worker.pid} exited{state}: {why}", "read the log of the job")
@@ -89,7 +89,7 @@ def absent(op: Operation, worker: JobProcess, why: str) -> Operation:
 
 
 def departed(worker: JobProcess, *, lost: bool) -> JobProcess:
-    """It has ended, its state with it or not: nothing is asked of it any more."""
+    """Record that the process has ended, with its state or without. No effect of it remains."""
     return worker.replace(
         has_exited=True, lost=lost, needs_inspection=False, waits=None, is_parked=False, park_requested=False
     )
@@ -102,7 +102,7 @@ def living(op: Operation, name: str) -> JobProcess | None:
 
 
 def without_orders(op: Operation, name: str) -> Operation:
-    """The operation without what is under way in that worker: it was on a connection or in a process that has ended."""
+    """Drop the running effects of that worker: its connection or its process has ended."""
     return op.replace(
         pending=tuple([p for p in op.pending if p.worker != name or not Effect.register[p.effect].in_worker])
     )

@@ -92,14 +92,14 @@ class DriverMethod:
     # -- away ----------------------------------------------------------------------------------------------------------
 
     async def lock(self, subject: MigratedProcess) -> None:
-        """Lock a rank, and measure it: what is beyond the plan is known before any rank of its job has left."""
+        """Lock a rank and measure it, so that growth beyond the plan is known before any rank of its job has left."""
         with self._marked_in_progress(subject):
             await self._other_processes.wait_until_unpaused(subject.owner_key)
             if (state := await self._steps.state(subject)) == CHECKPOINTED:
                 return
             if state != LOCKED:
                 await self._steps.lock(subject)
-            if subject.target_gpu != subject.gpu:  # one that stays has all that it has
+            if subject.target_gpu != subject.gpu:  # one that stays needs no reservation
                 async with self._unlocked_unless_done(subject):
                     await self._measured(subject)
             self._locked.add(subject.owner_key)
@@ -139,7 +139,9 @@ class DriverMethod:
             )
 
     async def _measured(self, subject: MigratedProcess) -> MigratedProcess:
-        """The locked process with what it really needs. Raises GrewBeyondPlan when that is more than is on disk."""
+        """Return the locked process with its measured need. Raises GrewBeyondPlan if that exceeds the journal's
+        figure.
+        """
         needs = await self._needed(subject)
         need_bytes, driver_bytes_by_gpu = sum(needs), tuple(needs) if is_several(subject.gpu) else ()
         planned = subject.needs(subject.gpu).values()
@@ -235,7 +237,7 @@ class DriverMethod:
             pairs = await self._pairs(subject, list(uuid_by_gpu.values()))
             async with self._gpus.turns(uuid_by_gpu):
                 state = await self._restore_reserved(subject, uuid_by_gpu, subject.needs(gpu), pairs)
-                await self._steps.unlock(subject, state)  # before others count on what they see of it
+                await self._steps.unlock(subject, state)  # before other processes rely on its state
             self._locked.discard(subject.owner_key)
             return None
 
@@ -387,11 +389,12 @@ class DriverMethod:
         node = await self._gpus.seen()
         return [use.gpu for process in node.processes if process.pid == subject.pid for use in process.gpus]
 
-    # -- whom it has in hand -------------------------------------------------------------------------------------------
+    # -- processes with a running step
+    # --------------------------------------------------------------------------------------
 
     @contextmanager
     def _marked_in_progress(self, subject: MigratedProcess) -> Generator[None]:
-        """For as long as a step is under way nothing that is asked of the process is to be believed."""
+        """Mark the process during a step: inspections of it are not reliable meanwhile."""
         self._in_hand.add(subject.owner_key)
         try:
             yield

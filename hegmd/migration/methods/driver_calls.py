@@ -36,7 +36,7 @@ DRIVER_CALL_TIMEOUT_S = 20.0
 STEP_S = 1.0
 OUT_BYTES_PER_S = 2.8e9
 IN_BYTES_PER_S = 8e9
-# However much moves meanwhile. Then the helper is ended, with all that it is asked.
+# The limit of a call, even if bytes still move. After it the helper is killed with all its calls.
 MAX_S = 300.0
 MAX_BYTES_PER_S = 2.5e8
 _POLL_INTERVAL_S = 0.05
@@ -62,7 +62,7 @@ class Steps:
 
     @property
     def helper_pid(self) -> int | None:
-        """The helper, if there is one now."""
+        """The pid of the helper, if one runs."""
         return self._helper.pid
 
     async def uuids(self) -> list[str]:
@@ -96,9 +96,10 @@ class Steps:
             ) from error
 
     async def checkpoint(self, subject: MigratedProcess) -> None:
-        """Raises Refused where it has found no memory: the driver says so, or that it does not know, on a full GPU.
+        """Checkpoint the process. Raises Refused if the driver found no memory: it reports that, or an unknown error on
+        a full GPU.
 
-        It stays where it is then, and what it needs there is more likely to be had than what the driver needs.
+        The process then stays where it is. Memory for it is more likely to be found later than memory for the driver.
         """
         try:
             await self._call("checkpoint", subject, expected_s=step_s(subject.driver_bytes, OUT_BYTES_PER_S))
@@ -148,7 +149,7 @@ class Steps:
                     state = await self.state(subject)
                     logger.info("a driver call for process %d was interrupted; the process is %s", subject.pid, state)
                     return
-            except HelperLost as error:  # another one is asked
+            except HelperLost as error:  # the next helper is asked
                 logger.warning(
                     "hegmd asks the driver again how a call for process %d ended: %s", subject.pid, error.message
                 )
@@ -184,7 +185,7 @@ class Steps:
         return answer.values
 
     async def _is_full(self, subject: MigratedProcess) -> bool:
-        """Whether next to nothing is free on one of its GPUs, as far as their driver says it now."""
+        """True if one of its GPUs has almost no free memory, as far as the driver reports it."""
         try:
             free = [(await self._gpus.gpu(gpu)).memory_free_bytes for gpu in gpus_of(subject.gpu)]
         except HegmError as error:
@@ -193,7 +194,7 @@ class Steps:
         return any(size_bytes is not None and size_bytes < LAST_BYTES for size_bytes in free)
 
     async def _free_bytes(self) -> int | None:
-        """On all GPUs together, as far as their driver says it now."""
+        """Return the free memory of all GPUs together, as far as the driver reports it."""
         try:
             return sum(gpu.memory_free_bytes or 0 for gpu in (await self._gpus.seen()).gpus)
         except HegmError:
@@ -201,10 +202,10 @@ class Steps:
 
 
 def step_s(size_bytes: int, bytes_per_s: float) -> float:
-    """How long a step is expected to take for so much."""
+    """Return the expected duration of a step for that many bytes."""
     return STEP_S + size_bytes / bytes_per_s
 
 
 def longest_s(size_bytes: int) -> float:
-    """How long any call about a process with so much may take, whatever is seen to move."""
+    """Return the longest duration of a call for a process of that size, even if bytes still move."""
     return MAX_S + size_bytes / MAX_BYTES_PER_S

@@ -35,7 +35,7 @@ class GpuReservation:
     async def reserve_by_gpu(
         self, subject: MigratedProcess, rests: Mapping[str, int], storages: Mapping[str, int]
     ) -> None:
-        """So much for the driver on each of these GPUs, and so much for storages; on all of them or on none."""
+        """Reserve these amounts for the driver and for storages; on all of these GPUs or on none."""
         uuids = {gpu: await self._gpus.uuid_of(gpu) for gpu in rests}
         async with self._gpus.turns(rests):
             held = self._memory.of(driver_owner(subject))
@@ -55,7 +55,7 @@ class GpuReservation:
                 self._gpus.changed()
 
     async def reserve(self, subject: MigratedProcess, gpu: str, size_bytes: int) -> None:
-        """So much in all for it to be there; what it has there already counts."""
+        """Reserve that much there in total, including what the process has there already."""
         missing = more_than(subject.needs(gpu), subject.needs(subject.gpu))
         rests = {name: min(driver_bytes, size_bytes) for name, driver_bytes in missing.items()}
         # A process on several GPUs has memory for its storages where it is.
@@ -115,8 +115,7 @@ class GpuReservation:
     async def fits_beside(
         self, subject: MigratedProcess, place: str, spare_bytes: int, free: Mapping[str, int | None], times: int = 1
     ) -> bool:
-        """Whether on every GPU of that place as much as is held for its storages is free besides, so many times over,
-        and so much more.
+        """True if every GPU of that place has `times` its storages' reservation and `spare_bytes` free in addition.
 
         `free` is what is free now, by GPU.
         """
@@ -143,7 +142,7 @@ class GpuReservation:
         self._gpus.changed()
 
     async def release(self, subject: MigratedProcess, gpu: str) -> None:
-        """All that is held there."""
+        """Release all its reservations there."""
         for name in gpus_of(gpu):
             uuid = await self._gpus.uuid_of(name)
             await self._memory.release(driver_owner(subject), uuid)

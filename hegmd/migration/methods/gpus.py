@@ -1,7 +1,7 @@
 """The GPUs of the node for the methods: their names, their UUIDs, their free memory and a lock for each.
 
-Whoever reserves or releases memory on a GPU holds its lock: otherwise one operation would take what another has just
-released. Answers of a driver that has stopped answering are not used.
+A caller that reserves or releases memory on a GPU holds its lock: otherwise one operation would take what another has
+just released. Answers of a driver that has stopped answering are not used.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def pool_owner(subject: MigratedProcess) -> str:
 
 
 def bytes_name(operation: str, worker: str, start_ticks: int) -> str:
-    """The same, of that worker in that operation: whose they are is to be told from it without a journal."""
+    """Return the owner name of that worker's bytes in that operation. It identifies the process without a journal."""
     return f"{operation}.{worker}.{BYTES}@{start_ticks}"
 
 
@@ -142,9 +142,11 @@ def staging_in_owner(subject: MigratedProcess) -> str:
 
 
 def pairs_from(elsewhere: Sequence[str], to: Sequence[str], here: Sequence[str]) -> list[list[str]]:
-    """A map from the GPUs of another node to those of this one: `elsewhere` has the process's own first, which go to
-    `to`. What is on both nodes stays itself, as far as it can. Of a node with more GPUs, those without a partner here
-    are left out: a map that the driver will not have changes nothing."""
+    """Map the GPUs of another node to those of this one.
+
+    `elsewhere` starts with the process's own GPUs, which are mapped to `to`. A GPU that exists on both nodes is mapped
+    to itself if possible. GPUs without a partner are left out: a map that the driver rejects changes nothing.
+    """
     own, others = elsewhere[: len(to)], elsewhere[len(to) :]
     left = [uuid for uuid in here if uuid not in to]
     spare = [uuid for uuid in left if uuid not in others]

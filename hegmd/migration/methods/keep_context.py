@@ -27,7 +27,7 @@ from hegmd.protocol.operations import KEEP_CONTEXT
 
 # NVML shows freed memory as free 2.5 ms later.
 _SHOWN_AFTER_S = (0.003, 0.006, 0.012, 0.025, *[0.05] * 40)
-# Without a plan to compare with, the memory is looked at once, after so long.
+# Without a planned size to compare with, memory is read once, after this time.
 _UNPLANNED_AFTER_S = 0.025
 # The allocator of the process may have grown since it was counted; the rest of its storages has to be free.
 _MAX_KEPT_SHARE = 8
@@ -77,7 +77,7 @@ class KeepContextMethod:
         held: dict[str, int] = {}
         if (known := self._promised.get(subject.owner_key)) is not None:
             held[known[0]] = sum(known[1].values())
-        if subject.gpu is not None:  # what it has there is its own
+        if subject.gpu is not None:  # its own memory there needs no reservation
             own_bytes = subject.driver_bytes + subject.storage_reservation_bytes
             held[subject.gpu] = max(held.get(subject.gpu, 0), own_bytes)
         return held
@@ -91,7 +91,7 @@ class KeepContextMethod:
     # -- away and back -------------------------------------------------------------------------------------------------
 
     async def lock(self, subject: MigratedProcess) -> None:
-        """Its training thread is parked, and nothing else is needed."""
+        """Do nothing: its training thread is parked, which suffices."""
 
     async def unlock(self, subject: MigratedProcess) -> None:
         """It was never locked."""
@@ -122,7 +122,7 @@ class KeepContextMethod:
         return await self._used_bytes(subject)
 
     async def _used_bytes(self, subject: MigratedProcess) -> int | None:
-        """What it has on its GPUs; None where the vendor's library does not say."""
+        """Return what it uses on its GPUs; None if the vendor's library does not report it."""
         node = await self._gpus.seen()
         uses = [use for process in node.processes if process.pid == subject.pid for use in process.gpus]
         sizes = [use.vram_bytes for use in uses if use.gpu in gpus_of(subject.gpu)]

@@ -1,9 +1,9 @@
-"""The processes between a supervisor and the ranks that it restarts: held still while the ranks leave, then ended.
+"""The processes between a supervisor and the ranks that it restarts: stopped while the ranks exit, then ended.
 
-A launcher such as torchrun takes the end of a rank for a failure: it ends the others, and may start them all again,
-from nothing. So it is stopped by a signal before the first of them leaves, and ended with all that is left below the
-supervisor before the command is started again. That the states of all ranks are saved by then is the caller's to see
-to. Everything in here blocks.
+A launcher such as torchrun takes the exit of a rank for a failure: it ends the others, and may restart them all from
+the beginning. So it gets SIGSTOP before the first rank exits. Before the command is started again, it is ended with all
+that is left below the supervisor. The caller ensures that the states of all ranks are saved by then. Everything here
+blocks.
 """
 
 from __future__ import annotations

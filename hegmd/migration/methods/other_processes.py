@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 Who = tuple[int, int]
 
 FILE_NAME = "held-still.json"
-# A process whose CUDA calls do not end within this time is not paused, and may then take memory that is handed over.
-# 0.1 s was too short on a machine with busy cores.
+# A process whose CUDA calls do not end within this time is not paused, and may take memory that is passed to a job. 0.1
+# s was too short on a machine with busy cores.
 LOCK_S = 0.3
 # Storages of 32 GiB are made in some milliseconds.
 MAX_PAUSE_S = 2.0
@@ -44,7 +44,7 @@ _DEADLINE_S = 10.0
 _PATIENCE = Patience(look_s=0.5, stopped_s=0.5, floor_s=5.0, times=0.0, quiet_s=5.0)
 _UNLOCK_WITHIN_S = 30.0
 _AGAIN_S = 1.0
-# A state is answered when no step is under way any more; a restore goes at 8 GB/s, or 1 at worst.
+# The driver reports a state once no step is running. A restore copies 8 GB/s, or 1 in the worst case.
 _STEP_OVER_S = 300.0
 # Errors of the driver that were seen to change nothing; after any other, the process may be locked all the same.
 _NOTHING_DONE = frozenset((1, 3, 304, 401, 600))
@@ -115,7 +115,7 @@ class OtherProcesses:
             free.set()
 
     async def wait_until_unpaused(self, who: Who) -> None:
-        """Wait until that process is not held still by us, before anything else is done to it."""
+        """Wait until we do not pause that process, before something else is done to it."""
         await self._until_free([who])
 
     async def _until_free(self, whom: Sequence[Who]) -> None:
@@ -167,7 +167,9 @@ class OtherProcesses:
                 await self._note(_without(self._noted, certain))
 
     async def resume_all(self) -> None:
-        """Unlock those that an earlier run of the daemon has held still when it ended; who cannot be is for `run`."""
+        """Unlock the processes that an earlier daemon had paused when it ended. `run` retries those that cannot be
+        unlocked.
+        """
         noted = self._noted_before()
         there = [who for who in noted if self.may_be_there(who) and who not in self._held]
         self._held.update({who: anyio.Event() for who in there})
@@ -250,7 +252,7 @@ class OtherProcesses:
                 logger.warning("process %d may be paused: %s", who[0], error.message)
 
     async def _unlock(self, who: Who) -> bool:
-        """Whether it is certain that it is not held still by us any more."""
+        """True if it is certain that we do not pause it."""
         try:
             if not self.is_there(who):
                 return True

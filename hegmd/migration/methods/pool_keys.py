@@ -38,5 +38,5 @@ def key_of(subject: MigratedProcess) -> Key:
 
 
 def source_of(subject: MigratedProcess) -> Source | None:
-    """The process that the bytes are of, as the kernel told of it; None while its agent has not attended."""
+    """Return the process of the bytes, as the kernel reported it; None while its agent has not connected."""
     return None if subject.agent is None else Source(subject.agent.identity.uid, subject.agent.identity.start_ticks)

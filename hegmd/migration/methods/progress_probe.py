@@ -46,11 +46,11 @@ class Sight:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long is waited for what. A step is given `floor_s`, and `times` as long as it is expected to take."""
+    """The time limits. A step gets `floor_s`, and `times` its expected duration."""
 
     #: Between two looks. Most steps are over before the first.
     look_s: float = 1.0
-    #: A debugger that only looks, or a shell's job control, is gone again by then.
+    #: A debugger that only reads, or a shell's job control, has resumed the process by then.
     stopped_s: float = 2.0
     floor_s: float = 15.0
     times: float = 4.0
@@ -61,7 +61,7 @@ class Patience:
 
 
 class Work:
-    """One call about one process: what was seen of it so far."""
+    """One call about one process, with the samples so far."""
 
     def __init__(self, op: str, pid: int, expected_s: float, patience: Patience, now: float) -> None:
         self._op, self._pid, self._expected_s, self._patience = op, pid, expected_s, patience
@@ -115,7 +115,7 @@ class Work:
 
 
 def has_moved(before: Sight, after: Sight, least_bytes: int) -> bool:
-    """Whether so much has come or gone between two looks, in the process or on the GPUs, as far as both show it."""
+    """True if at least that many bytes appeared or disappeared between two samples, in the process or on the GPUs."""
     pairs = ((before.resident_bytes, after.resident_bytes), (before.free_bytes, after.free_bytes))
     return any(one is not None and other is not None and abs(other - one) >= least_bytes for one, other in pairs)
 
@@ -140,7 +140,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def is_ending(pid: int) -> bool:
-    """Whether the process is gone, or on its way: the kernel closes its files before it tells of its end."""
+    """True if the process has ended or is ending: the kernel closes its files before it reports the exit."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

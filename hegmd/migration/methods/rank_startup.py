@@ -20,7 +20,7 @@ from hegmd.node.processes.process_tree import pids_below
 from hegmd.node.processes.procfs import start_ticks_of
 from hegmd.node.processes.surroundings import parent_of, variables_of
 
-# torchrun looks at its ranks ten times a second, and starts them anew at once.
+# torchrun checks its ranks ten times a second, and restarts them at once.
 LEFT_BEHIND_S = 10.0
 # A shell around a rank exits some time after it, without notice.
 POLL_INTERVAL_S = 0.5
@@ -28,7 +28,7 @@ _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 #: A process by its pid and its start.
 Who = tuple[int, int]
-#: In the place of a rank whose process is gone, and was never seen.
+#: The entry of a rank whose process has ended without ever being seen.
 NOBODY: Who = (0, 0)
 
 
@@ -41,7 +41,9 @@ class Line:
 
 
 class RankOnItsWay:
-    """One rank of one start, by those who say that they are it. `lives` tells whether that very process is there."""
+    """One rank of one start, with the processes that claim to be it. `lives` returns whether that very process
+    exists.
+    """
 
     def __init__(self, lives: Callable[[Who], bool] | None = None) -> None:
         self._lives = _lives if lives is None else lives

@@ -73,7 +73,7 @@ class _Start:
     waiting: int = 0
     #: Whom it was asked of, which rank of it fell first, and why it failed.
     asked: Supervisor | None = None
-    #: Whether it was this daemon that asked, so that it hears of each rank.
+    #: True if this daemon requested the start, so that it receives a report for each rank.
     is_ours: bool = False
     fallen: str = ""
     failure: HegmError | None = None
@@ -128,10 +128,10 @@ class RestartMethod:
         return self._by.reservations(subject)
 
     def note_size(self, subject: MigratedProcess, size_bytes: int) -> None:
-        """Nothing to record: what it holds on a GPU is not the size of its state."""
+        """Do nothing: the GPU memory of a process is not the size of its state."""
 
     def storage_allocation(self, subject: MigratedProcess) -> AbstractAsyncContextManager[Made]:
-        """The new process makes its storages by itself."""
+        """Do nothing: the new process allocates its own storages."""
         return nullcontext(lambda: False)
 
     # -- away ----------------------------------------------------------------------------------------------------------
@@ -154,9 +154,9 @@ class RestartMethod:
         return CheckpointResult(reserved_bytes=0)
 
     async def _leave_launcher(self, subject: MigratedProcess, worker: AgentConnection) -> None:
-        """End a rank whose state is saved, as those of all are: by its own hand, so that its output is whole, or ours.
+        """End a rank once all states are saved: it exits by itself, so that its output is complete, or is killed.
 
-        Its launcher is not to see it. Raises SupervisorAway, OrderFailed.
+        Its launcher must not notice. Raises SupervisorAway, OrderFailed.
         """
         supervisor = self._supervisors.find(subject.uid, subject.run)
         if supervisor is not None:
@@ -237,7 +237,7 @@ class RestartMethod:
                 del self._starts[operation]
 
     async def _have_started(self, start: _Start, supervisor: Supervisor, subject: MigratedProcess, gpu: str) -> None:
-        """Have the command started, unless another rank has; before that, end what is left of its launcher."""
+        """Start the command, unless another rank has; before that, end what is left of its launcher."""
         async with start.turn:
             if start.asked is supervisor or start.failure is not None:
                 return
@@ -280,7 +280,7 @@ class RestartMethod:
                 await anyio.to_thread.run_sync(launchers.end_with_all_below, *fallen.command)
 
     async def _end_command(self, supervisor: Supervisor, operation: str) -> None:
-        """End what is left of a launcher whose ranks have left. Raises OrderFailed, SupervisorAway."""
+        """End what is left of a launcher whose ranks have exited. Raises OrderFailed, SupervisorAway."""
         await supervisor.order("expect", operation, launches=True)
         await anyio.to_thread.run_sync(launchers.end_all_below, supervisor.pid)
         while supervisor.offer.pid is not None and supervisor.connected:
@@ -402,7 +402,7 @@ class RestartMethod:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     async def verify(self, subject: MigratedProcess) -> None:
-        """The next boundary, which the agent tells, proves all that there is."""
+        """Do nothing: the next boundary, which the agent reports, is the proof."""
 
     async def lock(self, subject: MigratedProcess) -> None:
         """Its ranks leave by ending, and their communicators end with them."""

@@ -1,8 +1,8 @@
 """The right to continue from the state of an operation: a lock on a file, and what is recorded in it.
 
-The right belongs to whoever has the open file description that was handed on (`flock`). The new process inherits it, so
-it lasts as long as that lives. Its holders record their progress in the file, which outlives them and the daemon. Every
-function here blocks briefly.
+The holder of the right is the process with the open file description (`flock`). The new process inherits it, so the
+lock lasts as long as that process. Its holders record their progress in the file, which outlives them and the daemon.
+Every function here blocks briefly.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def lock_path(folder: Path, operation: str) -> Path:
 
 
 def forget_claims(folder: Path, held: Container[str]) -> None:
-    """Remove the locks of operations that hold no state any more. Blocks."""
+    """Remove the locks of operations that hold no state. Blocks."""
     for path in folder.glob("restart-*.lock"):
         if path.stem.removeprefix("restart-") not in held:
             path.unlink(missing_ok=True)

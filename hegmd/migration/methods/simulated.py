@@ -50,11 +50,11 @@ class SimulatedMethod:
         subject.worker.gpu = gpu
 
     def storage_allocation(self, subject: MigratedProcess) -> AbstractAsyncContextManager[Made]:
-        """Nothing to hand over: the recorded memory is already the worker's."""
+        """Do nothing: the recorded memory is already the worker's."""
         return nullcontext(lambda: False)
 
     async def verify(self, subject: MigratedProcess) -> None:
-        """The next boundary, which the agent tells, proves all that there is."""
+        """Do nothing: the next boundary, which the agent reports, is the proof."""
 
     async def note_resumed(self, subject: MigratedProcess) -> None:
         """Nothing rests on it."""

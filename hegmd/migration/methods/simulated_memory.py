@@ -23,7 +23,7 @@ Who = tuple[int, int]  # pid and start ticks
 
 
 class SimulatedMemory:
-    """The books. `gpus` tells the GPUs as they were seen last; `changed` is called when a look at them would differ."""
+    """The records. `gpus` returns the GPUs of the last snapshot; `changed` is called when a new one would differ."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class SimulatedMemory:
         return dict(self._reserved.get(who, {}))
 
     def reserve(self, who: Who, gpu: str, size_bytes: int) -> None:
-        """Hold so much on that GPU for the process from now on, in all. Raises HegmError; nothing has changed then."""
+        """Reserve that much on that GPU for the process, in total. Raises HegmError; then nothing changed."""
         if self._simulator is None:
             raise Refused(
                 f"GPU memory cannot be reserved on {gpu}: it is not a simulated GPU",
@@ -57,7 +57,7 @@ class SimulatedMemory:
         self._changed()
 
     def hold_what_fits(self, who: Who, gpu: str, size_bytes: int) -> None:
-        """Let the books follow what a process has already: if the GPU cannot hold it, what it holds there stays."""
+        """Record what a process already uses. If the GPU cannot hold that, the former record stays."""
         if self._simulator is None or self._reserved.get(who, {}).get(gpu) == size_bytes:
             return
         try:
@@ -67,7 +67,7 @@ class SimulatedMemory:
             self._reserved.setdefault(who, {}).setdefault(gpu, 0)
 
     def release(self, who: Who, gpu: str) -> None:
-        """Hold nothing on that GPU for the process any more. Fine when nothing is held."""
+        """Release the process's memory on that GPU. Does nothing if there is none."""
         held = self._reserved.get(who, {})
         if held.pop(gpu, None) is None:
             return

@@ -91,7 +91,7 @@ class StorageHandover:
         """Pause the others, and report True if the reservation need not be released before the process resumes."""
         async with self._gpus.turns(gpus_of(gpu)):
             held = await self._reservations.with_storages(subject, gpu)
-            if not held:  # as in all rounds but the first: nothing changes hands
+            if not held:  # all rounds but the first have none: no memory changes its owner
                 task_status.started(False)
                 with anyio.move_on_after(self._other_processes.max_pause_s):
                     await made.wait()

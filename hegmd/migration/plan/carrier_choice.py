@@ -1,8 +1,8 @@
-"""Which carrier takes the bytes of a job with an agent, and how long all of it will take. Pure.
+"""Which carrier takes the bytes of a job with an agent, and how long the whole will take. Pure.
 
-The fastest that can is taken: `peer`, straight to the other GPU; `host`, to the pool by the helper's hands; `worker`,
-to the pool by the process's own. What none of them may take, or can, is left to the driver, so that a move never
-depends on their having found every tensor. The figures are those that were measured, until this node has its own.
+The fastest possible one is chosen: `peer`, directly to the other GPU; `host`, to the pool, copied by the helper;
+`worker`, to the pool, copied by the process. Everything that these may not or cannot take is left to the driver, so a
+move never depends on finding every tensor. The figures are measured ones, until this node has its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hegmd.migration.plan.driver_rules import beside_of, devices_of, rest_of
 from hegmd.protocol.messages import CudaFacts
 from hegmd.protocol.operations import BY_DRIVER, HOST, PEER
 
-# GPU memory on the target that rounds leave free, for other processes and for what was not counted.
+# GPU memory on the target that rounds leave free, for other processes and for memory that was not counted.
 LEFT_FREE_BYTES = 2 << 30
 # CUDA IPC cannot show such memory to another process.
 _NATIVE = "native"
@@ -47,7 +47,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why the carrier that was asked for cannot be had."""
+    """Why the requested carrier is impossible."""
 
     message: str
     hint: str
@@ -170,7 +170,7 @@ def _against(
 def _against_showing(
     snapshot: NodeSnapshotForPlan, candidate: Candidate, told: CudaFacts, source: GpuMemory, size_bytes: int
 ) -> Iterator[str]:
-    """Why the helper cannot be shown what the process has."""
+    """Yield why the helper cannot open the process's storages."""
     if not snapshot.outlived:  # the bytes would be in no place but its memory
         yield "the bytes would be lost if hegmd were killed: there is no descriptor store"
     if told.expandable or told.allocator != _NATIVE:
@@ -193,7 +193,7 @@ def own_bytes(candidate: Candidate, carrier: str) -> int:
 
 
 def _against_context(candidate: Candidate, source: GpuMemory, to: GpuMemory | None, size_bytes: int) -> Iterator[str]:
-    """Copying by the helper needs a context on the target, beside all that the process will have there."""
+    """Yield why the target lacks memory for the helper's context, in addition to all that the process needs there."""
     if to is None or to.id == source.id or to.free_bytes is None:
         return
     needed_bytes = rest_of(candidate) + size_bytes + beside_of(candidate, source) + CONTEXT_BYTES
@@ -275,7 +275,7 @@ def estimate_s(
 
 
 def _with_copy(step_s: float, size_bytes: int, bytes_per_s: float, rates: Rates, *, beside: bool) -> float:
-    """Steps of the driver and a copy, one after the other, or side by side and then as long as the longer one."""
+    """Return the duration of a driver step and a copy: their sum, or the longer of both if they run concurrently."""
     copy_s = size_bytes / bytes_per_s
     if not beside:
         return step_s + copy_s

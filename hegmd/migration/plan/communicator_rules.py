@@ -1,7 +1,7 @@
-"""What a job's communicators mean for a plan: how they are disconnected, at what cost, and what stands against it.
+"""What a job's communicators mean for a plan: how they are disconnected, at what cost, and the reasons against it.
 
 The driver loses a job that it checkpoints with live communicators. So the agents disconnect them on all ranks, or the
-job is refused with every reason by name, before anything stops. Owns these rules and their words. Pure.
+job is refused with every reason by name, before anything stops. Owns these rules and their messages. Pure.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _link(one: GpuMemory, other: GpuMemory) -> str:
 
 
 def proof_of(snapshot: NodeSnapshotForPlan, members: Sequence[Candidate], to: Sequence[str | None]) -> Proof | None:
-    """What is known of the combination of that job; None for a job without communicators."""
+    """Return the verdict on that job's combination; None for a job without communicators."""
     combination = combination_of(snapshot, members, to)
     if combination is None:
         return None
@@ -142,9 +142,9 @@ def _against_missing(ranks: Sequence[Candidate], members: Sequence[Candidate]) -
 def without_memory_of_leavers(
     snapshot: NodeSnapshotForPlan, workers: Sequence[PlannedProcess], members: Sequence[Candidate]
 ) -> NodeSnapshotForPlan | None:
-    """The node once all ranks of the job have left their GPUs, for ranks that go where another one is; None for others.
+    """Return the node after all ranks of the job have left their GPUs, if a rank goes to the GPU of another; else None.
 
-    Nothing goes straight to a GPU then: the bytes wait in host memory until the other rank has left.
+    Then no bytes are copied directly to a GPU: they wait in host memory until the other rank has left.
     """
     held = {candidate.pid: candidate for candidate in members if told(candidate) is not None}
     leaving: dict[str, int] = {}
@@ -174,7 +174,7 @@ def seconds(members: Sequence[Candidate], kind: str) -> float:
 
 
 def costs(draft: Draft, members: Sequence[Candidate], kind: str) -> Iterator[str]:
-    """What to know of it before saying yes."""
+    """Yield the costs that a user should know before agreeing."""
     groups = [found for candidate in members if (found := told(candidate)) is not None]
     if groups:
         ways = {

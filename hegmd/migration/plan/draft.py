@@ -1,4 +1,4 @@
-"""A plan while it is made: what is looked at, what was found against it, and what each process would take. Pure."""
+"""A plan while it is made: the snapshot, the reasons found against it, and what each process would use. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Draft:
 
     @property
     def moving(self) -> list[PlannedProcess]:
-        """Those that do not stay as they are where they are."""
+        """Return the processes that are not left unchanged on their GPUs."""
         return [worker for worker in self.workers if worker.to != worker.gpu or worker.method == RESTART]
 
 
@@ -49,7 +49,7 @@ def candidate_of(snapshot: NodeSnapshotForPlan, pid: int) -> Candidate | None:
 
 
 def memory_needed(draft: Draft, held: Mapping[int, int]) -> dict[str, int]:
-    """Return the memory that the moving processes will take on each GPU, beyond what is held for them, by pid."""
+    """Return the memory that the moving processes will take on each GPU, beyond their reservations, by pid."""
     needed: dict[str, int] = {}
     for worker in draft.moving:
         if worker.to is not None and worker.to not in (CPU, worker.gpu):

@@ -189,7 +189,9 @@ def _cached(candidate: Candidate, reserved_bytes: int, size_bytes: int) -> int:
 
 
 def _most_beside(gpu: GpuMemory, others_bytes: int) -> int:
-    """How much there could ever be on such a GPU besides: who has it to himself may have cached to the last bit."""
+    """Return the most that could ever be free on such a GPU in addition: a process alone there may cache all of its
+    memory.
+    """
     if gpu.total_bytes is None:
         return sys.maxsize
     return max(0, gpu.total_bytes - others_bytes - CONTEXT_BYTES - LAST_BYTES)

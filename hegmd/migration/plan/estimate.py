@@ -1,4 +1,4 @@
-"""What a plan says before it is carried out: the downtime, the steps and the hazards.
+"""The texts of a plan: the downtime, the steps and the hazards.
 
 Owns these texts and the sum of the estimates. Decides nothing: the plan exists before this is called. Pure.
 """

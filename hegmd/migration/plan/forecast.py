@@ -77,7 +77,7 @@ def _missing_reservations(worker: JobProcess) -> dict[str, int]:
 
 
 def _has_memory_to_take(op: Operation, worker: JobProcess) -> bool:
-    """Whether its carrier still has memory to take for its bytes: of the pool, or by peer on the GPU it goes to."""
+    """True if its carrier must still reserve memory for its bytes: in the pool, or by peer on the target GPU."""
     leaves = (
         op.direction == FORWARD and worker.gpu is not None and worker.gpu != worker.target_gpu and not worker.offloaded
     )

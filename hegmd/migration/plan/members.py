@@ -22,7 +22,7 @@ NVIDIA = "nvidia"
 
 
 def members_of(snapshot: NodeSnapshotForPlan, candidate: Candidate) -> tuple[Candidate, ...]:
-    """Those that move with it, itself among them: the processes of its job, and its kin."""
+    """Return the processes that move together with it, including itself: those of its job, and its kin."""
     return tuple(
         [
             other
@@ -97,7 +97,9 @@ def _is_same_job(one: Candidate, other: Candidate) -> bool:
 
 
 def _are_kin(snapshot: NodeSnapshotForPlan, one: Candidate, other: Candidate) -> bool:
-    """Whether one has started the other, or some process on a GPU both: they may share what the driver restores."""
+    """True if one process started the other, or a process on a GPU started both: they may share what the driver
+    restores.
+    """
     return _first_parent(snapshot, one) == _first_parent(snapshot, other)
 
 

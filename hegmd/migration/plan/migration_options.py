@@ -29,7 +29,7 @@ _UNSEEN = "hegmd cannot see the process with this pid, and does not act on a pid
 def ways_of(
     snapshot: NodeSnapshotForPlan, processes: Collection[GpuProcess], criu_path: str | None
 ) -> Mapping[int, tuple[Way, ...]]:
-    """The four ways of each process by pid, in the order in which one would want them."""
+    """Return the four ways of each process by pid, in the order of preference."""
     families = _Families(snapshot)
     return {process.pid: tuple(_Judge(families, process, criu_path).ways()) for process in processes}
 
@@ -49,7 +49,9 @@ class _Families:
                 self._by_job.setdefault((one.uid, one.job), []).append(one)
 
     def against(self, candidate: Candidate, request: PlanRequest) -> str | None:
-        """The first reason against that request for the process and those that move with it; None if there is none."""
+        """Return the first reason against that request for the process and those that move with it; None if there is
+        none.
+        """
         found = {one.pid: one for one in self._by_root[self._root(candidate)]}
         if candidate.job is not None:
             found |= {one.pid: one for one in self._by_job[candidate.uid, candidate.job]}

@@ -1,4 +1,4 @@
-"""What an operation would do, or why it cannot: from a snapshot of the node and a request to a plan or reasons.
+"""Plans an operation: from a snapshot of the node and a request to a plan, or to the reasons why it is impossible.
 
 Owns the checks before an operation and the messages of their results. Pure: `--dry-run` and the real operation run the
 same code on the same snapshot, so they agree. A plan promises nothing: memory is only checked here. The machine
@@ -6,7 +6,7 @@ reserves it, and rolls back if another process took it first. Permissions are ch
 
 All reasons are returned at once, each with the next step. `estimate` has the texts of a plan.
 
-Longer than 400 lines because all questions about one plan are asked here, in their order.
+Longer than 400 lines because all checks of one plan are here, in their order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ MAX_LEFT_PERCENT = 50
 
 
 def planned(snapshot: NodeSnapshotForPlan, request: PlanRequest) -> MigrationPlan | tuple[Reason, ...]:
-    """The plan for a migration or a suspension, or every reason against it; a restart only if nothing else goes."""
+    """Return the plan for a migration or a suspension, or every reason against it. A restart is planned only if nothing
+    else is possible.
+    """
     found = _planned(snapshot, request)
     if isinstance(found, MigrationPlan) or request.via == RESTART or request.kind in (SUSPEND, CHECKPOINT, QUIESCE):
         return found

@@ -26,9 +26,9 @@ STEPS = (
     "reserve GPU and pool memory; quiesce; save the state; end the process; start it again; load the state; verify a "
     "boundary"
 )
-# Until a Python that imports PyTorch is at its first batch; what the script loads by itself comes on top.
+# The time until a Python that imports PyTorch reaches its first batch, without what the script loads.
 START_S = 8.0
-# How an agent begins what it says of the things that it has not gone through.
+# The start of an agent's report about objects that it has not inspected.
 UNSEEN = "not looked at: "
 # A message carries 16 descriptors, and one of them is the restore lock.
 MAX_RANKS = 15

@@ -1,8 +1,7 @@
-"""Plans of several operations in a row: a GPU that is emptied, and two jobs that change places.
+"""Plans of several operations in a row: a GPU that is emptied, and two jobs that exchange GPUs.
 
-Owns which steps there are, in what order and which of them at once, each planned on the node as the steps before it
-leave it; so what a dry run says of the last step counts with the first. Whether a single step can be is planner.py's to
-say. Pure.
+Owns the steps, their order, and which run concurrently. Each step is planned on the node as the steps before leave it,
+so a dry run of the last step counts with the first. planner.py decides whether a single step is possible. Pure.
 """
 
 from __future__ import annotations
@@ -189,7 +188,7 @@ def _goes_by(carrier: str, steps: Iterable[MigrationPlan | Reason]) -> bool:
 
 
 def at_once(steps: Sequence[MigrationPlan]) -> Iterator[tuple[MigrationPlan, ...]]:
-    """The steps of a swap, in order; those that are for the pool or from it, one behind the other, go at once."""
+    """Yield the steps of a swap, in order. Consecutive steps to or from the pool run concurrently."""
     for kind, alike in groupby(steps, key=lambda step: step.kind):
         if kind == MIGRATE:
             yield from ((step,) for step in alike)

@@ -23,9 +23,9 @@ _TO = "="
 
 
 def destination(draft: Draft, pid: int, source: str | None, asked: str, *, anew: bool = False) -> str | None:
-    """The place that was asked for by those words; None, with the reason in the draft, if they name none.
+    """Return the requested place; None, with the reason in the draft, if the words name none.
 
-    `anew` it is for a process that is yet to be started.
+    `anew` is True for a process that will be started.
     """
     here = gpus_of(source)
     if asked == CPU:
@@ -92,7 +92,7 @@ def _exchanged(draft: Draft, pid: int, here: tuple[str, ...], asked: str) -> str
 
 
 def _of_its_own(draft: Draft, pid: int, there: tuple[str, ...]) -> str | None:
-    """Each device needs a GPU of its own: the driver's map is a permutation."""
+    """Check that each device has a GPU of its own: the driver's map is a permutation."""
     if len(set(there)) == len(there):
         return place_of(there)
     twice = next(gpu for gpu in there if there.count(gpu) > 1)

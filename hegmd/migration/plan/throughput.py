@@ -32,7 +32,7 @@ class Paces:
         return self._rates
 
     def note(self, carrier: str, direction: str, size_bytes: int, took_s: float, rounds: int = 1) -> None:
-        """A carrier, or the driver, took so long for so many bytes; on the way in, in so many rounds."""
+        """Record how long a carrier or the driver took for that many bytes; for a reload, in that many rounds."""
         if carrier == BY_DRIVER:
             self._note_driver(direction, size_bytes, took_s)
             return
@@ -44,7 +44,7 @@ class Paces:
             self._mean(name, size_bytes / copying_s)
 
     def note_beside(self, carrier: str, direction: str, size_bytes: int, took_s: float) -> None:
-        """A carrier copied so much beside a step of the driver, and nothing but that."""
+        """Record how much a carrier copied concurrently with a step of the driver, and nothing else."""
         name = self._rate_of(carrier, direction)
         if name is not None and size_bytes >= TELLING_BYTES and took_s > 0:
             self._mean(name, size_bytes / took_s)
@@ -56,7 +56,7 @@ class Paces:
             self._mean("arm_s", took_s)
 
     def note_image(self, direction: str, size_bytes: int, took_s: float) -> None:
-        """An image of that size took so long, with its processes; LEFT, OUT or IN."""
+        """Record how long an image of that size took, with its processes; LEFT, OUT or IN."""
         fixed_s = getattr(self._rates, f"image_{direction}_s")
         rate = f"image_{direction}_bytes_per_s"
         if size_bytes >= NEXT_TO_NOTHING_BYTES and took_s > fixed_s:

@@ -18,13 +18,13 @@ from hegmd.migration.run.participants import Participants
 from hegmd.protocol.operations import BY_DRIVER
 from hegmd.workers.workers import AgentConnection, Given, OrderFailed
 
-# The agent answers a survey at its next boundary; without one in this time it tells its count alone.
+# The agent answers a survey at its next boundary; without a boundary in this time it reports only its count.
 SURVEY_LIMIT_S = 5.0
 AGENT_SHARE = 0.9
 
 
 class AgentEffects:
-    """Tells agents, and hears what becomes of it."""
+    """Sends orders to agents, and turns their reports into events."""
 
     def __init__(self, cast: Participants) -> None:
         self._cast = cast
@@ -45,7 +45,7 @@ class AgentEffects:
         worker = self._cast.worker(member)
         if effect.at is not None and worker.parked and worker.boundary > effect.at:
             return events.Overran(**effect.ending(), boundary=worker.boundary)
-        # The agent's limit is the first to pass, so that it withdraws by itself and says what it has waited for.
+        # The agent's limit passes first, so that it withdraws by itself and reports what it waited for.
         limit_s = effect.limit_s * AGENT_SHARE
         began = anyio.current_time()
         exact = effect.at is not None
@@ -128,5 +128,5 @@ def _who(member: Member) -> tuple[int, int]:
 
 
 def _was_restored(member: Member) -> bool:
-    """Whether the driver has carried its storages too, and they are somewhere else now or were away."""
+    """True if the driver has restored its storages too, and they are at other addresses now."""
     return member.method != SIMULATED and member.carrier == BY_DRIVER and member.previous_gpu is not None

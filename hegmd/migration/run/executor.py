@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class EffectExecutor:
-    """The hands of the operations."""
+    """Performs the effects of operations."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class EffectExecutor:
         return self._cast.lives(member)
 
     def connection(self, member: Member) -> int | None:
-        """The number of the connection that its agent is on; None while there is none."""
+        """Return the number of its agent's connection; None while there is none."""
         return self._cast.connection(member)
 
     def stopped(self, op: Operation) -> tuple[int, ...]:
@@ -114,7 +114,7 @@ class EffectExecutor:
         return tuple([member.pid for member in op.live if self._is_stopped(member.pid) and self._is_there(member)])
 
     def ending(self, op: Operation) -> tuple[int, ...]:
-        """Those of its processes that are about to be gone: their agents will not come back."""
+        """Return those of its processes that are about to exit: their agents will not reconnect."""
         return tuple([member.pid for member in op.live if member.waits is not None and is_ending(member.pid)])
 
     def _is_there(self, member: Member) -> bool:
@@ -138,10 +138,11 @@ class EffectExecutor:
         return member.replace(reservations=method.reservations(subject), pool_bytes=carrier.held_bytes(subject))
 
     async def perform(self, op: Operation, effect: Effect, on_progress: Progress, heard: int | None) -> Event:
-        """The event that ends the effect. Raises nothing but cancellation, which leaves the effect to `inspect`.
+        """Perform the effect and return the event that ends it. Raises only cancellation, which leaves the effect to
+        `inspect`.
 
-        `heard` is the number of the connection that the operation heard of last. No order but `inspect` goes over
-        another: what has become of the worker since then is not known.
+        `heard` is the number of the connection that the operation knows. Only `inspect` uses another: what happened to
+        the worker since is unknown.
         """
         member = op.worker(effect.worker)
         try:
@@ -425,7 +426,7 @@ class EffectExecutor:
 
 
 def _grown(effect: Effect, more: GrewBeyondPlan) -> Event:
-    """It was left where it is, and what it needs is written down first."""
+    """Return the event for a process that exceeded the plan: it was not changed, and its need is journalled first."""
     return events.GrewBeyondPlan(
         **effect.ending(), driver_bytes=more.driver_bytes, driver_bytes_by_gpu=more.driver_bytes_by_gpu
     )

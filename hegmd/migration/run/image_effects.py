@@ -1,7 +1,7 @@
-"""Effects about the image of a job: written, filled from the pool, done away with, and its processes ended.
+"""Effects about the image of a job: write it, fill it from the pool, remove it, and end its processes.
 
-Owns what has to be so before each, such as that all bytes are where the image is written from; how images are made is
-the imager's business. One function for each effect, which `executor` calls.
+Owns the preconditions of each, such as that the pool has all bytes before the image is written. The imager knows how
+images are written. One function for each effect, which `executor` calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hegmd.migration.run.participants import Participants
 
 
 class ImageEffects:
-    """Has the imager do what an operation wants."""
+    """Makes the imager perform an operation's effects."""
 
     def __init__(self, cast: Participants) -> None:
         self._cast = cast
@@ -41,7 +41,7 @@ class ImageEffects:
             await self._cast.imager_for(member).abandon(op)
 
     async def seal(self, op: Operation, member: Member, effect: effects.Seal, tell: Progress) -> Event:
-        """It is written from the pool's memory; what carriers have ready beside that, on the job's own GPU, can go."""
+        """Write the rest of the image from the pool. First release what carriers still reserve on the job's GPU."""
         for each in op.workers:
             if each.pool_bytes and each.carrier in self._cast.carriers:
                 with suppress(HegmError):  # it is given back with the memory, and said then

@@ -14,7 +14,7 @@ from hegmd.migration.machine.operation import Operation
 
 
 class Imager(Protocol):
-    """Makes images of jobs that are off their GPUs and at rest."""
+    """Writes images of jobs that are off their GPUs and suspended."""
 
     async def dump(self, op: Operation, on_progress: Callable[[int], object]) -> None:
         """Write the image. Raises HegmError; then there is no image and the job is unchanged.
@@ -36,11 +36,11 @@ class Imager(Protocol):
         ...
 
     async def scrap(self, op: Operation) -> None:
-        """Remove an image that was written and is no longer wanted. Raises nothing."""
+        """Remove an image that is no longer needed. Raises nothing."""
         ...
 
     async def find(self, op: Operation) -> None:
-        """See that the image is whole that was begun. Raises HegmError if not; what there was of it is gone then."""
+        """Check that the image is complete. Raises HegmError if not; its files are then removed."""
         ...
 
     async def abandon(self, op: Operation) -> None:
@@ -51,5 +51,5 @@ class Imager(Protocol):
         ...
 
     async def end(self, op: Operation, member: Member) -> None:
-        """End a process that is in an image, and all that belong to it; wait until they have. Raises HegmError."""
+        """End a process that is in an image with its children, and wait until they have ended. Raises HegmError."""
         ...

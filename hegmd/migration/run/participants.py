@@ -39,7 +39,7 @@ class Participants:
         return self._start_ticks(member.pid) == member.start_ticks
 
     def connection(self, member: Member) -> int | None:
-        """The number of the connection that its agent is on; None while there is none."""
+        """Return the number of its agent's connection; None while there is none."""
         worker = self._workers.find(member.pid)
         is_it = worker is not None and worker.identity.start_ticks == member.start_ticks and worker.connected
         return worker.connection if worker is not None and is_it else None
@@ -103,7 +103,7 @@ class Participants:
         )
 
     def agent(self, member: Member) -> AgentConnection | None:
-        """The handle of that process and program, if there is one."""
+        """Return the connection of that process and program, if there is one."""
         worker = self._workers.find(member.pid)
         if worker is None or worker.identity.start_ticks != member.start_ticks or worker.token != member.token:
             return None
@@ -118,7 +118,7 @@ class Participants:
 
 
 def _respawn(op: Operation) -> Respawn:
-    """On the way back it is started as it was."""
+    """Return how it is started: in a rollback as it was started before."""
     if op.respawn is None or op.direction != FORWARD:
         return Respawn()
     return Respawn(dict(op.respawn.set), op.respawn.unset, op.respawn.python)

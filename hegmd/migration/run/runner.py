@@ -57,9 +57,11 @@ _POLL_INTERVAL_S = 1.0
 
 
 async def ended(pid: int, lives: Callable[[], bool]) -> None:
-    """Wait for the end of a process. Without a handle of it nothing is concluded: where the kernel refuses one for
-    good, `lives` is asked again and again, which tells by its start time whether it is there still, or raises
-    HegmError when that cannot be seen now."""
+    """Wait for the end of a process.
+
+    If the kernel refuses a pidfd permanently, `lives` is polled: it checks the start time, or raises HegmError if that
+    is unknown now.
+    """
     while True:
         try:
             pidfd = os.pidfd_open(pid)
@@ -142,7 +144,8 @@ class Runner:
         running.enqueue(first)
         self._tasks.start_soon(self._drive, running, name=f"operation {running.op.id}")
 
-    # -- what is asked -------------------------------------------------------------------------------------------------
+    # -- requests
+    # -------------------------------------------------------------------------------------------------------
 
     def next_id(self) -> str:
         """An id that no operation in the journal has."""
@@ -187,7 +190,7 @@ class Runner:
         running = self._running.get(op_id)
         if running is None:
             op = self.history(op_id).operation
-            handle(op, event, self._clock())  # it is over, and says so by itself
+            handle(op, event, self._clock())  # it has ended, and raises the refusal
             raise Bug(f"operation {op_id} is {op.phase} and has no task")
         asking = running.enqueue(event)
         await asking.settled.wait()
@@ -195,7 +198,7 @@ class Runner:
             raise asking.refusal
 
     def hear(self, news: str, worker: AgentConnection) -> None:
-        """Listens to the workers: hands on what concerns an operation."""
+        """Handle an event of the workers: pass on what concerns an operation."""
         for running in tuple(self._running.values()):
             for member in running.op.live:
                 identity = (worker.pid, worker.identity.start_ticks)
@@ -215,18 +218,19 @@ class Runner:
             event = event.replace(finished=True, why="it came to its end")
         running.enqueue(event, worker.connection)
 
-    # -- what is told --------------------------------------------------------------------------------------------------
+    # -- views
+    # ----------------------------------------------------------------------------------------------------------
 
     def history(self, op_id: str) -> History:
         """One operation and its story. Raises NOT_FOUND."""
         return self._ledger.history(op_id)
 
     def operations(self) -> tuple[Operation, ...]:
-        """All that are remembered, oldest first."""
+        """Return all operations that are kept, oldest first."""
         return tuple(history.operation for history in self._ledger.histories.values())
 
     def under_way(self) -> tuple[Operation, ...]:
-        """Those that are not over, the suspended among them."""
+        """Return the operations that have not ended, including suspended ones."""
         return tuple(running.op for running in self._running.values())
 
     def as_held(self) -> tuple[Operation, ...]:
@@ -250,7 +254,7 @@ class Runner:
         return None
 
     def states(self) -> Counter[str]:
-        """Count those that are not over by what they do: moving, quiesced, suspended, or waiting for a person."""
+        """Count the operations that have not ended by state: moving, quiesced, suspended, or waiting for a person."""
         return Counter(state_of(self.describe(op.id)) for op in self.under_way())
 
     def held_bytes(self) -> Mapping[int, int]:
@@ -276,7 +280,7 @@ class Runner:
         )
 
     async def follow(self, op_id: str) -> AsyncIterator[told.OperationProgress]:
-        """How it comes on, until it is at rest: suspended, holding its job, or over. Raises NOT_FOUND."""
+        """Yield the progress of an operation until its job is suspended or held, or it has ended. Raises NOT_FOUND."""
         last: told.OperationProgress | None = None
         while True:
             running = self._running.get(op_id)
@@ -338,7 +342,7 @@ class Runner:
         self._finish(running)
 
     async def _watch(self, running: OperationTask, member: Member) -> None:
-        """Wait for the end of a process that has no agent whose handle would tell of it."""
+        """Wait for the end of a process without an agent, whose connection would report it."""
         await ended(member.pid, lambda: self._performer.lives(member))
         running.enqueue(events.WorkerExited(worker=member.name, cause="the process"))
 
@@ -361,7 +365,7 @@ class Runner:
         return wanted
 
     def _note(self, running: OperationTask, event: Event, before: Operation, after: Operation) -> None:
-        """Tell of it what is news, and forget the progress of what is over."""
+        """Publish what changed, and forget the progress of an ended operation."""
         for happening in happenings(before, event, after):
             self._log.record(happening.kind, happening.severity, happening.message, facts={"id": after.id})
         if before.phase != after.phase:
@@ -425,7 +429,7 @@ class Runner:
         running.progress.notify_all()
 
     def _tell_end(self, op: Operation) -> None:
-        """Count it, tell of it, and forget the oldest of those that are over."""
+        """Count and publish its end, and forget the oldest ended operations."""
         self.ended_counts[op.kind, way_of(op), op.phase] += 1
         self._ledger.forget_oldest()
         severity, why = ("info", "") if op.failure is None else ("warning", f": {op.failure.message}")

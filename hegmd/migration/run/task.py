@@ -1,7 +1,7 @@
-"""One operation while it is not over: what has happened to it and was not handled, and who performs what for it.
+"""One operation that has not ended: its unhandled events, and the tasks that perform its effects.
 
-Owns the inbox of events, the order in which effects are performed, and which connection of each agent was heard of
-last. Journals nothing and decides nothing: `runner` does the one, the machine the other.
+Owns the inbox of events, the order in which effects are performed, and the last known connection of each agent.
+Journals nothing and decides nothing: `runner` journals and the machine decides.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Asking:
 
 
 class PendingEffect:
-    """An effect that is being performed, or waits for its turn. `heard` is the connection that an order goes over."""
+    """An effect that is performed now or waits for its turn. `heard` is the connection that an order uses."""
 
     def __init__(self, effect: Effect, heard: int | None) -> None:
         self.effect = effect
@@ -73,7 +73,7 @@ class PendingEffect:
         only for an order that was dropped and has not ended yet.
         """
         own = self.effect
-        if own.tag == Dump.tag:  # undo what is dropped first, whichever worker of the job the later effect is for
+        if own.tag == Dump.tag:  # undo a dropped effect first, whichever worker of the job the later effect is for
             return own.number < later.number and self.scope.cancel_called
         if own.worker != later.worker or own.number >= later.number:
             return False
@@ -91,7 +91,7 @@ _RESERVED = {Reserve.tag: "gpu", ReleaseReservation.tag: "gpu", ReservePool.tag:
 
 
 class OperationTask:
-    """An operation that is not over: its history, what has happened and was not handled, and who performs what."""
+    """An operation that has not ended: its history, its unhandled events, and its running effects."""
 
     def __init__(self, history: History) -> None:
         self.history = history
@@ -99,10 +99,10 @@ class OperationTask:
         #: Whether something that happened is being handled: taken from the inbox, and not on disk yet.
         self.taking = False
         self.news = anyio.Event()
-        #: How it comes on, for those who follow.
+        #: Notified when the operation progresses.
         self.progress = Condition()
         self.performing: dict[int, PendingEffect] = {}
-        #: For each worker the connection that was last heard of, by `agent-back` or `inspected`, or as it began.
+        #: The last known connection of each worker, from `agent-back`, `inspected` or the start.
         self.heard: dict[str, int] = {}
         self.moved: dict[str, int] = {}
 
@@ -152,7 +152,7 @@ class OperationTask:
         return (errand for errand in tuple(self.performing.values()) if errand.holds_up(effect))
 
     def drop_what_is_not_awaited(self) -> None:
-        """Give up what the machine does not wait for any more, as far as it may be cut off."""
+        """Cancel effects that the machine does not wait for, where that is allowed."""
         awaited = {pending.number for pending in self.op.pending}
         for number, errand in self.performing.items():
             if number not in awaited and errand.effect.on_cancel != FINISH:
