@@ -50,7 +50,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("--log-format", "FORMAT", "auto, journal, json or text"),
 )
 
-# The options that are settings; the others say what this run is to do.
+# The options that are settings; the others select what this run does.
 _SETTINGS = {
     "socket": "daemon.socket",
     "state_dir": "daemon.state_dir",

@@ -69,7 +69,7 @@ from hegmd.workers.workers import Workers
 logger = logging.getLogger(__name__)
 
 SOCKET_NAME = "hegmd"  # FileDescriptorName= in hegmd.socket
-# A burst of connections is at least so many, and it is over when fewer are left.
+# Fewer connections are no burst. A burst is over when fewer are left.
 BURST_CONNECTIONS = 100
 GOODBYE_S = 3.0
 # How often it is seen whether the socket's file is there.
@@ -170,7 +170,7 @@ class App:
         logger.info("stopped")
 
     async def _serve(self, listeners: list[Listener], signals: AsyncIterator[signal.Signals]) -> None:
-        """Serve until a signal says stop; then until every peer was told, or a moment later."""
+        """Serve until a signal requests the stop; then until every peer was notified, or a short limit."""
         async with anyio.create_task_group() as serving:
             for listener in listeners:
                 await serving.start(listener.run)
@@ -198,10 +198,10 @@ class App:
         return sockets
 
     async def _keep_socket(self, listener: Listener, held: contextlib.ExitStack) -> None:
-        """Bind the socket again if its file is gone: no client could connect, and none could start another daemon.
+        """Bind the socket again if its file was removed: no client could connect, and none could start another daemon.
 
-        This includes the service manager's socket, because the manager does not notice that its file is gone. Its own
-        one is no longer accepted on, since no client can connect to it.
+        This includes the service manager's socket, because the manager does not notice that its file was removed. The
+        old socket is no longer accepted on, since no client can connect to it.
         """
         while True:
             await anyio.sleep(SOCKET_LOOK_S)
@@ -385,7 +385,7 @@ class App:
     def _trim_memory(self) -> None:
         """Return free memory to the kernel after a burst of connections; it takes some 20 ms.
 
-        Python's own arenas stay where an old object lies in them, so a part of the largest burst's memory stays.
+        Python keeps an arena as long as one object in it exists, so some of the burst's memory remains.
         """
         ended = self._counters.connections_total - self._counters.connections
         if ended - self._ended_at_trim >= BURST_CONNECTIONS > self._counters.connections:

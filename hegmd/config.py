@@ -371,7 +371,7 @@ def _comment(text: str) -> str:
 
 
 def toml_of(value: str | float | tuple[str, ...]) -> str:
-    """A value as the file has it."""
+    """Return a value as the file has it."""
     if isinstance(value, tuple):
         return str(list(value))
     return f'"{value}"' if isinstance(value, str) else str(value)

@@ -78,7 +78,7 @@ def code_named(name: str) -> Code:
 
 
 class HegmError(Exception):
-    """A failure that a person or a program is told.
+    """A failure that is reported to a person or a program.
 
     `facts` are plain values (numbers, names, lists of them) for other programs.
     """

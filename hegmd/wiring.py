@@ -1,7 +1,7 @@
-"""Parts of the daemon as the configuration wants them: vendors, policy, the memory that outlives it, what moves jobs.
+"""Creates the daemon's parts from the configuration: vendors, policy, memory that outlives the daemon, and migrations.
 
-Owns what a setting means for the making of a part, and nothing of when: `app` has the order in which they are made,
-begin and end. With that and `__main__` the only reader of the configuration.
+Knows what each setting means for a part; `app` has the order of their start and end. Besides these two, only `__main__`
+reads the configuration.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from hegmd.workers.workers import Workers
 
 logger = logging.getLogger(__name__)
 
-# Exists if systemd is the node's service manager, as in sd_booted(3): only systemd starts units, whoever gets our
-# reports.
+# This directory exists if systemd is the node's service manager, as in sd_booted(3). Only systemd starts units, even if
+# another manager receives our reports.
 SYSTEMD_RUNS = "/run/systemd/system"
 # Default directory in the state directory. Its disk has the journal, which needs space to grow.
 SPILL_NAME = "spill"
@@ -147,7 +147,7 @@ def keep_for(
     spill_dir = config.pool.spill_dir or state.path / SPILL_NAME
     sums = SumFolder(state.path / SUMS_NAME)
     if config.pool.verify == "off":
-        sums.drop_all_but(())  # the pieces may be written again meanwhile, and later daemons would compare with these
+        sums.drop_all_but(())  # the segments may be rewritten meanwhile, and later daemons would compare with these
     spill = SpillFolder(spill_dir, spare_bytes=SPILL_SPARE_BYTES)
     return MemoryKeeping(places, store, spill, None if config.pool.verify == "off" else sums)
 

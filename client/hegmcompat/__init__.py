@@ -1,5 +1,5 @@
-"""What users of HeGM 0.3 type and call, kept: `hegm-launcher`, `hegm-ctrl`, its REST interface and its files.
+"""The interface of HeGM 0.3, unchanged: `hegm-launcher`, `hegm-ctrl`, the REST interface and the files.
 
-Owns that outside and nothing else. The state of a training is taken and put back by the agent, as for `hegmctl migrate
---via restart`; here it goes by way of files instead of the daemon's pool, so none of this needs a daemon.
+Owns that interface and nothing else. The agent saves and restores the state of a training, as for `hegmctl migrate
+--via restart`. Here the state goes through files instead of the daemon's pool, so no daemon is needed.
 """

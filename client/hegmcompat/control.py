@@ -51,7 +51,7 @@ class _Awaited:
 
 
 class Control:
-    """What a controller may ask for. Blocks; safe in several threads."""
+    """The operations of a controller. Blocks; safe in several threads."""
 
     def __init__(
         self,

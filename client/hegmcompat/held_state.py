@@ -1,7 +1,7 @@
 """A saved state in the launcher's own memory, so that an image of the waiting launcher contains it, as HeGM's did.
 
-Such an image is restored on nodes without the checkpoint files, and the file is then written from here. If there is not
-enough memory only the file has the state, and a warning says so: running out of memory would cost the launcher.
+Such an image can be restored on nodes without the checkpoint files, and the file is then written from memory. If there
+is not enough memory, only the file has the state, and a warning says so: running out of memory would kill the launcher.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class HeldState:
         return self._memory is not None
 
     def put_back(self) -> None:
-        """See that the file is there with these bytes. Raises OSError, also when it is gone and not held."""
+        """Write the file again if it is missing or different. Raises OSError, also if the bytes were not held in
+        memory.
+        """
         if private_files.identity(self._path) == self._identity:
             return
         if self._memory is None:

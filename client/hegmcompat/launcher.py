@@ -1,10 +1,10 @@
-"""What HeGM's launcher decides: a lock between a worker that left its state and the next, and the files of both.
+"""The decisions of HeGM's launcher: a lock between a worker that saved its state and the next, and the files of both.
 
-A desk for the supervisor of `hegmctl run`, with files in the daemon's place. Owns `FOLDER/PID/`: `latest.pt`, which the
-worker's agent writes and the next worker's puts back; `lock`, from when the state is held until a controller takes
-it away; `command`, by which a state is known to be of the same training. A worker that ends in another way ends the
-launcher in the same way. A state is never passed over in silence: it is put back, it is another command's (and is kept
-aside, with a warning), or nothing is started.
+Serves the supervisor of `hegmctl run`, with files instead of the daemon. Owns `FOLDER/PID/`: `latest.pt`, which the
+worker's agent writes and the next worker's agent restores; `lock`, which exists from the save until a controller
+removes it; `command`, which shows that a state belongs to the same training. If a worker exits for another reason, the
+launcher exits in the same way. A state is never ignored silently: it is restored, or it belongs to another command and
+is kept aside with a warning, or nothing is started.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hegmd.errors import EXTERNAL, HegmError, Refused
 
 _OTHERS = ".other"
 _COMMAND_BYTES = 1 << 20
-_ZIP = b"PK"  # what a file of torch.save begins with
+_ZIP = b"PK"  # the first bytes of a file of torch.save
 _MIB, _GIB = 1 << 20, 1 << 30
 
 
@@ -57,7 +57,7 @@ class Launcher:
         self._next: Start | GiveUp | None = None
         #: The file in which a restarted worker notes that it has restored the state.
         self._claim: int | None = None
-        #: Finds processes that have begun anew instead; and the last finding.
+        #: Finds processes that started again from the beginning; and the last finding.
         self._lookout = Lookout()
         self._found = ""
         #: The environment of a worker, without the variables of its state.
@@ -216,7 +216,7 @@ class Launcher:
             )
 
     def _clear(self) -> None:
-        """Take away what an earlier process of our pid has left. Raises HegmError."""
+        """Remove the files of an earlier process with our pid. Raises HegmError."""
         for path in (self._lock, self._state.with_name(REFUSED)):
             try:
                 path.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def make_folder(path: Path) -> None:
-    """See that it is there, this user's own or root's, and no link. Raises HegmError."""
+    """Check that it exists, belongs to this user or root, and is no link. Raises HegmError."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with suppress(FileExistsError):

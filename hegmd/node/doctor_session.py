@@ -25,7 +25,8 @@ class Examination:
 
     async def examine(self, on_check: Callable[[Check], Awaitable[None]]) -> tuple[Check, ...]:
         """Yield the doctor's checks in the order of its table. Raises what `on_check` raises."""
-        told, to_tell = anyio.create_memory_object_stream[Check](math.inf)  # of as many as there are checks
+        # unbounded, but never more than the number of checks
+        told, to_tell = anyio.create_memory_object_stream[Check](math.inf)
         made: list[Check] = []
         refusal: Exception | None = None
         async with anyio.create_task_group() as tasks, to_tell:

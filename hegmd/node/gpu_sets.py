@@ -30,7 +30,7 @@ def is_several(place: str | None) -> bool:
 
 
 def shared_out(place: str | None, bytes_by_gpu: Sequence[int], whole_bytes: int) -> dict[str, int]:
-    """Return what is needed on each GPU of a place: the share of each device or, if unknown, all of it on each."""
+    """Return the need on each GPU of a place: the share of each device or, if unknown, all of it on each."""
     gpus = gpus_of(place)
     if len(bytes_by_gpu) == len(gpus):
         return dict(zip(gpus, bytes_by_gpu, strict=True))
@@ -43,7 +43,7 @@ def added(shares: Sequence[int], more: Sequence[int]) -> tuple[int, ...]:
 
 
 def more_than(needed: Mapping[str, int], own: Mapping[str, int]) -> dict[str, int]:
-    """Return what is needed on each GPU beyond what is already there."""
+    """Return the need on each GPU beyond the memory already there."""
     return {gpu: max(0, size_bytes - own.get(gpu, 0)) for gpu, size_bytes in needed.items()}
 
 

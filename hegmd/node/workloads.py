@@ -113,7 +113,7 @@ def _container_detail(path: str) -> dict[str, str]:
 
 
 def _find_container(path: str) -> tuple[str, str | None] | None:
-    """The outermost container on that path, which is the one that the node's own tools know, and its runtime."""
+    """Return the outermost container on that path, which the node's own tools know, and its runtime."""
     matches = ((pattern.search(path), runtime) for runtime, pattern in _CONTAINERS)
     named = [(match.start(), match[1], runtime) for match, runtime in matches if match is not None]
     if named:

@@ -14,7 +14,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-#: A record may have so many bytes. Pages that nobody has written take no memory.
+#: The most bytes of a record. Unwritten pages take no memory.
 MAX_RECORD_BYTES = 1 << 20
 #: When it made progress, how long it may make none, and its step.
 _HEAD = struct.Struct("<ddQ")
@@ -26,7 +26,7 @@ _REGION_BYTES = _HEAD_BYTES + _RECORDS * _RECORD_BYTES
 
 
 def board_bytes(ranks: int) -> int:
-    """Return the size of the board of so many ranks."""
+    """Return the size of the board for that many ranks."""
     return ranks * _REGION_BYTES
 
 
@@ -45,7 +45,7 @@ class Board:
                 self._memory[at : at + _RECORD.size] = bytes(_RECORD.size)
 
     def stamp(self, rank: int, at: float, limit_s: float, step: int) -> None:
-        """Say that the rank makes progress now, and how long it may make none; 0 for as long as it likes."""
+        """Record that the rank makes progress now, and how long it may make none; 0 for no limit."""
         _HEAD.pack_into(self._memory, rank * _REGION_BYTES, at, limit_s, step)
 
     def progress(self, rank: int) -> tuple[float, float, int]:

@@ -145,7 +145,8 @@ class ServerConnection:
             )
         if message is Hello and self.hello is not None:
             raise _bad("hello was said already", "say hello once, at the start of a connection")
-        if message is not Cancel and len(self._in_flight) > self._limit:  # cancelling is the way back below it
+        # cancelling is how a peer gets below the limit
+        if message is not Cancel and len(self._in_flight) > self._limit:
             raise HegmError(
                 BUSY,
                 f"{self._limit} requests of this connection are unanswered, which is the limit",

@@ -1,7 +1,7 @@
-"""Jobs of `hegmctl run --ranks`: their ranks recover by themselves, from slots that are held for them here.
+"""Jobs of `hegmctl run --ranks`: their ranks recover by themselves, from slots that the daemon holds.
 
-The launcher decides; this holds the memory, so that it counts in the pool's budget and outlives the daemon, and
-remembers what the launcher tells of recoveries.
+The launcher decides. This holds the memory, so that it counts in the pool's budget and outlives the daemon, and stores
+the launcher's reports of recoveries.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EVENTS = {
 
 
 class InProcess:
-    """Those of the node. `record_of` returns what is known of a job by its id."""
+    """The slots and reports of all such jobs. `record_of` returns the record of a job by its id."""
 
     def __init__(self, jobs: Jobs, node: Node, record_of: Callable[[str], JobSnapshots | None]) -> None:
         self._jobs = jobs
@@ -52,7 +52,7 @@ class InProcess:
         return job.id, await slots.take(0, asked.slot, asked.size_bytes, Source(uid, ticks or 0))
 
     def report(self, uid: int, told: ReportRecovery) -> None:
-        """Remember what the launcher tells. Raises HegmError."""
+        """Store a launcher's report. Raises HegmError."""
         job, record = self._job_of(uid, told.run)
         if told.unprotected is not None and record.unprotected is None:
             message = f"job {job.id} ({job.name}) is not protected: {told.unprotected}"

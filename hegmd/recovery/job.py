@@ -1,6 +1,6 @@
-"""A protected job: what is known of it now, and who hears of what happens to it.
+"""A protected job: its present state, and the interfaces to the rest of the daemon.
 
-Shared by what takes its snapshots and by what starts it from them, which never act at the same time.
+Shared by the code that takes its snapshots and the code that starts it from them, which never act at the same time.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ProtectedJob:
         #: The step of boundary 0 of its processes, and the last boundary that is known of.
         self.first_step = 0
         self.boundary = 0
-        #: Why its processes were killed, and of one that hung where its threads were.
+        #: Why its processes were killed; for a hung job also where its threads were.
         self.killed: tuple[str, str | None] | None = None
 
     def __str__(self) -> str:
@@ -108,7 +108,7 @@ class ProtectedJob:
         return [*own, *(one for one in self.node.workers_of(self.record.job) if not one.ended and one not in own)]
 
     async def count(self, workers: Sequence[AgentConnection]) -> None:
-        """Have each say how many boundaries it has passed. One that does not answer in time is left out."""
+        """Ask each for its count of boundaries. One that does not answer in time is left out."""
 
         async def one(worker: AgentConnection) -> None:
             with anyio.move_on_after(COUNT_S):

@@ -8,28 +8,29 @@ from dataclasses import dataclass, replace
 from hegmd.protocol.slots import SlotRecord
 from hegmd.protocol.snapshots import GONE, HEALTHY, Gpu
 
-# The training is paused for one part in so many of its time.
+# The training is paused for one part in this many of its time.
 SHARE = 100
-# The training goes on for nine parts in ten of its time without a copy beside it, which may slow it down.
+# For nine parts in ten of its time, the training runs without a concurrent copy, which may slow it down.
 COPY_SHARE = 10
 # A client may ask for any interval.
 LEAST_WISHED_S = 0.1
 # A tiny model is not stopped more often than this.
 LEAST_INTERVAL_S = 1.0
-# An interval that was asked for leaves the training this many times what a snapshot costs.
+# A requested interval is at least this many times the cost of a snapshot.
 LEAST_SHARE = 2
-# So many recoveries in a row may bring the training no further.
+# This many recoveries in a row may fail to advance the training.
 MAX_FRUITLESS = 3
-# A training hangs after so many times the longest time between two boundaries that was seen (an evaluation between two
-# epochs lengthens it), and at least after this. Time in which an operation has the job does not count.
+# A training counts as hung after this many times the longest time seen between two boundaries, which an evaluation
+# between two epochs lengthens, and not before this minimum. Time during an operation on the job does not count.
 LEARNED_TIMES = 5.0
 LEAST_HANG_S = 60.0
 
 
 def interval_s(wished_s: float | None, cost_s: float, copied_s: float = 0.0) -> float:
-    """Return the time from the end of one snapshot to the beginning of the next.
+    """Return the time from the end of one snapshot to the start of the next.
 
-    `cost_s` is how long the training stood for the last one, `copied_s` how long it was copied beside the training.
+    `cost_s` is how long the training was paused for the last one, `copied_s` how long it was copied while the training
+    ran.
     """
     if wished_s is None:
         return max(LEAST_INTERVAL_S, SHARE * cost_s, (COPY_SHARE - 1) * copied_s)
@@ -85,7 +86,7 @@ class Budget:
         return replace(self, recoveries=self.recoveries + 1)
 
     def exhausted(self, most: int | None) -> str | None:
-        """Return why the job is not to be recovered once more; None if it is."""
+        """Return why the job must not be recovered again; None if it may."""
         if most is not None and self.recoveries >= most:
             return f"it was recovered {self.recoveries} times, as often as --max-recoveries allows"
         if self.fruitless >= MAX_FRUITLESS:
@@ -146,13 +147,13 @@ class HangWatch:
         return self._wished_s or None
 
     def forget(self) -> None:
-        """Begin anew: it is not expected to make a step now."""
+        """Reset: the training is not expected to make a step now."""
         self._boundary = None
 
     def see(self, boundary: int, now: float, *, is_parked: bool = False) -> float | None:
-        """Take its count of boundaries at that moment. Return how long it has made none, if that is too long.
+        """Take its count of boundaries at that moment. Return how long it has not changed, if that is too long.
 
-        One that is parked for a snapshot has longer: it may be large.
+        A training that is parked for a snapshot has more time: the snapshot may be large.
         """
         if self._boundary is None or boundary != self._boundary:
             if self._boundary is not None:

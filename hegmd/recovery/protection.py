@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 # How often the training is asked how far it has come.
 LOOK_S = 1.0
-# How soon it is tried again while there is no snapshot, and after an attempt that came to nothing.
+# The delay before another attempt while there is no snapshot, and after a failed attempt.
 SOON_S, AGAIN_S = 0.1, 1.0
-# A job that cannot be protected is tried again after so long: its script may be past what prevented it.
+# A job that cannot be protected is tried again after this time: its script may have passed the obstacle.
 UNPROTECTED_S = 30.0
-# A job has so many looks to end by itself after its GPU was gone.
+# A job has this many checks to end by itself after its GPU was gone.
 GONE_LOOKS = 3
 # How long the agents of a training that hangs have to say where its threads are.
 STACKS_S, MAX_STACKS_CHARS = 5.0, 20_000
@@ -48,7 +48,8 @@ class Protection:
         self._since = self._due = anyio.current_time()
         self._has_noted_raised = False
 
-    # -- what is shown -------------------------------------------------------------------------------------------------
+    # -- views
+    # ----------------------------------------------------------------------------------------------------------
 
     @property
     def is_recovering(self) -> bool:
@@ -57,12 +58,12 @@ class Protection:
 
     @property
     def cost_s(self) -> float | None:
-        """How long the training stood for the last snapshot."""
+        """Return how long the training was paused for the last snapshot."""
         return self._rounds.cost_s if self.taken else None
 
     @property
     def copied_s(self) -> float | None:
-        """How long that was copied to the host while the training went on; None if it stood meanwhile."""
+        """Return how long that was copied to the host while the training ran; None if it was paused meanwhile."""
         return self._rounds.copied_s if self.taken else None
 
     @property
@@ -89,7 +90,7 @@ class Protection:
             tasks.cancel_scope.cancel()
 
     async def _turn(self) -> None:
-        """Do what is to be done now. Raises SupervisorAway."""
+        """Do the next step. Raises SupervisorAway."""
         supervisor = self.job.supervisor
         if not supervisor.connected:
             return
@@ -120,7 +121,7 @@ class Protection:
             tasks.cancel_scope.cancel()
 
     async def _watch(self) -> None:
-        """Ask every so often how far the training has come, and end it once it has hung or its GPU is gone.
+        """Check the training's progress periodically, and end the job once it hangs or its GPU is gone.
 
         Runs until cancelled.
         """
@@ -142,9 +143,9 @@ class Protection:
                 hangs.forget()
 
     async def _look_at_gpus(self, looks: int) -> int:
-        """Note where the job is now. End it if it can go on elsewhere, and its GPU was gone at so many looks before.
+        """Update the job's GPUs. End the job if it can run on others and its GPU was gone at that many checks before.
 
-        Return at how many it was gone.
+        Return the number of such checks.
         """
         own = sorted([one for one in self.job.own_workers() if one.boundary], key=lambda worker: worker.about.rank or 0)
         if not own or any(self.job.node.is_in_hand(worker.pid) for worker in own):
@@ -176,7 +177,7 @@ class Protection:
             await anyio.to_thread.run_sync(launchers.end_one, worker.pid, worker.identity.start_ticks)
 
     async def _find_newest(self) -> None:
-        """See what an earlier daemon has of it."""
+        """Find the snapshots that an earlier daemon left."""
         whole = await self.job.whole()
         if whole:
             self.job.newest = whole[0]

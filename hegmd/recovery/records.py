@@ -1,7 +1,7 @@
-"""What is known of a protected job beyond the life of the daemon, on disk: its recoveries and how often they helped.
+"""The facts about a protected job that outlive the daemon: its recoveries and their results, on disk.
 
-One file for each job, written anew at each change. Which snapshots there are is not in it: each slot has a record of
-its own. A file that cannot be read is as good as none: the job is protected as a new one. Blocks.
+One file for each job, rewritten at each change. It does not list the snapshots: each slot has its own record. A file
+that cannot be read counts as missing: the job is protected as a new one. Blocks.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SnapshotFiles:
         self._folder = state_dir / FOLDER
 
     def load(self) -> Iterator[JobSnapshots]:
-        """Read all of them. One that cannot be read is removed."""
+        """Read all of them. An unreadable one is removed."""
         for path in sorted(self._folder.glob("j*.json")) if self._folder.is_dir() else ():
             try:
                 yield JobSnapshots.from_plain(json.loads(path.read_bytes()), "recovery")
@@ -88,6 +88,6 @@ class SnapshotFiles:
             logger.warning("the recoveries of job %s were not written down: %s", record.job, error)
 
     def forget(self, job: str) -> None:
-        """Remove it. Fine where there is none."""
+        """Remove it. Does nothing if there is none."""
         with contextlib.suppress(OSError):
             (self._folder / f"{job}.json").unlink()

@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 # How long the state of a job is kept that has ended without its own will.
 KEPT_S = 86400.0
 _LOOK_INTERVAL_S = 60.0
-# After a start of the daemon: supervisors have so long to come back.
+# After a start of the daemon, supervisors have this long to reconnect.
 RETURN_WITHIN_S = 60.0
-# How soon a protection begins anew that has failed.
+# The delay before a failed protection starts again.
 FAILED_S = 1.0
 
 May = Callable[[int | None], bool]
@@ -71,7 +71,7 @@ class Recoveries(BackgroundTasks):
         self._pool = pool
         self._utc = utc
         self._files = SnapshotFiles(state_dir)
-        #: What is known of each job, by its id, and the protections that run.
+        #: The record of each job, by its id, and the running protections.
         self._records: dict[str, JobSnapshots] = {}
         self._running: dict[str, Protection] = {}
         self._taken = 0
@@ -98,7 +98,7 @@ class Recoveries(BackgroundTasks):
     # -- the life of the part ------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Read what is known of jobs from before. Blocks."""
+        """Read the records of earlier daemons. Blocks."""
         self._records.update({record.job: record for record in self._files.load()})
 
     def owns(self, key: Key) -> bool:
@@ -111,7 +111,7 @@ class Recoveries(BackgroundTasks):
         return frozenset(self._records)
 
     async def keep_looking(self) -> None:
-        """Free what was kept for too long, and what no job came back for. Runs until cancelled."""
+        """Free states that were kept for too long, and slots whose job did not return. Runs until cancelled."""
         await anyio.sleep(RETURN_WITHIN_S)
         while True:
             for record in tuple(self._records.values()):
@@ -124,7 +124,7 @@ class Recoveries(BackgroundTasks):
     async def _look_at(self, record: JobSnapshots) -> None:
         if record.job in self._running or self.in_process.is_live(record):
             return
-        if record.launcher_pid is not None:  # without its launcher nobody could use it
+        if record.launcher_pid is not None:  # only the launcher could use it
             await self._drop(record.job)
         elif record.kept_utc is None:
             self._save(record.replace(kept="its hegmctl run was killed", kept_utc=self._utc()))
@@ -142,7 +142,7 @@ class Recoveries(BackgroundTasks):
     # -- who comes and goes --------------------------------------------------------------------------------------------
 
     def _hear(self, supervisor: Supervisor) -> None:
-        """A supervisor came, left or said something. Told from the event loop, must not wait."""
+        """Handle a change of a supervisor. Called from the event loop; must not wait."""
         self._news.notify_all()
         if supervisor.offer.recover is None or self._tasks is None or not supervisor.lives:
             return
@@ -172,7 +172,7 @@ class Recoveries(BackgroundTasks):
             self._save(protection.job.record.replace(kept="its hegmctl run was killed", kept_utc=self._utc()))
 
     async def _drop_ended(self, record: JobSnapshots) -> None:
-        """Give back the slots of a job that has ended; those that cannot be are tried again later."""
+        """Release the slots of a job that has ended; those that cannot be released are tried again later."""
         try:
             await self._drop(record.job)
         except HegmError as error:
@@ -186,7 +186,8 @@ class Recoveries(BackgroundTasks):
         self._files.forget(job)
         return freed_bytes
 
-    # -- what is asked -------------------------------------------------------------------------------------------------
+    # -- requests
+    # -------------------------------------------------------------------------------------------------------
 
     def require_kept(self, job: str, uid: int) -> None:
         """Check that this user may continue from the kept state of that job. Raises HegmError."""
@@ -198,7 +199,7 @@ class Recoveries(BackgroundTasks):
             raise HegmError(DENIED, f"job {job} belongs to uid {record.uid}", hint)
 
     async def show(self, wanted: Sequence[int | str], may: May) -> told.RecoveryReply:
-        """How these jobs are protected, or all. Raises HegmError for one that is not."""
+        """Return how these jobs are protected, or all. Raises HegmError for one that is not."""
         records = [self._named(one, may) for one in wanted] or list(self._records.values())
         views = [await self._view(record, may) for record in sorted(records, key=lambda one: int(one.job[1:]))]
         return told.RecoveryReply(taken_utc=self._utc(), jobs=tuple(views))
@@ -260,7 +261,8 @@ class Recoveries(BackgroundTasks):
             recoveries=record.attempts,
         )
 
-    # -- what is counted -----------------------------------------------------------------------------------------------
+    # -- counts
+    # ---------------------------------------------------------------------------------------------------------
 
     @property
     def tally(self) -> RecoveryTally:

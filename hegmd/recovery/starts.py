@@ -1,7 +1,7 @@
-"""Starts a job from its newest snapshot once its command has failed, and says when it is enough.
+"""Starts a job from its newest snapshot after its command has failed, and decides when to give up.
 
-The supervisor starts the command; this ends what the failed one has left, chooses snapshot and GPUs, and waits until
-the training has made a step. A start that came to no step counts as a recovery too.
+The supervisor starts the command. This ends what the failed command has left, chooses snapshot and GPUs, and waits
+until the training has made a step. A start without a step counts as a recovery too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SOON_S, LOOK_S = 0.1, 1.0
 # Of a process in which its state could not be restored.
 UNRESTORED_STATUS = 98
 MAX_BAD = 8
-# From where a state is put back: that batch is asked for, and then the next.
+# The boundary at which a state is restored: that batch is requested, and then the next.
 _BATCH = 1
 
 
@@ -95,7 +95,7 @@ class Starts:
             await self._await_start(attempt)
 
     def _begun_attempt(self) -> RecoveryAttempt:
-        """Enter a new recovery into the record, or return the one that has been begun and not started."""
+        """Enter a new recovery into the record, or return one that has begun and was not started."""
         fell, before = (
             self._job.supervisor.offer.fell,
             self._job.record.attempts[-1] if self._job.record.attempts else None,
@@ -125,7 +125,7 @@ class Starts:
         return record
 
     async def _end_rest(self) -> None:
-        """End what the failed command has left: ranks whose launcher or supervisor was killed would train on."""
+        """End the remains of the failed command: ranks whose launcher or supervisor was killed would train on."""
         for worker in self._job.rest():
             await anyio.to_thread.run_sync(launchers.end_one, worker.pid, worker.identity.start_ticks)
         while self._job.rest():
@@ -157,7 +157,7 @@ class Starts:
 
     async def _await_start(self, attempt: RecoveryAttempt) -> None:
         """Wait until all processes have their state and have made a step, or the command has failed again."""
-        if attempt.result == RECOVERED:  # its supervisor was away when it was to hear of that
+        if attempt.result == RECOVERED:  # the supervisor was disconnected when the result was sent
             await self._job.supervisor.tell("forget", self._job.record.job)
             return
         began = attempt.fell_utc
@@ -200,7 +200,7 @@ class Starts:
 
 
 def give_up_hint(record: JobSnapshots, *, has_whole: bool) -> str:
-    """What the user of a job can do that was given up."""
+    """Return what the user of an abandoned job can do."""
     drop = f"hegmctl recovery --drop {record.job} deletes it"
     if has_whole:
         return f"its state is kept: hegmctl run --recover --resume {record.job} -- COMMAND continues from it, {drop}"

@@ -31,7 +31,7 @@ def rounded_up(size_bytes: int) -> int:
 
 
 def chunks_of(size_bytes: int) -> range:
-    """Return the chunk numbers of so many bytes."""
+    """Return the chunk numbers of that many bytes."""
     return range((size_bytes + CHUNK_BYTES - 1) // CHUNK_BYTES)
 
 
@@ -63,7 +63,7 @@ def each_chunk(
 ) -> None:
     """Call `work` for each chunk with its number, a buffer of whole blocks and the chunk's length.
 
-    Uses at most so many threads. By default the thread pool chooses the number for work that needs processors.
+    Uses at most `threads` threads. By default the thread pool chooses the number for work that needs processors.
     """
     guard = threading.Lock()
     done_bytes = 0

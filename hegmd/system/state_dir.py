@@ -110,7 +110,7 @@ class StateDir:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Have exactly these bytes in the file, also after a power cut. Raises OSError; the file is as it was then."""
+    """Write exactly these bytes to the file, safe against a power cut. Raises OSError; then the file is unchanged."""
     fresh = path.with_name(f".{path.name}.new")
     fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     with open(fd, "wb") as file:

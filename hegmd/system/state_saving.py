@@ -1,7 +1,7 @@
 """Writes the newest state of a component to disk soon after each change, and in the order of the changes.
 
-Owns when it is written, the thread in which it is, and what happens when the disk takes nothing now: the component
-goes on, and the state is written later. How the state becomes a file is up to the component.
+Owns the time of each write, its thread, and retries while the disk cannot be written: the component continues
+meanwhile. The component decides how its state becomes a file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hegmd.system.threads import run_detached
 
 logger = logging.getLogger(__name__)
 
-# How long whoever waits for the disk waits at most.
+# How long a caller waits for the disk at most.
 SAVED_WITHIN_S = 5.0
 # How long until a state is written again that could not be written, unless it changes before.
 RETRY_S = 5.0
@@ -39,11 +39,11 @@ class StateSaving(Generic[State]):
         self._name = name
         self._retry_s = retry_s
         self._newest: State | None = None
-        # The last change, the last one on disk, and the last one whose write has ended, on disk or not.
+        # The last change, the last one on disk, and the last one whose write has ended, with or without success.
         self._version: int = 0
         self._saved: int = 0
         self._tried: int = 0
-        # At the end the loop's own thread writes, while another one may still do.
+        # At shutdown the loop's thread writes, while another may still be writing.
         self._lock = threading.Lock()
         self._written = 0
         self._news = Condition()
@@ -55,7 +55,7 @@ class StateSaving(Generic[State]):
         self._news.notify_all()
 
     async def run(self) -> None:
-        """Write what has changed, until cancelled; then the last change is written too."""
+        """Write each change until cancelled; then write the last one."""
         try:
             while True:
                 following, version = self._news.next, self._version
@@ -75,7 +75,7 @@ class StateSaving(Generic[State]):
                 self._write(self._version, self._newest)
 
     async def until_saved(self) -> None:
-        """Wait until every change is on disk, and not for long: nothing stops because that is slow or full."""
+        """Wait until every change is on disk, but not for long: a slow or full disk stops nothing."""
         version = self._version
         with anyio.move_on_after(SAVED_WITHIN_S):
             while self._tried < version:
@@ -85,12 +85,12 @@ class StateSaving(Generic[State]):
         version, newest = self._version, self._newest
         try:
             return await run_detached(lambda _: self._write(version, newest), name=self._name)
-        except HegmError as error:  # there is no thread to be had now
+        except HegmError as error:  # no thread can be started now
             self._report(f"{error.message}; {error.hint}")
             return False
 
     def _write(self, version: int, newest: State | None) -> bool:
-        """Whether it is on disk. Blocks. Raises nothing."""
+        """True if the state is on disk. Blocks. Raises nothing."""
         with self._lock:
             if newest is None or version <= self._written:
                 return True

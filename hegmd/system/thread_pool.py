@@ -17,14 +17,14 @@ MAX_THREADS = 4
 
 
 def threads_for(count: int) -> int:
-    """Return how many threads are useful for so many items on this machine."""
+    """Return how many threads are useful for that many items on this machine."""
     return max(1, min(MAX_THREADS, count, len(os.sched_getaffinity(0))))
 
 
 def share_out(items: Iterable[Item], start: Callable[[], Callable[[Item], None]], *, threads: int, name: str) -> None:
     """Work on every item once, in whichever thread is free. Raises the first error.
 
-    If the node cannot start so many threads, fewer are used, at worst the caller's alone. Each thread calls `start` for
+    If the node cannot start as many threads, fewer are used, at worst the caller's alone. Each thread calls `start` for
     its worker, so that each may have its own buffer.
     """
     left = iter(items)

@@ -85,7 +85,7 @@ class Looks:
     def __init__(self, limit_s: float = 20.0, most: int = 8) -> None:
         self._limit_s = limit_s
         self._most = most
-        self._under_way: dict[int, str] = {}  # what each one reads now
+        self._under_way: dict[int, str] = {}  # what each thread reads now
         self._last = 0
 
     async def at(self, work: Callable[[Callable[[str], object]], T], *, name: str) -> T:

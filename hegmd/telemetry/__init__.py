@@ -1,1 +1,1 @@
-"""What is seen from outside: the log, events, the audit record and metrics."""
+"""What is visible from outside: the log, events, the audit record and metrics."""

@@ -105,7 +105,7 @@ class Audit:
             self._file.reopen(file)
 
     def close(self) -> None:
-        """Write what is queued. Twice is fine."""
+        """Write what is queued. Can be called twice."""
         if self._file is not None:
             self._file.close()
 

@@ -60,7 +60,7 @@ class AuditFile:
         return self._submit(done.set) and done.wait(deadline_s)
 
     def close(self) -> None:
-        """Write what is queued, within a short limit. Twice is fine."""
+        """Write what is queued, within a short limit. Can be called twice."""
         if not self._thread.is_alive():
             return
         try:
@@ -104,7 +104,7 @@ class AuditFile:
             self._lose("too many records wait to be written")
 
     def _is_elsewhere(self, path: Path) -> bool:
-        """Return True if the open file is no longer the one of that name."""
+        """True if the path now names another file than the open one."""
         if self._descriptor is None:
             return True
         try:

@@ -131,7 +131,7 @@ _limiter = Limiter()
 def limited(
     logger: logging.Logger, key: str, level: int, message: str, *values: object, limiter: Limiter = _limiter
 ) -> None:
-    """Log what a peer can cause at will: a few records of each `key` a minute; the rest is counted."""
+    """Log an event that a peer can cause at will: a few records of each `key` a minute; the rest is counted."""
     if not logger.isEnabledFor(level):
         return
     held_back = limiter.admit((logger.name, key))
@@ -199,7 +199,7 @@ class SinkHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             data = self._form(record, fields_of(record))
-        except Exception:  # noqa: BLE001 - as the standard handlers do: a log call must not break what it tells of
+        except Exception:  # noqa: BLE001 - as the standard handlers do: a log call must not break the code that logs
             self.handleError(record)
             return
         if not self._sink.write(data):

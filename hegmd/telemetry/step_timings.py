@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 AGENT, HELPER, DRIVER, COPIES = "agent", "helper", "driver", "copies"
 
-# One effect keeps so many timings of one lane and name; what comes later is added to the last of them.
+# One effect keeps this many timings of one lane and name; later ones are added to the last.
 MOST_ALIKE = 8
 
 

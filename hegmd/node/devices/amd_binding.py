@@ -85,7 +85,7 @@ def _find_library(shipped: Path) -> bool:
 
 
 def _import_installed() -> ModuleType:
-    import amdsmi  # noqa: TID251 - this is the door that the fence names
+    import amdsmi  # noqa: TID251 - the only module that may import it
 
     return cast("ModuleType", amdsmi)
 

@@ -108,8 +108,8 @@ class AmdSmi:
             if code not in _NOT_TOLD:
                 facts.failures[what] = _words(error)
         except (AttributeError, KeyError, TypeError, UnicodeError, ValueError) as error:
-            # The binding takes text and numbers of the library apart and is not prepared for all that comes; and a
-            # function may be missing in it.
+            # The binding parses the library's text and numbers, and fails on unexpected ones. A function may also be
+            # missing in it.
             facts.failures[what] = f"the binding: {type(error).__name__}"
         return None
 
@@ -190,7 +190,7 @@ class AmdSmi:
         return tuple(links)
 
     def _read_sensors(self, handle: Any, facts: AmdFacts) -> None:
-        """Temperature at the hottest spot where there is a sensor for it, as amd-smi has it; at the edge where not."""
+        """Read the temperature at the hottest spot if it has a sensor, as amd-smi does; else at the edge."""
         activity = self._ask_map("utilisation", facts, "amdsmi_get_gpu_activity", handle)
         facts.utilisation_percent = percent(_told(activity.get("gfx_activity")))
         now = self._binding.AmdSmiTemperatureMetric.CURRENT
@@ -209,7 +209,7 @@ class AmdSmi:
         facts.power_limit_watts = None if microwatts is None else watts(microwatts / 1_000_000)
 
     def _read_errors(self, handle: Any, facts: AmdFacts) -> None:
-        """Errors of the memory alone: the library asks the hardware anew for each block, which takes its time."""
+        """Read the errors of the memory alone: for each block the library asks the hardware again, which is slow."""
         block = self._binding.AmdSmiGpuBlock.UMC
         counts = self._ask_map("memory errors", facts, "amdsmi_get_gpu_ecc_count", handle, block)
         facts.ecc_corrected = _told(counts.get("correctable_count"))

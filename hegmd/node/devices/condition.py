@@ -1,4 +1,4 @@
-"""Whether jobs are to be on a GPU: healthy, failing or gone, from the notes about it. For every vendor. Pure."""
+"""Whether a GPU can run jobs: healthy, failing or gone, from the notes about it. For every vendor. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hegmd.protocol.snapshots import FAILING, GONE, Health
 
 # How grave a note is: a job's own mistake is noted only.
 OK, NOTED, WARN, FAILED = range(4)
-# A GPU with at least so many new corrected errors in this time is failing. The counter is noted once in so long.
+# A GPU with at least this many new corrected errors in this time is failing. The counter is read at this interval.
 MANY_CORRECTED, WITHIN_S, EVERY_S = 100, 3600.0, 300.0
 
 
 class Note(NamedTuple):
-    """One thing that is not as it should be. With a cause it makes the GPU failing or gone."""
+    """One problem of a GPU. With a cause it makes the GPU failing or gone."""
 
     weight: int
     words: str
@@ -34,7 +34,7 @@ def conditioned(notes: Sequence[Note]) -> Health:
 
 
 def corrected_note(risen: int) -> str:
-    """What is said of so many new corrected errors."""
+    """Return the note about that many new corrected errors."""
     return f"{risen} corrected memory errors within an hour: the memory is wearing out"
 
 

@@ -20,7 +20,7 @@ from hegmd.protocol.snapshots import GpuUse
 
 # HSA_IOLINKTYPE_* of the kernel's topology.
 _LINK_KINDS = {2: "pcie", 11: "xgmi"}
-# HSA_MEM_HEAP_TYPE_FB_PUBLIC and _PRIVATE: video memory, as far as the host sees it and beyond.
+# HSA_MEM_HEAP_TYPE_FB_PUBLIC and _PRIVATE: the parts of video memory that the host can and cannot access.
 _VIDEO_MEMORY = (1, 2)
 _SENSORS = ("junction", "edge")
 _NO_PROPERTIES: Mapping[str, int] = {}
@@ -99,11 +99,11 @@ class Kfd:
         return tuple(sorted(found, key=lambda gpu: gpu.pci_address))
 
     def properties_of(self, pci_address: str) -> Mapping[str, int]:
-        """The properties of one GPU; none when the topology does not have it."""
+        """Return the properties of one GPU; empty if the topology does not have it."""
         return next((gpu.properties for gpu in self.gpus() if gpu.pci_address == pci_address), _NO_PROPERTIES)
 
     def facts(self, gpus: tuple[KfdGpu, ...]) -> list[AmdFacts]:
-        """All that the files tell of these GPUs."""
+        """Return the facts that the files have of these GPUs."""
         address_of = {gpu.node: gpu.pci_address for gpu in gpus}
         return [self._facts(gpu, address_of) for gpu in gpus]
 
@@ -142,7 +142,7 @@ class Kfd:
         return own if own.is_dir() else devices / f"{pci_address[:-1]}0"
 
     def _memory_bytes(self, gpu: KfdGpu) -> int | None:
-        """Video memory by the topology: all there is for a part of a partitioned card."""
+        """Return the video memory in the topology, the only source for a part of a partitioned card."""
         banks = self._kfd / "topology" / "nodes" / str(gpu.node) / "mem_banks"
         found = [_properties(banks / name / "properties") for name in _names(banks)]
         return sum(bank.get("size_in_bytes", 0) for bank in found if bank.get("heap_type") in _VIDEO_MEMORY) or None
@@ -163,7 +163,7 @@ class Kfd:
 
     @staticmethod
     def _read_sensors(device: Path, facts: AmdFacts) -> None:
-        """The hottest spot where there is a sensor for it, as amd-smi has it; its edge where not."""
+        """Read the hottest sensor if there is one, as amd-smi does; else the one at the edge."""
         for name in _names(device / "hwmon"):
             hwmon = device / "hwmon" / name
             labels = {_text(hwmon / each): each for each in _names(hwmon) if each.endswith("_label")}
@@ -178,7 +178,7 @@ class Kfd:
 
     @staticmethod
     def _read_errors(ras: Path, facts: AmdFacts) -> None:
-        """Errors of the memory alone: the driver asks the hardware anew for each block, which takes its time."""
+        """Read the errors of the memory alone: for each block the driver asks the hardware again, which is slow."""
         counts = dict(line.split(":", 1) for line in (_text(ras / "umc_err_count") or "").splitlines() if ":" in line)
         facts.ecc_corrected = _not_negative(_decimal(counts.get("ce")))
         facts.ecc_uncorrected = _not_negative(_decimal(counts.get("ue")))
@@ -221,14 +221,16 @@ class Kfd:
 
 
 def _pci_address(properties: Mapping[str, int]) -> str:
-    """The kernel packs bus, device and function into 16 bits; the domain is a property of its own."""
+    """Return the PCI address. The kernel packs bus, device and function into 16 bits; the domain is a separate
+    property.
+    """
     location = properties.get("location_id", 0)
     domain = properties.get("domain", 0)
     return f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.{location & 7}"
 
 
 def _names(folder: Path | str) -> list[str]:
-    """What is in the folder; names that are numbers in their order."""
+    """Return the names in the folder; names that are numbers in numerical order."""
     try:
         return sorted(os.listdir(folder), key=lambda name: (len(name), name) if name.isdigit() else (0, name))
     except OSError:
@@ -236,7 +238,7 @@ def _names(folder: Path | str) -> list[str]:
 
 
 def _text(path: Path) -> str | None:
-    """What the file says, without blanks around it; None if it cannot be read or is empty."""
+    """Return the content of the file without surrounding blanks; None if it is unreadable or empty."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip() or None
     except OSError:
@@ -244,7 +246,7 @@ def _text(path: Path) -> str | None:
 
 
 def _count(path: str) -> int | None:
-    """The number in a file. By descriptor, for there are thousands: pathlib's layers would be most of the cost."""
+    """Return the number in a file. Uses a descriptor: with thousands of files, pathlib would take most of the time."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

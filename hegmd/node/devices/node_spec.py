@@ -74,7 +74,7 @@ class LinkSpec:
 
 @dataclass(frozen=True, slots=True)
 class FaultSpec:
-    """A scheduled fault: after so many good snapshots, for so many, or permanently."""
+    """A scheduled fault: after this many good snapshots, for this many, or permanently."""
 
     target: str
     fault: str
@@ -95,7 +95,7 @@ class Topology:
 
 
 def gpu_id(index: int) -> str:
-    """What a simulated GPU is called in descriptions and requests."""
+    """Return the name of a simulated GPU."""
     return f"gpu{index}"
 
 

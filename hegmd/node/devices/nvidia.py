@@ -231,7 +231,9 @@ class NvidiaProvider:
         )
 
     def _read_gpu(self, nvml: Nvml, index: int) -> _Reading:
-        """Raises GpuLost or GpuFailed when identity or memory cannot be had: the rest is then not to be trusted."""
+        """Read one GPU. Raises GpuLost or GpuFailed if identity or memory is unreadable: then nothing else is
+        reliable.
+        """
         asked = NvmlGpu(nvml, nvml.handle(index))
         uuid = asked.uuid()
         if uuid is None:
@@ -239,7 +241,7 @@ class NvidiaProvider:
         card = self._cards.get(uuid)
         if card is None:
             card = self._meet(asked, uuid)
-            if not asked.failures:  # what the driver failed to tell is asked again
+            if not asked.failures:  # values that the driver failed to report are read again next time
                 self._cards[uuid] = card
         self._last_at[index] = card
         memory = asked.memory()
@@ -275,7 +277,7 @@ class NvidiaProvider:
         pci = asked.pci()
         architecture = asked.architecture()
         capability = asked.compute_capability()
-        chip = None  # two unknown chips must not look alike
+        chip = None  # two unknown chips must not compare as equal
         if pci is not None and architecture is not None and capability is not None:
             generation = _ARCHITECTURES.get(architecture, f"architecture{architecture}")
             chip = f"nvidia-{pci[1]:04x}-{generation}-sm{capability[0]}{capability[1]}"
@@ -343,7 +345,7 @@ class NvidiaProvider:
                     self._history_of(uuid).add(number, self._clock_utc())
                     self._linked = None  # it may have been a link
         except GpuLost:
-            self._watched = {}  # watch the ones that are left
+            self._watched = {}  # watch the remaining GPUs
 
     def _watch(self, nvml: Nvml, asked: dict[str, NvmlGpu]) -> None:
         wanted = {handle_key(gpu.handle): uuid for uuid, gpu in asked.items()}
@@ -358,7 +360,7 @@ class NvidiaProvider:
         try:
             self._links = read_links(asked, {uuid: gpu.pci_address for uuid, gpu in gpus.items()})
         except GpuLost:
-            self._linked = None  # the next snapshot has it lost, and the ways between the others
+            self._linked = None  # the next snapshot marks it lost, and updates the links of the others
         else:
             self._linked = present
 

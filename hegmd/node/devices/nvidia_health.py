@@ -24,7 +24,7 @@ from hegmd.node.devices.condition import (
 from hegmd.node.devices.nvml_gpu import RemappedRows
 from hegmd.protocol.snapshots import CORRECTED, DRIVER, FAILING, GONE, LINK, LOST, ROWS, UNCORRECTED, Health
 
-# After NVIDIA's catalogue of XID errors; a number that is not here is a warning without words of its own.
+# From NVIDIA's catalogue of XID errors; an unknown number becomes a warning without an explanation.
 _XIDS: dict[int, tuple[int, str]] = {
     8: (NOTED, "a job's kernel did not end in time"),
     11: (NOTED, "a job sent a broken command stream"),
@@ -52,7 +52,7 @@ _XIDS: dict[int, tuple[int, str]] = {
     143: (FAILED, "the GPU could not be initialised"),
 }
 
-# What an XID says of the GPU, beyond the job that it hit. After 79 and 95 no job goes on there.
+# What an XID means for the GPU, apart from the job that it hit. After 79 and 95 no job can continue there.
 _CAUSES = {
     **dict.fromkeys((48, 94, 95, 140), UNCORRECTED),
     **dict.fromkeys((63, 64), ROWS),
@@ -63,7 +63,7 @@ _CAUSES = {
 }
 _GONE_XIDS = (79, 95)
 
-# What the driver asks for (NVML_GPU_RECOVERY_ACTION_*, since driver 565).
+# The actions that the driver requests (NVML_GPU_RECOVERY_ACTION_*, since driver 565).
 _RECOVERY_ACTIONS = {
     1: "a reset of this GPU (nvidia-smi --gpu-reset -i {index}, with no process on it)",
     2: "a reboot of the node",
@@ -88,7 +88,7 @@ _FABRIC_STATES = {1: "has not started", 2: "is not complete"}
 
 
 class ErrorHistory:
-    """What one GPU has reported since the daemon watches it, or since it was reset."""
+    """The errors that one GPU has reported since the daemon started, or since it was reset."""
 
     def __init__(self) -> None:
         self.newest: int | None = None
@@ -104,10 +104,9 @@ class ErrorHistory:
         self.seen[number] = (self.seen.get(number, (0, 0.0))[0] + 1, now_utc)
 
     def answers(self, corrected: int | None, uncorrected: int | None, now_utc: float) -> int:
-        """Take its counters. Return by how much the corrected errors have risen, if that is much, or 0.
+        """Take its counters. Return how many corrected errors are new, if they are many, or 0.
 
-        A GPU that was lost, or whose counter of uncorrected errors begins anew, was reset: earlier XIDs say nothing
-        about it any more.
+        A GPU that was lost, or whose counter of uncorrected errors restarted, was reset: earlier XIDs are then dropped.
         """
         if self.is_lost or (uncorrected is not None and uncorrected < self._uncorrected):
             self._before_reset = self.count or 0
@@ -209,7 +208,7 @@ def _driver_notes(facts: HealthFacts) -> list[Note]:
         notes.append(Note(FAILED, "the driver asks for " + wanted.format(index=facts.index), DRIVER))
     reasons = facts.clocks_event_reasons or 0
     if reasons & _HARDWARE_CAUSES:
-        reasons &= ~_HARDWARE_SLOWDOWN  # only says again that there is a cause
+        reasons &= ~_HARDWARE_SLOWDOWN  # it only repeats that there is a cause
     notes += [Note(WARN, words) for bit, words in _SLOWDOWNS.items() if reasons & bit]
     if facts.fabric is not None and facts.fabric[0] in _FABRIC_STATES:
         wanting = _FABRIC_STATES[facts.fabric[0]]

@@ -15,7 +15,7 @@ _DISPLAY_CLASS = "0x03"
 
 
 class NvidiaHost:
-    """This machine, as far as NVIDIA's driver and GPUs are concerned."""
+    """The kernel's files about NVIDIA's driver and GPUs on this machine."""
 
     def __init__(self, sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc")) -> None:
         self._sys = sys_root

@@ -74,7 +74,7 @@ def _way(
     if not lanes and gpu.reaches(other, _OVER_NVLINK):
         lanes = min(ends.elsewhere, other_ends.elsewhere)
         if not lanes:
-            return PeerLink(to_uuid=other_uuid, kind="nvlink")  # the driver says so, and shows no link
+            return PeerLink(to_uuid=other_uuid, kind="nvlink")  # the driver reports NVLink, but no link
     if lanes:
         speed = _LINK_BYTES_PER_S.get(ends.version or 0)
         carried = None if speed is None else speed * lanes

@@ -27,12 +27,13 @@ _INSUFFICIENT_SIZE = 7
 _GPU_IS_LOST = 15
 # The library as a whole is unusable, for every call.
 _LIBRARY_WIDE = {UNINITIALIZED, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, LIB_RM_VERSION_MISMATCH}
-# No answer, and nothing wrong with that: invalid argument (link 18 of 18), not supported, no permission, not found,
-# function not found, ECC of a vGPU, argument version mismatch, deprecated. The last two: another function has it.
+# Codes without an answer that are no errors: invalid argument (link 18 of 18), not supported, no permission, not found,
+# function not found, ECC of a vGPU, argument version mismatch, deprecated. For the last two another function has the
+# answer.
 _UNTOLD = {2, 3, 4, 6, 13, 22, 25, 26}
 
 _XID_CRITICAL_ERROR = 0x8
-_EVENTS_PER_CALL = 1000  # an event storm must not hold up a snapshot for good
+_EVENTS_PER_CALL = 1000  # an event storm must not block a snapshot forever
 
 PROCESS_LISTS = ("graphics", "compute", "mps")
 _PROCESS_FUNCTIONS = {
@@ -44,7 +45,7 @@ _MAX_ENTRY_BYTES = 32
 _USUAL_ENTRY_BYTES = 24
 _ENTRY_BYTES = (16, 24, 32)
 _BLANK = 0xA5
-_MAX_ENTRIES = 1 << 17  # no node has so many; a driver that says so is not believed
+_MAX_ENTRIES = 1 << 17  # no node has that many; a larger number from the driver is an error
 
 
 class LibraryMissing(Exception):
@@ -82,7 +83,7 @@ class Nvml:
 
     def __init__(self, library: SharedLibrary) -> None:
         """Load and initialise it. Raises LibraryMissing or LibraryFailed; then nothing is initialised."""
-        self._owner = library  # as long as this lives, so that what it calls into stays loaded
+        self._owner = library  # keeps the library loaded while this exists
         try:
             self._library: ctypes.CDLL | None = library.load()
         except OSError as error:
@@ -103,7 +104,7 @@ class Nvml:
 
     def _initialise(self) -> None:
         try:
-            import pynvml  # noqa: TID251 - this module is the door
+            import pynvml  # noqa: TID251 - the only module that may import it
         except ImportError as error:
             raise LibraryFailed(None, f"the Python binding nvidia-ml-py cannot be imported: {error}") from None
         self.binding = pynvml
@@ -118,7 +119,7 @@ class Nvml:
         if self._library is None:
             return
         self._forget_events()
-        with suppress(self.binding.NVMLError):  # it may not work any more, which may be why it is closed
+        with suppress(self.binding.NVMLError):  # the library may no longer work, which may be why it is closed
             self.binding.nvmlShutdown()
         self._take_away()
 
@@ -195,7 +196,8 @@ class Nvml:
         with suppress(GpuFailed, GpuLost):
             self._events = self.answer("nvmlEventSetCreate")
         for handle in handles if self._events is not None else ():
-            with suppress(GpuFailed, GpuLost):  # the next snapshot finds out, and tells anew whom to watch
+            # the next snapshot finds the lost GPU and selects the GPUs to watch again
+            with suppress(GpuFailed, GpuLost):
                 self.answer("nvmlDeviceRegisterEvents", handle, _XID_CRITICAL_ERROR, self._events)
 
     def xids(self) -> Iterator[tuple[int, int]]:
@@ -211,12 +213,13 @@ class Nvml:
             except self.binding.NVMLError as error:
                 if error.value in _LIBRARY_WIDE or error.value == _GPU_IS_LOST:
                     self._sorted(error.value, f"nvmlEventSetWait_v2: {error}")
-                return  # as a rule a timeout, which says that nothing happened; without events all else still holds
+                # usually a timeout, which means that nothing happened; without events everything else still works
+                return
             yield handle_key(event.device), int(event.eventData)
 
     def _forget_events(self) -> None:
         if self._events is not None:
-            with suppress(self.binding.NVMLError):  # the driver may be gone, and with it the set
+            with suppress(self.binding.NVMLError):  # the driver may be unloaded, and the event set with it
                 self.binding.nvmlEventSetFree(self._events)
             self._events = None
 

@@ -35,7 +35,7 @@ class RemappedRows(NamedTuple):
 
 
 class NvLink(NamedTuple):
-    """One of a GPU's links that is up. `remote_pci` is None where the other end is not told."""
+    """One of a GPU's links that is up. `remote_pci` is None if the other end is unknown."""
 
     remote_pci: str | None
     version: int | None
@@ -47,7 +47,7 @@ class NvmlGpu:
     def __init__(self, nvml: Nvml, handle: Any) -> None:
         self._nvml = nvml
         self.handle = handle
-        self.failures: dict[str, str] = {}  # the driver's words, by what was asked
+        self.failures: dict[str, str] = {}  # the driver's error messages, by question
 
     def _ask(self, what: str, function: str, *arguments: object) -> Any:
         try:
@@ -60,7 +60,7 @@ class NvmlGpu:
         value = self._ask(what, function, *arguments)
         return None if value is None or value == untold else int(value)
 
-    # What it is
+    # -- identity --
 
     def uuid(self) -> str | None:
         return told_text(self._ask("UUID", "nvmlDeviceGetUUID"))

@@ -20,8 +20,8 @@ from hegmd.node.devices.node_spec import GPU_FAULTS, VENDOR, VENDOR_FAULTS, GpuS
 from hegmd.protocol.snapshots import GONE, LINK, LOST, UNCORRECTED, Gpu, GpuUse, Health, PeerLink
 
 MEND = "none"
-# What NVIDIA's driver would tell: 48 is its number for an uncorrectable memory error, 74 for an error of a link, 79 for
-# a GPU that fell off the bus.
+# The XIDs that NVIDIA's driver would report: 48 for an uncorrectable memory error, 74 for an error of a link, 79 for a
+# GPU that fell off the bus.
 _XIDS = {"ecc": 48, "xid": 74, "xid79": 79}
 _XID_NOTES = {
     48: Note(FAILED, "the driver reported XID 48, an uncorrectable memory error", UNCORRECTED),
@@ -88,7 +88,7 @@ class SimulatedProvider:
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def hold(self, owner: object, pid: int, gpu: str, vram_bytes: int) -> int:
-        """Reserve so much on that GPU for this owner and process in total; returns its bytes there.
+        """Reserve that much on the GPU for this owner and process in total; returns its bytes there.
 
         The GPU is named by id, index or UUID. Raises HegmError NOT_FOUND for an unknown one, and Refused if the memory
         is not free or the GPU does not answer; then nothing changes.

@@ -86,7 +86,7 @@ def _from_file(path: Path) -> Topology:
         text = content.decode()
         values = tomllib.loads(text)
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        # Both tell the place in their message.
+        # Both errors name the position in their message.
         raise HegmError(BAD_CONFIG, f"{path} is not TOML: {error}", FORMAT) from None
     return _Description(path, text).read(values)
 
@@ -175,7 +175,7 @@ class _Table:
 
 
 class _Description:
-    """One file on its way to a Topology."""
+    """One file that is parsed into a Topology."""
 
     def __init__(self, path: Path, text: str) -> None:
         self._path = path
@@ -264,7 +264,7 @@ class _Description:
             given[key] = table.text(key)
         given["plays"] = table.word("vendor", PLAYED)
         if given["plays"] is not None and given["chip"] is None:
-            given["chip"] = f"simulated {given['plays']}"  # what one vendor's has does not go to another's
+            given["chip"] = f"simulated {given['plays']}"  # GPUs of different vendors are different chips
         given["pci_address"] = table.take("pci_address", 'an address such as "0000:41:00.0"', _is_pci_address)
         for key in ("uuid", "pci_address"):
             if key in table.values and not alone:

@@ -31,7 +31,7 @@ def driver(facts: NodeFacts) -> Finding:
     unbound = [device.address for device in devices if device.driver is None]
     if unbound:
         return warn(f"amdgpu is loaded, but does not drive {listed(unbound)}", "sudo dmesg | grep -i amdgpu")
-    # Only the driver from AMD's own packages tells a version; the kernel's own is as old as the kernel.
+    # Only the driver from AMD's own packages reports a version; the kernel's own has the version of the kernel.
     version = (facts.read("sys/module/amdgpu/version") or "").strip()
     return ok(f"amdgpu {version or f'of kernel {facts.kernel_release}'} is loaded")
 

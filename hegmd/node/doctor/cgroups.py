@@ -61,8 +61,8 @@ def _limits(facts: NodeFacts) -> Iterator[tuple[int, str, str]]:
             base, knobs = f"{_ROOT}/memory", "memory.limit_in_bytes"
         else:
             continue
-        # The group itself and all above it. In a container the path may be the host's and lead nowhere; then what is
-        # mounted is the container's own group, at the top.
+        # The group itself and its ancestors. In a container the path may be the host's and not exist; then the
+        # container's own group is mounted at the top.
         group = PurePosixPath(path)
         for each in (group, *group.parents):
             for knob in knobs.split():

@@ -19,7 +19,7 @@ _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "9
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of /proc/self/mountinfo, as far as it is needed."""
+    """One line of /proc/self/mountinfo, with the fields that are needed."""
 
     point: str
     kind: str
@@ -27,7 +27,7 @@ class Mount:
 
 
 def mounts(facts: NodeFacts) -> list[Mount]:
-    """What is mounted, later mounts last."""
+    """Return the mounts, later ones last."""
     found: list[Mount] = []
     for line in (facts.read("proc/self/mountinfo") or "").splitlines():
         before, separator, after = line.partition(" - ")
@@ -39,7 +39,7 @@ def mounts(facts: NodeFacts) -> list[Mount]:
 
 
 def mount_of(facts: NodeFacts, path: Path) -> Mount | None:
-    """The mount that the path lies on."""
+    """Return the mount that contains the path."""
     real = os.path.realpath(path)
     best: Mount | None = None
     for mount in mounts(facts):
@@ -118,7 +118,7 @@ def _judge_state(facts: NodeFacts, directory: Path) -> Finding:
 
 
 def judge_space(directory: Path, kind: str, wanted_bytes: int) -> Finding:
-    """Check that so much is free there."""
+    """Check that enough space is free there."""
     free_bytes, shown = free_on(directory), f"{clipped(str(directory), 40)} ({kind})"
     if free_bytes < wanted_bytes:
         wanted = size_text(wanted_bytes)

@@ -1,4 +1,4 @@
-"""What the checks look at, and the form of their findings.
+"""The inputs of the checks, and the form of their findings.
 
 A check gets NodeFacts only: what the daemon knows, and the root below which the rest is read, so that a test can build
 a node from files. Checks change nothing. A missing file is None; other read errors are raised and become a line of
@@ -73,7 +73,7 @@ def _group_name(gid: int) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """A node, as the daemon hands it to the checks."""
+    """A node, as the daemon describes it to the checks."""
 
     vendors: tuple[Vendor, ...]
     gpus: tuple[Gpu, ...]
@@ -115,7 +115,7 @@ class NodeFacts:
             return None
 
     def read_int(self, path: str) -> int | None:
-        """The number in that file, None where there is no such file or no number in it."""
+        """Return the number in that file, or None without such a file or number."""
         text = self.read(path)
         try:
             return None if text is None else int(text.strip(), 0)
@@ -123,7 +123,7 @@ class NodeFacts:
             return None
 
     def names_in(self, path: str) -> tuple[str, ...]:
-        """The sorted names in that directory; none where there is no such directory."""
+        """Return the sorted names in that directory; empty if it does not exist."""
         try:
             return tuple(sorted(os.listdir(self.root / path)))
         except (FileNotFoundError, NotADirectoryError):
@@ -155,7 +155,7 @@ def clipped(text: str, characters: int = SUMMARY_CHARACTERS) -> str:
 
 
 def listed(names: Iterable[str], limit: int = 4) -> str:
-    """The first few names, and how many more there are."""
+    """Return the first few names, and how many more there are."""
     every = list(names)
     if len(every) <= limit:
         return ", ".join(every)

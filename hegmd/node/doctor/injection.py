@@ -60,7 +60,7 @@ def _probe_directory() -> Generator[Path]:
 
 async def _probe(interpreter: str, directory: Path) -> tuple[str, Finding | None]:
     """Return the interpreter's version, and what is wrong with it, if anything."""
-    # No bytecode: what the interpreter leaves behind, this process might not be able to remove.
+    # No bytecode: this process might not be able to remove the files that the interpreter writes.
     environment = {"PYTHONPATH": str(directory), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = await run([interpreter, "-c", _TELL], deadline_s=_PROBE_DEADLINE_S, env=environment)

@@ -53,7 +53,7 @@ def module_version(facts: NodeFacts) -> str | None:
 def driver(facts: NodeFacts) -> Finding:
     """The kernel module is loaded and drives the GPUs, and NVML answers for them."""
     vendor = facts.vendor("nvidia")
-    # Under WSL and in some sandboxes there is no /proc/driver/nvidia, and NVML answers all the same.
+    # WSL and some sandboxes have no /proc/driver/nvidia, but NVML works.
     version = module_version(facts) or (None if vendor is None else vendor.driver_version)
     devices = pci.devices_of(facts, pci.NVIDIA)
     if version is None:
@@ -153,7 +153,7 @@ def nodes(facts: NodeFacts) -> Finding:
 
 
 def _minors(facts: NodeFacts) -> list[int]:
-    # By the listed GPUs only: in a container, /proc/driver/nvidia may tell of cards that are not given to it.
+    # Only the listed GPUs: in a container, /proc/driver/nvidia may list cards that the container cannot use.
     minors: list[int] = []
     for gpu in facts.gpus_of("nvidia"):
         text = facts.read(f"proc/driver/nvidia/gpus/{gpu.pci_address}/information") if gpu.pci_address else None
@@ -249,7 +249,7 @@ def find_library(facts: NodeFacts, name: str) -> Path | None:
 
 
 def _configured(facts: NodeFacts, path: str, depth: int) -> list[str]:
-    """The directories that ld.so.conf and what it includes name, in their order."""
+    """Return the directories that ld.so.conf and its included files name, in their order."""
     directories: list[str] = []
     for line in (facts.read(path) or "").splitlines():
         words = line.partition("#")[0].split()

@@ -31,7 +31,7 @@ def rights(facts: NodeFacts) -> Finding:
         name
         for name, number in (
             ("CAP_SYS_PTRACE", CAP_SYS_PTRACE),
-            # Reading what is another user's needs less, but the NVIDIA driver's checkpoint calls want all of it.
+            # Reading another user's files needs less, but the NVIDIA driver's checkpoint calls require this capability.
             ("CAP_DAC_OVERRIDE", CAP_DAC_OVERRIDE),
             ("CAP_KILL", CAP_KILL),
         )

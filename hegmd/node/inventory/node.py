@@ -37,9 +37,9 @@ VENDORS_SHARE = 0.75
 # Number of repeated snapshots if something changed during one.
 MORE_LOOKS = 4
 
-# The simulated library gets its pids from the kernel's word on a connection, in our own namespace; drivers may count in
-# another one. Measured with NVIDIA 580.159.04: NVML translates to the caller's namespace and leaves out what is not in
-# it. KFD names pids of the first namespace to everybody.
+# The pids of the simulated library come from the kernel's credentials of a connection, in our namespace. Drivers may
+# count in another one. Measured with NVIDIA 580.159.04: NVML translates to the caller's namespace and omits processes
+# outside it. KFD reports pids of the first namespace to every caller.
 COUNTS_IN_OUR_NAMESPACE = frozenset({"simulated"})
 
 
@@ -124,7 +124,7 @@ class Inventory:
         if latest is not None and self._changes_covered >= known and self._monotonic() - latest.monotonic <= max_age_s:
             return latest
         latest = await self.refresh()
-        # The round that was under way may have begun before the change that the caller knows of.
+        # The running round may have begun before the change that the caller knows of.
         return await self.refresh() if self._changes_covered < known else latest
 
     async def settled(self) -> NodeSnapshot:

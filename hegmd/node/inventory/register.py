@@ -118,7 +118,7 @@ class GpuRegister:
 
 
 def _without_figures(gpu: Gpu, state: str, health: Health) -> Gpu:
-    """The same card with only what belongs to it for good."""
+    """Return the same card with only its permanent facts."""
     return Gpu(
         id=gpu.id,
         index=gpu.index,

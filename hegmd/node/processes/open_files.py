@@ -100,7 +100,7 @@ def reasons_of_unix(tree: Tree, agent_sockets: Collection[str], outlets: Collect
     inside = _inodes(tree)
     for each in tree.descriptors:
         end = tree.unix.get(each.inode) if each.target.startswith("socket:[") else None
-        # A connection that nobody has accepted yet has no peer.
+        # A connection that was not yet accepted has no peer.
         is_alone = end is None or (end.peer is None and not (end.is_connected and end.kind in STREAMS))
         if end is None or is_alone or end.peer in inside or each.target in outlets:
             continue

@@ -21,7 +21,7 @@ from hegmd.node.processes.procfs import Scarce, Unreadable, Vanished, read_start
 
 _log = logging.getLogger(__name__)
 
-# CRIU ends within half a second when told to, unless a disk does not answer; then that is logged.
+# CRIU ends within half a second after it is stopped, unless a disk hangs; then that is logged.
 _TOLD_GRACE_S = 30.0
 _DUMPER_GRACE_S = 900.0
 _END_GRACE_S = 30.0
@@ -116,9 +116,9 @@ def wait_for_thread_numbers(numbers: Collection[int], limit_s: float = _REAPED_W
 def let_go(people: ProcessSet) -> None:
     """Continue all processes that were not stopped by a signal before. Blocks; raises nothing.
 
-    A CRIU that still works on them is told to end first, because it would stop them again: a daemon killed during a
-    dump leaves one. Other tracers are left alone. All processes get the signal, because one that CRIU just released may
-    not have stopped yet.
+    A CRIU that still works on them is ended first, because it would stop them again: a daemon killed during a dump
+    leaves one. Other tracers are left alone. All processes get the signal, because one that CRIU just released may not
+    have stopped yet.
     """
     try:
         for dumper in dumpers_of(people.start_ticks):
@@ -137,7 +137,7 @@ def _let_one_go(pid: int, start_ticks: int) -> None:
                 signal.pidfd_send_signal(pidfd, signal.SIGCONT)
     except ProcessLookupError:
         pass
-    except OSError:  # no descriptor to be had, not even to look at who it is: this signal does strangers no harm
+    except OSError:  # no descriptor is available to verify the process; this signal is harmless to another one
         with suppress(OSError):
             os.kill(pid, signal.SIGCONT)
 
@@ -184,7 +184,7 @@ def dumpers_of(pids: Iterable[int], proc_root: str = "/proc", *, uid: int | None
 
 
 def end_all(people: ProcessSet) -> None:
-    """Kill them and wait until they are gone. Blocks; ended ones are fine."""
+    """Kill them and wait until they have ended. Blocks; already ended ones are allowed."""
     with_fds: list[int] = []
     try:
         for pid, ticks in people.start_ticks.items():
@@ -221,7 +221,7 @@ def _held(pid: int, start_ticks: int) -> Generator[int | None, None, None]:
 
 
 def _see_off(dumper: int) -> None:
-    """End a dump that is no longer wanted, and wait for that.
+    """End an abandoned dump, and wait for its end.
 
     A fatal signal could hit CRIU while a process of the job makes a system call for it, and end that process. So CRIU's
     next write is made to fail, as on a full disk: then it releases the job by itself.

@@ -60,7 +60,7 @@ class Descriptor:
     links: int = 1
     owner: tuple[int, int] = (0, 0)  # user and group
     is_locked: bool = False
-    refers_to: int = 0  # the process that it is a pidfd of; -1 of one that has ended
+    refers_to: int = 0  # the process of a pidfd; -1 if it has ended
     trouble: str | None = None  # why no more is known of it
 
     @property
@@ -98,7 +98,7 @@ class Tree:
     mappings: tuple[Mapping, ...] = ()
     unix: dict[int, UnixEnd] = field(default_factory=dict[int, UnixEnd])  # by inode, of the whole namespace
     tcp: dict[int, TcpEnd] = field(default_factory=dict[int, TcpEnd])
-    # Those that CRIU can run in: a kind is there twice where the daemon's own is another than the first process's.
+    # Those that CRIU can run in. A kind is listed twice if the daemon's namespace differs from the first process's.
     namespaces: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -134,7 +134,8 @@ def read_tree(root: int, *, proc_root: str = "/proc", tell: Tell = silent) -> Tr
         mappings=mappings,
         unix=unix_ends() if any(found.target.startswith("socket:") for found in descriptors) else {},
         tcp=tcp_ends(proc / str(root)),
-        # As a unit of its own CRIU is in the first process's, whatever the daemon's sandbox; otherwise in the daemon's.
+        # In a unit of its own, CRIU runs in the first process's namespaces, whatever the daemon's sandbox; otherwise in
+        # the daemon's.
         namespaces=tuple(dict.fromkeys((*_first_namespaces(proc), *_namespaces(proc / "self")))),
     )
 
@@ -238,7 +239,7 @@ def _descriptors(proc: Path, pid: int, tell: Tell) -> Iterator[Descriptor]:
             told = (process / "fdinfo" / name).read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        except OSError as error:  # of a file system whose server is gone, or a broken disk
+        except OSError as error:  # the server of the file system does not answer, or the disk is broken
             yield Descriptor(pid=pid, fd=int(name), target=target, trouble=error.strerror or str(error))
             continue
         facts = dict(line.split(":", 1) for line in told.decode("utf-8", "replace").splitlines() if ":" in line)

@@ -87,7 +87,7 @@ def read_start(proc_root: str, pid: int) -> tuple[int, str]:
 def _read_stat(proc_root: str, pid: int) -> tuple[int, str, str]:
     """Start time, name, and the kernel's letter for the state."""
     stat = _read(proc_root, pid, "stat", _STAT_MAX_BYTES)
-    # The name stands in parentheses and may hold any byte, parentheses and newlines too; what follows it may not.
+    # The name is in parentheses and may contain any byte, including parentheses and newlines; what follows cannot.
     before, _, after = stat.rpartition(b")")
     fields = after.split()
     if len(fields) <= _START_TICKS:
@@ -130,10 +130,10 @@ def ending_in_words(status: int) -> str:
 
 
 def exit_status(pidfd: int, pid: int, start_ticks: int) -> int | None:
-    """The exit status of a process that has ended, or minus the signal that ended it; None where that is not known.
+    """Return the exit status of an ended process, or minus the signal that ended it; None if unknown.
 
-    The kernel tells of one that its parent has reaped from Linux 6.15 on (PIDFD_INFO_EXIT), of one that waits for that
-    always. In between the two looks it may have been reaped.
+    The kernel reports it for a reaped process from Linux 6.15 on (PIDFD_INFO_EXIT), and for a zombie always. The
+    process may be reaped between the two checks.
     """
     status = _reaped_status(pidfd)
     if status is None:

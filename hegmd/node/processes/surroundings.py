@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
-# A limit as large as this is how version 1 writes that there is none.
+# cgroup version 1 writes a limit at least this large for no limit.
 _NO_LIMIT_BYTES = 1 << 60
 _STATE, _PARENT = 0, 1
 _MAPS_MAX_BYTES = 64 << 20
@@ -80,7 +80,7 @@ def _stat(process: Path) -> list[bytes]:
 
 
 def _maps_nccl(process: Path) -> bool | None:
-    """NCCL's ranks on one node share segments of that name for as long as a communicator lives."""
+    """Return True if NCCL's shared segments are mapped: ranks on one node share them while a communicator exists."""
     maps = _read(process / "maps", _MAPS_MAX_BYTES)
     return b"/dev/shm/nccl-" in maps if maps else None
 

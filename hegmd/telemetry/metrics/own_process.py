@@ -37,7 +37,7 @@ def read_own_process(proc_self: Path = Path("/proc/self")) -> OwnProcess:
         # The name in parentheses may contain anything; the count of threads is the 18th field after it.
         threads = int((proc_self / "stat").read_text().rpartition(")")[2].split()[17])
     with contextlib.suppress(OSError):
-        open_fds = len(os.listdir(proc_self / "fd")) - 1  # the one that listed them
+        open_fds = len(os.listdir(proc_self / "fd")) - 1  # the descriptor of this listing
     return OwnProcess(
         started_utc=_STARTED_UTC,
         cpu_s=used.ru_utime + used.ru_stime,

@@ -52,7 +52,7 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class JobTally:
-    """What is counted of one job."""
+    """The counts of one job."""
 
     id: str
     name: str
