@@ -125,7 +125,7 @@ def metrics_text(reply: MetricsReply, style: Style) -> list[str]:
 
 
 def hold_text(reply: HoldReply, style: Style) -> list[str]:
-    """Return what is held from now on."""
+    """Return the memory that is held from now on."""
     return [f"holding {binary_size(reply.vram_bytes)} on {printable(reply.gpu)} until interrupted"]
 
 

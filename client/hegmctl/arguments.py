@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MAX_WAIT_S = 1_000_000.0
 MAX_NUMBER = 2**53
-# No unit ends with another one.
+# No unit is the end of another one.
 _UNITS_S = {"min": 60.0, "h": 3600.0, "s": 1.0}
 
 

@@ -77,7 +77,7 @@ async def _open(endpoint: Endpoint, timeout_s: float | None) -> sockets.socket:
                 try:
                     connecting.connect(endpoint.path)
                     return connecting
-                except BlockingIOError:  # its queue is full, and nothing tells when it is not
+                except BlockingIOError:  # its queue is full, and no event reports when it has space
                     await anyio.sleep(_QUEUE_PAUSE_S)
     except TimeoutError:
         connecting.close()
@@ -109,7 +109,7 @@ class AsyncConnection(AsyncCalls):
         return self.stream(m.Events(since=since, follow=follow, kinds=tuple(kinds), run=run), Event)
 
     async def doctor(self, on_check: Callable[[Check], Awaitable[object]] | None = None) -> m.DoctorReply:
-        """Check the node; each check is also handed to `on_check` as soon as it is made."""
+        """Check the node; each result is also passed to `on_check` as soon as it is known."""
         return await self.converse(m.Doctor(), Check, m.DoctorReply, on_check)
 
     def follow(self, op_id: str) -> AsyncGenerator[OperationProgress, None]:

@@ -55,7 +55,7 @@ class Folder:
             file.write(text)
 
     def read(self, name: str) -> str | None:
-        """Return what the target wrote there; None until it has."""
+        """Return what the target wrote there; None before it has."""
         try:
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._fd)
         except OSError:

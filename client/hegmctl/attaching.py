@@ -81,7 +81,7 @@ class Target:
             raise Refused(message, "run hegmctl attach inside its container")
 
     def judge_again(self) -> None:
-        """Judge what has the pid now, and raise HegmError unless it is still this process of this user."""
+        """Check the process that has the pid now, and raise HegmError unless it is still this process of this user."""
         now = Target(self.pid, self._proc_root)
         if now.start_ticks != self.start_ticks:
             raise gone(self.pid)
@@ -220,7 +220,7 @@ def _attach_one(target: Target, environ: Mapping[str, str], within_s: float, con
     pidfd = _pidfd(target.pid)
     try:
         with _opened(target) as python:
-            target.judge_again()  # its pid may have gone to another process before it was opened
+            target.judge_again()  # the pid may have been reused before it was opened
             with Folder((target.uids[1], target.gid)) as folder:
                 folder.write(SCRIPT, _script(folder.path, until, environ))
                 folder.write(ASKED, "")
@@ -249,8 +249,7 @@ def _script(folder: str, until: float, environ: Mapping[str, str]) -> str:
 def ask(pid: int, pidfd: int, python: RemotePython, folder: Folder, until: float, within_s: float) -> str:
     """Let it run the script. Returns what the agent reports. Raises HegmError.
 
-    However this ends, the target must not run a file from the removed directory later: another user could create it
-    again.
+    In every case the target must not run a file from the removed directory later: another user could create it again.
     """
     try:
         python.request(f"{folder.path}/{SCRIPT}")
@@ -330,7 +329,7 @@ def _is_same(path: str, other: str) -> bool:
     try:
         return os.path.samefile(path, other)
     except OSError:
-        return True  # not to be read: the look into its memory tells why
+        return True  # unreadable here: reading its memory gives the reason
 
 
 def _user(uid: int) -> str:

@@ -134,7 +134,7 @@ def doctor(session: Session) -> int:
         on_check(Check(id="daemon", status="fail", summary=error.message, fix=error.hint))
         try:
             check_here(on_check)
-        except HegmError as failure:  # a check like the others: it is part of what is wrong
+        except HegmError as failure:  # listed like a check, because it is part of what is wrong
             on_check(Check(id="daemon.program", status="fail", summary=failure.message, fix=failure.hint))
     else:
         with connection:
@@ -172,7 +172,7 @@ def version(session: Session) -> int:
         error=info,
     )
     session.sink.answer(answer, version_text)
-    # Here, a missing daemon is part of the answer; an incompatible one is what the command is asked to find.
+    # A missing daemon is part of this answer. An incompatible one is what the command was asked to detect.
     return INCOMPATIBLE.exit_status if info is not None and info.code == INCOMPATIBLE.name else 0
 
 

@@ -208,7 +208,7 @@ class Connection(SyncCalls):
                 on_event(told)
 
     def wait_for_its_end(self) -> NoReturn:
-        """Wait until the daemon closes the connection. Raises the HegmError that tells why."""
+        """Wait until the daemon closes the connection. Raises the HegmError with the reason."""
         while True:
             said = self._next_said()
             if said is None:
@@ -381,7 +381,7 @@ class Connection(SyncCalls):
                 self._waiting[request_id] = heard
                 leave(lambda: self._hear_last(request_id))
         except OSError:
-            self.close()  # the daemon is gone, so there is nothing to cancel
+            self.close()  # the daemon has ended, so there is nothing to cancel
         finally:
             self._waiting.pop(request_id, None)
             for _said, descriptors in heard:

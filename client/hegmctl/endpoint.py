@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 SYSTEM_SOCKET = "/run/hegm/hegmd.sock"
-TEMPORARY = "/tmp"  # noqa: S108 - what is below it is used only while nobody else can write to it
+TEMPORARY = "/tmp"  # noqa: S108 - a directory below it is used only if no other user can write to it
 GROUP = "hegm"
 _SYSTEMD_RUNS = "/run/systemd/system"
 MAX_PATH_BYTES = 107
@@ -125,7 +125,7 @@ def unreachable(endpoint: Endpoint, error: OSError) -> HegmError:
 
 
 def _running(endpoint: Endpoint) -> HegmError | None:
-    """Return the error if a daemon runs but its socket's file is gone; None if no daemon is found."""
+    """Return the error if a daemon runs but its socket's file was removed; None if no daemon is found."""
     for path in (endpoint.path, *endpoint.others):
         pid = holder(state_folders(path, SYSTEM_SOCKET, os.environ))
         by = "" if pid is None else f" (pid {pid})"

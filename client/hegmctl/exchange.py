@@ -222,7 +222,7 @@ class Exchange:
         return refused_hello(error) if self.welcome is None else with_versions(error, self.welcome)
 
     def _end(self, error: HegmError | None) -> None:
-        """Fail all requests. Without an error, each one learns that the daemon is gone."""
+        """Fail all requests. Without an error, each one fails because the daemon has ended."""
         if self._ended is None:
             self._ended = error or gone(self.path, "any further request")
         waiters, self._waiters = self._waiters, {}

@@ -1,8 +1,8 @@
-"""The ranks of `hegmctl run --ranks` as one: which generation they are in, and from which step it begins.
+"""The ranks of `hegmctl run --ranks` as one: their generation, and the step from which it starts.
 
-Each fault ends a generation and begins the next: all ranks stop and join it (`GATHERING`), have the state of one step
-(`RESTORING`), and run the block from there (`RUNNING`). Pure: what is to be done is asked of a crew, and the time comes
-as an argument. What a rank says of an older generation is ignored.
+Each fault ends a generation and starts the next: all ranks stop and join it (`GATHERING`), get the state of one step
+(`RESTORING`), and run the block from there (`RUNNING`). Pure: a `Crew` performs the actions, and the time is an
+argument. Messages of an older generation are ignored.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from typing import Any, Protocol
 
     class Crew(Protocol):
-        """What the generations need done."""
+        """The actions that the generations need."""
 
         def send(self, rank: int, do: str, **what: Any) -> None:
-            """Tell a rank."""
+            """Send an order to a rank."""
             ...
 
         def kill(self, rank: int) -> None:
@@ -48,18 +48,18 @@ if TYPE_CHECKING:
             ...
 
         def give_up(self, why: str, rank: int | None) -> None:
-            """End all ranks; `rank` is the one that failed last, if it is known."""
+            """End all ranks; `rank` is the one that failed last, if known."""
             ...
 
 
 GATHERING, RESTORING, RUNNING, BETWEEN, OVER = "gathering", "restoring", "running", "between", "over"
 SLOTS = 2
-# As in the process tier: so many recoveries in a row may bring the training no further.
+# As for other recoveries: this many in a row may fail to advance the training.
 MAX_FRUITLESS = 3
-# A rank that was started in the place of another one has so long to come to its block.
+# A rank that was started to replace another has this long to reach its block.
 START_LIMIT_S = 600.0
 HARD_LIMIT_S = 30.0
-# A rank that makes no step is asked once, and has so long to say that it is parked for an operation.
+# A rank that makes no step is asked once. It has this long to answer that it is parked for an operation.
 ASK_S = 0.5
 
 
@@ -103,11 +103,12 @@ def choose(
     gives: bool = True,
     is_new: bool = False,
 ) -> Source | None:
-    """Return the newest step that every rank can be given; step None where all begin anew, None if there is none.
+    """Return the newest step that every rank can be given; step None if all start from the beginning, None if none
+    exists.
 
-    `offers` has the step of each rank's own state, `recorded` the steps for which what each rank has of its own is
-    known, `slots` the step of each slot, and `gives` whether a rank's state can be written into a slot. `is_new` is
-    True if the training has not made a step yet, and all ranks are as their script has made them.
+    `offers` has the step of each rank's own state, `recorded` the steps for which each rank's own data are known,
+    `slots` the step of each slot, and `gives` whether a rank's state can be written into a slot. `is_new` is True if
+    the training has not made a step yet, and all ranks are as their script created them.
     """
     if not slots and is_new:
         return Source(None)
@@ -164,7 +165,7 @@ class Generations:
         """
         if self.phase == BETWEEN:
             self._begin_block(now)
-        if generation < self.generation:  # it has not heard of the newest one
+        if generation < self.generation:  # it has not received the newest one
             self._crew.send(rank, "abort", generation=self.generation)
         if generation != self.generation or self.phase != GATHERING:
             return
@@ -341,7 +342,7 @@ class Generations:
         self._send_plans([rank for rank, step in enumerate(offers) if source.donor is None or step == source.step])
 
     def _send_plans(self, ranks: Sequence[int]) -> None:
-        """Tell these ranks where their state comes from. The slot to write next never has what is read now."""
+        """Send these ranks the source of their state. The slot to write next is never one that is read now."""
         source = self._source
         if source is None:
             return

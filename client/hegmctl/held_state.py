@@ -103,7 +103,7 @@ class HeldState:
     # ---- letting go --------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Close the descriptors: no process may start from the state any longer. Ranks that ask are told so."""
+        """Close the descriptors, so that no process can start from the state. Ranks that ask get that answer."""
         if self._ranks is not None:
             self._ranks.end()
         held, self._state, self._lock = (self._state, self._lock), None, None

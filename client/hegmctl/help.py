@@ -76,7 +76,7 @@ def command_help(command: Command, columns: int) -> str:
 
 
 def sentence(command: Command) -> str:
-    """What the command does: its summary as a sentence, then the rest."""
+    """Return what the command does: its summary as a sentence, then the rest."""
     summary = command.summary[0].upper() + command.summary[1:] + "."
     return " ".join(part for part in (summary, command.doc, command.exits) if part)
 

@@ -86,14 +86,14 @@ def _is_put_back(cut: Cut) -> bool:
 
 
 def _say(session: Session, text: str) -> None:
-    """Write a note, ignoring errors: a closed terminal must not prevent the files from being put back."""
+    """Write a note, ignoring errors: a closed terminal must not prevent the files from being restored."""
     with suppress(OSError):
         session.sink.note(text)
 
 
 @contextmanager
 def _ended_in_order() -> Generator[None]:
-    """Turn SIGHUP and SIGTERM into exceptions, so that what was done is undone first."""
+    """Turn SIGHUP and SIGTERM into exceptions, so that changes are undone first."""
     from signal import SIGHUP, SIGTERM, signal
 
     def end(number: int, _frame: object) -> None:

@@ -62,7 +62,7 @@ def _gpu_row(gpu: Gpu) -> list[Cell]:
 
 
 def _health_word(gpu: Gpu) -> str:
-    """One word: what is worst about it."""
+    """Return one word for the GPU's worst problem."""
     if gpu.state != "ok":
         return gpu.state
     return gpu.health.state if gpu.health.condition == _HEALTHY else gpu.health.condition
@@ -96,7 +96,7 @@ def _gpu_remarks(reply: GpusReply, style: Style) -> list[str]:
 
 
 def _remark(gpu: Gpu, note: str) -> str:
-    """A note; the one for which it is failing or gone says so."""
+    """Return a note; it says so if it makes the GPU failing or gone."""
     return f"{gpu.id} is {gpu.health.condition}: {note}" if note == gpu.health.reason else f"{gpu.id}: {note}"
 
 

@@ -158,19 +158,19 @@ def _environment(words: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]
 
 
 class Watched:
-    """What was heard of a request, for code that has to know its result however it ended."""
+    """The known facts about a request, for code that must know its result in every case."""
 
     __slots__ = ("refusal", "seen", "stays")
 
     def __init__(self) -> None:
         self.seen: list[OperationProgress] = []
-        #: Called where a request is left of which no operation has come: it is waited for then that it was undone.
+        #: Called if a request was abandoned before its operation was created: the caller then waits until it is undone.
         self.stays: Callable[[], object] | None = None
         self.refusal: HegmError | None = None
 
     @property
     def has_begun(self) -> bool:
-        """Return True if there is an operation."""
+        """True if an operation was created."""
         return any(progress.phase != "reading" for progress in self.seen)
 
     def leave(self, hear: Callable[[], Answer | Failure | Progress]) -> None:

@@ -139,7 +139,7 @@ class Ranks:
                             os.close(self._below.pop(pid))
 
     def close(self) -> None:
-        """Kill the rest of it. torchrun gives each rank a session of its own."""
+        """Kill the remaining processes. torchrun gives each rank a session of its own."""
         os.killpg(self.pid, signal.SIGSTOP)  # it starts nothing meanwhile; its pid is kept until it is waited for
         self._hold_descendants()
         os.killpg(self.pid, signal.SIGKILL)
@@ -304,7 +304,7 @@ def operation_of(what: str, ask: Callable[[Callable[[OperationProgress], object]
 
 
 def compare(moved: Sequence[Sequence[str]], expected: Sequence[Sequence[str]], count: int) -> None:
-    """Raise MoveFailed at the first of so many losses of each rank that differs."""
+    """Raise MoveFailed at the first loss that differs, among `count` losses of each rank."""
     for rank, (losses, wanted) in enumerate(zip(moved, expected, strict=True)):
         for step in range(count):
             if losses[step] != wanted[step]:

@@ -47,7 +47,7 @@ class Sink:
         raise NotImplementedError
 
     def error(self, error: HegmError) -> None:
-        """Write why there is no answer, or no more of it."""
+        """Write why there is no answer, or no rest of it."""
         raise NotImplementedError
 
     def progress(self, progress: R, view: Callable[[R, Style], list[str]], *, at_once: bool = False) -> None:
@@ -296,7 +296,7 @@ def _write_error(text: str, end: str = "\n") -> None:
         sys.stderr.write(text + end)
         sys.stderr.flush()
     except OSError:
-        pass  # there is no other place to report it; the exit status tells
+        pass  # the error cannot be reported elsewhere; the exit status shows it
 
 
 def _json(value: Mapping[str, object], indent: int | None = None) -> str:

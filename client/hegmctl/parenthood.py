@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _SHELL = "/bin/sh"
-# What a timer tells from none at all.
+# The shortest time that a timer accepts; 0 would disable it.
 _MIN_S = 0.001
 # Signals that stop a process, which its shell has to notice, and those that the process's own faults raise.
 STOPS = frozenset((signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU))
@@ -98,7 +98,7 @@ class Child:
         try:
             os.kill(self.pid, number)
         except (ProcessLookupError, PermissionError):
-            pass  # it has ended, or has become another user: then it is not ours to tell
+            pass  # it has ended, or runs as another user, and cannot be signalled
 
 
 def start(
@@ -144,7 +144,7 @@ def reap(child: Child | None, ended: Callable[[int], object]) -> None:
 
 
 def stop_as_told(number: int) -> None:
-    """Do what the signal does by default: stop, for a shell to notice; or nothing, if no shell would continue it."""
+    """Perform the signal's default action: stop, for a shell to notice; or nothing, if no shell would continue it."""
     os.kill(os.getpid(), number)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     signal.pthread_sigmask(signal.SIG_BLOCK, {number})

@@ -1,8 +1,8 @@
-"""Prestarts the next process of a restart: it imports what takes long, and waits for its turn.
+"""Prestarts the next process of a restart: it imports the slow modules, and waits for its turn.
 
 A process that was prestarted before its restart was known (`kept`) is asked again then: whether its modules are still
 the same on disk, and to import what the training has imported since. Environment variables that have changed can still
-be set, if the process reports that nothing in it has read them.
+be set, if the process reports that no code in it has read them.
 
 Until its turn it is not part of the job: no signal is passed on to it, and its exit does not matter. It ends when the
 socket pair is closed, so it ends with this process too. It is only started if the installation's agent supports it: an
@@ -38,7 +38,7 @@ OPERATION = "HEGM_RESTART"
 LINE_FD = "HEGM_RANK_FD"
 _OF_ONE_START = frozenset((STATE, STATE_FD, LOCK_FD, STATES, OPERATION, LINE_FD, "RANK", "LOCAL_RANK"))
 _DESCRIPTORS = (STATE_FD, LOCK_FD, LINE_FD)
-# As long as importing PyTorch takes from a slow disk. After that a start does not wait for it.
+# The time to import PyTorch from a slow disk. After it, a start does not wait.
 IMPORTS_WITHIN_S = 30.0
 _MAX_BYTES = 1024
 # What all of them report as unread; see `unread` in hegmd/agent/standby.py.
@@ -112,7 +112,7 @@ class Readied:
         return is_news
 
     def is_to_serve(self, what: Beforehand) -> bool:
-        """Use it for that start; False if it does not fit. `look` then tells again whether it is ready."""
+        """Reserve it for that start; False if it does not fit. `look` then reports when it is ready."""
         if self._line is None or not self._fits(what.command, what.environ):
             return False
         before, self.what, self.is_kept = self.what, what, True
@@ -196,7 +196,7 @@ def _message(what: bytes, words: Sequence[str]) -> bytes:
 
 
 def _received(line: socket.socket) -> bytes | None:
-    """Return what has come; None if nothing has, and nothing at all if the other end is closed."""
+    """Return what was received; None if nothing was, and empty bytes if the other end is closed."""
     try:
         return line.recv(_MAX_BYTES)
     except BlockingIOError:

@@ -63,7 +63,7 @@ class RankStates:
         """Serve all ranks that have connected, without waiting."""
         for rank, door in self._doors.items():
             while (connected := _next(door)) is not None:
-                with connected, suppress(OSError):  # the rank may be gone
+                with connected, suppress(OSError):  # the rank may have ended
                     self._hand_over(rank, connected)
 
     def _hand_over(self, rank: int, connected: socket.socket) -> None:
@@ -110,5 +110,5 @@ def _listening(address: str) -> socket.socket:
 def _next(door: socket.socket) -> socket.socket | None:
     try:
         return door.accept()[0]
-    except OSError:  # no rank has connected, or it is gone again
+    except OSError:  # no rank has connected, or it has disconnected again
         return None

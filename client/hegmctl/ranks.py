@@ -1,9 +1,9 @@
-"""`hegmctl run --ranks N`: the launcher of a training's ranks, which keeps those that live when one dies.
+"""`hegmctl run --ranks N`: the launcher of a training's ranks, which keeps the surviving ranks when one dies.
 
-Parent of all ranks. It shares the board and the slots with them, tells them what `generations` decides, and holds one
-spare process ready that has imported PyTorch. The slots are held by the daemon; one that is away is not needed for a
-recovery. A signal that ends this process goes to the ranks. If it is killed, they train on without recovery. Longer
-than 400 lines because all that comes from ranks, daemon and kernel is sorted here, in one loop.
+Parent of all ranks. It shares the board and the slots with them, sends them the decisions of `generations`, and holds
+one spare process that has imported PyTorch. The daemon holds the slots; a recovery works without a running daemon. A
+signal that ends this process is passed on to the ranks. If it is killed, they train on without recovery. Longer than
+400 lines because all events of ranks, daemon and kernel are sorted here, in one loop.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
     from hegmctl.prestart import Readied
     from hegmctl.wire import Descriptors
 
-# What the rank's agent reads; see hegmd/agent/ranks/line.py.
+# The variables that a rank's agent reads; see hegmd/agent/ranks/line.py.
 LAUNCHER, FOLDER = "HEGM_LAUNCHER_PID", "HEGM_RANKS_FOLDER"
 MESSAGE_BYTES = 1 << 18
-# Ranks that were told to end have so long to do it.
+# Ranks that were asked to end have this long.
 END_WITHIN_S = 10.0
-# The daemon has so long to take a report: ranks wait for this process meanwhile.
+# How long the daemon may take to accept a report: ranks wait for this process meanwhile.
 REPORT_S = 2.0
 _MEMORY = "/dev/shm"  # noqa: S108 - a private folder is made in it
 
@@ -105,7 +105,7 @@ class Launcher:
         self._spare: Readied | None = None
         #: The rank that the spare process is to be once it is ready.
         self._awaits_spare: int | None = None
-        #: The signal that is to end the ranks, the first status other than 0, and when those that are left are killed.
+        #: The signal that should end the ranks, the first status other than 0, and when the remaining ones are killed.
         self._told: int | None = None
         self._status = 0
         self._kill_at: float | None = None
@@ -173,7 +173,7 @@ class Launcher:
             self._send(rank, {"do": "slot", "slot": slot}, (fd,))
 
     def _look_at_spare(self) -> None:
-        """Keep one process ready while all ranks run, and let it be the rank that waits for it."""
+        """Keep one process ready while all ranks run, and assign it to a rank that needs it."""
         if self._spare is not None:
             self._spare.look()
         elif self._imports is not None and self._generations.phase == RUNNING and self._imports[0]:
@@ -233,7 +233,7 @@ class Launcher:
             self._end_all()
 
     def _end_all(self) -> None:
-        """Have the ranks end that are left, but for those that end by themselves."""
+        """End the remaining ranks, except those that end by themselves."""
         if self._kill_at is None:
             self._kill_at = monotonic() + END_WITHIN_S
             for process in self._processes.values():
@@ -288,7 +288,7 @@ class Launcher:
     # ---- the crew ---------------------------------------------------------------------------------------------------
 
     def send(self, rank: int, do: str, **what: Any) -> None:
-        """Tell a rank; one that has just ended does not hear it."""
+        """Send an order to a rank. One that has just ended does not receive it."""
         self._send(rank, {"do": do, **what})
 
     def _send(self, rank: int, said: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
@@ -297,7 +297,7 @@ class Launcher:
             return
         try:
             socket.send_fds(process.line, [dumps(said).encode()], list(fds))
-        except OSError:  # it has ended, or hears nothing for so long that it is killed for it
+        except OSError:  # it has ended, or does not read for so long that it is killed
             pass
 
     def kill(self, rank: int) -> None:
@@ -308,7 +308,7 @@ class Launcher:
             _send_signal(process.pid, signal.SIGKILL)
 
     def replace(self, rank: int) -> None:
-        """Have another process be that rank: the spare one if there is one."""
+        """Replace that rank by another process: the spare one if there is one."""
         if self._awaits_spare is None and self._spare_is_coming():
             self._awaits_spare = rank
             return
@@ -342,7 +342,7 @@ class Launcher:
             os.pwrite(fd, bytes(RECORD_BYTES), os.fstat(fd).st_size - RECORD_BYTES)
 
     def note(self, attempt: Attempt) -> None:
-        """Tell the user and the daemon of a recovery."""
+        """Report a recovery to the user and the daemon."""
         if attempt.gathered_s is None and attempt.result is None:
             self._say(f"{attempt.why}; all ranks stop at step {attempt.step}, and go on from the last one they share")
         elif attempt.result == "recovered" and attempt.trained_s is not None:
@@ -407,7 +407,7 @@ class Launcher:
             self._send(one, {"do": "slot", "slot": slot}, (self._slots[slot],))
 
     def _note_unprotected(self, why: str) -> None:
-        """Say once that there are no snapshots."""
+        """Report once that there are no snapshots."""
         if self._is_protected:
             self._is_protected = False
             self._say(f"no snapshots are taken, so only ranks that live are recovered: {why}")

@@ -1,8 +1,8 @@
-"""What `hegmctl run --recover` was told, and which ends of its command are failures.
+"""The options of `hegmctl run --recover`, and which exits of its command are failures.
 
-Only a protected job is recovered: one of which the daemon holds a snapshot. Where the end of the command was wanted
-(exit status 0, SIGTERM or SIGINT from outside, a status that the user named), it is an end as any other. The daemon
-decides from which snapshot and on which GPU the command is started again, and how often.
+Only a protected job is recovered: one of which the daemon holds a snapshot. An intended exit (status 0, SIGTERM or
+SIGINT from outside, a status that the user named) is no failure. The daemon chooses the snapshot and the GPU for the
+next start, and how often it tries.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Recovery:
         self.is_protected = False
 
     def is_failure(self, status: int, told: int | None) -> bool:
-        """Whether an end of the command is one to recover from. `told` is the signal that came for it here."""
+        """True if the exit of the command is a failure. `told` is the signal that asked it to end."""
         ending = -status if status < 0 else status - _BY_SHELL
         if status == 0 or told is not None or ending in _WANTED or status in self._final:
             return False
@@ -57,7 +57,7 @@ def ended_how(status: int) -> str:
 
 
 def recovery_asked(arguments: Arguments) -> Recovery | None:
-    """What the command line says of recoveries; None without `--recover`. Raises HegmError."""
+    """Return the recovery options of the command line; None without `--recover`. Raises HegmError."""
     text, most = arguments.text("recover"), arguments.whole("max-recoveries")
     causes, final, hang = (arguments.text(key) for key in ("recover-from", "final-status", "hang-limit"))
     if text is None:

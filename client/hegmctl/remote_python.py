@@ -37,7 +37,7 @@ _PIECE_BYTES = 1 << 20
 
 
 class NoPython(Exception):
-    """There is no Python runtime in that process that tells where its fields are."""
+    """The process has no Python runtime that publishes its layout."""
 
 
 class RemotePython:
@@ -95,7 +95,7 @@ class RemotePython:
         self._write(breaker_at, _POINTER.pack(breaker | _PLEASE_STOP))
 
     def withdraw(self) -> bool:
-        """Take the request back, if there is one; whether the thread had not taken it yet."""
+        """Withdraw the request, if there is one. Return True if the thread had not taken it yet."""
         if not self._is_asked:
             return True
         _, thread = self._interpreter()

@@ -43,9 +43,9 @@ DAEMON_WITHIN_S = 600.0
 
 
 class DaemonDesk:
-    """What the daemon wants of one command. `say` writes a line for the user."""
+    """The daemon's wishes for one command. `say` writes a line for the user."""
 
-    def __init__(  # noqa: PLR0913 - what the command line says, each named
+    def __init__(  # noqa: PLR0913 - each option is named
         self,
         path: str,
         command: Sequence[str],
@@ -77,7 +77,7 @@ class DaemonDesk:
         self._order: SupervisorOrder | None = None
         self._key = ""
         self._held = HeldState()
-        #: Finds processes that would begin anew; and the last finding.
+        #: Finds processes that would start from the beginning; and the last finding.
         self._lookout = Lookout()
         self._found = ""
         self._tells_at: float | None = None
@@ -102,7 +102,7 @@ class DaemonDesk:
     # ---- for the supervisor ------------------------------------------------------------------------------------------
 
     def turn(self, now: float, pid: int | None) -> float | None:
-        """Read what has come, or connect again once it is time."""
+        """Read what was received, or connect again when that is due."""
         self._pid = pid
         if self._line is None and now >= self._again_at:
             self._connect(now)
@@ -168,7 +168,7 @@ class DaemonDesk:
         """Wait until the daemon has the command started from a snapshot, or gives it up."""
         self._forget()
         self._held.close()
-        # One in which the state could not be put back is not how the command itself has ended.
+        # If the state could not be restored, the status is not that of the command itself.
         own = status if status != GAVE_UP_STATUS or self._own_status is None else self._own_status
         self._pid, self._status, self._fell, self._own_status = None, status, status, own
         self._say(f"it {ended_how(status)}, and is started again from its last snapshot")
@@ -326,7 +326,7 @@ class DaemonDesk:
         return self._probes.deadline
 
     def _look_for_agentless(self, now: float) -> float | None:
-        """End processes that have begun anew instead of continuing from the state. Returns when to check again."""
+        """End processes that started from the beginning instead of from the state. Returns when to check again."""
         if not self._started or self._pid is None or self._found or self._held.is_taken_up():
             return None
         self._found = self._lookout.look(self._pid, now, self._held.right) or ""

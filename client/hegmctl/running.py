@@ -1,12 +1,12 @@
-"""`hegmctl run`: puts the agent in a command's way and becomes that command.
+"""`hegmctl run`: adds the agent to a command's environment and becomes that command.
 
-With `--allow-restart` or `--slurm` it stays as its parent instead (`supervisor`). Otherwise nothing stays behind: after
-the exec there is only the command, under the same pid, in the same process group, with the same terminal and signals.
-What is different for it is its environment: the agent's folder first on PYTHONPATH, what the agent has to know in
-HEGM_SOCKET, HEGM_RUN, HEGM_JOB, HEGM_GPU and HEGM_IMAGES, and with `--gpu` the GPUs that it sees. Where nobody listens,
-a daemon is started first, of which the command is neither parent nor child; it ends by itself after the last job.
+With `--allow-restart` or `--slurm` it stays as the command's parent instead (`supervisor`). Otherwise only the command
+remains after the exec, under the same pid, in the same process group, with the same terminal and signals. Its
+environment is changed: the agent's folder comes first on PYTHONPATH, the agent's settings are in HEGM_SOCKET, HEGM_RUN,
+HEGM_JOB, HEGM_GPU and HEGM_IMAGES, and `--gpu` limits the visible GPUs. If no daemon runs, one is started first. The
+command is neither its parent nor its child, and it ends by itself after the last job.
 
-Longer than 400 lines because all that is done before the command begins is here.
+Longer than 400 lines because everything before the start of the command is here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from hegmctl.restart_client import DaemonDesk
     from hegmd.protocol.snapshots import Gpu
 
-# What is started so is on no GPU, and what is started so waits until hegmd has chosen one.
+# `--gpu cpu` starts a job without a GPU; `--gpu auto` waits until hegmd has chosen one.
 CPU, AUTO = "cpu", "auto"
 SIMULATED = "simulated"
 # As a restart sets them: hegmd/migration/methods/restart.py. HIP takes an empty list for no list at all.
@@ -53,21 +53,21 @@ _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1"}
 DAEMON_UP_WITHIN_S = 20.0
 _POLL_INTERVAL_S = 0.02
 _LOG_TAIL_BYTES = 2000
-# Of the command, which may be long, so much is told to the daemon: it shows the first 500 characters.
+# The part of a long command that is sent to the daemon, which shows the first 500 characters.
 MAX_WORDS, MAX_WORD_BYTES = 100, 500
-# Of images that are taken every so often: how many are kept if nothing is said, and the least from one to the next.
+# The default number of periodic images that are kept, and the shortest interval between two.
 KEPT = 3
-# Tells every Python of the command that it has a supervisor; and, set beforehand, makes `hegmctl run` one.
+# Informs every Python of the command that it has a supervisor. If the user sets it, `hegmctl run` becomes a supervisor.
 ALLOW_RESTART = "HEGM_ALLOW_RESTART"
-# Tells each process of a recovered job to cut back its output files, and which process is its supervisor.
+# Makes each process of a recovered job truncate its output files, and names its supervisor.
 TRUNCATE_OUTPUTS = "HEGM_TRUNCATE_OUTPUTS"
-# What tells a process of the state that this one start is from; an earlier start's would lead it elsewhere.
+# The variables that lead a process to the state of this one start. Those of an earlier start must be removed.
 OF_ONE_START = ("HEGM_STATE", "HEGM_STATE_FD", "HEGM_STATE_LOCK_FD", "HEGM_STATES", "HEGM_RESTART")
 MIN_PERIOD_S = 1.0
 
 
 def run(session: Session) -> int:
-    """Become the command, or stay with it. Raises HegmError when there is none, or a daemon that does not serve us."""
+    """Become the command, or supervise it. Raises HegmError if it does not exist, or if a daemon refuses us."""
     arguments = session.arguments
     recovery = recovery_asked(arguments)
     ranks, restarts, grace_s = _kind_of_parent(arguments)
@@ -155,7 +155,7 @@ def _is_supervised(arguments: Arguments) -> bool:
 
 
 def _require_agent(session: Session, command: Sequence[str]) -> None:
-    """See that its words let the agent in. Raises Refused where it is to go on from a state."""
+    """Check that its words do not exclude the agent. Raises Refused if it should continue from a state."""
     from hegmctl.isolation import leaves_out
 
     word, operation = leaves_out(command), session.arguments.text("resume")
@@ -172,7 +172,7 @@ def _require_agent(session: Session, command: Sequence[str]) -> None:
 def _desk(
     session: Session, path: str, command: Sequence[str], gpus: Sequence[str], recovery: Recovery | None
 ) -> DaemonDesk:
-    """Who has the command restarted: the daemon."""
+    """Return the desk that decides about restarts: the daemon's."""
     from hegmctl.restart_client import TRIES, DaemonDesk
 
     arguments = session.arguments
@@ -198,7 +198,7 @@ def _stay_with(
     command: Sequence[str],
     slurm: tuple[str | None, str, Mapping[str, str], float] | None,
 ) -> int:
-    """Be the parent of the command, which nobody restarts without a desk; its exit status."""
+    """Be the parent of the command, which is only restarted with a desk. Return its exit status."""
     from hegmctl.output import flush
     from hegmctl.slurm import OneStart, SlurmSignals
     from hegmctl.supervisor import Start, Supervisor
@@ -227,7 +227,7 @@ def _launch(session: Session, path: str, command: Sequence[str], ranks: int) -> 
 
 
 def periodic_images(arguments: Arguments) -> str | None:
-    """What the agent is to tell the daemon of images every so often; None without any. Makes their directory."""
+    """Return the agent's request for periodic images; None without any. Creates their directory."""
     every_s, folder = arguments.seconds("checkpoint-every"), arguments.text("dir")
     if every_s is None:
         if folder is not None or arguments.whole("keep") is not None:
@@ -268,17 +268,17 @@ def prepare(
     *,
     run_id: str | None = None,
 ) -> None:
-    """What the command's environment needs besides its own."""
+    """Return what the command's environment needs in addition."""
     for variable in (*OF_ONE_START, TRUNCATE_OUTPUTS):
         environ.pop(variable, None)
     before = environ.get("PYTHONPATH")
     environ["PYTHONPATH"] = inject_folder() + (os.pathsep + before if before else "")
-    # For the agent in a Python that has no msgpack of its own, or another one than ours.
+    # For the agent in a Python without msgpack, or with an incompatible one.
     environ["HEGM_MSGPACK"] = msgpack_folder()
     environ["HEGM_SOCKET"] = os.path.abspath(socket_path)
     # A launcher's store with io_uring keeps its whole job out of every image; see hegmd/agent/dumpable_launcher.py.
     environ.setdefault("USE_LIBUV", "0")
-    # Two runs are two jobs, whatever they are called, and each moves by itself; one run within another is its own too.
+    # Two runs are two jobs, even with the same name, and move independently. A run within a run is another job too.
     environ["HEGM_RUN"] = run_id or os.urandom(8).hex()
     for variable, value in (("HEGM_JOB", name), ("HEGM_GPU", gpu), ("HEGM_IMAGES", images)):
         environ.pop(variable, None)
@@ -287,7 +287,7 @@ def prepare(
 
 
 def inject_folder() -> str:
-    """The folder of this installation that has the agent's sitecustomize in it and nothing else."""
+    """Return the folder of this installation that contains only the agent's sitecustomize."""
     import hegmd
 
     return os.path.join(os.path.dirname(os.path.abspath(hegmd.__file__)), "agent", "inject")
@@ -301,9 +301,9 @@ def msgpack_folder() -> str:
 
 
 def gpus_asked(text: str | None, *, waits: bool = False) -> tuple[str, ...]:
-    """The GPUs that were named with `--gpu`, in their order. Raises HegmError for a list that is none.
+    """Return the GPUs that `--gpu` names, in their order. Raises HegmError for an invalid list.
 
-    A job that `waits` until a GPU has room for it can only have one; without a name, any.
+    A job that `waits` for a free GPU can have only one; without a name, any.
     """
     if text is None:
         return (AUTO,) if waits else ()
@@ -318,8 +318,9 @@ def gpus_asked(text: str | None, *, waits: bool = False) -> tuple[str, ...]:
 
 
 class Seen:
-    """What the daemon said: the ids of the GPUs that were named, by which variables a process sees them and no others,
-    and the name and the id of the job."""
+    """The daemon's answer: the ids of the named GPUs, the variables that make exactly these visible, and the job's name
+    and id.
+    """
 
     __slots__ = ("gpus", "job", "name", "visible")
 
@@ -333,7 +334,7 @@ class Seen:
 
 
 def _look_at_daemon(session: Session, asked: tuple[str, ...], run_id: str, socket: str | None = None) -> Seen:
-    """See that a daemon serves us, and have it enter this process as a job. Waits for a GPU if that is asked for.
+    """Check that a daemon serves us, and register this process as a job. Waits for a GPU if requested.
 
     Raises HegmError.
     """
@@ -384,10 +385,10 @@ def _register(session: Session, connection: Connection, run_id: str) -> tuple[st
 
 
 def visible(asked: Sequence[str], known: Sequence[Gpu]) -> dict[str, str]:
-    """By which variables a process, and whatever it starts, sees those GPUs in that order and no others.
+    """Return the variables by which a process and its children see exactly those GPUs, in that order.
 
-    By UUID: an index would count those that are visible already, and in an order that CUDA_DEVICE_ORDER chooses.
-    Empty on a simulated node, where HEGM_GPU says it. Raises HegmError for one that is not there or is lost.
+    Uses UUIDs: an index counts only visible GPUs, in an order that depends on CUDA_DEVICE_ORDER. Empty on a simulated
+    node, where HEGM_GPU is used. Raises HegmError for a GPU that is missing or lost.
     """
     if tuple(asked) == (CPU,):
         return {} if all(gpu.vendor == SIMULATED for gpu in known) else dict(_NO_GPU)
@@ -451,7 +452,7 @@ def _start_daemon(endpoint: Endpoint, simulate: str | None) -> Endpoint:
 
 
 def _spawn_apart(words: list[str], log: int) -> int:
-    """Start a program that is not our child, in a session of its own; a pidfd of it."""
+    """Start a program in a session of its own that is not our child. Return its pidfd."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -474,7 +475,7 @@ def _spawn_apart(words: list[str], log: int) -> int:
 
 
 def _await(path: str, pidfd: int, log_path: str) -> None:
-    """Wait until somebody listens there. Raises HegmError with the end of its log when it has ended instead."""
+    """Wait until a daemon listens there. Raises HegmError with the end of its log if it has exited instead."""
     from select import select
 
     from hegmctl.wire import Wire

@@ -70,7 +70,7 @@ class Screen:
         try:
             self._write(_LEAVE + "".join(line + "\n" for line in self._picture))
         except OSError:
-            pass  # the terminal is gone, so there is nothing to restore
+            pass  # the terminal was closed, so there is nothing to restore
         finally:
             signal.set_wakeup_fd(-1)
             for number, handler in self._handlers.items():

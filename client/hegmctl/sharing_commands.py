@@ -1,6 +1,6 @@
-"""The commands about sharing GPUs: `make-room` and `queue`, and what `hegmctl run --gpu auto` waits for.
+"""The commands about sharing GPUs: `make-room` and `queue`, and the wait of `hegmctl run --gpu auto`.
 
-A daemon that restarts meanwhile is waited for: leases and the queue outlive it.
+They wait for a daemon that restarts meanwhile: leases and the queue outlive it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hegmctl.connection import Connection
     from hegmd.protocol.messages import Request
 
-# How long a daemon that is gone is waited for.
+# How long a command waits for a daemon that has ended.
 BACK_WITHIN_S = 60.0
 
 
@@ -82,7 +82,7 @@ def _wait_for_room(session: Session, request: MakeRoom) -> RoomReply:
 
 
 def _is_passing(error: HegmError) -> bool:
-    """Whether the daemon is away; a lease or job of which it says so itself has ended."""
+    """True if only the daemon is away. If it reports itself that a lease or job has ended, that is final."""
     return error.code in PASSING and not error.facts.get("final")
 
 
@@ -114,7 +114,9 @@ def queue(session: Session) -> int:
 
 
 def wait_for_gpu(session: Session, request: PlaceJob, socket: str | None) -> str:
-    """Wait in the queue until the daemon gives this job a GPU; its id. Says on standard error what it waits for."""
+    """Wait in the queue until the daemon gives this job a GPU, and return its id. Writes what it waits for to
+    stderr.
+    """
     told, away_since, was_there = "", 0.0, False
     while True:
         try:

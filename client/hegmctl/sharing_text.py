@@ -34,7 +34,7 @@ def _step(step: RoomStep) -> str:
 
 
 def room_progress_text(progress: RoomProgress, style: Style) -> list[str]:
-    """One line: what a lease waits for."""
+    """Return one line: what a lease waits for."""
     free = "" if progress.free_bytes is None else f" ({binary_size(progress.free_bytes)} free)"
     where = f"{progress.gpu or 'a GPU'}{free}"
     return [printable(f"lease {progress.lease}: {binary_size(progress.size_bytes)} on {where}, waits {progress.waits}")]

@@ -23,10 +23,10 @@ SIGNALS = frozenset((signal.SIGTSTP, signal.SIGCONT))
 SUSPEND, RESUME = "suspend", "resume"
 # The grace time that hegmd recommends, and the variable by which the SPANK plugin gives another one.
 GRACE_S, GRACE = 30.0, "HEGM_SLURM_GRACE"
-# Of the grace time: what the wait for a boundary may take. The rest is for the bytes.
+# The part of the grace time that the wait for a boundary may take. The rest is for the bytes.
 WAITS_SHARE = 2 / 3
 LOOK_INTERVAL_S, RETRY_S = 0.1, 1.0
-# The agents of jobs connect to a restarted daemon within so long.
+# How long the agents of jobs need to connect to a restarted daemon.
 AGENT_BACK_S = 10.0
 
 
@@ -56,7 +56,9 @@ class SlurmSignals:
         self._asking: int | None = None
 
     def take(self, number: int, pid: int, mask: set[signal.Signals]) -> None:
-        """One of the two signals came; `pid` is the command's, `mask` what a new process has blocked. Never waits."""
+        """Handle one of the two signals. `pid` is the command's, `mask` the signals blocked in a new process. Never
+        waits.
+        """
         is_suspension = number == signal.SIGTSTP
         if not is_suspension and not self._has_suspended:
             return
@@ -72,7 +74,7 @@ class SlurmSignals:
         self._asking = os.pidfd_open(asking)  # it is not reaped yet
 
     def close(self) -> None:
-        """End the process that asks, if there is one."""
+        """End the process that asks the daemon, if there is one."""
         asking, self._asking = self._asking, None
         if asking is not None:
             try:
@@ -139,7 +141,7 @@ def suspend(connect: Callable[[], Connection], job: str, limit_s: float) -> str:
 
 
 def resume(connect: Callable[[], Connection], job: str, say: Callable[[str], object]) -> None:
-    """Resume the job, as soon as there is room for it; until then, say once why it waits."""
+    """Resume the job as soon as GPU memory is free; until then, report once why it waits."""
     from hegmd.errors import NOT_FOUND, HegmError
     from hegmd.protocol.jobs import SUSPENDED
 
@@ -166,7 +168,7 @@ def resume(connect: Callable[[], Connection], job: str, say: Callable[[str], obj
 
 
 def main(words: Sequence[str]) -> None:
-    """What the process that asks does: `suspend JOB SOCKET SECONDS`, or `resume JOB SOCKET`."""
+    """Ask the daemon: `suspend JOB SOCKET SECONDS`, or `resume JOB SOCKET`."""
     from hegmctl.connection import connect
     from hegmctl.output import sink_for
     from hegmd.errors import HegmError

@@ -1,4 +1,4 @@
-"""A good word to somebody who mistyped: which command, option or value was probably meant. Loaded only then."""
+"""Suggests the command, option or value that was probably meant. Loaded only after a mistake."""
 
 from __future__ import annotations
 

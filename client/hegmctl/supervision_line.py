@@ -61,7 +61,7 @@ class Line:
                 while (said := self._protocol.next_event()) is not None:
                     self._take(said, lambda _order, _fds: None)
         except (OSError, HegmError):
-            pass  # it is gone, or does not answer
+            pass  # it has ended, or does not answer
 
     def read(self, hear: Callable[[SupervisorOrder, Descriptors], object]) -> None:
         """Handle all received data without waiting. Raises OSError and HegmError at the end of the connection."""

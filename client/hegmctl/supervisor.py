@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         """Who says whether the command is to be started again, where, and from what."""
 
         def turn(self, now: float, pid: int | None) -> float | None:
-            """Look after what has come; the monotonic instant at which to look again at the latest. Must not wait."""
+            """Handle what was received; return the monotonic instant of the next call at the latest. Must not wait."""
             ...
 
         def ended(self, status: int, *, told: int | None) -> bool:
@@ -70,7 +70,7 @@ LEFT_STATUS = 99
 GAVE_UP_STATUS = 98
 # Of a process that was made ready, and had its turn and could not take it: no line of the script has run.
 NOT_ITS_TURN_STATUS = 97
-# The number that a worker which has left its state ends with, where the job has one of its own.
+# The exit status of a worker that has saved its state, if the job chose another one.
 EXIT_CODE = "HEGM_EXIT_CODE"
 
 
@@ -120,7 +120,7 @@ class Supervisor:
         self._child: Child | None = None
         self._told: int | None = None
         self._over: int | None = None
-        #: What was last to be prestarted, and its process.
+        #: The last requested prestart, and its process.
         self._expected: Beforehand | None = None
         self._readied: Readied | None = None
 

@@ -88,7 +88,7 @@ class Timeline:
         self._pieces = self._scale()
 
     def _scale(self) -> tuple[tuple[float, float, float, float], ...]:
-        """Return pieces of time with their places from 0 to 1: start, end, place of the start, place of the end."""
+        """Return intervals of time with their places from 0 to 1: start, end, place of the start, place of the end."""
         ends = {end for segment in self.segments for end in (segment.began_s, segment.ended_s)}
         marks = sorted({0.0, self.took_s, *(min(max(end, 0.0), self.took_s) for end in ends)})
         spans = [(a, b) for a, b in pairwise(marks) if b > a]

@@ -42,7 +42,7 @@ class Reconnecting:
         self._away = False
 
     def ask(self, look: Callable[[Connection], T], tell: Callable[[str], None]) -> T | None:
-        """Return the result of `look`, or None while the daemon is away. `tell` gets a message when it goes and
+        """Return the result of `look`, or None while the daemon is away. `tell` gets a message when it disconnects and
         returns.
         """
         try:
@@ -68,7 +68,7 @@ class Reconnecting:
 
 
 class Log:
-    """Appends answers where there is no terminal to redraw."""
+    """Appends answers if there is no terminal to redraw."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink

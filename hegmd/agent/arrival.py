@@ -1,11 +1,12 @@
-"""What `hegmctl attach` has a running Python execute: it starts one thread that brings the agent in, and returns.
+"""The script that `hegmctl attach` makes a running Python execute: it starts one thread that loads the agent, and
+returns.
 
-Its text runs in the training's main thread, between two instructions of the script, with a call of `arrive` behind it.
-So it imports nothing that a Python has not loaded, and takes microseconds: an exception that a signal handler raises in
-here would be lost. All that takes longer, and all that may fail, is in the thread. Raises nothing, prints nothing.
+The text runs in the training's main thread, between two instructions of the script, followed by a call of `arrive`. So
+it imports only modules that every Python has loaded, and takes microseconds: an exception that a signal handler raises
+here would be lost. The thread does all slow work and all work that can fail. Raises nothing, prints nothing.
 
-The folder is made by hegmctl. `asked` in it is the right to come in: who renames it first, this script or hegmctl, has
-decided. A script that runs too late, or when hegmctl is gone, takes its folder away and does nothing else.
+hegmctl creates the folder. The file `asked` in it is the permission: whoever renames it first, this script or hegmctl,
+has decided. A script that runs too late, or after hegmctl has ended, removes its folder and does nothing else.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _work(folder: str, root: str, environ: Mapping[str, str], msgpack: str, end:
             file.writelines(f"{key} {' '.join(value.split())}\n" for key, value in said)
         os.rename(f"{folder}/{ANSWER}.new", f"{folder}/{ANSWER}")
     except OSError:
-        pass  # hegmctl is gone, and so is the folder
+        pass  # hegmctl has ended and removed the folder
 
 
 def _bring_in(root: str, environ: Mapping[str, str], msgpack: str) -> list[tuple[str, str]]:

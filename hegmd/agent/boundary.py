@@ -34,7 +34,7 @@ def watch_loaders(module: Any, gate: Gate) -> None:
 
 
 def _passing(gate: Gate, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def __next__(self: Any) -> Any:  # noqa: N807 - what it stands in for
+    def __next__(self: Any) -> Any:  # noqa: N807 - replaces the method of that name
         if get_ident() == gate.thread:
             gate.count += 1
             if gate.requested:

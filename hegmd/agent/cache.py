@@ -32,7 +32,7 @@ MAX_RUNS = 64
 
 
 class Run:
-    """Video memory in one piece that the allocator had free, or would have had between two steps."""
+    """A block of video memory that the allocator had free, or would have had between two steps."""
 
     __slots__ = ("device", "is_small", "size_bytes", "stream")
 
@@ -58,7 +58,7 @@ class Cache:
         self._runs: list[Run] = []
         self._held: list[int] = []
         self._is_taken = False
-        #: What could not be had again.
+        #: How much could not be allocated again.
         self.short_bytes = 0
         #: What the allocator keeps while the storages are offloaded: start and size of each segment.
         self.left: list[tuple[int, int]] = []

@@ -36,11 +36,11 @@ SYSTEM_SOCKET = "/run/hegm/hegmd.sock"
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 5.0
 BATCH_LOOK_S = 0.25
-# A daemon that takes no connection or no bytes for so long counts as gone.
+# A daemon that accepts no connection or no bytes for this long counts as ended.
 PATIENCE_S = 10.0
 _RECEIVE_BYTES = 65_536
 _MAX_FDS = 16
-# Boundaries from where a state is put back until its first batch is made: that batch is asked for, and then the next.
+# Boundaries from the restore of a state until its first batch is made: that batch is requested, and then the next.
 _BATCH = 1
 _FD = struct.Struct("i")
 
@@ -112,8 +112,9 @@ class Channel:
                 raise
 
     def note_restarted(self, operation: str | None, step: int | None = None) -> None:
-        """Record that the state of that operation is restored in this process, and tell the daemon at once. From the
-        training thread. `step` is the step of the snapshot that it is from, if it is from one."""
+        """Record that the state of that operation is restored in this process, and notify the daemon at once. Called in
+        the training thread. `step` is the step of the snapshot, if the state is a snapshot.
+        """
         self._orders.snapshots.note_restored(step, self._gate.count)
         self._restarted = operation
         self._back_at = self._gate.count

@@ -61,8 +61,9 @@ class ProcessGroups:
         self._known: list[GroupBackend] = []
         self._is_down = False
         self._is_unsure = False  # another rank may believe that this one is down
-        self._has_failed = False  # a disconnect failed, and the other ranks may be told to undo it
-        # The last generation that this rank completed; ranks that did not are told to connect in a later one.
+        self._has_failed = False  # a disconnect failed, and the other ranks may get an order to undo it
+        # The last generation that this rank completed. Ranks that did not complete it are asked to connect in a later
+        # one.
         self._generation: int | None = None
         self._step: Step | None = None
         self._told: Communicators | None = None
@@ -79,7 +80,7 @@ class ProcessGroups:
     # ---- what there is ----------------------------------------------------------------------------------------------
 
     def inventory(self) -> Communicators | None:
-        """Return what the plan needs to know of the groups; None without any. Cheap enough for a training thread at a
+        """Return what the plan needs to know of the groups; None without any. Fast enough for a training thread at a
         boundary.
         """
         if self.is_down:
@@ -159,7 +160,7 @@ class ProcessGroups:
         _require_agreement(agreed, groups)
         self._has_failed = True
         _finish_work(torch, groups)
-        # A peer may still read what this rank has sent: all have to be through before the first one ends anything.
+        # A peer may still read what this rank has sent: all must be finished before the first one ends a group.
         _require_all(self._agree(world, "finished", {"refusal": ""}, step))
         self._is_down = True
         failure: HegmError | None = None
@@ -262,7 +263,7 @@ class ProcessGroups:
         return agreed
 
     def _conclude(self, world: Any, name: str, failure: HegmError | None, step: Step) -> None:
-        """Tell the other ranks how this one came through, and hear it of them. Raises HegmError."""
+        """Exchange the results of this step with the other ranks. Raises HegmError."""
         message = "" if failure is None else failure.message
         agreed = self._agree(world, name, {"refusal": message}, step)
         if failure is not None:

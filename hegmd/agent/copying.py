@@ -40,7 +40,7 @@ PIECE_BYTES = 8 * 1024 * 1024
 MAX_THREADS = 8
 # Less is freed as quickly by the C library alone; less than this holds no huge page for certain.
 LARGE_BYTES = 4 * 1024 * 1024
-# So many threads and more are held up by one another in `pwrite`, and copy through a mapping of any pages.
+# This many threads or more hinder each other in `pwrite`, and copy through a mapping of any page size.
 _MANY_THREADS = 4
 # A process may have 65,530 mappings, and advice on a part of one can make three of it: the job needs the rest.
 MAX_ADVISED = 4096

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     Item = TypeVar("Item")
     Tell = Callable[[int], None]
-    #: What each thread does once: it takes items until there are none, and tells how many bytes it has done.
+    #: The work of each thread, done once: it takes items until none are left, and reports how many bytes it has done.
     Work = Callable[[Callable[[], "Item | None"], Tell], None]
 
 _PROGRESS_EVERY_S = 0.2

@@ -147,7 +147,7 @@ class Copies(Driver):
         _check("cuStreamSynchronize", self._wait(stream))
 
     def pin(self, address: int, size_bytes: int) -> None:
-        """Have the GPU reach this memory by itself."""
+        """Make this memory accessible to the GPU."""
         _check("cuMemHostRegister", self._pin(address, size_bytes, 0))
 
     def unpin(self, address: int) -> None:
@@ -156,7 +156,7 @@ class Copies(Driver):
 
 
 class CopiesBeside(Copies):
-    """Copies while the training goes on, and memory of the driver's own for them. Raises HegmError.
+    """Copies that run while the training continues, and driver memory for them. Raises HegmError.
 
     Threads that use it make no call that would spoil a CUDA graph which another thread records meanwhile.
     """

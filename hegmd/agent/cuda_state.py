@@ -42,7 +42,7 @@ def in_use() -> Any:
 
 
 class Segment:
-    """A piece of video memory that the allocator has of the driver."""
+    """A block of video memory that the allocator has from the driver."""
 
     __slots__ = ("address", "blocks", "device", "is_small", "size_bytes", "stream")
 
@@ -266,7 +266,7 @@ def padding_bytes(sizes: list[int]) -> int:
 
 
 def _stacks_bytes(torch: Any, device: int) -> int:
-    """Return what the context on that GPU keeps for thread stacks; 0 if it was told to keep more than the default."""
+    """Return what the context on that GPU keeps for thread stacks; 0 if the script raised the default limit."""
     try:
         from .cuda_driver import USUAL_STACK_BYTES, Driver
 

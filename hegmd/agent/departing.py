@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 OPERATION = "HEGM_RESTART"
 # Set by a supervisor; without one the process would not be started again.
 ALLOWED = "HEGM_ALLOW_RESTART"
-# Limits of the list of what begins anew.
+# Limits of the list of variables that begin anew.
 _MAX_NAMES = 16
 _MAX_NAME = 200
 _MAX_REFUSAL = 500

@@ -78,6 +78,7 @@ def _sleeper() -> Callable[[], object]:
         import ctypes
 
         usleep = ctypes.CDLL(None).usleep
-    except (ImportError, OSError, AttributeError):  # such a Python carries nothing, so there is nothing to wait with
+    # such a Python cannot run a training, so there is nothing to wait with
+    except (ImportError, OSError, AttributeError):
         return lambda: sleep(LOOK_EVERY_S)
     return lambda: usleep(int(LOOK_EVERY_S * 1e6))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _VARIABLE, _ARGUMENT = "USE_LIBUV", "use_libuv"
 # Its position among the arguments of a store.
 _PLACE = 8
-# What a launcher asks of torch.cuda.
+# The functions of torch.cuda that a launcher calls.
 _QUESTIONS = ("is_available", "device_count", "get_device_properties")
 _ANSWERS_WITHIN_MS = 60_000
 _PLAIN = (bool, int, float, str)
@@ -98,7 +98,7 @@ def _told_by_child(question: Callable[[], Any]) -> Any:
 
 
 class _Told:
-    """One of PyTorch's objects, as a child process has told its attributes."""
+    """One of PyTorch's objects, with the attributes that a child process reported."""
 
     def __init__(self, attributes: dict[str, Any]) -> None:
         self.__dict__.update(attributes)

@@ -33,7 +33,7 @@ class TorchFinder:
             sys.meta_path.remove(self)
             try:
                 self._action()
-            except Exception as error:  # noqa: BLE001 - the import goes on as it would without us
+            except Exception as error:  # noqa: BLE001 - the import continues as it would without us
                 note(f"not taking part: {error!r}")
 
 

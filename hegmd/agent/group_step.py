@@ -30,7 +30,7 @@ def no_news() -> None:
 
 
 class Step:
-    """A call in a thread of its own, which is waited for no longer than its limit."""
+    """A call in a thread of its own; the caller waits no longer than its limit."""
 
     def __init__(self, limit_s: float | None, on_end: Callable[[], object]) -> None:
         self._limit_s = LIMIT_S if limit_s is None else limit_s

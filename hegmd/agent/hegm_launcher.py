@@ -65,7 +65,7 @@ class Restarts:
     """The package `state`, imported at once, because an upgrade may replace its files."""
 
     def __init__(self, gate: Gate) -> None:
-        # Not by a statement: what knows of states knows of the agent's life, and the agent's life of this.
+        # No import statement: the package `state` imports `lifecycle`, which imports this module.
         session, _capture, leaving, points = map(
             _part, ("session", "capture", "save_and_exit", "script.capture_points")
         )
@@ -168,7 +168,7 @@ class Departure:
             write_whole(self._environ[STATE_PATH], self._restarts.save)
         except HegmError as error:
             self._stay(error)
-        except Exception as error:  # noqa: BLE001 - the edge: whatever fails in here, the training goes on
+        except Exception as error:  # noqa: BLE001 - the edge: whatever fails in here, the training continues
             self._stay(refusal(f"its state was not saved: {error!r}", DEBUG_HINT))
         else:
             note("the state is saved; leaving")

@@ -152,7 +152,7 @@ def _meet_data_parallel(module: ModuleType) -> None:
 def _guarded(action: Callable[[ModuleType], None], module: ModuleType) -> None:
     try:
         action(module)
-    except Exception as error:  # noqa: BLE001 - the import goes on as it would without us
+    except Exception as error:  # noqa: BLE001 - the import continues as it would without us
         from .notes import note
         from .state import save_and_exit
         from .state.values import inherited

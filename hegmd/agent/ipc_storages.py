@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ..protocol.agents import Span
 
-# Where the next storage begins in the one space in which all lie: what copies on a GPU like best.
+# The alignment of storages in the flat space that contains all of them; copies on a GPU are fastest with it.
 BORDER_BYTES = 512
 
 

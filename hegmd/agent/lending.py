@@ -49,7 +49,7 @@ class Lending:
     def __init__(self, gate: Gate, orders: Orders) -> None:
         self._gate = gate
         self._orders = orders
-        self._lock = allocate_lock()  # of the stage; nothing else is locked under it but the gate
+        self._lock = allocate_lock()  # guards the stage; only the gate is locked under it
         self._stage: str | None = None
         self._why: str | None = None
         self._waiting_since = 0.0
@@ -70,8 +70,8 @@ class Lending:
         return self._gate.lent and self._gate.home == get_ident()
 
     def begin(self) -> str | None:
-        """Ask for the storages to be offloaded. Returns None, or the reason why they stay. Raises what was raised
-        meanwhile.
+        """Request that the storages are offloaded. Returns None, or the reason why they stay. Raises exceptions of
+        other threads.
         """
         if not self._gate.pass_block():
             return OTHER_THREAD
@@ -89,7 +89,7 @@ class Lending:
         return self._why
 
     def end(self) -> None:
-        """Wait until the storages are reloaded. Raises what was raised meanwhile, after that."""
+        """Wait until the storages are reloaded, and then raise exceptions of other threads."""
         raised: BaseException | None = None
         self._stage, self._again_at, self._pause_s = RETURNING, monotonic(), FIRST_PAUSE_S
         while self._gate.lent:
@@ -125,7 +125,7 @@ class Lending:
         self._send, self._asked = send, None
 
     def disconnect(self) -> None:
-        """Note that the daemon is gone, and drop its waiting orders."""
+        """Note that the daemon has ended, and drop its waiting orders."""
         self._send = self._asked = None
         later, self._later = self._later, []
         for _, fd in later:
@@ -141,7 +141,7 @@ class Lending:
         return True
 
     def tick(self, *, alone: bool) -> None:
-        """Do what the stage asks for. `alone` is True if no daemon was there at the last try to connect."""
+        """Do what the stage requires. `alone` is True if the last try to connect found no daemon."""
         if self._stage == RETURNING and self._later:
             later, self._later = self._later, []
             for order, fd in later:

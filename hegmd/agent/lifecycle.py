@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 PAUSE_S = 1.0
-# Set by a supervisor that was told to cut back what a recovered script has appended to files.
+# Set by a supervisor that was asked to truncate what a recovered script has appended to files.
 FOLLOWS_OUTPUTS = "HEGM_TRUNCATE_OUTPUTS"
 
 _gate: Gate | None = None
@@ -61,7 +61,7 @@ def start() -> Gate:
     _is_started = True
     try:
         begin(os.environ)
-    except Exception as error:  # noqa: BLE001 - the edge: the script goes on, with hooks that nobody asks anything of
+    except Exception as error:  # noqa: BLE001 - the edge: the script continues, with hooks that nothing uses
         note(f"not started: {error!r}")
     return made
 
@@ -98,7 +98,9 @@ def begin(environ: Mapping[str, str], unknown: Sequence[str] | None = None) -> G
 
 
 def note_restarted(step: int | None = None) -> None:
-    """Tell the daemon that the state of an operation, or of the snapshot of that step, is restored in this process."""
+    """Notify the daemon that the state of an operation, or of the snapshot of that step, is restored in this
+    process.
+    """
     from .departing import OPERATION
 
     if _channel is not None:
@@ -111,7 +113,8 @@ def _live(channel: Channel) -> None:
     while True:
         try:
             attend(channel)
-        except BaseException as error:  # noqa: BLE001 - raised in here by another thread, outside of what is tried below
+        # noqa: BLE001 - another thread raised it here, outside of the code that is tried below
+        except BaseException as error:
             note(f"ended: {error!r}; it begins again")
 
 
@@ -119,7 +122,7 @@ def attend(channel: Channel) -> None:
     """Run the connection once, then pause, so that an error that ends it each time does not use a processor."""
     try:
         channel.run()
-    except BaseException as error:  # noqa: BLE001 - a thread's end; nobody may be left parked by it
+    except BaseException as error:  # noqa: BLE001 - the end of the thread: no other thread may stay parked
         note(f"ended: {error!r}; it begins again")
     try:
         channel.hang_up()

@@ -28,5 +28,5 @@ def note(text: str) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        if error.errno is None:  # raised in this thread by another one, and meant for the script
+        if error.errno is None:  # another thread raised it here, and the script has to get it
             raise

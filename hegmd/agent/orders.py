@@ -41,7 +41,7 @@ _POLL_INTERVAL_S = 0.002
 _TRY_AGAIN_S = 5.0
 # How long to wait for the other ranks, which bring their groups back by themselves too. Longer than the pause above.
 _ALONE_LIMIT_S = 20.0
-# Orders that change nothing: another order drops one that is not answered yet.
+# Orders that change nothing. Another order drops one that is not answered yet.
 _QUESTIONS = frozenset(("survey", "weigh"))
 # Signals by which a user or a program wants something of the script now. Timers and children are no reason to reload.
 _URGENT = frozenset((1, 2, 3, 10, 12, 15))  # HUP, INT, QUIT, USR1, USR2, TERM
@@ -218,7 +218,7 @@ class Orders:
             self._end_snapshot(f"boundary {order.at} was passed before the order to take it there came")
 
     def _end_snapshot(self, why: str) -> None:
-        """Give up the snapshot that waits for its boundary, if there is one."""
+        """Abandon the snapshot that waits for its boundary, if there is one."""
         pending = self._standing.pending
         if pending is None or pending.do != SNAPSHOT:
             return

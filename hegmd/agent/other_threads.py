@@ -72,7 +72,7 @@ class Attempts:
         self._pause_s = self._max_park_s * _FIRST_PAUSE
         self._again_at: float | None = None
         self._parked_s = 0.0
-        #: A thread that was not at rest in the last attempt, as text.
+        #: A thread that was busy in the last attempt, as text.
         self.busy: str | None = None
 
     @property

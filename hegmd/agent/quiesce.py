@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-# A loader that was not read during so many optimizer steps does not pace this training.
+# A loader that was not read for this many optimizer steps does not pace this training.
 STEPS_WITHOUT_LOADER = 16
 _NOBODY = 0
 

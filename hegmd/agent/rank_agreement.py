@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    #: What one rank states.
+    #: The statement of one rank.
     Statement = dict[str, Any]
 
 _HINT = "nothing was changed; check that every rank is running and has an agent: hegmctl ps"

@@ -62,7 +62,8 @@ class HeldSignals:
             return
         import signal
 
-        # Asked for by itself: the call that blocks them may raise what a handler raises, and its answer is lost then.
+        # Read separately: the call that blocks the signals may raise a handler's exception, and its result is then
+        # lost.
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         try:
             self._hold()

@@ -1,13 +1,13 @@
-"""Snapshots: the state of the training is written into a slot of the host pool while the training goes on.
+"""Snapshots: writes the state of the training into a slot of the host pool while the training continues.
 
 One order does all of it: the training thread is parked at a boundary from which a new process could continue, its state
-is written, and the thread is released. Where a GPU has room for a shadow of its part of the state, the thread is
-released as soon as that is made, and the shadow is fetched by a thread of its own. The record of the slot is set last.
-So no other order comes in between, and a daemon that ends meanwhile leaves no parked training. Any order that does more
-than ask ends the fetching: its memory is given back before the order is carried out.
+is written, and the thread is released. If a GPU has memory for a shadow of its part of the state, the thread is
+released as soon as the shadow exists, and another thread copies the shadow to the slot. The record of the slot is set
+last. So no other order runs in between, and a daemon that ends meanwhile leaves no parked training. An order that
+changes something stops the copying, and the shadow is freed before the order runs.
 
-Owns the descriptor of the slot until the order is answered, and the number of the step, which counts on in a process
-that was started from a snapshot.
+Owns the descriptor of the slot until the order is answered, and the number of the step, which continues to count in a
+process that was started from a snapshot.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 SNAPSHOT = "snapshot"
 # Orders that may come while a snapshot waits for its boundary. Any other one comes first.
 BESIDE = frozenset((SNAPSHOT, "count", "stacks"))
-# Those that may come while one is fetched.
+# Orders that may run while a shadow is copied.
 BESIDE_FETCHING = BESIDE - {SNAPSHOT} | {"survey", "weigh", "beforehand"}
 _NONE = -1
 _LOOK_S = 0.01
 
 
 class Fetching:
-    """What is left of a snapshot whose training goes on. Owns the slot, and a thread until `ended` can be had."""
+    """The rest of a snapshot whose training has continued. Owns the slot, and a thread until `ended` is set."""
 
     def __init__(self, slot: int, end: int, rest: Rest, record: SlotRecord) -> None:
         self._slot, self._end, self._rest, self._record = slot, end, rest, record
@@ -49,7 +49,7 @@ class Fetching:
         self._began = monotonic()
         self.took_s = 0.0
         self.error: Exception | None = None
-        #: Of whom an answer is expected, and what it says.
+        #: The order that expects an answer, and the answer.
         self.order: int | None = None
         self.told: dict[str, object] = {}
         self._ended = allocate_lock()
@@ -66,7 +66,7 @@ class Fetching:
         try:
             self._rest.write(self._slot, lambda: self._is_over)
             copying.write_small(self._slot, self._end, packed(self._record))
-        except BaseException as error:  # noqa: BLE001 - told of by the agent's thread
+        except BaseException as error:  # noqa: BLE001 - the agent's thread reports it
             self.error = error if isinstance(error, Exception) else RuntimeError(repr(error))
         finally:
             self.took_s = monotonic() - self._began
@@ -110,7 +110,9 @@ class Snapshots:
         self._first_step = 0
 
     def note_restored(self, step: int | None, boundary: int) -> None:
-        """The state of that step is restored in this process, at that boundary of its own. From the training thread."""
+        """Record that the state of that step is restored in this process, at this boundary of its own. Called in the
+        training thread.
+        """
         if step is not None:
             self._first_step = step - boundary
 
@@ -129,7 +131,9 @@ class Snapshots:
         self._slot = _NONE if fd is None else os.dup(fd)
 
     def write(self, pending: Pending, attempts: Attempts) -> None:
-        """Write the state of the training, which is parked, and let that go on; answer the order then, or later."""
+        """Write the state of the parked training and release it. Answer the order now, or later if a shadow is
+        copied.
+        """
         order, gate = self._order, self._standing.gate
         try:
             gate.let_others_go()  # one of them may have a lock that the script's own code needs here
@@ -137,7 +141,7 @@ class Snapshots:
         except HegmError as error:
             self._let_go()
             self._answers.failed(pending.order, error, parked_s=attempts.parked_s)
-        except Exception as error:  # noqa: BLE001 - the edge: whatever fails in here, the training goes on
+        except Exception as error:  # noqa: BLE001 - the edge: whatever fails in here, the training continues
             self._let_go()
             why = refusal(f"its state was not written: {error!r}", DEBUG_HINT)
             self._answers.failed(pending.order, why, parked_s=attempts.parked_s)
@@ -173,7 +177,7 @@ class Snapshots:
             took_s=monotonic() - began,
         )
         if rest is not None:
-            self._slot = _NONE  # it belongs to what is fetched
+            self._slot = _NONE  # the copying thread owns it now
             return size_bytes, anew, Fetching(slot, end, rest, record)
         copying.write_small(slot, end, packed(record))
         return size_bytes, anew, None
@@ -190,18 +194,18 @@ class Snapshots:
         return None if self._fetching is None else monotonic() + _LOOK_S
 
     def tick(self) -> None:
-        """Answer what has been fetched."""
+        """Answer the order of a finished copy."""
         if self._fetching is not None and self._fetching.is_done():
             self._answer("")
 
     def end_fetching(self, why: str) -> None:
-        """Give up what is being fetched, if anything is; its memory is given back then."""
+        """Stop the copying, if it runs, and free its memory."""
         if self._fetching is not None:
             self._fetching.end()
             self._answer(why)
 
     def leave_unanswered(self) -> None:
-        """Who has asked for what is being fetched is gone; the snapshot comes of it all the same."""
+        """Continue without answering: the daemon that sent the order has disconnected."""
         if self._fetching is not None:
             self._fetching.order = None
 

@@ -312,7 +312,7 @@ def _ignore(*_args: object, **_named: object) -> None:
 
 
 def _check_path(imported: Mapping[str, ModuleType], path: Sequence[str]) -> None:
-    """See that the script would import the same by its own search path. Raises RuntimeError."""
+    """Check that the script would import the same by its own search path. Raises RuntimeError."""
     from _frozen_importlib_external import PathFinder
 
     for name, module in sorted(imported.items()):
@@ -325,7 +325,7 @@ def _check_path(imported: Mapping[str, ModuleType], path: Sequence[str]) -> None
 
 
 def _check_devices() -> None:
-    """See that no GPU knows of this process. Raises RuntimeError."""
+    """Check that no GPU has a context of this process. Raises RuntimeError."""
     cuda = sys.modules.get("torch.cuda")
     if cuda is not None and cuda.is_initialized():
         raise RuntimeError("CUDA is in use")

@@ -81,7 +81,7 @@ class Found:
         self.left_alone: dict[str, list[int]] = {}
         #: How it uses CUDA; None if it does not.
         self.cuda: CudaFacts | None = None
-        #: The memory that they lie in; None where CUDA is not in use.
+        #: The memory that contains them; None if CUDA is not in use.
         self.segments: cuda_state.Segments | None = None
         #: Addresses that the script keeps outside of PyTorch, in order, and numbers that may be such.
         self.addresses: list[int] = []
@@ -258,7 +258,7 @@ def _reason_against(torch: Any, storage: Any, owners: int, segments: cuda_state.
     """Return why this storage with that many possible owners is left alone; None if it can be offloaded."""
     if storage.device.type != ("cpu" if segments is None else "cuda"):
         return OTHER_DEVICE
-    if segments is None and storage.is_shared():  # one of CUDA says so of itself always
+    if segments is None and storage.is_shared():  # storages on GPUs always report that they are shared
         return SHARED
     if not storage.resizable():
         return OTHER_OWNER

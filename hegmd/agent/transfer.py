@@ -138,7 +138,8 @@ def _give_back(medium: HostMemory | VideoMemory) -> None:
     """
     try:
         medium.give_back()
-    except Exception as error:  # noqa: BLE001 - of PyTorch or CUDA; what is kept costs room, and no bytes
+    # noqa: BLE001 - of PyTorch or CUDA; memory that is kept is wasted, but no bytes are lost
+    except Exception as error:
         note(f"what is kept beside the storages stays with the process: {error!r}")
 
 

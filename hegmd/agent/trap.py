@@ -101,7 +101,7 @@ class Trap:
         with NoCollection():
             frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] - it is documented
             threads = {at: frame for at, frame in frames.items() if at not in self._spared and not is_ours(frame)}
-            # This very function is among them, and would keep itself and all that every thread has at this moment.
+            # This function's frame is among them, and would keep itself and all variables of every thread.
             frames.clear()
             try:
                 return hook.watch(threads)
@@ -301,7 +301,7 @@ class _Tracing:
         try:
             self._caught(frame)
         except BaseException as error:  # noqa: BLE001 - nothing can be raised through here
-            # What another thread has raised in this one is raised in it once more.
+            # An exception that another thread raised in this one is raised again.
             identifier, kind = self._ctypes.c_ulong(get_ident()), self._ctypes.py_object(type(error))
             self._api.PyThreadState_SetAsyncExc(identifier, kind)
         return 0

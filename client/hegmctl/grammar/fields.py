@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hegmd.protocol.record import Field
 
 _JOB = {"name": "JOB", "kind": JOB, "complete": JOBS, "doc": "the job: its id, its name, or a pid of it"}
-# The option of each field, in every command that has it. These texts are for people; those of the fields are for
+# The option of each field, in every command that has it. These texts are for people; the fields' own texts are for
 # programs.
 _WORDS: dict[str, dict[str, Any]] = {
     "job": _JOB,

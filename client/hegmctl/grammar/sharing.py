@@ -1,4 +1,4 @@
-"""Commands about sharing GPUs: room for an urgent job, leases, the queue, and priorities."""
+"""Commands about sharing GPUs: memory for an urgent job, leases, the queue, and priorities."""
 
 from __future__ import annotations
 

@@ -341,7 +341,7 @@ class TopApp(App[None]):
         return Noticed(self._source.carry_out(action, job, to, lambda text: self.post_message(Noticed(text))))
 
     def _in_thread(self, work: Callable[[], Message]) -> None:
-        """Run it in a thread; post what it returns, and note a refusal."""
+        """Run it in a thread; post its result, and show an error."""
 
         def run() -> None:
             try:

@@ -66,7 +66,7 @@ class Feed:
             thread.start()
 
     def stop(self) -> None:
-        """Tell nothing more."""
+        """Stop reporting."""
         self._stopping.set()
         self._poked.set()
 
@@ -129,7 +129,7 @@ class Feed:
                         listener.happened(event)
                         if event.time_utc > time() - RETRY_S:
                             self.poke()
-            except HegmError:  # the look tells of it
+            except HegmError:  # the next snapshot reports it
                 pass
             self._stopping.wait(RETRY_S)
 

@@ -26,7 +26,7 @@ OVER = ("done", "rolled-back", "lost")
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 ORDERS = ("job", "gpu", "vram", "step/s", "age", "state")
 JOBS, OPERATIONS = "jobs", "operations"
-# What a key asks of a job.
+# The actions that a key requests for a job.
 SUSPEND, RESUME, MIGRATE = "suspend", "resume", "migrate"
 STATE_STYLES = {"training": "green", "moving": "cyan", "waiting": "red", "suspended": "yellow", "quiesced": "yellow"}
 KEYS = "s suspend  r resume  m migrate  o order  / filter  t timeline  Tab operations  ? help  q quit"
@@ -111,7 +111,7 @@ class Listener:
 
 
 class Picture:
-    """All that is shown."""
+    """Everything that is shown."""
 
     def __init__(self, *, unicode: bool = True) -> None:
         self.unicode = unicode
@@ -128,7 +128,8 @@ class Picture:
         self._chosen = {JOBS: "", OPERATIONS: ""}
         self._top = 0
 
-    # -- what is seen --------------------------------------------------------------------------------------------------
+    # -- data
+    # -----------------------------------------------------------------------------------------------------------
 
     def take(self, seen: Seen) -> None:
         """Take a look in, and remember the GPUs' figures."""
@@ -165,7 +166,8 @@ class Picture:
         """Return True if an operation makes progress now."""
         return any(each.phase not in OVER and each.phase not in AT_REST for each in self._seen.operations)
 
-    # -- what is chosen ------------------------------------------------------------------------------------------------
+    # -- selection
+    # ------------------------------------------------------------------------------------------------------
 
     def job(self) -> JobRow | None:
         """Return the job under the cursor."""

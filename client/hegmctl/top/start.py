@@ -24,7 +24,7 @@ def top(session: Session) -> int:
         raise HegmError(USAGE, "top needs a terminal that can be redrawn", "run: hegmctl jobs, or hegmctl ps --watch")
     if not sink.style.colour:
         os.environ["NO_COLOR"] = "1"  # read by textual when it is imported
-    session.connect().close()  # a daemon that is not there is an error, not an empty screen
+    session.connect().close()  # a missing daemon is an error, not an empty screen
     try:
         from hegmctl.top.app import TopApp
     except ModuleNotFoundError as error:

@@ -1,9 +1,9 @@
-"""The one file of hegmd on a worker's path: mounts the agent, then runs the sitecustomize that would have run.
+"""The only file of hegmd on a worker's path: mounts the agent, then runs the sitecustomize that would have run.
 
-Python imports this at its start, whatever Python that is: the syntax has to do for any of them, nothing may be raised
-or printed, and nothing is imported that a bare interpreter has not loaded already. Imports nothing of hegmd in Pythons
-that are too old for the agent. The environment stays as it is, so that child Pythons get an agent of their own; the
-search path of this process is put back to what it would have been.
+Python imports this at its start, in any version: the syntax must work in all of them, it must not raise or print, and
+it imports only what a bare interpreter has loaded. Imports nothing of hegmd in Pythons that are too old for the agent.
+The environment stays unchanged, so that child Pythons get an agent of their own; the search path of this process is
+restored to what it would have been.
 """
 
 # Annotations in comments, because this has to be Python 2 as well.
@@ -30,7 +30,7 @@ def _mount_agent(root):
 
 def _run_next():
     # type: () -> None
-    """Run the sitecustomize that comes next on the path, if there is one. What it raises is its own affair."""
+    """Run the next sitecustomize on the path, if there is one. Its exceptions are passed on."""
     if sys.version_info < (3, 4):
         found = __import__("imp").find_module("sitecustomize", sys.path)
         __import__("imp").load_module("sitecustomize", *found)
@@ -48,7 +48,7 @@ def _run_next():
 
 def _end_before_its_turn():
     # type: () -> None
-    """One that was started before its turn, and has no agent that waits for it, is not to run the script."""
+    """Exit if this process was prestarted, but its agent cannot wait for its turn: the script must not run."""
     os = sys.modules["os"]
     if "HEGM_READY_FD" in os.environ:
         os._exit(97)  # as of standby.py

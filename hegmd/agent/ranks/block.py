@@ -38,7 +38,7 @@ _NO_LAUNCHER = "no launcher recovers this block: it runs once; start it with: he
 class Recovery:
     """What `hegm.recovery` returns. See there."""
 
-    def __init__(  # noqa: PLR0913 - what a script may say, each named
+    def __init__(  # noqa: PLR0913 - each option of a script is named
         self,
         *,
         model: Any,
@@ -90,7 +90,9 @@ def _line_of_process() -> RankProcess | None:
         groups = Groups(os.environ["HEGM_RANKS_FOLDER"])
 
         def end_waits() -> None:
-            """In the listening thread, which goes on: groups may be destroyed meanwhile, hooks are the script's."""
+            """Called in the listening thread, which continues. Groups may be destroyed meanwhile; hooks are the
+            script's.
+            """
             for end in (groups.end_waits, None if _rank is None else _rank.abort):
                 try:
                     if end is not None:
@@ -163,7 +165,7 @@ class Generations:
         """Report the fault; raises the error if it is not recovered from."""
         self._line.leave()
         if self._line.wanted > generation:
-            return  # the waits of this rank were ended, because another one has failed
+            return  # another rank has failed, and ended the waits of this one
         self._line.say("fault", generation=generation, why=_why(error), at=now())
         try:
             is_given_up = self._line.await_abort(generation) is not None
@@ -187,7 +189,7 @@ class Generations:
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def _is_prepared(self, plan: dict[str, Any]) -> bool:
-        """Have the state of the plan's step; False if the launcher has to plan anew."""
+        """Get the state of the plan's step; False if the launcher has to plan again."""
         generation = plan["generation"]
         try:
             self._prepare(plan, generation)
@@ -229,14 +231,14 @@ class Generations:
 
 
 def _imports() -> list[str]:
-    """What a spare process may import before its turn."""
+    """Return what a spare process may import before its turn."""
     from ..state import prestart
 
     return list(prestart.beforehand(is_launched=True).modules)
 
 
 def _compute() -> None:
-    """The health check if the script has none: the GPU multiplies as it should. Raises what is wrong."""
+    """Run the default health check: the GPU must multiply correctly. Raises what is wrong."""
     if not uses_cuda():
         return
     torch: Any = sys.modules["torch"]

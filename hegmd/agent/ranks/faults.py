@@ -35,7 +35,7 @@ _LONG_S = 1e6
 
 
 class Fault:
-    """One fault: which rank, at which step and phase, of which generation, and what happens. Rank None is each."""
+    """One fault: rank, step, phase, generation, and effect. Rank None means every rank."""
 
     __slots__ = ("generation", "kind", "phase", "rank", "step")
 

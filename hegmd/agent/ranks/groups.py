@@ -119,7 +119,7 @@ class Groups:
         parallel: Any = __import__("torch.nn.parallel.distributed", fromlist=["DistributedDataParallel"])
         assign = distributed._compute_bucket_assignment_by_size
         if self.layout is not None and not is_first_step:
-            given = [list(bucket) for bucket in reversed(self.layout)]  # DDP reverses what it is given
+            given = [list(bucket) for bucket in reversed(self.layout)]  # DDP reverses the list that it gets
 
             def as_before(*args: Any, **named: Any) -> Any:
                 limits = assign(*args, **named)[1]

@@ -1,10 +1,11 @@
 """The connection of a rank to its launcher, `hegmctl run --ranks`, and the thread that listens to it.
 
-The launcher counts generations: each fault begins the next one. It says when a generation is over (`abort`), from which
-step the next one begins (`plan`), and when all ranks are there (`go`). What it says of an older generation is ignored.
+The launcher counts generations: each fault starts the next one. It announces that a generation has ended (`abort`),
+from which step the next one starts (`plan`), and that all ranks are there (`go`). Messages of an older generation are
+ignored.
 
-An abort reaches the block's thread, which is the main one, wherever it is: its collectives are ended, and a signal that
-this module has taken over interrupts its system calls, unless the thread has left the block by then. The handler
+An abort interrupts the block's thread, which is the main one, wherever it is: its collectives are ended, and a signal
+that this module has taken over interrupts its system calls, unless the thread has left the block by then. The handler
 raises `Interrupted`, but only while the block is on the stack and no step is being made. It is sent again until the
 thread has left the block.
 """
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 LAUNCHER, LINE_FD = "HEGM_LAUNCHER_PID", "HEGM_RANK_FD"
 #: Taken over in the main thread of a script with a block: a real-time signal, which scripts rarely use.
 INTERRUPT = signal.SIGRTMIN + 9
-# By then the error of a collective has left the block; what the script cleans up may take longer.
+# The error of a collective leaves the block within this time; the script's own cleanup may take longer.
 _SIGNAL_AFTER_S, _SIGNAL_AGAIN_S = 0.1, 1.0
 MESSAGE_BYTES = 1 << 18
 _MAX_DESCRIPTORS = 4
@@ -46,7 +47,7 @@ class Interrupted(BaseException):
 
 
 class Alone(Exception):
-    """The launcher has ended: there is no recovery any more."""
+    """The launcher has ended, so there is no recovery."""
 
     def __init__(self) -> None:
         super().__init__("hegmctl run has ended, and nobody recovers this training any more")
@@ -89,7 +90,7 @@ class Line:
         return self._wanted
 
     def say(self, do: str, **what: Any) -> None:
-        """Tell the launcher. One that has ended does not hear it."""
+        """Send a message to the launcher. A launcher that has ended does not receive it."""
         try:
             self._socket.send(dumps({"do": do, **what}).encode())
         except OSError as error:
@@ -119,7 +120,7 @@ class Line:
         return self._is_for("over", generation)
 
     def await_abort(self, generation: int) -> str | None:
-        """Wait until a newer generation is wanted; returns why there is none, if so. Raises Alone."""
+        """Wait for a newer generation. Return its reason, if it has one. Raises Alone."""
         self._await(lambda: self._wanted > generation or self._is_over is not None)
         return self._is_over
 
@@ -139,11 +140,11 @@ class Line:
 
     @property
     def held_slots(self) -> tuple[int, ...]:
-        """The descriptors of all slots that there are."""
+        """Return the descriptors of all existing slots."""
         return tuple(self._slots.values())
 
     def held_slot(self, number: int) -> int:
-        """Return the descriptor of a slot that there is. Raises OSError."""
+        """Return the descriptor of an existing slot. Raises OSError."""
         if number not in self._slots:
             raise OSError(f"slot {number} has not come")
         return self._slots[number]
@@ -154,7 +155,7 @@ class Line:
         self.check()
 
     def leave(self) -> None:
-        """The thread has left the block, and is not interrupted any more."""
+        """Record that the thread has left the block, and must not be interrupted."""
         self._running, self._frame, self._is_making_step = 0, None, False
 
     def check(self) -> None:
@@ -253,9 +254,9 @@ class Line:
 
 
 def find(environ: Any) -> tuple[socket.socket, int, int] | None:
-    """Return this process's connection, its rank and how many there are; None if it is no rank of a launcher.
+    """Return this process's connection, its rank and the number of ranks; None if it is no rank of a launcher.
 
-    A process that a rank has started is none, although it has the variables.
+    A child process of a rank is none, although it has the variables.
     """
     launcher, fd = environ.get(LAUNCHER), environ.get(LINE_FD)
     if launcher is None or fd is None or int(launcher) != os.getppid():

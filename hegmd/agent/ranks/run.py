@@ -1,8 +1,8 @@
 """One generation of a block as a script sees it: its ranks, its step, and the guard of each step.
 
-A step is made as a whole or not at all: nothing interrupts it, and a rank whose step was cut short by an error has no
-state until it is given one. On a GPU the guard waits for all that was queued, looks whether the generation is over,
-makes the step, and waits again before it counts: after an abort a collective «succeeds» with garbage.
+A step is made completely or not at all: nothing interrupts it, and a rank whose step was cut short by an error has no
+state until it gets one. On a GPU the guard waits for all queued work, checks whether the generation has ended, makes
+the step, and waits again before it counts: after an abort a collective «succeeds» with garbage.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ if TYPE_CHECKING:
     from .training import Training
 
 SLOTS = 2
-# As in the process tier: a snapshot takes one part in so many of the time, and comes once a second at most.
+# As for other recoveries: a snapshot takes one part in this many of the time, and at most one is taken each second.
 SHARE, LEAST_INTERVAL_S = 100, 1.0
-# As in the process tier: no step for this many times the longest step, and at least so long, is a hang.
+# As for other recoveries: a rank hangs if it makes no step for this many times the longest step, and at least this
+# long.
 LEARNED_TIMES, LEAST_HANG_S = 5.0, 60.0
-# A snapshot that could not be taken is tried again after so long.
+# A failed snapshot is tried again after this time.
 UNPROTECTED_S = 30.0
 _LOOK_S = 0.001
 
 
 class Settings:
-    """What a script has said of its block."""
+    """The options of a script's block."""
 
     def __init__(
         self, training: Training, first_step: int, soft_limit_s: float | None, hard_limit_s: float, fault_text: str
@@ -117,7 +118,7 @@ class Run:
     # ---- limits -----------------------------------------------------------------------------------------------------
 
     def stamp(self, limit_s: float | None = None) -> None:
-        """Tell the launcher that this rank makes progress."""
+        """Record on the board that this rank makes progress."""
         if self._process is not None:
             limit_s = self._limit_s if limit_s is None else limit_s
             self._process.board.stamp(self.rank, now(), limit_s, self.step)
@@ -184,7 +185,7 @@ class Run:
             self.take_snapshot(self.generation, self.step)
 
     def _learn_limit(self) -> None:
-        """The longest step so far tells how long one may take."""
+        """Learn from the longest step so far how long one may take."""
         at = now()
         self._longest_s, self._since = max(self._longest_s, at - self._since), at
         if self._settings.soft_limit_s is None:
@@ -194,7 +195,7 @@ class Run:
     # ---- snapshots --------------------------------------------------------------------------------------------------
 
     def take_snapshot(self, generation: int, step: int) -> None:
-        """Write the state into the slot that is older. What prevents it is told to the launcher, which says it once."""
+        """Write the state into the older slot. A problem is reported to the launcher, which shows it once."""
         process, began = self._process, now()
         if process is None:
             return
@@ -238,9 +239,9 @@ class Run:
         self.next_slot = (self.next_slot + 1) % SLOTS
 
     def _own_of_all(self, process: RankProcess, generation: int, step: int) -> list[bytes]:
-        """Return what each rank needs to begin that step.
+        """Return what each rank needs to start that step.
 
-        All ranks have recorded it before one can come to the step. Before the first step a rank may need a moment.
+        All ranks have recorded it before one can reach the step. Before the first step a rank may need a moment.
         """
         deadline = now() + self._settings.hard_limit_s
         while any(process.board.read(rank, step) is None for rank in range(self.world_size)) and now() < deadline:
@@ -278,7 +279,7 @@ class Guard:
 
 
 class Section:
-    """Part of a block with a limit of its own."""
+    """Part of a block with its own limit."""
 
     def __init__(self, run: Run, limit_s: float | None) -> None:
         self._run, self._limit_s = run, limit_s or 0.0
@@ -333,6 +334,6 @@ def uses_cuda() -> bool:
 
 
 def _synchronize() -> None:
-    """Wait for the GPU, so that what is checked next holds for all that was queued before."""
+    """Wait for the GPU, so that the next check covers all queued work."""
     if uses_cuda():
         sys.modules["torch"].cuda.synchronize()

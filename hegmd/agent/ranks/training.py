@@ -1,7 +1,7 @@
-"""What is recovered of a training: its replicated state, and what each rank has of its own.
+"""The recovered state of a training: its replicated state, and the state of each rank.
 
 The replicated state is the same on all ranks after a step: parameters, buffers, optimizers and schedulers. A rank's own
-are its random state and what the script named as `extra`.
+state is its random state and the script's `extra`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Training:
         return pickle.dumps(found, pickle.HIGHEST_PROTOCOL)
 
     def restore_own(self, data: bytes) -> None:
-        """Put back what `own` returned, in this process or in another one of this rank."""
+        """Restore what `own` returned, in this process or in another one of this rank."""
         saved: Any = pickle.loads(data)  # noqa: S301 - of a rank of this job, by a memory of its user
         numpy: Any = sys.modules.get("numpy")
         random.setstate(saved["python"])

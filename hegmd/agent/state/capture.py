@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any
 
-    #: A name, what it has to return, and the line of the call if that is not the head of the loop.
+    #: A name, what it must return, and the line of the call unless that is the head of the loop.
     _Need = tuple[str, Any, "int | None"]
 
 #: The version of the state as a whole. Raise it when its content or meaning changes; a test knows each version.
@@ -59,7 +59,7 @@ def capture(ident: int | None = None, frame: FrameType | None = None) -> tuple[d
     `ident` is the training thread if it is not the gate's own; `frame` is its frame if it calls itself.
     """
     thread = lifecycle.gate().home if ident is None else ident
-    # All frames are not to be kept in a variable: this very function would keep itself and all that they have.
+    # Do not keep all frames in a variable: this function would keep itself and all variables of the process.
     its = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage] - documented all the same
     taking = _Taking(thread, frame or its)
     return taking.state, taking.refusals

@@ -77,7 +77,7 @@ def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
 
 
 def _compared(state: dict[str, Any], frames: list[FrameType]) -> tuple[dict[int, tuple[Any, Holding]], list[str]]:
-    """Return what was saved, each with what the script holds here, and why they do not fit."""
+    """Return what was saved, each with the script's object here, and why they do not fit."""
     pairs, reasons = _matched(state["holdings"], Holdings(frames).list)
     references = kind_table.references_of({index: found for index, (_saved, found) in pairs.items()})
     for saved, found in pairs.values():

@@ -192,7 +192,7 @@ def end_unrestored(reasons: list[str]) -> NoReturn:
 
 
 def tell_waiting() -> None:
-    """Print that this script is another one than the one that saved the state, and has ended without it."""
+    """Print that another script saved this state, and that this process has ended without it."""
     os.write(2, b"hegm: this script is not the one that left its state, which waits for that one.\n")
 
 
@@ -204,7 +204,7 @@ def left_status() -> int:
         return LEFT_STATUS
 
 
-# What no file object of the script writes to, and the slot of a snapshot, which is another one each time.
+# Files that no file object of the script writes to, and the slot of a snapshot, which differs each time.
 _NO_FILES = ("socket:", "anon_inode:", "hegm-pool")
 #: The files that the script had open when they were looked for last, and its descriptors at that time.
 _files: list[Any] = []

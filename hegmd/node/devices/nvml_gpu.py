@@ -60,7 +60,7 @@ class NvmlGpu:
         value = self._ask(what, function, *arguments)
         return None if value is None or value == untold else int(value)
 
-    # -- identity --
+    # Identity
 
     def uuid(self) -> str | None:
         return told_text(self._ask("UUID", "nvmlDeviceGetUUID"))

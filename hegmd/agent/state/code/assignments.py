@@ -27,7 +27,7 @@ GLOBAL = "global"
 ATTRIBUTE = "attribute"
 _DATA = "data"
 _OPTIMIZED = 0x1  # set for a function's code, not for a module's or a class's
-#: Functions of the script that are looked through for what they change.
+#: The most functions of the script that are searched for changes.
 MAX_CODES = 600
 _MUTATORS = frozenset(
     "append appendleft extend extendleft insert add update pop popleft popitem remove discard clear setdefault sort "

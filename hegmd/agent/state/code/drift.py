@@ -34,7 +34,7 @@ _THEIR_OWN = ("tqdm",)  # packages whose objects restore themselves
 
 
 class Holder:
-    """What has places for values: an object, a function, a cell of one, a module."""
+    """An object with places for values: an instance, a function, a cell of one, a module."""
 
     __slots__ = ("kind", "name", "thing")
 
@@ -127,7 +127,7 @@ class Drift:
 def _weak(thing: Any) -> Any:
     try:
         return weakref.ref(thing)
-    except TypeError:  # a cell, or an object with slots: told by its address alone
+    except TypeError:  # a cell, or an object with slots: identified by its address alone
         return True
 
 

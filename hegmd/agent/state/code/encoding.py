@@ -153,7 +153,7 @@ class Settling:
     """
 
     def __init__(self, find: Callable[[Any, Settling], Any] | None = None, *, from_cpu: bool = False) -> None:
-        """`find` gives what a reference leads to, None if that is nothing."""
+        """`find` returns the target of a reference, or None if it has none."""
         self._find = find
         self.missing: list[str] = []
         self._from_cpu = from_cpu

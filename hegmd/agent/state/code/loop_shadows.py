@@ -38,7 +38,7 @@ class Entering:
         self._last_entered = last_entered
 
     def need(self, name: str, frame: FrameType | None) -> Any:
-        """Return what a call of this name has to return, if a loop of the place is entered there; otherwise None."""
+        """Return the value for a call of this name, if a loop of the place is entered there; otherwise None."""
         frames = script_frames(frame)
         if not frames:
             return None
@@ -95,7 +95,7 @@ class Shadows:
     """Both names, in every module of the script's that is there or comes."""
 
     def __init__(self, needed: Callable[[str, FrameType], Any], end: Callable[[list[str]], None]) -> None:
-        """`needed` returns what a call of a name has to return, or None for the usual result. `end` does not return."""
+        """`needed` returns the value for a call of a name, or None for the usual result. `end` does not return."""
         self._modules: list[Any] = []
         self._needed = needed
         self._end = end
@@ -169,7 +169,7 @@ class Shadows:
     def _shadow_of(self, real: Any, given: Callable[..., Any]) -> Any:
         needed = self._needed
 
-        def __new__(_cls: Any, *args: Any, **named: Any) -> Any:  # noqa: N807 - what a class is called by
+        def __new__(_cls: Any, *args: Any, **named: Any) -> Any:  # noqa: N807 - Python calls a class by it
             need = needed(real.__name__, caller())
             return real(*args, **named) if need is None else given(need, *args, **named)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType
     from typing import Any
 
-# The agent, and what of hegmd it has with it: its own loops, in its own thread, are none of the script's. And its face.
+# The agent, the parts of hegmd that it loads, and the package `hegm`: their loops are not the script's.
 _OURS = os.path.abspath(__file__).rpartition("/agent/state/")[0] + "/"
 _FACE = os.path.dirname(os.path.dirname(_OURS)) + "/hegm/"
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + "/"

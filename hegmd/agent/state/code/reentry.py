@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .assignments import Change
 
 _OPTIMIZED = 0x1  # set for a function's code, not for a module's or a class's
-#: By which random numbers are drawn, as far as names tell.
+#: Names of functions that draw random numbers.
 _DRAWING = frozenset(
     "rand randn randint randperm random randrange choice choices sample shuffle normal normal_ uniform uniform_ "
     "bernoulli bernoulli_ multinomial permutation permuted gauss random_split random_ rand_like randn_like "

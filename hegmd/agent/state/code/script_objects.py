@@ -40,7 +40,7 @@ def users_modules() -> list[Any]:
 
 
 class Instances:
-    """All of them that there are now."""
+    """All objects of the script that exist now."""
 
     def __init__(self, frames: Iterable[FrameType]) -> None:
         #: Each with its names, the nearest first.
@@ -59,7 +59,8 @@ class Instances:
         leaves = [getattr(torch, "Tensor", None), getattr(numpy, "ndarray", None), self._optimizer]
         self._leaves: Any = (*_SCALARS, *_PASSED, *[found for found in leaves if found is not None])
         left: deque[tuple[str, Any, int]] = deque(_beginnings(frames))
-        later: deque[tuple[str, Any, int]] = deque()  # what only functions have: of those there are many
+        # visited later, because there are many: what only functions refer to
+        later: deque[tuple[str, Any, int]] = deque()
         most, is_later = _MAX_OBJECTS, False
         while (left or later) and len(self._seen) < most:
             if not left:

@@ -1,1 +1,1 @@
-"""What a saved state has to know about training frameworks. Each framework is one module."""
+"""How a saved state treats training frameworks. Each framework is one module."""

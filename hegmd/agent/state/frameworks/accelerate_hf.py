@@ -300,7 +300,7 @@ class Resuming:
         return found
 
     def put_back(self, state: dict[str, Any]) -> None:
-        """Set what they count."""
+        """Set their counters."""
         _put_accelerate(state.get("accelerate", []))
         self._lightning.put_back(state.get(lightning.KEY))
         while self._undo:

@@ -60,7 +60,7 @@ def counts(dataset: Any) -> bool:
 
 
 class Makings:
-    """What a dataset's rows come from, without keeping it alive: addresses are given out again."""
+    """The objects that a dataset's rows come from, without keeping them alive: addresses are reused."""
 
     def __init__(self, dataset: Any) -> None:
         parts, self._indices = _parts_of(dataset)
@@ -87,7 +87,7 @@ def _parts_of(dataset: Any) -> tuple[list[Any], int]:
 def _reference_to(found: Any) -> Any:
     try:
         return weakref.ref(found)
-    # no weak references, such as a list or a tuple: it stays as long as the loader's place is remembered
+    # no weak references, such as a list or a tuple: kept alive as long as the loader's place is remembered
     except TypeError:
         return lambda: found
 

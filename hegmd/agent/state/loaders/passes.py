@@ -80,7 +80,7 @@ class Stream:
             self._dataset.load_state_dict(contents.owned(taken["state"]))
 
     def go_on(self, iterator: Any, taken: Any, delivered: int) -> None:
-        """Set the position after so many batches, once the loader has its iterator."""
+        """Set the position after that many batches, once the loader has its iterator."""
         if taken["replays"]:
             for index in range(delivered):
                 try:
@@ -136,7 +136,7 @@ class Iteration:
         self.iterator: Any = None
         self.asked = loop_position.Asked()
         self.base = 0  # the first batch that this process's workers made of it
-        self.sent: list[int] = []  # what each worker has made in earlier passes
+        self.sent: list[int] = []  # how many batches each worker has made in earlier passes
         self.given_states: dict[int, Any] = {}
         self.gathered: list[Any] = generators_of(loader)
         self._before = beginning_of(self.gathered, loader, path)
@@ -327,7 +327,7 @@ _followed: dict[int, Iteration] = {}
 _read_at: dict[Any, dataset_identity.Makings] = {}
 _sums_at: dict[Any, dict[str, int]] = {}
 _REMADE = "make the dataset before the loop, so that a restarted script has the same data"
-#: Workers that were at rest between two passes when the state was taken, and have not been asked for the next one yet.
+#: Workers that waited between two passes when the state was saved, and were not asked for the next one yet.
 resting: list[dict[str, Any]] = []
 _IN_ORDER = "let the loader keep their order (in_order=True)"
 _DRAWING = (

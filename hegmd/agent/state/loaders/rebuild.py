@@ -82,7 +82,7 @@ class PassAgain(Iteration):
         return self._with_first_sending(loader, place, make)
 
     def rest_again(self, loader: Any, taken: Any, make: Callable[[Any], Any]) -> Any:
-        """Make the workers that were at rest between two passes, and begin the next one with the states of now."""
+        """Create the workers that waited between two passes, and begin the next pass with their present states."""
         if dict(taken["signature"]) != self.signature:
             raise DoesNotFit([unlike(taken, self.signature)])
         now = self._before

@@ -47,7 +47,7 @@ class Seeds:
         self.fd = fd
 
     def close(self) -> None:
-        """Let go of the memory; the workers keep theirs. A forked child has a copy of its own."""
+        """Close the memory; the workers keep theirs. A forked child has a copy of its own."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 _LATER = "ask again; it is over by itself"
 _ONE_EACH = "give each a script of its own, or put them in one loop"
-#: Set when a pass over a loader begins: the next step tells which loops it is in.
+#: Set when a pass over a loader begins: at the next step the loops are found.
 is_news = True
 _trained: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-#: Outermost loops that have trained, each with what tells one time that it is entered from the next.
+#: Outermost loops that have trained, each with what distinguishes one entry from the next.
 _entered: dict[Any, _Entry] = {}
 _entered_again: set[Any] = set()
 
@@ -98,7 +98,7 @@ def _entry_of(place: Place) -> _Entry | None:
 
 
 class _Entry:
-    """An iterator of numbers by itself, which is all that it keeps alive; a pass over a loader by its number."""
+    """An iterator of numbers, kept alive alone; a pass over a loader, by its number."""
 
     def __init__(self, iterator: Any) -> None:
         parts = [iterator]

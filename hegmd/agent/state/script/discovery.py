@@ -1,7 +1,8 @@
-"""What of a script has a state: models, optimizers, schedulers, generators, by the names that lead to them.
+"""Finds the objects of a script that have a state: models, optimizers, schedulers, generators, with the names that lead
+to them.
 
 A name is a path from a module of the script, or from a running function, over attributes, keys and list positions. The
-same script has the same names when it runs again, unlike addresses and orders of collection. Everything has all its
+same script has the same names when it runs again, unlike addresses and orders of collection. Every object has all its
 names, because a script may hold one object under several, and rename it.
 """
 
@@ -57,7 +58,7 @@ class Holding:
 
 
 class Holdings:
-    """All that the script holds when this is created. Reads only, and calls none of the script's code."""
+    """All objects that the script holds when this is created. Reads only, and calls none of the script's code."""
 
     def __init__(self, frames: list[FrameType]) -> None:
         self.list: list[Holding] = []
@@ -127,13 +128,15 @@ class Holdings:
             self._left.extend((way, found, depth + 1) for way, found in ways)
         else:
             self._beyond.extend((name, found) for _way, found in ways if self._kinds.of(found) in _TOLD)
-        if kind == MODULE:  # those within it are no deeper, however many layers there are
+        if kind == MODULE:  # those within it are no deeper, regardless of the number of layers
             children = list(thing.__dict__.get(_CHILDREN, {}).items())
             self._left.extend((f"{name}.{key}", found, depth) for key, found in children)
 
 
 def is_open(found: Holding) -> bool:
-    """Return True if its `state_dict` is the script's own: that says what the script saves, not all that there is."""
+    """Return True if its `state_dict` is the script's own: it defines what the script saves, which may be
+    incomplete.
+    """
     return found.kind == STATEFUL and _is_scripts(type(found.thing)) and not is_a(found.thing, *_COLLECTIONS)
 
 

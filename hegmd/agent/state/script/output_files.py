@@ -1,9 +1,9 @@
-"""Files that the script appends to: how long they are at a snapshot, and cut back to that in a recovered process.
+"""Files that the script appends to: their sizes at a snapshot, to which a recovered process truncates them.
 
-Only with `hegmctl run --recover --truncate-outputs`, because what is cut off is gone. A file is cut only if all of this
-is so: at the snapshot the process had it open for writing at its end, or had opened it for appending before; it belongs
-to the user; it is still the same regular file, longer than it was, and the last bytes before the cut are what they
-were; and no process outside the job has it open for writing. So files that are changed in the middle, such as
+Only with `hegmctl run --recover --truncate-outputs`, because the removed part is lost. A file is truncated only if all
+of this holds: at the snapshot the process had it open for writing at its end, or had opened it for appending before; it
+belongs to the user; it is still the same regular file, longer than it was, and the last bytes before the cut are
+unchanged; and no process outside the job has it open for writing. So files that are changed in the middle, such as
 databases, are left alone, and so are those that several ranks write.
 """
 
@@ -36,7 +36,7 @@ _is_followed = False
 
 
 def is_wanted() -> bool:
-    """Whether the job's supervisor was told to cut files."""
+    """True if the job's supervisor was asked to truncate files."""
     return os.environ.get(WISH, "").isdigit()
 
 
@@ -98,7 +98,7 @@ def _told_of(pid: str, fd: str) -> tuple[int, int]:
 def _length_of(path: str) -> Length | None:
     try:
         fd = _opened(path, os.O_RDONLY)
-    except OSError:  # it is gone, a link, or not to be read
+    except OSError:  # it was removed, is a link, or is unreadable
         return None
     try:
         found = os.fstat(fd)
@@ -176,8 +176,10 @@ def _cut(saved: Length) -> None:
 
 
 def _written_by_others(supervisor: int) -> dict[tuple[int, int], int]:
-    """Files that processes write to which this user may look at, other than this one, its children, and what has
-    started it from its supervisor on; each with one of these processes."""
+    """Return the files that other readable processes write to, each with one of these processes.
+
+    This process, its children and its ancestors up to the supervisor do not count.
+    """
     parents = {pid: _parent_of(pid) for pid in map(int, filter(str.isdigit, os.listdir("/proc")))}
     own = os.getpid()
     line, pid = {own, supervisor}, own

@@ -158,7 +158,7 @@ class Referred:
             set_value(thing, name, settling.settle(form, None, f"{entry['class']}.{name}"))
 
     def places(self, missing: list[str]) -> Iterator[Place]:
-        """Yield what has changed in each object. Objects without a counterpart are added to `missing`."""
+        """Yield the changes of each object. Objects without a counterpart are added to `missing`."""
         for number, entry in enumerate(self._entries):
             thing = self._found.get(number)
             if thing is None:

@@ -43,7 +43,7 @@ def misfits(taken: Any, frames: list[FrameType]) -> list[str]:
 
 
 def put_back(taken: Any, frames: list[FrameType], held: Callable[[Any], Any], *, from_cpu: bool = False) -> list[str]:
-    """Restore all of it, and return what could not be set. `held` finds an object with a state of its own by its
+    """Restore all of it, and return what could not be set. `held` returns an object with a state of its own by its
     reference.
     """
     instances = Instances(frames)
@@ -54,13 +54,12 @@ def put_back(taken: Any, frames: list[FrameType], held: Callable[[Any], Any], *,
     of_frames = list(_places_of_frames(taken["frames"], frames))
     places += [*of_frames, *_places_of_classes(taken["classes"], missing)]
     places += referred.places(missing)
-    # A variable that was set may hold another object in the new script. For one that was only altered, the new script's
-    # object is right.
+    # A variable that was set may hold another object in the new script. One that was only altered has the right object.
     several = held_by_several(frames, instances)
     alone = [place for place in of_frames if place.is_stored and not place.is_shared]
     for place in sorted(places, key=lambda place: place.is_stored):
         if place in alone and id(place.here) in several:
-            settling.leave(place.here)  # it was set to something of its own, and holds what others hold too
+            settling.leave(place.here)  # it was set to an object of its own, and holds objects that others hold too
         settling.claim(place.form, place.here, in_place=not place.is_stored)
     values = [settling.settle(place.form, place.here, place.name, in_place=not place.is_stored) for place in places]
     settling.fill()
@@ -93,7 +92,7 @@ def _places_of_globals(saved: list[Any], missing: list[str]) -> Iterator[Place]:
 
 def _places_of_frames(saved: list[Any], frames: list[FrameType]) -> Iterator[Place]:
     for frame, taken in zip(frames, saved):
-        names: Any = frame.f_locals  # read once: up to Python 3.12 each read forgets what was set in it
+        names: Any = frame.f_locals  # read once: up to Python 3.12 each read discards what was set
         for name, (form, is_stored) in taken["values"].items():
             yield _place_in(names, name, form, is_stored=is_stored)
 

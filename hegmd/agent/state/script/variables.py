@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 #: Under which the state has them.
 KEY = "own"
-#: How a plan says of something that what changes there is not known.
+#: The start of a plan's note that the changes of an object are unknown.
 UNSEEN = "not looked at: "
 _MAX_NOTES = 32
 _OF_LOADERS = frozenset(("DataLoader", "DataLoaderShard", "StatefulDataLoader"))
@@ -46,7 +46,7 @@ def capture(
     changed: Collection[tuple[int, str]] = (),
     drift: Drift | None = None,
 ) -> dict[str, Any]:
-    """Return the plain values; under "anew" what begins anew, and under "unseen" what was too much to search.
+    """Return the plain values; under "anew" what begins anew, and under "unseen" what was too large to search.
 
     `held` maps the address of each object with a state of its own to a reference. `kept` are names under which the
     script keeps objects itself. `changed` are variables that `baseline` has seen to change. `drift` has all other
@@ -244,7 +244,7 @@ class _Taking:
         return id(thing) not in self._made
 
     def _note(self, what: str) -> None:
-        """Note that it begins anew. What hegm.keep keeps under that name may be it, or another object of that name."""
+        """Note that it begins anew. An object that hegm.keep keeps under that name may be the same or another one."""
         name = what.partition(" (")[0].rpartition(".")[2]
         self._anew[f"{what}, but for what hegm.keep({name!r}) keeps" if name in self._kept else what] = None
 
@@ -344,7 +344,7 @@ class _Taking:
 
     def _attributes(self, thing: Any, name: str, changes: dict[str, tuple[Change, str]]) -> dict[str, Any]:
         chosen: dict[str, Any] = {}
-        is_made = id(thing) in self._made  # by the loop: all that it has is
+        is_made = id(thing) in self._made  # created by the loop, with everything in it
         for attribute, value in values_of(thing):
             change, file = changes.get(attribute, (None, ""))
             if change is None and id(thing) in self._drawn:

@@ -1,10 +1,10 @@
-"""A shadow of what a state has in video memory: copied within the GPU in milliseconds, and fetched while the training
-goes on.
+"""A shadow of a state's video memory: copied within the GPU in milliseconds, and copied to the host while the training
+continues.
 
-Owns that memory. It is the driver's own: nothing of it comes from PyTorch's allocator or stays in its cache, so that it
-splits none of the job's blocks, and is in no graph's pool. It is taken only where the GPU has room for it and a good
-deal more, and given back as soon as it is fetched. Should the job take so much meanwhile that little is left, fetching
-ends at once, with `Ended`: then there is no snapshot, and the next one is taken without a shadow.
+Owns that memory. It is the driver's own: PyTorch's allocator does not know it, so it splits none of the job's blocks,
+and is in no graph's pool. It is allocated only if the GPU has much more free memory than it needs, and freed as soon as
+it was copied to the host. If the job uses so much memory meanwhile that little is left, the copying ends at once with
+`Ended`: then there is no snapshot, and the next one is taken without a shadow.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 #: `off` has the training wait until all is fetched.
 SWITCH = "HEGM_SNAPSHOT_SHADOW"
-# Of the GPU's memory, so much stays free for what the job may take meanwhile; and with less than half of it left the
-# shadow is given up.
+# This share of the GPU's memory stays free for the job. If less than half of it is left, the shadow is abandoned.
 SHARE_LEFT_FREE = 0.05
 # Each copy has the interpreter for a moment, which the training needs: more threads would be quicker, and slow it down.
 THREADS = 4
@@ -40,7 +39,7 @@ _BORDER_BYTES = 512
 
 
 class Ended(Exception):
-    """It is not fetched, because nobody wants it any more, or the job needs the memory."""
+    """The copying was stopped: the snapshot is no longer needed, or the job needs the memory."""
 
 
 #: Whether the job needed the memory of the last one.
@@ -55,7 +54,7 @@ def is_wanted() -> bool:
 
 
 class _Ending:
-    """The end of the interpreter, after which CUDA is not to be used any more: what is under way ends before."""
+    """The end of the interpreter, after which CUDA must not be used: running copies end before it."""
 
     def __init__(self) -> None:
         self.has_come = False
@@ -100,7 +99,7 @@ class Shadows:
         self._made: list[_Shadow] = []
 
     def add(self, pairs: list[tuple[Raw, int]], sum_up: Callable[[], set[int]]) -> bool:
-        """Copy these, which are on the GPU of this thread; False where that has no room.
+        """Copy these, which are on the GPU of this thread; False if the GPU lacks memory for them.
 
         `sum_up` is called meanwhile: it returns the places whose checksums are known. Raises HegmError.
         """

@@ -40,7 +40,7 @@ __all__ = ["Damaged", "Ended", "NotPlain", "Rest", "State", "read", "size_bytes"
 
 MAGIC = b"HEGMSTAT"
 VERSION = 1
-#: Magic, version, nothing, bytes of the tree, pieces, bytes in all, checksums of the tree and of the table.
+#: Magic, version, unused, bytes of the tree, pieces, bytes in all, checksums of the tree and of the table.
 _HEADER = struct.Struct("<8sIIQQQII")
 HEADER_BYTES = 64
 _BORDER_BYTES = 64
@@ -58,7 +58,7 @@ def write(fd: int, value: Any, progress: Progress | None = None) -> int:
 
 
 class State:
-    """A value taken apart for writing: its size can be asked before there is a descriptor. Its bytes must stay."""
+    """A value prepared for writing: its size is known before there is a descriptor. Its bytes must not change."""
 
     def __init__(self, value: Any) -> None:
         """Raises NotPlain."""
@@ -90,7 +90,9 @@ class State:
 
 
 class Rest:
-    """What is still to be written of a value whose own bytes may have changed. It keeps nothing of the value alive."""
+    """The rest of a value that must still be written, whose own bytes may have changed. Keeps nothing of the value
+    alive.
+    """
 
     def __init__(self, shadows: Shadows, tree: bytes, sizes: list[int], size_bytes: int, found: dict[int, int]) -> None:
         self._shadows = shadows
@@ -113,7 +115,7 @@ class Rest:
 
 
 def _seal(fd: int, tree: bytes, sizes: list[int], found: dict[int, int]) -> int:
-    """Write all but the pieces, the header last; how many bytes there are in all. Raises OSError."""
+    """Write all but the pieces, the header last; return the total number of bytes. Raises OSError."""
     places, size_bytes = _layout(HEADER_BYTES + len(tree), sizes)
     parts = [found[place] for place in _parts(places, sizes)]
     table = struct.pack(f"<{len(sizes)}Q{len(parts)}I", *sizes, *parts)

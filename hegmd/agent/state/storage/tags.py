@@ -14,5 +14,5 @@ AGAIN = b"="
 TENSOR, TORCH_SIZE, DTYPE, DEVICE = b"X", b"z", b"p", b"v"
 ARRAY, ARRAY_OF_COLUMNS, NUMPY_SCALAR = b"a", b"A", b"n"
 
-# Containers within containers. Python itself ends at 1000 calls, of which the job's own code has some.
+# The deepest nesting of containers. Python itself ends at 1000 calls, some of which the job's own code uses.
 MAX_DEPTH = 100

@@ -97,7 +97,7 @@ def _tensors_of(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _numbers_of(module: Any) -> dict[str, Any]:
-    """`training`, and what else a class of the script's may count in itself."""
+    """Return `training`, and other counters of a script's class."""
     return {
         name: value for name, value in module.__dict__.items() if type(value) in _NUMBERS and not name.startswith("_")
     }

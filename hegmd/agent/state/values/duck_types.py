@@ -1,4 +1,4 @@
-"""Of which class a value is and what a module has, for values of which nothing is known: type checkers see no more."""
+"""The class of a value and the attributes of a module, for untyped values: type checkers cannot follow them."""
 
 from __future__ import annotations
 

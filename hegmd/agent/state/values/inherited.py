@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: An inherited descriptor, or a file. Set by who starts a worker again.
 DESCRIPTOR, PATH = "HEGM_STATE_FD", "HEGM_STATE"
-#: Of how many ranks there are states, and the addresses at which they are to be had, without the rank's number.
+#: The number of ranks with states, and the prefix of the addresses that provide them.
 RANKS = "HEGM_STATES"
 RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"
 _STATE, _OVER = b"state", b"over"

@@ -1,4 +1,4 @@
-"""What a script has said through `hegm`, and what of it goes along in a restart.
+"""What a script has registered through `hegm`, and which of it a restart keeps.
 
 Owns the counts of optimizers' steps, the values that are kept, and the loaders that may be replayed. Works without an
 agent as well: then it counts, and keeps nothing beyond this process.
@@ -39,7 +39,9 @@ def _no_boundary() -> None:
 
 
 def make_released() -> Callable[[Callable[[str], object]], Any]:
-    """Return the context manager that lends the process's GPU memory. Its argument is told why nothing is lent."""
+    """Return the context manager that lends the process's GPU memory. Its argument gets the reason if nothing is
+    lent.
+    """
     if not __name__.startswith("_hegm."):
         return _no_block
     from ... import lifecycle
@@ -73,13 +75,13 @@ def meet(name: str, action: Callable[[Any], object]) -> None:
     if module is not None:
         action(module)
         return
-    # No import statement: import_hooks imports this package when there is something to train with.
+    # No import statement: import_hooks imports this package when a training framework is imported.
     mount = __import__(f"{__name__.rpartition('.state.')[0]}.import_hooks", fromlist=["FrameworkFinder"])
     sys.meta_path.insert(0, mount.FrameworkFinder({name: action}))
 
 
 class Said:
-    """What one script has said. `state` gives the state that it was restarted with, while that is not put back."""
+    """What one script has registered. `state` returns the state that it was restarted with, until that is restored."""
 
     def __init__(self, state: Callable[[], Any]) -> None:
         self._state = state
@@ -136,7 +138,7 @@ class Said:
             put(before["kept"][name])
 
     def _before(self) -> Any:
-        """Return what the script had said before its restart; None without a restart, or once all is restored."""
+        """Return what the script had registered before its restart; None without a restart, or once all is restored."""
         whole: Any = self._state()
         return None if whole is None else whole.get(KEY)
 
