@@ -113,8 +113,7 @@ def _live(channel: Channel) -> None:
     while True:
         try:
             attend(channel)
-        # noqa: BLE001 - another thread raised it here, outside of the code that is tried below
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised here by another thread
             note(f"ended: {error!r}; it begins again")
 
 

@@ -138,8 +138,7 @@ def _give_back(medium: HostMemory | VideoMemory) -> None:
     """
     try:
         medium.give_back()
-    # noqa: BLE001 - of PyTorch or CUDA; memory that is kept is wasted, but no bytes are lost
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - memory that is kept is wasted, but no bytes are lost
         note(f"what is kept beside the storages stays with the process: {error!r}")
 
 
