@@ -43,7 +43,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("--state-dir", "DIR", "keep state here instead of /var/lib/hegm (HEGM_STATE_DIR)"),
     Argument("--user", None, "be a private daemon: own processes only, paths in the user's own directories"),
     Argument("--simulate", "SPEC", "simulate GPUs: 2x8GiB for two of that size, or a TOML file with a topology"),
-    Argument("--until", "PID", "end after that process, once no job, client or operation is left"),
+    Argument("--until", "PID", "exit after that process has ended, once no job, client or operation remains"),
     Argument("--check-config", None, "read the configuration, report every mistake in it, and exit"),
     Argument("--doctor", None, "check this node without a daemon, one JSON object a line, and exit"),
     Argument("--log-level", "LEVEL", "debug, info, warning or error"),

@@ -215,11 +215,13 @@ class App:
             held.callback(take_away, path, path.lstat())
         except HegmError as error:
             hint = "systemctl restart hegmd.socket puts it back" if self._manager.present else error.hint
-            text = "the socket file %s is gone, and no client can connect: %s; %s"
+            text = "the socket file %s was removed, and no client can connect: %s; %s"
             limited(logger, "socket", logging.ERROR, text, path, error.message, hint)
             return
         listener.take(listening)
-        limited(logger, "socket-again", logging.WARNING, "the socket file %s was gone, and is bound again", path)
+        limited(
+            logger, "socket-again", logging.WARNING, "the socket file %s had been removed, and was bound again", path
+        )
 
     def _bind(self, path: Path) -> socket.socket:
         """Bind the socket. Raises HegmError."""
@@ -282,7 +284,7 @@ class App:
         try:
             await self.reload()
         except HegmError as error:
-            logger.error("the configuration stays as it was")
+            logger.error("the configuration is unchanged")
             for line in (*error.message.splitlines(), error.hint):  # a line for each mistake in it
                 logger.error("%s", line)
         self._manager.ready(self._status())

@@ -344,7 +344,7 @@ def example_of(sections: Mapping[str, type[Any]]) -> str:
     """Return the file for those sections."""
     opening = (
         f"The configuration of hegmd: {SYSTEM_PATH}, with --user {USER_PATH}, or what --config or {PATH_VARIABLE} "
-        "names. Every setting is here at its default; take the # away to change it. `hegmd --check-config` tells "
+        "names. Every setting is here at its default; remove the # to change it. `hegmd --check-config` lists "
         "every mistake with its line, `hegmctl config` shows what is in force. Written by `python3 -m hegmd.config`."
     )
     parts = [_comment(opening)]

@@ -44,7 +44,7 @@ UNAVAILABLE = Code("unavailable", 14, "a driver, library or device does not answ
 ATTENTION = Code("attention", 15, "the answer is complete and says that something needs a person")
 CANCELLED = Code("cancelled", 16, "cancelled by the caller")
 # As shells, env and nohup have it, for scripts that go by it.
-NOT_EXECUTABLE = Code("not-executable", 126, "the command that was to be run is there and cannot be run")
+NOT_EXECUTABLE = Code("not-executable", 126, "the command exists and cannot be executed")
 NO_COMMAND = Code("no-command", 127, "the command that was to be run was not found")
 
 CODES: tuple[Code, ...] = (

@@ -60,7 +60,7 @@ class DaemonSettings:
     socket: Path = setting(
         PathName(most_bytes=SOCKET_PATH_BYTES),
         "/run/hegm/hegmd.sock",
-        "The Unix socket at which the daemon listens; systemd's own, when it hands one over, comes first.",
+        "The Unix socket at which the daemon listens; a socket from systemd comes first.",
         user_default="$XDG_RUNTIME_DIR/hegm/hegmd.sock",
         variable="HEGM_SOCKET",
         flag="--socket",
@@ -69,7 +69,7 @@ class DaemonSettings:
     state_dir: Path = setting(
         PathName(),
         "/var/lib/hegm",
-        "The directory for what has to survive a restart of the daemon.",
+        "The directory for data that must survive a restart of the daemon.",
         user_default="$XDG_STATE_HOME/hegm",
         variable="HEGM_STATE_DIR",
         flag="--state-dir",
@@ -104,16 +104,16 @@ class InventorySettings:
     query_deadline_s: float = setting(
         Amount(0.05, 10, whole=False),
         1.0,
-        "Seconds that a vendor's library may take; after that, what is known already is shown and marked as old.",
+        "Seconds that a vendor's library may take; after that, older data is shown and marked as old.",
         reloads=True,
     )
     nvidia: str = setting(
-        OneOf(("auto", "off")), "auto", "NVIDIA GPUs, through NVML: looked for, or left alone.", reloads=False
+        OneOf(("auto", "off")), "auto", "NVIDIA GPUs, through NVML: detected, or ignored.", reloads=False
     )
     amd: str = setting(
         OneOf(("auto", "off")),
         "auto",
-        "AMD GPUs, through AMD SMI or, without it, through the kernel: looked for, or left alone.",
+        "AMD GPUs, through AMD SMI or, without it, through the kernel: detected, or ignored.",
         reloads=False,
     )
 
@@ -133,7 +133,7 @@ class LimitSettings:
     clients: int = setting(
         Amount(1, 65536),
         4096,
-        "Connections at a time, from all users together; one in 16 is kept for those who may act on all processes.",
+        "Connections at a time, from all users together; one in 16 is reserved for administrators.",
         reloads=False,
     )
     clients_per_uid: int = setting(Amount(1, 65536), 1024, "Connections at a time from one user.", reloads=False)
@@ -144,10 +144,10 @@ class LimitSettings:
         Amount(0.05, 600, whole=False), 5.0, "Seconds after connecting within which a caller says hello.", reloads=False
     )
     frame_deadline_s: float = setting(
-        Amount(0.05, 600, whole=False), 10.0, "Seconds within which a frame that was begun is complete.", reloads=False
+        Amount(0.05, 600, whole=False), 10.0, "Seconds within which a started frame must be complete.", reloads=False
     )
     send_deadline_s: float = setting(
-        Amount(0.05, 600, whole=False), 10.0, "Seconds within which a caller takes what is sent to it.", reloads=False
+        Amount(0.05, 600, whole=False), 10.0, "Seconds within which a caller must read its answers.", reloads=False
     )
 
 
@@ -166,7 +166,7 @@ class LogSettings:
     format: str = setting(
         OneOf(("auto", "journal", "json", "text")),
         "auto",
-        "The journal with its fields, lines of JSON, or lines of text; auto is the journal where stderr goes there.",
+        "The journal with its fields, lines of JSON, or lines of text; auto is the journal if stderr goes there.",
         variable="HEGM_LOG_FORMAT",
         flag="--log-format",
         reloads=True,
@@ -180,7 +180,7 @@ class AuditSettings:
     file: Path | None = setting(
         PathName(optional=True),
         "",
-        "A file to which each request that changes something is appended as a line of JSON, besides the log.",
+        "A file to which each request that changes something is appended as a line of JSON, in addition to the log.",
         reloads=True,
     )
 
@@ -220,7 +220,7 @@ class DoctorSettings:
     image_dir: Path | None = setting(
         PathName(optional=True),
         "",
-        "The directory that is to hold images of processes, so that its space is checked.",
+        "The directory planned for images of processes, whose free space is checked.",
         reloads=True,
     )
 
@@ -256,7 +256,7 @@ class PoolSettings:
     spill: str = setting(
         OneOf(("asked", "full", "always")),
         "asked",
-        "When bytes of suspended jobs go to disk: when asked (--spill), also when the budget is full, or always.",
+        "When bytes of suspended jobs go to disk: on request (--spill), also if the budget is full, or always.",
         reloads=False,
     )
     spill_dir: Path | None = setting(
@@ -368,19 +368,19 @@ class SharingSettings:
     max_user_priority: int = setting(
         Amount(0, 100),
         50,
-        "The highest priority that users may give to jobs and leases; root and the daemon's group may give any.",
+        "The highest priority that users may set for jobs and leases; root and the daemon's group may set any.",
         reloads=False,
     )
     users_suspend: str = setting(
         OneOf(("lower", "own")),
         "lower",
-        "Whose jobs of lower priority are suspended for those of a user: of everybody, or only their own.",
+        "Whose jobs of lower priority are suspended for a user's jobs: those of all users, or only their own.",
         reloads=False,
     )
     max_lease_s: float = setting(
         Amount(1, 31536000, whole=False),
         86400.0,
-        "Seconds after which a lease ends that has neither a process nor a time of its own.",
+        "Seconds after which a lease without a process and without a time limit ends.",
         reloads=False,
     )
     slices: str = setting(
@@ -398,7 +398,7 @@ class SharingSettings:
     method: str = setting(
         OneOf(("auto", "keep-context", "whole")),
         "auto",
-        "How jobs leave for others: with their CUDA contexts kept where that frees enough, always so, or whole.",
+        "How jobs are suspended for others: with their CUDA contexts kept if that frees enough, always, or never.",
         reloads=False,
     )
 

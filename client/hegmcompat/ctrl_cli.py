@@ -14,7 +14,7 @@ from hegmcompat.surroundings import Surroundings, read_surroundings, require_tok
 from hegmcompat.terminal import explain, say
 from hegmd.errors import HegmError
 
-SUMMARY = "ask trainings for their state, and let them go on"
+SUMMARY = "make trainings save their state, and let them continue"
 _LAST_PORT = 65535
 NOBODY = (
     "No GPU-using workers detected (no Launcher instances have registered a worker, or none hold /dev/nvidia* open)."

@@ -43,7 +43,7 @@ class HeldState:
         if private_files.identity(self._path) == self._identity:
             return
         if self._memory is None:
-            raise FileNotFoundError(2, "it is gone or another one, and was not held in memory", str(self._path))
+            raise FileNotFoundError(2, "it was removed or replaced, and was not held in memory", str(self._path))
         private_files.make_folder(self._path.parent)
         with memoryview(self._memory) as data:
             private_files.write(self._path, data[: self.size_bytes])

@@ -77,7 +77,7 @@ class Launcher:
                 warn(f"{self._state} is of another command: it is kept as {aside}, and the training begins anew")
             else:
                 self._require_agent()
-                warn(f"the training goes on from {self._state}")
+                warn(f"the training continues from {self._state}")
         try:
             private_files.write(command_path, own)
         except OSError as error:
@@ -121,7 +121,7 @@ class Launcher:
 
     def not_started(self, why: str) -> None:
         """Give up: the command can no longer be started."""
-        hint = f"see that it is there; its state stays in {self._state}"
+        hint = f"check that it exists; its state stays in {self._state}"
         self._next = GiveUp(f"{self.command[0]} cannot be started again: {why}", hint)
 
     def wanted(self) -> Start | GiveUp | None:
@@ -135,16 +135,16 @@ class Launcher:
         now = private_files.identity(self._state)
         has_gone_on = self._take_word()
         if self._found:
-            self._next = GiveUp(self._found, f"{HINT}; {self._state} is as it was")
+            self._next = GiveUp(self._found, f"{HINT}; {self._state} is unchanged")
             return True
         if status == 0 and self.has_new_state():
             raise Refused(
-                f"{self.command[0]} ended with 0, and a training in it has left its state, {self._state}",
+                f"{self.command[0]} ended with 0, and a training in it has saved its state, {self._state}",
                 f"have {self.command[0]} exec the training, so that its {self._at.exit_code} is seen; the state stays",
             )
         if status == 0 and not has_gone_on:
-            message = f"{self.command[0]} ended with 0, and no training in it has gone on from {self._state}"
-            hint = f"see what it printed; the file stays, to go on from with HEGM_CHECKPOINT_PATH={self._state}"
+            message = f"{self.command[0]} ended with 0, and no training in it has continued from {self._state}"
+            hint = f"read its output; to continue from the file, set HEGM_CHECKPOINT_PATH={self._state}"
             self._next = GiveUp(message, hint)
             return True
         if status == 0:
@@ -199,7 +199,7 @@ class Launcher:
 
     def _require_agent(self) -> None:
         if (word := leaves_out(self.command)) is not None:
-            hint = f"leave it out; {self._state} is as it was"
+            hint = f"remove it from the command; {self._state} is unchanged"
             raise Refused(f"`{word}` keeps hegmd's agent out of {self.command[0]}: it would begin anew", hint)
 
     def _look_at_state(self) -> None:
@@ -279,7 +279,7 @@ class Launcher:
         return HegmError(
             EXTERNAL,
             f"the state of the training, {self._state}, cannot be kept: {error.strerror}",
-            "see that the folder is there and has room; the file stays as it is",
+            "check that the folder exists and has free space; the file is unchanged",
         )
 
     def _forget(self) -> None:
@@ -301,8 +301,8 @@ def _working_folder() -> str:
     try:
         return os.getcwd()
     except OSError as error:
-        message = "the working folder is gone, and a state is known by the command and its folder"
-        raise Refused(message, "start it in a folder that is there") from error
+        message = "the working folder was removed, and a state is identified by the command and its folder"
+        raise Refused(message, "start it in a folder that exists") from error
 
 
 def normalized(command: Sequence[str]) -> list[str]:

@@ -38,7 +38,7 @@ def make_folder(path: Path) -> None:
         ) from error
     if owner not in (0, os.geteuid()):
         raise Refused(
-            f"{path} belongs to user {owner}, who could lead what is written there elsewhere",
+            f"{path} belongs to user {owner}, who could redirect files that are written there",
             "name a folder of your own in HEGM_CHECKPOINT_DIR",
             {"path": str(path), "uid": owner},
         )

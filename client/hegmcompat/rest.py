@@ -153,7 +153,7 @@ class _Deadlined(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         left_s = self._deadline - monotonic()
         if left_s <= 0:
-            raise TimeoutError("the request did not come to its end in time")
+            raise TimeoutError("the request was not complete in time")
         self._connection.settimeout(left_s)
         return self._connection.recv_into(buffer)
 

@@ -25,8 +25,8 @@ MIN_POLL_S = 0.01
 #: All variables that are read here, and their meaning.
 VARIABLES = {
     "HEGM_CHECKPOINT_DIR": "The folder of all launchers, each with one of its pid in it; `/checkpoint` if not set.",
-    "HEGM_CHECKPOINT_PATH": "The file for the state, where it is not to go by the launcher's pid; `lock` is beside it.",
-    "HEGM_EXIT_CODE": "What a worker ends with that has left its state; 99 if not set.",
+    "HEGM_CHECKPOINT_PATH": "The file for the state; by default, its name has the launcher's pid. `lock` is beside it.",
+    "HEGM_EXIT_CODE": "The exit status of a worker that has saved its state; 99 if not set.",
     "HEGM_POLL_INTERVAL": "How often locks are looked at, in seconds; 1 if not set, 0.01 at the least.",
     "HEGM_CTRL_CHECKPOINT_TIMEOUT": "How long hegm-ctrl waits for locks, in seconds; 300 if not set, 0 for not at all.",
     "HEGM_CTRL_HOST": "The address of the REST interface; 127.0.0.1 if not set.",
@@ -81,14 +81,14 @@ def require_token_off_loopback(host: str, token: str | None) -> None:
     if token is not None and (len(token) < _MIN_TOKEN or not token.isascii() or not token.isprintable()):
         raise HegmError(
             USAGE,
-            f"HEGM_CTRL_TOKEN has {len(token)} characters or some that no header can have; "
-            f"{_MIN_TOKEN} printable ones are the least",
+            f"HEGM_CTRL_TOKEN has {len(token)} characters, or some that are invalid in a header; "
+            f"{_MIN_TOKEN} printable ones are needed",
             "make one: openssl rand -hex 32",
         )
     if token is None and not is_loopback(host):
         raise HegmError(
             USAGE,
-            f"the control API is to listen at {host or 'every address'} and HEGM_CTRL_TOKEN is not set",
+            f"the control API should listen at {host or 'every address'}, but HEGM_CTRL_TOKEN is not set",
             "set HEGM_CTRL_TOKEN here and send it as `Authorization: Bearer TOKEN`, or listen at 127.0.0.1",
             {"host": host},
         )
@@ -116,8 +116,8 @@ def _absolute(name: str, text: str) -> Path:
     try:
         return Path(text).absolute()
     except OSError as error:
-        hint = "go to a folder that is there, or give the whole path"
-        raise HegmError(USAGE, f"{name} is {text!r}, and the working folder is gone", hint) from error
+        hint = "change to a folder that exists, or give the absolute path"
+        raise HegmError(USAGE, f"{name} is {text!r}, and the working folder was removed", hint) from error
 
 
 def _whole(environ: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:

@@ -48,7 +48,7 @@ class RecoveryPlan(Record):
     interval_s: float | None = field("time between two snapshots; null for 100 times what the last one cost")
     truncates: bool = field("whether output files are cut back to their length at the snapshot")
     causes: tuple[str, ...] = field("ends of the command that are recovered from: signal, error")
-    against: tuple[str, ...] = field("what would keep it from being protected, as far as its words tell")
+    against: tuple[str, ...] = field("what prevents its protection, as far as its command shows")
 
 
 class PingAnswer(Record):

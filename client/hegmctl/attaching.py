@@ -87,7 +87,7 @@ class Target:
             raise gone(self.pid)
         if (now.uids, now.gid) != (self.uids, self.gid):
             message = f"process {self.pid} changed its user or group while hegmctl attached to it"
-            raise Refused(message, f"see what it runs: hegmctl ps {self.pid}")
+            raise Refused(message, f"run: hegmctl ps {self.pid}")
         now.judge()
 
 
@@ -355,7 +355,7 @@ def text_of(answer: AttachAnswer, _style: Style) -> list[str]:
         what = f"Python {one.python_version}, PyTorch {printable(one.framework_version)}"
         lines.append(f"attached to process {one.pid} ({what})")
         if one.job is None:
-            lines.append(f"  its agent has not reached the daemon: see that its user may use {answer.socket}")
+            lines.append(f"  its agent has not reached the daemon: check that its user may use {answer.socket}")
         lines += [f"  not known: {printable(phrase)}" for phrase in one.unknown]
     job = answer.processes[0].job
     return lines if job is None else [*lines, f"it can be moved, but not restarted: hegmctl migrate {job} --to GPU"]

@@ -349,7 +349,7 @@ class Connection(SyncCalls):
         descriptors = self._wire.take(fds)
         if descriptors is None:
             self.close()
-            lost = PeerError(BAD_REQUEST, f"{fds} descriptors were announced and did not come", "try again")
+            lost = PeerError(BAD_REQUEST, f"{fds} descriptors were announced but did not arrive", "try again")
             raise broken(self.endpoint.path, lost, self._protocol.welcome)
         if said.id in self._waiting:
             self._waiting[said.id].append((said, descriptors))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hegmctl.tables import Style
 
 NAME = "hegmd_enabled"
-_OURS = "# Made by `hegmctl hegm enable`; `hegmctl hegm disable` takes it away.\n"
+_OURS = "# Made by `hegmctl hegm enable`; `hegmctl hegm disable` removes it.\n"
 _AGENT = "AGENT = "
 _START = (
     _OURS
@@ -125,13 +125,13 @@ def _write(path: Path, text: str) -> None:
 
 
 def _not_written(path: Path, error: OSError) -> HegmError:
-    hint = "call it as the user who owns the environment"
+    hint = "run it as the user who owns the environment"
     return HegmError(EXTERNAL, f"{path} cannot be changed: {error.strerror}", hint)
 
 
 def _require_own(path: Path) -> None:
     if os.path.lexists(path) and not _is_own(path):
-        raise Refused(f"{path} is there, and is not hegmd's", "move it away")
+        raise Refused(f"{path} exists, and is not hegmd's", "move it away")
 
 
 def _is_own(path: Path) -> bool:

@@ -131,7 +131,7 @@ def _running(endpoint: Endpoint) -> HegmError | None:
         by = "" if pid is None else f" (pid {pid})"
         if is_listened_at(path):
             again = "try again in a few seconds: hegmd creates the file again, or logs why it cannot"
-            return HegmError(UNAVAILABLE, f"hegmd runs{by}, but its socket file {path} is gone", again)
+            return HegmError(UNAVAILABLE, f"hegmd runs{by}, but its socket file {path} was removed", again)
         if pid is not None and endpoint.origin not in ("--socket", "HEGM_SOCKET"):
             see = "try again if it is starting; if it listens elsewhere, name that socket with --socket"
             return HegmError(UNAVAILABLE, f"hegmd runs{by}, but does not listen at {path}", see)

@@ -213,7 +213,7 @@ class Exchange:
             return NO_DESCRIPTORS
         if count > len(self._received):
             raise ProtocolBroken(
-                PeerError(BAD_REQUEST, f"{count} descriptors were named, {len(self._received)} came", "try again")
+                PeerError(BAD_REQUEST, f"{count} descriptors announced, {len(self._received)} arrived", "try again")
             )
         return Descriptors(self._received.popleft() for _ in range(count))
 

@@ -333,7 +333,7 @@ class Generations:
         is_new = not self._has_stepped and len(self._new) == self.ranks
         source = choose(offers, recorded, self._slots(), gives=self._gives, is_new=is_new)
         if source is None:
-            self._give_up("its ranks have the state of no step that all of them can be given", None)
+            self._give_up("no step has a state that all ranks can restore", None)
             return
         self._source, self.phase, self._since = source, RESTORING, now
         if self._attempt is not None:

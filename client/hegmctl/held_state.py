@@ -38,7 +38,7 @@ class HeldState:
         self.close()
         awaited = len(ranks or (0,)) + 1
         if len(fds) != awaited:
-            raise OSError(f"{len(fds)} of {awaited} descriptors have come")
+            raise OSError(f"{len(fds)} of {awaited} descriptors have arrived")
         if ranks:
             states = {rank: fds.steal(index) for index, rank in enumerate(ranks)}
             self._ranks = RankStates(states, fds.steal(len(ranks)))

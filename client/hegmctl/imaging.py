@@ -62,7 +62,7 @@ def _as_then(session: Session, grown: Sequence[object], watched: Watched) -> Gen
             cut_back(grown, cuts)
             for cut in cuts:
                 _say(session, f"{cut.path} was cut back to {cut.size_bytes} bytes")
-            waits = "what was restored so far ends, and then the files are put back; a second Ctrl-C leaves them cut"
+            waits = "restored processes end, and then the files are restored; a second Ctrl-C leaves them truncated"
             watched.stays = lambda: _say(session, waits)
             is_asked = True
             yield
@@ -70,9 +70,9 @@ def _as_then(session: Session, grown: Sequence[object], watched: Watched) -> Gen
             is_none = not is_asked or _came_to_nothing(error, watched)
             for cut in cuts:
                 if is_none and _is_put_back(cut):
-                    _say(session, f"{cut.path} is as it was")
+                    _say(session, f"{cut.path} is unchanged")
                 else:
-                    _say(session, f"{cut.path} stays cut, and what was cut off of it is in {cut.kept}")
+                    _say(session, f"{cut.path} stays truncated, and the removed part is in {cut.kept}")
             raise
         for cut in cuts:
             cut.drop()

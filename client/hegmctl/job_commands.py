@@ -94,7 +94,7 @@ def wait(session: Session) -> int:
         link.close()
     job = reply.job
     if job.status is None:
-        hint = "before Linux 6.15 the kernel tells it only until the job's parent has asked: read its output"
+        hint = "before Linux 6.15 only the job's parent can read its exit status: read its output"
         how = job.end or "ended, and its exit status is not known"
         raise HegmError(UNAVAILABLE, f"job {job.id} ({job.name}) {how}", hint, {"job": job.id})
     session.sink.answer(reply, ended_text)

@@ -329,7 +329,7 @@ def _two_gpus(connection: Connection, asked: Sequence[str]) -> list[Gpu]:
             if gpu.chip == other.chip:
                 return [gpu, other]
     names = ", ".join(gpu.id for gpu in free) or "none"
-    hint = "wait for free ones, or name two that have memory left: hegmctl doctor --nccl --gpu gpu0,gpu1"
+    hint = "wait for free GPUs, or name two with free memory: hegmctl doctor --nccl --gpu gpu0,gpu1"
     raise HegmError(REFUSED, f"the throwaway job needs two free GPUs of one chip; free: {names}", hint)
 
 

@@ -39,7 +39,7 @@ def check_here(on_check: Callable[[Check], object], argv: Sequence[str] = ()) ->
         except OSError as error:
             os.close(read_end)
             raise HegmError(
-                EXTERNAL, f"{argv[0]} cannot be run: {error.strerror}", "see that hegmd is installed"
+                EXTERNAL, f"{argv[0]} cannot be run: {error.strerror}", "check that hegmd is installed"
             ) from error
         finally:
             os.close(write_end)

@@ -344,7 +344,9 @@ class Launcher:
     def note(self, attempt: Attempt) -> None:
         """Report a recovery to the user and the daemon."""
         if attempt.gathered_s is None and attempt.result is None:
-            self._say(f"{attempt.why}; all ranks stop at step {attempt.step}, and go on from the last one they share")
+            self._say(
+                f"{attempt.why}; all ranks stop at step {attempt.step}, and continue from the last one they share"
+            )
         elif attempt.result == "recovered" and attempt.trained_s is not None:
             self._say(f"recovered from step {attempt.from_step} in {attempt.trained_s:.3f} s")
         told = RecoveryAttempt(

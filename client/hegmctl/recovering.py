@@ -81,7 +81,7 @@ def tell_plan(session: Session, recovery: Recovery) -> None:
 
     arguments = session.arguments
     word = leaves_out(arguments.tail)
-    against = [] if word is None else [f"`{word}` keeps hegmd's agent out of {arguments.tail[0]}: leave it out"]
+    against = [] if word is None else [f"`{word}` keeps hegmd's agent out of {arguments.tail[0]}: remove it"]
     plan = RecoveryPlan(
         command=tuple(arguments.tail),
         interval_s=recovery.wish.interval_s,

@@ -54,7 +54,7 @@ def _job(job: JobRecovery, now_utc: float, style: Style) -> Iterator[str]:
     if job.interval_s is not None and job.cost_s is not None:
         copied_s = job.copied_s or 0.0
         share = job.cost_s / max(job.interval_s + job.cost_s + copied_s, 1e-9)
-        beside = "" if job.copied_s is None else f", and was copied for {duration(copied_s)} beside the training"
+        beside = "" if job.copied_s is None else f", and was copied for {duration(copied_s)} while the training ran"
         yield (
             f"  a snapshot every {duration(job.interval_s)}; the last one cost {duration(job.cost_s)} ({share:.2%} of "
             f"the time){beside}; {binary_size(job.held_bytes)} of host memory"

@@ -271,7 +271,7 @@ class DaemonDesk:
             self._report(SuperviseReport(order=order.order, result="done", pid=self._pid, starts=self._starts))
             return
         if order.python is not None and not begins_with_python(self._command):
-            hint = "leave --python out, or start the job with: hegmctl run -- PYTHON SCRIPT"
+            hint = "omit --python, or start the job with: hegmctl run -- PYTHON SCRIPT"
             message = f"its command begins with {self._command[0]}, which is not a Python"
             self._report(SuperviseReport(order=order.order, result="failed", message=message, hint=hint))
             return
@@ -347,7 +347,7 @@ class DaemonDesk:
             self._waits_until = None
             if self._line is None:
                 message = f"it {ended_how(self._fell)}, and hegmd has not answered for {DAEMON_WITHIN_S:g} s"
-                hint = f"start the daemon of {self._path}, and see what it has kept: hegmctl recovery"
+                hint = f"start the daemon of {self._path}, then run: hegmctl recovery"
                 self._give_up = GiveUp(message, hint, self._fell)
         return self._waits_until
 

@@ -93,7 +93,7 @@ def run(session: Session) -> int:
             raise
         if arguments.flag("no-daemon-start"):
             if asked:
-                hint = "leave --gpu out, and set CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES yourself"
+                hint = "omit --gpu, and set CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES yourself"
                 raise HegmError(NO_DAEMON, f"{error.message}; only a daemon knows {', '.join(asked)}", hint) from error
             session.sink.note(f"{error.message}; the job runs, and its agent connects once a daemon runs")
             seen = Seen(asked, {}, arguments.text("name"))
@@ -128,8 +128,8 @@ def _kind_of_parent(arguments: Arguments) -> tuple[int | None, bool, float | Non
 
         grace_s = grace_of(os.environ)
     if ranks is not None and (restarts or grace_s is not None):
-        hint = "leave --recover, --allow-restart and --slurm out: the ranks recover by themselves"
-        raise HegmError(USAGE, "--ranks goes without --recover, --allow-restart and --slurm", hint)
+        hint = "omit --recover, --allow-restart and --slurm: the ranks recover by themselves"
+        raise HegmError(USAGE, "--ranks cannot be combined with --recover, --allow-restart or --slurm", hint)
     return ranks, restarts, grace_s
 
 
@@ -414,7 +414,7 @@ def place(environ: MutableMapping[str, str], visible: Mapping[str, str]) -> list
     if not visible:
         return []
     notes = [
-        f"--gpu goes before {name}={environ[name]} of the environment"
+        f"--gpu overrides {name}={environ[name]} of the environment"
         for name in (*_NO_GPU, "ROCR_VISIBLE_DEVICES")
         if environ.get(name) not in (None, visible.get(name))
     ]
@@ -433,7 +433,7 @@ def _start_daemon(endpoint: Endpoint, simulate: str | None) -> Endpoint:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         if not named and path != SYSTEM_SOCKET and not is_private(folder):
             raise HegmError(
-                REFUSED, f"{folder} is open to other users, who could answer there", "name a socket with --socket"
+                REFUSED, f"{folder} is writable for other users, who could answer there", "name a socket with --socket"
             )
         log = os.open(f"{path}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:

@@ -137,7 +137,7 @@ def suspend(connect: Callable[[], Connection], job: str, limit_s: float) -> str:
         return f"Slurm suspends this job, and it keeps its GPU: {operation.failure.message}"
     if operation.phase != SUSPENDED:
         return "Slurm suspends this job, and it keeps its GPU: hegmctl ops has the reason"
-    return f"Slurm suspends this job: it has left its GPU after {monotonic() - began:.1f} s"
+    return f"Slurm suspends this job: it is off its GPU after {monotonic() - began:.1f} s"
 
 
 def resume(connect: Callable[[], Connection], job: str, say: Callable[[str], object]) -> None:

@@ -88,7 +88,7 @@ class ByteOrders:
         """Copy storages that the daemon cannot open."""
         self._standing.require_parked("copy")
         if fd is None:
-            raise refusal("no descriptor came with the order", "send the memory to copy to or from with it")
+            raise refusal("the order has no descriptor", "send the memory to copy to or from with it")
         spans = unpacked_spans(order.spans or b"")
         progress = self._progress_of(order)
         self._carrying.shown("copy").copy(order.direction or "", fd, spans, progress)
@@ -109,7 +109,7 @@ class ByteOrders:
     def _save(self, order: Order, fd: int | None) -> None:
         self._standing.found_at_rest("save")  # no thread uses the storages to save
         if fd is None:
-            raise refusal("no memory came with the order", "send a descriptor with it")
+            raise refusal("the order has no memory", "send a descriptor with it")
         self._standing.gate.let_others_go()  # one of them may have a lock that the script's own code needs here
         size_bytes = departing.save(fd, self._answers.progress_of(order.order))
         self._answers.done(order.order, size_bytes=size_bytes)

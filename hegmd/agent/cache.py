@@ -73,7 +73,7 @@ class Cache:
             self.left = [(segment.address, segment.size_bytes) for segment in cuda_state.Segments(self._torch).all]
             self._runs = most_runs(runs_between(self._segments, sorted([*self._storages, *self.left])))
         except Exception as error:  # noqa: BLE001 - of any release of PyTorch, or a failure of CUDA's from before
-            note(f"in which pieces memory was cached is not known: {error!r}")
+            note(f"the layout of the cached memory is unknown: {error!r}")
 
     def take(self, storage_bytes: dict[int, int] | None = None) -> None:
         """Allocate it again and hold it. `storage_bytes` is for storages that are still to be allocated, by device.
@@ -92,7 +92,7 @@ class Cache:
                 note(f"what was cached on GPU {device} is not taken again: {error!r}")
             short_bytes = goal_bytes - self._reserved(device)
             if short_bytes >= _UNIT_BYTES:
-                note(f"of what was cached on GPU {device}, {short_bytes} bytes cannot be had again")
+                note(f"{short_bytes} bytes of the memory cached on GPU {device} cannot be allocated again")
                 self.short_bytes += short_bytes
 
     def let_go(self) -> None:

@@ -204,7 +204,7 @@ class ProcessGroups:
             return Step.ended(self._told)
         world = torch_distributed()
         if world is None:
-            raise refusal("its process group is gone, which cannot be connected again", "restart the job")
+            raise refusal("its process group was destroyed and cannot be connected again", "restart the job")
         step = self._step = Step(limit_s, on_end)
         call = self._reconnect if self.is_down else self._confirm_up
         return step.start(lambda: call(world, generation, step))

@@ -213,7 +213,7 @@ def have_pages(address: int, size_bytes: int) -> None:
         # Before 5.14 the kernel does not know the question. Those of hugetlbfs are ours since they were mapped, and no
         # others get here then.
         if number != _EINVAL:
-            raise OSError(number, f"the descriptor's pages cannot be had: {os.strerror(number)}")
+            raise OSError(number, f"the descriptor's pages cannot be allocated: {os.strerror(number)}")
 
 
 def _is_in_memory(fd: int) -> bool:

@@ -85,7 +85,7 @@ def snapshot(fd: int | None, most_bytes: int, begin: Callable[[], object]) -> tu
     """
     leaving = _part("save_and_exit")
     if _part("session").is_due():
-        raise refusal("it has not come to the place of the state that it was started from", "try again after that")
+        raise refusal("it has not reached the position of the state that it was started from", "try again after that")
     try:
         size_bytes, anew, rest = leaving.snapshot(fd, most_bytes, begin)
     except leaving.TooLarge as error:

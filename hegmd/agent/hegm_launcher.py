@@ -141,12 +141,12 @@ class Departure:
         if in_the_way is not None:
             self._stay(refusal(*in_the_way))
         elif ranks.isdigit() and int(ranks) > 1:
-            hint = "start the job with hegmctl run --allow-restart, which has all of them leave at one boundary"
-            self._stay(refusal(f"it is one of {ranks} ranks, which have to leave together", hint))
+            hint = "start the job with hegmctl run --allow-restart, which makes all of them exit at one boundary"
+            self._stay(refusal(f"it is one of {ranks} ranks, which must exit together", hint))
         elif launcher.isdigit() and int(launcher) != os.getppid():
-            hint = "have whatever starts it become it (exec python3 train.py), or start it with hegm-launcher directly"
+            hint = "start it with exec (exec python3 train.py), or start it with hegm-launcher directly"
             self._stay(refusal(f"its parent, process {os.getppid()}, would take its leaving for its end", hint))
-        elif self._orders.leave_alone("hegm-ctrl has asked for its state, and it is about to leave"):
+        elif self._orders.leave_alone("hegm-ctrl has requested its state, and it is about to exit"):
             self._attempts = Attempts(self._gate, Asked(PARK, fits=self._restarts.fits()), busy=self._busy)
             self._attempts.begin()
 
@@ -251,7 +251,7 @@ def say(text: str) -> None:
     try:
         os.write(_STANDARD_ERROR, f"[HeGM] WARNING -- {text}\n".encode(errors="backslashreplace"))
     except OSError as error:
-        note(f"nobody reads it: {error}")
+        note(f"it has no reader: {error}")
 
 
 def write_whole(path: str, write: Callable[[int], object]) -> None:

@@ -155,9 +155,9 @@ class Orders:
             if self._left_alone is not None:
                 raise refusal(self._left_alone, "try again once it has been restarted")
             if order.do not in BESIDE:
-                self._end_snapshot("another order came first")
+                self._end_snapshot("another order arrived first")
             if order.do not in BESIDE_FETCHING:
-                self.snapshots.end_fetching("another order came first")
+                self.snapshots.end_fetching("another order arrived first")
             action(order, fd)
         except HegmError as error:
             self._answers.failed(order.order, error)
@@ -204,7 +204,7 @@ class Orders:
         if order.exact and self._gate.count >= at and not self._gate.parked and not goes_on:
             self._standing.pending = None
             self._gate.withdraw()
-            passed = f"boundary {at} was passed before the order to park at it came"
+            passed = f"boundary {at} was passed before the order to park at it arrived"
             self._answers.failed(order.order, refusal(passed, "name a later one"))
 
     def _snapshot(self, order: Order, fd: int | None) -> None:
@@ -215,7 +215,7 @@ class Orders:
         self.snapshots.begin(order, fd)
         attempts.begin()
         if order.exact and self._gate.count >= (order.at or 0) and not self._gate.parked:
-            self._end_snapshot(f"boundary {order.at} was passed before the order to take it there came")
+            self._end_snapshot(f"boundary {order.at} was passed before the order for a snapshot there arrived")
 
     def _end_snapshot(self, why: str) -> None:
         """Abandon the snapshot that waits for its boundary, if there is one."""
@@ -427,7 +427,7 @@ class Orders:
             if before.do not in _QUESTIONS:
                 raise refusal(f"order {before.order} ({before.do}) is under way", "wait, or withdraw it")
             self._answers.failed(
-                before.order, refusal("another order came before the answer", "nothing needs to be done")
+                before.order, refusal("another order arrived before the answer", "nothing needs to be done")
             )
         self._standing.pending = Pending(order, limit_s, attempts)
 

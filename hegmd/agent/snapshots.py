@@ -182,7 +182,7 @@ class Snapshots:
         copying.write_small(slot, end, packed(record))
         return size_bytes, anew, None
 
-    # ---- what is fetched beside the training ------------------------------------------------------------------------
+    # ---- copies while the training continues ------------------------------------------------------------------------
 
     def fetch(self, rest: Fetching, order: int, told: dict[str, object]) -> None:
         """Begin to write the rest, and answer the order with this and the time that it took."""

@@ -113,7 +113,7 @@ class Carrying:
         """Copy the storages into the descriptor and free them; returns how many. Raises HegmError; then nothing
         changes."""
         if fd is None:
-            raise refusal("no descriptor came with the order", "send the memory to copy to with it")
+            raise refusal("the order has no descriptor", "send the memory to copy to with it")
         self.forget()
         transfer = _transfer()
         found.keep_what_fits(os.fstat(fd).st_size, transfer.required_bytes)

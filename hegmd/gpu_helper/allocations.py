@@ -136,7 +136,7 @@ def joined(places: Iterable[Sequence[int]], handles: int) -> list[Place]:
 
 def _place(told: Sequence[int], handles: int) -> Place:
     if len(told) != len(Place._fields) or min(told) < 0 or told[0] >= handles:
-        raise HegmError(BAD_REQUEST, f"{told!r} is no place within {handles} allocations", "read the agent's report")
+        raise HegmError(BAD_REQUEST, f"{told!r} is outside of {handles} allocations", "read the agent's report")
     return Place(*told)
 
 

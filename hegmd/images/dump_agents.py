@@ -108,7 +108,7 @@ class DumpAgents:
     def _attending(self, op: Operation, member: Member) -> AgentConnection:
         worker = self._workers.find(member.pid)
         if worker is None or worker.token != member.token or not worker.connected:
-            raise AgentAway(member.pid, "it cannot be told to disconnect")
+            raise AgentAway(member.pid, "it cannot get the order to disconnect")
         if member.offloaded and not self._pool.outlives(Key(op.id, member.name)):
             raise Refused(
                 f"only hegmd holds the bytes of process {member.pid}: they would be lost if it ended now",

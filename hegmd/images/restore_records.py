@@ -139,7 +139,7 @@ class RestoreRecords:
 def _end(came: Mapping[int, int], attendants: Mapping[int, int]) -> None:
     """Kill them and, through their parent.py, everything that they or CRIU have created."""
     for pid, ticks in attendants.items():
-        logger.warning("the parent of a restored job, process %d, is told to end the job", pid)
+        logger.warning("the parent of a restored job, process %d, gets SIGTERM, to end the job", pid)
         ask(pid, ticks, signal.SIGUSR1)
     end_all(ProcessSet(came))
 

@@ -134,7 +134,7 @@ class Pool:
         if piece is None:
             raise Refused(
                 f"the pool holds nothing for {key.worker} in operation {key.operation}",
-                "what it held is gone with its file or its keeper; the worker may have a descriptor of its own",
+                "its memory was lost with its file or its keeper; the worker may have its own descriptor",
             )
         if piece.memory is None:
             raise Refused(f"the bytes of {key.worker} are on disk, in {self._file_of(piece)}", "fetch them first")
@@ -330,7 +330,9 @@ class Pool:
         async with piece.lock:
             self._orphan(name)  # another task may have dropped it meanwhile
             if key in self._held:
-                raise HegmError(BUSY, f"{key.worker} in operation {key.operation} has a piece", "run: hegmctl ops")
+                raise HegmError(
+                    BUSY, f"{key.worker} in operation {key.operation} already has a segment", "run: hegmctl ops"
+                )
             await anyio.to_thread.run_sync(self._rename, piece, str(new))
             if piece.memory is not None and piece.memory.place is None:
                 await self._put(str(new), piece.memory)
@@ -342,7 +344,7 @@ class Pool:
     def _orphan(self, name: str) -> Piece:
         piece = self._unclaimed.get(name)
         if piece is None:
-            raise HegmError(NOT_FOUND, f"there is no orphan piece {name[:80]!r}", "run: hegmctl adopt")
+            raise HegmError(NOT_FOUND, f"there is no orphaned segment {name[:80]!r}", "run: hegmctl adopt")
         return piece
 
     # -- parts ---------------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ async def find_pieces(keep: MemoryKeeping, adopt: Callable[[str, int], bool] = l
                     os.close(fd)
                     search.distrust(name, STORE, 0, "this release does not know what it is")
         except HegmError as error:
-            logger.error("what is held by descriptor cannot be had: %s; %s", error.message, error.hint)
+            logger.error("memory held by descriptor cannot be read: %s; %s", error.message, error.hint)
     if keep.sums is not None:
         await anyio.to_thread.run_sync(search.look_at_sums, keep.sums)
     return Findings(tuple(search.pieces.values()), tuple(search.distrusted))

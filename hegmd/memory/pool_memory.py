@@ -164,7 +164,7 @@ def make_memory(
 
     Raises Refused with numbers if the memory is not available; then nothing remains allocated.
     """
-    error = OSError("there is nowhere to take it from")
+    error = OSError("no place can provide it")
     for attempt in _attempts(places, huge=huge, sealed=sealed):
         try:
             return attempt(str(name), whole_bytes, fill)

@@ -180,7 +180,9 @@ def _folders(root: Path, name: str) -> list[Path]:
     if own or first not in there:
         return own or [first]
     other = root / f"{name}-{secrets.token_hex(8)}"
-    logger.warning("%s is there and is not this daemon's own and private: %s is used; look who made it", first, other)
+    logger.warning(
+        "%s exists and is not private to this daemon: %s is used instead; check who created the former", first, other
+    )
     return [other]
 
 

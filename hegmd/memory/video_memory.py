@@ -124,7 +124,7 @@ class VideoMemory:
             if one.at + one.size_bytes != other.at:
                 raise Refused(
                     f"of the video memory of {who} on {gpu}, what begins at {one.at + one.size_bytes} is gone",
-                    "what was in it cannot be had back; see the log of the service manager around hegmd's last restart",
+                    "its contents are lost; see the log of the service manager around hegmd's last restart",
                     {"from_bytes": one.at + one.size_bytes, "to_bytes": other.at},
                 )
         return pieces
@@ -169,7 +169,7 @@ class VideoMemory:
         try:
             return await self._helper.call("hold", args, deadline_s=deadline_s)
         except HelperLost as error:  # memory that the helper may have created was freed with it
-            logger.warning("video memory is asked for once more: %s", error.message)
+            logger.warning("GPU memory is requested again: %s", error.message)
             return await self._helper.call("hold", args, deadline_s=deadline_s)
 
     async def keep(self, who: str, gpu: str) -> bool:

@@ -59,7 +59,7 @@ class Evacuation(BackgroundTasks):
 
     async def _evacuate(self, name: str) -> None:
         """Drain that GPU for as long as it is failing."""
-        logger.warning("%s is failing, and its jobs are moved away: %s", name, self._gpus[name].health.reason)
+        logger.warning("%s is failing, and its jobs are moved to other GPUs: %s", name, self._gpus[name].health.reason)
         told: Sequence[str] = ()
         try:
             while self._is_due(name):
@@ -75,7 +75,7 @@ class Evacuation(BackgroundTasks):
         try:
             outcome = await self._drain(name, (), asked)
         except HegmError as error:
-            logger.warning("%s was not evacuated: %s", name, error.message, extra=fields(hint=error.hint))
+            logger.warning("the jobs of %s could not be moved: %s", name, error.message, extra=fields(hint=error.hint))
             return told
         moved = [operation for operation in outcome.operations if operation.phase == DONE]
         stay = [f"process {reason.pid} stays: {reason.message}" for reason in outcome.left]

@@ -153,7 +153,7 @@ class JobRequests:
         if on_gpus:
             return on_gpus
         raise Refused(
-            f"job {job} is starting: it has not come to its first batch",
+            f"job {job} is starting: it has not reached its first batch",
             "wait until `hegmctl jobs` shows it training; for a hand-written loop, call hegm.boundary() once a batch",
             {"job": job.id},
         )

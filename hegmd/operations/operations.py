@@ -103,7 +103,7 @@ class Operations:
         """Move jobs to another GPU. Raises HegmError with every reason why not."""
         if restart.via not in (None, RESTART):
             raise HegmError(
-                BAD_REQUEST, f"there is no method {str(restart.via)[:40]!r}", "leave --via out, or write --via restart"
+                BAD_REQUEST, f"there is no method {str(restart.via)[:40]!r}", "omit --via, or write --via restart"
             )
         if to is None and restart.via is None:
             raise HegmError(BAD_REQUEST, "migrate needs a target GPU", "run: hegmctl gpus")
@@ -209,7 +209,7 @@ class Operations:
             _refuse_elsewhere(member.pid, member.gpu, to)
         if asked.dry_run:
             message = f"process {pid} is quiesced, and resumes where it is"
-            raise Refused(message, "leave --dry-run out", {"pid": pid})
+            raise Refused(message, "omit --dry-run", {"pid": pid})
         await self.runner.ask(op.id, events.ResumeRequested(cause=asked.by, to={}))
         if asked.wait:
             await self.follow(op.id, asked.emit)

@@ -160,7 +160,7 @@ class Protection:
             why = f"was on {gone.id}, which is gone ({gone.health.reason}), "
             if self.job.newest is None or gpus_to_start_on(places, gpus) is None:
                 why += "and " + ("has no snapshot" if self.job.newest is None else "no other GPU is healthy")
-                self.job.record_event("job.gpu-gone", "error", f"{self.job} {why}: it is left as it is")
+                self.job.record_event("job.gpu-gone", "error", f"{self.job} {why}: it is not changed")
             else:
                 await self._kill(own, why + "and was killed", None, "job.gpu-gone")
         return looks + 1
@@ -249,7 +249,7 @@ class Protection:
         await self.job.count(own)
         training = [worker for worker in own if worker.boundary]
         if not training or self.job.supervisor.offer.pid is None:
-            raise NotNow("it has not come to its first batch", FIRST_BATCH_S)
+            raise NotNow("it has not reached its first batch", FIRST_BATCH_S)
         ranked = [worker for worker in training if worker.about.rank is not None]
         if not ranked or (len(training) == 1 and (training[0].about.world_size or 1) == 1 and self._is_child(training)):
             if len(training) > 1:
@@ -268,7 +268,7 @@ class Protection:
             )
         by_number = {worker.about.rank: worker for worker in ranked}
         if sorted(rank for rank in by_number if rank is not None) != list(range(world)):
-            raise NotNow(f"of {world} ranks, {len(by_number)} are here")
+            raise NotNow(f"{len(by_number)} of {world} ranks are on this node")
         return [by_number[rank] for rank in range(world)], True
 
     def _is_child(self, training: Sequence[AgentConnection]) -> bool:

@@ -276,7 +276,7 @@ async def run_once(protection: Protection, pause_s: float = FAILED_S) -> None:
     try:
         await protection.run()
     except Exception:  # the edge: a full disk, no more descriptors; the protection begins anew
-        logger.exception("the protection of %s failed, and begins anew", protection.job)
+        logger.exception("the protection of %s failed, and starts again", protection.job)
         await anyio.sleep(pause_s)
 
 

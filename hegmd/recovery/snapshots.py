@@ -90,7 +90,7 @@ class SnapshotRounds:
                 self.copied_s = max([one.copied_s for one in orders if one.copied_s is not None], default=None)
                 self.begins_anew = tuple(dict.fromkeys(name for one in orders for name in one.begin_anew or ()))
                 return newest[0]
-        raise NotNow("its ranks did not come to one boundary together")
+        raise NotNow("its ranks did not reach one boundary together")
 
     async def _next_slot(self, ranks: int, bad: Sequence[int]) -> int:
         """The slot that does not have the newest snapshot that can be started from."""

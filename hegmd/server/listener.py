@@ -96,7 +96,7 @@ def _clear(path: Path) -> None:
     except OSError:
         return
     if not stat.S_ISSOCK(found.st_mode):
-        raise HegmError(REFUSED, f"{path} exists and is not a socket", "move it away, or choose another --socket")
+        raise HegmError(REFUSED, f"{path} exists and is not a socket", "rename it, or choose another --socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         try:
             probe.connect(str(path))

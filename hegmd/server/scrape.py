@@ -60,7 +60,7 @@ def bind_loopback(port: int) -> list[socket.socket]:
         raise HegmError(
             REFUSED,
             f"metrics cannot be served at port {port}: {error.strerror}",
-            f"set metrics.port to another; `ss -ltnp sport = :{port}` shows who has this one",
+            f"set metrics.port to another port; `ss -ltnp sport = :{port}` shows the process that uses this one",
         ) from error
     return sockets
 

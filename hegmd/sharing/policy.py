@@ -98,11 +98,11 @@ class _Decider:
         elif wanted.retry_at_s is not None and wanted.retry_at_s > self._now:
             self._wait(wanted, "its last attempt was refused", "another attempt", wanted.retry_at_s)
         elif self._served_by_leaving >= MAX_SERVED_BY_LEAVING:
-            self._wait(wanted, "others are before it", "its turn, when those have had theirs")
+            self._wait(wanted, "others are before it", "its turn, after theirs")
         elif not (rooms := self._suitable(wanted)):
             self._wait(wanted, wording.unsuitable(wanted, self._gpus.values()), "nothing, until a GPU can have it")
         elif self._is_blocked(wanted):
-            self._wait(wanted, "others are before it", "its turn, when those have had theirs")
+            self._wait(wanted, "others are before it", "its turn, after theirs")
         elif chosen := self._fit(wanted, rooms, at_once=True):
             self._admit(wanted, chosen)
         elif chosen := self._fit(wanted, rooms, at_once=False):
@@ -184,7 +184,7 @@ class _Decider:
             options = [option for room in left if (option := self._clearing(wanted, room, share)) is not None]
             if not options:
                 self._block(wanted)
-                self._wait(wanted, wording.held(rooms), "its turn, when those have had theirs")
+                self._wait(wanted, wording.held(rooms), "its turn, after theirs")
                 return
             found[share] = min(options, key=lambda option: option.cost(wanted.priority))
             left.remove(found[share].room)

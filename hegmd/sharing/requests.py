@@ -131,7 +131,9 @@ class SharingRequests:
             yield
         except BaseException as left:
             if not self._sharing.is_stopping and self._sharing.memory.leases.drop(lease.number) is not None:
-                self._sharing.note_end(lease, left.message if isinstance(left, HegmError) else "its caller has left")
+                self._sharing.note_end(
+                    lease, left.message if isinstance(left, HegmError) else "its caller disconnected"
+                )
             raise
 
     async def _wanted(self, asked: told.MakeRoom, caller: Caller) -> LeaseRecord:

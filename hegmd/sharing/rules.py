@@ -40,7 +40,7 @@ class SharingRules:
         if not is_admin and number > self.max_user_priority:
             raise HegmError(
                 DENIED,
-                f"priority {asked} is above {self.max_user_priority}, the highest that users may give",
+                f"priority {asked} is above {self.max_user_priority}, the highest that users may set",
                 "choose a lower one, or ask an administrator of hegmd; the limit is sharing.max_user_priority",
                 {"priority": number, "limit": self.max_user_priority},
             )

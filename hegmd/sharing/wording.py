@@ -54,7 +54,7 @@ def held(rooms: Iterable[Room]) -> str:
 
 def full_pool(free_bytes: float) -> str:
     """Return that nothing can be suspended, because the pool is full."""
-    return f"room in the pool for the jobs that would be suspended: {size_text(int(free_bytes))} is free"
+    return f"room of the pool's memory for the jobs that would be suspended: {size_text(int(free_bytes))} is free"
 
 
 def unsuitable(wanted: Wanted, gpus: Iterable[Gpu]) -> str:

@@ -55,7 +55,7 @@ async def start_apart(
     except anyio.get_cancelled_exc_class():
         if came and came[0].word:
             with anyio.CancelScope(shield=True):
-                await run_detached(lambda _: end(), name="end what is apart")
+                await run_detached(lambda _: end(), name="end a detached program")
         raise
 
 

@@ -61,7 +61,7 @@ class PeerStream:
         if count > len(self._unclaimed):
             raise PeerError(
                 BAD_REQUEST,
-                f"{count} descriptors were named, {len(self._unclaimed)} came",
+                f"{count} descriptors were announced, {len(self._unclaimed)} arrived",
                 "send the descriptors with the first byte of the frame that names them",
             )
         return Descriptors([self._unclaimed.popleft() for _ in range(count)])

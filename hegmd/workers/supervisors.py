@@ -150,7 +150,7 @@ class Supervisor:
     async def _answered(self, do: str, operation: str, fds: Sequence[int], how: Mapping[str, Any]) -> SuperviseReport:
         link, given = self._link, _Given(do, operation, str(how.get("key", "")))
         if link is None:
-            raise SupervisorAway(self.run, operation, f"it cannot be told to {do}")
+            raise SupervisorAway(self.run, operation, f"it cannot get the order {do}")
         number = link.enter(given)
         if do == START:
             link.start = number
@@ -158,11 +158,11 @@ class Supervisor:
             await link.send(SupervisorOrder(order=number, do=do, operation=operation, **how), fds)
             await given.over.wait()
         except (OSError, anyio.ClosedResourceError) as error:
-            raise SupervisorAway(self.run, operation, f"it cannot be told to {do}") from error
+            raise SupervisorAway(self.run, operation, f"it cannot get the order {do}") from error
         finally:
             link.given.pop(number, None)
         if given.reported is None:
-            raise SupervisorAway(self.run, operation, f"it left while it was told to {do}")
+            raise SupervisorAway(self.run, operation, f"it disconnected during the order {do}")
         return given.reported
 
     async def tell(self, do: str, operation: str, **how: Any) -> None:
@@ -170,7 +170,7 @@ class Supervisor:
         if do in ("forget", "unready"):
             self._note_over(operation, is_forgotten=do == "forget")
         if self._link is None:
-            raise SupervisorAway(self.run, operation, f"it cannot be told to {do}")
+            raise SupervisorAway(self.run, operation, f"it cannot get the order {do}")
         if do == READY:
             self.readied, self.ready_pid = anyio.Event(), None
             self._is_on_kept = not operation
@@ -180,7 +180,7 @@ class Supervisor:
         try:
             await self._link.send(SupervisorOrder(order=number, do=do, operation=operation, **how), ())
         except (OSError, anyio.ClosedResourceError, HegmError) as error:
-            raise SupervisorAway(self.run, operation, f"it cannot be told to {do}") from error
+            raise SupervisorAway(self.run, operation, f"it cannot get the order {do}") from error
 
     def _note_over(self, operation: str, *, is_forgotten: bool) -> None:
         """Record that the process prestarted for that operation has ended; for any operation if it is empty."""

@@ -165,7 +165,7 @@ class AgentConnection:
             with anyio.CancelScope(deadline=before.deadline):
                 await before.over.wait()
         if link is None or self._link is not link:
-            raise AgentAway(self.pid, f"it cannot be told to {do}")
+            raise AgentAway(self.pid, f"it cannot get the order {do}")
         within_s = answered_within_s(do, how.get("limit_s"))
         given = Given(self.pid, do, on_progress, anyio.current_time() + within_s)
         number = link.enter(given)
@@ -175,7 +175,7 @@ class AgentConnection:
             link.given.pop(number, None)
             given.end()
             if isinstance(error, (OSError, anyio.ClosedResourceError, HegmError)):
-                raise AgentAway(self.pid, f"it cannot be told to {do}") from error
+                raise AgentAway(self.pid, f"it cannot get the order {do}") from error
             raise
         return given
 

@@ -120,7 +120,7 @@ async def test_what_makes_no_sense_is_refused_before_the_driver_sees_it(node: Cu
                 await ask(link, "attach-video", lane="7", gpu=here, sizes=[1, 2], fds=held.view())
             await ask(link, "attach-video", lane="7", gpu=here, sizes=sizes, fds=held.view())
             for wrong in ([[3, 0, 1, 0]], [[0, 0, 1]], [[0, 0, -1, 0]]):
-                with pytest.raises(HegmError, match="is no place within 3 allocations"):
+                with pytest.raises(HegmError, match="is outside of 3 allocations"):
                     await carry(link, here, "out", owner, wrong)
             with pytest.raises(HegmError, match="is outside the mapped range"):
                 await carry(link, here, "out", owner, [[0, 0, 1, SIZE_BYTES]])

@@ -132,7 +132,7 @@ def test_lightning_that_makes_its_loaders_anew_is_refused(restarts: Restarts, tm
     argv = _changed(tmp_path, "max_epochs=6,", "max_epochs=6, reload_dataloaders_every_n_epochs=1,")
     _output, ends = restarts.restarted(*argv, at=(5,))
     assert [ended.status for ended in ends] == [REFUSED_STATUS]
-    assert "Lightning makes its loaders anew after some epochs" in ends[0].errors
+    assert "Lightning creates its loaders again after some epochs" in ends[0].errors
 
 
 @pytest.fixture

@@ -206,7 +206,7 @@ def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
             "the while loop at line 29 of __main__ goes by variables",
         ),
         ({"body": READ_AHEAD}, "another thread reads the loader at line 30 of __main__ in read() ahead"),
-        ({"body": REMADE}, "the loader at line 33 of __main__ is over data made anew"),
+        ({"body": REMADE}, "the loader at line 33 of __main__ is over newly created data"),
         ({"body": DRAWN}, "a batch of an outer loop is in use, and its dataset draws random numbers"),
         ({"body": PROBED}, "line 31 of __main__ was first asked at line 30 of __main__"),
         (

@@ -118,7 +118,7 @@ def test_a_job_outlasts_the_grace_time_and_the_training_goes_on_after_it(slurm: 
     pid = low.process().pid
     stopped = f"until grep -q 'State:.T' /proc/{pid}/status; do sleep 0.1; done"
     gets_the_memory(slurm, "high", until=stopped)
-    assert "it has left its GPU" in low.printed
+    assert "it is off its GPU" in low.printed
     low.goes_on()
     low.is_as_undisturbed()
 

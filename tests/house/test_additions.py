@@ -35,7 +35,7 @@ from tests.unit.migration.nvidia_nodes import GIB, a_gpu, a_process, a_snapshot,
 class OneMoreVendor(InventorySettings):
     """The section with the switch of a vendor that there is not."""
 
-    acme: str = setting(OneOf(("auto", "off")), "auto", "Acme's GPUs: looked for, or left alone.", reloads=False)
+    acme: str = setting(OneOf(("auto", "off")), "auto", "Acme's GPUs: detected, or ignored.", reloads=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,7 @@ _ASIDE = (
     ),
     Command(
         "__complete",
-        "what shell completions ask for: one candidate a line, and silence when there is no daemon",
+        "list candidates for shell completions: one on each line, and none without a daemon",
         arguments=(Argument("WHAT", choices=(GPUS, PLACES, JOBS, PIDS), doc="what to list"),),
         handler="commands:complete",
         hidden=True,

@@ -44,7 +44,7 @@ IMAGING = (
         handler="imaging:restore",
         options=(
             Of("to", doc="target GPU; default: its former GPU"),
-            Option("--newest", doc="the image is a directory of images: restore the newest whole one in it"),
+            Option("--newest", doc="the image is a directory of images: restore the newest complete one in it"),
             Of(
                 "as_then",
                 names=("--truncate-outputs",),

@@ -40,7 +40,7 @@ LOOKING = (
         "it is cut up (MIG) or shared (MPS), and its health. A narrow terminal shows fewer columns.",
         request="gpus",
         handler="commands:gpus",
-        options=(Option("-l", "--long", doc="show all that is known of each GPU: identity, links, errors"),),
+        options=(Option("-l", "--long", doc="show everything known about each GPU: identity, links, errors"),),
         examples=(
             ("hegmctl gpus", "the GPUs in a table"),
             ("hegmctl gpus --json | jq '.gpus[] | {id, memory_used_bytes}'", "the same for a program"),
@@ -83,13 +83,13 @@ LOOKING = (
         arguments=(Of("jobs", doc="only these jobs: id, name, or a pid"),),
         examples=(
             ("hegmctl jobs", "the jobs in a table"),
-            ("hegmctl jobs --filter state=suspended --format '{{.ID}}'", "the ids of those that are suspended"),
-            ("hegmctl jobs --all --format 'table {{.Name}}\\t{{.Status}}'", "the exit status of those that ended"),
+            ("hegmctl jobs --filter state=suspended --format '{{.ID}}'", "the ids of suspended jobs"),
+            ("hegmctl jobs --all --format 'table {{.Name}}\\t{{.Status}}'", "the exit status of ended jobs"),
         ),
     ),
     Command(
         "inspect",
-        "show all that is known of a job",
+        "show everything known about a job",
         "Its state, its processes and what they do, what prevents a restart, and for a job that has ended when "
         "and how.",
         request="job",

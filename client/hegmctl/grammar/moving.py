@@ -177,13 +177,13 @@ MOVING = (
     ),
     Command(
         "attach",
-        "give a running training the agent",
+        "load the agent into a running training",
         "For a training that was started without `hegmctl run`, in CPython 3.14 or later: its Python is asked to load "
         "hegmd's agent between two instructions (PEP 768). Afterwards it can be moved, suspended and saved as any "
         "other job. It cannot be restarted, because the agent does not know how the script began. For a launcher such "
         "as torchrun, the agent goes to each of its ranks. Takes the caller's own processes; as root, those of any "
         "user. A process for which it is refused is not changed.",
-        exits="The exit status is 0 when the daemon has heard of every agent, and 15 when it has not within 10 s.",
+        exits="The exit status is 0 when every agent has connected to the daemon, and 15 when one has not within 10 s.",
         handler="attaching:attach",
         forms=(Form(record="hegmctl.answers:AttachAnswer"),),
         options=(Option("--name", kind=TEXT, metavar="NAME", doc="name of the job"),),
@@ -221,7 +221,7 @@ MOVING = (
             ("hegmctl migrate train --to gpu1", "move the job `train`"),
             ("hegmctl migrate 4711 --to 1", "move the job of process 4711"),
             ("hegmctl migrate 4711 --to gpu1 --dry-run", "show the plan only"),
-            ("hegmctl migrate 4711 --to gpu1 --carrier host", "go through the pool, even if NVLink is faster"),
+            ("hegmctl migrate 4711 --to gpu1 --carrier host", "copy through the pool, even if NVLink is faster"),
             ("hegmctl migrate 4711 --to gpu2,gpu3", "move process 4711, which is on gpu0 and gpu1"),
             ("hegmctl migrate 4711 --to gpu0=gpu2", "move only its part on gpu0"),
             (
@@ -348,7 +348,9 @@ MOVING = (
         ),
         options=(
             Of("follow", names=("-f", "--follow"), doc="wait until it ends or is suspended, and show its progress"),
-            Option("--story", doc="tell the story in full: when, how long it took, who, and what they did"),
+            Option(
+                "--story", doc="show every event of the operation: when, how long it took, and what each process did"
+            ),
             Option(
                 "--timeline",
                 doc="draw it as bars, a lane each for job, agent, daemon, helper, driver and copies; with sizes and "
@@ -370,7 +372,7 @@ MOVING = (
             ),
         ),
         examples=(
-            ("hegmctl op 4 --timeline", "what took how long in operation 4"),
+            ("hegmctl op 4 --timeline", "the durations of the steps of operation 4"),
             ("hegmctl op 4 --timeline --html move.html", "the same, as a page for a browser"),
         ),
     ),

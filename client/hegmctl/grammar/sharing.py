@@ -58,7 +58,7 @@ SHARING = (
         ),
         examples=(
             ("hegmctl make-room --gpu gpu0 --bytes 60GiB --for $$ --wait", "free 60 GiB for this shell"),
-            ("hegmctl make-room --bytes 20GiB --seconds 600 --dry-run", "which jobs would have to leave"),
+            ("hegmctl make-room --bytes 20GiB --seconds 600 --dry-run", "which jobs would be suspended"),
         ),
     ),
     Command(
@@ -101,6 +101,6 @@ SHARING = (
         request="job.priority",
         forms=(Form(request="job.priority", render="sharing_text:priority_text", call="priority"),),
         arguments=(Of("job"), Of("priority", name="PRIORITY", doc=_PRIORITY)),
-        examples=(("hegmctl priority train best-effort", "let other jobs go before `train`"),),
+        examples=(("hegmctl priority train best-effort", "give other jobs precedence over `train`"),),
     ),
 )

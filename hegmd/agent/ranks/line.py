@@ -50,7 +50,7 @@ class Alone(Exception):
     """The launcher has ended, so there is no recovery."""
 
     def __init__(self) -> None:
-        super().__init__("hegmctl run has ended, and nobody recovers this training any more")
+        super().__init__("hegmctl run has ended, so this training is not recovered after a failure")
 
 
 class Line:
@@ -94,7 +94,7 @@ class Line:
         try:
             self._socket.send(dumps({"do": do, **what}).encode())
         except OSError as error:
-            note(f"the launcher did not hear {do}: {error}")
+            note(f"the launcher did not receive {do}: {error}")
 
     def join(self, step: int | None, **about: Any) -> dict[str, Any]:
         """Offer the state of that step, or none, and return the plan of the newest generation. Raises Alone."""
@@ -216,7 +216,7 @@ class Line:
                     pause_s = _SIGNAL_AGAIN_S
                 continue
             except OSError as error:
-                note(f"the launcher is gone: {error}")
+                note(f"the launcher has disconnected: {error}")
                 data, fds = b"", []
             if not data:
                 break

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .storage.state_file import Rest
 
 _DENSE = "make the embedding with sparse=False, and its optimizer one for dense gradients (Adam in place of SparseAdam)"
-_HELD_ELSEWHERE = "make it anew in each batch, or keep what it is made of with hegm.keep(name, get, set)"
+_HELD_ELSEWHERE = "create it again in each batch, or keep its parts with hegm.keep(name, get, set)"
 LEFT_STATUS = 99
 UNRESTORED_STATUS = 98
 

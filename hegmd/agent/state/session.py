@@ -76,7 +76,7 @@ def expect(loaders: Any) -> None:
         try:
             inherited.claim()
         except OSError as error:
-            end_unrestored([f"the state cannot be had: {error}"])
+            end_unrestored([f"the state cannot be read: {error}"])
         if not inherited.is_there():  # of a rank that its launcher starts again long after
             return
         _due = Due()

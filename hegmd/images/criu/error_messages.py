@@ -30,7 +30,7 @@ _TABLE: tuple[_Row, ...] = (
     _Row(
         r"File (?P<path>\S+) has bad size (?P<now>\d+) \(expect (?P<then>\d+)\)",
         "{path} has {now} bytes; it had {then} when the image was written",
-        "put that file back as it was, or restore with --truncate-outputs if it only grew",
+        "restore that file's former content, or use --truncate-outputs if it only grew",
     ),
     _Row(
         r"File (?P<path>\S+) has (?:a )?bad build-?ID",

@@ -172,7 +172,7 @@ async def restore(  # noqa: PLR0913 - each parameter is named
         log = _log(log_dir_fd, RESTORE_LOG)
         if not had_left_overs(log) and not had_numbers_taken(log):
             raise
-        logger.info("CRIU's restore failed for a cause that may be temporary; it is tried once more: %s", error.message)
+        logger.info("CRIU's restore failed for a cause that may be temporary; hegmd tries again: %s", error.message)
         return await once()
 
 

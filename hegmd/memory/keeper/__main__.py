@@ -97,7 +97,7 @@ def _take(lock: int, path: str) -> bool:
             probe.connect(path)
             return False
         if time.monotonic() > deadline:
-            raise TimeoutError(f"whoever has the lock {LOCK_NAME} neither ended nor listened for {LOCK_LIMIT_S:g} s")
+            raise TimeoutError(f"the holder of {LOCK_NAME} neither exited nor listened within {LOCK_LIMIT_S:g} s")
         time.sleep(_POLL_INTERVAL_S)
 
 

@@ -98,7 +98,7 @@ class Respawn(Record):
 
     set: Mapping[str, str] = field("variables of its environment", default={})
     unset: tuple[str, ...] = field("variables that it is to be without", default=())
-    python: str | None = field("the interpreter in the place of its own", default=None)
+    python: str | None = field("the interpreter instead of its own", default=None)
 
 
 class JobProcess(Record):

@@ -94,7 +94,7 @@ def choose_as_asked(
         return Refusal(f"there is no carrier {request.carrier[:40]!r}", f"there are {', '.join(carriers)}")
     why = next(_against(snapshot, request, candidate, source, to, row), None)
     if why is not None:
-        return Refusal(f"{request.carrier} cannot carry process {candidate.pid}: {why}", "leave --carrier out")
+        return Refusal(f"{request.carrier} cannot carry process {candidate.pid}: {why}", "omit --carrier")
     return _choice(candidate, source, to, request.carrier)
 
 

@@ -53,7 +53,7 @@ def judge(draft: Draft, members: Sequence[Candidate]) -> None:
     is_proving = any(candidate.pid in draft.snapshot.proving for candidate in members)
     if proof is not None and proof.verdict == FAILED and not is_proving:
         message = f"process {ranks[0].pid} has {described(proof.combination)}: with these a throwaway job failed"
-        hint = f"{_PROVE} to try them once more; or {_RESTART}"
+        hint = f"{_PROVE} to try them again; or {_RESTART}"
         draft.against(REFUSED, f"{message} ({proof.detail})", hint, pid=ranks[0].pid)
     for message, hint, pid in (*_against_groups(ranks), *_against_missing(ranks, members)):
         draft.against(REFUSED, message, hint, pid=pid)

@@ -194,7 +194,7 @@ def _hazards(members: tuple[Candidate, ...], world: int) -> Iterator[str]:
         if len(candidate.gpus) > 1:
             yield (
                 f"process {candidate.pid} is on several GPUs: once moved, copies between these go through host "
-                "memory, and a kernel that reads another one's memory by itself fails"
+                "memory, and a kernel that reads another GPU's memory directly fails"
             )
     ranks = [c for c in members if c.agent and c.agent.rank is not None]
     if world > len(ranks) and world > 1:

@@ -28,7 +28,7 @@ def place(draft: Draft, candidate: Candidate, own: tuple[GpuMemory, ...]) -> Non
         draft.against(REFUSED, f"{who} has no agent, which --keep-context needs", hint, pid=candidate.pid)
         return
     if candidate.around.stopped:
-        message = f"{who} is stopped (SIGSTOP), so it cannot come to a boundary"
+        message = f"{who} is stopped (SIGSTOP), so it cannot reach a boundary"
         draft.against(REFUSED, message, f"run: kill -CONT {candidate.pid}", pid=candidate.pid)
     if own[0].vendor not in (NVIDIA, SIMULATED):
         message = f"{source} is of vendor {own[0].vendor}, from which no carrier can copy"
@@ -74,7 +74,7 @@ def offered(draft: Draft, candidate: Candidate, hint: str) -> str:
 def _choice(draft: Draft, candidate: Candidate, own: GpuMemory) -> Choice | Refusal:
     asked = draft.request.carrier
     if asked == BY_DRIVER:
-        return Refusal(f"{BY_DRIVER} carries bytes by the driver's checkpoint only", "leave --carrier out")
+        return Refusal(f"{BY_DRIVER} carries bytes by the driver's checkpoint only", "omit --carrier")
     if own.vendor == SIMULATED:
         if asked not in (None, WORKER):
             return Refusal(f"on simulated GPUs its bytes go by {WORKER} only", f"use --carrier {WORKER}")

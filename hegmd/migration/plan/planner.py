@@ -219,7 +219,7 @@ def _place_simulated(draft: Draft, candidate: Candidate, to: str | None) -> None
             f"{str(asked)[:40]} cannot carry process {candidate.pid}: on simulated GPUs the process copies its bytes "
             "itself"
         )
-        draft.against(REFUSED, message, f"use --carrier {WORKER}, or leave --carrier out", pid=candidate.pid)
+        draft.against(REFUSED, message, f"use --carrier {WORKER}, or omit --carrier", pid=candidate.pid)
         return
     size_bytes = 0 if agent is None else agent.size_bytes or 0
     draft.choices[candidate.pid] = Choice(WORKER, pool_bytes=size_bytes)
@@ -364,7 +364,7 @@ def _judge_whole(draft: Draft, members: tuple[Candidate, ...]) -> None:
                 f"{gigabytes(worker.left_alone_bytes)} of {gigabytes(whole)} of process {worker.pid} would stay "
                 "on the GPU"
             )
-            draft.against(REFUSED, message, f"see why they cannot be offloaded: {why}", pid=worker.pid)
+            draft.against(REFUSED, message, f"the reasons: {why}", pid=worker.pid)
 
 
 def _judge_memory(draft: Draft, needed: Mapping[str, int]) -> None:

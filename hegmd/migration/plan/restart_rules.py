@@ -86,7 +86,7 @@ def place(draft: Draft, candidate: Candidate) -> None:
         hint = "retry after its next batch boundary; if that does not help, read the log of the job"
         draft.against(REFUSED, f"the size of the state of process {pid} is unknown", hint, pid=pid)
     if request.respawn.python is not None and not candidate.python:
-        hint = "leave --python out, or start the job with: hegmctl run --allow-restart -- PYTHON SCRIPT"
+        hint = "omit --python, or start the job with: hegmctl run --allow-restart -- PYTHON SCRIPT"
         draft.against(REFUSED, f"the command of process {pid} does not begin with a Python", hint, pid=pid)
     _judge_python(draft, candidate)
     _judge_variables(draft, pid)
@@ -125,11 +125,11 @@ def _judge_variables(draft: Draft, pid: int) -> None:
     respawn = draft.request.respawn
     names = (*respawn.set, *respawn.unset)
     if own := sorted(_OWN.intersection(names)):
-        hint = "leave it out: hegmctl run sets it at every start"
+        hint = "remove it: hegmctl run sets it at every start"
         draft.against(REFUSED, f"{listed(tuple(own))} cannot be changed: hegmd identifies the job by it", hint, pid=pid)
     if places := sorted(_GPUS.intersection(names)):
         message = f"{listed(tuple(places))} cannot be changed: hegmd sets it to the target of --to"
-        draft.against(REFUSED, message, "leave it out, and give the GPU, or cpu, with --to", pid=pid)
+        draft.against(REFUSED, message, "remove it, and give the GPU, or cpu, with --to", pid=pid)
 
 
 def _judge_memory(draft: Draft, pid: int, state_bytes: int) -> None:
@@ -176,7 +176,7 @@ def judge_ranks(draft: Draft, members: Sequence[Candidate]) -> None:
     ranks = sorted([member.agent.rank for member in members if member.agent and member.agent.rank is not None])
     if len(worlds) != 1 or None in worlds or len(set(ranks)) != len(members):
         message = f"processes {pids} have no RANK and WORLD_SIZE in their environment"
-        hint = "start them with torchrun, which sets these variables, or start each as a job of its own"
+        hint = "start them with torchrun, which sets these variables, or start each as a separate job"
         draft.against(REFUSED, message, hint)
     elif ranks != list(range(worlds.pop() or 0)):
         message = f"of {_world(members[0])} ranks, {listed(tuple([str(rank) for rank in ranks]))} are here"
@@ -210,14 +210,14 @@ def _judge_places(draft: Draft) -> None:
     vendors = {gpu.vendor for to in goals if (gpu := draft.gpu(to or "")) is not None}
     if len(pairs) != len(sources) or len(pairs) != len(goals):
         where = f"{len(sources)} GPUs would be on {len(goals)}"
-        hint = "leave --to out to restart them where they are; name another GPU only if all are on one GPU"
+        hint = "omit --to to restart them where they are; name another GPU only if all are on one GPU"
         draft.against(REFUSED, f"hegmd cannot place ranks that are on {where} there", hint)
     elif len(vendors) > 1:
         message = f"the ranks would be on GPUs of {listed(tuple(sorted(vendors)))}"
         draft.against(REFUSED, message, "name GPUs of one vendor")
     elif CPU in goals and len(goals) > 1:
         message = f"the ranks would be on {listed(tuple(sorted(str(to) for to in goals)))}"
-        draft.against(REFUSED, message, "put all ranks on GPUs, or all on the CPU")
+        draft.against(REFUSED, message, "choose GPUs for all ranks, or the CPU for all")
     elif "simulated" in vendors and len(goals) > 1:
         message = f"the ranks would be on {listed(tuple(sorted(str(to) for to in goals)))}"
         draft.against(REFUSED, message, "give one GPU: simulated ranks share one")

@@ -137,7 +137,7 @@ def judge_target(draft: Draft, to: str, vendor: str, chip: str | None, *, stays:
     elif target.state != "ok":
         draft.against(REFUSED, f"{to} is {target.state}", "choose another; see hegmctl gpus", gpu=to)
     elif target.condition == GONE:
-        draft.against(REFUSED, f"{to} is gone: {target.why}", "choose another; see hegmctl gpus", gpu=to)
+        draft.against(REFUSED, f"{to} has failed: {target.why}", "choose another; see hegmctl gpus", gpu=to)
     elif target.mig or target.mps:
         how = "cut into MIG instances" if target.mig else "shared through MPS"
         draft.against(REFUSED, f"{to} is {how}", "choose a GPU without MIG and MPS; see hegmctl gpus", gpu=to)
@@ -170,7 +170,7 @@ def place_anywhere(draft: Draft, worker: JobProcess) -> str | None:
     to = draft.request.placement.get(str(worker.pid), draft.request.to)
     if to is not None and gpus != (to,):
         message = f"the former GPU of process {worker.pid} is unknown, and the driver can only restore it there"
-        hint = f"leave --to out; once it runs, run: hegmctl migrate {worker.pid} --to {to}"
+        hint = f"omit --to; once it runs, run: hegmctl migrate {worker.pid} --to {to}"
         draft.against(REFUSED, message, hint, pid=worker.pid)
     for gpu in gpus:
         judge_target(draft, gpu, NVIDIA, worker.chip, stays=False)

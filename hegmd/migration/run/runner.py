@@ -215,7 +215,7 @@ class Runner:
         if isinstance(event, events.WorkerExited) and await self._ended_well(
             worker.identity.uid, worker.about.run, worker.pid
         ):
-            event = event.replace(finished=True, why="it came to its end")
+            event = event.replace(finished=True, why="it ended")
         running.enqueue(event, worker.connection)
 
     # -- views

@@ -91,7 +91,9 @@ class AmdProvider:
 
     def _from_kernel(self) -> VendorSnapshot:
         if not self._kfd.is_there():
-            raise DeviceError("the kernel's /sys/class/kfd is gone", "run: dmesg | grep -i kfd; hegmd tries again")
+            raise DeviceError(
+                "the kernel's /sys/class/kfd no longer exists", "run: dmesg | grep -i kfd; hegmd tries again"
+            )
         gpus = self._kfd.gpus()
         facts = self._kfd.facts(gpus)
         uuids = uuids_of(facts)

@@ -46,7 +46,7 @@ def library(facts: NodeFacts) -> Finding:
     number = counted(len(facts.gpus_of("amd")), "GPU")
     if vendor.library_version is None:
         return warn(
-            f"AMD SMI is missing: /sys/class/kfd tells less about {number}",
+            f"AMD SMI is missing: /sys/class/kfd has fewer facts about {number}",
             "install amd-smi-lib from ROCm 6.2 or newer, and amdsmi into hegmd's own Python",
         )
     return ok(f"AMD SMI {vendor.library_version} answers for {number}")

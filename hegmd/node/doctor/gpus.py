@@ -67,7 +67,9 @@ def _details(gpu: Gpu) -> str:
 
 def _reset(gpu: Gpu) -> str:
     if gpu.vendor == "nvidia":
-        return f"when its jobs are gone: sudo nvidia-smi --gpu-reset -i {gpu.pci_address or gpu.index}; if lost: reboot"
+        return (
+            f"after its jobs have ended: sudo nvidia-smi --gpu-reset -i {gpu.pci_address or gpu.index}; if lost: reboot"
+        )
     if gpu.vendor == "amd":
-        return f"when its jobs are gone: sudo amd-smi reset --gpureset --gpu {gpu.index}; if lost: reboot"
+        return f"after its jobs have ended: sudo amd-smi reset --gpureset --gpu {gpu.index}; if lost: reboot"
     return _details(gpu)

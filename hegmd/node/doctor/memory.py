@@ -89,7 +89,7 @@ def ready(facts: NodeFacts) -> Finding:
     """As much host memory is ready for the next suspend as is configured."""
     wanted_bytes, ready_bytes = facts.ready_wanted_bytes, facts.ready_bytes
     if not wanted_bytes:
-        return skip("pool.ready_bytes is 0: to get host memory for a suspend takes up to 0.2 s for each GiB")
+        return skip("pool.ready_bytes is 0: allocating host memory for a suspend takes up to 0.2 s for each GiB")
     if ready_bytes < wanted_bytes:
         return warn(
             f"{size_text(ready_bytes)} of {size_text(wanted_bytes)} of host memory are ready for the next suspend",

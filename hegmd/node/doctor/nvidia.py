@@ -200,7 +200,7 @@ def mps(facts: NodeFacts) -> Finding:
     shared = [gpu.id for gpu in known if gpu.mps]
     if shared:
         return warn(
-            f"in use on {listed(shared)}: the driver does not checkpoint processes that go through it",
+            f"in use on {listed(shared)}: the driver does not checkpoint its clients",
             "when its jobs have ended: echo quit | sudo nvidia-cuda-mps-control",
         )
     return ok(f"not in use on {counted(len(known), 'GPU')}")

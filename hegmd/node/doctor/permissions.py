@@ -72,7 +72,7 @@ def socket(facts: NodeFacts) -> Finding:
     try:
         status = path.stat()
     except FileNotFoundError:
-        return fail(f"{clipped(str(path), 60)} is gone: no client can reach the daemon", _restart(facts))
+        return fail(f"{clipped(str(path), 60)} was removed: no client can reach the daemon", _restart(facts))
     if not stat.S_ISSOCK(status.st_mode):
         return fail(f"{clipped(str(path), 60)} is not a socket", f"{sudo}rm {path}; {_restart(facts)}")
     return _judge_access(facts, status.st_mode, status.st_gid)

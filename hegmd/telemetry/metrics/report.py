@@ -158,7 +158,7 @@ def _gpus(out: Exposition, snapshot: Snapshot, answering: set[str]) -> None:
     up = out.family("hegmd_gpu_up", "gauge", "Whether the GPU answers: 0 when it is lost or its library hangs.")
     total = out.family("hegmd_gpu_memory_total_bytes", "gauge", "GPU memory.")
     health = out.family("hegmd_gpu_health", "gauge", "Health of the GPU: 1 for the current state.")
-    condition = out.family("hegmd_gpu_condition", "gauge", "Whether jobs are to be on the GPU: 1 for its condition.")
+    condition = out.family("hegmd_gpu_condition", "gauge", "Whether the GPU can run jobs: 1 for its condition.")
     for gpu in snapshot.gpus:
         fixed = {"pci_address": gpu.pci_address, "chip": gpu.chip, "driver_version": gpu.driver_version}
         info.add(1, {**labels[gpu.id], **{name: value for name, value in fixed.items() if value is not None}})
@@ -208,7 +208,7 @@ def _processes(
     for gpu in gpus:
         count.add(on_gpu[gpu.id], labels[gpu.id])
         memory.add(None if gpu.id in untold else vram_bytes[gpu.id], labels[gpu.id])
-    held = out.family("hegmd_held_bytes", "gauge", "Memory held by the daemon for processes, outside of them.")
+    held = out.family("hegmd_held_bytes", "gauge", "Memory that the daemon holds for processes.")
     held.add(sum(process.held_bytes for process in processes))
     agents = out.family("hegmd_agents", "gauge", "Processes on GPUs whose agent is connected.")
     agents.add(sum(process.agent is not None for process in processes))
@@ -257,9 +257,7 @@ def _kept(out: Exposition, tallies: Tallies) -> None:
     ended = out.family("hegmd_operations_total", "counter", "Finished operations, by kind, method and result.")
     for (kind, way, end), count in sorted(tallies.operations.items()):
         ended.add(count, {"kind": kind, "way": way, "end": end})
-    now = out.family(
-        "hegmd_operations", "gauge", "Operations that are not over, by what they do; waiting: for a person."
-    )
+    now = out.family("hegmd_operations", "gauge", "Operations that have not ended, by state; waiting: for a person.")
     for state in OPERATION_STATES:
         now.add(tallies.operations_now.get(state, 0), {"state": state})
     _jobs(out, tallies.jobs)

@@ -204,7 +204,7 @@ def test_what_the_daemon_has_in_hand_comes_first_and_what_it_wants_then_is_refus
     assert [(report.order, report.result) for report in training.reports] == [(1, "failed"), (2, "done")]
     training.departure.tick()
     training.orders.obey(Order(order=3, do="park", limit_s=PATIENCE_S), None)
-    assert "about to leave" in (training.reports[-1].message or "")
+    assert "about to exit" in (training.reports[-1].message or "")
     training.reach_boundary()
     training.wait_until_parked()
     training.departure.tick()

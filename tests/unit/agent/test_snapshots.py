@@ -40,7 +40,7 @@ def test_another_order_ends_a_snapshot_that_waits_for_its_boundary(rank: _Rank) 
     _snapshot(rank, 1)
     rank.park(2, at=1)
     assert [(report.order, report.result) for report in rank.reports] == [(1, "failed")]
-    assert "another order came first" in rank.reports[0].message
+    assert "another order arrived first" in rank.reports[0].message
     rank.let_pass()
     assert rank.wait_until_parked() == 1
 
@@ -133,7 +133,7 @@ def test_an_order_that_does_more_than_ask_ends_what_is_being_written_first(rank:
     _fetch(rank, slot)
     rank.park(8, at=1)
     assert [(report.order, report.result) for report in rank.reports] == [(7, "failed")]
-    assert "another order came first" in rank.reports[0].message
+    assert "another order arrived first" in rank.reports[0].message
     assert _record(slot) is None
     rank.orders.end()
 

@@ -175,7 +175,7 @@ def test_one_path_for_all_is_gone_on_from_by_the_next_launcher_of_the_same_comma
         assert launcher.line() == "goes on with the state"
         status, errors = launcher.end()
     assert status == 0
-    assert f"the training goes on from {path}" in errors
+    assert f"the training continues from {path}" in errors
     assert os.listdir(path.parent) == []
 
 
@@ -215,7 +215,7 @@ def test_a_state_is_not_thrown_away_where_a_shell_hides_the_exit_code(tmp_path: 
         status, errors = launcher.end()
         assert (launcher.folder / "latest.pt").read_text() == "the state\n"
     assert status == 6
-    assert "has left its state" in errors
+    assert "has saved its state" in errors
 
 
 def test_a_worker_that_ended_well_without_its_state_took_the_file_with_it(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_worker_that_ended_well_without_its_state_took_the_file_with_it(tmp_pa
         launcher.lines_until("goes on with the state")
         status, errors = launcher.end()
     assert status == 98
-    assert f"no training in it has gone on from {path}" in errors
+    assert f"no training in it has continued from {path}" in errors
     assert path.read_text() == "the state\n"
 
 
@@ -282,7 +282,7 @@ def test_a_working_folder_that_is_gone_is_told_of(tmp_path: Path) -> None:
     words = ["sh", "-c", script, "sh", *program]
     done = subprocess.run(words, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
     assert done.returncode == 6
-    assert "the working folder is gone" in done.stderr
+    assert "the working folder was removed" in done.stderr
 
 
 def test_an_old_lock_does_not_tell_of_a_new_worker(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_a_snapshot_that_cannot_be_used_is_not_used_again(crew: NotingCrew, runn
     for rank in (0, 1):
         running.joined(rank, 4, None, 11.0)
     assert running.phase == OVER
-    assert "the state of no step" in (crew.why or "")
+    assert "no step has a state" in (crew.why or "")
 
 
 def test_recoveries_that_bring_the_training_no_further_are_bounded(crew: NotingCrew, running: Generations) -> None:

@@ -131,7 +131,7 @@ def test_outputs_stayed_cut_when_the_restore_that_they_were_cut_for_failed(tmp_p
         ran = hegmctl("restore", "/images/one", "--truncate-outputs", socket=daemon.path)
     assert ran.returncode == EXTERNAL.exit_status
     assert output.read_text() == "0123456789"
-    assert "output is as it was" in ran.stderr
+    assert "output is unchanged" in ran.stderr
 
 
 def grown(*paths: Path) -> HegmError:
@@ -178,7 +178,7 @@ def test_ctrl_c_left_an_output_cut_of_a_job_that_did_not_come_back(tmp_path: Pat
         assert output.read_text() == "0123"
         assert terminal.end(number) == -number
         shown = "\n".join(terminal.picture.lines)
-    assert "the files are put back" in shown
+    assert "the files are restored" in shown
     assert [each.read_text() for each in tmp_path.glob("output*")] == ["0123456789"]
 
 
@@ -196,7 +196,7 @@ def test_ctrl_c_leaves_an_output_as_a_job_has_it_that_is_back(tmp_path: Path) ->
     (kept,) = tmp_path.glob("output.hegm-cut-*")
     assert (output.read_text(), kept.read_text()) == ("0123", "456789")
     shown = " ".join("".join(f"{line} " for line in terminal.picture.lines).split())
-    assert "output stays cut, and what was cut off of it is in" in shown
+    assert "output stays truncated, and the removed part is in" in shown
 
 
 def test_outputs_were_put_back_under_a_job_whose_resume_was_cancelled(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_outputs_were_put_back_under_a_job_whose_resume_was_cancelled(tmp_path: 
     with FakeDaemon(tmp_path / "hegmd.sock", {**node.answers(), m.Restore: as_it_is}) as daemon:
         ran = hegmctl("restore", "/images/one", "--truncate-outputs", socket=daemon.path)
     assert (ran.returncode, output.read_text()) == (UNAVAILABLE.exit_status, "0123")
-    assert "stays cut, and what was cut off of it is in" in ran.stderr
+    assert "stays truncated, and the removed part is in" in ran.stderr
 
 
 def test_outputs_are_opened_by_the_caller_and_sent_along(tmp_path: Path) -> None:

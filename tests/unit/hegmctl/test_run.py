@@ -309,7 +309,7 @@ def test_the_gpu_that_was_asked_for_was_ignored_on_real_gpus(
     ran = hegmctl("run", "--gpu", asked, *SHOW_IN_A_CHILD, socket=daemon.path, environ=before)
     shown = f"CUDA_VISIBLE_DEVICES={cuda} HIP_VISIBLE_DEVICES={hip} ROCR_VISIBLE_DEVICES=none\n"
     assert (ran.returncode, ran.stdout) == (0, shown), ran.stderr
-    assert "--gpu goes before CUDA_VISIBLE_DEVICES=0 of the environment" in ran.stderr
+    assert "--gpu overrides CUDA_VISIBLE_DEVICES=0 of the environment" in ran.stderr
 
 
 def test_without_a_gpu_the_callers_own_choice_stays(daemon: FakeDaemon) -> None:

@@ -122,7 +122,7 @@ def test_bytes_that_are_elsewhere_by_their_mark_are_put_in_no_image() -> None:
 
 async def test_an_agent_that_is_not_there_cannot_step_aside(tmp_path: Path, paused: int) -> None:
     lent = Borrowed()
-    with pytest.raises(AgentAway, match="it cannot be told to disconnect"):
+    with pytest.raises(AgentAway, match="it cannot get the order to disconnect"):
         await handoff_with(lent, tmp_path, some_criu).dump(wished(paused), lambda _: None)
     assert lent.ends == ["discarded"]
 

@@ -267,7 +267,7 @@ async def test_a_orphan_piece_goes_only_by_its_name(keep: MemoryKeeping, tmp_pat
     after = await found_again(keep)
     await after.release(KEY)
     (name,) = after.unclaimed()
-    with pytest.raises(HegmError, match="no orphan piece"):
+    with pytest.raises(HegmError, match="no orphaned segment"):
         await after.drop_unclaimed("hegm-pool-7-4711-1")
     assert await after.drop_unclaimed(name) == whole_size(3 * MIB)
     assert files_under(tmp_path) == []

@@ -158,7 +158,7 @@ def test_whoever_made_the_directory_first_kept_bytes_from_having_a_name(
     theirs = squatted(tmp_path)
     (place,) = find_places("a" * 32, mounts=tmp_path / "none", shared_memory=tmp_path)
     assert place.folder != theirs
-    assert "look who made it" in caplog.text
+    assert "check who created the former" in caplog.text
     path = put(place, NAME)
     assert path.parent.stat().st_mode & 0o777 == 0o700
     theirs.rmdir()

@@ -354,7 +354,7 @@ def test_a_cancel_does_not_wait_for_the_next_process() -> None:
 def test_a_training_that_ends_of_itself_before_it_was_moved_is_done(phase: str) -> None:
     """It had trained on until the next process was ready, and its last batch came first: the restart had failed."""
     drive = Drive(restart()).until(phase)
-    drive.feed(events.WorkerExited(worker="a", why="it came to its end", finished=True))
+    drive.feed(events.WorkerExited(worker="a", why="it ended", finished=True))
     drive.wanted = [effect for effect in drive.wanted if drive.op.pending_numbered(effect.number)]
     drive.until("done")
     assert drive.op.failure is None

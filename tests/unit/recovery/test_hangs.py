@@ -18,7 +18,7 @@ def test_the_limit_is_learned_from_the_longest_time_between_two_boundaries() -> 
 def test_what_is_not_expected_to_make_a_step_does_not_hang() -> None:
     watch = HangWatch(5.0)
     assert watch.see(0, 0.0) is None
-    assert watch.see(0, 100.0) is None  # it has not come to its first batch
+    assert watch.see(0, 100.0) is None  # it has not reached its first batch
     assert watch.see(3, 101.0) is None
     watch.forget()
     assert watch.see(3, 200.0) is None

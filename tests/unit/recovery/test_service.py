@@ -37,7 +37,7 @@ async def test_a_protection_that_fails_does_not_end_the_daemon(caplog: pytest.Lo
     """Its error ends nothing but that run of it, and is in the log."""
     with caplog.at_level(logging.ERROR):
         await run_once(cast("Protection", Failing()), pause_s=0.0)
-    assert "failed, and begins anew" in caplog.text
+    assert "failed, and starts again" in caplog.text
     assert "No space left" in caplog.text
 
 

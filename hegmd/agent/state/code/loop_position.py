@@ -83,7 +83,7 @@ def against_aside(began: Any, asked: Asked, place: Place) -> Iterator[Refusal]:
     loop = f"the loop at {said(heads[-1][-1])}"
     if asked.paths and is_above(asked.paths[0], heads[-1]):
         what = f"a loader was asked for a batch at {said(asked.paths[0][-1])}, above {loop}"
-        yield Refusal(f"{what}, and a restarted script would ask there once more", _PROBE)
+        yield Refusal(f"{what}, and a restarted script would call it there again", _PROBE)
     elif not is_above(began, heads[-1]):
         what = f"a pass over a loader that began at {said(began[-1])}, within {loop}, is not over"
         yield Refusal(f"{what}, and a restarted script would not begin it on its way", _ASIDE)

@@ -106,7 +106,11 @@ class Standing:
             hint = "let it have one loader whose length is known, and training_step(batch)"
             yield "Lightning reads several loaders, or ahead, or lets the script read", hint, False
         if self.trainer.reload_dataloaders_every_n_epochs:
-            yield "Lightning makes its loaders anew after some epochs", "set reload_dataloaders_every_n_epochs=0", False
+            yield (
+                "Lightning creates its loaders again after some epochs",
+                "set reload_dataloaders_every_n_epochs=0",
+                False,
+            )
         if any(found is not self.trainer and found.global_step for found in _trainers(self.trainer)):
             yield (
                 "another Trainer has trained before this one, and would do so again",

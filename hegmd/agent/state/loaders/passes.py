@@ -251,7 +251,9 @@ class Iteration:
             drawn, is_whole = sampler_rng.held_within([iterator._dataset])
             found += [Refusal(*_DRAWING)] if drawn else [] if is_whole else [Refusal(*_NOT_WHOLE)]
         if self._is_remade and self._stream is None:
-            found.append(Refusal(f"each pass of the loader at {said(self.path[-1])} is over data made anew", _REMADE))
+            found.append(
+                Refusal(f"each pass of the loader at {said(self.path[-1])} is over newly created data", _REMADE)
+            )
         if self._own is not None:
             return [*found, *self._own.refusals(given)]
         if self._stream is not None:

@@ -48,7 +48,7 @@ class _Reading:
         storages = self.number()
         tensors = self.number()
         if storages > len(places) or tensors > len(data):
-            raise Damaged(f"its tree tells of {storages} storages and {tensors} tensors, which cannot be")
+            raise Damaged(f"its tree has {storages} storages and {tensors} tensors, which is impossible")
         self._beside = places[storages:]
         described = [self._described() for _ in range(tensors)]
         self._tensors = storage_tensors.tensors_in(mapping, places[:storages], described)
@@ -78,7 +78,7 @@ class _Reading:
         """Read the number of values that follow. Each of them takes at least one byte."""
         number = self.number()
         if number > self.left():
-            raise Damaged(f"its tree tells of {number} values in its last {self.left()} bytes")
+            raise Damaged(f"its tree announces {number} values in its last {self.left()} bytes")
         return number
 
     def text(self) -> str:
@@ -107,7 +107,7 @@ class _Reading:
         slot, start, kind = self.number() - 1, self.number(), self.text()
         dimensions = self.number()
         if dimensions > storage_tensors.MAX_DIMENSIONS:
-            raise Damaged(f"its tree tells of a tensor of {dimensions} dimensions")
+            raise Damaged(f"its tree has a tensor of {dimensions} dimensions")
         shape = tuple(self.number() for _ in range(dimensions))
         strides = tuple(self.number() for _ in range(dimensions))
         return slot, start, kind, shape, strides, self.text(), bool(self.number())

@@ -95,7 +95,7 @@ class Tree:
             _number(self.out, known)
             return
         if len(self._open) >= tags.MAX_DEPTH:
-            raise NotPlain(self.path(), f"lies in more than {tags.MAX_DEPTH} containers")
+            raise NotPlain(self.path(), f"is inside more than {tags.MAX_DEPTH} containers")
         self._seen[id(value)] = len(self._seen)
         self._kept.append(value)
         self._open.add(id(value))

@@ -107,7 +107,7 @@ class Shadows:
         began = monotonic()
         free_bytes, total_bytes = self._driver.memory()
         if free_bytes - sum(sizes) < total_bytes * SHARE_LEFT_FREE:
-            note(f"snapshot: no room for a shadow of {sum(sizes)} bytes, {free_bytes} are free")
+            note(f"snapshot: not enough memory for a shadow of {sum(sizes)} bytes: {free_bytes} are free")
             return False
         try:
             address = self._driver.take(sum(sizes))

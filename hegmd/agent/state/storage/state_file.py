@@ -165,7 +165,7 @@ def _read_header(fd: int, given_bytes: int) -> tuple[int, int, int, int, int]:
     if total_bytes > given_bytes:
         raise Damaged(f"it was of {total_bytes} bytes and has {given_bytes}")
     if HEADER_BYTES + tree_bytes + 8 * pieces > total_bytes:
-        raise Damaged(f"its header tells of {tree_bytes} bytes and {pieces} pieces within {total_bytes} bytes")
+        raise Damaged(f"its header announces {tree_bytes} bytes and {pieces} pieces within {total_bytes} bytes")
     return tree_bytes, pieces, total_bytes, sum_of_tree, sum_of_table
 
 
@@ -175,10 +175,10 @@ def _read_table(
     """Return the offsets and sizes of the pieces, after all checksums were verified. Raises Damaged."""
     sizes = list(struct.unpack_from(f"<{pieces}Q", mapping, table_at))
     if sum(sizes) > total_bytes:
-        raise Damaged(f"its table tells of {sum(sizes)} bytes within {total_bytes}")
+        raise Damaged(f"its table announces {sum(sizes)} bytes within {total_bytes}")
     places, needed_bytes = _layout(table_at, sizes)
     if needed_bytes != total_bytes:
-        raise Damaged(f"its pieces take {needed_bytes} bytes, and its header tells of {total_bytes}")
+        raise Damaged(f"its pieces take {needed_bytes} bytes, and its header announces {total_bytes}")
     parts = _parts(places, sizes)
     table_bytes = 8 * pieces + 4 * len(parts)
     if crc32(mapping[table_at : table_at + table_bytes]) != sum_of_table:

@@ -161,7 +161,7 @@ def _handed(of_ranks: str) -> tuple[int, int] | None:
     if said == _OVER:
         return None
     if said != _STATE or len(fds) != 2:
-        raise OSError(f"rank {rank} was handed none by the hegmctl run of its job")
+        raise OSError(f"rank {rank} got none from the hegmctl run of its job")
     return fds[0], fds[1]
 
 

@@ -120,9 +120,9 @@ def test_a_process_whose_storages_cannot_leave_is_refused(job: Candidate, messag
 @pytest.mark.parametrize(
     ("carrier", "gpu", "message", "hint"),
     [
-        ("driver", {}, "driver carries bytes by the driver's checkpoint only", "leave --carrier out"),
+        ("driver", {}, "driver carries bytes by the driver's checkpoint only", "omit --carrier"),
         ("host", {"mig": True}, "host cannot copy under MIG or MPS", "use --carrier worker"),
-        ("peer", {}, "peer copies only serve a migration", "leave --carrier out"),
+        ("peer", {}, "peer copies only serve a migration", "omit --carrier"),
         ("mule", {}, "there is no carrier 'mule'", "there are peer, host, worker, driver"),
     ],
 )

@@ -55,7 +55,7 @@ def test_a_loaded_driver_and_its_version(node: FileNode) -> None:
     ("record", "status", "words"),
     [
         (vendor("amd", library_version="25.4"), "ok", "AMD SMI 25.4 answers for 1 GPU"),
-        (vendor("amd"), "warn", "AMD SMI is missing: /sys/class/kfd tells less about 1 GPU"),
+        (vendor("amd"), "warn", "AMD SMI is missing: /sys/class/kfd has fewer facts about 1 GPU"),
         (
             vendor("amd", state="failed", message="AMDSMI_STATUS_DRIVER_NOT_LOADED", hint="mend it"),
             "fail",

@@ -161,7 +161,7 @@ def test_depth_has_an_end_for_the_writer(fd: int) -> None:
     for _ in range(tags.MAX_DEPTH):
         value = [value]
     assert exact(_through(fd, value)) == exact(value)
-    with pytest.raises(state_file.NotPlain, match=f"lies in more than {tags.MAX_DEPTH} containers"):
+    with pytest.raises(state_file.NotPlain, match=f"is inside more than {tags.MAX_DEPTH} containers"):
         state_file.write(fd, [value])
 
 
