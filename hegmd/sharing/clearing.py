@@ -8,15 +8,15 @@ one whose turn ended first leaves first. Decides nothing about GPUs and changes 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hegmd.sharing.model import Job, Rules
 from hegmd.sharing.room import Room
 from hegmd.sharing.wanted import Wanted
 
-# How many bytes a job frees on the GPU in question.
-Freed = Callable[[Job], int]
+# How many bytes each job frees on the GPU in question, by its id.
+Freed = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,46 +66,52 @@ def clearing(
 ) -> Clearing:
     """Return who has to leave `room` so that `wanted` fits, from those who may be asked to."""
 
-    def freed(job: Job) -> int:
-        return room.freed_bytes[job.id]
-
+    freed = room.freed_bytes
     missing_bytes = need_bytes - room.soon_bytes
     times = {job.id: free_at_s(job, wanted, rules) for job in candidates}
     ready = [job for job in candidates if job.priority < wanted.priority and times[job.id] <= now]
-    if sum(map(freed, ready)) >= missing_bytes:
+    if _sum(ready, freed) >= missing_bytes:
         victims = _of_lowest_priority(ready, missing_bytes, freed)
-        return Clearing(room, victims, -math.inf, sum(map(freed, victims)))
+        return Clearing(room, victims, -math.inf, _sum(victims, freed))
     ordered = sorted(candidates, key=lambda job: (job.priority == wanted.priority, times[job.id], job.since_s, job.id))
     leaving: list[Job] = []
     found_bytes = 0
     for job in ordered:
         leaving.append(job)
-        found_bytes += freed(job)
+        found_bytes += freed[job.id]
         if found_bytes >= missing_bytes:
             kept = _without_needless(leaving, missing_bytes, freed)
             at_s = max(times[one.id] for one in kept)
-            return Clearing(room, kept, at_s if at_s > now else -math.inf, sum(map(freed, kept)))
+            return Clearing(room, kept, at_s if at_s > now else -math.inf, _sum(kept, freed))
     return Clearing(room, (), math.inf, found_bytes)
 
 
 def _of_lowest_priority(jobs: Sequence[Job], missing_bytes: int, freed: Freed) -> tuple[Job, ...]:
-    """Return those to suspend: none of higher priority than needed, and of these the fewest bytes."""
-    for priority in sorted({job.priority for job in jobs}):
-        considered = [job for job in jobs if job.priority <= priority]
-        if sum(map(freed, considered)) >= missing_bytes:
-            return _of_fewest_bytes(considered, missing_bytes, freed)
-    return tuple(jobs)
+    """Return those to suspend: none of higher priority than needed, and of these the fewest bytes.
+
+    All `jobs` together suffice.
+    """
+    ordered = sorted(jobs, key=lambda job: job.priority)
+    found_bytes, highest = 0, 0
+    for job in ordered:
+        found_bytes += freed[job.id]
+        highest = job.priority
+        if found_bytes >= missing_bytes:
+            break
+    return _of_fewest_bytes([job for job in ordered if job.priority <= highest], missing_bytes, freed)
 
 
 def _of_fewest_bytes(jobs: Sequence[Job], missing_bytes: int, freed: Freed) -> tuple[Job, ...]:
     """Return one job that suffices, or several smaller ones if these are fewer bytes."""
     ordered = sorted(jobs, key=lambda job: (moved_bytes(job), job.priority, -job.since_s, job.id))
-    single = next((job for job in ordered if freed(job) >= missing_bytes), None)
+    single = next((job for job in ordered if freed[job.id] >= missing_bytes), None)
     several: list[Job] = []
+    found_bytes = 0
     for job in ordered:
-        if sum(map(freed, several)) >= missing_bytes:
+        if found_bytes >= missing_bytes:
             break
         several.append(job)
+        found_bytes += freed[job.id]
     few = _without_needless(several, missing_bytes, freed)
     return few if single is None or sum(map(moved_bytes, few)) < moved_bytes(single) else (single,)
 
@@ -113,8 +119,13 @@ def _of_fewest_bytes(jobs: Sequence[Job], missing_bytes: int, freed: Freed) -> t
 def _without_needless(jobs: Sequence[Job], missing_bytes: int, freed: Freed) -> tuple[Job, ...]:
     """Return `jobs` without those that need not leave, the ones of the highest priority and most bytes first."""
     kept = sorted(jobs, key=lambda job: (job.priority, moved_bytes(job)))
+    spare_bytes = _sum(kept, freed) - missing_bytes
     for job in reversed(tuple(kept)):
-        rest = [other for other in kept if other is not job]
-        if sum(map(freed, rest)) >= missing_bytes:
-            kept = rest
+        if freed[job.id] <= spare_bytes:
+            spare_bytes -= freed[job.id]
+            kept.remove(job)
     return tuple(kept)
+
+
+def _sum(jobs: Sequence[Job], freed: Freed) -> int:
+    return sum([freed[job.id] for job in jobs])
