@@ -60,6 +60,8 @@ class Process:
     linked: bool = True
     generation: int = 0
     joining: tuple[str, int] | None = None
+    # Of one whose last suspension keeps its CUDA context. See kept.py.
+    keeps_context: bool = False
 
     @property
     def has_agent(self) -> bool:

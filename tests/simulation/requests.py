@@ -23,8 +23,9 @@ from hegmd.migration.machine.operation import (
     Operation,
 )
 from hegmd.migration.methods.driver import DriverMethod
-from hegmd.protocol.operations import BY_DRIVER
+from hegmd.protocol.operations import BY_DRIVER, KEEP_CONTEXT
 from tests.simulation.daemon import Daemon
+from tests.simulation.kept import KeptNode
 from tests.simulation.node import Process
 
 IMAGE = ImageRequest(path="/images/one", uid=1000, gid=1000)
@@ -48,16 +49,26 @@ def ask(daemon: Daemon, random: Random) -> None:
         elif op.phase == HOLDING and daemon.luck("resume"):
             _go_on_from(daemon, random, op)
         elif op.phase == "suspended" and daemon.luck("resume"):
-            if random.random() < 0.2 and not daemon.node.alone and all(w.gpu is None and w.is_parked for w in op.live):
+            if random.random() < 0.2 and not daemon.node.alone and _may_be_written(op):
                 daemon.take(op.id, events.ImageRequested(handoff=IMAGE))
             else:
-                daemon.take(op.id, events.ResumeRequested(to={w.name: _any_gpu(daemon, random) for w in op.workers}))
+                daemon.take(op.id, events.ResumeRequested(to={w.name: _goal(daemon, random, w) for w in op.workers}))
     for members in jobs(daemon):
         if any(process.name in daemon.node.unclaimed for process in members):
             if daemon.luck("adopt") and all(process.connected for process in members):
                 adopt(daemon, members)
         elif daemon.luck("begin"):
             begin(daemon, random, members)
+
+
+def _may_be_written(op: Operation) -> bool:
+    return all(worker.gpu is None and worker.is_parked and not worker.keeps_context for worker in op.live)
+
+
+def _goal(daemon: Daemon, random: Random, worker: JobProcess) -> str:
+    """Any GPU; of one that keeps its context there, the one that it was on: a plan refuses all others."""
+    home = worker.previous_gpu or worker.first_gpu
+    return home if worker.keeps_context and home is not None else _any_gpu(daemon, random)
 
 
 def _go_on_from(daemon: Daemon, random: Random, op: Operation) -> None:
@@ -87,6 +98,8 @@ def begin(daemon: Daemon, random: Random, members: list[Process]) -> None:
         kind = SUSPEND
     if any(process.restarts for process in members):
         kind = MIGRATE
+    if isinstance(daemon.node, KeptNode) and random.random() < 0.8:
+        kind = SUSPEND
     same = _any_gpu(daemon, random)
     apart = random.random() < 0.2
     workers = []
@@ -95,6 +108,11 @@ def begin(daemon: Daemon, random: Random, members: list[Process]) -> None:
             process.gpu if kind == QUIESCE else None if kind != MIGRATE else _any_gpu(daemon, random) if apart else same
         )
         workers.append(_worker(process, goal))
+    if isinstance(daemon.node, KeptNode):
+        keeps = kind == SUSPEND and random.random() < 0.9
+        for process in members:
+            process.keeps_context = keeps
+        workers = [worker.replace(method=KEEP_CONTEXT) if keeps else worker for worker in workers]
     is_distributed = daemon.node.is_distributed[members[0].job]
     if kind == MIGRATE and members[0].communicators and random.random() < 0.5:  # each where another one is
         goals = [worker.gpu for worker in workers]
@@ -144,7 +162,8 @@ def place(daemon: Daemon, members: Iterable[Process]) -> dict[str, str]:
     to: dict[str, str] = {}
     for process in members:
         held = {gpu: node.held(process.name, gpu) for gpu in free}
-        gpu = process.gpu or max(free, key=lambda gpu: free[gpu] + held[gpu])
+        home = node.contexts.get(process.name) if isinstance(node, KeptNode) else None
+        gpu = process.gpu or home or max(free, key=lambda gpu: free[gpu] + held[gpu])
         free[gpu] -= process.size_bytes - held[gpu]
         to[process.name] = gpu
     return to

@@ -3,7 +3,8 @@
 A life has a stormy part, in which anything may happen, and a calm one, in which only what is under way goes on; by the
 end of that every worker that lives has to train, every suspended job has to have been resumed, and nothing may be held
 for anybody. `python -m tests.simulation.seeds SEED` lives one again and tells its story; with `restart` before the
-seed, one of jobs that are moved by restart, and with `ranks`, one of jobs whose ranks have communicators.
+seed, one of jobs that are moved by restart, with `ranks`, one of jobs whose ranks have communicators, and with `kept`,
+one of jobs that keep their CUDA contexts while they are suspended.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from dataclasses import dataclass
 from random import Random
 
 from hegmd.migration.machine import events
-from tests.simulation import ranks, requests, restarted, weather
+from tests.simulation import kept, ranks, requests, restarted, weather
 from tests.simulation.daemon import Daemon, Parts
+from tests.simulation.kept import KeptHands
 from tests.simulation.node import Node, Process, Violation
 from tests.simulation.promises import check, judge
 from tests.simulation.ranks import RankHands
@@ -62,6 +64,17 @@ def live_ranks(
 ) -> Life:
     """The same of jobs whose ranks have communicators."""
     return live(seed, parts or Parts(hands=RankHands), odds=odds, points=points, born=_born_with_ranks)
+
+
+def live_kept(
+    seed: int,
+    parts: Parts | None = None,
+    *,
+    odds: Mapping[str, float] | None = None,
+    points: Callable[[Daemon, str], bool] | None = None,
+) -> Life:
+    """The same of jobs that keep their CUDA contexts while they are suspended."""
+    return live(seed, parts or Parts(hands=KeptHands), odds=odds, points=points, born=_born_kept)
 
 
 def live(
@@ -125,6 +138,12 @@ def _born_to_restart(random: Random, parts: Parts) -> Daemon:
 
 def _born_with_ranks(random: Random, parts: Parts) -> Daemon:
     return Daemon(ranks.drawn_node(random), random, weather.draw_odds(random), parts)
+
+
+def _born_kept(random: Random, parts: Parts) -> Daemon:
+    daemon = Daemon(kept.drawn_node(random), random, weather.draw_odds(random), parts)
+    daemon.odds.update(kept.draw_odds(random))
+    return daemon
 
 
 def _leave_alone(node: Node, random: Random) -> None:
@@ -239,7 +258,7 @@ def _all_go_on(daemon: Daemon) -> None:
 
 def main(arguments: list[str]) -> int:
     """Tell the stories of those seeds; 1 if a promise was broken in any."""
-    way = {"restart": live_restarts, "ranks": live_ranks}.get("".join(arguments[:1]))
+    way = {"restart": live_restarts, "ranks": live_ranks, "kept": live_kept}.get("".join(arguments[:1]))
     lives = [(way or live)(int(seed)) for seed in arguments[way is not None :]]
     sys.stdout.write("\n\n".join(str(life) for life in lives) + "\n")
     return int(any(life.violation is not None for life in lives))
