@@ -23,7 +23,7 @@ def room_text(reply: RoomReply, style: Style) -> list[str]:
         return [reply.lease.id]
     where = printable(reply.gpu or "a GPU")
     if not reply.steps:
-        return [f"{where} has the memory free", "nothing was changed: this is only the plan"]
+        return [f"no further job has to leave {where}", "nothing was changed: this is only the plan"]
     return [*[_step(step) for step in reply.steps], "nothing was changed: this is only the plan"]
 
 
@@ -37,7 +37,8 @@ def room_progress_text(progress: RoomProgress, style: Style) -> list[str]:
     """Return one line: what a lease waits for."""
     free = "" if progress.free_bytes is None else f" ({binary_size(progress.free_bytes)} free)"
     where = f"{progress.gpu or 'a GPU'}{free}"
-    return [printable(f"lease {progress.lease}: {binary_size(progress.size_bytes)} on {where}, waits {progress.waits}")]
+    waits = progress.waits if progress.waits.startswith("until ") else f"for {progress.waits}"
+    return [printable(f"lease {progress.lease}: {binary_size(progress.size_bytes)} on {where}, waits {waits}")]
 
 
 def lease_note(lease: Lease) -> str:

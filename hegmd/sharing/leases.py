@@ -116,19 +116,25 @@ class Leases(BackgroundTasks):
         return lease
 
     def hold(self, number: int, gpu: str) -> None:
-        """Its memory was seen free on that GPU: it is kept from now on, and its time begins."""
+        """Its memory was seen free on that GPU: it is kept from now on. Its time begins, unless a process waits for it."""
         lease = self._leases.get(number)
         if lease is not None:
-            until_utc = lease.until_utc if lease.hold_s is None else self._utc() + lease.hold_s
-            lease = lease.replace(is_held=True, gpu=gpu, until_utc=until_utc)
-            self._put(lease)
-            self._watch_soon(lease)
+            self._begin(lease.replace(is_held=True, gpu=gpu))
 
-    def answer(self, number: int) -> None:
-        """The waiting process is told now. The lease no longer ends with that process."""
+    def answer(self, number: int) -> LeaseRecord | None:
+        """The waiting process is told now: its time begins. The lease no longer ends with that process.
+
+        Returns the lease; None if it has ended.
+        """
         lease = self._leases.get(number)
-        if lease is not None:
-            self._put(lease.replace(waiter_pid=None, waiter_ticks=None))
+        return None if lease is None else self._begin(lease.replace(waiter_pid=None, waiter_ticks=None))
+
+    def _begin(self, lease: LeaseRecord) -> LeaseRecord:
+        if lease.hold_s is not None and lease.waiter_pid is None:
+            lease = lease.replace(until_utc=self._utc() + lease.hold_s)
+        self._put(lease)
+        self._watch_soon(lease)
+        return lease
 
     def waited_for(self, like: LeaseRecord, awaited: Collection[int] = ()) -> LeaseRecord | None:
         """The lease for which that very process asked already, in the same words, and was not answered yet.

@@ -24,7 +24,7 @@ from hegmd.protocol import sharing as told
 from hegmd.protocol.jobs import Job
 from hegmd.protocol.names import gpu_named
 from hegmd.protocol.snapshots import Gpu
-from hegmd.sharing import model
+from hegmd.sharing import model, wording
 from hegmd.sharing.records import LeaseRecord, QueuedRecord
 from hegmd.sharing.report import job_views, lease_view, steps_for
 from hegmd.sharing.service import Sharing
@@ -118,9 +118,9 @@ class SharingRequests:
             try:
                 await self._sharing.memory.until_saved()
                 reply = await self._until_held(lease, limit_s, emit)
-                self._sharing.memory.leases.answer(lease.number)
+                answered = self._sharing.memory.leases.answer(lease.number)
                 await self._sharing.memory.until_saved()
-                return reply
+                return reply if answered is None else reply.replace(lease=self._view(answered))
             finally:
                 self._awaited.discard(lease.number)
 
@@ -181,7 +181,11 @@ class SharingRequests:
         )
 
     async def _planned(self, lease: LeaseRecord) -> told.RoomReply:
-        """What would be done. Raises REFUSED if that would not be enough."""
+        """What would be done. Raises REFUSED if that would not be enough.
+
+        A daemon that has just started waits for the agents of jobs of before, as it does before it suspends any.
+        """
+        await self._sharing.until_agents_are_back()
         view, decision = await self._sharing.look(lease)
         steps = steps_for(lease.id, view, decision)
         waiting = decision.waiting_of(lease.id)
@@ -368,7 +372,7 @@ def _require_room(gpus: list[Gpu], size_bytes: int) -> None:
 def _no_room(lease: LeaseRecord, why: str) -> Refused:
     where = lease.gpu or "any GPU"
     return Refused(
-        f"{gigabytes(lease.size_bytes)} on {where} cannot be freed with priority {lease.priority}: it waits for {why}",
+        f"{gigabytes(lease.size_bytes)} on {where} cannot be freed with priority {lease.priority}: it {wording.waits(why)}",
         "see hegmctl queue; give a higher --priority or fewer --bytes, or a --timeout to wait until jobs end",
         {"lease": lease.id},
     )

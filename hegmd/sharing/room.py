@@ -53,6 +53,8 @@ class Room:
     freed_bytes: dict[str, int] = field(default_factory=dict[str, int])
     #: The names of those that leave it.
     leaving: list[str] = field(default_factory=list[str])
+    #: What each held lease keeps there and does not use, by its id.
+    leased_bytes: dict[str, int] = field(default_factory=dict[str, int])
     #: The priorities of all that is placed there.
     priorities: list[int] = field(default_factory=list[int])
     hold: Hold | None = None
@@ -155,4 +157,6 @@ def _count_leases(leases: Iterable[Lease], rooms: Mapping[str, Room]) -> None:
             room.now_bytes -= unused_bytes
             room.soon_bytes -= unused_bytes
             room.capacity_bytes += lease.used_bytes
+            if unused_bytes:
+                room.leased_bytes[lease.id] = unused_bytes
             room.priorities.append(lease.priority)

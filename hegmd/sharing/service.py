@@ -148,7 +148,12 @@ class Sharing:
 
         A real driver knows that at once, and nobody has to wait.
         """
-        while self._moving.simulated_memory.simulated and self.awaits_agents:
+        if self._moving.simulated_memory.simulated:
+            await self.until_agents_are_back()
+
+    async def until_agents_are_back(self) -> None:
+        """After a start, wait until no agent of a job of before has yet to connect, for so long at most."""
+        while self.awaits_agents:
             with anyio.move_on_after(SETTLE_INTERVAL_S):
                 await self._changed.wait()
 

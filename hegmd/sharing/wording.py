@@ -41,8 +41,13 @@ def occupied(wanted: Wanted, chosen: Sequence[Room]) -> str:
     """Return that jobs and leases which may not be suspended for it have the memory."""
     needed = _needed(wanted)
     free_bytes = max(0, min(room.now_bytes for room in chosen))
+    leased = {lease: size_bytes for room in chosen for lease, size_bytes in room.leased_bytes.items()}
+    kept = ""
+    if leased:
+        kept = f", {size_text(sum(leased.values()))} is kept for {_listed([f'lease {lease}' for lease in leased])}"
     return (
-        f"{needed} on {_places(chosen)}: {size_text(free_bytes)} is free, and too little of the rest may be suspended"
+        f"{needed} on {_places(chosen)}: {size_text(free_bytes)} is free{kept}, "
+        "and too little of the rest may be suspended"
     )
 
 
@@ -74,6 +79,11 @@ def displaced(beneficiary: Wanted, gpus: Sequence[str], ran_s: float | None) -> 
     if ran_s is None:
         return f"{beneficiary.name} of priority {beneficiary.priority} needs {', '.join(gpus)}"
     return f"its turn of {ran_s:.0f} s on {', '.join(gpus)} has ended, and {beneficiary.name} waits"
+
+
+def waits(what: str) -> str:
+    """Return the words of `Waiting.waits` as a part of a sentence."""
+    return f"waits {what}" if what.startswith("until ") else f"waits for {what}"
 
 
 def _then(wanted: Wanted) -> str:

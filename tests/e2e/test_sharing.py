@@ -98,7 +98,7 @@ def test_room_is_made_and_given_back_although_the_daemon_is_killed(daemon: Runni
         assert (making.returncode, made) == (0, "l1\n"), told
         with job.connect() as hegmd:
             assert (hegmd.gpus().gpus[0].memory_free_bytes or 0) >= 10 * MIB
-            with pytest.raises(HegmError, match="of it leased") as refused:
+            with pytest.raises(HegmError, match="of it kept for") as refused:
                 hegmd.resume(job.process.pid)
             assert refused.value.code is REFUSED
         _kill(daemon)

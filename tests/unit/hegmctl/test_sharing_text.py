@@ -63,6 +63,8 @@ def test_scripts_read_the_id_of_a_lease_and_people_the_rest() -> None:
     assert room_progress_text(progress, PLAIN) == [
         "lease l3: 60.0 GiB on gpu0 (1.0 GiB free), waits until train has left gpu0"
     ]
+    (line,) = room_progress_text(progress.replace(waits="a decision"), PLAIN)
+    assert line.endswith(", waits for a decision")
 
 
 def test_a_plan_names_each_job_that_would_leave() -> None:
@@ -75,7 +77,7 @@ def test_a_plan_names_each_job_that_would_leave() -> None:
         "migrate j2 (eval) on gpu0 to gpu1",
         "nothing was changed: this is only the plan",
     ]
-    assert room_text(RoomReply(gpu="gpu0"), PLAIN)[0] == "gpu0 has the memory free"
+    assert room_text(RoomReply(gpu="gpu0"), PLAIN)[0] == "no further job has to leave gpu0"
 
 
 def test_the_queue_shows_jobs_and_leases_and_unknown_as_such() -> None:

@@ -237,6 +237,21 @@ async def test_the_time_of_a_lease_begins_when_its_memory_is_free() -> None:
         tasks.cancel_scope.cancel()
 
 
+def test_the_time_of_a_lease_that_a_process_waits_for_begins_when_it_is_told() -> None:
+    """A short one could end before its process had been told, on a slow disk: it failed as cancelled."""
+    now = [100.0]
+    leases = Watched(utc=lambda: now[0]).leases
+    me = {"waiter_pid": os.getpid(), "waiter_ticks": start_ticks(os.getpid())}
+    made = leases.add(lease(hold_s=5.0, until_utc=1000.0, **me))
+    leases.hold(made.number, "gpu0")
+    (held,) = leases
+    assert (held.is_held, held.until_utc) == (True, 1000.0)
+    now[0] = 500.0
+    told = leases.answer(made.number)
+    assert told is not None
+    assert (told.waiter_pid, told.until_utc) == (None, 505.0)
+
+
 def test_neither_one_user_nor_many_keep_an_administrator_from_a_lease() -> None:
     leases = Watched().leases
     for number in range(MAX_LEASES):

@@ -234,3 +234,10 @@ def test_every_waiting_job_is_told_what_happens_next() -> None:
     assert (told["j2"].waits, told["j2"].next) == ("until the turn of j1 ends in 20 s", "it resumes on gpu0")
     assert told["j3"].waits == "200 GiB on 1 GPU; the largest on this node has 80 GiB"
     assert told["j4"].waits == "its agent is not connected"
+
+
+def test_a_job_that_waits_for_memory_of_a_lease_is_told_which_lease_keeps_it() -> None:
+    """It was told of what is free only, which with the rest of the GPU was less than the GPU has."""
+    (waiting,) = explain(node(gpu("gpu0", 70), suspended("j1", 40), held(60, used_gib=10)), NOW)
+    kept = "20 GiB is free, 50 GiB is kept for lease l1"
+    assert waiting.waits == f"40 GiB on gpu0: {kept}, and too little of the rest may be suspended"

@@ -165,7 +165,7 @@ async def test_a_job_that_its_user_has_suspended_is_left_alone(tmp_path: Path, p
         await shared.node.operations.suspend([process.pid], shared.node.asked())
         made = await shared.make_room(7 * MIB, until_free=True)
         assert made.lease is not None
-        with pytest.raises(HegmError, match="of it leased"):
+        with pytest.raises(HegmError, match="of it kept for"):
             await shared.node.operations.resume(process.pid, None, shared.node.asked())
         await shared.requests.release(told.Release(lease=made.lease.id), ADMIN)
         (job,) = (await shared.requests.queue(ADMIN)).jobs
@@ -300,13 +300,13 @@ async def test_what_a_job_said_that_it_needs_is_kept_for_it_until_it_ends(
         assert (await shared.states())["j2"] == "starting"
         with pytest.raises(HegmError, match="cannot be freed"):
             await shared.make_room(4 * MIB, gpu="gpu0", priority="normal", until_free=True)
-        with pytest.raises(HegmError, match=r"5\.0 MiB of it leased"):
+        with pytest.raises(HegmError, match=r"5\.0 MiB of it kept for"):
             await shared.node.operations.migrate([other.pid], "gpu0", shared.node.asked())
         await shared.node.attend(process.pid, b"1" * MIB, run="first")
         await shared.until(lambda: shared.sharing.memory.queue[2].has_trained)
         await shared.until_states(j1="running", j2="running")
         assert not shared.sharing.is_wanted
-        with pytest.raises(HegmError, match=r"4\.0 MiB of it leased"):
+        with pytest.raises(HegmError, match=r"4\.0 MiB of it kept for"):
             await shared.node.operations.migrate([other.pid], "gpu0", shared.node.asked())
         process.kill()
         process.wait()

@@ -34,6 +34,25 @@ async def test_a_stopped_job_keeps_a_new_daemon_from_no_decision(tmp_path: Path,
         assert made.lease.state == "held"
 
 
+async def test_a_dry_run_after_a_start_waits_for_the_agents_of_jobs_of_before(tmp_path: Path, process: Child) -> None:
+    """It said that no job has to leave, and the command itself suspended one."""
+    async with sharing_on(tmp_path) as shared:
+        await shared.node.moving.job_requests.register(process.pid, UID, RegisterJob(run="one", command=("train",)))
+        agent = await shared.node.attend(process.pid, BYTES, run="one")
+        await agent.leave()
+    async with sharing_on(tmp_path, clock=lambda: 0.0) as shared, anyio.create_task_group() as tasks:
+        planned: list[told.RoomReply] = []
+
+        async def ask() -> None:
+            planned.append(await shared.make_room(7 * MIB, dry_run=True))
+
+        tasks.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        await shared.node.attend(process.pid, BYTES, run="one")
+        await shared.until(lambda: bool(planned))
+        assert [step.action for step in planned[0].steps] == ["suspend"]
+
+
 async def test_the_seconds_of_a_lease_begin_when_its_memory_is_free(tmp_path: Path, process: Child) -> None:
     async with sharing_on(tmp_path) as shared, anyio.create_task_group() as tasks:
         agent = await shared.node.attend(process.pid, BYTES)
