@@ -116,7 +116,7 @@ class Leases(BackgroundTasks):
         return lease
 
     def hold(self, number: int, gpu: str) -> None:
-        """Its memory was seen free on that GPU: it is kept from now on. Its time begins, unless a process waits for it."""
+        """Keep its memory, which was seen free on that GPU. Its time begins, unless a process waits for it."""
         lease = self._leases.get(number)
         if lease is not None:
             self._begin(lease.replace(is_held=True, gpu=gpu))

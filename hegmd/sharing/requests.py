@@ -372,7 +372,8 @@ def _require_room(gpus: list[Gpu], size_bytes: int) -> None:
 def _no_room(lease: LeaseRecord, why: str) -> Refused:
     where = lease.gpu or "any GPU"
     return Refused(
-        f"{gigabytes(lease.size_bytes)} on {where} cannot be freed with priority {lease.priority}: it {wording.waits(why)}",
+        f"{gigabytes(lease.size_bytes)} on {where} cannot be freed with priority {lease.priority}: "
+        f"it {wording.waits(why)}",
         "see hegmctl queue; give a higher --priority or fewer --bytes, or a --timeout to wait until jobs end",
         {"lease": lease.id},
     )

@@ -75,10 +75,23 @@ def wanted_by(job: Job, displaced_s: float | None = None) -> Wanted:
     else:
         group = _INTERRUPTED if job.turn_s > 0 and job.state == SUSPENDED else _IN_LINE
         turn = (-job.priority, group, job.since_s, job.id)
+    # By place: names cost half a millisecond for a thousand jobs.
     return Wanted(
-        *(job.id, job.name, _ACTIONS[job.state], job.priority, job.uid, turn),
-        *(job.needs_bytes, job.gpu_count, job.allowed_gpus, job.chip),
-        *(job.preempts_others, job.is_preemptible, job, job.hindrance, job.retry_at_s),
+        job.id,
+        job.name,
+        _ACTIONS[job.state],
+        job.priority,
+        job.uid,
+        turn,
+        job.needs_bytes,
+        job.gpu_count,
+        job.allowed_gpus,
+        job.chip,
+        job.preempts_others,
+        job.is_preemptible,
+        job,
+        job.hindrance,
+        job.retry_at_s,
     )
 
 

@@ -22,6 +22,7 @@ from hegmctl.connection import Connection, connect
 from tests.bench.bench_downtime import environment_for
 from tests.bench.report import Row
 from tests.e2e.daemon import RunningDaemon
+from tests.looks import COMMAND_MS, pause
 
 MIB = 1 << 20
 TRAINING = """
@@ -37,7 +38,7 @@ while True:
 # Each has 64 MiB.
 GPU, NEEDS, WANTED_BYTES = "1x100MiB", "65MiB", 60 * MIB
 SHARED_S, ROOMS = 600.0, 5
-STARTS_WITHIN_S, LOOK_S = 120.0, 0.1
+STARTS_WITHIN_S = 120.0
 # Issue 17: a switch between two jobs of 1 GiB, room for 32 GiB, and what turns may cost.
 SWITCH_BUDGET_MS, ROOM_BUDGET_MS, LOST_BUDGET_PERCENT = 250.0, 1100.0, 5.0
 
@@ -61,7 +62,7 @@ def run() -> list[Row]:
             held.enter_context(_training(daemon, folder / "1"))
             _await_steps(folder / "1", 1)
             began = time.monotonic()
-            time.sleep(SHARED_S)
+            pause(1e3 * SHARED_S)
             ended = time.monotonic()
         steps = steps_of([folder / "0", folder / "1"], began, ended)
     return [*turns(steps, began, ended), Row("make-room: request to free memory, p50", *_of(rooms_ms))]
@@ -121,7 +122,7 @@ def _await_steps(path: Path, count: int) -> None:
     while len(_lines(path)) < wanted:
         if time.monotonic() > deadline:
             raise RuntimeError(f"the training {path.name} does not train")
-        time.sleep(LOOK_S)
+        pause(COMMAND_MS)
 
 
 def _room_ms(hegmd: Connection, path: Path) -> float:

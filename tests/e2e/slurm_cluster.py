@@ -85,6 +85,7 @@ class Slurm:
         ours = f"exec env -u LD_LIBRARY_PATH {exported} {sys.executable} -m hegmctl"
         self.script("hegmctl", f'{ours} "$@"')
         given_to_hooks = f"HEGMCTL={self.folder}/hegmctl HEGM_SLURM_PARTITIONS={self.folder}/partitions"
+        given_to_hooks += f" HEGM_SLURM_WAIT={HANG_S:.0f}"
         for hook in ("prolog", "epilog"):
             self.script(hook, f"exec env {given_to_hooks} {SHIPPED}/{hook} >> {self.folder}/hooks.log 2>&1")
 

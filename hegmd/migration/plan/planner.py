@@ -377,7 +377,8 @@ def _judge_memory(draft: Draft, needed: Mapping[str, int]) -> None:
                 REFUSED, f"hegmd does not know how much memory is free on {name}", "see hegmctl doctor", gpu=name
             )
         elif gpu.free_bytes - gpu.leased_bytes < size_bytes:
-            leased = f", and {gigabytes(gpu.leased_bytes)} of it kept for leases and jobs (hegmctl queue)" if gpu.leased_bytes else ""
+            kept = f", and {gigabytes(gpu.leased_bytes)} of it kept for leases and jobs (hegmctl queue)"
+            leased = kept if gpu.leased_bytes else ""
             message = f"{name} has {gigabytes(gpu.free_bytes)} free{leased}, but {gigabytes(size_bytes)} are needed"
             left = {worker.gpu for worker in draft.workers if worker.to == name}
             others = [
