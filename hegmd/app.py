@@ -45,7 +45,7 @@ from hegmd.server.session import Session, SessionLimits
 from hegmd.server.textfile import Textfile
 from hegmd.sharing.requests import SharingRequests
 from hegmd.sharing.service import Sharing
-from hegmd.system.state_dir import StateDir
+from hegmd.system.state_dir import StateDir, note_socket
 from hegmd.system.stream import PeerStream
 from hegmd.system.systemd import Offer, PassedDescriptors
 from hegmd.system.threads import run_detached
@@ -227,7 +227,9 @@ class App:
         """Bind the socket. Raises HegmError."""
         directory_mode = 0o700 if self._user_mode else 0o755
         mode = self._config.daemon.socket_mode
-        return bind(path, mode, self._policy.admin_gid, directory_mode=directory_mode)
+        listening = bind(path, mode, self._policy.admin_gid, directory_mode=directory_mode)
+        note_socket(self._config.daemon.state_dir, path)
+        return listening
 
     def _listener(self, listening: socket.socket) -> Listener:
         limits = self._config.limits

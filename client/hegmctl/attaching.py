@@ -15,9 +15,9 @@ from hegmctl.answers import AttachAnswer, AttachedProcess
 from hegmctl.attach_folder import ANSWER, ASKED, SCRIPT, Folder
 from hegmctl.endpoint import find_endpoint
 from hegmctl.remote_python import FIRST_VERSION, NoPython, RemotePython, gone, mapped_names, python_named_by
-from hegmctl.running import inject_folder, msgpack_folder
+from hegmctl.running import inject_folder, msgpack_folder, require_name
 from hegmctl.tables import printable
-from hegmd.errors import ATTENTION, EXTERNAL, NOT_FOUND, TIMEOUT, HegmError, Refused
+from hegmd.errors import ATTENTION, EXTERNAL, NOT_FOUND, TIMEOUT, USAGE, HegmError, Refused
 from hegmd.protocol.messages import InspectJob, JobReply
 
 TYPE_CHECKING = False
@@ -93,7 +93,10 @@ class Target:
 
 def attach(session: Session) -> int:
     """Attach to each process that was named, or to the ranks of each launcher that was."""
-    named = session.arguments.wholes("PID")
+    named, name = session.arguments.wholes("PID"), session.arguments.text("name")
+    if not named:
+        raise HegmError(USAGE, "attach needs the pid of a process that trains", "hegmctl ps lists those on GPUs")
+    require_name(name)
     within_s = session.arguments.seconds("timeout") or WITHIN_S
     socket_path = os.path.abspath(find_endpoint(session.arguments.text("socket")).path)
     with session.connect() as connection:
@@ -105,7 +108,6 @@ def attach(session: Session) -> int:
             _require_no_agent(target.pid, target.pid in agents)
             with _opened(target):
                 pass
-        name = session.arguments.text("name")
         named_so = {} if name is None else {"HEGM_JOB": name}
         attached = [
             _attach_one(target, {**environ, **more, **named_so}, within_s, connection) for target, more in asked

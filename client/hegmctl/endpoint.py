@@ -25,7 +25,8 @@ GROUP = "hegm"
 _SYSTEMD_RUNS = "/run/systemd/system"
 MAX_PATH_BYTES = 107
 _LISTENS = 0x10000  # __SO_ACCEPTCON: net/unix/af_unix.c shows it in /proc/net/unix
-LOCK_NAME = "lock"  # as in hegmd/system/state_dir.py
+# As in hegmd/system/state_dir.py.
+LOCK_NAME, SOCKET_NAME = "lock", "socket"
 
 
 class Endpoint:
@@ -239,6 +240,31 @@ def holder(folders: Iterable[str]) -> str | None:
         finally:
             os.close(fd)
     return None
+
+
+def require_no_others_socket(path: str, folder: str) -> None:
+    """Raise NO_DAEMON if a daemon on another state directory than `folder` has left its socket there.
+
+    Its jobs wait for that daemon. Another one in its place would give them new ids, and know none of their operations.
+    """
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return
+    if not S_ISSOCK(found.st_mode):
+        return
+    try:
+        with open(f"{folder}/{SOCKET_NAME}", encoding="ascii", errors="replace") as file:
+            noted = file.read().split()
+    except OSError:
+        noted = []
+    if noted != [str(found.st_dev), str(found.st_ino), str(found.st_mtime_ns)]:
+        raise HegmError(
+            NO_DAEMON,
+            f"the daemon that created the socket {path} has ended, and `hegmctl run` had not started it",
+            "start it again as before, so that its jobs find it; or run without it: --no-daemon-start; "
+            f"if no job needs it, run: rm {path}",
+        )
 
 
 def state_folders(path: str, system_socket: str, environ: Mapping[str, str]) -> tuple[str, ...]:

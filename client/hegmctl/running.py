@@ -15,7 +15,14 @@ import os
 import sys
 from time import monotonic, sleep
 
-from hegmctl.endpoint import SYSTEM_SOCKET, Endpoint, find_endpoint, is_private, own_socket
+from hegmctl.endpoint import (
+    SYSTEM_SOCKET,
+    Endpoint,
+    find_endpoint,
+    is_private,
+    own_socket,
+    require_no_others_socket,
+)
 from hegmctl.exec_command import become, require
 from hegmctl.grammar.moving import NVLS, READY_WHEN
 from hegmctl.recovering import recovery_asked, tell_plan
@@ -50,7 +57,7 @@ SIMULATED = "simulated"
 # As a restart sets them: hegmd/migration/methods/restart.py. HIP takes an empty list for no list at all.
 _VISIBLE = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "HIP_VISIBLE_DEVICES"}
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1"}
-DAEMON_UP_WITHIN_S = 20.0
+DAEMON_UP_WITHIN_S = 60.0
 _POLL_INTERVAL_S = 0.02
 _LOG_TAIL_BYTES = 2000
 # The part of a long command that is sent to the daemon, which shows the first 500 characters.
@@ -78,7 +85,7 @@ def run(session: Session) -> int:
     images = periodic_images(arguments)
     nccl = nccl_settings(arguments.text("nvls"))
     asked = gpus_asked(arguments.text("gpu"), waits=arguments.whole("bytes") is not None)
-    _require_name(arguments.text("name"))
+    require_name(arguments.text("name"))
     require(command)
     if recovery is not None and arguments.flag("dry-run"):
         tell_plan(session, recovery)
@@ -133,7 +140,8 @@ def _kind_of_parent(arguments: Arguments) -> tuple[int | None, bool, float | Non
     return ranks, restarts, grace_s
 
 
-def _require_name(name: str | None) -> None:
+def require_name(name: str | None) -> None:
+    """Raise USAGE if no job can have that name."""
     from hegmd.protocol.names import why_no_name
 
     why = None if name is None else why_no_name(name)
@@ -428,7 +436,8 @@ def _start_daemon(endpoint: Endpoint, simulate: str | None) -> Endpoint:
     """Start a daemon for this process and what joins it, and wait until it listens. Raises HegmError."""
     named = endpoint.origin in ("--socket", "HEGM_SOCKET")
     path = endpoint.path if named or endpoint.path != SYSTEM_SOCKET else own_socket(os.environ)
-    folder = os.path.dirname(path)
+    folder, state = os.path.dirname(path), f"{path}.state"
+    require_no_others_socket(path, state)
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         if not named and path != SYSTEM_SOCKET and not is_private(folder):
@@ -441,7 +450,7 @@ def _start_daemon(endpoint: Endpoint, simulate: str | None) -> Endpoint:
             EXTERNAL, f"{folder} cannot hold the socket of a daemon: {error.strerror}", "name a socket with --socket"
         ) from error
     words = [sys.executable, *(["-I"] if sys.flags.isolated else []), "-m", "hegmd", "--user", "--socket", path]
-    words += ["--state-dir", f"{path}.state", "--until", str(os.getpid())]
+    words += ["--state-dir", state, "--until", str(os.getpid())]
     words += ["--simulate", simulate] if simulate else []
     try:
         pidfd = _spawn_apart(words, log)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 LOCK_NAME = "lock"
 IDENTITY_NAME = "identity"
+SOCKET_NAME = "socket"
 _IDENTITY_BYTES = 16
 
 
@@ -107,6 +108,16 @@ class StateDir:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def note_socket(folder: Path, socket: Path) -> None:
+    """Write into a state directory which socket file its daemon has bound. Best effort.
+
+    `hegmctl run` compares it with a socket whose daemon has ended: only a daemon on this directory may take its place.
+    """
+    with contextlib.suppress(OSError):
+        found = socket.lstat()
+        (folder / SOCKET_NAME).write_text(f"{found.st_dev} {found.st_ino} {found.st_mtime_ns}\n")
 
 
 def replace_file(path: Path, data: bytes) -> None:

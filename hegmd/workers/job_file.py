@@ -88,7 +88,7 @@ class JobFile:
             ) from None
         try:
             return _read(data)
-        except (ValueError, HegmError) as error:
+        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, HegmError) as error:
             numbers = [*(int(number) + 1 for number in _ID.findall(data)), *map(int, _NEXT.findall(data))]
             logger.error("%s is damaged, and kept as %s: %s; jobs get new ids", path, DAMAGED_NAME, error)
             with contextlib.suppress(OSError):

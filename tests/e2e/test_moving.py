@@ -18,7 +18,7 @@ import pytest
 from typing_extensions import Self
 
 from hegmctl.connection import Connection, connect
-from hegmd.protocol.messages import Operations, OperationsReply
+from hegmd.protocol.messages import Jobs, JobsReply, Operations, OperationsReply
 from tests.e2e.agented import SCRIPTS, undisturbed
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.forked import not_forked, started
@@ -310,3 +310,27 @@ def test_run_starts_a_daemon_of_its_own_that_ends_with_the_job(tmp_path: Path) -
         assert len(daemons) == 1
         assert not still_there(daemons, 20), "it outlives its last job"
     assert b"stopped" in Path(f"{own}.log").read_bytes()
+
+
+def test_run_starts_its_own_daemon_again_where_that_was_killed(tmp_path: Path) -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("HEGM_")}
+    own = tmp_path / "own.sock"
+    words = [sys.executable, "-m", "hegmctl", "--socket", str(own), "run", "--simulate", "2x1GiB", "--"]
+    with subprocess.Popen([*words, "cat"], env=environ, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as job:
+        assert job.stderr is not None
+        assert b"started hegmd" in job.stderr.readline()
+        with connect(str(own)) as hegmd:
+            (known,) = hegmd.call(Jobs(), JobsReply).jobs
+        (daemon,) = [one for one in psutil.process_iter(["cmdline"]) if str(own) in (one.info["cmdline"] or ())]
+        daemon.kill()
+        daemon.wait(HANG_S)
+        with subprocess.Popen([*words, "cat"], env=environ, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as again:
+            assert again.stderr is not None
+            assert b"started hegmd" in again.stderr.readline()
+            with connect(str(own)) as hegmd:
+                assert [one.id for one in hegmd.call(Jobs(all=True), JobsReply).jobs] == [known.id, "j2"]
+        assert job.stdin is not None
+        job.stdin.close()
+        assert job.wait(HANG_S) == 0
+    daemons = [process for process in psutil.process_iter(["cmdline"]) if str(own) in (process.info["cmdline"] or ())]
+    assert not still_there(daemons, 20)

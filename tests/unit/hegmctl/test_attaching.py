@@ -21,8 +21,9 @@ from hegmctl.attach_folder import Folder
 from hegmctl.attaching import Target, ask, await_job, chosen, text_of
 from hegmctl.remote_python import NoPython, RemotePython
 from hegmctl.tables import PLAIN
-from hegmd.errors import NOT_FOUND, HegmError
+from hegmd.errors import NOT_FOUND, USAGE, HegmError
 from hegmd.protocol.snapshots import AgentInfo
+from tests.unit.hegmctl.running import hegmctl
 
 STATUS = "State:\tS (sleeping)\nTracerPid:\t0\nUid:\t{uid} {uid} {uid} {uid}\nGid:\t{gid} {gid} {gid} {gid}\n"
 
@@ -52,6 +53,17 @@ def test_a_pid_that_another_process_has_meanwhile_is_not_attached_to(
     show(tmp_path, **{**first, **more})
     with pytest.raises(HegmError, match=message):
         target.judge_again()
+
+
+def test_without_a_pid_or_with_no_name_for_a_job_nothing_is_attached_to() -> None:
+    """Without a pid it ended with a traceback, and a name that no job can have was left out."""
+    for words, says in (
+        ((), "attach needs the pid"),
+        ((str(os.getpid()), "--name", "a b"), "--name a b: a name begins"),
+    ):
+        ran = hegmctl("attach", *words)
+        assert (ran.returncode, ran.stdout) == (USAGE.exit_status, "")
+        assert says in ran.stderr
 
 
 class Python:

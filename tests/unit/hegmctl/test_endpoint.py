@@ -12,9 +12,17 @@ from pathlib import Path
 import pytest
 
 from hegmctl.connection import connect
-from hegmctl.endpoint import SYSTEM_SOCKET, Endpoint, find_endpoint, is_private, unreachable
+from hegmctl.endpoint import (
+    SYSTEM_SOCKET,
+    Endpoint,
+    find_endpoint,
+    is_private,
+    require_no_others_socket,
+    unreachable,
+)
 from hegmd.config import load
 from hegmd.errors import BUSY, DENIED, NO_DAEMON, UNAVAILABLE, USAGE, HegmError
+from hegmd.system.state_dir import note_socket
 from tests.patience import HANG_S
 from tests.unit.hegmctl.running import as_nobody, command, environment
 
@@ -112,6 +120,23 @@ def _failure_of(path: Path) -> HegmError:
     with pytest.raises(HegmError) as raised:
         connect(str(path), timeout_s=HANG_S)
     return raised.value
+
+
+def test_a_socket_is_left_to_the_daemon_whose_state_directory_notes_it(tmp_path: Path, socket_path: Path) -> None:
+    folder = str(tmp_path)
+    require_no_others_socket(str(socket_path), folder)
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(socket_path))
+    with pytest.raises(HegmError, match="has ended"):
+        require_no_others_socket(str(socket_path), folder)
+    note_socket(tmp_path, socket_path)
+    require_no_others_socket(str(socket_path), folder)
+    socket_path.unlink()
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(socket_path))
+    with pytest.raises(HegmError, match="has ended") as raised:
+        require_no_others_socket(str(socket_path), folder)
+    assert raised.value.code is NO_DAEMON
 
 
 def test_a_missing_socket_is_told_with_the_command_that_makes_one(socket_path: Path) -> None:

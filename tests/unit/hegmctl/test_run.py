@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from hegmd.errors import NO_DAEMON
 from hegmd.protocol import messages as m
 from hegmd.protocol.connection import Asked
 from tests.patience import HANG_S
@@ -262,6 +264,18 @@ def test_nothing_is_started_for_a_command_that_is_not_there(socket_path: Path) -
     ran = hegmctl("run", "--simulate", "1x1GiB", "--", "no-such-program-here", socket=socket_path)
     assert (ran.returncode, "started hegmd" in ran.stderr) == (127, False)
     assert list(socket_path.parent.iterdir()) == []
+
+
+def test_no_daemon_takes_the_place_of_one_that_was_killed(socket_path: Path) -> None:
+    """Its jobs got new ids from the new daemon, which knew none of their operations."""
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(socket_path))
+    ran = hegmctl("run", "--", "true", socket=socket_path)
+    assert ran.returncode == NO_DAEMON.exit_status
+    assert "has ended, and `hegmctl run` had not started it" in ran.stderr
+    assert f"run: rm {socket_path}" in ran.stderr
+    assert list(socket_path.parent.iterdir()) == [socket_path]
+    assert hegmctl("run", "--no-daemon-start", "--", "true", socket=socket_path).returncode == 0
 
 
 def test_without_a_daemon_and_told_to_start_none_the_command_runs(socket_path: Path) -> None:

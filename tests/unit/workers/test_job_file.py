@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from pathlib import Path
 
 import anyio
@@ -10,7 +11,7 @@ import anyio.lowlevel
 import pytest
 
 from hegmd.errors import UNAVAILABLE, HegmError
-from hegmd.workers.job_file import NAME, JobFile, JobRecord, JobSaving
+from hegmd.workers.job_file import DAMAGED_NAME, MAGIC, NAME, JobFile, JobRecord, JobSaving
 from hegmd.workers.jobs import Jobs
 from hegmd.workers.supervisors import Supervisors
 from hegmd.workers.workers import Workers
@@ -116,3 +117,11 @@ async def test_the_status_of_a_process_that_an_operation_ended_is_not_the_jobs(
         (job,) = jobs
         assert (job.pid, job.status) == ((os.getpid(), None) if is_taken else (None, -9))
         tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("body", [b"[1]", b"{}", b'{"next": null}', b'{"next": 1e400}', b"[" * 100_000])
+def test_a_file_that_fits_its_checksum_and_holds_something_else_is_damaged(tmp_path: Path, body: bytes) -> None:
+    """The daemon did not start, with a traceback."""
+    (tmp_path / NAME).write_bytes(b"%s %08x\n" % (MAGIC, zlib.crc32(body)) + body)
+    assert JobFile(tmp_path).load() == (1, [])
+    assert (tmp_path / DAMAGED_NAME).exists()
