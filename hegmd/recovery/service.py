@@ -149,6 +149,8 @@ class Recoveries(BackgroundTasks):
         job = self._jobs.of_run(supervisor.uid, supervisor.run)
         if job is not None and job.id not in self._running:
             record = self._records.get(job.id) or JobSnapshots(job=job.id, uid=job.uid)
+            if supervisor.offer.pid is not None:  # it was away for so long that its state was kept for a new one
+                record = record.replace(kept=None, kept_utc=None)
             protection = self._running[job.id] = Protection(ProtectedJob(self._node, record, job.name, supervisor))
             self._tasks.start_soon(self._protect, protection)
 
@@ -158,18 +160,22 @@ class Recoveries(BackgroundTasks):
         try:
             while protection.job.supervisor.lives:
                 await run_once(protection)
+            await self._keep_or_drop(protection)
         finally:
             del self._running[job]
             self._taken += protection.taken
         for supervisor in self._supervisors:  # one may have come meanwhile that continues from the state
             self._hear(supervisor)
-        offer = protection.job.supervisor.offer
-        if protection.job.record.kept is not None:
+
+    async def _keep_or_drop(self, protection: Protection) -> None:
+        """Keep the state of a job whose `hegmctl run` was killed; release the slots of one that has ended."""
+        record, offer = protection.job.record, protection.job.supervisor.offer
+        if record.kept is not None:
             return
         if offer.pid is None and offer.fell is None:
-            await self._drop_ended(protection.job.record)
+            await self._drop_ended(record)
         else:
-            self._save(protection.job.record.replace(kept="its hegmctl run was killed", kept_utc=self._utc()))
+            self._save(record.replace(kept="its hegmctl run was killed", kept_utc=self._utc()))
 
     async def _drop_ended(self, record: JobSnapshots) -> None:
         """Release the slots of a job that has ended; those that cannot be released are tried again later."""
@@ -210,7 +216,7 @@ class Recoveries(BackgroundTasks):
         if not may(record.uid):
             hint = "ask its owner, or an administrator of hegmd"
             raise HegmError(DENIED, f"job {record.job} belongs to uid {record.uid}", hint)
-        if record.job in self._running:
+        if record.job in self._running or self.in_process.is_live(record):
             raise Refused(f"job {record.job} has not ended", "its snapshots are deleted when it ends")
         return await self._drop(record.job)
 

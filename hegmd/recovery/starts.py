@@ -91,7 +91,8 @@ class Starts:
                 await self._give_up(attempt, error.message)
                 return
             attempt = attempt.replace(started_s=self._job.node.utc() - attempt.fell_utc)
-            self._job.put(self._job.record.spending(self._job.record.budget.spent()).with_attempt(attempt))
+            record = self._job.record.spending(self._job.record.budget.spent()).with_attempt(attempt)
+            self._job.put(record.replace(kept=None, kept_utc=None))
             await self._await_start(attempt)
 
     def _begun_attempt(self) -> RecoveryAttempt:
@@ -110,7 +111,7 @@ class Starts:
         why, stacks = (why, None) if killed is None else killed
         attempt = RecoveryAttempt(fell_utc=self._job.node.utc(), why=why, step=step, stacks=stacks)
         budget = self._job.record.budget if fell is None else self._job.record.budget.fell(step)
-        self._job.put(self._job.record.spending(budget).with_attempt(attempt).replace(kept=None, kept_utc=None))
+        self._job.put(self._job.record.spending(budget).with_attempt(attempt))
         self._job.record_event("job.fell", "warning", f"{self._job} {why} at step {step}")
         return attempt
 
@@ -125,11 +126,16 @@ class Starts:
         return record
 
     async def _end_rest(self) -> None:
-        """End the remains of the failed command: ranks whose launcher or supervisor was killed would train on."""
-        for worker in self._job.rest():
-            await anyio.to_thread.run_sync(launchers.end_one, worker.pid, worker.identity.start_ticks)
-        while self._job.rest():
-            await self._job.node.news.wait()
+        """End the remains of the failed command: ranks whose launcher or supervisor was killed would train on.
+
+        A rank that was still importing connects later, and is ended then.
+        """
+        while self._job.supervisor.lives and (rest := self._job.rest()):
+            following = self._job.node.news.next
+            for worker in rest:
+                await anyio.to_thread.run_sync(launchers.end_one, worker.pid, worker.identity.start_ticks)
+            with anyio.move_on_after(LOOK_S):
+                await following.wait()
 
     async def _start(self, snapshot: SlotRecord, gpus: Sequence[str]) -> None:
         """Have the command started from that snapshot. Raises OrderFailed, SupervisorAway, Refused."""

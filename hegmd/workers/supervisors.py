@@ -237,7 +237,14 @@ class Supervisor:
             self.was_ready = report.was_ready
             started: dict[str, Any] = {"started": False}
             if given.do == START:
-                started = {"started": True, "left": False, "kept": False, "readies": None, "fell": None}
+                started = {
+                    "started": True,
+                    "left": False,
+                    "kept": False,
+                    "readies": None,
+                    "fell": None,
+                    "resumes": None,
+                }
                 self._keeps = self._is_on_kept = False
             self.offer = self.offer.replace(pid=report.pid, operation=given.operation, key=given.key, **started)
         elif report.result == DONE and report.order is not None and report.order == link.start:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
 from types import SimpleNamespace
 from typing import Any, cast
 
 import anyio
 import pytest
 
+from hegmd.node.processes.procfs import start_ticks_of
 from hegmd.protocol.messages import Supervise
 from hegmd.protocol.snapshots import Gpu, Health
 from hegmd.recovery.job import Node, ProtectedJob
 from hegmd.recovery.protection import GONE_LOOKS, Protection
 from hegmd.recovery.records import JobSnapshots
+from hegmd.recovery.starts import Starts
 from hegmd.system.condition import Condition
 from tests.patience import HANG_S
 
@@ -117,3 +120,35 @@ async def test_a_job_that_was_moved_is_recovered_where_it_was_last() -> None:
     rig = Rig(worker("now", gpu="gpu1"))
     await Stuck(rig.job)._look_at_gpus(0)
     assert rig.job.record.gpus == ("gpu1",)
+
+
+class Rank:
+    """A real process with an agent."""
+
+    gpu, boundary, on_cpu, parked = "gpu0", 5, False, False
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.pid = process.pid
+        self.about = SimpleNamespace(run="before", rank=None)
+        self.identity = SimpleNamespace(uid=1000, start_ticks=start_ticks_of(process.pid))
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+
+async def test_a_rank_that_connects_while_the_remains_of_its_job_are_ended_is_ended_too() -> None:
+    """It was still importing when its launcher was killed. The recovery waited for its end, which never came."""
+    command = ["sleep", "1000"]
+    with subprocess.Popen(command) as first, subprocess.Popen(command) as late:
+        try:
+            was_there, comes = Rank(first), Rank(late)
+            rig = Rig()
+            rig.node.workers_of = lambda _job: [was_there, *([comes] if was_there.ended else [])]
+            with anyio.fail_after(HANG_S):
+                await Starts(rig.job)._end_rest()
+            assert late.poll() == -9
+        finally:
+            first.kill()
+            late.kill()

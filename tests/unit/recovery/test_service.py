@@ -9,16 +9,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import anyio
 import pytest
 
 from hegmd.errors import DENIED, HegmError
 from hegmd.memory.pool import Pool, Source
 from hegmd.memory.sizes import MIB
+from hegmd.node.processes.procfs import start_ticks_of
+from hegmd.protocol.messages import Supervise
 from hegmd.protocol.recovery import KEPT, RecoveryAttempt
+from hegmd.protocol.supervision import RecoveryWish
+from hegmd.recovery.job import ProtectedJob
 from hegmd.recovery.protection import Protection
 from hegmd.recovery.records import JobSnapshots, SnapshotFiles
 from hegmd.recovery.service import Recoveries, run_once
 from hegmd.recovery.slots import JobSlots
+from hegmd.recovery.starts import Starts
 from tests.unit.recovery.test_snapshots import write
 
 ANOTHER_UID = 54321
@@ -49,11 +55,14 @@ class Jobs:
     def named(self, _wanted: str, _may: object) -> Any:
         return self.job
 
+    def of_run(self, _uid: int, _run: str) -> Any:
+        return self.job
+
     def __iter__(self) -> Iterator[Any]:
         return iter([self.job])
 
 
-def _listen(*_: object) -> None:
+def _listen(*_: object, **_facts: object) -> None:
     pass
 
 
@@ -62,6 +71,46 @@ def pool() -> Iterator[Pool]:
     made = Pool(64 * MIB, huge_free_bytes=lambda: 0)
     yield made
     made.close()
+
+
+def recoveries(pool: Pool, state_dir: Path, *supervisors: Any) -> Recoveries:
+    """Return those of a daemon that has read what an earlier one has left."""
+    nobody: Any = SimpleNamespace(record=_listen)
+    rest = dict.fromkeys(("look", "variables"), nobody)
+    made = Recoveries(
+        workers=cast("Any", Connected(())),
+        supervisors=cast("Any", Connected(supervisors)),
+        jobs=cast("Any", Jobs()),
+        pool=pool,
+        events=nobody,
+        state_dir=state_dir,
+        gpus=list,
+        is_in_hand=lambda _pid: False,
+        **rest,
+    )
+    made.open()
+    return made
+
+
+class Connected(tuple[Any, ...]):
+    """The workers or supervisors that are connected."""
+
+    __slots__ = ()
+
+    def listen(self, _listener: object) -> None:
+        pass
+
+
+def supervisor(run: str = "now", *, lives: bool = True, **offer: Any) -> Any:
+    asked = Supervise(run=run, python=True, recover=RecoveryWish(), **offer)
+    return SimpleNamespace(uid=ANOTHER_UID, run=run, offer=asked, lives=lives, connected=False, pid=os.getpid())
+
+
+async def held_slots(pool: Pool) -> JobSlots:
+    """Hold a slot for the job."""
+    slots = JobSlots(pool, "j1")
+    write((await slots.take(0, 0, 8192, Source(os.geteuid(), 1))).fd, generation=1, step=7)
+    return slots
 
 
 async def test_the_slots_of_another_user_are_neither_shown_nor_used_nor_deleted(pool: Pool, tmp_path: Path) -> None:
@@ -73,12 +122,7 @@ async def test_the_slots_of_another_user_are_neither_shown_nor_used_nor_deleted(
         job="j1", uid=ANOTHER_UID, ranks=1, attempts=(attempt,), begins_anew=("secret",), kept="given up", kept_utc=1.0
     )
     SnapshotFiles(tmp_path).save(record)
-    nobody: Any = SimpleNamespace(listen=_listen)
-    rest = dict.fromkeys(("events", "gpus", "look", "variables", "is_in_hand"), nobody)
-    made = Recoveries(
-        workers=nobody, supervisors=nobody, jobs=cast("Any", Jobs()), pool=pool, state_dir=tmp_path, **rest
-    )
-    made.open()
+    made = recoveries(pool, tmp_path)
     (view,) = (await made.show([], lambda _uid: False)).jobs
     assert (view.state, view.held_bytes > 0) == (KEPT, True)
     assert (view.slots, view.recoveries, view.begins_anew, view.why) == ((), (), (), None)
@@ -94,3 +138,61 @@ async def test_the_slots_of_another_user_are_neither_shown_nor_used_nor_deleted(
     assert [slot.step for slot in shown.slots] == [7]
     assert await made.drop("j1", lambda _uid: True) > 0
     assert not slots.held()
+
+
+async def test_the_slots_of_a_job_whose_launcher_runs_are_not_deleted(pool: Pool, tmp_path: Path) -> None:
+    """`hegmctl recovery --drop` released memory that the launcher went on writing to."""
+    slots = await held_slots(pool)
+    me = os.getpid()
+    SnapshotFiles(tmp_path).save(
+        JobSnapshots(job="j1", uid=ANOTHER_UID, launcher_pid=me, launcher_start_ticks=start_ticks_of(me))
+    )
+    made = recoveries(pool, tmp_path)
+    with pytest.raises(HegmError, match="job j1 has not ended"):
+        await made.drop("j1", lambda _uid: True)
+    assert slots.held()
+
+
+async def test_a_kept_state_is_kept_if_the_run_that_continues_from_it_ends_before_it_starts(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """Ctrl-C while `hegmctl run --resume` waited for its start deleted the state."""
+    slots = await held_slots(pool)
+    made = recoveries(pool, tmp_path)
+    record = JobSnapshots(job="j1", uid=ANOTHER_UID, ranks=1, kept="given up", kept_utc=1.0)
+    job = ProtectedJob(made._node, record, "train", supervisor(resumes="j1"))
+    Starts(job)._begun_attempt()
+    made.require_kept("j1", ANOTHER_UID)  # it connects again if the daemon is restarted now
+    job.supervisor = supervisor(resumes="j1", lives=False)
+    made._running["j1"] = protection = Protection(job)
+    await made._protect(protection)
+    assert slots.held()
+    made.require_kept("j1", ANOTHER_UID)
+
+
+async def test_a_job_that_is_back_after_its_state_was_kept_is_protected_as_any_other(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """Its `hegmctl run` was stopped while the daemon was restarted. Its state was kept for a day after it had ended."""
+    record = JobSnapshots(job="j1", uid=ANOTHER_UID, ranks=1, kept="its hegmctl run was killed", kept_utc=1.0)
+    SnapshotFiles(tmp_path).save(record)
+    made = recoveries(pool, tmp_path)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(made.run)
+        made._hear(supervisor(pid=7))
+        assert made._running["j1"].job.record.kept is None
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_run_that_comes_as_another_one_ends_keeps_its_protection(pool: Pool, tmp_path: Path) -> None:
+    """The slots of the former run were released after the protection of the new one had begun."""
+    await held_slots(pool)
+    made = recoveries(pool, tmp_path, supervisor("new", pid=8))
+    ended = ProtectedJob(made._node, JobSnapshots(job="j1", uid=ANOTHER_UID), "train", supervisor(lives=False))
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(made.run)
+        made._running["j1"] = protection = Protection(ended)
+        await made._protect(protection)
+        await anyio.wait_all_tasks_blocked()
+        assert made.job_ids == {"j1"}
+        tasks.cancel_scope.cancel()

@@ -69,6 +69,20 @@ async def test_an_order_ends_with_what_is_reported_of_it(supervisors: Supervisor
     assert (supervisor.offer.pid, supervisor.offer.started, supervisor.serves("4")) == (77, True, True)
 
 
+async def test_a_job_that_was_continued_and_has_ended_is_not_continued_again(supervisors: Supervisors) -> None:
+    """Until its supervisor had gone too, it was taken for one that waits for its start."""
+    line = Line()
+    async with (
+        attending(supervisors, line, OFFER.replace(pid=None, resumes="j4")) as supervisor,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(supervisor.order, "start", "j4")
+        order = await line.next()
+        supervisors.report(line, SuperviseReport(order=order.order, result="done", pid=77, starts=1))
+        supervisors.report(line, SuperviseReport(result="ended", status=0))
+    assert (supervisor.offer.pid, supervisor.offer.started, supervisor.offer.resumes) == (None, False, None)
+
+
 async def test_a_start_that_failed_after_it_was_done_is_known_of(supervisors: Supervisors) -> None:
     """The process was started, which ended the order, and then ended by itself: nobody waited for that any more."""
     line = Line()
