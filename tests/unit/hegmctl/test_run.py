@@ -1,4 +1,7 @@
-"""`hegmctl run`: a command cannot tell that it was started by it, but for a few variables that are for the agent."""
+"""`hegmctl run`: a command cannot tell that it was started by it, but for a few variables that are for the agent.
+
+Longer than 400 lines because all that a command can notice of `hegmctl run` is here.
+"""
 
 from __future__ import annotations
 
