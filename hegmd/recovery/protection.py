@@ -15,6 +15,7 @@ from hegmd.errors import HegmError
 from hegmd.migration.methods import launchers
 from hegmd.migration.methods.progress_probe import is_stopped
 from hegmd.node.gpu_sets import gpus_of
+from hegmd.protocol.recovery import UNDER_WAY
 from hegmd.recovery.job import ProtectedJob
 from hegmd.recovery.policy import HangWatch, gone_of, gpus_to_start_on, interval_s, raised
 from hegmd.recovery.snapshots import FIRST_BATCH_S, MAX_RANKS, NotNow, SnapshotRounds, Unprotected
@@ -55,6 +56,15 @@ class Protection:
     def is_recovering(self) -> bool:
         """Whether the job is being started from a snapshot."""
         return self._starts.is_recovering
+
+    @property
+    def returns_to(self) -> tuple[str, ...]:
+        """The GPUs of the job while no process of it trains and its command will be started again; none otherwise."""
+        job, attempts = self.job, self.job.record.attempts
+        if job.newest is None or not job.supervisor.lives or not (self.is_recovering or not job.own_workers()):
+            return ()
+        chosen = attempts[-1].gpus if attempts and attempts[-1].result == UNDER_WAY else ()
+        return chosen or job.record.gpus
 
     @property
     def cost_s(self) -> float | None:

@@ -110,6 +110,11 @@ class Recoveries(BackgroundTasks):
         """The jobs that have slots."""
         return frozenset(self._records)
 
+    def returns_to(self, job: str) -> tuple[str, ...]:
+        """Return the GPUs on which that job will be started again, or is being started; none for any other job."""
+        running = self._running.get(job)
+        return () if running is None else running.returns_to
+
     async def keep_looking(self) -> None:
         """Free states that were kept for too long, and slots whose job did not return. Runs until cancelled."""
         await anyio.sleep(RETURN_WITHIN_S)

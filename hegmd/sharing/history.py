@@ -6,7 +6,8 @@ whole turn after it. Owns these figures; decides nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 # How long a job or lease is left alone after its first failure, doubled with each further one, up to the last figure.
 FIRST_RETRY_S, MAX_RETRY_S = 5.0, 300.0
@@ -27,6 +28,8 @@ class Past:
     retry_at_s: float | None = None
     #: The message of the last failure.
     failure: str = ""
+    #: What a job held on each GPU when it ran last.
+    held_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def switch_s(self) -> float | None:

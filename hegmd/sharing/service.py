@@ -79,6 +79,7 @@ class Sharing:
         self._view = SharingView(
             *(moving.jobs, moving.workers, self._operations_of, moving.survey, self.memory, self.history, rules),
             acting=self.actions.of,
+            returns_to=moving.recoveries.returns_to,
             clock=clock,
             utc=utc,
         )

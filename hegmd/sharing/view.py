@@ -70,7 +70,10 @@ class View:
 
 
 class SharingView:
-    """`acting` returns the action that is under way on a job, by the job's id."""
+    """`acting` returns the action that is under way on a job, by the job's id.
+
+    `returns_to` returns the GPUs on which a job that has failed is started again; none for any other job.
+    """
 
     def __init__(  # noqa: PLR0913 - the parts that it asks, each named
         self,
@@ -83,6 +86,7 @@ class SharingView:
         rules: SharingRules,
         *,
         acting: Callable[[str], model.Action | None],
+        returns_to: Callable[[str], Sequence[str]],
         clock: Callable[[], float] = time.monotonic,
         utc: Callable[[], float] = time.time,
     ) -> None:
@@ -94,6 +98,7 @@ class SharingView:
         self._history = history
         self._rules = rules
         self._acting = acting
+        self._returns_to = returns_to
         self._clock = clock
         self._utc = utc
         #: The processes with an agent of each job at this look, by the job's number.
@@ -182,11 +187,21 @@ class SharingView:
             return self._in_operation(record, op, held, node, now)
         if queued is not None and not queued.has_trained:
             return self._starting(record, queued, held, now)
+        if returns_to := tuple(self._returns_to(record.id)):
+            return self._recovering(record, returns_to, held, now)
         if not held:
             return None
         if not workers:
             return self._told(record, model.BUSY, now, SeenJob(record, (), None), gpus=tuple(held), held=held)
         return self._running(record, workers, held, queued, node, now)
+
+    def _recovering(
+        self, record: JobRecord, gpus: tuple[str, ...], held: Mapping[str, int], now: float
+    ) -> tuple[model.Job, SeenJob]:
+        """A job that is started again from a snapshot: its memory is free meanwhile, and not for others."""
+        last = self._history.of(record.id).held_bytes
+        needs = tuple([max(held.get(gpu, 0), last.get(gpu, max(last.values()))) for gpu in gpus]) if last else None
+        return self._told(*(record, model.ARRIVING, now, SeenJob(record, (), None)), gpus=gpus, needs=needs, held=held)
 
     def _running(
         self,
@@ -198,6 +213,7 @@ class SharingView:
         now: float,
     ) -> tuple[model.Job, SeenJob]:
         pids = tuple([worker.pid for worker in workers])
+        self._history.of(record.id).held_bytes = dict(held)
         action = self._acting(record.id)
         state = model.RUNNING if action is None else model.LEAVING if action.kind == SUSPEND else model.ARRIVING
         gpus, needs = tuple(held), tuple(held.values())

@@ -138,17 +138,13 @@ class Rank:
         return self._process.poll() is not None
 
 
-async def test_a_rank_that_connects_while_the_remains_of_its_job_are_ended_is_ended_too() -> None:
+async def test_a_rank_that_connects_while_the_remains_of_its_job_are_ended_is_ended_too(
+    process: subprocess.Popen[bytes], other: subprocess.Popen[bytes]
+) -> None:
     """It was still importing when its launcher was killed. The recovery waited for its end, which never came."""
-    command = ["sleep", "1000"]
-    with subprocess.Popen(command) as first, subprocess.Popen(command) as late:
-        try:
-            was_there, comes = Rank(first), Rank(late)
-            rig = Rig()
-            rig.node.workers_of = lambda _job: [was_there, *([comes] if was_there.ended else [])]
-            with anyio.fail_after(HANG_S):
-                await Starts(rig.job)._end_rest()
-            assert late.poll() == -9
-        finally:
-            first.kill()
-            late.kill()
+    was_there, comes = Rank(process), Rank(other)
+    rig = Rig()
+    rig.node.workers_of = lambda _job: [was_there, *([comes] if was_there.ended else [])]
+    with anyio.fail_after(HANG_S):
+        await Starts(rig.job)._end_rest()
+    assert other.poll() == -9

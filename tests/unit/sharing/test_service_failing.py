@@ -11,9 +11,14 @@ from typing import Any
 
 import anyio
 
+from hegmd.memory.pool import Source
 from hegmd.protocol import sharing as told
-from hegmd.protocol.messages import RegisterJob
+from hegmd.protocol.messages import RegisterJob, Supervise, SuperviseReport, SupervisorOrder
+from hegmd.protocol.supervision import RecoveryWish
+from hegmd.recovery.records import JobSnapshots, SnapshotFiles
+from hegmd.recovery.slots import JobSlots
 from tests.patience import HANG_S
+from tests.unit.recovery.test_snapshots import write
 from tests.unit.sharing.shared_node import MIB, UID, sharing_on
 
 Child = subprocess.Popen[bytes]
@@ -60,16 +65,18 @@ async def test_the_seconds_of_a_lease_begin_when_its_memory_is_free(tmp_path: Pa
         made: list[told.RoomReply] = []
 
         async def ask() -> None:
-            made.append(await shared.make_room(7 * MIB, hold_s=0.01, until_free=True, limit_s=HANG_S))
+            made.append(await shared.make_room(7 * MIB, hold_s=50.0, until_free=True, limit_s=HANG_S))
 
         tasks.start_soon(ask)
         await shared.until(lambda: any(shared.sharing.memory.leases))
         (lease,) = shared.sharing.memory.leases
         await shared.until(lambda: time.time() > lease.since_utc + 0.02)
+        freed_utc = time.time()
         agent.go_on.set()
         await shared.until(lambda: bool(made))
-        await shared.until(lambda: not any(shared.sharing.memory.leases))
-    assert "lease-ended" in shared.events
+        (held,) = shared.sharing.memory.leases
+        assert held.until_utc is not None
+        assert held.until_utc >= freed_utc + 50.0
 
 
 async def test_an_error_about_what_is_over_ends_no_decisions(tmp_path: Path, process: Child) -> None:
@@ -82,3 +89,37 @@ async def test_an_error_about_what_is_over_ends_no_decisions(tmp_path: Path, pro
         del shared.sharing.memory.queue[1]
         made = await shared.make_room(MIB, until_free=True, limit_s=HANG_S)
         assert made.lease is not None
+
+
+async def test_the_memory_of_a_job_that_is_started_again_is_given_to_nobody_else(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    """Whoever waited got it, and the job was given up: none of its starts had room."""
+    SnapshotFiles(tmp_path).save(JobSnapshots(job="j1", uid=UID, ranks=1, gpus=("gpu0",), generation=1))
+    orders: list[SupervisorOrder] = []
+
+    async def send(order: SupervisorOrder, _fds: object) -> None:
+        orders.append(order)
+
+    async with sharing_on(tmp_path) as shared:
+        moving = shared.node.moving
+        await moving.job_requests.register(other.pid, UID, RegisterJob(run="first", command=("train",)))
+        write((await JobSlots(moving.pool, "j1").take(0, 0, 8192, Source(UID, 1))).fd, generation=1, step=7)
+        await shared.node.attend(process.pid, BYTES, run="first")
+        offer = Supervise(run="first", python=True, pid=process.pid, recover=RecoveryWish())
+        shared.node.tasks.start_soon(moving.supervisors.attend, "line", other.pid, UID, offer, send)
+        await shared.until_states(j1="running")
+        await shared.until(lambda: any(order.do == "protect" for order in orders))
+        process.kill()
+        process.wait()
+        moving.supervisors.report("line", SuperviseReport(result="fell", status=-9))
+        await shared.until(lambda: any(order.do == "start" for order in orders))
+        await shared.make_room(6 * MIB)
+        for _ in range(3):
+            await shared.sharing.decided.wait()
+            assert await shared.states() == {"j1": "starting"}
+        (lease,) = shared.sharing.memory.leases
+        assert not lease.is_held
+        other.kill()
+        other.wait()
+        await shared.until(lambda: all(lease.is_held for lease in shared.sharing.memory.leases))
