@@ -101,6 +101,11 @@ class Module:
 
 def files(*suffixes: str) -> list[Path]:
     """Every file of the project with one of the suffixes (with all files where none is given), in a stable order."""
+    return [path for path in _all_files() if not suffixes or path.name.endswith(suffixes)]
+
+
+@functools.cache
+def _all_files() -> tuple[Path, ...]:
     found: list[Path] = []
     for folder, folders, names in os.walk(ROOT):
         folders[:] = sorted(
@@ -108,13 +113,9 @@ def files(*suffixes: str) -> list[Path]:
             for name in folders
             if name not in _SKIPPED and not name.endswith(("_cache", ".egg-info", ".hypothesis"))
         )
-        found += [Path(folder, name) for name in sorted(names) if _is_wanted(name, suffixes)]
-    return found
-
-
-def _is_wanted(name: str, suffixes: tuple[str, ...]) -> bool:
-    # In a linked worktree of git, .git is a file, which names the folder of another checkout.
-    return name not in _SKIPPED and (not suffixes or name.endswith(suffixes))
+        # In a linked worktree of git, .git is a file, which names the folder of another checkout.
+        found += [Path(folder, name) for name in sorted(names) if name not in _SKIPPED]
+    return tuple(found)
 
 
 def _module_name(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -106,9 +107,18 @@ def test_a_broken_link_would_be_seen(tmp_path: Path) -> None:
     ]
 
 
-def _packages() -> list[Path]:
+@functools.cache
+def _packages() -> tuple[Path, ...]:
     """The folders below which documents name files: the checkout, the daemon and the client."""
-    return [ROOT, ROOT / "hegmd", ROOT / "client"]
+    return ROOT, ROOT / "hegmd", ROOT / "client"
+
+
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    """The folders directly below one of these that have a file of ours."""
+    parents = {path.parent for path in files()}
+    below = [parent.relative_to(base) for parent in parents for base in _packages() if parent.is_relative_to(base)]
+    return tuple(sorted({path.parts[0] for path in below if path.parts}))
 
 
 def missing_paths(text: str) -> list[str]:
@@ -117,14 +127,7 @@ def missing_paths(text: str) -> list[str]:
     Each word below a folder of the checkout, the daemon or the client counts. In code, a relative path that ends with /
     or .py counts too. `gpu_helper/cuda` may leave out .py, and a pattern has to match a file.
     """
-    tracked = {
-        part
-        for path in files()
-        for base in _packages()
-        if path.is_relative_to(base)
-        for part in path.relative_to(base).parts[:-1][:1]
-    }
-    below = "|".join(re.escape(folder) for folder in sorted(tracked))
+    below = "|".join(map(re.escape, _folders()))
     named = set(re.findall(rf"(?<![\w./\-$}}<>~])(?:{below})/[\w\-.*/]*", text))
     named.update(word for word in re.findall(r"`([a-z_][a-z_.*/]*/[a-z_.*/]*)`", text) if word.endswith(("/", ".py")))
     ends = [word.rstrip(".") for word in sorted(named) if not word.startswith("build/")]  # which a new clone lacks
