@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hegmctl.supervisor import Desk, GiveUp, Start
 
 
-SUMMARY = "run a training that can save its state, exit, and continue from it"
+SUMMARY = "run a training that can save its state, exit, and continue"
 USAGE = (
     "Usage: hegm-launcher [--debug] <command> [args ...]\nExample: hegm-launcher --debug python train.py --epochs 100"
 )

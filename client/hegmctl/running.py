@@ -24,7 +24,7 @@ from hegmctl.endpoint import (
     require_no_others_socket,
 )
 from hegmctl.exec_command import become, require
-from hegmctl.grammar.moving import NVLS, READY_WHEN
+from hegmctl.grammar.starting import NVLS, READY_WHEN
 from hegmctl.recovering import recovery_asked, tell_plan
 from hegmd.errors import (
     BAD_REQUEST,

@@ -15,6 +15,7 @@ from hegmctl.grammar.looking import LOOKING
 from hegmctl.grammar.moving import MOVING
 from hegmctl.grammar.rows import Command
 from hegmctl.grammar.sharing import SHARING
+from hegmctl.grammar.starting import STARTING
 from hegmctl.grammar.words import COMMAND_NAMES, FILES, GPUS, JOBS, PATH, PIDS, PLACES, SECONDS, Argument, Option
 
 PROGRAM = "hegmctl"
@@ -62,4 +63,6 @@ _ASIDE = (
     ),
 )
 
-COMMANDS: dict[str, Command] = {command.name: command for command in (*LOOKING, *MOVING, *SHARING, *IMAGING, *_ASIDE)}
+COMMANDS: dict[str, Command] = {
+    command.name: command for command in (*LOOKING, *STARTING, *MOVING, *SHARING, *IMAGING, *_ASIDE)
+}
