@@ -138,12 +138,13 @@ class HangWatch:
         self._boundary: int | None = None
         self._since = 0.0
         self._longest_s = 0.0
+        self._least_s = LEAST_HANG_S
 
     @property
     def limit_s(self) -> float | None:
         """After how long without a boundary it counts as hung; None for never."""
         if self._wished_s is None:
-            return max(LEAST_HANG_S, LEARNED_TIMES * self._longest_s)
+            return max(self._least_s, LEARNED_TIMES * self._longest_s)
         return self._wished_s or None
 
     def forget(self) -> None:
@@ -153,7 +154,8 @@ class HangWatch:
     def see(self, boundary: int, now: float, *, is_parked: bool = False) -> float | None:
         """Take its count of boundaries at that moment. Return how long it has not changed, if that is too long.
 
-        A training that is parked for a snapshot has more time: the snapshot may be large.
+        A training that is parked for a snapshot has more time: the snapshot may be large. A learned limit doubles each
+        time that it is reached, so that a long evaluation is not taken for a hang until the job is given up.
         """
         if self._boundary is None or boundary != self._boundary:
             if self._boundary is not None:
@@ -163,4 +165,7 @@ class HangWatch:
         limit_s = self.limit_s
         without_s = now - self._since
         spare_s = LEAST_HANG_S if is_parked else 0.0
-        return without_s if boundary and limit_s is not None and without_s > limit_s + spare_s else None
+        if not boundary or limit_s is None or without_s <= limit_s + spare_s:
+            return None
+        self._least_s = 2 * limit_s
+        return without_s

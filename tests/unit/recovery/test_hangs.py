@@ -15,6 +15,17 @@ def test_the_limit_is_learned_from_the_longest_time_between_two_boundaries() -> 
     assert watch.see(2, 181.0) == 151.0
 
 
+def test_an_evaluation_that_was_taken_for_a_hang_has_twice_the_time_in_the_next_attempt() -> None:
+    """It was killed at the same place three times, and then the job was given up."""
+    watch = HangWatch(None)
+    watch.see(9, 0.0)
+    assert watch.see(9, LEAST_HANG_S + 1.0) == LEAST_HANG_S + 1.0
+    watch.forget()
+    watch.see(9, 100.0)
+    assert watch.see(9, 170.0) is None
+    assert watch.see(9, 101.0 + 2 * LEAST_HANG_S) == 1.0 + 2 * LEAST_HANG_S
+
+
 def test_what_is_not_expected_to_make_a_step_does_not_hang() -> None:
     watch = HangWatch(5.0)
     assert watch.see(0, 0.0) is None
