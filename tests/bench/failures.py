@@ -28,7 +28,9 @@ from hegmd.protocol.recovery import JobRecovery
 from tests.e2e.daemon import RunningDaemon
 
 SCRIPT = Path(__file__).parents[1] / "e2e/moved/failing.py"
-AT, LIMIT_S, POLL_INTERVAL_S = 24, 240.0, 0.1
+LIMIT_S, POLL_INTERVAL_S = 600.0, 0.1
+# It fails so many steps after it was seen to be protected, and at one step on all ranks.
+AHEAD, STEPS = 8, 150
 PHASES = ("load", "forward", "backward", "commit", "after")
 ALL, LAST, FIRST = "all ranks", "the last rank", "rank 0"
 
@@ -68,9 +70,10 @@ class Run:
         recover = ["--recover=0.3s", "--hang-limit", "6s", "--gpu", "gpu0", "--no-daemon-start"]
         run = [sys.executable, "-m", "hegmctl", "run", *recover, "--"]
         paths = os.pathsep.join((str(SCRIPT.parents[3]), str(SCRIPT.parents[3] / "client")))
-        told = {"FAILS": f"{case.kind} {case.phase} {case.ranks(world)} {AT}", "CHILDREN": str(case.children)}
+        told = {"FAILS": f"{case.kind} {case.phase} {case.ranks(world)}", "CHILDREN": str(case.children)}
         quick = {"PACE_S": "0"} if alone else told
         environ = {**os.environ, "HEGM_SOCKET": str(daemon.socket_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+        environ["STEPS"] = str(STEPS)
         self.out, self.err = folder / "out", folder / "err"
         with self.out.open("wb") as out, self.err.open("wb") as err:
             words = command if alone else [*run, *command]
@@ -102,7 +105,7 @@ class Run:
             if time.monotonic() > deadline:
                 raise GoneWrong(f"{what} did not come to be within {LIMIT_S:g} s")
             if what != "its end" and self.process.poll() is not None:
-                raise GoneWrong(f"it ended with {self.process.returncode} before {what}")
+                raise GoneWrong(f"it ended with {self.process.returncode} before {what}: {self.said()}")
             pause.wait(POLL_INTERVAL_S)
 
     def until_protected(self) -> None:
@@ -113,6 +116,17 @@ class Run:
             return found is not None and sum(slot.step is not None for slot in found.slots) == 2 * self.world
 
         self.until(is_so, "two snapshots")
+
+    def have_it_fail(self) -> None:
+        """Say to the script at which step it fails."""
+        file = self.folder / "fails-at.new"
+        file.write_text(str(max(step for _, step, _ in self.lines()) + AHEAD))
+        file.rename(self.folder / "fails-at")
+
+    def said(self) -> str:
+        """The last line of hegmctl, or of the command."""
+        lines = self.err.read_text(errors="replace").strip().splitlines() or [""]
+        return next((line for line in reversed(lines) if line.startswith("hegmctl: ")), lines[-1])
 
     def end(self) -> None:
         """Kill what is left of it."""
@@ -125,20 +139,17 @@ class Run:
 
 
 def kill_newest(run: Run) -> None:
-    run.until_protected()
     os.kill(run.pids()[-1], signal.SIGKILL)
 
 
 def kill_with_daemon(run: Run) -> None:
     """Both within a moment, and the next daemon a little later."""
-    run.until_protected()
     run.daemon.stop(signal.SIGKILL)
     os.kill(run.pids()[-1], signal.SIGKILL)
     run.daemon.start()
 
 
 def kill_daemon_in_recovery(run: Run) -> None:
-    run.until_protected()
     os.kill(run.pids()[-1], signal.SIGKILL)
     run.until(lambda: len(run.pids()) > run.world, "a second start")
     run.daemon.stop(signal.SIGKILL)
@@ -147,7 +158,6 @@ def kill_daemon_in_recovery(run: Run) -> None:
 
 def kill_in_restore(run: Run) -> None:
     """The second start is killed as soon as its script begins."""
-    run.until_protected()
     os.kill(run.pids()[-1], signal.SIGKILL)
     run.until(lambda: len(run.pids()) > run.world, "a second start")
     os.kill(run.pids()[-1], signal.SIGKILL)
@@ -155,7 +165,6 @@ def kill_in_restore(run: Run) -> None:
 
 def damage_newest(run: Run) -> None:
     """A bit of the newest snapshot of a rank is flipped."""
-    run.until_protected()
     run.daemon.stop(signal.SIGKILL)
     found = sorted(_memory_of(run.daemon).glob("hegm-pool-*-0.*"), key=lambda path: path.stat().st_mtime)
     data = bytearray(found[-1].read_bytes())
@@ -174,7 +183,6 @@ def _memory_of(daemon: RunningDaemon) -> Path:
 
 def lose_gpu(run: Run) -> None:
     """Its GPU falls off the bus, which ends nothing by itself."""
-    run.until_protected()
     with connect(str(run.daemon.socket_path)) as hegmd:
         hegmd.call(SimulateFault(target="gpu0", fault="lost"), FaultReply)
         hegmd.gpus()
@@ -203,19 +211,21 @@ CASES: Sequence[Case] = (
 def result_of(run: Run, case: Case, expected: set[tuple[int, int, str]]) -> str:
     """What became of it. Raises GoneWrong."""
     try:
-        if case.strike is not None:
+        run.until_protected()
+        if case.strike is None:
+            run.have_it_fail()
+        else:
             case.strike(run)
         run.until(lambda: run.process.poll() is not None, "its end")
         status, told = run.process.returncode, set(run.lines())
     finally:
         run.end()
-    last = (run.err.read_text().strip().splitlines() or [""])[-1]
     if not told <= expected:
         raise GoneWrong(f"{len(told - expected)} losses differ")
     if case.is_end and len(run.pids()) == run.world:
         return f"ended with status {status}"
     if status or told != expected:
-        raise GoneWrong(f"status {status}, {len(told)} of {len(expected)} steps: {last}")
+        raise GoneWrong(f"status {status}, {len(told)} of {len(expected)} steps: {run.said()}")
     if len(run.pids()) == run.world:
         raise GoneWrong("it did not fail")
     return "exact"

@@ -38,6 +38,8 @@ FORM = 3
 #: Names that call `range` and `enumerate` for the script.
 _ALSO = {"range": {"trange", "tnrange"}, "enumerate": {"resumable", "tenumerate"}}
 _WHILE = "write it as a for loop over range() or over the loader, or keep its variables with hegm.keep(name, get, set)"
+# So many of the variables that begin anew are named.
+_MAX_NAMED = 3
 _INSTEAD = {
     "count": "write `for n in range(most):` in place of itertools.count(), and break as before",
     "cycle": "write two loops in place of itertools.cycle(), one over range() and in it one over the loader",
@@ -257,8 +259,10 @@ class _Taking:
         if baseline is None:
             own["unseen"].append("tensors and variables that were there at the first batch and have been changed since")
         if own["anew"] and not said_by_script.keeps:
+            anew = "; ".join(own["anew"][:_MAX_NAMED])
             for step in place.whiles():
-                self._refuse(f"the while loop at {said(step)} goes by variables of the script's own", _WHILE)
+                what = f"the while loop at {said(step)} goes by variables of the script's own, of which some begin anew"
+                self._refuse(f"{what}: {anew}", _WHILE)
 
 
 def _inner_of(look: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """A training of one or several ranks that fails once, as FAILS says: the kind, the phase, the ranks and the step.
 
+Without the step it fails at the one in the file `fails-at`, once there is that.
 Its loop begins with the loop over its loader, and its batches are made by a process of their own if CHILDREN says so.
 """
 
@@ -14,7 +15,7 @@ from torch import distributed
 from torch.utils.data import DataLoader, Dataset
 
 STEPS = int(os.environ.get("STEPS", "100"))
-KIND, PHASE, RANKS, AT = os.environ.get("FAILS", "none none 0 0").split()
+KIND, PHASE, RANKS, *AT = os.environ.get("FAILS", "none none 0 0").split()
 rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 step = 0
 with open("starts", "a", encoding="ascii") as starts:
@@ -54,8 +55,18 @@ def fail() -> None:
         ctypes.PyDLL(None).pause()  # it keeps the interpreter to itself
 
 
+def is_to_fail() -> bool:
+    if AT:
+        return step == int(AT[0])
+    try:
+        with open("fails-at", encoding="ascii") as file:
+            return step == int(file.read())
+    except FileNotFoundError:
+        return False
+
+
 def fails(phase: str) -> None:
-    if (phase, step) != (PHASE, int(AT)) or str(rank) not in RANKS or os.path.exists(f"failed-{rank}"):
+    if phase != PHASE or str(rank) not in RANKS or not is_to_fail() or os.path.exists(f"failed-{rank}"):
         return
     with open(f"failed-{rank}", "w", encoding="ascii"):
         pass

@@ -30,6 +30,7 @@ class Flow:
         self._on: dict[int, set[int]] = {offset: set(ways) for offset, ways in loops.ways().items()}
         self._instructions = {found.offset: found for found in loops.instructions()}
         self._add_handlers()
+        self._suppressing = frozenset(_after_suppressed(loops.instructions()))
         self._back: dict[int, set[int]] = {offset: set() for offset in self._on}
         for offset, ways in self._on.items():
             for way in ways:
@@ -77,10 +78,13 @@ class Flow:
         return frozenset((self._reach(ends, back) | {head}) & around)
 
     def live(self, place: int, within: frozenset[int] | None = None) -> set[str]:
-        """Return the variables that can be read from here on before they are written; only in `within`, if given."""
+        """Return the variables that can be read from here on before they are written.
+
+        With `within` only what is read there, and no `with` counts as one that suppresses exceptions.
+        """
         place = self._loops.standing(place)
         ways = self._reach(self._on.get(place, ()), self._on)
-        reached = sorted(ways if within is None else ways & within, reverse=True)
+        reached = sorted(ways if within is None else (ways & within) - self._suppressing, reverse=True)
         names: dict[str, int] = {}
         uses: dict[int, tuple[int, int]] = {}
         for offset in reached:
@@ -114,6 +118,16 @@ class Flow:
                 found.add(offset)
                 left.extend(ways.get(offset, ()))
         return found
+
+
+def _after_suppressed(instructions: Iterable[Any]) -> Iterator[int]:
+    """Yield where the code goes on after an exception that a `with` has suppressed."""
+    is_asked = False
+    for found in instructions:
+        is_asked = is_asked or found.opname == "WITH_EXCEPT_START"
+        if is_asked and "IF_TRUE" in found.opname:
+            yield int(found.argval)
+            is_asked = False
 
 
 def variables_of(argument: Any) -> tuple[str, ...]:

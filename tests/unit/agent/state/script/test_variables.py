@@ -279,3 +279,23 @@ def train():
 
 def test_what_a_scripts_own_optimizer_counts_began_anew(scripts: Scripts) -> None:
     assert scripts.restarted(WARMING, 3, first=2) == (scripts.run(WARMING), [])
+
+
+MIXED_PRECISION = """
+import torch
+
+def train():
+    weight, told = torch.nn.Parameter(torch.ones(())), []
+    for _ in range(first, 3):
+        ask()
+        with torch.autocast("cpu"):
+            loss = weight * 2
+        loss.backward()
+        told.append(float(weight.grad))
+    return len(told)
+"""
+
+
+def test_a_loss_within_autocast_counted_as_one_that_the_loop_goes_on_to_compute_gradients_of(scripts: Scripts) -> None:
+    """A `with` may suppress an exception, and then the former loss would be read: a `while` around it was refused."""
+    assert scripts.restarted(MIXED_PRECISION, 2, first=1) == (3, [])
