@@ -183,6 +183,7 @@ class Protection:
     async def _kill(self, own: Sequence[AgentConnection], why: str, stacks: str | None, event: str) -> None:
         self.job.killed = why, stacks
         self.job.record_event(event, "warning", f"{self.job} {why}")
+        await self.job.note(f"{self.job} {why}", f"see: hegmctl recovery {self.job.record.job}")
         for worker in own:
             await anyio.to_thread.run_sync(launchers.end_one, worker.pid, worker.identity.start_ticks)
 

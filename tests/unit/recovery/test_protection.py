@@ -148,3 +148,20 @@ async def test_a_rank_that_connects_while_the_remains_of_its_job_are_ended_is_en
     with anyio.fail_after(HANG_S):
         await Starts(rig.job)._end_rest()
     assert other.poll() == -9
+
+
+async def test_a_job_that_is_killed_for_a_hang_says_so_to_its_user(
+    process: subprocess.Popen[bytes],
+) -> None:
+    """Without a snapshot it ended by SIGKILL, and hegmctl said nothing."""
+    rig = Rig()
+    told: list[str] = []
+
+    async def tell(_do: str, _operation: str, *, message: str, hint: str) -> None:
+        told.append(f"{message}; {hint}")
+
+    rig.supervisor.tell = tell
+    own = cast("Any", Rank(process))
+    await Protection(rig.job)._kill([own], "made no step for 61 s, and was killed", None, "job.hung")
+    assert process.wait(HANG_S) == -9
+    assert told == ["job j1 (train) made no step for 61 s, and was killed; see: hegmctl recovery j1"]
