@@ -314,7 +314,7 @@ def test_a_topology_that_goes_away_is_an_error(sys: FakeSys, make: Callable[[], 
     provider = make()
     provider.open()
     sys.kfd.rename(tmp_path / "gone")
-    with pytest.raises(DeviceError, match="is gone"):
+    with pytest.raises(DeviceError, match="no longer exists"):
         provider.snapshot()
 
 

@@ -344,7 +344,7 @@ async def test_a_mark_that_names_another_jobs_video_memory_has_nothing_read_from
         memory = job.rig.pool.memory(key_of(job.subject))
         forged = packed_mark(Mark(victim, SIZE_BYTES))
         os.pwrite(memory.fd, forged, memory.size_bytes - MARK_BYTES)
-        with pytest.raises(Refused, match=r"7\.4321\.bytes', which does not belong to it"):
+        with pytest.raises(Refused, match=r"7\.4321\.bytes', which is not its own"):
             await job.put_back()
         with pytest.raises(Refused, match="not its own"):
             async with job.carrier.overlap_checkpoint(job.off):

@@ -43,7 +43,7 @@ class Marks:
         if mark is not None and mark.owner not in own:
             raise Refused(
                 f"the piece of process {subject.pid} says that its bytes are held for {mark.owner[:80]!r}, "
-                f"which does not belong to it: {' or '.join(sorted(own))} is",
+                f"which is not its own; its own are {' and '.join(sorted(own))}",
                 "report this with the log of hegmd, unless the job wrote that record itself; nothing was read",
                 {"pid": subject.pid, "owner": mark.owner},
             )

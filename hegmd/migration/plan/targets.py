@@ -137,7 +137,7 @@ def judge_target(draft: Draft, to: str, vendor: str, chip: str | None, *, stays:
     elif target.state != "ok":
         draft.against(REFUSED, f"{to} is {target.state}", "choose another; see hegmctl gpus", gpu=to)
     elif target.condition == GONE:
-        draft.against(REFUSED, f"{to} has failed: {target.why}", "choose another; see hegmctl gpus", gpu=to)
+        draft.against(REFUSED, f"{to} is gone: {target.why}", "choose another; see hegmctl gpus", gpu=to)
     elif target.mig or target.mps:
         how = "cut into MIG instances" if target.mig else "shared through MPS"
         draft.against(REFUSED, f"{to} is {how}", "choose a GPU without MIG and MPS; see hegmctl gpus", gpu=to)

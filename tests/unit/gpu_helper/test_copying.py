@@ -41,7 +41,7 @@ def test_empty_storages_cost_nothing() -> None:
 
 @pytest.mark.parametrize("place", [[1, 0, 1, 0], [-1, 0, 1, 0], [0, -1, 1, 0], [0, 0, -1, 0], [0, 0, 1, -1]])
 def test_what_is_no_place_is_refused(place: list[int]) -> None:
-    with pytest.raises(HegmError, match="is no place"):
+    with pytest.raises(HegmError, match="is outside of"):
         joined([place], 1)
 
 

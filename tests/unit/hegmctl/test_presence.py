@@ -26,9 +26,9 @@ def test_a_running_daemon_without_its_socket_file_was_told_as_none(socket_path: 
         assert not is_listened_at(f"{socket_path}x")
         with StateDir(Path(f"{socket_path}.state")) as state:
             pid = (state.path / "lock").read_text().strip()
-            gone = f"hegmd runs (pid {pid}), but its socket file {socket_path} is gone"
+            gone = f"hegmd runs (pid {pid}), but its socket file {socket_path} was removed"
             assert _missing(socket_path) == (UNAVAILABLE.name, gone)
-        assert _missing(socket_path) == (UNAVAILABLE.name, f"hegmd runs, but its socket file {socket_path} is gone")
+        assert _missing(socket_path) == (UNAVAILABLE.name, f"hegmd runs, but its socket file {socket_path} was removed")
     assert _missing(socket_path)[0] == NO_DAEMON.name
 
 
