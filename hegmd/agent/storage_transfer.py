@@ -163,13 +163,16 @@ class Carrying:
         return self._shown
 
 
+_MODULES = ("cache", "cuda_driver", "ipc_storages", "nccl_library", "peers", "staging", "transfer", "video_memory")
+
+
 def load() -> None:
     """Import now what a transfer needs, because an upgrade replaces the files under a running agent.
 
     An import error is reported when the module is needed.
     """
     try:
-        for name in ("cache", "cuda_driver", "ipc_storages", "nccl_library", "peers", "transfer", "video_memory"):
+        for name in _MODULES:
             __import__(f"{__package__}.{name}")
     except ImportError as error:
         note(f"nothing can be carried: {error!r}")

@@ -1,9 +1,10 @@
 """Copies storages' bytes between a GPU and a descriptor with this process's own copies, if no faster carrier is
 possible.
 
-Each thread has a buffer of one piece in host memory, copies from the GPU into it and from there into the descriptor,
-and the reverse. The buffers are not pinned, because pinned memory in the worker slows down the driver's part by far
-more than it would save (0.8 s for 33 GiB; docs/benchmarks.md).
+The bytes go through a ring of pinned memory (`staging`). It is unpinned before the driver's checkpoint, which pinned
+memory slows down (0.8 s for 33 GiB; docs/benchmarks.md). If the driver refuses something that the ring needs, or for
+less than it is worth, all is copied through buffers that are not pinned: each thread has one of one piece in host
+memory, copies from the GPU into it and from there into the descriptor, and the reverse.
 """
 
 from __future__ import annotations
@@ -11,22 +12,32 @@ from __future__ import annotations
 import ctypes
 import sys
 
+from ..errors import HegmError
 from . import copying, cuda_state
 from .cache import Cache
-from .cuda_driver import Driver
+from .cuda_driver import Copies, Driver
+from .notes import note
+from .staging import Ring, loads
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from .copying import Copy, Span
+    from .copying import Copy, Progress, Span
+
+    #: Copies spans through a ring.
+    Through = Callable[[Ring, list[Span], Progress], None]
+
+# Copying less through buffers that are not pinned takes as long as getting and pinning the ring's 128 MiB.
+RING_FROM_BYTES = 512 * 1024 * 1024
 
 
 class VideoMemory:
-    """Storages on the GPUs of this process."""
+    """Storages on the GPUs of this process. So many bytes of one GPU, and more, go through a ring of pinned memory."""
 
-    def __init__(self, storages: list[Any]) -> None:
+    def __init__(self, storages: list[Any], ring_from_bytes: int = RING_FROM_BYTES) -> None:
+        self._ring_from_bytes = ring_from_bytes
         self._torch: Any = sys.modules["torch"]
         self._driver = Driver()
         self._devices = [int(storage.device.index) for storage in storages]
@@ -52,7 +63,10 @@ class VideoMemory:
                     self._driver.copy_out(host, address, size_bytes)
                     write(host, place, size_bytes)
 
-            self._copy_all(copy, spans, progress)
+            def through(ring: Ring, some: list[Span], tell: Progress) -> None:
+                ring.out(loads(some), write, tell)
+
+            self._copy_all(copy, through, spans, progress)
 
     def copy_in(self, fd: int, spans: list[Span], progress: Callable[[int], None]) -> None:
         """Copy them back, into memory that has just been made. Raises OSError."""
@@ -63,7 +77,13 @@ class VideoMemory:
                 read(host, place, size_bytes)
                 self._driver.copy_in(address, host, size_bytes)
 
-        self._copy_all(copy, spans, progress)
+        def fill(place: int, host: int, size_bytes: int) -> None:
+            read(host, place, size_bytes)
+
+        def through(ring: Ring, some: list[Span], tell: Progress) -> None:
+            ring.into(loads([(place, address, size_bytes) for address, place, size_bytes in some]), fill, tell)
+
+        self._copy_all(copy, through, spans, progress)
 
     def before_freeing(self, spans: list[Span]) -> None:
         """Record what PyTorch caches, since it is returned with the storages."""
@@ -83,7 +103,7 @@ class VideoMemory:
         if self._cache is not None:
             self._cache.note_given_back()
 
-    def _copy_all(self, copy: Copy, spans: list[Span], progress: Callable[[int], None]) -> None:
+    def _copy_all(self, copy: Copy, through: Through, spans: list[Span], progress: Progress) -> None:
         """Copy device by device: a thread copies in the context of the device."""
         done_bytes = 0
         for device in sorted(set(self._devices)):
@@ -99,9 +119,34 @@ class VideoMemory:
             def tell(so_far_bytes: int, before_bytes: int = done_bytes) -> None:
                 progress(before_bytes + so_far_bytes)
 
-            copying.in_threads(copy_there, mine, tell)
+            if not self._by_ring(through, mine, tell):
+                copying.in_threads(copy_there, mine, tell)
             self._torch.cuda.synchronize(device)  # copies from unpinned memory may still be under way
             done_bytes += sum(span[2] for span in mine)
+
+    def _by_ring(self, through: Through, spans: list[Span], tell: Progress) -> bool:
+        """Copy the spans of the current device through pinned memory. False if they have to be copied another way.
+
+        Raises the error of a descriptor, and what `tell` raises.
+        """
+        if sum([span[2] for span in spans]) < self._ring_from_bytes:
+            return False
+        try:
+            ring = Ring(Copies())
+            ring.__enter__()
+        except (HegmError, AttributeError, OSError) as error:  # a driver without these calls; no host memory
+            note(f"no ring to copy through: {error!r}")
+            return False
+        try:
+            through(ring, spans, tell)
+        except HegmError as error:
+            if "call" not in error.facts:  # not of the driver
+                raise
+            note(f"the ring failed, and all is copied again without it: {error.message}")
+            return False
+        finally:
+            ring.__exit__()
+        return True
 
     def _buffer(self) -> _Lent:
         return _Lent(self._buffers)

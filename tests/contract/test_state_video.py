@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from hegmd.agent import copying
-from hegmd.agent.state.storage import checksums, pinned_buffers, raw_copy, shadow
+from hegmd.agent import copying, pinned_buffers
+from hegmd.agent.state.storage import checksums, raw_copy, shadow
 from hegmd.errors import HegmError
 from tests.stubs.cuda.node import CudaNode, order_in_force
 

@@ -24,11 +24,11 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
-from hegmd.agent import copying
+from hegmd.agent import copying, pinned_buffers
 from hegmd.agent.crew import share_out
 from hegmd.agent.cuda_driver import Copies
-from hegmd.agent.state.storage import checksums, pinned_buffers, raw_copy
-from hegmd.agent.state.storage.staging import THREADS, Ring, loads
+from hegmd.agent.staging import THREADS, Ring, loads
+from hegmd.agent.state.storage import checksums, raw_copy
 from hegmd.memory import pool_memory
 from hegmd.memory.pool_memory import read_huge_free_bytes
 

@@ -305,7 +305,7 @@ class _Pinned:
 
 
 def _buffers() -> Any:
-    from ..state.storage import pinned_buffers
+    from .. import pinned_buffers
 
     return pinned_buffers
 

@@ -73,10 +73,11 @@ def snapshot(fd: int | None, most_bytes: int, begin: Callable[[], object]) -> tu
     training continues. Calls `begin` before the first byte is written. Flushes the script's output first. Raises
     TooLarge, Prevented, OSError and HegmError.
     """
+    from .. import pinned_buffers
     from .capture import capture
     from .code import source_check
     from .script import output_files, variables
-    from .storage import pinned_buffers, state_file
+    from .storage import state_file
 
     times = [monotonic()]
     state, refusals = capture()
@@ -123,7 +124,7 @@ def save(
 
     Once it is written, `tell` gets what begins anew after a restart from it.
     """
-    from .storage import pinned_buffers
+    from .. import pinned_buffers
 
     if cuda_state.in_use() is not None:
         pinned_buffers.prepare()

@@ -21,9 +21,9 @@ from ... import copying
 from ...copying import PAGE_BYTES, PIECE_BYTES
 from ...cuda_driver import Copies, CopiesBeside
 from ...notes import note
+from ...staging import Ring, loads
 from . import checksums, shadow
 from .shadow import Shadows
-from .staging import Ring, loads
 from .tensors import CPU
 
 TYPE_CHECKING = False

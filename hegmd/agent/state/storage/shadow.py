@@ -18,8 +18,8 @@ from ....errors import HegmError
 from ... import copying
 from ...copying import round_up
 from ...notes import note
+from ...staging import Ring, loads
 from . import checksums
-from .staging import Ring, loads
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from time import monotonic
 
 from ....protocol.slots import RECORD_BYTES, unpacked
 from ....protocol.supervision import BACK, PAST, PAST_AT
+from ... import pinned_buffers
 from ...notes import note
-from ..storage import pinned_buffers, state_file
+from ..storage import state_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import os
 
-from ....errors import HegmError
-from ... import copying
-from ...copying import round_up
-from ...crew import share_out
-from ...notes import note
-from . import pinned_buffers
+from ..errors import HegmError
+from . import copying, pinned_buffers
+from .copying import round_up
+from .crew import share_out
+from .notes import note
 from .pinned_buffers import SLOT_BYTES, SLOTS
 
 TYPE_CHECKING = False
@@ -30,9 +29,9 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from ...copying import Copy, Span
-    from ...crew import Tell, Work
-    from ...cuda_driver import Copies
+    from .copying import Copy, Span
+    from .crew import Tell, Work
+    from .cuda_driver import Copies
 
     #: A span and where in a slot it goes through.
     Part = tuple[Span, int]

@@ -12,9 +12,9 @@ import mmap
 import os
 from _thread import allocate_lock, start_new_thread
 
-from ... import copying
-from ...copying import PIECE_BYTES
-from ...notes import note
+from . import copying
+from .copying import PIECE_BYTES
+from .notes import note
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

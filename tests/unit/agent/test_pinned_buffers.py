@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.agent.state.storage import pinned_buffers
+from hegmd.agent import pinned_buffers
 from tests.patience import HANG_S
 
-ROOT = Path(__file__).parents[5]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_what_nobody_took_is_let_go_of() -> None:
 # Forks beside a piece that is prepared, and beside one on its way: with 1 ends who has any of it, or waits for it.
 FORKS = """
 import os, signal
-from hegmd.agent.state.storage import pinned_buffers as ground
+from hegmd.agent import pinned_buffers as ground
 
 def in_child(look):
     child = os.fork()
