@@ -289,6 +289,12 @@ class ImagesSettings:
         'The CRIU to use; "" for the system\'s own, or the one that contrib/criu/install.sh has unpacked.',
         reloads=False,
     )
+    verify: str = setting(
+        OneOf(("read-back", "off")),
+        "read-back",
+        "Whether a new image is read back from the disk before its job ends; or off, which trusts the disk's sync.",
+        reloads=False,
+    )
     restored_by: str = setting(
         OneOf(("root", "owner")),
         "owner",

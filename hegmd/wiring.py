@@ -199,5 +199,6 @@ def moving_for(
             key_file=config.images.key_file,
             lock_dir=config.images.lock_dir,
             by_owner=config.images.restored_by == "owner",
+            read_back=config.images.verify != "off",
         ),
     )

@@ -181,8 +181,8 @@ class Dumping:
     ) -> Mapping[str, object]:
         """Write CRIU's files and, if the job is to end, its bytes; meanwhile describe this node for the manifest.
 
-        If the job trains on, its bytes are only checked to be in the pool: writing them now would lengthen its
-        downtime.
+        If the job trains on, its bytes are only checked to be in the pool, and CRIU's files are not read back yet:
+        both would lengthen its downtime.
         """
         tree, needs, guise = taken
         node: dict[str, object] = {}
@@ -201,6 +201,8 @@ class Dumping:
                 in_unit=self._in_unit,
                 guise=guise,
             )
+            if not wish.leave_running:
+                await lent.collect_criu_files()
 
         out: list[Callable[[], Awaitable[object]]] = []
         for member in op.live:

@@ -218,7 +218,7 @@ class JobDumper:
         try:
             progress_of = parts_of(on_progress)
             out = [partial(self._dumping.write_bytes, op, each, left.lent, progress_of(each.name)) for each in left.out]
-            await in_concert(*out)
+            await in_concert(*out, left.lent.collect_criu_files)
             what = f"the image for {wish.path} was not finished; its files are removed"
             manifest = await left.lent.finish(left.manifest, on_progress)
         except BaseException as error:

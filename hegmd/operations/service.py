@@ -99,6 +99,8 @@ class ImageMeans:
     lock_dir: Path | None = None
     #: Whether users other than root may have CRIU bring their images back.
     by_owner: bool = False
+    #: Whether a new image is read back from the disk before its job ends.
+    read_back: bool = True
 
 
 class Moving:
@@ -396,7 +398,8 @@ class Moving:
         await anyio.to_thread.run_sync(self.runner.open)
         await anyio.to_thread.run_sync(self.jobs.open, self._state_dir)
         await anyio.to_thread.run_sync(self.recoveries.open)
-        self._images = Images(self._state_dir, in_unit=self._images_by.in_unit, key_file=self._images_by.key_file)
+        by = self._images_by
+        self._images = Images(self._state_dir, in_unit=by.in_unit, key_file=by.key_file, read_back=by.read_back)
         self.places.open()
         unended = [op.id for op in self.runner.operations() if op.phase not in TERMINAL]
         forget_claims(self._state_dir, {*unended, *self.recoveries.job_ids})

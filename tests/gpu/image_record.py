@@ -27,8 +27,9 @@ MIN_SHARE = 0.8
 LOGGED = {
     "dump": re.compile(r"\bCRIU dumped process \d+ in ([\d.]+) ms"),
     "write": re.compile(r"\bimage \S+: wrote \d+ bytes in ([\d.]+) ms"),
-    "verify": re.compile(r"\bimage \S+: made whole in ([\d.]+) ms"),
-    "check": re.compile(r"\bimage \S+: found what CRIU reads right in ([\d.]+) ms"),
+    "read back": re.compile(r"\bimage \S+: wrote .* and had read them back after ([\d.]+) ms"),
+    "verify": re.compile(r"\bimage \S+: completed in ([\d.]+) ms"),
+    "check": re.compile(r"\bimage \S+: checked CRIU's files in ([\d.]+) ms"),
     "read": re.compile(r"\bimage \S+: read \d+ bytes in ([\d.]+) ms"),
     "criu": re.compile(r"\bCRIU restored process \d+ in ([\d.]+) ms"),
 }
@@ -39,7 +40,7 @@ PHASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "leave-running": {"suspend": OUT, "driver": ("restoring",), "reload": ("reloading",)},
     "restore": {"driver": ("restoring",), "reload": ("reloading",)},
 }
-PARTS = ("suspend", "dump", "write", "verify", "end", "check", "read", "criu", "driver", "reload")
+PARTS = ("suspend", "dump", "write", "read back", "verify", "end", "check", "read", "criu", "driver", "reload")
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,9 @@ class Borrowed(Shelf):
     async def lend(self, _path: str, _rights: Rights, **_how: object) -> Borrowed:
         return self
 
+    async def collect_criu_files(self) -> None:
+        """There are none."""
+
     async def finish(self, manifest: Manifest, _on_progress: object = None) -> Manifest:
         if self.error is not None:
             raise self.error

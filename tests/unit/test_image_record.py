@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from tests.gpu.image_record import DRIVER, HOST, Figure, Record, beside
+from tests.gpu.image_record import DRIVER, HOST, LOGGED, Figure, Record, beside
 from tests.gpu.image_run import TMPFS_BYTES_PER_S, cases_of, needed_s
 
 GB = 1e9
@@ -28,6 +29,13 @@ def test_ours_stands_beside_the_driver_and_criu_alone_of_the_same_size_and_place
         "| 8 | disk | 10.000 | 25.000 (2.5 ×) | 4.000 | 8.000 (2.0 ×) | 2.500 | 0.87 |",
         "| 8 | tmpfs | 9.000 |  |  |  |  | 0.50 |",
     ]
+
+
+def test_parts_were_lost_when_the_daemon_said_them_in_other_words() -> None:
+    sources = Path(__file__).parents[2].joinpath("hegmd", "images").rglob("*.py")
+    texts = [text for source in sources for text in re.findall(r'"([^"\n]* ms[^"\n]*)"', source.read_text())]
+    logged = [text.replace("%s", "DIR").replace("%d", "1").replace("%.1f", "2.5") for text in texts]
+    assert [name for name, wanted in LOGGED.items() if not any(map(wanted.search, logged))] == []
 
 
 def test_a_disk_that_is_not_used_well_is_told() -> None:

@@ -1,5 +1,7 @@
 """Bytes of a job's GPU memory as a file: in chunks, with holes for zeros, a checksum for each, and the image's mark.
 
+Each chunk is read back from the disk while later ones are written, as soon as the disk has confirmed it.
+
 Layout, all in blocks of 4096 bytes: a head (magic, version, sizes, mark, CRC-32 of itself); the chunks, each at its own
 offset; for each chunk its stored size and the CRC-32 of its content; and the CRC-32 of that table. A chunk of zeros is
 a hole. Offsets do not depend on what is stored, so several threads write without synchronisation. A chunk's checksum
@@ -16,14 +18,19 @@ such a file meanwhile kills the process, so never call this in the daemon.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import hashlib
 import mmap
 import os
 import struct
+import threading
+import time
 import zlib
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 from hegmd.errors import INCOMPATIBLE, UNAVAILABLE, Bug, HegmError
 from hegmd.system.direct_io import (
@@ -40,6 +47,7 @@ from hegmd.system.direct_io import (
     shortened,
     write_whole,
 )
+from hegmd.system.thread_pool import share_out
 
 MAGIC = b"HEGMBYTE"
 VERSION = 1
@@ -49,6 +57,8 @@ _ENTRY = struct.Struct("<II")  # bytes stored, and the checksum of their content
 _SUM = struct.Struct("<I")
 # More than there may be processors, because most of them wait for the disk.
 THREADS = 8
+# Chunks that are read back after one flush of the disk's cache: flushing each one would slow down the writers.
+_FLUSH_CHUNKS = 16
 _WORD_BYTES = 8
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE, and KEEP_SIZE, without which it is refused
 
@@ -61,11 +71,14 @@ Table = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What was written: stored bytes, the table's checksum, and whether it bypassed the page cache."""
+    """What was written: stored bytes, the table's checksum, whether it bypassed the page cache, and the seconds that
+    writing took without what was still to be read back.
+    """
 
     stored_bytes: int
     sum: str
     direct: bool
+    wrote_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +89,14 @@ class ByteFile:
     name: str
     mark: str
 
-    def write(self, memory_fd: int, size_bytes: int, progress: Progress) -> Written:
-        """Have the memory's first bytes in a new file, synced.
+    def write(self, memory_fd: int, size_bytes: int, progress: Progress, *, read_back: bool = True) -> Written:
+        """Have the memory's first bytes in a new file, synced and read back. `progress` counts what is done with.
+
+        Without `read_back` the disk's own word is taken that it has them.
 
         Raises HegmError and OSError; the file is the caller's to take away.
         """
+        began = time.monotonic()
         table: Table = [(0, 0)] * len(chunks_of(size_bytes))
         with opened(self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL, dir_fd=self.dir_fd) as file:
             os.ftruncate(file, _file_bytes(size_bytes))
@@ -88,16 +104,34 @@ class ByteFile:
             held_bytes = os.fstat(memory_fd).st_size
             if held_bytes < size_bytes:
                 raise shortened(held_bytes, size_bytes)
+            done_bytes = 0
+            guard = threading.Lock()
 
-            def copy(number: int, buffer: memoryview, length: int) -> None:
-                table[number] = _store(file, memory_fd, number, buffer, length)
+            def check(number: int, buffer: memoryview) -> None:
+                nonlocal done_bytes
+                length = min(CHUNK_BYTES, size_bytes - number * CHUNK_BYTES)
+                if read_back:
+                    with buffer[: rounded_up(length)] as view:
+                        self._fetch(file, table, number, view, length)
+                with guard:
+                    done_bytes += length
+                    progress(done_bytes)
 
-            each_chunk(size_bytes, copy, progress, "write", threads=THREADS)
+            with _reading_back(file, check) as on_disk:
+
+                def copy(number: int, buffer: memoryview, length: int) -> None:
+                    table[number] = _store(file, memory_fd, number, buffer, length)
+                    on_disk(number)
+
+                each_chunk(size_bytes, copy, lambda _written_bytes: progress(done_bytes), "write", threads=THREADS)
+                wrote_s = time.monotonic() - began
             packed = b"".join(_ENTRY.pack(*entry) for entry in table)
             self._write_ends(file, size_bytes, packed)
             os.fsync(file)
-            direct = is_direct(file)
-        return Written(sum(stored for stored, _ in table), hashlib.sha256(packed).hexdigest(), direct)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            total = hashlib.sha256(packed).hexdigest()
+            self._table(file, size_bytes, total)
+            return Written(sum(stored for stored, _ in table), total, is_direct(file), wrote_s)
 
     def read(self, size_bytes: int, table_sum: str, memory_fd: int, progress: Progress) -> None:
         """Have the bytes in that memory, every chunk found right. Raises HegmError and OSError."""
@@ -192,6 +226,73 @@ class ByteFile:
             "use another image, or restore the file from a copy of this one; check the disk: dmesg, smartctl",
             {"file": self.name},
         )
+
+
+@contextlib.contextmanager
+def _reading_back(file: int, check: Callable[[int, memoryview], None]) -> Generator[Callable[[int], None]]:
+    """Call `check` in threads, with a buffer, for each chunk that the yielded function is called with.
+
+    The chunk is on the disk by then. Leaving waits until all are checked. Raises the first error, in the yielded
+    function as well, so that nothing more is written.
+    """
+    written: SimpleQueue[int | None] = SimpleQueue()
+    failures: list[BaseException] = []
+    is_wanted = True
+
+    def start() -> Callable[[int], None]:
+        buffer = mmap.mmap(-1, CHUNK_BYTES)
+
+        def one(number: int) -> None:
+            if is_wanted:
+                with memoryview(buffer) as whole:
+                    check(number, whole)
+
+        return one
+
+    def live() -> None:
+        try:
+            share_out(_flushed(file, written), start, threads=THREADS, name="read-back")
+        except BaseException as error:  # noqa: BLE001 - raised again below, in the thread that waits
+            failures.append(error)
+
+    def note(number: int) -> None:
+        if failures:
+            raise failures[0]
+        written.put(number)
+
+    thread = threading.Thread(target=live, name="read-back")
+    with contextlib.suppress(RuntimeError):  # no more threads: all is read back at the end
+        thread.start()
+    try:
+        yield note
+    except BaseException:
+        is_wanted = False
+        raise
+    finally:
+        written.put(None)
+        if thread.ident is None:
+            live()
+        else:
+            thread.join()
+    if failures:
+        raise failures[0]
+
+
+def _flushed(file: int, written: SimpleQueue[int | None]) -> Iterator[int]:
+    """Yield the numbers from the queue, up to None, after the disk has confirmed their chunks. Raises OSError."""
+    is_over = False
+    while not is_over:
+        batch: list[int] = []
+        while len(batch) < _FLUSH_CHUNKS and not is_over:
+            number = written.get()
+            if number is None:
+                is_over = True
+            else:
+                batch.append(number)
+        if batch:
+            os.fdatasync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # for a file system that knows no O_DIRECT
+            yield from batch
 
 
 def _store(file: int, memory_fd: int, number: int, buffer: memoryview, length: int) -> tuple[int, int]:

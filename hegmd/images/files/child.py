@@ -36,6 +36,7 @@ from hegmd.images.files.folder import (
 )
 from hegmd.images.files.refusals import told
 from hegmd.images.files.signature import read_manifest
+from hegmd.protocol.images import ImageFile
 from hegmd.protocol.record import plain_value
 from hegmd.system.descriptors import Descriptors
 from hegmd.system.direct_io import Progress
@@ -129,29 +130,41 @@ class Work:
     def make(self, request: Request) -> Answer:
         """Create a new directory. Returns the descriptor of the folder for CRIU."""
         self._folder = make(str(request.args["path"]))
+        self._folder.reads_back = bool(request.args["read_back"])
         return Answer({"name": self._folder.name}, Descriptors([os.dup(self._folder.criu_fd)]))
 
     def write(self, request: Request) -> Answer:
-        """Write bytes from the memory that came along."""
+        """Write bytes from the memory that came along, and read them back."""
         (memory_fd,) = request.fds.view()
         name, size_bytes = str(request.args["name"]), int(request.args["size_bytes"])
         with self._busy(), told(self.folder.path, "written"):
-            file = self.folder.byte_file(name, str(request.args["id"]))
-            written = file.write(memory_fd, size_bytes, self._wanted(progress_of(request)))
-        return Answer({"stored_bytes": written.stored_bytes, "sum": written.sum, "direct": written.direct})
+            tell = self._wanted(progress_of(request))
+            written = self.folder.write_bytes(name, str(request.args["id"]), memory_fd, size_bytes, tell)
+        return Answer({name: getattr(written, name) for name in ("stored_bytes", "sum", "direct", "wrote_s")})
 
     def take(self, request: Request) -> Answer:
-        """Copy CRIU's files, given as descriptors, into the image."""
+        """Copy CRIU's files, given as descriptors, into the image, and read the copies back."""
         with self._busy(), told(self.folder.path, "written"):
-            return _copied(request, self.folder.criu_fd, request.fds.view(), self._wanted(progress_of(request)))
+            tell = self._wanted(progress_of(request))
+            answer = _copied(request, self.folder.criu_fd, request.fds.view(), tell)
+            pairs = zip(request.args["files"], answer.values["sums"], strict=True)
+            files = [
+                ImageFile(name=str(name), size_bytes=int(size), stored_bytes=int(size), sum=str(total))
+                for (name, size), total in pairs
+            ]
+            self.folder.read_back(files, tell)
+        return answer
 
     def sum(self, request: Request) -> Answer:
-        """Return the checksums of CRIU's files in the image itself."""
+        """Return the checksums of CRIU's files in the image itself, after reading them back."""
         with self._busy(), told(self.folder.path, "read"):
-            return Answer({"files": plain_value(self.folder.sum_criu_files(self._wanted(progress_of(request))))})
+            tell = self._wanted(progress_of(request))
+            files = summed(self.folder.criu_fd, tell)
+            self.folder.read_back(files, tell)
+            return Answer({"files": plain_value(files)})
 
     def finish(self, request: Request) -> Answer:
-        """Read it back, and give it its manifest and its name."""
+        """Read back what was not read back yet, and give it its manifest and its name."""
         data, seal = bytes(request.args["manifest"]), bytes(request.args["seal"])
         with self._busy(), told(self.folder.path, "written"):
             manifest = read_manifest(self.folder.path, data, seal)

@@ -12,6 +12,8 @@ is recognised by that name.
 
 Runs with the rights of the image's owner, in a process of its own or in hegmctl, never in the daemon. Everything is
 opened relative to a directory that was opened once, and no link below it is followed. Everything blocks.
+
+Longer than 400 lines because what is trusted of an image, and since when, is decided in one place.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ import re
 import secrets
 import stat
 from collections.abc import Generator, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hegmd.errors import DENIED, NOT_FOUND, UNAVAILABLE, HegmError, Refused
-from hegmd.images.files.byte_file import ByteFile
+from hegmd.images.files.byte_file import ByteFile, Written
 from hegmd.images.files.copy_file import sum_of
 from hegmd.images.files.lock import lock_alone
 from hegmd.images.files.refusals import taken, told
@@ -57,6 +60,10 @@ class Folder:
         self.name = name
         self._parent_fd = parent_fd
         self._fds = [parent_fd]
+        #: Whether what is written here is read back from the disk before the image gets its name.
+        self.reads_back = True
+        #: Folder, name and checksum of the files that were read back from the disk since this object wrote them.
+        self._read_back: set[tuple[str, str, str]] = set()
         try:
             self.fd = self._open(name, parent_fd)
             self.criu_fd = self._open(CRIU, self.fd)
@@ -154,40 +161,57 @@ class Folder:
         return sorted([*beside, *(f"{BYTES}/{name}" for name in os.listdir(self.bytes_fd) if name not in known)])
 
     def verify(self, manifest: Manifest, progress: Progress) -> None:
-        """Read every byte from the disk and compare it with its checksum. Raises HegmError and OSError."""
+        """Have every byte read from the disk and compared with its checksum. Raises HegmError and OSError.
+
+        Files that were read back since this object wrote them are not read again.
+        """
         self.require_whole(manifest)
-        before_bytes = 0
-        for file in manifest.criu_files:
-            with opened(file.name, os.O_RDONLY, dir_fd=self.criu_fd) as fd:
-                if sum_of(fd, file.size_bytes, after(before_bytes, progress)) != file.sum:
-                    raise self._broken(f"{CRIU}/{file.name} does not match its checksum")
-            before_bytes += file.size_bytes
-        self.verify_byte_files(manifest, after(before_bytes, progress))
+        if not self.reads_back:
+            return
+        self.read_back(manifest.criu_files, progress)
+        criu_bytes = sum(file.size_bytes for file in manifest.criu_files)
+        self.verify_byte_files(manifest, after(criu_bytes, progress))
+
+    def read_back(self, criu_files: Sequence[ImageFile], progress: Progress) -> None:
+        """Read those of CRIU's files from the disk and compare them. Raises HegmError and OSError."""
+        if self.reads_back:
+            left = [file for file in criu_files if (CRIU, file.name, file.sum) not in self._read_back]
+            self._compare(left, progress, from_disk=True)
+            self._read_back.update((CRIU, file.name, file.sum) for file in left)
+
+    def write_bytes(self, name: str, image_id: str, memory_fd: int, size_bytes: int, progress: Progress) -> Written:
+        """Write a byte file and read it back. Raises HegmError and OSError."""
+        file = self.byte_file(name, image_id)
+        written = file.write(memory_fd, size_bytes, progress, read_back=self.reads_back)
+        self._read_back.add((BYTES, name, written.sum))
+        return written
 
     def verify_byte_files(self, manifest: Manifest, progress: Progress) -> None:
         """Verify the byte files. Raises HegmError and OSError."""
         before_bytes = 0
         for file in manifest.byte_files:
-            self.byte_file(file.name, manifest.id).verify(file.size_bytes, file.sum, after(before_bytes, progress))
+            if (BYTES, file.name, file.sum) not in self._read_back:
+                self.byte_file(file.name, manifest.id).verify(file.size_bytes, file.sum, after(before_bytes, progress))
             before_bytes += file.size_bytes
 
     def verify_criu_files(self, manifest: Manifest, progress: Progress) -> None:
         """Verify CRIU's files, and leave them in the page cache for CRIU."""
         self.require_whole(manifest)
+        self._compare(manifest.criu_files, progress, from_disk=False)
+
+    def _compare(self, criu_files: Sequence[ImageFile], progress: Progress, *, from_disk: bool) -> None:
         before_bytes = 0
-        for file in manifest.criu_files:
-            with opened_plain(file.name, self.criu_fd) as fd:
-                if sum_of(fd, file.size_bytes, after(before_bytes, progress), from_disk=False) != file.sum:
-                    raise self._broken(f"{CRIU}/{file.name} does not match its checksum")
+        for file in criu_files:
+            opening = partial(opened, flags=os.O_RDONLY) if from_disk else opened_plain
+            with opening(file.name, dir_fd=self.criu_fd) as fd:
+                total = sum_of(fd, file.size_bytes, after(before_bytes, progress), from_disk=from_disk)
+            if total != file.sum:
+                raise self._broken(f"{CRIU}/{file.name} does not match its checksum")
             before_bytes += file.size_bytes
 
     def byte_file(self, name: str, image_id: str) -> ByteFile:
         """Return a byte file, existing or to be written."""
         return ByteFile(self.bytes_fd, checked_name(name), f"{image_id}/{name}")
-
-    def sum_criu_files(self, progress: Progress) -> list[ImageFile]:
-        """Make CRIU's files private, sync them and return their checksums. Raises HegmError and OSError."""
-        return summed(self.criu_fd, progress)
 
     def _parts(self, manifest: Manifest) -> Iterator[tuple[str, int, Sequence[ImageFile]]]:
         yield CRIU, self.criu_fd, manifest.criu_files
@@ -332,7 +356,9 @@ def opened_plain(name: str, dir_fd: int) -> Generator[int]:
 
 
 def summed(dir_fd: int, progress: Progress) -> list[ImageFile]:
-    """Make the regular files of that directory private, sync them, and compute checksums. Raises HegmError for other
+    """Make the regular files of that directory private, sync them, and compute checksums of what CRIU wrote.
+
+    Reads from the page cache: what the disk has is compared with these checksums later. Raises HegmError for other
     files.
     """
     files: list[ImageFile] = []
@@ -342,7 +368,7 @@ def summed(dir_fd: int, progress: Progress) -> list[ImageFile]:
             os.fchmod(fd, 0o600)
             os.fsync(fd)
             status = os.fstat(fd)
-            total = sum_of(fd, status.st_size, after(before_bytes, progress))
+            total = sum_of(fd, status.st_size, after(before_bytes, progress), from_disk=False)
         files.append(ImageFile(name=name, size_bytes=status.st_size, stored_bytes=status.st_blocks * 512, sum=total))
         before_bytes += status.st_size
     return files

@@ -32,9 +32,19 @@ class Images:
     """Where images are written and opened. CRIU's files of an earlier daemon are removed while this runs."""
 
     def __init__(
-        self, state_dir: Path, *, in_unit: bool, key_file: Path | None = None, hands: UserProcesses | None = None
+        self,
+        state_dir: Path,
+        *,
+        in_unit: bool,
+        key_file: Path | None = None,
+        hands: UserProcesses | None = None,
+        read_back: bool = True,
     ) -> None:
-        """`in_unit`: the processes that work for callers are systemd units. Raises HegmError for an unusable key."""
+        """`in_unit`: the processes that work for callers are systemd units. `read_back`: new images are read back.
+
+        Raises HegmError for an unusable key.
+        """
+        self._read_back = read_back
         self._private = state_dir / PRIVATE_NAME
         try:
             self._private.mkdir(mode=0o700, exist_ok=True)
@@ -92,7 +102,7 @@ class Images:
             with anyio.CancelScope(shield=True):
                 await let_go(hand, None, None)
             raise
-        lent = ImageWriter(path, rights, self._key, hand, own, private)
+        lent = ImageWriter(path, rights, self._key, hand, own, private, read_back=self._read_back)
         try:
             await lent.begin()
             if beside:

@@ -74,12 +74,22 @@ class ImageWriter(OpenImage):
     """An image that is being written, under a name that is not yet its own."""
 
     def __init__(
-        self, path: str, rights: Rights, key: Key, hand: UserProcess, own: UserProcess | None, private: Private | None
+        self,
+        path: str,
+        rights: Rights,
+        key: Key,
+        hand: UserProcess,
+        own: UserProcess | None,
+        private: Private | None,
+        *,
+        read_back: bool,
     ) -> None:
         super().__init__(path, hand, -1, own, private)
+        self._read_back = read_back
         self.id = secrets.token_hex(16)
         self._rights, self._key = rights, key
         self._byte_files: dict[str, ImageFile] = {}
+        self._criu_files: list[ImageFile] | None = None
 
     @property
     def criu_dir_fd(self) -> int:
@@ -93,7 +103,7 @@ class ImageWriter(OpenImage):
 
     async def begin(self) -> None:
         """Have the directory made. Raises HegmError, with nothing there."""
-        answer = await self._hand.call("make", {"path": self.path})
+        answer = await self._hand.call("make", {"path": self.path, "read_back": self._read_back})
         with answer.fds:
             (self._criu_dir_fd,) = answer.fds.take()
 
@@ -104,11 +114,16 @@ class ImageWriter(OpenImage):
                 await hand.call("give-way")
 
     async def write_bytes(self, name: str, piece_fd: int, size_bytes: int, on_progress: Progress = ignore) -> None:
-        """Have the first bytes of that memory in the image, synced; several at once are fine. Raises HegmError."""
+        """Have the first bytes of that memory in the image, synced and read back; several at once are fine.
+
+        Raises HegmError.
+        """
         args = {"name": name, "size_bytes": size_bytes, "id": self.id}
         began = time.monotonic()
         answer = await self._hand.call("write", args, fds=[piece_fd], on_progress=_so_far(on_progress))
-        logger.debug("image %s: wrote %d bytes in %.1f ms", self.path, size_bytes, (time.monotonic() - began) * 1e3)
+        wrote_ms, whole_ms = float(answer.values["wrote_s"]) * 1e3, (time.monotonic() - began) * 1e3
+        text = "image %s: wrote %d bytes in %.1f ms, and had read them back after %.1f ms"
+        logger.debug(text, self.path, size_bytes, wrote_ms, whole_ms)
         stored_bytes, total = int(answer.values["stored_bytes"]), str(answer.values["sum"])
         if not answer.values["direct"]:
             logger.info("%s is written through the page cache: its file system does not support O_DIRECT", self.path)
@@ -117,11 +132,12 @@ class ImageWriter(OpenImage):
     async def finish(self, manifest: Manifest, on_progress: Progress = ignore) -> Manifest:
         """Complete the image: CRIU has ended, and all bytes are written. Returns the manifest as written.
 
-        On return everything was read back from disk, and the directory has its name. Raises HegmError; after a failure
-        or a cancellation the caller has to discard it. Fills in identity, time, owner and files.
+        On return everything was read back from disk, unless the settings say otherwise, and the directory has its
+        name. Raises HegmError; after a failure or a cancellation the caller has to discard it. Fills in identity, time,
+        owner and files.
         """
         began = time.monotonic()
-        criu_files = await self._criu_files()
+        await self.collect_criu_files()
         node = platform.uname()
         manifest = manifest.replace(
             id=self.id,
@@ -132,7 +148,7 @@ class ImageWriter(OpenImage):
             host=node.node,
             kernel=node.release,
             architecture=node.machine,
-            criu_files=tuple(criu_files),
+            criu_files=tuple(self._criu_files or ()),
             byte_files=tuple(self._byte_files[name] for name in sorted(self._byte_files)),
         )
         data = written(manifest)
@@ -152,7 +168,12 @@ class ImageWriter(OpenImage):
                 await self._hand.call("discard")
             await self.end()
 
-    async def _criu_files(self) -> list[ImageFile]:
+    async def collect_criu_files(self) -> None:
+        """Have CRIU's files in the image, with their checksums: CRIU has ended. Twice is fine. Raises HegmError."""
+        if self._criu_files is None:
+            self._criu_files = await self._collected()
+
+    async def _collected(self) -> list[ImageFile]:
         if self._private is None or self._own is None:
             return _files(await self._hand.call("sum"))
         files = _files(await self._own.call("sum-of", fds=[self._private.fd]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hegmd.images.files.folder import make
+from hegmd.images.files.folder import make, summed
 from hegmd.images.files.signature import Key, written
 from hegmd.protocol.images import ImageFile, ImageProcess, Manifest
 
@@ -39,7 +39,7 @@ def built(
             file_of_bytes = folder.byte_file("4711.0", manifest.id)
             stored = file_of_bytes.write(memory, size_bytes, ignore)
             manifest = manifest.replace(
-                criu_files=tuple(folder.sum_criu_files(ignore)),
+                criu_files=tuple(summed(folder.criu_fd, ignore)),
                 byte_files=(
                     ImageFile(name="4711.0", size_bytes=size_bytes, stored_bytes=stored.stored_bytes, sum=stored.sum),
                 ),
