@@ -39,7 +39,7 @@ class Held(Lines):
         self.tell("go")
         self.wait_for(lambda: bool(self._digests()), "it did not begin", STARTS_WITHIN_S)
         if self._agent:
-            until(self._attends, "that its agent attends")
+            self.wait_for_agent()
 
     def tell(self, line: str) -> None:
         assert self.process.stdin is not None
@@ -73,6 +73,10 @@ class Held(Lines):
         if len(self._digests()) > 1:
             raise WentWrongError(f"it held {sorted(self._digests())} in turn")
         return max(self._pauses(asked_at), key=lambda pause: pause[1])
+
+    def wait_for_agent(self) -> None:
+        """Wait until its agent attends; after another daemon was started it does so again."""
+        until(self._attends, "that its agent attends")
 
     def _attends(self) -> bool:
         with self.node.connect() as connection:

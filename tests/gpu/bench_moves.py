@@ -1,17 +1,20 @@
 """One command for a machine with two NVIDIA GPUs: how long do jobs stand when they are moved, and what takes it?
 
-    PYTHONPATH=.:client python3 -m tests.gpu.bench_moves [--state FILE] [--budget-s N] [--quick] [--sizes 32,100,8,1]
+    PYTHONPATH=.:client python3 -m tests.gpu.bench_moves [--state FILE] [--budget-s N] [--quick] [--rows]
+                                                         [--sizes 32,100,8,1,0]
                                                          [--wheel FILE] [TASK...]
 
-A training that holds so many GiB in 64 storages is moved by a real hegmd, by each carrier beside the driver alone. What
-counts is what the training sees: from the end of its last step before to the end of the first one after, beyond what a
-step takes. A suspension ends when hegmctl would say so, with nothing on any GPU; a resume begins when it is asked for.
-Beside that the split by the daemon's own story and log, whose each moment was, the limit of the link and the share of
-it, and the estimate; and for each aim whether it is kept.
+A training that holds so many GiB in 64 storages, or 10 MiB for 0, is moved by a real hegmd, by each carrier beside the
+driver alone. What counts is what the training sees: from the end of its last step before to the end of the first one
+after, beyond what a step takes. A suspension ends when hegmctl would say so, with nothing on any GPU; a resume begins
+when it is asked for. Beside that the split by the daemon's own story and log, whose each moment was, the limit of the
+link and the share of it, and the estimate; and for each aim whether it is kept.
 
 Tasks: `peer`, `host`, `host-migrate`, `worker`, `driver`, `arm` (until all is held, with and without a helper there),
-`idle` (what the agent costs a step, paired), `adamw` (an AdamW training, by peer and by the driver), `hegm` (HeGM
-0.3.3 from its wheel on the same training), `helper` (helper_run); without any, all of them, the most telling first.
+`idle` (what the agent costs a step, paired), `commands` (whole commands), `swap` (two exchange their GPUs), `killed`
+(the daemon in mid-move), `client` (daemon start and `hegmctl gpus`), `adamw` (an AdamW training, by peer and by the
+driver), `hegm` (HeGM 0.3.3 from its wheel on the same training), `helper` (helper_run); without any, all of them, the
+most telling first. `--rows`: what the table of the targets needs.
 With --state, a file with a line for every figure, it goes on where it was cut. Prints every figure as it comes, and
 Markdown at the end. Runs over the stub driver too, where its figures say nothing.
 """
@@ -31,13 +34,17 @@ from functools import partial
 from pathlib import Path
 
 from tests.gpu.bench_beside import ALONE, SIZE_GIB, run_adamw, run_arm, run_hegm, run_helper, run_idle
+from tests.gpu.bench_commands import RUNS, TAKES_S
 from tests.gpu.bench_held import Held
 from tests.gpu.bench_record import Record, huge_pages, unwinding, warm
 from tests.gpu.bench_ways import Ways
+from tests.gpu.moves_jobs import on_stub
 from tests.gpu.moves_node import Node
 
 MOVES = ("peer", "host", "host-migrate", "worker", "driver")
-TASKS = (*MOVES, "arm", "idle", "adamw", "hegm", "helper")
+TASKS = (*MOVES, *RUNS, "arm", "idle", "adamw", "hegm", "helper")
+# What `rows_table` shows, by size; the driver last, since what it brought back cannot be exported any more.
+ROWS = {32: ("peer", "host-migrate", "worker", "driver"), 0: ("peer", "driver"), 100: ("peer",)}
 # So much more than the rest goes by the slow ones, where they are asked for without a size of their own.
 SLOW_GIB = 8
 FEW_GIB = 64
@@ -56,6 +63,11 @@ def plan_of(asked: argparse.Namespace) -> list[tuple[int, list[Task]]]:
     """What is measured in which order: of every size the most telling first. Each entry is one training."""
     sizes = [int(text) for text in asked.sizes.split(",")]
     wanted = asked.tasks or TASKS
+    if asked.rows:
+        return [
+            (size_gib, [Task(name, size_gib, _repeat(name, size_gib, asked.repeat)) for name in names])
+            for size_gib, names in ROWS.items()
+        ]
 
     def tasks(size_gib: int, *names: str) -> list[Task]:
         return [Task(name, size_gib, _repeat(name, size_gib, asked.repeat)) for name in names if name in wanted]
@@ -70,9 +82,7 @@ def plan_of(asked: argparse.Namespace) -> list[tuple[int, list[Task]]]:
 
 def _slow(size_gib: int) -> tuple[str, ...]:
     """The driver last: what it has brought back cannot be shown any more."""
-    if size_gib <= SLOW_GIB:
-        return ("worker", "driver")
-    return ("driver",) if size_gib < FEW_GIB else ()
+    return ("worker", "driver") if size_gib < FEW_GIB else ()
 
 
 def _repeat(name: str, size_gib: int, repeat: int) -> int:
@@ -150,6 +160,7 @@ def run_beside(bench: Bench, asked: argparse.Namespace) -> None:
     """What is no move: each is done once, and noted as done."""
     node, record = bench.node, bench.record
     works: dict[str, Callable[[], object]] = {
+        **{name: partial(run, node, record, asked.repeat) for name, run in RUNS.items()},
         "arm": partial(run_arm, bench.ways, asked.repeat),
         "idle": partial(run_idle, node, record, asked.repeat),
         "adamw": partial(run_adamw, node, record, asked.hegm_gib, asked.repeat),
@@ -159,11 +170,13 @@ def run_beside(bench: Bench, asked: argparse.Namespace) -> None:
     if asked.wheel is None:
         record.say("HeGM is left out: no --wheel", keep=False)
         del works["hegm"]
+    wanted = list(RUNS) if asked.rows else asked.tasks or TASKS
     for name, work in works.items():
-        if (asked.tasks and name not in asked.tasks) or record.is_done(name):
+        if name not in wanted or record.is_done(name):
             continue
-        if bench.is_over(ALONE[name]):
-            record.say(f"{name} was left for another time: it takes about {ALONE[name]:.0f} s", keep=False)
+        takes_s = TAKES_S.get(name) or ALONE[name]
+        if bench.is_over(0.0 if on_stub() else takes_s):
+            record.say(f"{name} was left for another time: it takes about {takes_s:.0f} s", keep=False)
         elif guarded(bench, name, work):
             record.done(name)
 
@@ -171,7 +184,8 @@ def run_beside(bench: Bench, asked: argparse.Namespace) -> None:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tasks", nargs="*", choices=[[], *TASKS], metavar="TASK")
-    parser.add_argument("--sizes", default="32,100,8,1", help="in GiB; from 64 on three times each, but for peer")
+    sizes = "in GiB, 0 for 10 MiB; from 64 on three times each, but for peer"
+    parser.add_argument("--sizes", default="32,100,8,1,0", help=sizes)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="8 GiB, twice, and the helper with 8 GiB")
     parser.add_argument("--budget-s", type=float, default=540.0, help="begin nothing that would end after so long")
@@ -179,6 +193,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--wheel", type=Path, help="HeGM's wheel as pip downloads it; without it HeGM is left out")
     parser.add_argument("--hegm-gib", type=float, default=SIZE_GIB, help="what the training beside HeGM holds")
     parser.add_argument("--warm-gib", type=int, default=0, help="touch so much host memory first, beside the rest")
+    parser.add_argument("--rows", action="store_true", help="only what the table of rows_table shows")
     parser.add_argument("--table", action="store_true", help="the tables of the state, and nothing else")
     asked = parser.parse_args()
     if asked.quick:

@@ -8,6 +8,9 @@ and one that was cut goes on where it was, by a file of its own in there; the fo
 begun that the time left is too short for, and each is told what is left. What a part prints is seen as it comes, so a
 call that is cut off has shown all figures until then. `-- images --sizes 1` hands words on to a part.
 
+`bench` ends with the table of `rows_table`, and writes it to docs/measurements; `--only rows,images,restart` has all
+that it needs.
+
 Ends with 0 when all parts have come to their end and none went wrong. Needs what its parts need, and no pytest but for
 the part of that name. Runs over the stub driver with the environment of a CudaNode, as far as its parts do.
 """
@@ -27,6 +30,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+
+from tests.gpu.rows_table import show_rows
 
 # After its budget a part may take so much longer for what it has begun, and is ended then.
 GRACE_S = 150.0
@@ -64,9 +69,10 @@ PARTS: dict[str, tuple[Part, ...]] = {
         ),
     ),
     "bench": (
-        Part("moves", _module("bench_moves")),
+        Part("rows", _module("bench_moves", "--rows")),
         Part("images", _module("image_run")),
         Part("restart", _module("bench_restart")),
+        Part("moves", _module("bench_moves")),
         Part("inventory", _module("inventory_run"), resumed=False, takes_s=90.0),
     ),
 }
@@ -165,6 +171,8 @@ def main(argv: Sequence[str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         turns = Turns(folder, asked.budget_s, asked.more)
         said = {part.name: turns.run(asked.kind, part) for part in parts}
+        if asked.kind == "bench":
+            show_rows(folder, f"python3 -m tests.gpu.in_turn {' '.join(argv)}")
     print("\n" + "\n".join(f"{name:10} {how}" for name, how in said.items()))
     return int(any(how not in {"ok", "ended before"} for how in said.values()))
 

@@ -1,4 +1,7 @@
-"""Stands in for held.py on a stub node: `pretended_held.py GIB [waits] [rounds]`, of which it holds a thousandth."""
+"""Stands in for held.py on a stub node: `pretended_held.py GIB [waits] [rounds]`, of which it holds a thousandth.
+
+It holds 2 MiB for 0.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def main() -> None:
     if "waits" in sys.argv:
         _say("waits")
         sys.stdin.readline()
-    program = Program([0], [int(sys.argv[1])] * 2)
+    program = Program([0], [max(1, int(sys.argv[1]))] * 2)
     agent = StandingAgent(program) if "HEGM_RUN" in os.environ else None
     if agent is not None:
         threading.Thread(target=agent.attend, args=(os.environ["HEGM_SOCKET"],), daemon=True).start()
