@@ -49,6 +49,8 @@ class Answers:
             handles=tuple(view.handles),
             places=places,
             packed_places=packed(view.spots) if order.packed else None,
+            gpus=tuple(view.gpus),
+            devices=view.devices or None,
             first=view.first,
             at_bytes=view.at_bytes,
             left=view.left,

@@ -69,7 +69,7 @@ def _rounds(sizes: list[int], most_bytes: int) -> int:
 class View:
     """Some storages, one after the other, as another process can reach them."""
 
-    __slots__ = ("at_bytes", "first", "handles", "left", "spots")
+    __slots__ = ("at_bytes", "devices", "first", "gpus", "handles", "left", "spots")
 
     def __init__(self, first: int, at_bytes: int, left: int) -> None:
         self.first = first
@@ -78,6 +78,9 @@ class View:
         self.handles: list[bytes] = []
         #: Of each storage which handle it is behind, how far, and its bytes.
         self.spots: list[tuple[int, int, int]] = []
+        #: If they are on several GPUs: the UUIDs of these, in the order of the devices, and the device of each storage.
+        self.gpus: list[str] = []
+        self.devices = b""
 
 
 class Shown:
@@ -306,6 +309,10 @@ class Shown:
                 allocations[base] = self._handle(view, base, is_needed=own is None)
             offset = 0 if allocations[base] == NO_HANDLE else address - base
             view.spots.append((allocations[base], offset, self._sizes[index]))
+        used = sorted(set(self._devices))
+        if len(used) > 1:
+            view.gpus = [self._driver.uuid_of(device) for device in used]
+            view.devices = bytes(used.index(device) for device in self._devices[first:last])
         self.laps.end("handles")
         return view
 

@@ -79,11 +79,11 @@ class CopyClient:
         answer = await link.call("open", args, deadline_s=_OPEN_S + host_bytes / _MAP_BYTES_PER_S, fds=fds)
         return cls(link, lane, answer.helper, peer=bool(answer.values["peer"]), size_bytes=host_bytes)
 
-    async def attach_video(self, gpu: str, pieces: Sequence[Held]) -> None:
-        """Map that GPU memory as the session's address space. Raises as `open` does."""
+    async def attach_video(self, gpu: str, pieces: Sequence[Held], base: int = 0) -> None:
+        """Map that GPU memory as the session's address space, which begins at offset `base`. Raises as `open` does."""
         if not pieces:
             raise Refused("no GPU memory is reserved for the bytes", "reserve it first")
-        args = {"gpu": gpu, "sizes": [piece.size_bytes for piece in pieces], "start": pieces[0].at}
+        args = {"gpu": gpu, "sizes": [piece.size_bytes for piece in pieces], "start": pieces[0].at - base}
         await self._call("attach-video", args, _OPEN_S, [piece.fd for piece in pieces])
 
     async def detach_first(self, pieces: int) -> int:

@@ -40,6 +40,9 @@ STORE_PREFIX = "hegm-vram"
 # The smallest allocation of NVIDIA's driver. The helper asks the driver, and rounds up if it is larger.
 UNIT_BYTES = 2 * MIB
 
+#: Offsets in the memory for one of several devices of a process are counted from a multiple of this.
+DEVICE_BYTES = 1 << 44
+
 # Time to start a helper is not included: the deadline of a call begins when a helper runs.
 _HOLD_S = 10.0
 _HOLD_BYTES_PER_S = 4 * GIB
@@ -131,10 +134,11 @@ class VideoMemory:
 
     # -- taking and giving ---------------------------------------------------------------------------------------------
 
-    async def reserve(self, who: str, gpu: str, size_bytes: int, *, spare: bool = False) -> None:
-        """Reserve at least that much there for that owner in total; only the missing part is added.
+    async def reserve(self, who: str, gpu: str, size_bytes: int, *, spare: bool = False, start: int = 0) -> None:
+        """Reserve at least so much there for that owner in total; what is missing is added.
 
-        For `spare` memory, nothing is released elsewhere first. Raises Refused if the GPU lacks memory, and the
+        For `spare` memory, nothing is released elsewhere first. `start` is the offset of the first piece, if the owner
+        has none there. Raises Refused if the GPU lacks memory, and the
         helper's errors; then nothing changes. If cancelled, what was created is released.
         """
         async with self._taking:
@@ -152,7 +156,7 @@ class VideoMemory:
                 answer = await self._made(args, deadline_s)
             holding = self._held.get((who, gpu), _Holding())  # some may have been given back meanwhile
             with answer.fds:
-                added = _pieces_of(answer, holding.end)
+                added = _pieces_of(answer, holding.end or start)
                 if holding.kept:
                     await self._keep(who, gpu, added)
                 answer.fds.take()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hegmd.errors import Refused
 from hegmd.memory.pool import Key, Pool
 from hegmd.memory.pool import Source as PieceSource
-from hegmd.memory.video_memory import STORE_PREFIX, VideoMemory
+from hegmd.memory.video_memory import DEVICE_BYTES, STORE_PREFIX, VideoMemory
 from hegmd.migration.methods.gpus import BYTES, PASSING, bytes_name
 from hegmd.protocol.operations import Orphan
 from hegmd.workers.workers import AgentConnection, Workers
@@ -122,18 +122,20 @@ class OrphanedMemory:
         self._memory = memory
         self._video = video
 
-    async def in_video(self, worker: AgentConnection, name: str) -> VideoCopy | None:
-        """Return the GPU memory with the offloaded bytes of that process, which operations call by `name`. None if a
-        pool segment has them, or none exist. Raises Refused if several could be meant, or a part is lost.
+    async def in_video(self, worker: AgentConnection, name: str) -> tuple[VideoCopy, ...]:
+        """Return the GPU memory that has what is out of that process, which operations call so: on one GPU, or on one
+        for each of its devices. Nothing if a pool segment has it, or nothing does.
+
+        Raises Refused where several could be meant, or a part of it is gone.
         """
         if not worker.held_bytes or worker.about.mark:  # it copied them itself, and never to video memory
-            return None
+            return ()
         fitting = [one for one in self._video.found() if one.kind == BYTES and one.is_of(worker)]
         if not fitting:
-            return None
+            return ()
         piece = await found_for(self._pool, worker, name)
-        if len(fitting) == 1 and piece is None:
-            return self._whole(fitting[0], worker)
+        if len({one.who for one in fitting}) == 1 and piece is None:
+            return self._whole(tuple(fitting), worker)
         names = [one.name for one in fitting] + ([] if piece is None else [piece])
         names.sort()
         raise Refused(
@@ -143,29 +145,31 @@ class OrphanedMemory:
             {"pid": worker.pid, "found": names},
         )
 
-    def _whole(self, one: VideoCopy, worker: AgentConnection) -> VideoCopy:
-        """Return the copy if it reaches to the last byte that the process lacks. Raises Refused otherwise.
+    def _whole(self, copies: tuple[VideoCopy, ...], worker: AgentConnection) -> tuple[VideoCopy, ...]:
+        """Return the copies if they reach to the last byte that the process lacks. Raises Refused otherwise.
 
         A move in rounds has released its first part already.
         """
-        last = self._memory.pieces(one.who, one.gpu)[-1]
-        if last.at + last.size_bytes < worker.held_bytes:
+        reach_bytes = sum(self._reach_bytes(one) for one in copies)
+        if reach_bytes < worker.held_bytes:
+            names = ", ".join(one.name for one in copies)
             raise Refused(
-                f"{worker.held_bytes} bytes are out of process {worker.pid}, and {one.name} reaches to"
-                f" {last.at + last.size_bytes}",
+                f"{worker.held_bytes} bytes are out of process {worker.pid}, and {names} reaches to {reach_bytes}",
                 "read the log of the service manager around hegmd's last start; the missing bytes are lost",
-                {"pid": worker.pid, "held_bytes": worker.held_bytes, "reach_bytes": last.at + last.size_bytes},
+                {"pid": worker.pid, "held_bytes": worker.held_bytes, "reach_bytes": reach_bytes},
             )
-        return one
+        return copies
+
+    def _reach_bytes(self, one: VideoCopy) -> int:
+        last = self._memory.pieces(one.who, one.gpu)[-1]
+        return (last.at + last.size_bytes) % DEVICE_BYTES
 
     async def claim(self, worker: AgentConnection, key: Key) -> None:
-        """Give the orphaned memory of that process to that operation. Raises HegmError; does nothing if there is
-        none.
-        """
-        found = await self.in_video(worker, key.worker)
-        if found is not None:
+        """Give what was found of that process to that operation. Raises HegmError; fine where there is nothing."""
+        if found := await self.in_video(worker, key.worker):
             to = bytes_name(key.operation, key.worker, worker.identity.start_ticks)
-            await self._memory.hand_on(found.who, found.gpu, to)
+            for one in found:
+                await self._memory.hand_on(one.who, one.gpu, to)
             return
         name = await found_for(self._pool, worker, key.worker)
         if name is not None:

@@ -159,7 +159,7 @@ class ParkedOrphans:
         )
         if self.by_driver is None:
             return standing
-        in_video = self._bytes is not None and await self._bytes.in_video(worker, str(worker.pid)) is not None
+        in_video = self._bytes is not None and bool(await self._bytes.in_video(worker, str(worker.pid)))
         driven = await self.by_driver.stands(worker.pid)
         return on_real_gpu(standing, driven, worker.about.mark, in_video=in_video)
 

@@ -37,7 +37,7 @@ from hegmd.node.processes.procfs import start_ticks_of
 from hegmd.node.processes.roll import has_ended
 from hegmd.node.processes.surroundings import nearest_ancestor, parent_of, read_outside
 from hegmd.protocol.proofs import Proof
-from hegmd.protocol.snapshots import Gpu, GpuProcess, Way
+from hegmd.protocol.snapshots import Gpu, GpuProcess, GpuUse, Way
 from hegmd.system.threads import Looks, run_detached
 from hegmd.workers.job_names import run_of
 from hegmd.workers.supervisors import Supervisor, SupervisorAway, Supervisors
@@ -262,6 +262,7 @@ class PlanSurvey:
             if worker is not None:
                 attending.add(worker.pid)
             supervisor = None if worker is None else self._supervised(worker)
+            uses = _in_device_order(process.gpus, worker, node)
             said, is_python = ("", True) if supervisor is None else pythons.get(supervisor.pid, ("", True))
             yield Candidate(
                 pid=process.pid,
@@ -269,9 +270,9 @@ class PlanSurvey:
                 uid=process.uid,
                 name=process.name,
                 job=None if worker is None else run_of(worker),
-                gpus=tuple(use.gpu for use in process.gpus),
+                gpus=tuple(use.gpu for use in uses),
                 on_cpu=worker is not None and bool(worker.on_cpu),
-                kinds=tuple(use.kind for use in process.gpus),
+                kinds=tuple(use.kind for use in uses),
                 vram_bytes=_sum([use.vram_bytes for use in process.gpus]),
                 driver_bytes_by_gpu={use.gpu: use.vram_bytes for use in process.gpus if use.vram_bytes is not None},
                 supervisor=None if supervisor is None else supervisor.pid,
@@ -315,6 +316,16 @@ def _with_stopped(candidates: tuple[Candidate, ...], pids: Collection[int]) -> t
     meant = [one.pid for one in candidates if one.pid in pids or (one.uid, one.job) in jobs]
     stopped = {pid for pid in meant if is_stopped(pid)}
     return tuple([one.replace(stopped=True) if one.pid in stopped else one for one in candidates])
+
+
+def _in_device_order(uses: Sequence[GpuUse], worker: AgentConnection | None, node: NodeSnapshot) -> tuple[GpuUse, ...]:
+    """Return the GPUs of a process in the order of its devices, if its agent reports on which each of them is."""
+    cuda = None if worker is None else worker.cuda
+    names = {gpu.uuid: gpu.id for gpu in node.gpus}
+    order = [names.get(device.uuid) for device in (() if cuda is None else cuda.devices)]
+    if sorted(use.gpu for use in uses) != sorted(map(str, order)):
+        return tuple(uses)
+    return tuple(sorted(uses, key=lambda use: order.index(use.gpu)))
 
 
 def _job(worker: AgentConnection) -> tuple[int, str] | None:

@@ -359,6 +359,14 @@ class AgentReport(Request, op="agent.report", reply=Noted):
         "little-endian integers",
         default=None,
     )
+    gpus: tuple[str, ...] = field(
+        "export, make: if the storages are on several GPUs, the UUID of each GPU, in the order of the process's "
+        "devices; the order stays the same while they are offloaded",
+        default=(),
+    )
+    devices: bytes | None = field(
+        "export, make: with `gpus`, a byte for each place: which of them it is on", default=None
+    )
     first: int | None = field("export, make: number of the first place's storage, counted from 0", default=None)
     at_bytes: int | None = field(
         "export, make: the offset of that storage if all storages are laid out one after another, each aligned to 512"

@@ -50,6 +50,8 @@ class ShowingAgent(ModelAgent):
         self.is_old = False
         #: Which storages it shows no handle of, and which it has copied itself, each way.
         self.own: set[int] = set()
+        #: The UUIDs of its GPUs, if it is on several: its storages lie on them in turn.
+        self.gpus: tuple[str, ...] = ()
         self.copied: list[tuple[str, int]] = []
 
     async def _obey(self, key: object, order: Order, fds: list[int]) -> None:
@@ -86,6 +88,8 @@ class ShowingAgent(ModelAgent):
             assert self.owner.ask("digest") != self.owner.digest, "the bytes never left"
         spots = [(number, 0, mib * MIB) for number, mib in enumerate(SIZES_MIB)]
         shown: dict[str, Any] = {"handles": tuple(self.owner.handles()), "first": 0, "at_bytes": 0, "left": 0}
+        if self.gpus:
+            shown |= {"gpus": self.gpus, "devices": bytes(spot[0] % len(self.gpus) for spot in spots)}
         if order.packed and not self.is_old:
             spots = [(NO_HANDLE if spot[0] in self.own and order.partly else spot[0], *spot[1:]) for spot in spots]
             return {**shown, "packed_places": packed(spots)}

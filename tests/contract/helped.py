@@ -29,7 +29,7 @@ SIZE_BYTES = sum(SIZES_MIB) * MIB
 class Owner:
     """A process that holds video memory with a pattern in it."""
 
-    def __init__(self, node: CudaNode, gpu: int, *sizes_mib: int) -> None:
+    def __init__(self, node: CudaNode, gpu: int | str, *sizes_mib: int) -> None:
         self._process = subprocess.Popen(
             [sys.executable, str(PROGRAM), str(gpu), *map(str, sizes_mib)],
             stdin=subprocess.PIPE,

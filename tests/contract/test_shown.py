@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from hegmd.agent import cuda_state, ipc_storages, transfer
+from hegmd.agent.cuda_driver import Driver
 from hegmd.agent.video_memory import VideoMemory
 from hegmd.errors import HegmError
 from hegmd.protocol.agents import NO_HANDLE
@@ -85,6 +86,20 @@ def shows_each_where_it_lies(_state: Path) -> None:
     assert view.spots == [(number, 0, size_bytes) for number, size_bytes in enumerate(SIZES)]
     assert job.shown.required_bytes == 8 * MIB + 1024
     assert job.torch.cuda.snapshots == snapshots, "the allocator was asked again for what had just been told"
+
+
+def tells_on_which_of_several_gpus_each_is_now(_state: Path) -> None:
+    job = Job()
+    assert (job.shown.show().gpus, job.shown.show().devices) == ([], b""), "there is one"
+    job.storages[1].device = job.torch.Device("cuda", 1)
+    job.shown = ipc_storages.Shown(job.storages, list(SIZES), job.segments)
+    both = [Driver().uuid_of(device) for device in (0, 1)]
+    assert len(set(both)) == 2
+    view = job.shown.show()
+    assert (view.gpus, view.devices) == (both, b"\0\1\0")
+    job.shown.free()
+    view = job.shown.make(SIZES[0])
+    assert (len(view.spots), view.gpus, view.devices) == (1, both, b"\0"), "the numbers stay in every round"
 
 
 def frees_all_and_makes_them_again_on_their_streams(_state: Path) -> None:

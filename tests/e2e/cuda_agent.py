@@ -235,6 +235,7 @@ class Agent:
                 size_bytes = self.sizes[len(self.pieces)]
                 if order.size_bytes is not None and made_bytes and made_bytes + size_bytes > order.size_bytes:
                     break
+                call("cuCtxSetCurrent", self.program.contexts[len(self.pieces) % self._count])
                 address = Address(self.program.staying.get(len(self.pieces), 0))
                 if not address.value and cuda.cuMemAlloc_v2(ctypes.byref(address), size_bytes):
                     while len(self.pieces) > self.filled:
@@ -243,6 +244,7 @@ class Agent:
                     raise MemoryError(sum(self.sizes[self.filled :]))
                 self.pieces.append(address.value)
                 made_bytes += size_bytes
+            call("cuCtxSetCurrent", self.program.contexts[0])
             self.take_cache()
         return self._view(self.filled, len(self.pieces))
 
@@ -289,7 +291,10 @@ class Agent:
             handles.append(bytes(memoryview(handle)))
         places = [Place(handle=index, offset=0, size_bytes=size) for index, size in enumerate(self.sizes[first:last])]
         at_bytes = sum(-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in self.sizes[:first])
+        uuids = [Driver().uuid_of(ordinal) for ordinal in self.program.ordinals] if self._count > 1 else []
         return {
+            "gpus": tuple(uuids),
+            "devices": bytes(number % self._count for number in range(first, last)) if uuids else None,
             "handles": tuple(handles),
             "places": tuple(places),
             "first": first,

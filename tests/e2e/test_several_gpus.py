@@ -17,7 +17,7 @@ import pytest
 from hegmctl.connection import Connection
 from hegmd.errors import HegmError
 from hegmd.protocol import operations as told
-from hegmd.protocol.messages import Drain, Drained, Migrate, OperationReply
+from hegmd.protocol.messages import Drain, Drained, Migrate, OperationReply, Suspend
 from tests.e2e.driven import GIB, LOOKS, MIB, DrivenNode, DrivenProgram, Watched, at_rest
 from tests.looks import pause
 from tests.wide import telling
@@ -50,8 +50,8 @@ def spread(node: DrivenNode) -> DrivenProgram:
     return node.agented("0,1", 48, 200, 16)
 
 
-def migrate(connection: Connection, pid: int, to: str) -> told.Operation:
-    reply = connection.call(Migrate(pids=(pid,), to=to), OperationReply)
+def migrate(connection: Connection, pid: int, to: str, carrier: str | None = None) -> told.Operation:
+    reply = connection.call(Migrate(pids=(pid,), to=to, carrier=carrier), OperationReply)
     assert reply.operation is not None
     assert (reply.operation.phase, reply.operation.failure) == ("done", None)
     return reply.operation
@@ -117,18 +117,19 @@ def test_its_storages_go_by_its_own_copies_and_room_for_them_is_held_on_each_of_
         watched = Spread(program)
         assert program.tell("devices") == "noted"
         with node.connect() as connection:
-            planned = connection.call(Migrate(pids=(watched.pid,), to="gpu3,gpu2", dry_run=True), OperationReply).plan
+            to = Migrate(pids=(watched.pid,), to="gpu3,gpu2", carrier="worker", dry_run=True)
+            planned = connection.call(to, OperationReply).plan
             assert planned is not None
             worker = planned.workers[0]
             assert (worker.carrier, worker.storage_bytes_by_gpu) == ("worker", (64 * MIB, 200 * MIB))
             rests = dict(zip(("gpu3", "gpu2"), worker.driver_bytes_by_gpu, strict=True))
             assert planned.reservation_bytes == {"gpu3": rests["gpu3"] + 64 * MIB, "gpu2": rests["gpu2"] + 200 * MIB}
-            migrate(connection, watched.pid, "gpu3,gpu2")
+            migrate(connection, watched.pid, "gpu3,gpu2", "worker")
             watched.is_whole()
             assert holds(node, watched.pid) == {"gpu3": FIRST_BYTES, "gpu2": SECOND_BYTES}
-            migrate(connection, watched.pid, "gpu3=gpu0")
+            migrate(connection, watched.pid, "gpu3=gpu0", "worker")
             watched.is_whole()
-            suspended = connection.suspend(watched.pid).operation
+            suspended = connection.call(Suspend(pids=(watched.pid,), carrier="worker"), OperationReply).operation
             assert suspended is not None
             assert (suspended.phase, set(node.used().values())) == ("suspended", {0})
         node.daemon.process.kill()
@@ -144,6 +145,90 @@ def test_its_storages_go_by_its_own_copies_and_room_for_them_is_held_on_each_of_
         assert holds(node, watched.pid) == {"gpu0": FIRST_BYTES, "gpu1": SECOND_BYTES}
         seen = program.tell("seen").split()
         assert (seen.count("offload"), seen.count("reload"), seen.count("part")) == (3, 3, 3)
+
+
+@pytest.mark.parametrize("carrier", ["peer", "host"])
+def test_the_helper_copies_from_each_of_its_gpus_and_back(node: DrivenNode, carrier: str) -> None:
+    """By an operation with one session for each device: elsewhere, one device alone, and with GPUs exchanged."""
+    with spread(node) as program, node.connect() as connection:
+        watched = Spread(program)
+        assert program.tell("devices") == "noted"
+        asked = None if carrier == "peer" else carrier  # peer is what the plan chooses
+        dry = Migrate(pids=(watched.pid,), to="gpu3,gpu2", carrier=asked, dry_run=True)
+        planned = connection.call(dry, OperationReply)
+        assert planned.plan is not None
+        assert planned.plan.workers[0].carrier == carrier
+        migrate(connection, watched.pid, "gpu3,gpu2", carrier)
+        watched.is_whole()
+        assert holds(node, watched.pid) == {"gpu3": FIRST_BYTES, "gpu2": SECOND_BYTES}
+        migrate(connection, watched.pid, "gpu3=gpu0", carrier)
+        watched.is_whole()
+        assert holds(node, watched.pid) == {"gpu0": FIRST_BYTES, "gpu2": SECOND_BYTES}
+        migrate(connection, watched.pid, "gpu2,gpu0", carrier)
+        watched.is_whole()
+        assert holds(node, watched.pid) == {"gpu2": FIRST_BYTES, "gpu0": SECOND_BYTES}
+        seen = program.tell("seen").split()
+        assert (seen.count("export"), seen.count("make"), seen.count("copy"), seen.count("offload")) == (3, 3, 0, 0)
+
+
+def test_it_is_suspended_by_the_helper_and_resumes_elsewhere_after_the_daemon_was_killed(node: DrivenNode) -> None:
+    with spread(node) as program:
+        watched = Spread(program)
+        program.tell("devices")
+        with node.connect() as connection:
+            suspended = connection.suspend(watched.pid).operation
+            assert suspended is not None
+            assert suspended.phase == "suspended"
+            assert set(node.used().values()) == {0}
+        node.daemon.process.kill()
+        node.daemon.stop()
+        node.daemon.start()
+        node.wait_for_agents(watched.pid)
+        assert at_rest(node).phase == "suspended"
+        with node.connect() as connection:
+            resumed = connection.resume(watched.pid, "gpu2,gpu0").operation
+            assert resumed is not None
+            assert (resumed.phase, resumed.failure, resumed.processes[0].gpu) == ("done", None, "gpu2,gpu0")
+        watched.is_whole()
+        assert holds(node, watched.pid) == {"gpu2": FIRST_BYTES, "gpu0": SECOND_BYTES}
+        seen = program.tell("seen").split()
+        assert (seen.count("export"), seen.count("make"), seen.count("offload")) == (1, 1, 0), "host has the bytes"
+
+
+@pytest.mark.parametrize(
+    ("carrier", "to", "stage"),
+    telling(
+        product(
+            ("peer", "host"),
+            ("gpu1,gpu0", "gpu1=gpu2"),
+            ("step:checkpoint", "step:restore", "cuIpcOpenMemHandle_v2", "cuCheckpointProcessUnlock"),
+        ),
+        [("peer", "gpu1,gpu0", "step:restore"), ("host", "gpu1=gpu2", "cuIpcOpenMemHandle_v2")],
+    ),
+)
+def test_a_daemon_that_is_killed_while_the_helper_has_the_bytes_finds_those_of_each_device(
+    node: DrivenNode, tmp_path: Path, carrier: str, to: str, stage: str
+) -> None:
+    """With GPUs exchanged, the place of an operation does not tell on which GPU the bytes of which device are."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with spread(node) as program:
+        watched = Spread(program)
+        program.tell("devices")
+        node.cuda.order(f"hold {stage} {gate}")
+        with node.connect() as connection:
+            connection.call(Migrate(pids=(watched.pid,), to=to, carrier=carrier, wait=False), OperationReply)
+        with gate.open("w"):
+            node.daemon.process.send_signal(signal.SIGKILL)
+            node.cuda.mend()
+        node.daemon.stop()
+        node.daemon.start()
+        ended = at_rest(node)
+        assert (ended.phase in {"done", "rolled-back"}, ended.processes[0].state) == (True, "running")
+        watched.is_whole()
+        place = ended.processes[0].gpu
+        assert place in {"gpu0,gpu1", "gpu1,gpu0" if to == "gpu1,gpu0" else "gpu0,gpu2"}
+        assert holds(node, watched.pid) == dict(zip(place.split(","), (FIRST_BYTES, SECOND_BYTES), strict=True))
 
 
 def test_a_neighbour_that_takes_all_it_can_gets_none_of_the_room_for_storages_on_several_gpus(

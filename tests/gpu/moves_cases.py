@@ -157,20 +157,20 @@ def drain(trial: Trial, kinds: tuple[str, ...]) -> None:
     trial.found.carrier = ""
 
 
-def exchange(trial: Trial) -> None:
+def exchange(trial: Trial, carrier: str | None = None) -> None:
     """One process on two GPUs: each device goes to where the other was, and back."""
     job, before = trial.job("two"), trial.look()
     for _ in range(2):
-        trial.migrate(job, "gpu1,gpu0")
+        trial.migrate(job, "gpu1,gpu0", carrier)
         trial.arrived(job, (0, 1), before)
-    _was_carried_by(trial, KINDS["two"].carrier)
+    _was_carried_by(trial, carrier or KINDS["two"].carrier)
 
 
-def rest_of_two(trial: Trial) -> None:
+def rest_of_two(trial: Trial, carrier: str | None = None) -> None:
     """The same process off both, and back."""
     job, before = trial.job("two"), trial.look()
-    suspended = trial.suspend(job)
-    _was_carried_by(trial, KINDS["two"].carrier)
+    suspended = trial.suspend(job, carrier)
+    _was_carried_by(trial, carrier or "host")
     trial.gone(job, before)
     resumed = trial.resume(job)
     trial.arrived(job, (0, 1), before)
@@ -199,7 +199,10 @@ class Case:
 def _table() -> dict[str, Case]:
     cases: dict[str, Case] = {}
     cases["migrate-two"] = Case(exchange, ("two",), quick=True)
-    cases["suspend-two"] = Case(rest_of_two, ("two",))
+    cases["suspend-two"] = Case(rest_of_two, ("two",), quick=True)
+    for carrier in ("host", "worker"):
+        cases[f"migrate-two-{carrier}"] = Case(partial(exchange, carrier=carrier), ("two",), carrier)
+    cases["suspend-two-worker"] = Case(partial(rest_of_two, carrier="worker"), ("two",), "worker")
     for kind in SEEN_LEAST:
         cases |= _by_choice(kind)
     for stage, kind in zip(STAGES, ALIKE * len(STAGES), strict=False):

@@ -77,7 +77,7 @@ KINDS = {
         Kind("compiled", "peer", ("compiled",), after_reference=True),
         Kind("jax", "driver", program="with_jax.py", agent=False),
         Kind("jax-boundary", "driver", ("boundary",), program="with_jax.py", facts=("hazards=graphs,",)),
-        Kind("two", "worker", program="two.py", gpus=2),
+        Kind("two", "peer", program="two.py", gpus=2),
         Kind("large", "peer", ("single",), pad_mib=40 << 10, alone=True, steps=min(STEPS, 3000)),
     )
 }

@@ -104,7 +104,7 @@ class Memory:
 
     held: dict[str, tuple[str, Piece]] = field(default_factory=dict)
 
-    async def reserve(self, who: str, gpu: str, size_bytes: int, *, spare: bool = False) -> None:
+    async def reserve(self, who: str, gpu: str, size_bytes: int, *, spare: bool = False, start: int = 0) -> None:
         if spare:
             raise Refused("there is no room beside", "it is not needed")
         if self.of(who).get(gpu, 0) >= size_bytes:

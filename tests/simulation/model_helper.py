@@ -202,7 +202,7 @@ class ModelMemory:
     helper: ModelHelper
     daemon: Daemon
 
-    async def reserve(self, who: str, gpu: str, size_bytes: int, *, spare: bool = False) -> None:
+    async def reserve(self, who: str, gpu: str, size_bytes: int, *, spare: bool = False, start: int = 0) -> None:
         if size_bytes > self.of(who).get(gpu, 0):
             await self.helper.have("hold", lambda: self._hold(who, gpu, size_bytes))
 

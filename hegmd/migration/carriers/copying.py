@@ -9,12 +9,18 @@ lost costs the copy in progress and nothing else: the next helper repeats it, fr
 What the helper cannot copy, the process copies itself, storage by storage and in both directions: storages without an
 IPC handle, those that the driver lets no other process open, and everything if the helper fails. A process reaches only
 host memory, so a carrier says which memory that is (`own_copies`).
+
+A process on several GPUs has a copy session for each of its devices, and these copy at the same time: every GPU has a
+link of its own. For a session, `MigratedProcess.device` says which device it serves.
+
+Longer than 400 lines because every copy has to be possible by the helper and by the process itself, for each device.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -25,7 +31,9 @@ from hegmd.memory.sizes import MIB, round_bytes
 from hegmd.migration.contracts import DriverOutOfMemory, Making, MigratedProcess, Progress
 from hegmd.migration.methods.gpus import Gpus
 from hegmd.migration.methods.immediate import AtOnce
+from hegmd.node.gpu_sets import gpus_of
 from hegmd.protocol.agents import NO_HANDLE, AgentReport, packed, unpacked
+from hegmd.system.task_group import in_concert, parts_of
 from hegmd.telemetry.log import fields
 from hegmd.workers.workers import AgentAway, OrderFailed
 
@@ -44,12 +52,25 @@ OUT, IN = "out", "in"
 _SPANS_AN_ORDER = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The storages on one GPU of a process: their places in the carrier's space, and the number of each storage."""
+
+    subject: MigratedProcess
+    #: The UUID of that GPU.
+    gpu: str
+    places: tuple[Place, ...]
+    numbers: tuple[int, ...]
+
+
 class CopyingCarrier(AtOnce):
     """Base class of those carriers. A subclass says which memory holds the copies, and which GPUs the helper must
     reach.
     """
 
     name = ""
+    #: True if the storages of all GPUs are in one space. Otherwise each device has its own, which begins at 0.
+    has_one_space = True
     #: The copy client's address space that crosses a link; bytes of the other one stay on their GPU.
     crosses = VIDEO
 
@@ -121,7 +142,13 @@ class CopyingCarrier(AtOnce):
 
     async def prepare(self, subject: MigratedProcess) -> None:
         """Have the helper ready to copy, before the process is asked to stop."""
-        await self.with_route(subject, _nothing)
+        await self.prepare_sessions(subject, lambda _, __: _nothing())
+
+    async def prepare_sessions(
+        self, subject: MigratedProcess, ready: Callable[[MigratedProcess, CopyClient], Awaitable[None]]
+    ) -> None:
+        """Open a copy session for each of its devices, and have each one `ready`."""
+        await in_concert(*[partial(self.with_route, one, partial(ready, one)) for one in by_device(subject)])
 
     async def arm_or_give(self, subject: MigratedProcess) -> None:
         """Prepare the copies; release everything if that fails, so that a caller that gets an error holds nothing."""
@@ -133,24 +160,27 @@ class CopyingCarrier(AtOnce):
 
     async def abandon(self, subject: MigratedProcess) -> None:
         """Let the helper have nothing more to do with it."""
-        route = self.routes.pop(lane_of(subject), None)
-        if route is not None:
-            await route.close()
+        for lane in lanes_of(subject, self.routes):
+            route = self.routes.pop(lane, None)
+            if route is not None:
+                await route.close()
 
     async def offload(self, subject: MigratedProcess, on_progress: Progress) -> int:
         """Raises HegmError; before the storages are freed, nothing has changed then."""
         report = await subject.worker.order("export", packed=True, partly=True)
-        places = _places(report)
-        end_bytes = _end_of(places)
-        if end_bytes > self.space_bytes(subject):
-            held_bytes = self.space_bytes(subject)
-            raise Refused(
-                f"process {subject.pid} has {end_bytes} bytes to offload, but {held_bytes} bytes are reserved for it",
-                "try again: the process has grown since it was measured",
-                {"needed_bytes": end_bytes, "held_bytes": held_bytes},
-            )
-        await self.before_copy_out(subject, end_bytes)
-        await self._copy(subject, OUT, report, places, on_progress)
+        shares = await self._shares(subject, OUT, report)
+        for share in shares:
+            end_bytes, held_bytes = _end_of(share.places), self.space_bytes(share.subject)
+            if end_bytes > held_bytes:
+                where = "" if share.subject is subject else f" on {self.gpus.name_of(share.gpu)}"
+                raise Refused(
+                    f"process {subject.pid} has {end_bytes} bytes to offload{where}, but {held_bytes} bytes are "
+                    "reserved for it",
+                    "try again: the process has grown since it was measured",
+                    {"needed_bytes": end_bytes, "held_bytes": held_bytes},
+                )
+        await self.before_copy_out(subject, max((_end_of(share.places) for share in shares), default=0))
+        await self._copy(OUT, report, shares, on_progress)
         freed = await subject.worker.order("free")
         return freed.size_bytes or 0
 
@@ -173,42 +203,82 @@ class CopyingCarrier(AtOnce):
                 return done_bytes
 
     async def _fill(self, subject: MigratedProcess, report: AgentReport, on_progress: Progress) -> int:
-        places = _places(report)
-        await self._copy(subject, IN, report, places, on_progress)
-        await subject.worker.order("filled", first=report.first or 0, count=len(places))
-        if report.left:
-            await self.with_route(subject, lambda route: self.passed(subject, route, _end_of(places)))
-        return sum(place[2] for place in places)
+        shares = await self._shares(subject, IN, report)
+        await self._copy(IN, report, shares, on_progress)
+        count = sum(len(share.places) for share in shares)
+        await subject.worker.order("filled", first=report.first or 0, count=count)
+        if report.left:  # in rounds, which a process on several GPUs has not
+            await self.with_route(subject, lambda route: self.passed(subject, route, _end_of(shares[0].places)))
+        return sum(place[2] for share in shares for place in share.places)
+
+    async def _shares(self, subject: MigratedProcess, direction: str, report: AgentReport) -> list[Share]:
+        """Sort the storages by GPU. Raises Refused if it is not on the GPUs that its operation knows."""
+        places, gpus, first = _places(report), gpus_of(subject.gpu), report.first or 0
+        if len(gpus) < 2:
+            uuid = await self.gpus.uuid_of(subject.gpu or "")
+            return [Share(subject, uuid, tuple(places), tuple(range(first, first + len(places))))]
+        uuids = [await self.gpus.uuid_of(gpu) for gpu in gpus]
+        devices = report.devices or b""
+        is_known = set(report.gpus) <= set(uuids) and len(devices) == len(places) and not first
+        if not is_known or any(device >= len(report.gpus) for device in devices):
+            raise Refused(
+                f"process {subject.pid} does not report which of its storages are on which of {', '.join(gpus)}",
+                "try again; if that does not help, let it copy its storages itself: --carrier worker",
+                {"pid": subject.pid, "gpus": list(report.gpus)},
+            )
+        shares: list[Share] = []
+        for device, uuid in enumerate(report.gpus):
+            numbers = tuple([number for number, its in enumerate(devices) if its == device])
+            its_places = [places[number] for number in numbers]
+            if not self.has_one_space:
+                its_places = _one_after_another([place[:3] for place in its_places], 0)
+            session = replace(subject, device=self.session_of(subject, direction, device, uuids.index(uuid)))
+            shares.append(Share(session, uuid, tuple(its_places), numbers))
+        return shares
+
+    def session_of(self, subject: MigratedProcess, direction: str, device: int, place: int) -> int:
+        """Return the number of the session for that device, which is on the GPU at that place. Raises Refused."""
+        return place
 
     # -- copying -------------------------------------------------------------------------------------------------------
 
-    async def _copy(
-        self, subject: MigratedProcess, direction: str, report: AgentReport, places: list[Place], on_progress: Progress
-    ) -> None:
-        """Copy all places, each by the helper or else by the process itself."""
-        tell = _rising(on_progress)
-        own = [place for place in places if place[0] == NO_HANDLE]
-        while True:
-            if own:
-                await self.prepare_own_copies(subject, direction)
-            shown = [place for place in places if place not in own]
-            failed = await self._copy_shown(subject, direction, report.handles, shown, tell)
-            if not failed:
-                break
-            own += failed
-        if own:
-            numbers = {place[3]: number for number, place in enumerate(places, report.first or 0)}
-            spans = [(numbers[at], 0, size_bytes, at) for _, _, size_bytes, at in sorted(own, key=lambda one: one[3])]
+    async def _copy(self, direction: str, report: AgentReport, shares: Sequence[Share], on_progress: Progress) -> None:
+        """All of them, each by the helper or else by the process itself, which has its turn when the helper is done."""
+        progress_of = parts_of(_rising(on_progress))
+        left: dict[str, list[Span]] = {}
+
+        async def copy(share: Share, tell: Progress) -> None:
+            left[share.gpu] = await self._copy_share(share, direction, report.handles, tell)
+
+        await in_concert(*[partial(copy, share, progress_of(share.gpu)) for share in shares])
+        for share in shares:
+            spans, subject = left[share.gpu], share.subject
+            if not spans:
+                continue
             own_bytes = sum(span[2] for span in spans)
             logger.info(
                 "process %d itself copies %d storages %s, %d bytes", subject.pid, len(spans), direction, own_bytes
             )
-            shown_bytes = sum(place[2] for place in places) - own_bytes
-            await self.own_copies(subject, direction, spans, partial(_add, tell, shown_bytes))
+            shown_bytes = sum(place[2] for place in share.places) - own_bytes
+            await self.own_copies(subject, direction, spans, partial(_add, progress_of(share.gpu), shown_bytes))
+
+    async def _copy_share(self, share: Share, direction: str, handles: Sequence[bytes], tell: Progress) -> list[Span]:
+        """Have the helper copy what it can, and return what the process has to copy itself."""
+        own = [place for place in share.places if place[0] == NO_HANDLE]
+        while True:
+            if own:
+                await self.prepare_own_copies(share.subject, direction)
+            shown = [place for place in share.places if place not in own]
+            failed = await self._copy_shown(share, direction, handles, shown, tell)
+            if not failed:
+                break
+            own += failed
+        numbers = {place[3]: number for number, place in zip(share.numbers, share.places, strict=True)}
+        return [(numbers[at], 0, size_bytes, at) for _, _, size_bytes, at in sorted(own, key=lambda one: one[3])]
 
     async def _copy_shown(
         self,
-        subject: MigratedProcess,
+        share: Share,
         direction: str,
         handles: Sequence[bytes],
         places: list[Place],
@@ -220,11 +290,11 @@ class CopyingCarrier(AtOnce):
         """
         if not places:
             return []
-        gpu = await self.gpus.uuid_of(subject.gpu or "")
+        subject = share.subject
 
         async def copy(route: CopyClient) -> None:
             through = await self.through(subject, route, _end_of(places))
-            done = await route.copy(gpu, direction, handles, places, on_progress, through)
+            done = await route.copy(share.gpu, direction, handles, places, on_progress, through)
             logger.info("copied %s%s: %s", direction, "" if through == self.crosses else " within a GPU", done)
 
         try:
@@ -241,9 +311,7 @@ class CopyingCarrier(AtOnce):
             middle = numbers[len(numbers) // 2]  # the driver does not say which of them
             halves = [place for place in places if place[0] < middle], [place for place in places if place[0] >= middle]
             return [
-                place
-                for half in halves
-                for place in await self._copy_shown(subject, direction, handles, half, _ignored)
+                place for half in halves for place in await self._copy_shown(share, direction, handles, half, _ignored)
             ]
         return []
 
@@ -320,12 +388,28 @@ def _add(on_progress: Progress, before_bytes: int, copied_bytes: int) -> None:
     on_progress(before_bytes + copied_bytes)
 
 
-async def _nothing(_: CopyClient) -> None:
-    """Do nothing: the caller only needs an open session."""
+async def _nothing() -> None:
+    """To have the route is all that is wanted."""
 
 
 def lane_of(subject: MigratedProcess) -> str:
-    return f"{subject.operation}.{subject.name}"
+    """Return the name of its copy session; of several, of the one for its `device`."""
+    lane = f"{subject.operation}.{subject.name}"
+    return lane if subject.device is None else f"{lane}.{subject.device}"
+
+
+def lanes_of(subject: MigratedProcess, lanes: Iterable[str]) -> list[str]:
+    """Return the names of its own copy sessions among these: that of its `device`, or all of them."""
+    own = lane_of(subject)
+    return [lane for lane in lanes if lane == own or (subject.device is None and lane.startswith(f"{own}."))]
+
+
+def by_device(subject: MigratedProcess) -> list[MigratedProcess]:
+    """Return the process once for each of its copy sessions: one, or one for each of its several GPUs."""
+    count = len(gpus_of(subject.gpu or subject.target_gpu or subject.previous_gpu))
+    if count < 2 or subject.device is not None:
+        return [subject]
+    return [replace(subject, device=device) for device in range(count)]
 
 
 def _places(report: AgentReport) -> list[Place]:
@@ -337,13 +421,16 @@ def _places(report: AgentReport) -> list[Place]:
         spots = [(place.handle, place.offset, place.size_bytes) for place in report.places]
     else:
         spots = unpacked(report.packed_places)
+    return _one_after_another(spots, report.at_bytes or 0)
+
+
+def _one_after_another(spots: Iterable[tuple[int, int, int]], at_bytes: int) -> list[Place]:
     places: list[Place] = []
-    at_bytes = report.at_bytes or 0
     for handle, offset, size_bytes in spots:
         places.append((handle, offset, size_bytes, at_bytes))
         at_bytes += -(-size_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
     return places
 
 
-def _end_of(places: list[Place]) -> int:
+def _end_of(places: Sequence[Place]) -> int:
     return max((at + size_bytes for _, _, size_bytes, at in places), default=0)

@@ -16,6 +16,8 @@ bytes. The job can write to its segment, and so could the writer of an image: a 
 the process itself. A copy staged on the target is never the only one. Only this daemon reads it, by the copy client
 that wrote it.
 
+Of a process on several GPUs, nothing is staged: every GPU's link copies its part at the same time.
+
 Longer than 400 lines because every path out and back exists with and without staging memory, and each has to match what
 the other leaves.
 """
@@ -41,6 +43,7 @@ from hegmd.migration.contracts import Making, MigratedProcess, OverlappedCopy, P
 from hegmd.migration.methods.concurrently import beside
 from hegmd.migration.methods.gpus import Gpus, VideoMemory, staging_in_owner, staging_out_owner
 from hegmd.migration.methods.pool_keys import key_of, source_of
+from hegmd.node.gpu_sets import gpus_of, is_several
 from hegmd.protocol.operations import HOST as BY_HOST
 from hegmd.workers.workers import OrderFailed
 
@@ -95,7 +98,7 @@ class HostCarrier(CopyingCarrier):
     async def prepare(self, subject: MigratedProcess) -> None:
         """Prepare the copies. A checkpointed process with its bytes in the pool can be reloaded without the helper."""
         try:
-            await self.with_route(subject, lambda route: self._have_likely(subject, route))
+            await self.prepare_sessions(subject, self._have_likely)
         except HegmError as error:
             if subject.gpu is not None or not self._marks.is_unmarked(subject):
                 raise
@@ -117,7 +120,8 @@ class HostCarrier(CopyingCarrier):
         """Return the source GPU, the target and the GPU with its bytes: their contexts are created while the process
         runs.
         """
-        names = dict.fromkeys(name for name in (subject.gpu, subject.target_gpu) if name is not None)
+        places = [gpus_of(place) for place in (subject.gpu, subject.target_gpu)]
+        names = dict.fromkeys(place[subject.device or 0] for place in places if place)
         uuids = [await self.gpus.uuid_of(name) for name in names]
         mark = self._marks.of(subject)
         where = None if mark is None else self._near.where(mark.owner)
@@ -163,7 +167,7 @@ class HostCarrier(CopyingCarrier):
     async def _take_passing(self, subject: MigratedProcess, size_bytes: int, needed_bytes: int) -> bool:
         """Reserve that much staging memory for the way out; True if it is reserved. Never while the bytes are in it."""
         owner, gpu = staging_out_owner(subject), subject.gpu
-        if gpu is None or subject.keeps_context or not self._marks.is_unmarked(subject):
+        if gpu is None or is_several(gpu) or subject.keeps_context or not self._marks.is_unmarked(subject):
             return False
         if self._near.where(owner) == await self.gpus.uuid_of(gpu) and self._near.held_bytes(owner) >= size_bytes:
             # other processes may have taken memory since it was reserved

@@ -5,6 +5,9 @@ storages are allocated in rounds, and the memory of a finished round is released
 
 What the process copies itself goes through a window: host memory shared by helper and process, filled and emptied in
 turn. It is small and comes out of the pool's free memory; if that has little, it is smaller still.
+
+A process on several GPUs has memory on each of its targets. The offset of its first piece names the device whose bytes
+are there (`DEVICE_BYTES`), so that a daemon finds this without its journal: GPUs may have been exchanged meanwhile.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ from hegmd.gpu_helper.copy_client import CopyClient
 from hegmd.gpu_helper.link import Link
 from hegmd.memory.pool import Pool
 from hegmd.memory.sizes import MIB
-from hegmd.migration.carriers.copying import OUT, CopyingCarrier, Span, lane_of
+from hegmd.memory.video_memory import DEVICE_BYTES
+from hegmd.migration.carriers.copying import OUT, CopyingCarrier, Span, by_device, lane_of, lanes_of
 from hegmd.migration.contracts import MigratedProcess, OutOfMemory, Progress
 from hegmd.migration.methods.gpus import Gpus, VideoMemory, earlier_bytes_of, pool_owner
+from hegmd.node.gpu_sets import gpus_of
 from hegmd.protocol.operations import PEER
 
 MAX_WINDOW_BYTES, MIN_WINDOW_BYTES = 64 * MIB, 2 * MIB
@@ -75,6 +80,7 @@ class PeerCarrier(CopyingCarrier):
     """Copies in video memory, by descriptor."""
 
     name = PEER
+    has_one_space = False
 
     def __init__(self, helper: Link, gpus: Gpus, memory: VideoMemory, pool: Pool) -> None:
         super().__init__(helper, gpus)
@@ -83,27 +89,40 @@ class PeerCarrier(CopyingCarrier):
         self._windows: dict[str, Window] = {}
 
     async def reserve(self, subject: MigratedProcess, size_bytes: int) -> None:
-        """Reserve on the target GPU, or on a GPU where it already has memory."""
-        where = self._where(subject) or await self.gpus.uuid_of(subject.target_gpu or "")
+        """On the GPU that each of its devices goes to, or wherever some is held for that already."""
         if self.held_bytes(subject) < size_bytes:
             await self.abandon(subject)
+        targets, parts = gpus_of(subject.target_gpu), by_device(subject)
+        taken: list[str] = []
+        for part in parts:
+            where = self._where(part) or await self.gpus.uuid_of(targets[part.device or 0] if targets else "")
+            if where not in self._memory.of(self._owner(subject)):
+                taken.append(where)
+            try:
+                await self._reserve_on(where, part, _share_bytes(part, size_bytes))
+            except HegmError:
+                for gpu in taken:
+                    await self._memory.release(self._owner(subject), gpu)
+                raise
+        await self.arm_or_give(subject)
+
+    async def _reserve_on(self, where: str, part: MigratedProcess, size_bytes: int) -> None:
+        owner = self._owner(part)
         async with self.gpus.turn(self.gpus.name_of(where)):
             try:
-                await self._memory.reserve(self._owner(subject), where, size_bytes)
+                await self._memory.reserve(owner, where, size_bytes, start=_base_of(part))
             except Refused as error:
                 raise OutOfMemory(error.message, error.hint, error.facts) from error
         self.gpus.changed()
         try:
-            await self._memory.keep(self._owner(subject), where)
+            await self._memory.keep(owner, where)
         except HegmError:
-            await self._memory.release(self._owner(subject), where)
+            await self._memory.release(owner, where)
             raise
-        await self.arm_or_give(subject)
 
     async def release(self, subject: MigratedProcess) -> None:
         await self.abandon(subject)
-        where = self._where(subject)
-        if where is not None:
+        for where in tuple(self._memory.of(self._owner(subject))):
             await self._memory.release(self._owner(subject), where)
             self.gpus.changed()
 
@@ -116,11 +135,21 @@ class PeerCarrier(CopyingCarrier):
     def space_bytes(self, subject: MigratedProcess) -> int:
         where = self._where(subject)
         pieces = () if where is None else self._memory.pieces(self._owner(subject), where)
-        return pieces[-1].at + pieces[-1].size_bytes if pieces else 0
+        return pieces[-1].at + pieces[-1].size_bytes - _base_of(subject) if pieces else 0
+
+    def session_of(self, subject: MigratedProcess, direction: str, device: int, place: int) -> int:
+        """Return the device: on the way back, its bytes are where they were put, wherever it is now."""
+        if direction == OUT and device != place:
+            raise Refused(
+                f"process {subject.pid} is on {subject.gpu}, but its devices are on these GPUs in another order",
+                "try again: its GPUs have changed since it was measured",
+                {"pid": subject.pid},
+            )
+        return device
 
     async def reach(self, subject: MigratedProcess) -> list[str]:
-        """Return the source GPU, the target, and the GPU that has the bytes."""
-        names = dict.fromkeys(name for name in (subject.gpu, subject.target_gpu) if name is not None)
+        """Return the source GPU, the target, and the GPU that has the bytes; of several, all of them."""
+        names = dict.fromkeys([*gpus_of(subject.gpu), *gpus_of(subject.target_gpu)])
         uuids = [await self.gpus.uuid_of(name) for name in names]
         where = self._where(subject)
         return list(dict.fromkeys([*uuids, *([] if where is None else [where])]))
@@ -129,7 +158,7 @@ class PeerCarrier(CopyingCarrier):
         where = self._where(subject)
         if where is None:
             raise Refused(f"no memory is reserved for the bytes of process {subject.pid}", "run: hegmctl ops")
-        await route.attach_video(where, self._memory.pieces(self._owner(subject), where))
+        await route.attach_video(where, self._memory.pieces(self._owner(subject), where), _base_of(subject))
 
     async def passed(self, subject: MigratedProcess, route: CopyClient, at_bytes: int) -> None:
         """Release memory whose bytes are reloaded, for the next round."""
@@ -147,9 +176,8 @@ class PeerCarrier(CopyingCarrier):
 
     async def abandon(self, subject: MigratedProcess) -> None:
         await super().abandon(subject)
-        window = self._windows.pop(lane_of(subject), None)
-        if window is not None:
-            window.close()
+        for lane in lanes_of(subject, self._windows):
+            self._windows.pop(lane).close()
 
     def piece(self, subject: MigratedProcess) -> tuple[int, int] | None:
         window = self._windows.get(lane_of(subject))
@@ -189,8 +217,29 @@ class PeerCarrier(CopyingCarrier):
         return earlier if not self._memory.of(owner) and self._memory.of(earlier) else owner
 
     def _where(self, subject: MigratedProcess) -> str | None:
-        """The GPU that its bytes are held on."""
-        return next(iter(self._memory.of(self._owner(subject))), None)
+        """The GPU that its bytes are held on; of several, those of its `device`."""
+        owner = self._owner(subject)
+        held = self._memory.of(owner)
+        if subject.device is None:
+            return next(iter(held), None)
+        return next((gpu for gpu in held if _device_at(self._memory.pieces(owner, gpu)[0].at) == subject.device), None)
+
+
+def _device_at(at_bytes: int) -> int:
+    return at_bytes // DEVICE_BYTES
+
+
+def _base_of(subject: MigratedProcess) -> int:
+    """Return the offset at which the memory for its bytes begins."""
+    return (subject.device or 0) * DEVICE_BYTES
+
+
+def _share_bytes(part: MigratedProcess, size_bytes: int) -> int:
+    """Return how much of that is to be held for its device. What it has grown by may be on any of them."""
+    if part.device is None:
+        return size_bytes
+    shares = part.storage_bytes_by_gpu
+    return size_bytes if not shares else shares[part.device] + max(0, size_bytes - sum(shares))
 
 
 async def _shift(route: CopyClient, *, direction: str, shifts: list[Shift]) -> None:

@@ -7,8 +7,8 @@ move never depends on finding every tensor. The figures are measured ones, until
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from hegmd.memory.sizes import (
     CONTEXT_BYTES,
@@ -22,7 +22,7 @@ from hegmd.memory.sizes import (
 from hegmd.migration.machine.operation import CHECKPOINT, MIGRATE, RESUME, SUSPEND
 from hegmd.migration.machine.wording import gigabytes
 from hegmd.migration.model import CARRIERS, Candidate, CarrierRow, GpuMemory, NodeSnapshotForPlan, PlanRequest, Rates
-from hegmd.migration.plan.driver_rules import beside_of, devices_of, rest_of
+from hegmd.migration.plan.driver_rules import beside_of, devices_of, rest_of, shares_of, storage_bytes_with_cache
 from hegmd.protocol.messages import CudaFacts
 from hegmd.protocol.operations import BY_DRIVER, HOST, PEER
 
@@ -40,9 +40,30 @@ class Choice:
     #: Memory of the carrier on the target; and how much of the storages must wait for memory that the copies free.
     target_bytes: int = 0
     overlap_bytes: int = 0
+    #: Of a process on several GPUs: the memory on each target instead, in their order.
+    target_bytes_by_gpu: tuple[int, ...] = ()
     pool_bytes: int = 0
     #: Why none of the faster ones.
     why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a process has on one of its GPUs, and where that goes."""
+
+    source: GpuMemory
+    to: GpuMemory | None
+    #: Bytes of its storages there; of several GPUs, with what its allocator caches.
+    size_bytes: int
+    #: What it needs on the target besides.
+    reserved_bytes: int
+    #: What it has on the target itself, where its GPUs are exchanged.
+    own_bytes: int = 0
+
+    @property
+    def needed_bytes(self) -> int:
+        """What has to be free on the target for all of that."""
+        return self.reserved_bytes + self.size_bytes - self.own_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +78,17 @@ def choose(
     snapshot: NodeSnapshotForPlan,
     request: PlanRequest,
     candidate: Candidate,
-    source: GpuMemory,
-    to: GpuMemory | None,
+    own: Sequence[GpuMemory],
+    to: Sequence[GpuMemory] = (),
     carriers: Mapping[str, CarrierRow] = CARRIERS,
 ) -> Choice:
-    """The fastest carrier that can take its storages."""
+    """The fastest carrier that can take its storages from its `own` GPUs to those at the same places in `to`."""
+    shares = _shares(snapshot, candidate, own, to)
     whys: list[str] = []
     for carrier, row in carriers.items():
-        why = next(_against(snapshot, request, candidate, source, to, row), None)
+        why = next(_against(snapshot, request, candidate, shares, row), None)
         if why is None:
-            chosen = _choice(candidate, source, to, carrier)
-            return Choice(
-                carrier,
-                chosen.target_bytes,
-                chosen.overlap_bytes,
-                chosen.pool_bytes,
-                why="; ".join(dict.fromkeys(whys)),
-            )
+            return replace(_choice(candidate, shares, carrier), why="; ".join(dict.fromkeys(whys)))
         whys.append(why)
     raise AssertionError("the driver carries every byte of a process that it can checkpoint")
 
@@ -82,20 +97,21 @@ def choose_as_asked(
     snapshot: NodeSnapshotForPlan,
     request: PlanRequest,
     candidate: Candidate,
-    source: GpuMemory,
-    to: GpuMemory | None,
+    own: Sequence[GpuMemory],
+    to: Sequence[GpuMemory] = (),
     carriers: Mapping[str, CarrierRow] = CARRIERS,
 ) -> Choice | Refusal:
     """The carrier that was asked for, if any was; otherwise the fastest."""
     if request.carrier is None:
-        return choose(snapshot, request, candidate, source, to, carriers)
+        return choose(snapshot, request, candidate, own, to, carriers)
     row = carriers.get(request.carrier)
     if row is None:
         return Refusal(f"there is no carrier {request.carrier[:40]!r}", f"there are {', '.join(carriers)}")
-    why = next(_against(snapshot, request, candidate, source, to, row), None)
+    shares = _shares(snapshot, candidate, own, to)
+    why = next(_against(snapshot, request, candidate, shares, row), None)
     if why is not None:
         return Refusal(f"{request.carrier} cannot carry process {candidate.pid}: {why}", "omit --carrier")
-    return _choice(candidate, source, to, request.carrier)
+    return _choice(candidate, shares, request.carrier)
 
 
 def is_helped(carrier: str) -> bool:
@@ -106,26 +122,50 @@ def is_helped(carrier: str) -> bool:
     return carrier in CARRIERS and CARRIERS[carrier].is_helped
 
 
-def _choice(candidate: Candidate, source: GpuMemory, to: GpuMemory | None, carrier: str) -> Choice:
+def _shares(
+    snapshot: NodeSnapshotForPlan, candidate: Candidate, own: Sequence[GpuMemory], to: Sequence[GpuMemory]
+) -> tuple[Share, ...]:
+    """What it has on each of its GPUs. On several, no sizes if these are not known."""
     size_bytes = candidate.agent.size_bytes or 0 if candidate.agent is not None else 0
-    if carrier == PEER and to is not None:
-        return Choice(PEER, target_bytes=size_bytes + CONTEXT_BYTES, overlap_bytes=_overlap(candidate, source, to))
-    context_bytes = CONTEXT_BYTES if carrier == HOST and to is not None else 0
-    return Choice(carrier, target_bytes=context_bytes, pool_bytes=0 if carrier == BY_DRIVER else size_bytes)
+    targets = tuple(to) or (None,) * len(own)
+    if len(own) == 1:
+        return (Share(own[0], targets[0], size_bytes, rest_of(candidate) + beside_of(candidate, own[0])),)
+    devices = devices_of(snapshot, candidate)
+    none = (0,) * len(own)
+    wholes = storage_bytes_with_cache(candidate, devices, own) if devices else none
+    rests = shares_of(candidate, devices) if devices else none
+    held = candidate.driver_bytes_by_gpu
+    return tuple(
+        [
+            Share(source, target, whole, rest, 0 if target is None else held.get(target.id, 0))
+            for source, target, whole, rest in zip(own, targets, wholes, rests, strict=True)
+        ]
+    )
 
 
-def _overlap(candidate: Candidate, source: GpuMemory, to: GpuMemory) -> int:
+def _choice(candidate: Candidate, shares: Sequence[Share], carrier: str) -> Choice:
+    size_bytes = candidate.agent.size_bytes or 0 if candidate.agent is not None else 0
+    pool_bytes = 0 if carrier in (BY_DRIVER, PEER) else size_bytes
+    if carrier not in (PEER, HOST) or shares[0].to is None:
+        return Choice(carrier, pool_bytes=pool_bytes)
+    copies_bytes = [(share.size_bytes if carrier == PEER else 0) + CONTEXT_BYTES for share in shares]
+    if len(shares) > 1:
+        return Choice(carrier, target_bytes_by_gpu=tuple(copies_bytes), pool_bytes=pool_bytes)
+    overlap_bytes = _overlap(candidate, shares[0]) if carrier == PEER else 0
+    return Choice(carrier, target_bytes=copies_bytes[0], overlap_bytes=overlap_bytes, pool_bytes=pool_bytes)
+
+
+def _overlap(candidate: Candidate, share: Share) -> int:
     """Return how many bytes of the storages must wait for memory that the copies free; 0 if all fit at once.
 
     As few as possible, because every round costs a call to the agent and one to the helper: 100 GiB in rounds of 1 GiB
     took 0.5 to 1.3 s more than the copies.
     """
     agent = candidate.agent
-    if agent is None or agent.cuda is None or to.free_bytes is None:
+    if agent is None or agent.cuda is None or share.to is None or share.to.free_bytes is None:
         return 0
-    size_bytes = agent.size_bytes or 0
-    reserved_bytes = rest_of(candidate) + beside_of(candidate, source)
-    lacking_bytes = 2 * size_bytes + CONTEXT_BYTES + reserved_bytes - to.free_bytes
+    size_bytes = share.size_bytes
+    lacking_bytes = 2 * size_bytes + CONTEXT_BYTES + share.reserved_bytes - share.to.free_bytes
     at_once_bytes = max(ROUND_BYTES, 2 * agent.cuda.largest_bytes)
     if lacking_bytes <= 0:
         return 0
@@ -136,8 +176,7 @@ def _against(
     snapshot: NodeSnapshotForPlan,
     request: PlanRequest,
     candidate: Candidate,
-    source: GpuMemory,
-    to: GpuMemory | None,
+    shares: Sequence[Share],
     row: CarrierRow,
 ) -> Iterator[str]:
     """Why that carrier cannot take the process's storages."""
@@ -151,24 +190,23 @@ def _against(
     size_bytes = agent.size_bytes or 0
     if not size_bytes:
         yield "its agent reports no storages that can be offloaded"
-    if len(candidate.gpus) > 1 and row.is_helped:
-        yield "it is on several GPUs, but the GPU helper copies for one"
-    elif len(candidate.gpus) > 1 and not devices_of(snapshot, candidate):
+    if len(shares) > 1 and not devices_of(snapshot, candidate):
         yield "it is on several GPUs, but its agent does not report what it holds on each"
     if "graphs" in told.hazards:
         yield "it has captured CUDA graphs, which need their memory addresses unchanged"
     if row.is_helped:
-        yield from _against_showing(snapshot, candidate, told, source, size_bytes)
-    if row.name == HOST:
-        yield from _against_context(candidate, source, to, size_bytes)
-    if row.name == PEER:
-        yield from _against_peer(request, candidate, source, to, size_bytes)
+        yield from _against_showing(snapshot, candidate, told, shares, size_bytes)
+    for share in shares:
+        if row.name == HOST:
+            yield from _against_context(share)
+        if row.name == PEER:
+            yield from _against_peer(request, candidate, share, is_alone=len(shares) == 1)
     if row.in_pool and whole_size(size_bytes) > snapshot.pool.free_bytes:
         yield f"the pool has {gigabytes(snapshot.pool.free_bytes)} free of {gigabytes(snapshot.pool.budget_bytes)}"
 
 
 def _against_showing(
-    snapshot: NodeSnapshotForPlan, candidate: Candidate, told: CudaFacts, source: GpuMemory, size_bytes: int
+    snapshot: NodeSnapshotForPlan, candidate: Candidate, told: CudaFacts, shares: Sequence[Share], size_bytes: int
 ) -> Iterator[str]:
     """Yield why the helper cannot open the process's storages."""
     if not snapshot.outlived:  # the bytes would be in no place but its memory
@@ -181,9 +219,10 @@ def _against_showing(
         yield f"{own} of its {whole} share memory with tensors that stay, so the process copies them itself"
     if candidate.around.same_ipc is False:
         yield "it is in another IPC namespace than hegmd"
-    if (source.free_bytes or 0) < CONTEXT_BYTES:
-        free = gigabytes(source.free_bytes or 0)
-        yield f"{source.id} has {free} free, but copying needs {gigabytes(CONTEXT_BYTES)} there"
+    for share in shares:
+        if (share.source.free_bytes or 0) < CONTEXT_BYTES:
+            free = gigabytes(share.source.free_bytes or 0)
+            yield f"{share.source.id} has {free} free, but copying needs {gigabytes(CONTEXT_BYTES)} there"
 
 
 def own_bytes(candidate: Candidate, carrier: str) -> int:
@@ -192,26 +231,28 @@ def own_bytes(candidate: Candidate, carrier: str) -> int:
     return told.own_bytes if told is not None and is_helped(carrier) else 0
 
 
-def _against_context(candidate: Candidate, source: GpuMemory, to: GpuMemory | None, size_bytes: int) -> Iterator[str]:
-    """Yield why the target lacks memory for the helper's context, in addition to all that the process needs there."""
-    if to is None or to.id == source.id or to.free_bytes is None:
+def _against_context(share: Share) -> Iterator[str]:
+    """Copying by the helper needs a context on the target, beside all that the process will have there."""
+    to = share.to
+    if to is None or to.id == share.source.id or to.free_bytes is None:
         return
-    needed_bytes = rest_of(candidate) + size_bytes + beside_of(candidate, source) + CONTEXT_BYTES
+    needed_bytes = share.needed_bytes + CONTEXT_BYTES
     if to.free_bytes < needed_bytes:
         free, needed, own = gigabytes(to.free_bytes), gigabytes(needed_bytes), gigabytes(CONTEXT_BYTES)
         yield f"{to.id} has {free} free, and {needed} are needed there, {own} of these for copying"
 
 
-def _against_peer(
-    request: PlanRequest, candidate: Candidate, source: GpuMemory, to: GpuMemory | None, size_bytes: int
-) -> Iterator[str]:
+def _against_peer(request: PlanRequest, candidate: Candidate, share: Share, *, is_alone: bool) -> Iterator[str]:
+    to, source = share.to, share.source
     if request.kind != MIGRATE or to is None:
         yield "peer copies only serve a migration to another GPU"
         return
-    if to.id not in source.nvlinks:
+    if to.id not in source.nvlinks and (is_alone or to.id != source.id):
         yield f"there is no NVLink from {source.id} to {to.id}"
-    reserved_bytes = rest_of(candidate) + beside_of(candidate, source)
-    needed_bytes = reserved_bytes + 2 * size_bytes + CONTEXT_BYTES - _overlap(candidate, source, to)
+    copies_bytes = share.size_bytes + CONTEXT_BYTES
+    overlap_bytes = _overlap(candidate, share) if is_alone else 0
+    # Its own bytes on a target are there until all copies are made.
+    needed_bytes = max(copies_bytes if share.own_bytes else 0, share.needed_bytes + copies_bytes - overlap_bytes)
     if to.free_bytes is not None and to.free_bytes < needed_bytes:
         free = gigabytes(to.free_bytes)
         yield f"{to.id} has {free} free, and {gigabytes(needed_bytes)} are needed there temporarily"

@@ -10,7 +10,7 @@ from hegmd.migration.machine.operation import RESTART
 from hegmd.migration.model import Candidate, GpuMemory, NodeSnapshotForPlan, PlanRequest
 from hegmd.migration.plan.carrier_choice import Choice
 from hegmd.migration.plan.forecast import reservations_for
-from hegmd.node.gpu_sets import CPU, added
+from hegmd.node.gpu_sets import CPU, added, shared_out
 from hegmd.protocol.operations import PlannedProcess, Reason
 
 
@@ -53,12 +53,14 @@ def memory_needed(draft: Draft, held: Mapping[int, int]) -> dict[str, int]:
     needed: dict[str, int] = {}
     for worker in draft.moving:
         if worker.to is not None and worker.to not in (CPU, worker.gpu):
-            own_bytes = draft.choices.get(worker.pid, Choice("")).target_bytes
-            more_bytes = worker.reservation_bytes + own_bytes - held.get(worker.pid, 0)
+            choice = draft.choices.get(worker.pid, Choice(""))
+            more_bytes = worker.reservation_bytes + choice.target_bytes - held.get(worker.pid, 0)
             places = dict.fromkeys(draft.anywhere.get(worker.pid, (worker.to,)), more_bytes)
             if worker.driver_bytes_by_gpu and more_bytes > 0:
                 bytes_by_gpu = added(worker.driver_bytes_by_gpu, worker.storage_bytes_by_gpu)
                 places = reservations_for(bytes_by_gpu, worker.gpu, worker.to)
+                own = shared_out(worker.to, choice.target_bytes_by_gpu, 0)
+                places = {gpu: size_bytes + own[gpu] for gpu, size_bytes in places.items()}
             for gpu, size_bytes in places.items():
                 needed[gpu] = needed.get(gpu, 0) + size_bytes
     return needed

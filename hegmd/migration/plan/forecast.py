@@ -26,7 +26,11 @@ def expected(snapshot: NodeSnapshotForPlan) -> NodeSnapshotForPlan:
             if not _has_memory_to_take(op, worker):
                 continue
             if worker.carrier == PEER and worker.target_gpu is not None:
-                deltas[worker.target_gpu] = deltas.get(worker.target_gpu, 0) - (worker.size_bytes - worker.pool_bytes)
+                missing_bytes = worker.size_bytes - worker.pool_bytes
+                for gpu, size_bytes in shared_out(
+                    worker.target_gpu, worker.storage_bytes_by_gpu, missing_bytes
+                ).items():
+                    deltas[gpu] = deltas.get(gpu, 0) - size_bytes
             else:
                 pool_bytes -= whole_size(worker.size_bytes) - (
                     whole_size(worker.pool_bytes) if worker.pool_bytes else 0

@@ -34,7 +34,7 @@ def place(draft: Draft, candidate: Candidate, own: tuple[GpuMemory, ...]) -> Non
         message = f"{source} is of vendor {own[0].vendor}, from which no carrier can copy"
         draft.against(REFUSED, message, "use NVIDIA GPUs, or a restart: hegmctl run --allow-restart", gpu=source)
         return
-    choice = _choice(draft, candidate, own[0])
+    choice = _choice(draft, candidate, own)
     if isinstance(choice, Refusal) or choice.carrier == BY_DRIVER:
         why = choice.message if isinstance(choice, Refusal) else f"its bytes cannot leave {source}: {choice.why}"
         hint = choice.hint if isinstance(choice, Refusal) else f"suspend it whole: hegmctl suspend {candidate.pid}"
@@ -71,19 +71,19 @@ def offered(draft: Draft, candidate: Candidate, hint: str) -> str:
     return f"{hint}; or free its tensors only: hegmctl suspend --keep-context {candidate.pid}" if is_one else hint
 
 
-def _choice(draft: Draft, candidate: Candidate, own: GpuMemory) -> Choice | Refusal:
+def _choice(draft: Draft, candidate: Candidate, own: tuple[GpuMemory, ...]) -> Choice | Refusal:
     asked = draft.request.carrier
     if asked == BY_DRIVER:
         return Refusal(f"{BY_DRIVER} carries bytes by the driver's checkpoint only", "omit --carrier")
-    if own.vendor == SIMULATED:
+    if own[0].vendor == SIMULATED:
         if asked not in (None, WORKER):
             return Refusal(f"on simulated GPUs its bytes go by {WORKER} only", f"use --carrier {WORKER}")
         return Choice(WORKER, pool_bytes=0 if candidate.agent is None else candidate.agent.size_bytes or 0)
-    is_confined = bool(own.mig or own.mps) or "mps" in candidate.kinds
+    is_confined = any(gpu.mig or gpu.mps for gpu in own) or "mps" in candidate.kinds
     if is_confined and asked not in (None, WORKER):
         return Refusal(f"{str(asked)[:40]} cannot copy under MIG or MPS", f"use --carrier {WORKER}")
     rows = _BY_WORKER_ONLY if is_confined else CARRIERS
-    return carrier_choice.choose_as_asked(draft.snapshot, draft.request, candidate, own, None, rows)
+    return carrier_choice.choose_as_asked(draft.snapshot, draft.request, candidate, own, (), rows)
 
 
 def _stays_bytes(candidate: Candidate, own: GpuMemory, carrier: str) -> int | None:

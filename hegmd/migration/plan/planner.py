@@ -247,7 +247,9 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuMemory, .
             draft.against(code, message, way_out, pid=candidate.pid, gpu=gpu.id)
         for reason in () if to is None else driver_rules.against_moving(gpu):
             draft.against(*reason, pid=candidate.pid, gpu=gpu.id)
-    choice = carrier_choice.choose_as_asked(draft.snapshot, draft.request, candidate, own[0], left_by_others(draft, to))
+    there = [free for name in gpus_of(to) if (free := left_by_others(draft, name)) is not None]
+    there = there if len(there) == len(own) else []  # a reason against that is in the draft
+    choice = carrier_choice.choose_as_asked(draft.snapshot, draft.request, candidate, own, there)
     if isinstance(choice, Refusal):
         draft.against(REFUSED, choice.message, choice.hint, pid=candidate.pid)
         return
@@ -260,7 +262,11 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuMemory, .
     driver_bytes = sum(driver_bytes_by_gpu) if driver_bytes_by_gpu else driver_bytes
     storage_bytes_by_gpu = driver_rules.storage_bytes_with_cache(candidate, devices, own) if devices else ()
     agent_overhead_bytes = 0 if by_driver else driver_rules.beside_of(candidate, own[0])
-    if storage_bytes_by_gpu:
+    if devices:  # all of one chip, so each context keeps the same for stacks
+        each_bytes, stacks_bytes = stacks_bytes // len(devices), 0
+        driver_bytes_by_gpu = tuple([max(0, driver_bytes - each_bytes) for driver_bytes in driver_bytes_by_gpu])
+        driver_bytes = sum(driver_bytes_by_gpu)
+        storage_bytes_by_gpu = tuple([size_bytes + each_bytes for size_bytes in storage_bytes_by_gpu])
         agent_overhead_bytes = sum(storage_bytes_by_gpu) - sum(device.size_bytes for device in devices)
     for reason in () if stays else driver_rules.against_memory(draft.snapshot, candidate, driver_bytes):
         draft.against(*reason, pid=candidate.pid)
@@ -298,8 +304,9 @@ def _place_suspended(draft: Draft, worker: JobProcess, candidate: Candidate | No
     for reason in driver_rules.against_moving(left) if left is not None and worker.previous_gpu != to else ():
         if worker.method == DRIVER:
             draft.against(*reason, pid=worker.pid, gpu=to)
-    helped = carrier_choice.is_helped(worker.carrier)
-    draft.choices[worker.pid] = Choice(worker.carrier, target_bytes=CONTEXT_BYTES if helped else 0)
+    context_bytes = CONTEXT_BYTES if carrier_choice.is_helped(worker.carrier) else 0
+    by_gpu = (context_bytes,) * len(worker.storage_bytes_by_gpu)
+    draft.choices[worker.pid] = Choice(worker.carrier, target_bytes=context_bytes, target_bytes_by_gpu=by_gpu)
     draft.workers.append(
         PlannedProcess(
             pid=worker.pid,

@@ -230,7 +230,7 @@ DEVICES = (
 
 
 def test_of_one_on_several_gpus_the_worker_copies_and_each_gpu_has_room_for_its_part() -> None:
-    plan = the_plan(planned(a_snapshot(_on_two(*DEVICES), gpus=_four()), to("gpu2,gpu3")))
+    plan = the_plan(planned(a_snapshot(_on_two(*DEVICES), gpus=_four()), to("gpu2,gpu3", carrier="worker")))
     (worker,) = plan.workers
     assert worker.carrier == "worker"
     assert worker.driver_bytes_by_gpu == (GIB + RESTORE_MARGIN_BYTES, GIB + RESTORE_MARGIN_BYTES)
@@ -243,9 +243,56 @@ def test_of_one_on_several_gpus_the_worker_copies_and_each_gpu_has_room_for_its_
         "gpu3": 14 * GIB + RESTORE_MARGIN_BYTES + SEGMENT_BYTES,
     }
     assert plan.pool_needed_bytes > 30 * GIB
-    assert "the GPU helper copies for one" in " ".join(plan.hazards)
-    one = the_plan(planned(a_snapshot(_on_two(*DEVICES), gpus=_four()), to("gpu1=gpu2")))
+    one = the_plan(planned(a_snapshot(_on_two(*DEVICES), gpus=_four()), to("gpu1=gpu2", carrier="worker")))
     assert one.reservation_bytes == {"gpu0": 0, "gpu2": 14 * GIB + RESTORE_MARGIN_BYTES + SEGMENT_BYTES}
+
+
+def _linked(free_bytes: int = 100 * GIB) -> tuple[GpuMemory, ...]:
+    names = [f"gpu{number}" for number in range(4)]
+    return tuple([a_gpu(name, free_bytes=free_bytes, nvlinks=tuple({*names} - {name})) for name in names])
+
+
+def test_one_on_several_gpus_goes_by_peer_with_room_for_each_part_twice() -> None:
+    plan = the_plan(planned(a_snapshot(_on_two(*DEVICES), gpus=_linked()), to("gpu2,gpu3")))
+    (worker,) = plan.workers
+    assert (worker.carrier, worker.overlap_bytes, plan.pool_needed_bytes) == ("peer", 0, 0)
+    first, second = worker.storage_bytes_by_gpu
+    assert plan.reservation_bytes == {
+        "gpu2": GIB + RESTORE_MARGIN_BYTES + 2 * first + CONTEXT_BYTES,
+        "gpu3": GIB + RESTORE_MARGIN_BYTES + 2 * second + CONTEXT_BYTES,
+    }
+    assert not [hazard for hazard in plan.hazards if "go by" in hazard]
+
+
+def test_one_on_several_gpus_without_room_for_copies_goes_by_host() -> None:
+    """One GPU without that room is enough: its bytes have no other place there."""
+    gpus = (*_linked()[:3], _linked(30 * GIB)[3])
+    plan = the_plan(planned(a_snapshot(_on_two(*DEVICES), gpus=gpus), to("gpu2,gpu3")))
+    assert plan.workers[0].carrier == "peer"
+    gpus = (*_linked()[:3], _linked(20 * GIB)[3])
+    plan = the_plan(planned(a_snapshot(_on_two(*DEVICES), gpus=gpus), to("gpu2,gpu3")))
+    assert plan.workers[0].carrier == "host"
+    assert "gpu3 has" in " ".join(plan.hazards)
+    assert plan.reservation_bytes["gpu3"] == 14 * GIB + RESTORE_MARGIN_BYTES + SEGMENT_BYTES + CONTEXT_BYTES
+    assert plan.pool_needed_bytes > 30 * GIB
+
+
+@pytest.mark.parametrize(("free_gib", "carrier"), [(28, "peer"), (27, "host"), (8, "host")])
+def test_gpus_that_one_process_exchanges_need_no_more_room_than_its_copies_take(free_gib: int, carrier: str) -> None:
+    """What it has on either GPU is gone before its bytes come back."""
+    snapshot = a_snapshot(_on_two(*DEVICES), gpus=_linked(free_gib * GIB))
+    plan = the_plan(planned(snapshot, to("gpu1,gpu0")))
+    assert plan.workers[0].carrier == carrier
+
+
+def test_the_memory_for_copies_by_peer_on_several_gpus_is_left_out_of_the_next_plan() -> None:
+    snapshot = a_snapshot(_on_two(*DEVICES), gpus=_linked())
+    plan = the_plan(planned(snapshot, to("gpu2,gpu3")))
+    op = plan.operation("1", snapshot.candidates, {}, limits=Limits(), utc=0.0)
+    free = {gpu.id: gpu.free_bytes or 0 for gpu in expected(snapshot.replace(running=(op,))).gpus}
+    first, second = plan.workers[0].storage_bytes_by_gpu
+    assert free["gpu2"] == 99 * GIB - RESTORE_MARGIN_BYTES - 2 * first
+    assert free["gpu3"] == 99 * GIB - RESTORE_MARGIN_BYTES - 2 * second
 
 
 @pytest.mark.parametrize("devices", [(), DEVICES[:1], (*DEVICES[:1], CudaDevice(uuid="GPU-else", size_bytes=GIB))])
@@ -262,7 +309,7 @@ def test_of_one_on_several_gpus_whose_parts_are_not_all_known_the_driver_carries
 
 def test_the_room_that_one_on_several_gpus_will_still_take_is_left_out_of_the_next_plan() -> None:
     snapshot = a_snapshot(_on_two(*DEVICES), gpus=_four(40 * GIB))
-    plan = the_plan(planned(snapshot, to("gpu2,gpu3")))
+    plan = the_plan(planned(snapshot, to("gpu2,gpu3", carrier="worker")))
     op = plan.operation("1", snapshot.candidates, {}, limits=Limits(), utc=0.0)
     free = {gpu.id: gpu.free_bytes for gpu in expected(snapshot.replace(running=(op,))).gpus}
     assert free["gpu2"] == 19 * GIB - RESTORE_MARGIN_BYTES - SEGMENT_BYTES

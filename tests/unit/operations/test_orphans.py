@@ -14,7 +14,7 @@ from hegmd.memory.pool import Key, MemoryKeeping, Piece, Pool, Source
 from hegmd.memory.pool_memory import Memory
 from hegmd.memory.pool_names import PieceName
 from hegmd.memory.spill_file import SpillFolder
-from hegmd.memory.video_memory import VideoMemory
+from hegmd.memory.video_memory import DEVICE_BYTES, VideoMemory
 from hegmd.migration.machine.adoption import Driven, adopted
 from hegmd.operations.orphaned_memory import OrphanedMemory, VideoOrphans, found_for
 from hegmd.operations.orphans import ParkedOrphans
@@ -325,10 +325,10 @@ async def test_video_memory_goes_to_the_process_whose_start_it_names_and_to_nobo
     video = VideoOrphans(memory, lambda _: False, str, str, Workers(lambda _: None))
     found = OrphanedMemory(pool, memory, video)
     mine = out_of(4711, 500, MIB)
-    assert (one := await found.in_video(mine, "4711")) is not None
+    (one,) = await found.in_video(mine, "4711")
     assert one.who == "7.4711.bytes@500"
     for other in (out_of(4711, 501, MIB), out_of(4712, 500, MIB), out_of(4713, 500, MIB), out_of(4711, 500, 0)):
-        assert await found.in_video(other, str(other.pid)) is None
+        assert await found.in_video(other, str(other.pid)) == ()
     with pytest.raises(Refused, match="reaches to"):
         await found.in_video(out_of(4711, 500, MIB + 1), "4711")
     await found.claim(mine, Key("9", "4711"))
@@ -337,5 +337,26 @@ async def test_video_memory_goes_to_the_process_whose_start_it_names_and_to_nobo
     assert memory.adopt(f"hegm-vram-3.4711.bytes@500-{gpu}-0-{MIB}", os.memfd_create("video"))
     with pytest.raises(Refused, match="cannot tell which"):
         await found.in_video(mine, "4711")
+    memory.close()
+    pool.close()
+
+
+async def test_video_memory_on_several_gpus_is_one_copy_and_goes_to_its_process_whole() -> None:
+    """The first piece for each device tells which one it is for."""
+    memory, pool = VideoMemory(Link()), Pool(MIB)
+    first, second = (f"GPU-00000000-0000-0000-0000-00000000000{number}" for number in (1, 2))
+    assert memory.adopt(f"hegm-vram-7.4711.bytes@500-{second}-0-{MIB}", os.memfd_create("video"))
+    video = VideoOrphans(memory, lambda _: False, str, str, Workers(lambda _: None))
+    found = OrphanedMemory(pool, memory, video)
+    mine = out_of(4711, 500, 3 * MIB)
+    with pytest.raises(Refused, match=f"reaches to {MIB}"):
+        await found.in_video(mine, "4711")
+    name = f"hegm-vram-7.4711.bytes@500-{first}-{DEVICE_BYTES}-{2 * MIB}"
+    assert memory.adopt(name, os.memfd_create("video"))
+    assert {one.gpu for one in await found.in_video(mine, "4711")} == {first, second}
+    await found.claim(mine, Key("9", "4711"))
+    assert memory.of("9.4711.bytes@500") == {first: 2 * MIB, second: MIB}
+    assert found.has(mine, Key("9", "4711"))
+    assert memory.pieces("9.4711.bytes@500", first)[0].at == DEVICE_BYTES
     memory.close()
     pool.close()
