@@ -135,7 +135,7 @@ class VideoMemory:
     # -- taking and giving ---------------------------------------------------------------------------------------------
 
     async def reserve(self, who: str, gpu: str, size_bytes: int, *, spare: bool = False, start: int = 0) -> None:
-        """Reserve at least so much there for that owner in total; what is missing is added.
+        """Reserve at least that much there for that owner in total; only the missing part is added.
 
         For `spare` memory, nothing is released elsewhere first. `start` is the offset of the first piece, if the owner
         has none there. Raises Refused if the GPU lacks memory, and the

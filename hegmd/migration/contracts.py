@@ -98,9 +98,10 @@ class MigratedProcess:
     driver_bytes_by_gpu: tuple[int, ...] = ()
     #: Reservations for its storages on each of several GPUs, in their order, if a carrier moves them.
     storage_bytes_by_gpu: tuple[int, ...] = ()
-    #: Of one on several GPUs, in a carrier that copies from each of them by itself: which of its devices this is about.
+    #: Which of the devices of a process on several GPUs a copy session serves; None for the whole process.
     device: int | None = None
-    #: True if it keeps its CUDA context on its GPU; and what is planned to stay there, None where that is not known.
+    #: True if the process keeps its CUDA context on its GPU. Also the GPU memory that should remain there, None if
+    #: unknown.
     keeps_context: bool = False
     stays_bytes: int | None = None
     #: True if its storages only fit in rounds, as its carrier frees memory.

@@ -123,10 +123,10 @@ class OrphanedMemory:
         self._video = video
 
     async def in_video(self, worker: AgentConnection, name: str) -> tuple[VideoCopy, ...]:
-        """Return the GPU memory that has what is out of that process, which operations call so: on one GPU, or on one
-        for each of its devices. Nothing if a pool segment has it, or nothing does.
+        """Return the GPU memory with the offloaded bytes of that process, which operations call by `name`: on one GPU,
+        or on one for each of its devices. Empty if a pool segment has them, or none exist.
 
-        Raises Refused where several could be meant, or a part of it is gone.
+        Raises Refused if several could be meant, or a part is lost.
         """
         if not worker.held_bytes or worker.about.mark:  # it copied them itself, and never to video memory
             return ()
@@ -165,7 +165,9 @@ class OrphanedMemory:
         return (last.at + last.size_bytes) % DEVICE_BYTES
 
     async def claim(self, worker: AgentConnection, key: Key) -> None:
-        """Give what was found of that process to that operation. Raises HegmError; fine where there is nothing."""
+        """Give the orphaned memory of that process to that operation. Raises HegmError; does nothing if there is
+        none.
+        """
         if found := await self.in_video(worker, key.worker):
             to = bytes_name(key.operation, key.worker, worker.identity.start_ticks)
             for one in found:

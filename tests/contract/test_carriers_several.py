@@ -11,6 +11,7 @@ import pytest
 
 from hegmd.errors import Refused
 from hegmd.memory.video_memory import DEVICE_BYTES
+from hegmd.migration.carriers.copying import lane_of, lanes_of
 from hegmd.migration.carriers.host import HostCarrier
 from hegmd.migration.carriers.peer import PeerCarrier
 from hegmd.migration.contracts import Carrier, MigratedProcess, OutOfMemory
@@ -161,3 +162,16 @@ async def test_without_room_on_one_of_its_targets_none_is_taken_on_the_others(
         with pytest.raises(OutOfMemory):
             await carrier.reserve(replace(subject, storage_bytes_by_gpu=(4 * MIB, 64 * GIB)), SIZE_BYTES)
         assert carrier.held_bytes(subject) == 0
+
+
+async def test_the_sessions_of_a_process_are_not_those_of_one_whose_name_begins_with_its_own(
+    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with spread(tmp_path, owner, monkeypatch) as (_, _, subject):
+        own = replace(subject, name="python3")
+        other = replace(subject, name="python3.11")
+        lanes = [lane_of(one) for one in (own, replace(own, device=0), replace(own, device=1), other)]
+
+        assert lanes_of(own, lanes) == lanes[:3]
+        assert lanes_of(replace(own, device=1), lanes) == lanes[2:3]
+        assert lanes_of(other, lanes) == lanes[3:]

@@ -51,6 +51,9 @@ _OUT_OF_MEMORY = 2
 OUT, IN = "out", "in"
 _SPANS_AN_ORDER = 4096
 
+# Between a session's name and its device: no program's name has it, so `python3` never closes sessions of `python3.11`.
+_BEFORE_DEVICE = "/"
+
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -243,7 +246,7 @@ class CopyingCarrier(AtOnce):
     # -- copying -------------------------------------------------------------------------------------------------------
 
     async def _copy(self, direction: str, report: AgentReport, shares: Sequence[Share], on_progress: Progress) -> None:
-        """All of them, each by the helper or else by the process itself, which has its turn when the helper is done."""
+        """Copy all places, each by the helper or else, after it, by the process itself."""
         progress_of = parts_of(_rising(on_progress))
         left: dict[str, list[Span]] = {}
 
@@ -389,19 +392,19 @@ def _add(on_progress: Progress, before_bytes: int, copied_bytes: int) -> None:
 
 
 async def _nothing() -> None:
-    """To have the route is all that is wanted."""
+    """Do nothing: the caller only needs an open session."""
 
 
 def lane_of(subject: MigratedProcess) -> str:
     """Return the name of its copy session; of several, of the one for its `device`."""
     lane = f"{subject.operation}.{subject.name}"
-    return lane if subject.device is None else f"{lane}.{subject.device}"
+    return lane if subject.device is None else f"{lane}{_BEFORE_DEVICE}{subject.device}"
 
 
 def lanes_of(subject: MigratedProcess, lanes: Iterable[str]) -> list[str]:
     """Return the names of its own copy sessions among these: that of its `device`, or all of them."""
     own = lane_of(subject)
-    return [lane for lane in lanes if lane == own or (subject.device is None and lane.startswith(f"{own}."))]
+    return [lane for lane in lanes if lane == own or (subject.device is None and lane.startswith(own + _BEFORE_DEVICE))]
 
 
 def by_device(subject: MigratedProcess) -> list[MigratedProcess]:

@@ -89,7 +89,7 @@ class PeerCarrier(CopyingCarrier):
         self._windows: dict[str, Window] = {}
 
     async def reserve(self, subject: MigratedProcess, size_bytes: int) -> None:
-        """On the GPU that each of its devices goes to, or wherever some is held for that already."""
+        """Reserve on the target GPU of each of its devices, or on a GPU where it already has memory for that device."""
         if self.held_bytes(subject) < size_bytes:
             await self.abandon(subject)
         targets, parts = gpus_of(subject.target_gpu), by_device(subject)

@@ -232,7 +232,7 @@ def own_bytes(candidate: Candidate, carrier: str) -> int:
 
 
 def _against_context(share: Share) -> Iterator[str]:
-    """Copying by the helper needs a context on the target, beside all that the process will have there."""
+    """Yield why the target lacks memory for the helper's context, in addition to all that the process needs there."""
     to = share.to
     if to is None or to.id == share.source.id or to.free_bytes is None:
         return
