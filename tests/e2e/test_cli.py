@@ -84,6 +84,7 @@ def _fields(value: object, record: type[Record]) -> None:
 
 ONE_DOCUMENT = printed()[0][2]
 NEEDS_MORE = (
+    "attach",
     "simulate hold",
     "simulate fault",
     "inspect",

@@ -47,4 +47,4 @@ def test_the_contracts_rows_go_on_where_they_were_cut_and_what_does_not_hold_is_
 def test_words_for_a_part_that_is_not_there_are_refused(tmp_path: Path) -> None:
     ran = rehearse("in_turn", tmp_path / "node", "bench", "--", "driver", ROW)
     assert ran.returncode == 2
-    assert "there are moves, images, restart, inventory" in ran.stderr
+    assert "there are rows, images, restart, moves, inventory" in ran.stderr

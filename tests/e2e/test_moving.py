@@ -316,17 +316,27 @@ def test_run_starts_its_own_daemon_again_where_that_was_killed(tmp_path: Path) -
     environ = {name: value for name, value in os.environ.items() if not name.startswith("HEGM_")}
     own = tmp_path / "own.sock"
     words = [sys.executable, "-m", "hegmctl", "--socket", str(own), "run", "--simulate", "2x1GiB", "--"]
-    with subprocess.Popen([*words, "cat"], env=environ, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as job:
+    words += ["sh", "-c", "echo registered; exec cat"]
+
+    def running() -> subprocess.Popen[bytes]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(words, env=environ, stdin=pipe, stdout=pipe, stderr=pipe)
+
+    with running() as job:
         assert job.stderr is not None
+        assert job.stdout is not None
         assert b"started hegmd" in job.stderr.readline()
+        assert job.stdout.readline() == b"registered\n"
         with connect(str(own)) as hegmd:
             (known,) = hegmd.call(Jobs(), JobsReply).jobs
         (daemon,) = [one for one in psutil.process_iter(["cmdline"]) if str(own) in (one.info["cmdline"] or ())]
         daemon.kill()
         daemon.wait(HANG_S)
-        with subprocess.Popen([*words, "cat"], env=environ, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as again:
+        with running() as again:
             assert again.stderr is not None
+            assert again.stdout is not None
             assert b"started hegmd" in again.stderr.readline()
+            assert again.stdout.readline() == b"registered\n"
             with connect(str(own)) as hegmd:
                 assert [one.id for one in hegmd.call(Jobs(all=True), JobsReply).jobs] == [known.id, "j2"]
         assert job.stdin is not None
