@@ -1,6 +1,6 @@
 """What an operator waits for: whole commands from their start, swaps, and a daemon that is killed in mid-move.
 
-`bench_moves` measures for how long a training stands. Here the clock begins with the command, or with the kill. Each
+`bench_moves` measures how long a training is paused. Here the clock begins with the command, or with the kill. Each
 training is asked afterwards whether it still holds what it held.
 """
 
@@ -35,13 +35,15 @@ def run_commands(node: Node, record: Record, repeat: int) -> None:
             words = ("migrate", str(job.pid), "--to", f"gpu{there}", "--carrier", "peer")
             _note(record, "migrate, whole command", "peer", _command(node, job, *words))
             watch, began = Watch(node, job.pid, 0.0), time.monotonic()
-            _note(record, "suspend, whole command", "host", _command(node, job, "suspend", str(job.pid), stands=False))
+            _note(
+                record, "suspend, whole command", "host", _command(node, job, "suspend", str(job.pid), makes_step=False)
+            )
             _note(record, "suspend, until free", "host", watch.wait() - began)
             _note(record, "resume, whole command", "host", _command(node, job, "resume", str(job.pid)))
 
 
 def run_swap(node: Node, record: Record, repeat: int) -> None:
-    """Two trainings exchange their GPUs: for how long each of them stands."""
+    """Two trainings exchange their GPUs: how long each of them is paused."""
     with ExitStack() as held:
         jobs = [held.enter_context(closing(Held(node, SIZE_GIB, gpu=gpu))) for gpu in (0, 1)]
         for job in jobs:
@@ -93,12 +95,12 @@ def _process_s(node: Node, words: Sequence[str]) -> float:
     return time.monotonic() - began
 
 
-def _command(node: Node, job: Held, *words: str, stands: bool = True) -> float:
-    """How long it took. With `stands` the training has made a step after it."""
+def _command(node: Node, job: Held, *words: str, makes_step: bool = True) -> float:
+    """How long it took. With `makes_step`, the training has made a step after the command."""
     began = time.monotonic()
     node.hegmctl(*words)
     took_s = time.monotonic() - began
-    if stands:
+    if makes_step:
         job.pause_since(began)
     return took_s
 

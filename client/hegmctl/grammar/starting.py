@@ -77,7 +77,7 @@ STARTING = (
                 "--bytes",
                 kind=SIZE,
                 metavar="SIZE",
-                doc="how much GPU memory the job will need: it waits until so much is free for it. Without, --gpu auto "
+                doc="how much GPU memory the job will need: it waits until this much is free. Without, --gpu auto "
                 "chooses a GPU without other jobs",
             ),
             Option(
