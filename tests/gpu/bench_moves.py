@@ -1,4 +1,4 @@
-"""One command for a machine with two NVIDIA GPUs: how long do jobs stand when they are moved, and what takes it?
+"""One command for a machine with two NVIDIA GPUs: how long are jobs paused when they are moved, and what takes it?
 
     PYTHONPATH=.:client python3 -m tests.gpu.bench_moves [--state FILE] [--budget-s N] [--quick] [--rows]
                                                          [--sizes 32,100,8,1,0]
@@ -16,7 +16,8 @@ Tasks: `peer`, `host`, `host-migrate`, `worker`, `driver`, `arm` (until all is h
 driver), `hegm` (HeGM 0.3.3 from its wheel on the same training), `helper` (helper_run); without any, all of them, the
 most telling first. `--rows`: what the table of the targets needs.
 With --state, a file with a line for every figure, it goes on where it was cut. Prints every figure as it comes, and
-Markdown at the end. Runs over the stub driver too, where its figures say nothing.
+Markdown at the end. With one GPU it suspends and resumes, and migrates nothing. Runs over the stub driver too, where
+its figures say nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.gpu.bench_beside import ALONE, SIZE_GIB, run_adamw, run_arm, run_hegm, run_helper, run_idle
-from tests.gpu.bench_commands import RUNS, TAKES_S
+from tests.gpu.bench_commands import RUNS, TAKES_S, ready_settings
 from tests.gpu.bench_held import Held
 from tests.gpu.bench_record import Record, huge_pages, unwinding, warm
 from tests.gpu.bench_ways import Ways
@@ -210,13 +211,14 @@ def main() -> int:
         return 0
     plan = plan_of(asked)
     largest_gib = max((size for size, tasks in plan if any(task.name.startswith("host") for task in tasks)), default=0)
+    settings = ready_settings() if asked.rows or not asked.tasks or "commands" in asked.tasks else ""
     with ExitStack() as held:
         held.enter_context(unwinding())
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="hegm-bench-")))
         held.enter_context(huge_pages(record, largest_gib))
         warming = threading.Thread(target=warm, args=(asked.warm_gib,), daemon=True)
         warming.start()
-        node = held.enter_context(Node(folder, log_level="debug"))
+        node = held.enter_context(Node(folder, log_level="debug", settings=settings))
         record.say(f"driver {node.gpus.driver}, {len(node.gpus)} GPUs", keep=False)
         bench = Bench(node, record, ends)
         bench.run_moves(plan, warming.join)

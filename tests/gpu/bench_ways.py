@@ -65,6 +65,8 @@ class Ways:
         """Of the actions of a task those that are wanted again."""
         carrier = name.partition("-")[0]
         wanted = {action: repeat * (2 if action == "migrate" and name in BOTH_WAYS else 1) for action in ACTIONS[name]}
+        if len(self.node.gpus) == 1:
+            wanted.pop("migrate", None)
         return [action for action, times in wanted.items() if self.record.count(size_gib, action, carrier) < times]
 
     def once(self, job: Held, name: str, repeat: int) -> None:
