@@ -213,7 +213,7 @@ def _stay_with(
 
     flush()
     first = None if session.arguments.text("resume") is not None else Start(command, os.environ)
-    signals = None if slurm is None else SlurmSignals(*slurm)
+    signals = None if slurm is None else SlurmSignals(*slurm, session.sink.note)
     return Supervisor(desk or OneStart(), session.sink.note, signals).run(first)
 
 

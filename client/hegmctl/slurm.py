@@ -45,15 +45,32 @@ def grace_s(environ: Mapping[str, str]) -> float:
 
 
 class SlurmSignals:
-    """Asks the daemon to suspend and resume one job. `job` is None where no daemon has given it an id."""
+    """Asks the daemon to suspend and resume one job. `job` is None where no daemon has given it an id.
 
-    def __init__(self, job: str | None, path: str, environ: Mapping[str, str], grace_s: float) -> None:
+    If no process can be started that asks, `retry` starts it later: the job must not stay suspended after SIGCONT, and
+    the command must not end.
+    """
+
+    def __init__(
+        self,
+        job: str | None,
+        path: str,
+        environ: Mapping[str, str],
+        grace_s: float,
+        say: Callable[[str], object],
+        python: str = sys.executable,
+    ) -> None:
         self._job = job
         self._path = path
         self._environ = dict(environ)
         self._limit_s = grace_s * WAITS_SHARE
+        self._say = say
+        self._python = python
         self._has_suspended = False
         self._asking: int | None = None
+        self._words: list[str] = []
+        #: When to call `retry`, a monotonic instant. None if nothing has failed.
+        self.retry_at: float | None = None
 
     def take(self, number: int, pid: int, mask: set[signal.Signals]) -> None:
         """Handle one of the two signals. `pid` is the command's, `mask` the signals blocked in a new process. Never
@@ -65,16 +82,43 @@ class SlurmSignals:
         self._has_suspended = is_suspension
         self.close()
         job = self._job or str(pid)
-        words = [SUSPEND, job, self._path, f"{self._limit_s:g}"] if is_suspension else [RESUME, job, self._path]
+        limit = [f"{self._limit_s:g}"] if is_suspension else []
+        self._words = [SUSPEND if is_suspension else RESUME, job, self._path, *limit]
+        self._ask(mask)
+
+    def retry(self, mask: set[signal.Signals]) -> None:
+        """Start the process that asks the daemon, if that failed before and is due again."""
+        if self.retry_at is not None and monotonic() >= self.retry_at:
+            self._ask(mask, is_first=False)
+
+    def _ask(self, mask: set[signal.Signals], *, is_first: bool = True) -> None:
         isolated = ["-I"] if sys.flags.isolated else []
-        argv = [sys.executable, *isolated, "-m", "hegmctl.slurm", *words]
+        argv = [self._python, *isolated, "-m", "hegmctl.slurm", *self._words]
         # Of the job's output only standard error is ours.
         output = [(os.POSIX_SPAWN_DUP2, 2, 1)]
-        asking = os.posix_spawn(argv[0], argv, self._environ, file_actions=output, setsigmask=mask)
-        self._asking = os.pidfd_open(asking)  # it is not reaped yet
+        try:
+            asking = os.posix_spawn(argv[0], argv, self._environ, file_actions=output, setsigmask=mask)
+        except OSError as error:
+            self._failed(error, is_first=is_first)
+            return
+        try:
+            self._asking = os.pidfd_open(asking)  # it is not reaped yet
+        except OSError as error:
+            os.kill(asking, signal.SIGKILL)  # nothing could end it at the next signal
+            self._failed(error, is_first=is_first)
+        else:
+            self.retry_at = None
+
+    def _failed(self, error: OSError, *, is_first: bool) -> None:
+        self.retry_at = monotonic() + RETRY_S
+        if is_first:
+            verb = "suspends" if self._has_suspended else "resumes"
+            why = os.strerror(error.errno or 0)
+            self._say(f"Slurm {verb} this job, but no process can be started that tells hegmd: {why}; trying again")
 
     def close(self) -> None:
         """End the process that asks the daemon, if there is one."""
+        self.retry_at = None
         asking, self._asking = self._asking, None
         if asking is not None:
             try:

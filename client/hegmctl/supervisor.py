@@ -137,10 +137,13 @@ class Supervisor:
                 while self._over is None:
                     look_at = self._desk.turn(monotonic(), None if self._child is None else self._child.pid)
                     self._make_ready(signals)
+                    if self._slurm is not None:
+                        self._slurm.retry(signals.before)
                     if self._child is None and not self._do_what_is_wanted(signals):
                         self._hear(signals.next(_within_s(look_at, self._awaited_until())), signals)
                     elif self._child is not None and self._over is None:
-                        self._hear(signals.next(_within_s(look_at)), signals)
+                        retry_at = None if self._slurm is None else self._slurm.retry_at
+                        self._hear(signals.next(_within_s(look_at, retry_at)), signals)
             finally:
                 self._unready()
                 if self._slurm is not None:

@@ -1,0 +1,114 @@
+"""What `hegmctl run --slurm` does at a signal of Slurm if it cannot start the process that asks the daemon."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from time import monotonic
+
+from hegmctl.slurm import SlurmSignals
+from tests.looks import pause
+from tests.patience import HANG_S
+from tests.unit.hegmctl.running import ROOT
+
+# A stand-in for Python, which writes how it was called.
+STAND_IN = """#!/bin/sh
+printf '%s\\n' "$*" >"{called}.new"
+mv "{called}.new" "{called}"
+"""
+# A parent as of `hegmctl run --slurm`, whose Python is not there yet.
+SUPERVISES = """
+import os, sys
+from hegmctl.slurm import OneStart, SlurmSignals
+from hegmctl.supervisor import Start, Supervisor
+say = lambda text: print(text, file=sys.stderr, flush=True)
+slurm = SlurmSignals("j1", "/run/socket", {}, 30.0, say, python=sys.argv[1])
+command = ["/bin/sh", "-c", "echo trains; read line; exit 7"]
+sys.exit(Supervisor(OneStart(), say, slurm).run(Start(command, os.environ)))
+"""
+
+
+def _stand_in(path: Path, called: Path) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(STAND_IN.format(called=called))
+    new.chmod(0o755)
+    new.rename(path)
+
+
+def _await(path: Path) -> str:
+    until = monotonic() + HANG_S
+    while not path.exists():
+        assert monotonic() < until
+        pause()
+    return path.read_text().strip()
+
+
+def test_a_spawn_that_fails_ends_no_command_and_is_tried_again_until_it_succeeds(tmp_path: Path) -> None:
+    """The error of posix_spawn ended `run --slurm`, and the job was suspended for ever after SIGCONT."""
+    python, called = tmp_path / "python", tmp_path / "called"
+    environ = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "client")))}
+    words = [sys.executable, "-c", SUPERVISES, str(python)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, env=environ, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        assert parent.stderr is not None
+        assert parent.stdout.readline() == "trains\n"
+        parent.send_signal(signal.SIGTSTP)
+        assert parent.stderr.readline() == (
+            "Slurm suspends this job, but no process can be started that tells hegmd: "
+            "No such file or directory; trying again\n"
+        )
+        _stand_in(python, called)
+        assert _await(called) == "-m hegmctl.slurm suspend j1 /run/socket 20"
+        called.unlink()
+        python.unlink()
+        parent.send_signal(signal.SIGCONT)
+        assert "Slurm resumes this job, but" in parent.stderr.readline()
+        _stand_in(python, called)
+        assert _await(called) == "-m hegmctl.slurm resume j1 /run/socket"
+        parent.stdin.write("\n")
+        parent.stdin.flush()
+        assert parent.stderr.read() == ""
+    assert parent.returncode == 7
+
+
+def test_a_process_without_a_descriptor_to_end_it_is_ended_and_started_again(tmp_path: Path) -> None:
+    python, called = tmp_path / "python", tmp_path / "called"
+    _stand_in(python, called)
+    said: list[str] = []
+    slurm = SlurmSignals("j1", "/run/socket", {}, 30.0, said.append, python=str(python))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # the standard ones only
+    try:
+        slurm.take(signal.SIGTSTP, os.getpid(), set())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    os.wait()
+    why = "no process can be started that tells hegmd: Too many open files; trying again"
+    assert said == [f"Slurm suspends this job, but {why}"]
+    assert slurm.retry_at is not None
+    while slurm.retry_at is not None:
+        pause()
+        slurm.retry(set())
+    os.wait()
+    assert _await(called) == "-m hegmctl.slurm suspend j1 /run/socket 20"
+    slurm.close()
+
+
+def test_a_signal_drops_the_retry_of_the_one_before(tmp_path: Path) -> None:
+    said: list[str] = []
+    slurm = SlurmSignals("j1", "/run/socket", {}, 30.0, said.append, python=str(tmp_path / "python"))
+    slurm.take(signal.SIGTSTP, os.getpid(), set())
+    assert slurm.retry_at is not None
+    called = tmp_path / "called"
+    _stand_in(tmp_path / "python", called)
+    slurm.take(signal.SIGCONT, os.getpid(), set())
+    os.wait()
+    assert slurm.retry_at is None
+    assert _await(called) == "-m hegmctl.slurm resume j1 /run/socket"
+    slurm.close()
