@@ -60,6 +60,9 @@ class Orders:
         self._alone_deadline: float | None = None
         self._signal: int | None = None
         self._weighed: departing.Weight | HegmError | None = None
+        #: A survey that is answered while a snapshot waits for its boundary, and its result.
+        self._beside: Pending | None = None
+        self._found_beside: Found | None = None
         self._left_alone: str | None = None
         self.known_bytes = self.obeyed = 0
         self.changed_by_itself = False
@@ -115,7 +118,7 @@ class Orders:
         # First: whatever is raised below, the process must not stay parked.
         self._alone_deadline = monotonic() + _park_limit_s()
         self._bytes.finish()  # the next daemon must find the communicators in a state that lasts
-        pending = self._standing.take_pending()
+        pending, self._beside, self._found_beside = self._standing.take_pending(), None, None
         if pending is not None and not self._gate.parked:
             self._gate.withdraw()
         elif pending is not None and pending.do in ("park", SNAPSHOT):
@@ -156,6 +159,7 @@ class Orders:
                 raise refusal(self._left_alone, "try again once it has been restarted")
             if order.do not in BESIDE:
                 self._end_snapshot("another order arrived first")
+                self._end_survey_beside("another order arrived before the answer")
             if order.do not in BESIDE_FETCHING:
                 self.snapshots.end_fetching("another order arrived first")
             action(order, fd)
@@ -176,9 +180,18 @@ class Orders:
         elif self._gate.parked:
             self._standing.found = self._standing.look()
             self._tell_found(order.order, self._standing.found)
+        elif (pending := self._standing.pending) is not None and pending.do == SNAPSHOT:
+            self._end_survey_beside("a later survey was asked for")
+            self._beside = Pending(order, order.limit_s or SURVEY_LIMIT_S)
+            self._gate.call_beside(self._look_beside)
         else:
             self._wait_for(order, order.limit_s or SURVEY_LIMIT_S)
             self._gate.ask(Asked(CALL, call=self._look_in_passing))
+
+    def _end_survey_beside(self, why: str) -> None:
+        survey, self._beside, self._found_beside = self._beside, None, None
+        if survey is not None:
+            self._answers.failed(survey.order, refusal(why, "nothing needs to be done"))
 
     def _park(self, order: Order, _fd: int | None) -> None:
         """Park at a boundary. The last order counts; it may name another boundary while an earlier one is pending."""
@@ -296,6 +309,7 @@ class Orders:
     def next_deadline(self) -> float | None:
         """Return when `tick` has to be called at the latest."""
         deadlines = [self._alone_deadline, self._bytes.next_deadline(), self.snapshots.next_deadline()]
+        deadlines += [] if self._beside is None else [self._beside.deadline]
         pending = self._standing.pending
         if pending is not None:
             deadlines.append(pending.deadline)
@@ -314,6 +328,8 @@ class Orders:
         now = monotonic()
         if self._standing.pending is not None:
             self._look_after(self._standing.pending, now)
+        if self._beside is not None:
+            self._look_after_survey(self._beside, now)
         if self._alone_deadline is not None and now >= self._alone_deadline:
             self.come_back("the limit on being parked without a daemon")
 
@@ -342,6 +358,21 @@ class Orders:
                 self._answers.done(pending.order, parked=False, held_bytes=0)  # the count is known, the bytes are not
             else:
                 self._answers.failed(pending.order, no_boundary(pending.limit_s, "after it was released"))
+
+    def _look_after_survey(self, survey: Pending, now: float) -> None:
+        """Answer a survey that was asked for beside a snapshot; once that has ended, it is a survey like any other."""
+        found = self._found_beside
+        if found is None and self._gate.parked:
+            found = self._standing.look()
+        if found is not None:
+            self._beside = self._found_beside = None
+            self._tell_found(survey.order, found)
+        elif survey.deadline is not None and now >= survey.deadline:
+            self._beside = None
+            self._answers.done(survey.order, parked=False, held_bytes=0)  # the count is known, the bytes are not
+        elif self._standing.pending is None and not self._gate.requested:
+            self._standing.pending, self._beside = survey, None
+            self._gate.ask(Asked(CALL, call=self._look_in_passing))
 
     def _look_after_park(self, pending: Pending, attempts: Attempts, *, is_late: bool) -> None:
         """Answer a park as soon as it succeeds or fails: other ranks that are parked may have to continue to a later
@@ -404,6 +435,13 @@ class Orders:
         """Survey the storages, in the training thread at a boundary."""
         try:
             self._standing.found = self._standing.look()
+        except Exception as error:  # noqa: BLE001 - the edge to the script
+            note(f"no survey: {error!r}")
+
+    def _look_beside(self) -> None:
+        """Survey the storages, in the training thread at a boundary that a snapshot may wait for too."""
+        try:
+            self._found_beside = self._standing.look()
         except Exception as error:  # noqa: BLE001 - the edge to the script
             note(f"no survey: {error!r}")
 

@@ -57,6 +57,7 @@ class Gate:
 
     __slots__ = (
         "_asked",
+        "_beside",
         "_by_hand",
         "_count_at_step",
         "_home",
@@ -91,6 +92,7 @@ class Gate:
         self.on_change: Callable[[], None] = _ignore
         self.on_signal: Callable[[int], None] = _ignore_signal
         self._asked: Asked | None = None
+        self._beside: Callable[[], None] | None = None
         self._by_hand = False
         self._count_at_step: int = 0
         self._parked_locks: dict[int, object] = {}
@@ -138,6 +140,13 @@ class Gate:
                 self.passed = self.declined = None
                 self._asked, self._taken = asked, None
                 self.requested = True
+
+    def call_beside(self, call: Callable[[], None]) -> None:
+        """Have the training thread call this at its next boundary, whatever else it is to do at which boundary.
+
+        Only while something else is requested: an idle pass does not look at it.
+        """
+        self._beside = call
 
     def ask_on(self, asked: Asked) -> None:
         """Replace the request; a parked thread continues to the new one without a moment without a request."""
@@ -192,7 +201,7 @@ class Gate:
         self._inert = True
         self._trap.lift()
         self.requested = self.lent = False
-        self._asked = None
+        self._asked = self._beside = None
         self._lock = allocate_lock()
         self._parked_locks = {}
         self.on_change = _ignore
@@ -209,6 +218,11 @@ class Gate:
 
     def at_boundary(self) -> None:
         """Do what is requested at a boundary of the training thread, or park it."""
+        beside = self._beside
+        if beside is not None:
+            self._beside = None
+            beside()
+            self.on_change()
         asked = self._asked
         if asked is None or self.count < asked.at:
             return

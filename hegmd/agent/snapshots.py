@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 SNAPSHOT = "snapshot"
 # Orders that may come while a snapshot waits for its boundary. Any other one comes first.
-BESIDE = frozenset((SNAPSHOT, "count", "stacks"))
+BESIDE = frozenset((SNAPSHOT, "count", "stacks", "survey"))
 # Orders that may run while a shadow is copied.
-BESIDE_FETCHING = BESIDE - {SNAPSHOT} | {"survey", "weigh", "beforehand"}
+BESIDE_FETCHING = BESIDE - {SNAPSHOT} | {"weigh", "beforehand"}
 _NONE = -1
 _LOOK_S = 0.01
 

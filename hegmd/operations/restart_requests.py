@@ -39,7 +39,7 @@ class Restarts(BackgroundTasks):
 
     `forget` is called with operations whose state is no longer needed. `is_over` says whether a successor has finished
     its training, according to its supervisor's record; it blocks briefly. `require_kept` raises HegmError unless that
-    user may continue from the kept state of that job.
+    user may continue from the kept state of that job in that process.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Restarts(BackgroundTasks):
         *,
         forget: Callable[[str], object],
         is_over: Callable[[str], bool],
-        require_kept: Callable[[str, int], object],
+        require_kept: Callable[[str, int, int], object],
     ) -> None:
         super().__init__()
         self._forget = forget
@@ -76,7 +76,7 @@ class Restarts(BackgroundTasks):
     async def attend(self, key: object, pid: int, uid: int, offer: Supervise, send: Send) -> None:
         """Register a supervisor until it disconnects. Raises HegmError if its request is not allowed."""
         if offer.resumes is not None and _is_recovery(offer.resumes):
-            self._require_kept(offer.resumes, uid)
+            self._require_kept(offer.resumes, uid, pid)
         elif offer.resumes is not None:
             self._require_held(offer.resumes, uid)
         await self._supervisors.attend(key, pid, uid, offer, send)

@@ -138,8 +138,8 @@ class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order)
     `restarted` the operation that the state is from.
 
     `snapshot` parks the training as for `save`, writes the slot and sets its record. Without a descriptor, or with one
-    that is too small, the order fails and reports the size of the state. Any other order except `count` and `stacks`
-    cancels a snapshot that has not begun to write.
+    that is too small, the order fails and reports the size of the state. Any other order except `count`, `stacks` and
+    `survey` cancels a snapshot that has not begun to write.
     """
 
     token: str = field("identifies this agent across connections; the agent makes it: 32 hexadecimal digits")

@@ -48,6 +48,7 @@ class InProcess:
         if self.is_live(record) and (record.launcher_pid, record.launcher_start_ticks) != (pid, ticks):
             raise Refused(f"process {record.launcher_pid} launches the ranks of job {job.id}", "run: hegmctl recovery")
         self._node.save(record.replace(launcher_pid=pid, launcher_start_ticks=ticks, ranks=1))
+        await self._node.until_saved()  # without the record, the next daemon would free the slot
         slots = JobSlots(self._node.pool, job.id)
         return job.id, await slots.take(0, asked.slot, asked.size_bytes, Source(uid, ticks or 0))
 

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 
 from hegmd.errors import HegmError
 from hegmd.memory.pool import Pool
+from hegmd.migration.methods import launchers
 from hegmd.node.inventory import NodeSnapshot
 from hegmd.protocol.slots import SlotRecord
 from hegmd.protocol.snapshots import Gpu
@@ -33,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 # The agent's own thread answers, if it has the interpreter.
 COUNT_S = 2.0
+# How long the agents of a training that hangs have to say where its threads are.
+STACKS_S, MAX_STACKS_CHARS = 5.0, 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,7 @@ class Node:
     variables: Callable[[Sequence[str]], dict[str, Any]]
     is_in_hand: Callable[[int], bool]
     save: Callable[[JobSnapshots], object]
+    until_saved: Callable[[], Awaitable[None]]
     workers_of: Callable[[str], Sequence[AgentConnection]]
     news: Condition
     utc: Callable[[], float] = time.time
@@ -128,8 +133,32 @@ class ProtectedJob:
         except SupervisorAway as error:
             logger.debug("%s", error.message)
 
+    async def kill(self, own: Sequence[AgentConnection], why: str, stacks: str | None, event: str) -> None:
+        """End these processes of it. Its command then fails, and it is recovered."""
+        self.killed = why, stacks
+        self.record_event(event, "warning", f"{self} {why}")
+        await self.note(f"{self} {why}", f"see: hegmctl recovery {self.record.job}")
+        for worker in own:
+            await anyio.to_thread.run_sync(launchers.end_one, worker.pid, worker.identity.start_ticks)
+
     def record_event(self, kind: str, severity: str, message: str) -> None:
         """Record an event about it."""
         facts = {"job": self.record.job}
         self.node.events.record(kind, severity, message, facts=facts)
         logger.info("%s", message, extra=fields(job=self.record.job))
+
+
+async def stacks_of(own: Sequence[AgentConnection]) -> str:
+    """Return where the threads of these processes are."""
+    return "\n".join([f"process {worker.pid}: {await _stacks_of(worker)}" for worker in own])
+
+
+async def _stacks_of(worker: AgentConnection) -> str:
+    """Where its threads are; a C call that keeps the interpreter keeps its agent from saying so."""
+    with anyio.move_on_after(STACKS_S):
+        try:
+            report = await worker.order("stacks", limit_s=STACKS_S)
+            return "\n".join(report.stacks)[:MAX_STACKS_CHARS]
+        except HegmError as error:
+            return error.message
+    return "its agent does not answer: it is stopped, or a C call keeps the interpreter to itself"

@@ -24,6 +24,9 @@ MAX_FRUITLESS = 3
 # between two epochs lengthens, and not before this minimum. Time during an operation on the job does not count.
 LEARNED_TIMES = 5.0
 LEAST_HANG_S = 60.0
+# A start from a snapshot counts as hung after this many times the time that the job took for its first step, and not
+# before this minimum: a script may prepare its data for long, and has to skip what was trained.
+LEAST_START_S = 600.0
 
 
 def interval_s(wished_s: float | None, cost_s: float, copied_s: float = 0.0) -> float:
@@ -128,6 +131,17 @@ def is_fit(gpu: Gpu) -> bool:
 def gone_of(names: Sequence[str], gpus: Sequence[Gpu]) -> Gpu | None:
     """Return the first of these GPUs that is gone."""
     return next((gpu for gpu in gpus if gpu.id in names and gpu.health.condition == GONE), None)
+
+
+def start_limit_s(wished_s: float | None, longest_s: float, hung: int, least_s: float = LEAST_START_S) -> float | None:
+    """Return how long a start from a snapshot may take to its next step; None for as long as it likes.
+
+    `wished_s` is the limit for hangs that was asked for, `longest_s` the longest start of the job so far, and `hung`
+    how many starts were ended in a row: each of them doubles the limit.
+    """
+    if wished_s == 0.0:
+        return None
+    return max(least_s, wished_s or 0.0, LEARNED_TIMES * longest_s) * 2**hung
 
 
 class HangWatch:

@@ -6,17 +6,16 @@ A daemon that is started meanwhile continues from what the supervisor says and f
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 
 import anyio
-import anyio.to_thread
 
-from hegmd.errors import HegmError
-from hegmd.migration.methods import launchers
 from hegmd.migration.methods.progress_probe import is_stopped
 from hegmd.node.gpu_sets import gpus_of
+from hegmd.node.processes.procfs import TICKS_PER_S
 from hegmd.protocol.recovery import UNDER_WAY
-from hegmd.recovery.job import ProtectedJob
+from hegmd.recovery.job import ProtectedJob, stacks_of
 from hegmd.recovery.policy import HangWatch, gone_of, gpus_to_start_on, interval_s, raised
 from hegmd.recovery.snapshots import FIRST_BATCH_S, MAX_RANKS, NotNow, SnapshotRounds, Unprotected
 from hegmd.recovery.starts import Starts
@@ -33,8 +32,6 @@ SOON_S, AGAIN_S = 0.1, 1.0
 UNPROTECTED_S = 30.0
 # A job has this many checks to end by itself after its GPU was gone.
 GONE_LOOKS = 3
-# How long the agents of a training that hangs have to say where its threads are.
-STACKS_S, MAX_STACKS_CHARS = 5.0, 20_000
 
 
 class Protection:
@@ -48,6 +45,10 @@ class Protection:
         self._starts = Starts(job)
         self._since = self._due = anyio.current_time()
         self._has_noted_raised = False
+        #: The boundary of a hang without a snapshot, of which the user was told; and whether its processes were seen
+        #: before their first one.
+        self._hung_at: int | None = None
+        self._is_before_first_step = False
 
     # -- views
     # ----------------------------------------------------------------------------------------------------------
@@ -139,7 +140,9 @@ class Protection:
         while True:
             await anyio.sleep(LOOK_S)
             looks = 0 if self.is_recovering else await self._look_at_gpus(looks)
-            own = [worker for worker in self.job.own_workers() if worker.boundary]
+            workers = self.job.own_workers()
+            own = [worker for worker in workers if worker.boundary]
+            self._learn_start([] if self.is_recovering else workers, own)
             await self.job.count([worker for worker in own if worker.connected])
             is_held = any(self.job.node.is_in_hand(worker.pid) for worker in own)
             if not own or self.is_recovering or is_held or is_stopped(self.job.supervisor.pid):  # as by Ctrl-Z
@@ -172,20 +175,28 @@ class Protection:
                 why += "and " + ("has no snapshot" if self.job.newest is None else "no other GPU is healthy")
                 self.job.record_event("job.gpu-gone", "error", f"{self.job} {why}: it is not changed")
             else:
-                await self._kill(own, why + "and was killed", None, "job.gpu-gone")
+                await self.job.kill(own, why + "and was killed", None, "job.gpu-gone")
         return looks + 1
 
     async def _end_hung(self, own: Sequence[AgentConnection], without_s: float) -> None:
-        """Note where the threads of a training are that hangs, and kill its processes."""
-        stacks = "\n".join([f"process {worker.pid}: {await _stacks_of(worker)}" for worker in own])
-        await self._kill(own, f"made no step for {without_s:.0f} s, and was killed", stacks, "job.hung")
+        """Note where the threads of a training are that hangs, and kill its processes; not if nothing is gained."""
+        if self.job.newest is not None:
+            why = f"made no step for {without_s:.0f} s, and was killed"
+            await self.job.kill(own, why, await stacks_of(own), "job.hung")
+        elif self.job.boundary != self._hung_at:
+            self._hung_at = self.job.boundary
+            message = f"{self.job} has made no step for {without_s:.0f} s, and has no snapshot: it is not changed"
+            self.job.record_event("job.hung", "warning", message)
+            await self.job.note(message, "end it if it hangs: only a job with a snapshot can be recovered")
 
-    async def _kill(self, own: Sequence[AgentConnection], why: str, stacks: str | None, event: str) -> None:
-        self.job.killed = why, stacks
-        self.job.record_event(event, "warning", f"{self.job} {why}")
-        await self.job.note(f"{self.job} {why}", f"see: hegmctl recovery {self.job.record.job}")
-        for worker in own:
-            await anyio.to_thread.run_sync(launchers.end_one, worker.pid, worker.identity.start_ticks)
+    def _learn_start(self, workers: Sequence[AgentConnection], own: Sequence[AgentConnection]) -> None:
+        """Learn how long the job takes to its first step, if it was seen before that."""
+        if own and self._is_before_first_step:
+            began = min(worker.identity.start_ticks for worker in own) / TICKS_PER_S
+            took_s = time.clock_gettime(time.CLOCK_BOOTTIME) - began
+            record = self.job.record
+            self.job.put(record.replace(longest_start_s=max(record.longest_start_s, round(took_s, 1))))
+        self._is_before_first_step = bool(workers) and not own
 
     async def _find_newest(self) -> None:
         """Find the snapshots that an earlier daemon left."""
@@ -302,14 +313,3 @@ class Protection:
 
     async def _tell_protected(self) -> None:
         await self.job.supervisor.tell("protect", self.job.record.job)
-
-
-async def _stacks_of(worker: AgentConnection) -> str:
-    """Where its threads are; a C call that keeps the interpreter keeps its agent from saying so."""
-    with anyio.move_on_after(STACKS_S):
-        try:
-            report = await worker.order("stacks", limit_s=STACKS_S)
-            return "\n".join(report.stacks)[:MAX_STACKS_CHARS]
-        except HegmError as error:
-            return error.message
-    return "its agent does not answer: it is stopped, or a C call keeps the interpreter to itself"

@@ -1,7 +1,8 @@
 """The facts about a protected job that outlive the daemon: its recoveries and their results, on disk.
 
-One file for each job, rewritten at each change. It does not list the snapshots: each slot has its own record. A file
-that cannot be read counts as missing: the job is protected as a new one. Blocks.
+One file for each job, rewritten soon after each change, in a thread: a disk that is slow or full stops nothing. It does
+not list the snapshots: each slot has its own record. A file that cannot be read counts as missing: the job is protected
+as a new one.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hegmd.errors import HegmError
@@ -17,6 +18,8 @@ from hegmd.protocol.record import Record, field
 from hegmd.protocol.recovery import RecoveryAttempt
 from hegmd.recovery.policy import Budget
 from hegmd.system.state_dir import replace_file
+from hegmd.system.state_saving import RETRY_S, StateSaving
+from hegmd.telemetry.log import limited
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +43,7 @@ class JobSnapshots(Record):
     recoveries: int = field("how many recoveries there were", default=0)
     fruitless: int = field("how many of the last ones brought the training no further", default=0)
     furthest_step: int | None = field("the last step that the training is known to have come to", default=None)
+    longest_start_s: float = field("the longest time that it has taken from its start to a step", default=0.0)
     launcher_pid: int | None = field("the launcher whose ranks recover in process; nil without one", default=None)
     launcher_start_ticks: int | None = field("when that was started", default=None)
     unprotected: str | None = field("what prevents its ranks' snapshots", default=None)
@@ -63,14 +67,20 @@ class JobSnapshots(Record):
         return self.replace(attempts=(*others, attempt)[-MAX_ATTEMPTS:])
 
 
-class SnapshotFiles:
-    """The files of one state directory."""
+class SnapshotFiles(StateSaving[Mapping[str, JobSnapshots]]):
+    """The files of one state directory. `put` all records, by job; those that differ from their files are written."""
 
-    def __init__(self, state_dir: Path) -> None:
+    def __init__(self, state_dir: Path, *, retry_s: float = RETRY_S) -> None:
+        super().__init__(self.save, _report, name="hegmd-recovery", retry_s=retry_s)
         self._folder = state_dir / FOLDER
+        self._on_disk: dict[str, JobSnapshots] = {}
 
-    def load(self) -> Iterator[JobSnapshots]:
-        """Read all of them. An unreadable one is removed."""
+    def load(self) -> list[JobSnapshots]:
+        """Read all of them. An unreadable one is removed. Blocks."""
+        self._on_disk = {record.job: record for record in self._read()}
+        return list(self._on_disk.values())
+
+    def _read(self) -> Iterator[JobSnapshots]:
         for path in sorted(self._folder.glob("j*.json")) if self._folder.is_dir() else ():
             try:
                 yield JobSnapshots.from_plain(json.loads(path.read_bytes()), "recovery")
@@ -79,15 +89,17 @@ class SnapshotFiles:
                 with contextlib.suppress(OSError):
                     path.unlink()
 
-    def save(self, record: JobSnapshots) -> None:
-        """Have it on disk. Failing that, say so: the job is protected all the same."""
-        try:
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-            replace_file(self._folder / f"{record.job}.json", json.dumps(record.to_plain()).encode())
-        except OSError as error:
-            logger.warning("the recoveries of job %s were not written down: %s", record.job, error)
+    def save(self, records: Mapping[str, JobSnapshots]) -> None:
+        """Write what has changed. Raises OSError; what was written until then is not written again. Blocks."""
+        for job in self._on_disk.keys() - records.keys():
+            (self._folder / f"{job}.json").unlink(missing_ok=True)
+            del self._on_disk[job]
+        for job, record in records.items():
+            if self._on_disk.get(job) != record:
+                self._folder.mkdir(mode=0o700, exist_ok=True)
+                replace_file(self._folder / f"{job}.json", json.dumps(record.to_plain()).encode())
+                self._on_disk[job] = record
 
-    def forget(self, job: str) -> None:
-        """Remove it. Does nothing if there is none."""
-        with contextlib.suppress(OSError):
-            (self._folder / f"{job}.json").unlink()
+
+def _report(why: str) -> None:
+    limited(logger, "recovery", logging.ERROR, "the recoveries of jobs cannot be written down: %s", why)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.abc
 
 from hegmd.errors import DENIED, NOT_FOUND, HegmError, Refused
 from hegmd.memory.pool import Key, Pool
@@ -86,6 +87,7 @@ class Recoveries(BackgroundTasks):
             variables=variables,
             is_in_hand=is_in_hand,
             save=self._save,
+            until_saved=self._files.until_saved,
             workers_of=self._workers_of,
             news=self._news,
             utc=utc,
@@ -100,6 +102,12 @@ class Recoveries(BackgroundTasks):
     def open(self) -> None:
         """Read the records of earlier daemons. Blocks."""
         self._records.update({record.job: record for record in self._files.load()})
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Keep the protections running and write what changes, until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._files.run)
+            await super().run(task_status=task_status)
 
     def owns(self, key: Key) -> bool:
         """Whether a segment of the pool is a slot of a known job."""
@@ -142,7 +150,7 @@ class Recoveries(BackgroundTasks):
 
     def _save(self, record: JobSnapshots) -> None:
         self._records[record.job] = record
-        self._files.save(record)
+        self._files.put(dict(self._records))
 
     # -- who comes and goes --------------------------------------------------------------------------------------------
 
@@ -163,6 +171,7 @@ class Recoveries(BackgroundTasks):
         job = protection.job.record.job
         self._save(protection.job.record)
         try:
+            await self._files.until_saved()  # without the record, the next daemon would free the slots
             while protection.job.supervisor.lives:
                 await run_once(protection)
             await self._keep_or_drop(protection)
@@ -194,20 +203,24 @@ class Recoveries(BackgroundTasks):
         """Give the slots back. Raises HegmError; then they are held, and it is tried again."""
         freed_bytes = await JobSlots(self._pool, job).release()
         self._records.pop(job, None)
-        self._files.forget(job)
+        self._files.put(dict(self._records))
         return freed_bytes
 
     # -- requests
     # -------------------------------------------------------------------------------------------------------
 
-    def require_kept(self, job: str, uid: int) -> None:
-        """Check that this user may continue from the kept state of that job. Raises HegmError."""
+    def require_kept(self, job: str, uid: int, pid: int) -> None:
+        """Check that this user may continue from the kept state of that job in this process. Raises HegmError."""
         record = self._records.get(job)
         if record is None or record.kept is None:
             raise Refused(f"no state of job {job} is kept", "run: hegmctl recovery")
         if record.uid != uid:
             hint = "run the command as that user: only the owner may use a saved state"
             raise HegmError(DENIED, f"job {job} belongs to uid {record.uid}", hint)
+        running = self._running.get(job)
+        other = None if running is None else running.job.supervisor
+        if other is not None and other.lives and other.pid != pid:
+            raise Refused(f"process {other.pid} continues job {job} already", f"run: hegmctl recovery {job}")
 
     async def show(self, wanted: Sequence[int | str], may: May) -> told.RecoveryReply:
         """Return how these jobs are protected, or all. Raises HegmError for one that is not."""

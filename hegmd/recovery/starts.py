@@ -10,14 +10,15 @@ import os
 from collections.abc import Sequence
 
 import anyio
+import anyio.to_thread
 
 from hegmd.errors import HegmError
 from hegmd.migration.methods import launchers
 from hegmd.migration.methods.restore_lock import claimed, lock_path, was_restored
 from hegmd.protocol.recovery import FAILED, GIVEN_UP, RECOVERED, UNDER_WAY, RecoveryAttempt
 from hegmd.protocol.slots import SlotRecord
-from hegmd.recovery.job import ProtectedJob
-from hegmd.recovery.policy import gpus_to_start_on
+from hegmd.recovery.job import ProtectedJob, stacks_of
+from hegmd.recovery.policy import LEAST_START_S, Budget, gpus_to_start_on, start_limit_s
 from hegmd.recovery.records import JobSnapshots
 from hegmd.workers.job_names import status_text
 from hegmd.workers.supervisors import SupervisorAway
@@ -35,9 +36,12 @@ _BATCH = 1
 class Starts:
     """The starts of one job."""
 
-    def __init__(self, job: ProtectedJob) -> None:
+    def __init__(self, job: ProtectedJob, *, least_start_s: float = LEAST_START_S) -> None:
         self._job = job
         self.is_recovering = False
+        self._least_start_s = least_start_s
+        #: How many starts have hung: each has twice the time of the one before.
+        self._hung = 0
 
     def is_wanted(self) -> bool:
         """Whether its command has failed, or a new `hegmctl run` wants to continue from its kept state."""
@@ -91,7 +95,8 @@ class Starts:
                 await self._give_up(attempt, error.message)
                 return
             attempt = attempt.replace(started_s=self._job.node.utc() - attempt.fell_utc)
-            record = self._job.record.spending(self._job.record.budget.spent()).with_attempt(attempt)
+            budget = self._job.record.budget
+            record = self._job.record.spending(budget if fell is None else budget.spent()).with_attempt(attempt)
             self._job.put(record.replace(kept=None, kept_utc=None))
             await self._await_start(attempt)
 
@@ -110,7 +115,8 @@ class Starts:
         killed, self._job.killed = self._job.killed, None
         why, stacks = (why, None) if killed is None else killed
         attempt = RecoveryAttempt(fell_utc=self._job.node.utc(), why=why, step=step, stacks=stacks)
-        budget = self._job.record.budget if fell is None else self._job.record.budget.fell(step)
+        former = self._job.record.budget
+        budget = Budget(furthest_step=former.furthest_step) if fell is None else former.fell(step)
         self._job.put(self._job.record.spending(budget).with_attempt(attempt))
         self._job.record_event("job.fell", "warning", f"{self._job} {why} at step {step}")
         return attempt
@@ -166,7 +172,9 @@ class Starts:
         if attempt.result == RECOVERED:  # the supervisor was disconnected when the result was sent
             await self._job.supervisor.tell("forget", self._job.record.job)
             return
-        began = attempt.fell_utc
+        began, since = attempt.fell_utc, anyio.current_time()
+        longest_s = self._job.record.longest_start_s
+        limit_s = start_limit_s(self._job.wish.hang_limit_s, longest_s, self._hung, self._least_start_s)
         while self._job.supervisor.lives and self.is_under_way():
             back = [worker for worker in self._job.own_workers() if worker.about.restarted == self._job.record.job]
             if len(back) >= max(1, self._job.record.ranks):
@@ -175,14 +183,30 @@ class Starts:
                     self._job.put(self._job.record.with_attempt(attempt))
                 await self._job.count(back)
                 if all(worker.boundary > worker.about.boundary + _BATCH for worker in back):
+                    self._hung = 0
                     await self._note_recovered(attempt, back)
                     return
+            if limit_s is not None and anyio.current_time() - since > limit_s:
+                self._hung += 1
+                await self._end_start(limit_s)
+                return
             with anyio.move_on_after(SOON_S if back else LOOK_S):
                 await self._job.node.news.wait()
 
+    async def _end_start(self, limit_s: float) -> None:
+        """Kill a start that came to no step, its command first: its end is a failure like any other."""
+        own, supervisor = self._job.own_workers(), self._job.supervisor
+        why = f"came to no step within {limit_s:.0f} s of its start from a snapshot, and was killed"
+        stacks = await stacks_of(own)
+        if supervisor.offer.pid is not None:
+            await anyio.to_thread.run_sync(launchers.end_child, supervisor.offer.pid, supervisor.pid)
+        await self._job.kill(own, why, stacks, "job.hung")
+
     async def _note_recovered(self, attempt: RecoveryAttempt, back: Sequence[AgentConnection]) -> None:
         attempt = attempt.replace(trained_s=self._job.node.utc() - attempt.fell_utc, result=RECOVERED)
-        self._job.put(self._job.record.with_attempt(attempt))
+        record = self._job.record.with_attempt(attempt)
+        took_s = (attempt.trained_s or 0.0) - (attempt.started_s or 0.0)
+        self._job.put(record.replace(longest_start_s=max(record.longest_start_s, took_s)))
         self._job.first_step = max(0, (attempt.from_step or 0) - back[0].about.boundary)
         self._job.boundary = back[0].boundary
         message = f"{self._job} was recovered from step {attempt.from_step} in {attempt.trained_s or 0.0:.1f} s"

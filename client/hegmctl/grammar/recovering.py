@@ -48,7 +48,7 @@ RECOVERY = (
     Option(
         "--truncate-outputs",
         doc="with --recover: cut files that the script appends to, and its output where that is a file, back to their "
-        "length at the snapshot; without it, repeated steps repeat their output",
+        "length at the snapshot, and keep the rest in FILE.cut; without it, repeated steps repeat their output",
     ),
     Option(
         "-n",

@@ -32,6 +32,12 @@ def end_with_all_below(pid: int, start_ticks: int) -> None:
         end_all(population_of(pids_below(pid)))
 
 
+def end_child(pid: int, parent: int) -> None:
+    """End that process with whatever it has started, if it is a child of that parent."""
+    if parent_of(pid) == parent:
+        end_all(population_of(pids_below(pid)))
+
+
 def end_one(pid: int, start_ticks: int) -> None:
     """End that very process."""
     end_all(ProcessSet({pid: start_ticks}))

@@ -1,4 +1,4 @@
-"""A snapshot waits for its boundary and never holds anybody up: any other order comes first."""
+"""A snapshot waits for its boundary and never holds anybody up: an order that does more than ask comes first."""
 
 from __future__ import annotations
 
@@ -50,6 +50,44 @@ def test_a_count_is_answered_beside_it_and_a_later_snapshot_takes_its_place(rank
     rank.orders.obey(Order(order=2, do="count"), None)
     _snapshot(rank, 3)
     assert [(report.order, report.result) for report in rank.reports] == [(2, "done"), (1, "failed")]
+    rank.orders.end()
+
+
+def test_a_survey_is_answered_beside_a_snapshot_that_waits_for_its_boundary(rank: _Rank) -> None:
+    """Surveys ended snapshots and snapshots ended surveys: a job whose steps are slow was never protected."""
+    _snapshot(rank, 1, at=3)
+    rank.orders.obey(Order(order=2, do="survey", limit_s=HANG_S), None)
+    rank.let_pass()
+    _tick_until(rank, lambda: rank.reports)
+    assert [(report.order, report.result) for report in rank.reports] == [(2, "done")]
+    assert rank.news.acquire(timeout=HANG_S)
+    assert not rank.gate.parked
+    rank.let_pass(2)
+    assert rank.wait_until_parked() == 3
+    rank.orders.end()
+
+
+def test_a_survey_beside_a_snapshot_that_ends_is_answered_at_the_next_boundary(rank: _Rank) -> None:
+    _snapshot(rank, 1, at=9)
+    rank.orders.obey(Order(order=2, do="survey", limit_s=HANG_S), None)
+    _snapshot(rank, 3, at=9)
+    rank.orders.obey(Order(order=4, do="survey", limit_s=HANG_S), None)
+    assert [(one.order, one.result) for one in rank.reports] == [(1, "failed"), (2, "failed")]
+    rank.orders._end_snapshot("as if it was late")
+    rank.orders.tick()
+    rank.let_pass()
+    _tick_until(rank, lambda: len(rank.reports) == 4)
+    assert [(one.order, one.result) for one in rank.reports[2:]] == [(3, "failed"), (4, "done")]
+
+
+def test_a_survey_beside_a_snapshot_has_its_limit_and_gives_way_to_other_orders(rank: _Rank) -> None:
+    _snapshot(rank, 1, at=9)
+    rank.orders.obey(Order(order=2, do="survey", limit_s=PAUSE_S), None)
+    _tick_until(rank, lambda: rank.reports)
+    assert [(one.order, one.result, one.held_bytes) for one in rank.reports] == [(2, "done", 0)]
+    rank.orders.obey(Order(order=3, do="survey", limit_s=HANG_S), None)
+    rank.park(4, at=1)
+    assert [(one.order, one.result) for one in rank.reports[1:]] == [(1, "failed"), (3, "failed")]
     rank.orders.end()
 
 

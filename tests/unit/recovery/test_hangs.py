@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hegmd.recovery.policy import LEAST_HANG_S, HangWatch
+import pytest
+
+from hegmd.recovery.policy import LEARNED_TIMES, LEAST_HANG_S, LEAST_START_S, HangWatch, start_limit_s
 
 
 def test_the_limit_is_learned_from_the_longest_time_between_two_boundaries() -> None:
@@ -48,3 +50,20 @@ def test_a_limit_of_nothing_is_none() -> None:
     watch = HangWatch(0.0)
     watch.see(1, 0.0)
     assert watch.see(1, 1e6) is None
+
+
+@pytest.mark.parametrize(
+    ("wished_s", "longest_s", "hung", "expected_s"),
+    [
+        (None, 3.0, 0, LEAST_START_S),
+        (None, 1000.0, 0, LEARNED_TIMES * 1000.0),
+        (6.0, 3.0, 0, LEAST_START_S),  # a limit for steps is not one for imports
+        (7200.0, 3.0, 0, 7200.0),
+        (None, 3.0, 2, 4 * LEAST_START_S),
+        (0.0, 3.0, 0, None),
+    ],
+)
+def test_a_start_has_a_limit_of_its_own(
+    wished_s: float | None, longest_s: float, hung: int, expected_s: float | None
+) -> None:
+    assert start_limit_s(wished_s, longest_s, hung) == expected_s

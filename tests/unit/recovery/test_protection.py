@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from types import SimpleNamespace
 from typing import Any, cast
 
 import anyio
+import anyio.to_thread
 import pytest
 
-from hegmd.node.processes.procfs import start_ticks_of
+from hegmd.migration.methods import launchers
+from hegmd.node.processes.procfs import TICKS_PER_S, start_ticks_of
 from hegmd.protocol.messages import Supervise
+from hegmd.protocol.recovery import RecoveryAttempt
 from hegmd.protocol.snapshots import Gpu, Health
 from hegmd.recovery.job import Node, ProtectedJob
+from hegmd.recovery.policy import Budget
 from hegmd.recovery.protection import GONE_LOOKS, Protection
 from hegmd.recovery.records import JobSnapshots
 from hegmd.recovery.starts import Starts
@@ -26,6 +31,15 @@ def worker(run: str, *, ended: bool = False, gpu: str | None = "gpu0", pid: int 
     return SimpleNamespace(
         about=about, identity=identity, ended=ended, gpu=gpu, pid=pid, boundary=5, on_cpu=False, parked=False
     )
+
+
+class Unkillable(ProtectedJob):
+    """A job that notes why it would be killed."""
+
+    killed_for = ""
+
+    async def kill(self, own: Any, why: str, stacks: str | None, event: str) -> None:
+        self.killed_for = f"{event}: {why}"
 
 
 class Rig:
@@ -46,11 +60,12 @@ class Rig:
             save=lambda _record: None,
             events=SimpleNamespace(record=lambda kind, *_more, **_facts: self.said.append(kind)),
             pool=None,
+            utc=lambda: 1.0,
         )
         offer = Supervise(run="now", pid=7, python=True)
         self.supervisor = cast("Any", SimpleNamespace(uid=1000, run="now", offer=offer, lives=True))
         record = JobSnapshots(job="j1", uid=1000, ranks=1, gpus=("gpu0",))
-        self.job = ProtectedJob(cast("Node", self.node), record, "train", self.supervisor)
+        self.job = Unkillable(cast("Node", self.node), record, "train", self.supervisor)
 
 
 def _health(condition: str) -> Health:
@@ -61,14 +76,10 @@ class Stuck(Protection):
     """A protection whose ranks never answer."""
 
     began: anyio.Event
-    killed = ""
 
     async def _take(self) -> None:
         self.began.set()
         await anyio.sleep_forever()
-
-    async def _kill(self, own: Any, why: str, stacks: str | None, event: str) -> None:
-        self.killed = f"{event}: {why}"
 
 
 async def test_a_snapshot_is_given_up_once_the_command_has_failed() -> None:
@@ -110,9 +121,9 @@ async def test_a_job_whose_gpu_is_gone_is_killed_once_if_it_can_go_on_elsewhere(
     protection = Stuck(rig.job)
     looks = 0
     for number in range(2 * GONE_LOOKS):
-        assert number > GONE_LOOKS or not protection.killed
+        assert number > GONE_LOOKS or not rig.job.killed_for
         looks = await protection._look_at_gpus(looks)
-    assert protection.killed == expected
+    assert rig.job.killed_for == expected
     assert rig.said == (["job.gpu-gone"] if conditions.startswith("gone") and not expected else [])
 
 
@@ -162,6 +173,72 @@ async def test_a_job_that_is_killed_for_a_hang_says_so_to_its_user(
 
     rig.supervisor.tell = tell
     own = cast("Any", Rank(process))
-    await Protection(rig.job)._kill([own], "made no step for 61 s, and was killed", None, "job.hung")
+    await ProtectedJob.kill(rig.job, [own], "made no step for 61 s, and was killed", None, "job.hung")
     assert process.wait(HANG_S) == -9
     assert told == ["job j1 (train) made no step for 61 s, and was killed; see: hegmctl recovery j1"]
+
+
+async def test_a_job_that_hangs_before_its_first_snapshot_is_not_killed_and_that_is_said_once() -> None:
+    """It was killed, although nothing could be recovered."""
+    rig = Rig(own := worker("now"))
+    told: list[str] = []
+
+    async def tell(_do: str, _operation: str, *, message: str, hint: str) -> None:
+        told.append(message)
+
+    rig.supervisor.tell = tell
+    protection = Protection(rig.job)
+    rig.job.boundary = 5
+    for _ in range(2):
+        await protection._end_hung([own], 61.0)
+    assert rig.job.killed_for == ""
+    assert told == ["job j1 (train) has made no step for 61 s, and has no snapshot: it is not changed"]
+    assert rig.said == ["job.hung"]
+
+
+async def test_it_is_learned_how_long_a_job_takes_to_its_first_step(process: subprocess.Popen[bytes]) -> None:
+    rig, fresh = Rig(), cast("Any", Rank(process))
+    protection = Protection(rig.job)
+    protection._learn_start([fresh], [fresh])  # it may have trained for days before this daemon came
+    assert rig.job.record.longest_start_s == 0.0
+    protection._learn_start([fresh], [])
+    fresh.identity.start_ticks -= 90 * TICKS_PER_S
+    protection._learn_start([fresh], [fresh])
+    assert rig.job.record.longest_start_s >= 90.0
+    fresh.identity.start_ticks = 0
+    protection._learn_start([fresh], [fresh])
+    assert rig.job.record.longest_start_s < 90.0 + HANG_S
+
+
+class Hanging(Starts):
+    """Starts that hang at once."""
+
+    def is_under_way(self) -> bool:
+        return True
+
+
+async def test_a_start_that_hangs_before_its_first_step_is_killed_with_its_command(
+    other: subprocess.Popen[bytes],
+) -> None:
+    """The recovery waited for ever. Its command may have no agent yet."""
+    rig = Rig()
+    rig.supervisor.pid = os.getpid()
+    rig.supervisor.offer = rig.supervisor.offer.replace(pid=other.pid, started=True, operation="j1")
+    with anyio.fail_after(HANG_S):
+        await Hanging(rig.job, least_start_s=0.0)._await_start(RecoveryAttempt(fell_utc=0.0, why=""))
+    assert await anyio.to_thread.run_sync(other.wait) == -9
+    assert rig.job.killed_for == ("job.hung: came to no step within 0 s of its start from a snapshot, and was killed")
+
+
+def test_no_process_of_anybody_else_is_ended_in_the_place_of_a_command(other: subprocess.Popen[bytes]) -> None:
+    launchers.end_child(other.pid, os.getpid() + 1)
+    assert other.poll() is None
+
+
+async def test_a_job_that_its_user_continues_has_all_its_recoveries_again() -> None:
+    """`--resume` after --max-recoveries was given up at the first failure."""
+    rig = Rig()
+    rig.job.record = rig.job.record.spending(Budget(recoveries=3, fruitless=3, furthest_step=40))
+    rig.supervisor.offer = rig.supervisor.offer.replace(pid=None, resumes="j1")
+    Starts(rig.job)._begun_attempt()
+    assert rig.job.record.budget == Budget(furthest_step=40)

@@ -2,28 +2,62 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
 
 from hegmd.protocol.recovery import RECOVERED, RecoveryAttempt
 from hegmd.recovery.policy import Budget
 from hegmd.recovery.records import MAX_ATTEMPTS, JobSnapshots, SnapshotFiles
 from hegmd.recovery.starts import give_up_hint
+from tests.patience import HANG_S
 
 
 def test_a_record_is_read_as_it_was_written_and_one_that_is_damaged_is_removed(tmp_path: Path) -> None:
     files = SnapshotFiles(tmp_path)
-    assert list(files.load()) == []
+    assert files.load() == []
     attempt = RecoveryAttempt(fell_utc=3.5, why="ended by signal 9", step=12, from_step=10, trained_s=2.0)
     record = JobSnapshots(job="j7", uid=1000, ranks=2, launched=True, gpus=("gpu0",), generation=4, bad=(3,))
     record = record.with_attempt(attempt).spending(Budget(1, 0, 12))
-    files.save(record)
+    files.save({"j7": record})
     (tmp_path / "recovery" / "j8.json").write_text("{")
-    assert list(files.load()) == [record]
+    assert files.load() == [record]
     assert not (tmp_path / "recovery" / "j8.json").exists()
     assert record.budget == Budget(1, 0, 12)
-    files.forget("j7")
-    files.forget("j7")
-    assert list(files.load()) == []
+    files.save({})
+    files.save({})
+    assert files.load() == []
+
+
+def test_only_a_record_that_has_changed_is_written_again(tmp_path: Path) -> None:
+    files, first, second = SnapshotFiles(tmp_path), JobSnapshots(job="j1", uid=0), JobSnapshots(job="j2", uid=0)
+    files.save({"j1": first, "j2": second})
+    before = (tmp_path / "recovery" / "j1.json").stat().st_ino
+    files.save({"j1": first, "j2": second.replace(generation=5)})
+    assert (tmp_path / "recovery" / "j1.json").stat().st_ino == before
+    assert [record.generation for record in SnapshotFiles(tmp_path).load()] == [0, 5]
+
+
+async def test_a_disk_that_does_not_answer_stops_nothing_of_the_daemon(tmp_path: Path) -> None:
+    """Each snapshot's record was synced on the event loop: all jobs of the node waited for the disk."""
+    record, blocked = JobSnapshots(job="j1", uid=0), tmp_path / "recovery" / ".j1.json.new"
+    blocked.parent.mkdir()
+    os.mkfifo(blocked)  # the write waits until this is read
+    files = SnapshotFiles(tmp_path, retry_s=0.001)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(files.run)
+        files.put({"j1": record})
+        await anyio.wait_all_tasks_blocked()  # the loop goes on
+        await anyio.to_thread.run_sync(lambda: os.close(os.open(blocked, os.O_RDONLY)))
+        blocked.unlink()
+        with anyio.fail_after(HANG_S):
+            await files.until_saved()
+            while SnapshotFiles(tmp_path).load() != [record]:
+                await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
 
 
 def test_a_newer_state_of_a_recovery_takes_the_place_of_the_older_and_the_oldest_are_forgotten() -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from hegmd.errors import DENIED, HegmError
+from hegmd.errors import DENIED, HegmError, Refused
 from hegmd.memory.pool import Pool, Source
 from hegmd.memory.sizes import MIB
 from hegmd.node.processes.procfs import start_ticks_of
@@ -121,19 +121,19 @@ async def test_the_slots_of_another_user_are_neither_shown_nor_used_nor_deleted(
     record = JobSnapshots(
         job="j1", uid=ANOTHER_UID, ranks=1, attempts=(attempt,), begins_anew=("secret",), kept="given up", kept_utc=1.0
     )
-    SnapshotFiles(tmp_path).save(record)
+    SnapshotFiles(tmp_path).save({record.job: record})
     made = recoveries(pool, tmp_path)
     (view,) = (await made.show([], lambda _uid: False)).jobs
     assert (view.state, view.held_bytes > 0) == (KEPT, True)
     assert (view.slots, view.recoveries, view.begins_anew, view.why) == ((), (), (), None)
     with pytest.raises(HegmError, match=f"belongs to uid {ANOTHER_UID}") as refused:
-        made.require_kept("j1", ANOTHER_UID + 1)
+        made.require_kept("j1", ANOTHER_UID + 1, os.getpid())
     assert refused.value.code is DENIED
     with pytest.raises(HegmError, match=f"belongs to uid {ANOTHER_UID}") as refused:
         await made.drop("j1", lambda _uid: False)
     assert refused.value.code is DENIED
     assert slots.held()
-    made.require_kept("j1", ANOTHER_UID)
+    made.require_kept("j1", ANOTHER_UID, os.getpid())
     (shown,) = (await made.show([], lambda _uid: True)).jobs
     assert [slot.step for slot in shown.slots] == [7]
     assert await made.drop("j1", lambda _uid: True) > 0
@@ -144,9 +144,8 @@ async def test_the_slots_of_a_job_whose_launcher_runs_are_not_deleted(pool: Pool
     """`hegmctl recovery --drop` released memory that the launcher went on writing to."""
     slots = await held_slots(pool)
     me = os.getpid()
-    SnapshotFiles(tmp_path).save(
-        JobSnapshots(job="j1", uid=ANOTHER_UID, launcher_pid=me, launcher_start_ticks=start_ticks_of(me))
-    )
+    record = JobSnapshots(job="j1", uid=ANOTHER_UID, launcher_pid=me, launcher_start_ticks=start_ticks_of(me))
+    SnapshotFiles(tmp_path).save({"j1": record})
     made = recoveries(pool, tmp_path)
     with pytest.raises(HegmError, match="job j1 has not ended"):
         await made.drop("j1", lambda _uid: True)
@@ -162,12 +161,29 @@ async def test_a_kept_state_is_kept_if_the_run_that_continues_from_it_ends_befor
     record = JobSnapshots(job="j1", uid=ANOTHER_UID, ranks=1, kept="given up", kept_utc=1.0)
     job = ProtectedJob(made._node, record, "train", supervisor(resumes="j1"))
     Starts(job)._begun_attempt()
-    made.require_kept("j1", ANOTHER_UID)  # it connects again if the daemon is restarted now
+    made.require_kept("j1", ANOTHER_UID, os.getpid())  # it connects again if the daemon is restarted now
     job.supervisor = supervisor(resumes="j1", lives=False)
     made._running["j1"] = protection = Protection(job)
-    await made._protect(protection)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(made.run)
+        await made._protect(protection)
+        tasks.cancel_scope.cancel()
     assert slots.held()
-    made.require_kept("j1", ANOTHER_UID)
+    made.require_kept("j1", ANOTHER_UID, os.getpid())
+
+
+async def test_of_two_runs_that_continue_from_one_state_the_second_is_refused(pool: Pool, tmp_path: Path) -> None:
+    """It waited in silence until the first one had ended, and then found no state any more."""
+    made = recoveries(pool, tmp_path)
+    record = JobSnapshots(job="j1", uid=ANOTHER_UID, ranks=1, kept="given up", kept_utc=1.0)
+    job = ProtectedJob(made._node, record, "train", supervisor(resumes="j1"))
+    job.put(record)
+    made._running["j1"] = Protection(job)
+    made.require_kept("j1", ANOTHER_UID, job.supervisor.pid)  # the first one, which connects again
+    with pytest.raises(Refused, match=f"process {os.getpid()} continues job j1 already"):
+        made.require_kept("j1", ANOTHER_UID, job.supervisor.pid + 1)
+    job.supervisor = supervisor(lives=False)
+    made.require_kept("j1", ANOTHER_UID, os.getpid() + 1)
 
 
 async def test_a_job_that_is_back_after_its_state_was_kept_is_protected_as_any_other(
@@ -175,7 +191,7 @@ async def test_a_job_that_is_back_after_its_state_was_kept_is_protected_as_any_o
 ) -> None:
     """Its `hegmctl run` was stopped while the daemon was restarted. Its state was kept for a day after it had ended."""
     record = JobSnapshots(job="j1", uid=ANOTHER_UID, ranks=1, kept="its hegmctl run was killed", kept_utc=1.0)
-    SnapshotFiles(tmp_path).save(record)
+    SnapshotFiles(tmp_path).save({record.job: record})
     made = recoveries(pool, tmp_path)
     async with anyio.create_task_group() as tasks:
         await tasks.start(made.run)

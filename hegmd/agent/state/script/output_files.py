@@ -1,10 +1,11 @@
 """Files that the script appends to: their sizes at a snapshot, to which a recovered process truncates them.
 
-Only with `hegmctl run --recover --truncate-outputs`, because the removed part is lost. A file is truncated only if all
-of this holds: at the snapshot the process had it open for writing at its end, or had opened it for appending before; it
-belongs to the user; it is still the same regular file, longer than it was, and the last bytes before the cut are
-unchanged; and no process outside the job has it open for writing. So files that are changed in the middle, such as
-databases, are left alone, and so are those that several ranks write.
+Only with `hegmctl run --recover --truncate-outputs`. What is cut off is kept in a file beside it: another job may have
+opened the file, appended to it and closed it again, and nothing tells its lines from those of this one. A file is
+truncated only if all of this holds: at the snapshot the process had it open for writing at its end, or had opened it
+for appending before; it belongs to the user; it is still the same regular file, longer than it was, and the last bytes
+before the cut are unchanged; and no process outside the job has it open for writing. So files that are changed in the
+middle, such as databases, are left alone, and so are those that several ranks write.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 #: In a state: the files, of a job that asked for it. And where it did: the process of its supervisor.
 KEY, WISH = "outputs", "HEGM_TRUNCATE_OUTPUTS"
 _TAIL_BYTES = 4096
+#: What was cut off of FILE is in FILE.cut, each time after what was there.
+CUT = ".cut"
+_PIECE_BYTES = 1 << 20
 _NOWHERE = ("/dev/", "/proc/", "/sys/")
 _PERMISSIONS_FORMAT = 0o170000
 _REGULAR = 0o100000
@@ -163,6 +167,7 @@ def _cut(saved: Length) -> None:
         if not is_same or _sum_before(fd, size_bytes) != total:
             note(f"{path} is another file than it was, and stays as it is")
             return
+        _keep_rest(path + CUT, fd, size_bytes, found.st_mode & 0o666)
         os.ftruncate(fd, size_bytes)
     finally:
         os.close(fd)
@@ -173,6 +178,22 @@ def _cut(saved: Length) -> None:
                 os.lseek(int(name), size_bytes, os.SEEK_SET)
         except (OSError, ValueError):
             continue
+
+
+def _keep_rest(path: str, fd: int, start: int, mode: int) -> None:
+    """Append what follows that place in the file. Raises OSError; then nothing is cut off."""
+    # Not by O_APPEND: a file that is opened so is taken for an output of the script.
+    kept = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, mode)
+    try:
+        if not _is_own(os.fstat(kept)):
+            raise OSError(f"{path} is no file of this user's")
+        os.lseek(kept, 0, os.SEEK_END)
+        while piece := os.pread(fd, _PIECE_BYTES, start):
+            start += len(piece)
+            while piece:
+                piece = piece[os.write(kept, piece) :]
+    finally:
+        os.close(kept)
 
 
 def _written_by_others(supervisor: int) -> dict[tuple[int, int], int]:

@@ -51,6 +51,32 @@ def test_a_file_that_has_grown_is_cut_and_written_on_from_there(log: Path) -> No
     assert log.read_text() == "one\nthree\nfour\n"
 
 
+def test_the_lines_of_another_job_that_closes_the_file_each_time_are_not_lost(log: Path) -> None:
+    """Nothing tells them from those of this job, and they were gone."""
+    cut = log.with_name("log.cut")
+    cut.write_text("of an earlier recovery\n")
+    with log.open("a") as mine:
+        saved = lengths(log)
+        print("two", file=mine, flush=True)
+        with log.open("a") as other:
+            print("another job's", file=other)
+        output_files.cut_back(saved)
+    assert log.read_text() == "one\n"
+    assert cut.read_text() == "of an earlier recovery\ntwo\nanother job's\n"
+    assert not [path for path in output_files._appended if path.endswith(".cut")]
+
+
+def test_a_file_is_not_cut_where_the_rest_of_it_cannot_be_kept(log: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log.with_name("log.cut").symlink_to("elsewhere")
+    with log.open("a") as mine:
+        saved = lengths(log)
+        print("two", file=mine, flush=True)
+        output_files.cut_back(saved)
+    assert log.read_text() == "one\ntwo\n"
+    assert "was not cut back" in capfd.readouterr().err
+    assert not log.with_name("elsewhere").exists()
+
+
 def test_a_file_that_is_opened_anew_for_each_line_is_known_too(log: Path) -> None:
     """In a process of its own, since no audit hook can be taken back."""
     program = (
