@@ -141,7 +141,7 @@ def start_limit_s(wished_s: float | None, longest_s: float, hung: int, least_s: 
     """
     if wished_s == 0.0:
         return None
-    return max(least_s, wished_s or 0.0, LEARNED_TIMES * longest_s) * 2**hung
+    return max(least_s, wished_s or 0.0, LEARNED_TIMES * longest_s) * (1 << hung)
 
 
 class HangWatch:
