@@ -31,3 +31,15 @@ def test_a_record_that_was_being_written_does_not_count() -> None:
 def test_a_record_that_is_too_large_is_refused_with_its_size() -> None:
     with pytest.raises(ValueError, match=f"{MAX_RECORD_BYTES + 1} bytes"):
         Board(bytearray(board_bytes(1)), 1).write(0, 0, bytes(MAX_RECORD_BYTES + 1))
+
+
+def test_the_largest_records_of_two_ranks_do_not_overlap() -> None:
+    memory = bytearray(board_bytes(2))
+    board = Board(memory, 2)
+    largest = [bytes([number]) * MAX_RECORD_BYTES for number in range(4)]
+    for number, data in enumerate(largest):
+        board.write(number // 2, number, data)
+    for rank in range(2):
+        board.stamp(rank, 1.0, 2.0, 3)
+    assert [board.read(number // 2, number) for number in range(4)] == largest
+    assert len(memory) == board_bytes(2)

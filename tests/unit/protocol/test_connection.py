@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hegmd.errors import BAD_REQUEST, BUSY, CANCELLED, INCOMPATIBLE, NOT_FOUND, Bug, HegmError
-from hegmd.protocol import codec
+from hegmd.protocol import codec, connection
 from hegmd.protocol.connection import (
     HELLO_FRAME_BYTES,
     MAX_FDS,
@@ -265,6 +265,18 @@ def test_what_msgpack_has_no_form_for_is_a_bug_and_the_request_stays_open() -> N
     with pytest.raises(Bug):
         daemon.event(request_id, EVENT.replace(facts={"what": object()}))
     assert daemon.error(request_id, HegmError(CANCELLED, "m", "h"))
+
+
+def test_a_message_may_be_as_long_as_the_limit_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, daemon = joined()
+    request_id, data = client.request(Events())
+    daemon.feed(data)
+    daemon.next_event()
+    payload_bytes = len(daemon.event(request_id, EVENT)) - len(frame(b""))
+    monkeypatch.setattr(connection, "REPLY_FRAME_BYTES", payload_bytes)
+    assert daemon.event(request_id, EVENT)
+    with pytest.raises(Bug, match=f"a message of {payload_bytes + 1} bytes"):
+        daemon.event(request_id, EVENT.replace(message=f"{EVENT.message}."))
 
 
 def test_bytes_that_are_no_utf8_are_escaped_by_the_daemon_and_refused_in_a_request() -> None:

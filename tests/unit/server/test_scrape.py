@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 import pytest
 
 from hegmd.errors import REFUSED, UNAVAILABLE, HegmError
@@ -282,6 +283,48 @@ async def test_a_request_may_have_as_many_bytes_as_the_limit_says() -> None:
         await anyio.wait_all_tasks_blocked()
         await stream.send(rest)
         assert (await rest_of(stream)).startswith(b"HTTP/1.1 200")
+
+
+async def test_other_tasks_run_between_two_connections_and_between_two_reads() -> None:
+    """Peers that connect and send without a pause must not hold up the daemon."""
+    turn = 0
+    accepted_at: list[int] = []
+    peers: list[Talker] = []
+
+    class Talker(socket.socket):
+        def __init__(self) -> None:
+            super().__init__()
+            self.read_at: list[int] = []
+
+        def recv(self, *_: object) -> bytes:
+            self.read_at.append(turn)
+            return GET[len(self.read_at) - 1 :][:1]
+
+    class Crowd(socket.socket):
+        def accept(self) -> tuple[socket.socket, None]:
+            if len(peers) == 5:
+                raise BlockingIOError
+            accepted_at.append(turn)
+            peers.append(Talker())
+            return peers[-1], None
+
+    async def other_task() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await anyio.lowlevel.checkpoint()
+
+    crowd = Crowd()
+    crowd.bind(("127.0.0.1", 0))
+    crowd.listen()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(other_task)
+        await tasks.start(ScrapePort([crowd], metrics).run)
+        while not (len(peers) == 5 and all(peer.fileno() == -1 for peer in peers)):
+            await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+    assert len(set(accepted_at)) == 5
+    assert [len(set(peer.read_at)) for peer in peers] == [len(GET)] * 5
 
 
 def test_a_restart_does_not_wait_for_old_connections() -> None:

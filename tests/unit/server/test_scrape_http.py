@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,3 +97,8 @@ def test_whatever_comes_is_taken_or_refused(head: bytes) -> None:
         assert method_of(head) in ("GET", "HEAD")
     except Refusal as refusal:
         assert refusal.response.encode().startswith(b"HTTP/1.1 ")  # noqa: PT017 - both ends are right
+
+
+def test_the_date_of_a_response_is_written_as_http_wants_it() -> None:
+    date = Response("200 OK", b"").encode().split(b"\r\n")[1].decode()
+    assert datetime.strptime(date, "Date: %a, %d %b %Y %H:%M:%S GMT")
