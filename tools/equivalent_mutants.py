@@ -43,4 +43,24 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "return self.held_bytes + self.ready.size_bytes + int((available or 0) * SHARE_OF_AVAILABLE)",
         "return self.held_bytes + self.ready.size_bytes + int((available or 1) * SHARE_OF_AVAILABLE)",
     ): "Half a byte is none.",
+    (
+        "hegmd/migration/machine/actions.py",
+        "return op  # an alarm that was set for an earlier phase",
+        "return None  # an alarm that was set for an earlier phase",
+    ): "The machine takes None for an operation that has not changed.",
+    (
+        "hegmd/migration/model.py",
+        'pool_ready_bytes: int = field("...", default=0)',
+        'pool_ready_bytes: int = field("...", default=1)',
+    ): "Every plan that is made has these bytes.",
+    (
+        "hegmd/migration/plan/targets.py",
+        'draft.against(BAD_REQUEST, f"...", hint, pid=pid)',
+        'draft.against(BAD_REQUEST, f"...", hint, pid=pid)',
+    ): "How much of a wrong argument a message quotes.",
+    (
+        "hegmd/migration/carriers/copying.py",
+        'raise AssertionError("...")',
+        "pass",
+    ): "The last attempt returns or raises, so this line is never reached.",
 }

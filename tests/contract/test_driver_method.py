@@ -54,6 +54,16 @@ async def test_a_rank_stays_locked_until_it_is_unlocked_or_checkpointed(parts: P
         assert rig.moved.ask("digest") == rig.moved.digest
 
 
+@pytest.mark.thorough
+async def test_a_checkpoint_that_is_asked_for_again_tells_the_reservation(parts: Parts) -> None:
+    async with rigged(parts) as rig:
+        await rig.method.reserve(rig.subject, "gpu1", REST_BYTES)
+        first = await rig.method.checkpoint(rig.subject)
+        again = await rig.method.checkpoint(rig.subject)
+        held_bytes = rig.method.reservations(replace(rig.subject, gpu=None))["gpu0"]
+        assert again.reserved_bytes == held_bytes >= first.reserved_bytes > 0
+
+
 async def test_ranks_that_take_one_anothers_gpu_reserve_it_when_they_have_left(parts: Parts) -> None:
     """The checkpoint of a rank made sure of its target once more, where the other rank still was."""
     async with rigged(parts) as rig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timezone
 
 import pytest
 from hypothesis import given
@@ -101,4 +101,4 @@ def test_whatever_comes_is_taken_or_refused(head: bytes) -> None:
 
 def test_the_date_of_a_response_is_written_as_http_wants_it() -> None:
     date = Response("200 OK", b"").encode().split(b"\r\n")[1].decode()
-    assert datetime.strptime(date, "Date: %a, %d %b %Y %H:%M:%S GMT")
+    assert datetime.strptime(date, "Date: %a, %d %b %Y %H:%M:%S GMT").replace(tzinfo=timezone.utc)

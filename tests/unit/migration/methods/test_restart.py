@@ -16,7 +16,7 @@ import pytest
 from hegmd.errors import Refused
 from hegmd.memory.pool import MemoryKeeping, Pool
 from hegmd.migration.contracts import MigratedProcess, Rank, ReplacedBy, TrainingFinished, start_key
-from hegmd.migration.methods.rank_startup import Line, Who, line_of, ranks_below
+from hegmd.migration.methods.rank_startup import Line, RankOnItsWay, Who, line_of, ranks_below
 from hegmd.migration.methods.restart import RestartMethod
 from hegmd.migration.methods.restore_lock import has_come_to_its_end, has_passed, lock_path
 from hegmd.migration.methods.simulated import SimulatedMethod
@@ -301,3 +301,27 @@ async def test_a_daemon_that_was_not_there_at_the_start_saw_no_rank_fall_before_
             launched.fail("it ended with -9, started 2 times")
     assert f"rank 0 (process {fallen}) ended before its first boundary; it ended with -9" in failures[0].message
     assert failures[0].hint == "read what it printed", "whether its state is held is seen later"
+
+
+async def test_the_launcher_that_this_daemon_started_is_not_searched_for_ranks(tmp_path: Path) -> None:
+    """It may have started only some of its ranks yet, and the others would be taken for ranks that have ended."""
+    searched: list[int] = []
+
+    def ranks_below(command: int) -> tuple[Who, Mapping[int, Who]]:
+        searched.append(command)
+        return (command, TICKS), {1: (command, TICKS)}
+
+    supervisors = Supervisors(lambda _: TICKS)
+    restart = method(tmp_path, supervisors=supervisors, ranks_below=ranks_below)
+    rank = RankOnItsWay(lambda _: True)
+    offer = Supervise(run="run-1", python=False, pid=BEFORE, started=True, operation="4", ranks=True)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisors.attend, object(), os.getpid(), UID, offer, _send_to_supervisor)
+        await supervisors.news.wait()
+        (supervisor,) = supervisors
+        with restart._start_of(subject()) as start:
+            for start.is_ours, commands in (True, []), (False, [BEFORE]):
+                await restart._look_after(rank, start, supervisor, replace(subject(), rank=0))
+                assert searched == commands
+        tasks.cancel_scope.cancel()
+    supervisors.close()

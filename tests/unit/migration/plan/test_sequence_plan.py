@@ -253,3 +253,10 @@ def test_a_process_that_changes_places_with_itself_was_told_that_both_are_on_one
     gpus = (_gpu("gpu0", 2), _gpu("gpu1", 2))
     found = planned_swap(_snapshot(_process(1, "gpu0"), gpus=gpus), 1, 1)
     assert _messages(found) == ["process 1 cannot change places with itself"]
+
+
+def test_processes_that_cannot_change_places_are_refused_with_every_reason() -> None:
+    gpus = (_gpu("gpu0", 2), _gpu("gpu1", 2))
+    snapshot = _snapshot(_process(1, "gpu0"), _process(2, "gpu0", "gpu1"), gpus=gpus)
+    assert _messages(planned_swap(snapshot, 1, 2)) == ["process 2 is on gpu0 and gpu1"]
+    assert _messages(planned_swap(snapshot, 8, 9)) == ["process 8 is on no GPU", "process 9 is on no GPU"]
