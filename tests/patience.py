@@ -11,6 +11,9 @@ from collections.abc import Iterator
 
 # A process that is started, or an answer, never took a tenth of this on a machine with ten times its work.
 HANG_S = 120.0
+# The limit of a whole test is in pyproject.toml. A type checker takes the processor for a minute or two, which it
+# shares with all else that runs.
+TYPE_CHECKER_S = 3600.0
 
 
 def longer_and_longer(first_s: float) -> Iterator[float]:

@@ -18,7 +18,6 @@ from tests.e2e.moved_job import SCRIPTS, BareJob, MovedJob, steps_alone
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.timeout(120),
     pytest.mark.usefixtures("preloaded_frameworks"),
     pytest.mark.xdist_group("frameworks"),
 ]

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.restarted import LEFT_STATUS, Restarts
 from tests.wide import telling
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("restarts"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("restarts")]
 
 BEGINNING = """
 import torch

@@ -140,6 +140,8 @@ def impatience(module: Module) -> Iterator[str]:
             given += node.args[:1]
         if isinstance(node.func, ast.Attribute) and node.func.attr in {"wait", "join", "settimeout"}:
             given += node.args[:1]
+        if _called(node) == "select.select":
+            given += node.args[3:]
         if _called(node) in {"connect", "connect_async"}:
             given += [word.value for word in node.keywords if word.arg == "timeout_s"]
         for limit in given:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.source import ROOT
+from tests.patience import TYPE_CHECKER_S
 
 BIN = Path(sys.executable).parent
 # Of pyright, whose collector would otherwise go through all that is young again and again, a tenth of its time.
@@ -50,12 +51,14 @@ def test_the_words_are_spelled_right() -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(TYPE_CHECKER_S)
 def test_mypy_finds_nothing() -> None:
     """Half a minute of the processor in a fresh clone: `make test` and `make lint` run it."""
     _run("mypy")
 
 
 @pytest.mark.wide
+@pytest.mark.timeout(TYPE_CHECKER_S)
 def test_pyright_finds_nothing() -> None:
     """As much of the processor as all other house rules together, and half as much again: CI runs it by `make lint`."""
     _run("pyright")

@@ -35,6 +35,7 @@ BAD: list[tuple[Rule, str, str]] = [
     (rules.impatience, "x.py", "assert entered.wait(10)"),
     (rules.impatience, "x.py", "with connect(path, timeout_s=5) as hegmd:\n    hegmd.ping()"),
     (rules.impatience, "x.py", "with anyio.fail_after(5):\n    await told.wait()"),
+    (rules.impatience, "x.py", "assert select.select([stream], [], [], 10)[0]"),
     (rules.impatience, "x.py", "pytestmark = pytest.mark.timeout(60)"),
     (rules.sleep, "x.py", "import time\ntime.sleep(1)"),
     (rules.sleep, "x.py", "from anyio import sleep as rest\nasync def f():\n    await rest(1)"),

@@ -23,6 +23,7 @@ from hegmd.errors import CODES, NOT_FOUND, HegmError
 from hegmd.protocol import messages as m
 from hegmd.protocol.connection import Asked
 from hegmd.protocol.record import Record
+from tests.patience import HANG_S
 from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, failing, remembering, unanswered
 from tests.unit.hegmctl.running import ROOT, command, environment, hegmctl
@@ -241,7 +242,7 @@ class Running:
         stream = self.err if of_errors else self.out
         line = b""
         while not line.endswith(b"\n"):
-            assert select.select([stream], [], [], 10)[0], f"nothing came after {line!r}"
+            assert select.select([stream], [], [], HANG_S)[0], f"nothing came after {line!r}"
             byte = stream.read(1)
             assert byte, f"it ended after {line!r}"
             line += byte

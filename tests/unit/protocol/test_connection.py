@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hegmd.errors import BAD_REQUEST, BUSY, CANCELLED, INCOMPATIBLE, NOT_FOUND, Bug, HegmError
-from hegmd.protocol import codec, connection
+from hegmd.protocol import codec
 from hegmd.protocol.connection import (
     HELLO_FRAME_BYTES,
     MAX_FDS,
+    REPLY_FRAME_BYTES,
     Answer,
     Asked,
     ClientConnection,
@@ -20,7 +21,7 @@ from hegmd.protocol.connection import (
     ServerConnection,
     Unfit,
 )
-from hegmd.protocol.frames import frame
+from hegmd.protocol.frames import HEADER_BYTES, frame
 from hegmd.protocol.messages import (
     Caller,
     Events,
@@ -267,16 +268,18 @@ def test_what_msgpack_has_no_form_for_is_a_bug_and_the_request_stays_open() -> N
     assert daemon.error(request_id, HegmError(CANCELLED, "m", "h"))
 
 
-def test_a_message_may_be_as_long_as_the_limit_says(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.thorough
+def test_a_message_may_be_as_long_as_the_limit_says() -> None:
     client, daemon = joined()
     request_id, data = client.request(Events())
     daemon.feed(data)
     daemon.next_event()
-    payload_bytes = len(daemon.event(request_id, EVENT)) - len(frame(b""))
-    monkeypatch.setattr(connection, "REPLY_FRAME_BYTES", payload_bytes)
-    assert daemon.event(request_id, EVENT)
-    with pytest.raises(Bug, match=f"a message of {payload_bytes + 1} bytes"):
-        daemon.event(request_id, EVENT.replace(message=f"{EVENT.message}."))
+    # A text of 64 KiB or more begins with five bytes of its length.
+    around_bytes = len(daemon.event(request_id, EVENT.replace(message="x" * 65536))) - HEADER_BYTES - 65536
+    longest = "x" * (REPLY_FRAME_BYTES - around_bytes)
+    assert len(daemon.event(request_id, EVENT.replace(message=longest))) == HEADER_BYTES + REPLY_FRAME_BYTES
+    with pytest.raises(Bug, match=f"a message of {REPLY_FRAME_BYTES + 1} bytes"):
+        daemon.event(request_id, EVENT.replace(message=f"{longest}x"))
 
 
 def test_bytes_that_are_no_utf8_are_escaped_by_the_daemon_and_refused_in_a_request() -> None:

@@ -47,7 +47,7 @@ def wait_until_ended(pid: int) -> None:
     with open(pidfd, closefd=True):
         import select
 
-        assert select.select([pidfd], [], [], 10)[0], f"process {pid} goes on"
+        assert select.select([pidfd], [], [], HANG_S)[0], f"process {pid} goes on"
 
 
 def script(directory: Path, name: str, text: str) -> Path:

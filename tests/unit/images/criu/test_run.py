@@ -15,6 +15,7 @@ from hegmd.errors import HegmError
 from hegmd.images.criu.needs import Needs
 from hegmd.images.criu.run import restore
 from hegmd.node.criu_program import Criu
+from tests.patience import HANG_S
 
 NOBODY = 1 << 22  # no process has that number
 # In the place of CRIU: leaves somebody who is not the job, and holds the pipe open for as long as they live.
@@ -58,7 +59,7 @@ async def test_whoever_criu_had_made_stayed_where_the_job_itself_was_not_there(t
     try:
         with pytest.raises(HegmError, match=f"{NOBODY} does not exist"):
             await _restored_by(program)
-        assert [kind for _, kind in poll.poll(10_000)] == [select.POLLHUP]
+        assert [kind for _, kind in poll.poll(HANG_S * 1000)] == [select.POLLHUP]
     finally:
         os.close(lives)
 
@@ -105,7 +106,7 @@ async def test_criu_went_on_with_a_job_for_nobody_when_its_attendant_was_killed(
     try:
         with pytest.raises(HegmError, match="CRIU's restore failed with status -9"):
             await _restored_by(program)
-        assert [kind for _, kind in poll.poll(10_000)] == [select.POLLHUP]
+        assert [kind for _, kind in poll.poll(HANG_S * 1000)] == [select.POLLHUP]
     finally:
         with suppress(OSError):
             os.close(os.open(never, os.O_WRONLY | os.O_NONBLOCK))  # whoever reads there goes on

@@ -25,6 +25,7 @@ from hegmd.images.files.open_image import ImageWriter
 from hegmd.images.files.private_directory import Private
 from hegmd.protocol.images import ImageProcess, Manifest
 from hegmd.system.programs import Rights
+from tests.patience import HANG_S
 from tests.unit.images.files.directory import flip
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -320,7 +321,7 @@ def test_a_daemon_that_is_killed_takes_the_hand_with_it_and_leaves_no_image(tmp_
         assert daemon.stdout is not None
         hand = os.pidfd_open(int(daemon.stdout.readline()))
         daemon.kill()
-    assert select.select([hand], [], [], 10)[0], "it still runs"
+    assert select.select([hand], [], [], HANG_S)[0], "it still runs"
     os.close(hand)
     assert [seen.state for seen in look_into(str(tmp_path))] == ["left-over"]
     assert len(sweep(str(tmp_path / "image"))) == 1
