@@ -63,3 +63,12 @@ def test_a_rank_that_has_its_bytes_back_goes_on_standing_while_another_is_suspen
     assert drive.op.phase == "suspended"
     assert drive.wanted == []
     assert drive.op.workers[0].is_parked
+
+
+def test_a_worker_that_was_parked_again_after_the_move_is_at_its_new_boundary() -> None:
+    drive = Drive(operation()).until("verifying")
+    drive.wanted.clear()
+    drive.now = 40.0
+    drive.feed(events.DeadlinePassed())
+    drive.end(parked=True, gpu="gpu1", boundary=9)
+    assert drive.op.workers[0].boundary == 9

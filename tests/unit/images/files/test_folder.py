@@ -231,14 +231,6 @@ def test_a_directory_that_came_meanwhile_is_not_written_over(tmp_path: Path) -> 
     assert catalogue.read(str(tmp_path / "image")) == before
 
 
-def test_an_image_whose_directory_was_renamed_meanwhile_is_not_published(tmp_path: Path) -> None:
-    with make(str(tmp_path / "image")) as folder:
-        (tmp_path / folder.name).rename(tmp_path / "elsewhere")
-        with pytest.raises(FileNotFoundError):
-            folder.publish(b"{}", b"")
-    assert not (tmp_path / "image").exists()
-
-
 def states(path: Path) -> list[tuple[str, str]]:
     return [(seen.state, seen.command or "") for seen in catalogue.look_into(str(path))]
 

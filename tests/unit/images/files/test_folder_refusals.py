@@ -12,7 +12,7 @@ import pytest
 
 from hegmd.errors import DENIED, INCOMPATIBLE, NOT_FOUND, REFUSED, UNAVAILABLE, Code, HegmError
 from hegmd.images.files import catalogue
-from hegmd.images.files.folder import LOCK, find, free_bytes_at
+from hegmd.images.files.folder import LOCK, find, free_bytes_at, make
 from hegmd.images.files.refusals import told
 from hegmd.images.files.signature import MAX_BYTES, written
 from tests.unit.images.files.directory import BLOCK_BYTES, MANIFEST, built, ignore
@@ -144,3 +144,11 @@ def test_a_lock_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
     (path / LOCK).symlink_to(tmp_path / "elsewhere")
     with find(str(path)) as image, pytest.raises(OSError, match="Too many levels of symbolic links"):
         image.lock()
+
+
+def test_an_image_whose_directory_was_renamed_meanwhile_is_not_published(tmp_path: Path) -> None:
+    with make(str(tmp_path / "image")) as folder:
+        (tmp_path / folder.name).rename(tmp_path / "elsewhere")
+        with pytest.raises(FileNotFoundError):
+            folder.publish(b"{}", b"")
+    assert not (tmp_path / "image").exists()

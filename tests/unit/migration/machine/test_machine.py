@@ -198,15 +198,6 @@ def test_a_boundary_that_is_late_after_the_move_is_looked_for_and_waited_for() -
     assert drive.op.workers[0].pool_bytes == 10
 
 
-def test_a_worker_that_was_parked_again_after_the_move_is_at_its_new_boundary() -> None:
-    drive = Drive(operation()).until("verifying")
-    drive.wanted.clear()
-    drive.now = 40.0
-    drive.feed(events.DeadlinePassed())
-    drive.end(parked=True, gpu="gpu1", boundary=9)
-    assert drive.op.workers[0].boundary == 9
-
-
 def test_ranks_stop_one_past_the_highest_count() -> None:
     drive = Drive(operation(worker("a"), worker("b"), is_distributed=True)).until("counting")
     drive.end(boundary=7)
