@@ -55,7 +55,8 @@ def judge(draft: Draft, members: Sequence[Candidate]) -> None:
         message = f"process {ranks[0].pid} has {described(proof.combination)}: with these a throwaway job failed"
         hint = f"{_PROVE} to try them again; or {_RESTART}"
         draft.against(REFUSED, f"{message} ({proof.detail})", hint, pid=ranks[0].pid)
-    for message, hint, pid in (*_against_groups(ranks), *_against_missing(ranks, members)):
+    reasons = (*_against_groups(ranks), *_against_missing(ranks, members), *_against_one_gpu(draft, ranks))
+    for message, hint, pid in reasons:
         draft.against(REFUSED, message, hint, pid=pid)
 
 
@@ -120,6 +121,23 @@ def _against_groups(ranks: Sequence[Candidate]) -> Iterator[tuple[str, str, int]
             message = f"process {candidate.pid} may use NVLink multicast (NVLS), at which the driver's checkpoint hangs"
             hint = "start the job with NCCL_NVLS_ENABLE=0: hegmctl run sets it unless --nvls keep is given"
             yield message, hint, candidate.pid
+
+
+def _against_one_gpu(draft: Draft, ranks: Sequence[Candidate]) -> Iterator[tuple[str, str, int]]:
+    """NCCL connects no two ranks of a group on one GPU."""
+    by_nccl: set[int] = set()
+    for candidate in ranks:
+        groups = told(candidate)
+        if groups is not None and any("nccl" in backend for backend in groups.backends):
+            by_nccl.add(candidate.pid)
+    there: dict[str | None, list[int]] = {}
+    for worker in draft.workers:
+        if worker.pid in by_nccl and worker.to is not None:
+            there.setdefault(worker.to, []).append(worker.pid)
+    for gpu, pids in there.items():
+        if len(pids) > 1:
+            message = f"NCCL cannot connect ranks on one GPU, and {listed(tuple(map(str, pids)))} would be on {gpu}"
+            yield message, "name another GPU for each, in rank order, such as --to gpu2,gpu3", pids[0]
 
 
 def _against_missing(ranks: Sequence[Candidate], members: Sequence[Candidate]) -> Iterator[tuple[str, str, int]]:

@@ -64,7 +64,13 @@ def against_leaving(snapshot: NodeSnapshotForPlan, request: PlanRequest) -> tupl
 
 def _place_members(draft: Draft) -> tuple[Candidate, ...]:
     members = in_rank_order(members_named(draft))
-    if not targets.place_ranks(draft, [(candidate.pid, place_of(candidate.gpus)) for candidate in members]):
+    places = [(candidate.pid, place_of(candidate.gpus)) for candidate in members]
+    jobs = {(candidate.uid, candidate.job) for candidate in members if candidate.job is not None}
+    for job in jobs:
+        own = [place for place, one in zip(places, members, strict=True) if (one.uid, one.job) == job]
+        if targets.against_one_gpu(draft, own):
+            return members
+    if not targets.place_ranks(draft, places):
         return members
     for candidate in members:
         if can_be_stopped(draft, candidate):
@@ -108,7 +114,10 @@ def planned_resume(
         return tuple(draft.reasons)
     members: list[Candidate] = []
     ranks = sorted(op.live, key=lambda worker: (sys.maxsize if worker.rank is None else worker.rank, worker.pid))
-    if not targets.place_ranks(draft, [(worker.pid, worker.previous_gpu or worker.first_gpu) for worker in ranks]):
+    places = [(worker.pid, worker.previous_gpu or worker.first_gpu) for worker in ranks]
+    if op.is_distributed and targets.against_one_gpu(draft, places):
+        return tuple(draft.reasons)
+    if not targets.place_ranks(draft, places):
         return tuple(draft.reasons)
     for worker in op.live:
         candidate = candidate_of(snapshot, worker.pid)

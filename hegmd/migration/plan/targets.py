@@ -48,9 +48,9 @@ def place_ranks(draft: Draft, ranks: Sequence[tuple[int, str | None]]) -> bool:
     `ranks` has the pid of each, and where it is or was. False, with the reason in the draft, if the words fit no job.
     """
     asked = draft.request.to
-    if asked is None or len(ranks) < 2 or not {_TO, ","}.intersection(asked):
+    if asked is None or len(ranks) < 2 or any(is_several(source) for _, source in ranks):
         return True
-    if any(is_several(source) for _, source in ranks):
+    if not {_TO, ","}.intersection(asked):
         return True
     if _TO in asked:
         sources = tuple(dict.fromkeys(source for _, source in ranks if source is not None))
@@ -66,12 +66,35 @@ def place_ranks(draft: Draft, ranks: Sequence[tuple[int, str | None]]) -> bool:
     else:
         there = gpus_of(asked)
         if len(there) != len(ranks):
-            hint = f"name a GPU for each in rank order, or one for all: hegmctl migrate {ranks[0][0]} --to {there[0]}"
+            each = ",".join((*there, *there * len(ranks))[: len(ranks)])
+            hint = f"name a GPU for each in rank order, one of them as often as you want: --to {each}"
             message = f"the job has {len(ranks)} ranks, and {len(there)} GPUs were named"
             draft.against(REFUSED, message, hint, pid=ranks[0][0])
             return False
         placement = {str(pid): gpu for (pid, _), gpu in zip(ranks, there, strict=True)}
     draft.request = draft.request.replace(to=None, placement={**placement, **draft.request.placement})
+    return True
+
+
+def against_one_gpu(draft: Draft, ranks: Sequence[tuple[int, str | None]]) -> bool:
+    """Return True, with the reason in the draft, if `--to` names one GPU for ranks of a job that are on several.
+
+    Putting them on one GPU makes the job much slower, and NCCL does not allow it. Who wants it writes `gpu3,gpu3`.
+    """
+    asked = draft.request.to
+    sources = tuple(dict.fromkeys(source for pid, source in ranks if str(pid) not in draft.request.placement))
+    if asked is None or asked == CPU or {_TO, ","}.intersection(asked) or any(is_several(place) for place in sources):
+        return False
+    if len(sources) < 2 or not all(sources):
+        return False
+    here = [source for source in sources if source]
+    by_room = sorted(draft.snapshot.gpus, key=lambda gpu: -(gpu.free_bytes or 0))
+    others = [asked, *[gpu.id for gpu in by_room if gpu.id not in (asked, *here)], *here]
+    each = ",".join((*others, *[asked] * len(ranks))[: len(ranks)])
+    all_there = ",".join([asked] * len(ranks))
+    hint = f"name a GPU for each in rank order: --to {each}; to put them all on {asked}: --to {all_there}"
+    message = f"the job has {len(ranks)} ranks, on {listed(tuple(here))}, and --to names one GPU"
+    draft.against(REFUSED, message, hint, pid=ranks[0][0], gpu=asked)
     return True
 
 

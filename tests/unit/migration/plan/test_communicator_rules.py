@@ -119,13 +119,41 @@ FOUR = tuple(a_gpu(f"gpu{number}", nvlinks=tuple(f"gpu{other}" for other in rang
         ("gpu1,gpu0", ["gpu1", "gpu0"]),
         ("gpu0=gpu2", ["gpu2", "gpu1"]),
         ("gpu0=gpu1,gpu1=gpu0", ["gpu1", "gpu0"]),
-        ("gpu2", ["gpu2", "gpu2"]),
     ],
 )
 def test_several_gpus_are_taken_in_rank_order_or_in_the_place_of_others(asked: str, places: list[str]) -> None:
     snapshot = a_job(gpus=FOUR)
     plan = the_plan(planned(snapshot, to(asked, pids=(4712,))))
     assert [worker.to for worker in sorted(plan.workers, key=lambda worker: worker.pid)] == places
+
+
+GLOO = [groups(backends=("gloo",), mechanism="replace")] * 2
+
+
+def test_one_gpu_for_ranks_on_several_is_refused_and_the_hint_names_one_for_each() -> None:
+    """Issue 19: `migrate JOB --to 1` put both ranks on one GPU without a word."""
+    (reason,) = the_reasons(planned(a_job(*GLOO, gpus=FOUR), to("gpu2")))
+    assert reason.message == "the job has 2 ranks, on gpu0 and gpu1, and --to names one GPU"
+    assert "--to gpu2,gpu3;" in reason.hint
+    assert "--to gpu2,gpu2" in reason.hint
+    snapshot = a_job(*GLOO, gpus=FOUR)
+    op = the_plan(planned(snapshot, SUSPENSION)).operation("1", snapshot.candidates, {}, limits=Limits(), utc=0.0)
+    resume = PlanRequest(kind="resume", pids=(4711,), to="gpu2")
+    (again,) = the_reasons(planned_resume(snapshot, resume, Drive(op).until("suspended").op))
+    assert again.message == reason.message
+
+
+def test_one_gpu_is_enough_for_ranks_that_share_one() -> None:
+    together = [a_rank(number, GLOO[number], gpus=("gpu0",)) for number in range(2)]
+    plan = the_plan(planned(a_snapshot(*together, gpus=FOUR, **ROOMY), to("gpu2")))
+    assert [worker.to for worker in plan.workers] == ["gpu2", "gpu2"]
+
+
+def test_ranks_can_be_put_on_one_gpu_by_name_with_gloo_but_not_with_nccl() -> None:
+    plan = the_plan(planned(a_job(*GLOO, gpus=FOUR), to("gpu2,gpu2")))
+    assert [worker.to for worker in plan.workers] == ["gpu2", "gpu2"]
+    (reason,) = the_reasons(planned(a_job(gpus=FOUR), to("gpu2,gpu2")))
+    assert reason.message == "NCCL cannot connect ranks on one GPU, and 4711 and 4712 would be on gpu2"
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_a_job_moves_as_one_and_another_users_job_of_that_name_stays() -> None:
     job = [_process(pid, job="bert", gpus=(gpu,)) for pid, gpu in ((1, "gpu0"), (2, "gpu1"))]
     stranger = _process(3, job="bert", uid=1001)
     alone = _process(4)
-    plan = _plan(planned(_snapshot(*job, stranger, alone), _to("gpu1", 1)))
+    plan = _plan(planned(_snapshot(*job, stranger, alone), _to("gpu1,gpu1", 1)))
     assert [(found.pid, found.to, found.carrier) for found in plan.workers] == [
         (1, "gpu1", "worker"),
         (2, "gpu1", "none"),
