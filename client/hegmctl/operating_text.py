@@ -1,4 +1,7 @@
-"""Operations as text: a progress bar, a sentence about the result, plans, lists and histories."""
+"""Operations as text: a progress bar, a sentence about the result, plans, lists and histories.
+
+Longer than 400 lines because all of them describe processes and their journeys in the same words.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,18 @@ from hegmd.protocol.operations import PHASES_IN_ORDER, RESTART_STEPS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from hegmctl.tables import Cell
     from hegmd.protocol.messages import Drained, Dropped, OperationReply, OperationsReply, OrphansReply, StoryReply
-    from hegmd.protocol.operations import Operation, OperationProcess, OperationProgress, Orphan, Plan
+    from hegmd.protocol.operations import (
+        Operation,
+        OperationProcess,
+        OperationProgress,
+        Orphan,
+        Plan,
+        PlannedProcess,
+    )
 
 BAR_COLUMNS = 24
 _MOVING = ("reading", "offloading", "handing", "spilling", "reloading", "sealing")
@@ -67,6 +79,18 @@ def _bar(progress: OperationProgress, share: float, what: str, style: Style) -> 
     return f"{name}[{style.paint(bar, 'cyan')}]  {printable(what)}"
 
 
+def job_names(processes: Iterable[OperationProcess | PlannedProcess], *, ids: bool = True) -> list[str]:
+    """Return the jobs of these processes by name and id, each once; the pid of a process without a job."""
+    return list(dict.fromkeys(_job_name(process, ids=ids) for process in processes))
+
+
+def _job_name(process: OperationProcess | PlannedProcess, *, ids: bool = True) -> str:
+    if process.job is None:
+        return str(process.pid)
+    name = process.job_name or process.job
+    return f"{name} ({process.job})" if ids and process.job_name else name
+
+
 def operation_text(reply: OperationReply, style: Style) -> list[str]:
     """Return the result of the operation, or its current state."""
     return [] if reply.operation is None else outcome(reply.operation, style)
@@ -74,11 +98,11 @@ def operation_text(reply: OperationReply, style: Style) -> list[str]:
 
 def outcome(operation: Operation, style: Style) -> list[str]:
     """Return the result or the state in one line. After a failure or while a person has to act: why, and what to do."""
-    pids = ", ".join(str(process.pid) for process in operation.processes)
+    who = ", ".join(job_names(operation.processes))
     phase = style.paint(printable(_words(operation.phase)), _COLOURS.get(operation.phase, "cyan"))
     kind = printable(operation.kind)
     by = " by restart" if operation.way == "restart" else ""
-    line = f"operation {printable(operation.id)}: {kind} of {pids}{by}: {phase}{_figures(operation)}"
+    line = f"operation {printable(operation.id)}: {kind} of {printable(who)}{by}: {phase}{_figures(operation)}"
     more: list[str] = []
     if operation.doing is not None:
         more.append(f"now: {printable(operation.doing)}")
@@ -144,9 +168,10 @@ def plan_text(reply: OperationReply, style: Style) -> list[str]:
 
 
 def _plan(plan: Plan, style: Style) -> list[str]:
+    of_jobs = any(worker.job for worker in plan.workers)
     columns = (
-        Column("PID", right=True),
-        Column("NAME", shrink=8),
+        Column("PID", right=True, drop=1 if of_jobs else 0),
+        Column("JOB" if of_jobs else "NAME", shrink=8),
         Column("FROM"),
         Column("TO"),
         Column("CARRIED", right=True),
@@ -156,7 +181,7 @@ def _plan(plan: Plan, style: Style) -> list[str]:
     rows: list[list[Cell]] = [
         [
             str(worker.pid),
-            worker.name,
+            _job_name(worker) if of_jobs else worker.name,
             worker.gpu or UNKNOWN,
             worker.to or UNKNOWN,
             binary_size(worker.size_bytes),
@@ -219,8 +244,8 @@ def swapped_text(reply: Drained, style: Style) -> list[str]:
     moved, under_way, failed = _counts(reply)
     lines = _outcomes(reply, style)
     if moved and not under_way and not failed and not reply.left:
-        pids = dict.fromkeys(str(process.pid) for each in reply.operations for process in each.processes)
-        return [f"the jobs have changed places: {', '.join(pids)} ({_which(reply)})"]
+        who = job_names(process for each in reply.operations for process in each.processes)
+        return [f"the jobs have changed places: {printable(', '.join(who))} ({_which(reply)})"]
     if under_way:
         return [*lines, "hegmd runs the other steps: watch them with hegmctl ops"]
     return [*lines, "the jobs have not changed places"]
@@ -248,9 +273,8 @@ def _which(reply: Drained) -> str:
 
 def _journeys_of(reply: Drained) -> list[str]:
     return [
-        printable(f"{process.pid} {_journey(operation, process)}")
+        f"{printable(', '.join(job_names(operation.processes)))} {_journeys(operation)}"
         for operation in reply.operations
-        for process in operation.processes
     ]
 
 
@@ -285,7 +309,7 @@ def operations_text(reply: OperationsReply, style: Style) -> list[str]:
         Column("ID", right=True),
         Column("KIND"),
         Column("PHASE"),
-        *([Column("JOB")] if of_jobs else []),
+        *([Column("JOB", shrink=8)] if of_jobs else []),
         Column("PIDS", shrink=8, drop=5 if of_jobs else 0),
         Column("WHERE"),
         Column("SIZE", right=True, drop=1),
@@ -318,7 +342,7 @@ def _row(operation: Operation, *, of_jobs: bool) -> list[Cell]:
             _words(operation.phase) if operation.doing is None else f"{_words(operation.phase)}: {operation.doing}",
             _COLOURS.get(operation.phase, "cyan"),
         ),
-        *([operation.job or UNKNOWN] if of_jobs else []),
+        *([_job(operation)] if of_jobs else []),
         ",".join(str(process.pid) for process in operation.processes),
         _journeys(operation),
         binary_size(operation.size_bytes),
@@ -326,6 +350,12 @@ def _row(operation: Operation, *, of_jobs: bool) -> list[Cell]:
         strftime("%Y-%m-%d %H:%M:%S", localtime(operation.created_utc)),
         UNKNOWN if operation.failure is None else operation.failure.message,
     ]
+
+
+def _job(operation: Operation) -> str:
+    if any(process.job for process in operation.processes):
+        return ", ".join(job_names(operation.processes))
+    return operation.job or UNKNOWN  # a daemon of an earlier release gives the id only
 
 
 def _process(operation: Operation, process: OperationProcess) -> str:

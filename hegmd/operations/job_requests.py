@@ -9,10 +9,12 @@ Longer than 400 lines because the view of a job is composed in one place.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import anyio
@@ -42,7 +44,11 @@ COUNT_S, APART_S = 0.3, 0.5
 # The rate is taken since the oldest of the samples, which are this old at most.
 RATE_OVER_S, MAX_SAMPLES = 60.0, 64
 
+# Commands that take a job, with a pid, as hints contain them.
+_COMMAND_WITH_PID = re.compile(r"(hegmctl (?:migrate|suspend|resume|checkpoint|handoff|offload) )(\d{1,10})\b")
+
 Sample = tuple[float, int]
+Told = TypeVar("Told", told_operations.OperationProcess, told_operations.PlannedProcess)
 
 
 class JobOperationsOf:
@@ -191,13 +197,43 @@ class JobRequests:
             await news.wait()
 
     def with_job(self, operation: told_operations.Operation) -> told_operations.Operation:
-        """Return the record with the id of its job, found by its runs, or while it lives by its processes."""
+        """Return the record with the jobs of its processes, found by their runs, or while they live by themselves.
+
+        Its hints name the job instead of a process.
+        """
         op = self._runner.history(operation.id).operation
+        jobs: dict[int, JobRecord] = {}
         for member in op.workers:
             job = self._jobs.of_run(op.owner_uid, member.run) or self._of_member(member.pid, member.start_ticks)
             if job is not None:
-                return operation.replace(job=job.id)
-        return operation
+                jobs[member.pid] = job
+        if not jobs:
+            return operation
+        failure, waits = operation.failure, operation.waits
+        processes = [_of_job(process, jobs.get(process.pid)) for process in operation.processes]
+        return operation.replace(
+            job=next(iter(jobs.values())).id,
+            processes=tuple(processes),
+            failure=None if failure is None else failure.replace(hint=self.by_name(failure.hint)),
+            waits=None if waits is None else waits.replace(next=self.by_name(waits.next)),
+        )
+
+    def plan_with_jobs(self, plan: told_operations.Plan) -> told_operations.Plan:
+        """Return the plan with the jobs of its processes."""
+        workers = [_of_job(worker, self._jobs.of_pid(worker.pid)) for worker in plan.workers]
+        return plan.replace(workers=tuple(workers), hazards=tuple([self.by_name(hazard) for hazard in plan.hazards]))
+
+    def by_name(self, hint: str) -> str:
+        """Return the hint with the name of a job in commands that have the pid of one of its processes.
+
+        The planner and the machine know processes and not jobs.
+        """
+
+        def renamed(found: re.Match[str]) -> str:
+            job = self._jobs.of_pid(int(found[2]))
+            return found[0] if job is None else f"{found[1]}{job.name}"
+
+        return _COMMAND_WITH_PID.sub(renamed, hint)
 
     def of_process(self, process: GpuProcess) -> GpuProcess:
         """Return the record with the id of its job."""
@@ -380,6 +416,10 @@ class JobRequests:
             if samples and len(samples) > 1 and samples[-1][1] > samples[0][1]:
                 rates.append((samples[-1][1] - samples[0][1]) / (samples[-1][0] - samples[0][0]))
         return min(rates, default=None)
+
+
+def _of_job(process: Told, job: JobRecord | None) -> Told:
+    return process if job is None else process.replace(job=job.id, job_name=job.name)
 
 
 def _rank(worker: AgentConnection) -> tuple[bool, int, int]:

@@ -72,6 +72,8 @@ class PlannedProcess(Record):
     communicators: str = field(
         "how its communicators with other ranks are disconnected: suspend or replace; empty if it has none", default=""
     )
+    job: str | None = field("the id of its job; nil if it belongs to none, or the job is forgotten", default=None)
+    job_name: str | None = field("the name of that job", default=None)
 
     @property
     def reservation_bytes(self) -> int:
@@ -135,6 +137,8 @@ class OperationProcess(Record):
         "GPU memory of a suspended process that keeps its CUDA context; nil if unknown",
         default=None,
     )
+    job: str | None = field("the id of its job; nil if it belongs to none, or the job is forgotten", default=None)
+    job_name: str | None = field("the name of that job", default=None)
 
 
 class Wait(Record):

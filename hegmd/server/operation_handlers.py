@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from hegmd.errors import HegmError
 from hegmd.node.inventory import Inventory
 from hegmd.operations.image_requests import Checkpoints, Wished
 from hegmd.operations.job_requests import JobRequests
@@ -16,6 +17,7 @@ from hegmd.operations.sequences import MultiStepOperations, Outcome
 from hegmd.protocol import messages as m
 from hegmd.protocol.names import place_named
 from hegmd.protocol.operations import OperationProgress, StoryLine
+from hegmd.protocol.record import Record, as_list
 from hegmd.server.auth import Policy
 from hegmd.server.dispatch import Handler
 from hegmd.server.session import Call
@@ -52,7 +54,7 @@ class OperationHandlers:
 
     def table(self) -> Mapping[type[m.Request], Handler]:
         """Return the handler of each message."""
-        return {
+        handlers: dict[type[m.Request], Handler] = {
             m.Migrate: self.migrate,
             m.Quiesce: self.quiesce,
             m.Suspend: self.suspend,
@@ -71,29 +73,45 @@ class OperationHandlers:
             m.AgentLend: self.lend,
             m.AgentReclaim: self.reclaim,
         }
+        return {request: self._with_names(handler) for request, handler in handlers.items()}
+
+    def _with_names(self, handler: Handler) -> Handler:
+        """Return the handler, which names jobs instead of processes in the hints of its errors."""
+
+        async def handle(call: Call, request: m.Request) -> Record:
+            try:
+                return await handler(call, request)
+            except HegmError as error:
+                error.hint = self._jobs.by_name(error.hint)
+                for reason in as_list(error.facts.get("reasons")) or ():
+                    if isinstance(reason, dict) and "hint" in reason:
+                        reason["hint"] = self._jobs.by_name(str(reason["hint"]))
+                raise
+
+        return handle
 
     async def migrate(self, call: Call, request: m.Migrate) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         asked = replace(asked, carrier=request.carrier)
         restart = Restarting(request.via, request.allow_restart, request.set, request.unset, request.python)
         pids, to = await self._jobs.pids(request.pids, asked.may), await self._place(request.to)
-        return _reply(await self._operations.migrate(pids, to, asked, restart))
+        return self._reply(await self._operations.migrate(pids, to, asked, restart))
 
     async def quiesce(self, call: Call, request: m.Quiesce) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         pids = await self._jobs.pids(request.pids, asked.may)
-        return _reply(await self._operations.quiesce(pids, request.hold_s, asked))
+        return self._reply(await self._operations.quiesce(pids, request.hold_s, asked))
 
     async def suspend(self, call: Call, request: m.Suspend) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         asked = replace(asked, carrier=request.carrier)
         pids, keep_context = await self._jobs.pids(request.pids, asked.may), request.keep_context
-        return _reply(await self._operations.suspend(pids, asked, spill=request.spill, keep_context=keep_context))
+        return self._reply(await self._operations.suspend(pids, asked, spill=request.spill, keep_context=keep_context))
 
     async def resume(self, call: Call, request: m.Resume) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         pid, to = await self._jobs.pid(request.pid, asked.may), await self._place(request.to)
-        return _reply(await self._operations.resume(pid, to, asked))
+        return self._reply(await self._operations.resume(pid, to, asked))
 
     async def checkpoint(self, call: Call, request: m.Checkpoint) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
@@ -102,29 +120,29 @@ class OperationHandlers:
         answer = await self._checkpoints.checkpoint(
             pid, request.path, rights, asked, leave_running=request.leave_running
         )
-        return _reply(answer)
+        return self._reply(answer)
 
     async def handoff(self, call: Call, request: m.Handoff) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         pid = await self._jobs.pid(request.pid, asked.may)
-        return _reply(await self._checkpoints.handoff(pid, request.path, _rights(call), asked))
+        return self._reply(await self._checkpoints.handoff(pid, request.path, _rights(call), asked))
 
     async def restore(self, call: Call, request: m.Restore) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         outlets, fds = request.outlets, tuple(call.fds.view())
         to = await self._place(request.to)
         wish = Wished(request.path, to, as_then=request.as_then, outlets=outlets, fds=fds)
-        return _reply(await self._checkpoints.restore(wish, _rights(call), asked))
+        return self._reply(await self._checkpoints.restore(wish, _rights(call), asked))
 
     async def drain(self, call: Call, request: m.Drain) -> m.Drained:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         gpu, *to = [str(await self._place(name)) for name in (request.gpu, *request.to)]
-        return _drained(await self._sequences.drain(gpu, tuple(to), asked))
+        return self._drained(await self._sequences.drain(gpu, tuple(to), asked))
 
     async def swap(self, call: Call, request: m.Swap) -> m.Drained:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         first, second = [await self._jobs.pid(one, asked.may) for one in (request.first, request.second)]
-        return _drained(await self._sequences.swap(first, second, asked))
+        return self._drained(await self._sequences.swap(first, second, asked))
 
     async def operations(self, call: Call, _: m.Operations) -> m.OperationsReply:
         await self._orphans.look(thorough=False, within_s=OPERATIONS_S)
@@ -144,7 +162,7 @@ class OperationHandlers:
 
     async def cancel(self, call: Call, request: m.CancelOperation) -> m.OperationReply:
         ask = self._operations.drop if request.drop else self._operations.cancel
-        return m.OperationReply(operation=await ask(request.id, self._asked(call)))
+        return m.OperationReply(operation=self._jobs.with_job(await ask(request.id, self._asked(call))))
 
     async def orphans(self, call: Call, _: m.Orphans) -> m.OrphansReply:
         await self._orphans.look(thorough=True, within_s=ORPHANS_S)
@@ -153,7 +171,7 @@ class OperationHandlers:
     async def adopt(self, call: Call, request: m.Adopt) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run)
         pid, to = await self._jobs.pid(request.pid, asked.may), await self._place(request.to)
-        return _reply(await self._operations.adopt(pid, to, asked))
+        return self._reply(await self._operations.adopt(pid, to, asked))
 
     async def drop_orphan(self, call: Call, request: m.DropOrphan) -> m.Dropped:
         freed_bytes = await self._orphans.drop(request.name, self._asked(call).may)
@@ -174,6 +192,20 @@ class OperationHandlers:
 
         return replace(self._asked(call), emit=say_nothing)
 
+    def _reply(self, answer: OperationResult) -> m.OperationReply:
+        operation, plan = answer.operation, answer.plan
+        return m.OperationReply(
+            operation=None if operation is None else self._jobs.with_job(operation),
+            plan=None if plan is None else self._jobs.plan_with_jobs(plan),
+        )
+
+    def _drained(self, outcome: Outcome) -> m.Drained:
+        return m.Drained(
+            operations=tuple([self._jobs.with_job(operation) for operation in outcome.operations]),
+            plans=tuple([self._jobs.plan_with_jobs(plan) for plan in outcome.plans]),
+            left=tuple([reason.replace(hint=self._jobs.by_name(reason.hint)) for reason in outcome.left]),
+        )
+
     async def _place(self, text: str | None) -> str | None:
         """Return a target with the ids of its GPUs, however they were named."""
         if text is None:
@@ -187,19 +219,17 @@ class OperationHandlers:
         def may(uid: int | None) -> bool:
             return self._policy.may_act_on(call.peer, uid)
 
+        async def emit(progress: OperationProgress) -> None:
+            waits = progress.waits
+            if waits is not None:
+                progress = progress.replace(waits=waits.replace(next=self._jobs.by_name(waits.next)))
+            await call.emit(progress)
+
         by = f"uid {call.peer.uid} (pid {call.peer.pid})"
-        return RequestContext(by=by, may=may, emit=call.emit, wait=wait, dry_run=dry_run, limit_s=limit_s)
+        return RequestContext(by=by, may=may, emit=emit, wait=wait, dry_run=dry_run, limit_s=limit_s)
 
 
 def _rights(call: Call) -> Rights:
     """Return the caller's credentials from the kernel, with which images are written and read."""
     peer = call.peer
     return Rights(peer.uid, peer.gid, tuple(sorted(peer.groups)))
-
-
-def _reply(answer: OperationResult) -> m.OperationReply:
-    return m.OperationReply(operation=answer.operation, plan=answer.plan)
-
-
-def _drained(outcome: Outcome) -> m.Drained:
-    return m.Drained(operations=tuple(outcome.operations), plans=tuple(outcome.plans), left=tuple(outcome.left))

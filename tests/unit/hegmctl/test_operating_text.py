@@ -9,6 +9,7 @@ from hegmctl.operating_text import (
     drained_text,
     operation_text,
     operations_text,
+    outcome,
     plan_text,
     progress_text,
     story_text,
@@ -126,6 +127,21 @@ def test_a_narrow_terminal_shows_what_matters() -> None:
     lines = operations_text(m.OperationsReply(operations=(ended.replace(job="j7"), ended)), Style(columns=60))
     assert lines[0].split()[:5] == ["ID", "KIND", "PHASE", "JOB", "WHERE"], "a job is shorter than its pids"
     assert [line.split()[4] for line in lines[1:3]] == ["j7", "-"]
+
+
+def test_results_name_the_job_and_a_pid_only_without_one() -> None:
+    """Issue 19: users think in jobs, and were told `migrate of 4711`."""
+    ranks = [process("gpu1").replace(job="j7", job_name="bert") for _ in range(2)]
+    done = operation("done", *ranks).replace(job="j7")
+    alone = operation("done", process("gpu1"))
+    assert outcome(done, Style())[0].startswith("operation 7: migrate of bert (j7): done (")
+    assert outcome(alone, Style())[0].startswith("operation 7: migrate of 4711: done (")
+    rows = operations_text(m.OperationsReply(operations=(done, alone)), Style())
+    assert "  bert (j7)  " in rows[1]
+    (line,) = drained_text(m.Drained(operations=(done, alone)), Style())
+    assert line == "2 moved (operations 7, 7): bert (j7) gpu0 -> gpu1, 4711 gpu0 -> gpu1"
+    (line,) = swapped_text(m.Drained(operations=(done, alone)), Style())
+    assert line.startswith("the jobs have changed places: bert (j7), 4711 (")
 
 
 def test_a_story_tells_of_every_process_of_a_job() -> None:

@@ -1,4 +1,7 @@
-"""Jobs keep their ids, their names and their ends, whatever becomes of their processes and of the daemon."""
+"""Jobs keep their ids, their names and their ends, whatever becomes of their processes and of the daemon.
+
+Longer than 400 lines because the register of jobs and the requests on it are tested on the same node.
+"""
 
 from __future__ import annotations
 
@@ -179,6 +182,31 @@ async def test_a_name_that_two_jobs_had_is_the_running_one_or_a_choice(tmp_path:
         assert refused.value.code is BAD_REQUEST
         await registered(node, process.pid, "three")
         assert (await node.moving.job_requests.one("train", mine)).id == "j3"
+
+
+async def test_a_hint_names_the_job_and_not_its_pid(tmp_path: Path, process: Child, other: Child) -> None:
+    """Issue 19: the planner knows processes, and users know jobs."""
+    async with running(tmp_path) as node:
+        await registered(node, process.pid, "run-1", name="bert")
+        rest = f"or: hegmctl migrate {other.pid} --to gpu1; see hegmctl op {process.pid}"
+        hint = f"run: hegmctl resume {process.pid}; {rest}"
+        assert node.moving.job_requests.by_name(hint) == f"run: hegmctl resume bert; {rest}"
+
+
+async def test_an_operation_and_a_plan_name_the_jobs_of_their_processes(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        await registered(node, process.pid, "run-1", name="bert")
+        await node.attend(process.pid, run="run-1")
+        requests = node.moving.job_requests
+        planned = (await node.operations.suspend([process.pid], node.asked(dry_run=True))).plan
+        assert planned is not None
+        assert [(one.job, one.job_name) for one in requests.plan_with_jobs(planned).workers] == [("j1", "bert")]
+        operation = (await node.operations.suspend([process.pid], node.asked())).operation
+        assert operation is not None
+        described = requests.with_job(operation)
+        assert (described.job, described.processes[0].job_name) == ("j1", "bert")
+        assert described.waits is not None
+        assert described.waits.next == "hegmctl resume bert"
 
 
 async def test_a_job_that_has_not_come_to_a_batch_is_not_moved(tmp_path: Path, process: Child) -> None:
