@@ -200,13 +200,13 @@ def processes_text(reply: ProcessesReply, style: Style, on_gpus: Sequence[str] =
     of_jobs = any(process.job for process in reply.processes)
     columns = [
         Column("PID", right=True),
-        *([Column("JOB", drop=4)] if of_jobs else []),
+        *([Column("JOB")] if of_jobs else []),
         Column("USER", shrink=8),
         Column("GPU", shrink=6),
         Column("VRAM", right=True),
         *([Column("HELD", right=True, drop=1)] if held else []),
         Column("AGENT", drop=3),
-        Column("WORKLOAD", shrink=14, drop=2),
+        Column("WORKLOAD", shrink=14, drop=4),
         Column("COMMAND", shrink=16),
     ]
     rows = [_process_row(process, held=held, of_jobs=of_jobs) for process in reply.processes]

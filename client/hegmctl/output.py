@@ -195,7 +195,7 @@ def style_of(stream: TextIO | None, colour: bool | None, *, quiet: bool = False)
     """Return the style of that stream. Without a terminal, lines have no limit."""
     terminal = _is_terminal(stream)
     if colour is None:
-        colour = terminal and not is_dumb() and not os.environ.get("NO_COLOR")
+        colour = terminal and not _lacks_colours() and not os.environ.get("NO_COLOR")
     if stream is None or not terminal:
         return Style(colour=colour, remarks=not quiet)
     columns, lines = _terminal_size(stream, os.environ)
@@ -206,6 +206,12 @@ def style_of(stream: TextIO | None, colour: bool | None, *, quiet: bool = False)
 def is_dumb() -> bool:
     """Return True if TERM says that the terminal cannot handle control sequences."""
     return os.environ.get("TERM", "dumb") == "dumb"
+
+
+def _lacks_colours() -> bool:
+    """Return True if TERM names a terminal without colours: a dumb one, a VT100 and its like, or a monochrome entry."""
+    name = os.environ.get("TERM", "dumb")
+    return is_dumb() or name.startswith("vt") or name.endswith(("-m", "-mono"))
 
 
 def _is_terminal(stream: TextIO | None) -> bool:

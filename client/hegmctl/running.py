@@ -146,7 +146,7 @@ def require_name(name: str | None) -> None:
 
     why = None if name is None else why_no_name(name)
     if why is not None:
-        raise HegmError(USAGE, f"--name {name}: {why}", "choose another, such as --name train")
+        raise HegmError(USAGE, f"--name {name[:80]!r}: {why}", "choose another, such as --name train")
 
 
 def _is_supervised(arguments: Arguments) -> bool:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from time import time
 
+from hegmctl.inventory_text import below
 from hegmctl.quantities import binary_size, duration
-from hegmctl.tables import UNKNOWN, Column, Style, printable, table
+from hegmctl.tables import UNKNOWN, Column, Style, printable, table, width
 from hegmd.protocol.sharing import HELD, MOVING, QUEUED, RUNNING, STARTING, SUSPENDED
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hegmctl.tables import Cell
     from hegmd.protocol.messages import JobReply, QueueReply, Released, RoomProgress, RoomReply
     from hegmd.protocol.sharing import Lease, QueuedJob, RoomStep
@@ -37,8 +40,8 @@ def room_progress_text(progress: RoomProgress, style: Style) -> list[str]:
     """Return one line: what a lease waits for."""
     free = "" if progress.free_bytes is None else f" ({binary_size(progress.free_bytes)} free)"
     where = f"{progress.gpu or 'a GPU'}{free}"
-    waits = progress.waits if progress.waits.startswith("until ") else f"for {progress.waits}"
-    return [printable(f"lease {progress.lease}: {binary_size(progress.size_bytes)} on {where}, waits {waits}")]
+    size = binary_size(progress.size_bytes)
+    return [printable(f"lease {progress.lease}: {size} on {where}, {_awaited(progress.waits)}")]
 
 
 def lease_note(lease: Lease) -> str:
@@ -68,7 +71,7 @@ def priority_text(reply: JobReply, style: Style) -> list[str]:
 
 
 def queue_text(reply: QueueReply, style: Style) -> list[str]:
-    """The table of `hegmctl queue`."""
+    """The table of `hegmctl queue`. Where reasons do not fit into it, they are below it in full."""
     lines = _jobs(reply, style) if reply.jobs else ["No job has or wants a GPU."] if style.remarks else []
     if reply.leases:
         lines += ["", *_leases(reply, style)]
@@ -84,10 +87,32 @@ def _jobs(reply: QueueReply, style: Style) -> list[str]:
         Column("SINCE", right=True, drop=2),
         Column("GPU", shrink=6),
         Column("SIZE", right=True, drop=3),
-        Column("WAITS FOR", shrink=12),
-        Column("NEXT", shrink=12, drop=1),
+        Column("WAITS FOR"),
+        Column("NEXT"),
     )
-    return table(columns, [_row(job, reply.taken_utc) for job in reply.jobs], style)
+    rows = [_row(job, reply.taken_utc) for job in reply.jobs]
+    notes = [
+        f"{job.job} ({job.name}) {_awaited(job.why)}{f'; next: {job.next}' if job.next else ''}"
+        for job in reply.jobs
+        if job.why or job.next
+    ]
+    return _with_reasons(columns, rows, 2, notes, style)
+
+
+def _with_reasons(
+    columns: Sequence[Column], rows: Sequence[Sequence[Cell]], reasons: int, notes: Sequence[str], style: Style
+) -> list[str]:
+    """Return the table. In a narrow terminal its last `reasons` columns are left out, and `notes` are below it."""
+    whole = table(columns, rows, Style())
+    if style.columns is None or max(map(width, whole)) <= style.columns:
+        return table(columns, rows, style)
+    return [*table(columns[:-reasons], [row[:-reasons] for row in rows], style), *below(notes, style)]
+
+
+def _awaited(why: str | None) -> str:
+    if why is None:
+        return "waits for nothing"
+    return f"waits {why}" if why.startswith(("until ", "for ")) else f"waits for {why}"
 
 
 def _row(job: QueuedJob, now_utc: float) -> list[Cell]:
@@ -115,9 +140,11 @@ def _leases(reply: QueueReply, style: Style) -> list[str]:
         Column("SIZE", right=True),
         Column("USED", right=True, drop=4),
         Column("ENDS", shrink=12),
-        Column("WAITS FOR", shrink=12, drop=1),
+        Column("WAITS FOR"),
     )
-    return table(columns, [_lease_row(lease, reply.taken_utc) for lease in reply.leases], style)
+    rows = [_lease_row(lease, reply.taken_utc) for lease in reply.leases]
+    notes = [f"{lease.id} {_awaited(lease.waits)}" for lease in reply.leases if lease.waits]
+    return _with_reasons(columns, rows, 1, notes, style)
 
 
 def _lease_row(lease: Lease, now_utc: float) -> list[Cell]:

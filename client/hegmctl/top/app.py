@@ -307,14 +307,13 @@ class TopApp(App[None]):
         job = self._job()
         if job is None:
             return
-        others = [gpu.id for gpu in self._picture.gpus if gpu.id not in job.gpus]
 
         def typed(to: str | None) -> None:
             if to:
                 self._plan(MIGRATE, job, to)
 
         question = f"Migrate {job.name} from {', '.join(job.gpus) or 'no GPU'} to which GPU?"
-        self.push_screen(Question(question, others[0] if others else ""), typed)
+        self.push_screen(Question(question, self._picture.target_for(job)), typed)
 
     def action_ask(self, action: str) -> None:
         job = self._job()

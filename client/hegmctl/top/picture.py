@@ -2,6 +2,8 @@
 
 Keeps the last snapshot, the order, the filter and the cursor. Pure: the time comes with the snapshots, and no terminal
 is touched. A line is a list of parts, each a text and the name of its style; every text is printable.
+
+Longer than 400 lines because everything that is drawn shares the cursor, the order and the width.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from time import localtime, strftime
 
-from hegmctl.operating_text import AT_REST
+from hegmctl.operating_text import AT_REST, job_names
 from hegmctl.quantities import binary_size, duration, used_of_total
 from hegmctl.tables import printable, shortened, width
 from hegmd.protocol.operations import PHASES_IN_ORDER, Operation
@@ -22,6 +24,8 @@ Line = list[Part]
 # Looks that are remembered of each GPU: at one look in 5 s, five minutes.
 HISTORY = 60
 EVENTS = 200
+# From this width on there is room for the ids of jobs beside their names.
+WIDE = 100
 OVER = ("done", "rolled-back", "lost")
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 ORDERS = ("job", "gpu", "vram", "step/s", "age", "state")
@@ -29,7 +33,18 @@ JOBS, OPERATIONS = "jobs", "operations"
 # The actions that a key requests for a job.
 SUSPEND, RESUME, MIGRATE = "suspend", "resume", "migrate"
 STATE_STYLES = {"training": "green", "moving": "cyan", "waiting": "red", "suspended": "yellow", "quiesced": "yellow"}
-KEYS = "s suspend  r resume  m migrate  o order  / filter  t timeline  Tab operations  ? help  q quit"
+# The keys in the last line; those with the highest number are left out first where they do not fit.
+KEYS = (
+    ("s suspend", 1),
+    ("r resume", 1),
+    ("m migrate", 0),
+    ("o order", 4),
+    ("/ filter", 3),
+    ("t timeline", 1),
+    ("Tab operations", 2),
+    ("? help", 0),
+    ("q quit", 0),
+)
 
 
 class JobRow:
@@ -180,8 +195,7 @@ class Picture:
             known = self.operations
             return next((op for op in known if op.id == self._chosen[OPERATIONS]), known[0] if known else None)
         job = self.job()
-        pids = () if job is None else job.pids
-        return next((op for op in self.operations if any(each.pid in pids for each in op.processes)), None)
+        return None if job is None else next((op for op in self.operations if _is_of(op, job)), None)
 
     def move(self, by: int) -> None:
         """Move the cursor."""
@@ -198,6 +212,18 @@ class Picture:
         """Order the jobs by the next column."""
         self.order = ORDERS[(ORDERS.index(self.order) + 1) % len(ORDERS)]
 
+    def target_for(self, job: JobRow) -> str:
+        """Return a target to propose: as many other GPUs as the job is on, those with the most free memory first.
+
+        A job that is on all GPUs exchanges its own. Empty if there is no other GPU.
+        """
+        others = [gpu for gpu in self.gpus if gpu.id not in job.gpus and _is_fit(gpu)]
+        others.sort(key=lambda gpu: gpu.memory_used_bytes or 0)
+        count = max(1, len(job.gpus))
+        if len(others) < count and count > 1:
+            return ",".join((*job.gpus[1:], job.gpus[0]))
+        return ",".join(gpu.id for gpu in others[:count])
+
     # -- lines ---------------------------------------------------------------------------------------------------------
 
     def lines(self, columns: int, rows: int) -> list[Line]:
@@ -209,7 +235,7 @@ class Picture:
         body = [self._head(columns), *gpus, *self._job_lines(columns, max(2, left)), *ops, *news]
         body = body[: rows - 1]
         body += [[]] * (rows - 1 - len(body))
-        notice = self.notice or KEYS
+        notice = self.notice or keys(columns)
         return [*body, [(shortened(notice, columns, self._ellipsis), "bold" if self.notice else "dim")]]
 
     @property
@@ -333,24 +359,27 @@ class Picture:
 
     def _operation(self, op: Operation, columns: int, *, is_chosen: bool) -> Line:
         style = "reverse" if is_chosen else {"done": "green", "lost": "red", "rolled-back": "red"}.get(op.phase, "cyan")
-        pids = ",".join(str(each.pid) for each in op.processes)
         ways = [(each.began_on if op.phase in OVER else each.gpu, each.to) for each in op.processes]
         where = ",".join(dict.fromkeys(f"{here or 'pool'}->{to or 'pool'}" for here, to in ways))
         if op.phase in OVER:
             figures = binary_size(op.size_bytes)
             figures += "" if op.downtime_s is None else f", downtime {op.downtime_s:.2f} s"
         else:
-            figures = f"{self._bar(op)} {binary_size(op.moved_bytes)}/{binary_size(op.size_bytes)}"
+            bar = self._bar(op, 10 if columns >= WIDE else 6)
+            figures = f"{bar} {binary_size(op.moved_bytes)}/{binary_size(op.size_bytes)}"
             figures += f"  {op.waits.why}" if op.waits is not None else ""
-        text = f"{'>' if is_chosen else ' '} {op.id:<4}{op.kind:<11}{op.phase:<14}{where:<13} {figures}  pid {pids}"
+        names = 20 if columns >= WIDE else 11
+        who = shortened(",".join(job_names(op.processes, ids=columns >= WIDE)), names, self._ellipsis)
+        mark = ">" if is_chosen else " "
+        text = f"{mark} {op.id:<4}{op.kind:<11}{op.phase:<14}{who:<{names}} {where:<11} {figures}"
         return [(shortened(printable(text), columns, self._ellipsis), style)]
 
-    def _bar(self, op: Operation) -> str:
+    def _bar(self, op: Operation, length: int) -> str:
         phases = len(PHASES_IN_ORDER)
         place = PHASES_IN_ORDER.index(op.phase) if op.phase in PHASES_IN_ORDER else phases
         within = op.moved_bytes / op.size_bytes if op.size_bytes else 0.0
-        full = min(10, round(10 * (place + min(1.0, within)) / phases))
-        return "[" + "#" * full + "." * (10 - full) + "]"
+        full = min(length, round(length * (place + min(1.0, within)) / phases))
+        return "[" + "#" * full + "." * (length - full) + "]"
 
     def _event_lines(self, columns: int, most: int) -> list[Line]:
         styles = {"error": "red", "warning": "yellow"}
@@ -367,6 +396,23 @@ class Picture:
             ]
             for event in list(self._events)[-most:]
         ]
+
+
+def _is_of(op: Operation, job: JobRow) -> bool:
+    return op.job == job.id or any(each.pid in job.pids for each in op.processes)
+
+
+def keys(columns: int) -> str:
+    """Return as many of the keys as fit whole."""
+    shown = KEYS
+    while len(text := "  ".join(key for key, _ in shown)) > columns and len({drop for _, drop in shown}) > 1:
+        least = max(drop for _, drop in shown)
+        shown = tuple([(key, drop) for key, drop in shown if drop < least])
+    return text
+
+
+def _is_fit(gpu: Gpu) -> bool:
+    return gpu.state == "ok" and gpu.health.condition == HEALTHY
 
 
 def _full(gpu: Gpu) -> float | None:

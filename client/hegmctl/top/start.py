@@ -22,8 +22,9 @@ def top(session: Session) -> int:
         raise HegmError(USAGE, "top is a screen and prints no JSON", "run: hegmctl jobs --json")
     if sink.style.columns is None or is_dumb() or not (sys.stdin.isatty() and os.isatty(2)):
         raise HegmError(USAGE, "top needs a terminal that can be redrawn", "run: hegmctl jobs, or hegmctl ps --watch")
+    os.environ.pop("NO_COLOR", None)  # textual takes an empty one for a request, and ignores --color
     if not sink.style.colour:
-        os.environ["NO_COLOR"] = "1"  # read by textual when it is imported
+        os.environ["NO_COLOR"] = "1"
     session.connect().close()  # a missing daemon is an error, not an empty screen
     try:
         from hegmctl.top.app import TopApp

@@ -18,13 +18,13 @@ def test_a_command_needs_no_dashes_before_it_and_keeps_its_own_options(daemon: F
     assert asked.command == ("sh", "-c", "echo $HEGM_JOB $0", "--json")
 
 
-@pytest.mark.parametrize("name", ["j7", "4711", "-x", "two words", "x" * 65])
+@pytest.mark.parametrize("name", ["j7", "4711", "-x", "two words", "x" * 65, "a\nb", "a\x1b[31mb"])
 def test_a_name_that_would_mean_something_else_is_refused_before_the_command_begins(
     daemon: FakeDaemon, name: str
 ) -> None:
     ran = hegmctl("run", f"--name={name}", "echo", "begun", socket=daemon.path)
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert f"--name {name}: " in ran.stderr
+    assert f"--name {name!r}: " in ran.stderr, "a line break is escaped like other control characters"
 
 
 def test_a_job_runs_though_the_daemon_cannot_enter_it(daemon: FakeDaemon) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hegmctl.arguments import parse
 from hegmctl.running import gpus_asked
 from hegmctl.sharing_text import lease_note, queue_text, released_text, room_progress_text, room_text
-from hegmctl.tables import Style
+from hegmctl.tables import Style, width
 from hegmd.errors import USAGE, HegmError
 from hegmd.protocol.messages import MakeRoom, QueueReply, Released, RoomProgress, RoomReply, RoomStep, SetPriority
 from hegmd.protocol.sharing import Lease, QueuedJob
@@ -78,6 +78,23 @@ def test_a_plan_names_each_job_that_would_leave() -> None:
         "nothing was changed: this is only the plan",
     ]
     assert room_text(RoomReply(gpu="gpu0"), PLAIN)[0] == "no further job has to leave gpu0"
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_what_a_job_waits_for_is_whole_at_every_width(columns: int) -> None:
+    """Issue 19: at 80 columns `hegmctl queue` cut WAITS FOR to 12 characters."""
+    why, then = "60.0 GiB on gpu0, which train (j1) has", "train (j1) is suspended when its turn of 5 min is over"
+    waiting = QueuedJob(
+        job="j2", name="eval", uid=0, priority=20, state="waiting", since_utc=40.0, gpu="gpu0", why=why, next=then
+    )
+    pending = LEASE.replace(waits="until train (j1) has left gpu0, and its memory is free")
+    reply = QueueReply(taken_utc=100.0, jobs=(waiting,), leases=(pending,), slices=False)
+    lines = queue_text(reply, Style(columns=columns))
+    assert max(map(width, lines)) <= columns
+    told = " ".join(" ".join(lines).split())
+    assert f"j2 (eval) waits for {why}; next: {then}" in told
+    assert f"{LEASE.id} waits until train (j1) has left gpu0, and its memory is free" in told
+    assert "  ".join(("WAITS FOR", " " * (len(why) - 9) + "NEXT")) in queue_text(reply, Style(columns=250))[0]
 
 
 def test_the_queue_shows_jobs_and_leases_and_unknown_as_such() -> None:

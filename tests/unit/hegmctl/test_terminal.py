@@ -30,6 +30,8 @@ GREEN = "\x1b[32m"
         (("gpus",), {"NO_COLOR": "1"}, False),
         (("gpus",), {"NO_COLOR": ""}, True),  # as no-color.org has it
         (("gpus",), {"TERM": "dumb"}, False),
+        (("gpus",), {"TERM": "vt100"}, False),  # issue 19
+        (("gpus",), {"TERM": "xterm-mono"}, False),
         (("gpus", "--color"), {"TERM": "dumb", "NO_COLOR": "1"}, True),
     ],
 )

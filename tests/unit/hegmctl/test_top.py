@@ -55,7 +55,18 @@ def operation(op_id: str, phase: str, pid: int, *, moved_bytes: int = 0, downtim
         id=op_id,
         kind="migrate",
         phase=phase,
-        processes=(OperationProcess(pid=pid, began_on="gpu0", gpu="gpu1", to="gpu2", size_bytes=8 * GIB, state="out"),),
+        processes=(
+            OperationProcess(
+                pid=pid,
+                began_on="gpu0",
+                gpu="gpu1",
+                to="gpu2",
+                size_bytes=8 * GIB,
+                state="out",
+                job=f"j{pid - 4000}",
+                job_name=f"train-{pid - 4000}",
+            ),
+        ),
         created_utc=1.0,
         size_bytes=8 * GIB,
         moved_bytes=moved_bytes,
@@ -199,6 +210,43 @@ def test_the_cursor_stays_on_its_job_and_on_the_screen() -> None:
     picture.take(large(16, 10))  # the chosen one has ended
     assert picture.job() is not None
     assert picture.job() is picture.jobs[0]
+
+
+@pytest.mark.parametrize("columns", range(26, 130))
+def test_the_line_of_keys_is_never_cut(columns: int) -> None:
+    """Issue 19: at 80 columns it ended with `Tab operations  ~`, and `? help` was not seen."""
+    line = text(Picture(), columns, 24)[-1]
+    assert len(line) <= columns
+    whole = "s suspend  r resume  m migrate  o order  / filter  t timeline  Tab operations  ? help  q quit"
+    assert all(f"  {key}  " in f"  {whole}  " for key in line.split("  "))
+    assert {"m migrate", "? help", "q quit"} <= set(line.split("  ")) or columns < 40
+    if columns >= 80:
+        assert {"s suspend", "r resume", "t timeline", "Tab operations"} <= set(line.split("  "))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "proposed"),
+    [
+        (("gpu0",), "gpu2"),
+        (("gpu0", "gpu2"), "gpu3,gpu1"),
+        (("gpu0", "gpu1", "gpu2"), "gpu1,gpu2,gpu0"),
+        ((), "gpu2"),
+    ],
+)
+def test_a_migration_is_proposed_to_as_many_fit_gpus_as_the_job_has(gpus: tuple[str, ...], proposed: str) -> None:
+    """Issue 19: one GPU was proposed for two ranks, and a lost one as well."""
+    picture = Picture()
+    failing = gpu(5, 0.0).replace(health=Health(state="failed", condition="failing", reason="XID 79"))
+    known = [gpu(0, 50.0), gpu(1, 30.0), gpu(2, 0.0), gpu(3, 10.0), gpu(4, state="lost"), failing]
+    picture.take(Seen(0.0, "node1", known, (), ()))
+    assert picture.target_for(JobRow("j1", "ranks", "training", gpus=gpus)) == proposed
+
+
+def test_the_newest_operation_of_a_job_is_found_after_a_restart_has_changed_its_pid() -> None:
+    picture = Picture()
+    done = operation("1", "done", 4003).replace(job="j3")
+    picture.take(Seen(0.0, "node1", (), [JobRow("j3", "train", "training", pids=(5000,))], (done,)))
+    assert picture.operation() == done
 
 
 class Told:

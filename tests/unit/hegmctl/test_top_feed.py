@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from hegmd.protocol.snapshots import Event
 from tests.patience import HANG_S
 from tests.unit.hegmctl.fake_daemon import Asked, Caller, FakeDaemon, saying
 from tests.unit.hegmctl.running import hegmctl
+from tests.unit.hegmctl.terminal import Picture as Painting
 from tests.unit.hegmctl.terminal import Terminal
 
 JOB = Job(
@@ -143,6 +145,34 @@ def test_without_a_terminal_it_says_what_to_use_instead(daemon: FakeDaemon) -> N
     assert "prints no JSON" in hegmctl("top", "--json", socket=daemon.path).stderr
     with Terminal("top", socket=daemon.path, environ={"TERM": "dumb"}) as terminal:
         assert terminal.end() == 2
+
+
+class Undrawn(Painting):
+    """Keeps what was sent: textual sends more than the terminal of these tests can draw."""
+
+    def feed(self, text: str) -> None:
+        self.raw += text
+
+
+@pytest.mark.parametrize(
+    ("environ", "words", "coloured"),
+    [
+        ({"TERM": "xterm-256color"}, (), True),
+        ({"TERM": "vt100"}, (), False),
+        ({"TERM": "xterm-256color", "NO_COLOR": "1"}, (), False),
+        ({"TERM": "xterm-256color", "NO_COLOR": "1"}, ("--color",), True),
+    ],
+)
+def test_the_screen_has_colours_only_where_the_terminal_has(
+    answering: FakeDaemon, environ: dict[str, str], words: tuple[str, ...], coloured: bool
+) -> None:
+    """Issue 19: a VT100 was sent colours, and textual ignores --color beside NO_COLOR."""
+    with Terminal("top", *words, socket=answering.path, environ=environ) as terminal:
+        terminal.picture = Undrawn()
+        terminal.until(lambda _lines: "GPUs" in terminal.picture.raw)
+        terminal.type("q")
+        terminal.end()
+    assert bool(re.search(r"\x1b\[[0-9;]*3[0-8][;m]", terminal.picture.raw)) == coloured
 
 
 def test_without_textual_it_says_how_to_install_it(daemon: FakeDaemon, tmp_path: Path) -> None:
