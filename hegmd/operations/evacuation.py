@@ -18,7 +18,6 @@ from hegmd.protocol.operations import OperationProgress
 from hegmd.protocol.snapshots import FAILING, Gpu
 from hegmd.system.background_tasks import BackgroundTasks
 from hegmd.telemetry.events import EventLog
-from hegmd.telemetry.log import fields
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +74,10 @@ class Evacuation(BackgroundTasks):
         try:
             outcome = await self._drain(name, (), asked)
         except HegmError as error:
-            logger.warning("the jobs of %s could not be moved: %s", name, error.message, extra=fields(hint=error.hint))
-            return told
+            stay = [error.message]
+            if stay != told:
+                self._record("warning", f"{name} is failing, and its jobs cannot be moved: {error.message}", name)
+            return stay
         moved = [operation for operation in outcome.operations if operation.phase == DONE]
         stay = [f"process {reason.pid} stays: {reason.message}" for reason in outcome.left]
         stay += [f"operation {one.id} ended {one.phase}" for one in outcome.operations if one.phase != DONE]

@@ -11,7 +11,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from hegmd.errors import REFUSED
+from hegmd.errors import REFUSED, HegmError
 from hegmd.operations.evacuation import AGAIN_S, Evacuation
 from hegmd.operations.request_context import RequestContext
 from hegmd.operations.sequences import Outcome
@@ -32,7 +32,7 @@ def gpu(condition: str = "failing", *causes: str, state: str = "ok") -> Gpu:
 class Drains:
     """A drain that says what it is told to, and a sleep that ends when the test says so."""
 
-    def __init__(self, *outcomes: Outcome) -> None:
+    def __init__(self, *outcomes: Outcome | HegmError) -> None:
         self.outcomes = list(outcomes)
         self.gpus: list[str] = []
         self.slept: list[float] = []
@@ -42,7 +42,10 @@ class Drains:
         assert not to
         assert asked.by == "evacuation"
         self.gpus.append(name)
-        return self.outcomes.pop(0) if self.outcomes else Outcome()
+        outcome = self.outcomes.pop(0) if self.outcomes else Outcome()
+        if isinstance(outcome, HegmError):
+            raise outcome
+        return outcome
 
     async def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
@@ -95,6 +98,18 @@ async def test_a_gpu_is_drained_again_while_it_is_failing_and_news_are_told_once
         evacuation.see([gpu("failing", "rows")])
         await anyio.wait_all_tasks_blocked()
         assert drains.gpus == ["gpu0"] * 4
+        assert events.counts == {"gpu.evacuated": 1}
+
+
+async def test_a_drain_that_fails_is_told_once_and_tried_again() -> None:
+    """It was in the log each minute, and in no event."""
+    drains = Drains(*[HegmError(REFUSED, "the node cannot be looked at", "try again")] * 2)
+    async with evacuating(drains, "rows") as (evacuation, events):
+        evacuation.see([gpu("failing", "rows")])
+        await anyio.wait_all_tasks_blocked()
+        drains.wake.set()
+        await anyio.wait_all_tasks_blocked()
+        assert drains.gpus == ["gpu0"] * 2
         assert events.counts == {"gpu.evacuated": 1}
 
 
