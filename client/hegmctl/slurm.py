@@ -1,6 +1,7 @@
 """What `hegmctl run --slurm` does at Slurm's signals: SIGTSTP suspends the job, SIGCONT resumes it.
 
-Slurm sends SIGTSTP to all processes of a step, and SIGSTOP once `suspend_grace_time` is over. The parent of the command
+Slurm sends SIGTSTP to all processes of a step, and SIGSTOP once its grace time is over: 2 s before Slurm 23.11, then
+`suspend_grace_time`. The parent of the command
 takes both signals here. Nothing of hegmd handles a signal in the command: it ignores SIGTSTP, which it inherits, and a
 handler that the script installs runs as ever. The daemon is asked by a process of its own, so that the parent never
 waits: that is this module as a program. It is ended as soon as the other signal comes.

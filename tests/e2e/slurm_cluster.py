@@ -15,6 +15,7 @@ from pathlib import Path
 from tests.e2e.moved_job import environment
 from tests.looks import pause
 from tests.patience import HANG_S
+from tests.stubs.build import build_stub
 
 ROOT = Path(__file__).parents[2]
 UNPACKED = ROOT / "build/slurm"
@@ -49,7 +50,6 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 PreemptType=preempt/partition_prio
 PreemptMode=SUSPEND,GANG
-SchedulerParameters=suspend_grace_time={grace_s}
 PlugStackConfig={folder}/plugstack.conf
 Prolog={folder}/prolog
 Epilog={folder}/epilog
@@ -58,8 +58,8 @@ PartitionName=low Nodes={host} Default=YES PriorityTier=1 OverSubscribe=FORCE:1
 PartitionName=low-requeue Nodes={host} PriorityTier=1 OverSubscribe=NO PreemptMode=REQUEUE
 PartitionName=high Nodes={host} PriorityTier=10 OverSubscribe=FORCE:1
 """
-# Long enough for a training to leave its GPU on a loaded machine, and short enough to wait for.
-GRACE_S = 15
+# What hegmd is told: longer than a test waits. A test ends the time itself, by a file (tests/stubs/grace).
+GRACE_S = int(HANG_S)
 
 
 class Slurm:
@@ -67,18 +67,22 @@ class Slurm:
 
     def __init__(self, folder: Path, socket_path: Path) -> None:
         self.folder = folder
+        self._grace = folder / "grace.so"
         self.host = socket.gethostname().partition(".")[0]
         self._socket_path = socket_path
         search = f"{UNPACKED}/usr/bin:{os.environ['PATH']}"
         self._environ = {"PATH": search, "SLURM_CONF": str(folder / "slurm.conf")}
         self._environ["LD_LIBRARY_PATH"] = f"{LIBRARIES}:{LIBRARIES}/slurm-wlm"
+        #: Slurm stops suspended jobs once this file is there.
+        self.grace_over = folder / "grace.over"
 
     def write(self) -> None:
         for name in ("slurm-state", "spool"):
             (self.folder / name).mkdir()
         given = {"host": self.host, "ports": free_ports(), "libraries": LIBRARIES, "folder": self.folder}
-        (self.folder / "slurm.conf").write_text(CONFIGURATION.format(**given, grace_s=GRACE_S))
+        (self.folder / "slurm.conf").write_text(CONFIGURATION.format(**given))
         self._write_plugin()
+        build_stub("grace", self.folder)
         (self.folder / "partitions").write_text(f"high gpu0 {WANTED} production\n")
         variables = {name: value for name, value in environment(self._socket_path).items() if name != "PATH"}
         exported = " ".join(shlex.quote(f"{name}={value}") for name, value in variables.items())
@@ -104,8 +108,9 @@ class Slurm:
 
     def daemon(self, name: str, *words: str) -> subprocess.Popen[bytes]:
         argv = [str(UNPACKED / f"usr/sbin/{name}-wlm"), "-D", "-f", str(self.folder / "slurm.conf"), *words]
+        environ = {**self._environ, "LD_PRELOAD": str(self._grace), "HEGM_TEST_GRACE_OVER": str(self.grace_over)}
         with (self.folder / f"{name}.err").open("wb") as errors:
-            return subprocess.Popen(argv, env=self._environ, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors)
+            return subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors)
 
     def call(self, *words: str) -> str:
         done = subprocess.run(words, env=self._environ, capture_output=True, text=True, check=False, timeout=HANG_S)
@@ -139,6 +144,7 @@ def cluster(folder: Path, socket_path: Path) -> Iterator[Slurm]:
     try:
         yield slurm
     finally:
+        slurm.grace_over.touch()
         try:
             for words in (("--full", "-s", "KILL"), ()):
                 slurm.call("scancel", *words, "-u", "root")

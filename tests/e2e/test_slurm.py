@@ -17,7 +17,7 @@ from tests.e2e.daemon import RunningDaemon
 from tests.e2e.handed_job import daemon_by
 from tests.e2e.moved_job import SCRIPTS, steps_alone
 from tests.e2e.real_criu import criu_or_skip, find_criu
-from tests.e2e.slurm_cluster import SHIPPED, UNPACKED, Slurm, cluster
+from tests.e2e.slurm_cluster import GRACE_S, SHIPPED, UNPACKED, Slurm, cluster
 from tests.needs import need_torch
 
 # One cluster for all, so on one worker.
@@ -94,7 +94,8 @@ def _trains(process: psutil.Process) -> bool:
 
 def trained(slurm: Slurm, name: str, recipe: str) -> Training:
     """Submit a recipe, and wait until it trains."""
-    exports = f"ALL,HEGMCTL={slurm.folder}/hegmctl,HEGM_IMAGE_DIR={slurm.folder}"
+    slurm.grace_over.unlink(missing_ok=True)
+    exports = f"ALL,HEGMCTL={slurm.folder}/hegmctl,HEGM_IMAGE_DIR={slurm.folder},HEGM_SLURM_GRACE={GRACE_S}"
     words = (f"{SHIPPED}/{recipe}", *SCRIPT, f"{slurm.folder}/{name}.stop")
     given = ("--parsable", "--export", exports, "-o", f"{slurm.folder}/{name}")
     training = Training(slurm, name, slurm.call("sbatch", *given, *words).strip())
@@ -103,10 +104,12 @@ def trained(slurm: Slurm, name: str, recipe: str) -> Training:
 
 
 def gets_the_memory(slurm: Slurm, name: str, *words: str, until: str = "true") -> None:
-    """Run a job of the higher partition, which finds the GPU empty in its first line, and ends after `until`."""
-    first_line = slurm.script(
-        f"{name}.sh", f"{slurm.folder}/hegmctl gpus --json; {until}; touch {slurm.folder}/{name}.over"
-    )
+    """Run a job of the higher partition, which finds the GPU empty in its first line.
+
+    Then it ends the grace time of the suspended job, and itself after `until`.
+    """
+    ends = f"touch {slurm.grace_over}; {until}; touch {slurm.folder}/{name}.over"
+    first_line = slurm.script(f"{name}.sh", f"{slurm.folder}/hegmctl gpus --json; {ends}")
     slurm.call("sbatch", "-p", "high", "-o", f"{slurm.folder}/{name}", *words, first_line)
     slurm.wait_until((slurm.folder / f"{name}.over").exists)
     gpus = json.loads(slurm.text(name).splitlines()[-1])["gpus"]

@@ -37,11 +37,13 @@ FLAGS = (
     "-Wl,-Bsymbolic",
     f"-I{SOURCES}",
 )
-# The name that each vendor's binding asks the dynamic loader for; `halt` is no vendor's, and is loaded by LD_PRELOAD.
+# The name that each vendor's binding asks the dynamic loader for; `grace` and `halt` are no vendor's, and are loaded by
+# LD_PRELOAD.
 FILE_NAMES = {
     "nvml": "libnvidia-ml.so.1",
     "amdsmi": "libamd_smi.so",
     "cuda": "libcuda.so.1",
+    "grace": "grace.so",
     "halt": "halt.so",
     "nccl": "libnccl.so.2",
 }
