@@ -2,7 +2,8 @@
 
 A lease ends with a process, at a time, by a release, or with the boot of the kernel. A pending one also ends with the
 process that waits for it. A process is known by pid and start time, and watched by a pidfd, so a reused pid never
-prolongs a lease. Owns the records and their watches. Frees no memory: `service` does, by the policy.
+prolongs a lease. Times are seconds since boot, so that no lease ends sooner or later when the clock is set. Owns the
+records and their watches. Frees no memory: `service` does, by the policy.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ class Leases(BackgroundTasks):
         boot: str,
         changed: Callable[[], object],
         ended: Callable[[LeaseRecord, str], object],
+        clock: Callable[[], float] | None = None,
         utc: Callable[[], float] = time.time,
-        ticks: Callable[[], int] | None = None,
     ) -> None:
         super().__init__()
         self._start_ticks = start_ticks
         self._boot = boot
         self._changed = changed
         self._on_end = ended
+        self._clock = clock or seconds_since_boot
         self._utc = utc
-        self._ticks = ticks or ticks_since_boot
         self._leases: dict[int, LeaseRecord] = {}
         self._watches: dict[tuple[int, int], anyio.CancelScope] = {}
         self.next_number = 1
@@ -88,6 +89,19 @@ class Leases(BackgroundTasks):
         hint = f"did you mean {close}? run: hegmctl queue" if close else "run: hegmctl queue; it may have ended"
         raise HegmError(NOT_FOUND, f"there is no lease {text[:60]!r}", hint, {"lease": text[:60]})
 
+    def age_s(self, lease: LeaseRecord) -> float:
+        """How long ago it was asked for."""
+        return max(0.0, self._clock() - lease.made_ticks / os.sysconf("SC_CLK_TCK"))
+
+    def until_utc(self, lease: LeaseRecord) -> float | None:
+        """When it ends at the latest, by the clock as it is set now. None if it has no such time."""
+        return None if lease.until_s is None else self._utc() + lease.until_s - self._clock()
+
+    def stamped(self, lease: LeaseRecord, limit_s: float | None) -> LeaseRecord:
+        """The lease as asked for now, to end after that time at the latest."""
+        now = self._clock()
+        return lease.replace(made_ticks=_ticks(now), until_s=None if limit_s is None else now + limit_s)
+
     def check_name(self, name: str | None, uid: int, *, is_admin: bool = False) -> None:
         """See that a new lease of that user can have that name, and that there is room for one. Raises HegmError."""
         own = [lease for lease in self if lease.uid == uid]
@@ -109,7 +123,7 @@ class Leases(BackgroundTasks):
         for pid, ticks in ((lease.pid, lease.start_ticks), (lease.waiter_pid, lease.waiter_ticks)):
             if pid is not None and (ticks is None or self._start_ticks(pid) != ticks):
                 raise Refused(f"process {pid} has ended", "name a process that runs: --for PID", {"pid": pid})
-        lease = lease.replace(number=self.next_number, boot=self._boot, made_ticks=self._ticks())
+        lease = lease.replace(number=self.next_number, boot=self._boot, made_ticks=_ticks(self._clock()))
         self.next_number += 1
         self._put(lease)
         self._watch_soon(lease)
@@ -131,7 +145,7 @@ class Leases(BackgroundTasks):
 
     def _begin(self, lease: LeaseRecord) -> LeaseRecord:
         if lease.hold_s is not None and lease.waiter_pid is None:
-            lease = lease.replace(until_utc=self._utc() + lease.hold_s)
+            lease = lease.replace(until_s=self._clock() + lease.hold_s)
         self._put(lease)
         self._watch_soon(lease)
         return lease
@@ -181,11 +195,11 @@ class Leases(BackgroundTasks):
             if pid is not None and ticks is not None and (lease.number, pid) not in self._watches:
                 scope = self._watches[lease.number, pid] = anyio.CancelScope()
                 self._tasks.start_soon(self._end_with, lease.number, pid, ticks, why, scope)
-        if lease.until_utc is not None:
+        if lease.until_s is not None:
             if (before := self._watches.pop((lease.number, 0), None)) is not None:
                 before.cancel()
             scope = self._watches[lease.number, 0] = anyio.CancelScope()
-            self._tasks.start_soon(self._end_at, lease.number, lease.until_utc, scope)
+            self._tasks.start_soon(self._end_at, lease.number, lease.until_s, scope)
 
     async def _end_with(self, number: int, pid: int, ticks: int, why: str, scope: anyio.CancelScope) -> None:
         with scope:
@@ -195,25 +209,29 @@ class Leases(BackgroundTasks):
                 self._watches.pop((number, pid), None)
                 self._end(lease, why)
 
-    async def _end_at(self, number: int, until_utc: float, scope: anyio.CancelScope) -> None:
+    async def _end_at(self, number: int, until_s: float, scope: anyio.CancelScope) -> None:
         with scope:
-            await self._sleep_until(until_utc)
+            await self._sleep_until(until_s)
             lease = self._leases.get(number)
             if lease is not None:
                 self._watches.pop((number, 0), None)
                 self._end(lease, "its time is over")
 
-    async def _sleep_until(self, until_utc: float) -> None:
-        left_s = until_utc - self._utc()
-        while left_s > 0:  # the clock may be set meanwhile
+    async def _sleep_until(self, until_s: float) -> None:
+        left_s = until_s - self._clock()
+        while left_s > 0:  # the machine may be asleep meanwhile, which a pause does not count
             await anyio.sleep(min(left_s, 3600.0))
-            left_s = until_utc - self._utc()
+            left_s = until_s - self._clock()
 
     def _end(self, lease: LeaseRecord, why: str) -> None:
         self.drop(lease.number)
         self._on_end(lease, why)
 
 
-def ticks_since_boot() -> int:
-    """This moment as the kernel gives the start times of processes."""
-    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+def seconds_since_boot() -> float:
+    """This moment on the clock that the kernel uses for start times of processes, and that cannot be set."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _ticks(seconds: float) -> int:
+    return int(seconds * os.sysconf("SC_CLK_TCK"))

@@ -23,7 +23,7 @@ class LeaseRecord(Record):
     boot: str = field("the boot of the kernel in which it was made: it ends with that")
     pid: int | None = field("the process with which it ends", default=None)
     start_ticks: int | None = field("the start time of that process", default=None)
-    until_utc: float | None = field("when it ends at the latest", default=None)
+    until_s: float | None = field("when it ends at the latest, in seconds since boot", default=None)
     hold_s: float | None = field("how long it lasts from the moment at which its memory is free", default=None)
     waiter_pid: int | None = field("the process that waits until it is held, without which it is dropped", default=None)
     waiter_ticks: int | None = field("the start time of that process", default=None)

@@ -18,8 +18,10 @@ _STATES = {
 _BY_USER = "its user: run hegmctl resume"
 
 
-def lease_view(lease: LeaseRecord, view: View | None, waiting: model.Waiting | None) -> told.Lease:
-    """A lease as it is told."""
+def lease_view(
+    lease: LeaseRecord, until_utc: float | None, view: View | None, waiting: model.Waiting | None
+) -> told.Lease:
+    """A lease as it is told. `until_utc` is when it ends at the latest."""
     seen = () if view is None else view.snapshot.leases
     used_bytes = next((one.used_bytes for one in seen if one.id == lease.id), 0)
     gpu = lease.gpu or (waiting.gpus[0] if waiting is not None and waiting.gpus else None)
@@ -33,7 +35,7 @@ def lease_view(lease: LeaseRecord, view: View | None, waiting: model.Waiting | N
         priority=lease.priority,
         uid=lease.uid,
         pid=lease.pid,
-        until_utc=lease.until_utc if lease.is_held or lease.hold_s is None else None,
+        until_utc=until_utc if lease.is_held or lease.hold_s is None else None,
         hold_s=lease.hold_s,
         since_utc=lease.since_utc,
         waits=None if lease.is_held or waiting is None else waiting.waits,

@@ -157,10 +157,9 @@ class SharingRequests:
             if not caller.may(self._owner_of(asked.pid)):
                 message = f"process {asked.pid} belongs to another user"
                 raise HegmError(DENIED, message, "name a process of your own with --for")
-        rules, now_utc = self._sharing.rules, self._utc()
-        until_utc = now_utc + rules.max_lease_s if asked.pid is None else None
+        rules = self._sharing.rules
         waiter = caller.pid if asked.until_free else None
-        return LeaseRecord(
+        lease = LeaseRecord(
             number=0,
             name=asked.name,
             gpu=gpu,
@@ -168,17 +167,17 @@ class SharingRequests:
             priority=rules.lease_priority(asked.priority, is_admin=caller.is_admin),
             uid=caller.uid,
             is_admin=caller.is_admin,
-            since_utc=now_utc,
+            since_utc=self._utc(),
             made_ticks=0,
             boot="",
             pid=asked.pid,
             start_ticks=ticks,
-            until_utc=until_utc,
             hold_s=asked.hold_s,
             keeps_context=asked.keep_context,
             waiter_pid=waiter,
             waiter_ticks=None if waiter is None else self._start_ticks(waiter),
         )
+        return self._sharing.memory.leases.stamped(lease, rules.max_lease_s if asked.pid is None else None)
 
     async def _planned(self, lease: LeaseRecord) -> told.RoomReply:
         """What would be done. Raises REFUSED if that would not be enough.
@@ -260,7 +259,8 @@ class SharingRequests:
 
     def _view(self, lease: LeaseRecord) -> told.Lease:
         latest = self._sharing.latest
-        return lease_view(lease, None if latest is None else latest[0], self._sharing.waiting_of(lease.id))
+        until_utc = self._sharing.memory.leases.until_utc(lease)
+        return lease_view(lease, until_utc, None if latest is None else latest[0], self._sharing.waiting_of(lease.id))
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
@@ -328,7 +328,8 @@ class SharingRequests:
         """Who runs, who waits for what, and the leases."""
         view, decision = await self._sharing.look()
         waiting = {one.subject: one for one in decision.waiting}
-        leases = [lease_view(lease, view, waiting.get(lease.id)) for lease in self._sharing.memory.leases]
+        known = self._sharing.memory.leases
+        leases = [lease_view(lease, known.until_utc(lease), view, waiting.get(lease.id)) for lease in known]
         return told.QueueReply(
             taken_utc=self._utc(),
             jobs=job_views(view, decision, self._utc(), caller.may),

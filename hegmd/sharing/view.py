@@ -375,7 +375,7 @@ class SharingView:
             state=model.HELD if lease.is_held else model.PENDING,
             priority=lease.priority,
             uid=lease.uid,
-            since_s=now - max(0.0, self._utc() - lease.since_utc),
+            since_s=now - self._memory.leases.age_s(lease),
             size_bytes=lease.size_bytes,
             gpu=lease.gpu,
             used_bytes=self.used_bytes(lease, node.candidates) if lease.is_held else 0,

@@ -94,8 +94,8 @@ async def test_a_lease_ends_with_who_waits_for_it_until_that_process_was_told(pr
 
 async def test_a_lease_ends_at_its_time_also_if_that_passed_without_a_daemon() -> None:
     now = [100.0]
-    watched = Watched(utc=lambda: now[0])
-    watched.leases.enter([lease(number=1, boot="this", until_utc=99.0), lease(number=2, boot="before")], 2)
+    watched = Watched(clock=lambda: now[0])
+    watched.leases.enter([lease(number=1, boot="this", until_s=99.0), lease(number=2, boot="before")], 2)
     assert [one.id for one in watched.leases] == ["l1"], "the other is of an earlier boot"
     async with anyio.create_task_group() as tasks:
         await tasks.start(watched.leases.run)
@@ -226,30 +226,65 @@ def test_what_fails_again_and_again_is_tried_less_and_less_often() -> None:
 
 async def test_the_time_of_a_lease_begins_when_its_memory_is_free() -> None:
     now = [100.0]
-    watched = Watched(utc=lambda: now[0])
+    watched = Watched(clock=lambda: now[0])
     async with anyio.create_task_group() as tasks:
         await tasks.start(watched.leases.run)
-        made = watched.leases.add(lease(hold_s=5.0, until_utc=1000.0))
+        made = watched.leases.add(lease(hold_s=5.0, until_s=1000.0))
         now[0] = 500.0
         watched.leases.hold(made.number, "gpu0")
         (held,) = watched.leases
-        assert held.until_utc == 505.0
+        assert held.until_s == 505.0
         tasks.cancel_scope.cancel()
 
 
 def test_the_time_of_a_lease_that_a_process_waits_for_begins_when_it_is_told() -> None:
     """A short one could end before its process had been told, on a slow disk: it failed as cancelled."""
     now = [100.0]
-    leases = Watched(utc=lambda: now[0]).leases
+    leases = Watched(clock=lambda: now[0]).leases
     me = {"waiter_pid": os.getpid(), "waiter_ticks": start_ticks(os.getpid())}
-    made = leases.add(lease(hold_s=5.0, until_utc=1000.0, **me))
+    made = leases.add(lease(hold_s=5.0, until_s=1000.0, **me))
     leases.hold(made.number, "gpu0")
     (held,) = leases
-    assert (held.is_held, held.until_utc) == (True, 1000.0)
+    assert (held.is_held, held.until_s) == (True, 1000.0)
     now[0] = 500.0
     told = leases.answer(made.number)
     assert told is not None
-    assert (told.waiter_pid, told.until_utc) == (None, 505.0)
+    assert (told.waiter_pid, told.until_s) == (None, 505.0)
+
+
+async def test_a_clock_that_is_set_ends_no_lease_sooner_or_later() -> None:
+    """A lease of 5 s lasted for a day more when the clock was set back by a day, and ended when it was set forward."""
+    now, utc = [100.0], [1e9]
+    watched = Watched(clock=lambda: now[0], utc=lambda: utc[0])
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(watched.leases.run)
+        watched.leases.hold(watched.leases.add(lease(hold_s=0.05)).number, "gpu0")
+        utc[0] -= 86400.0
+        (held,) = watched.leases
+        assert watched.leases.until_utc(held) == pytest.approx(utc[0] + 0.05)
+        now[0] += 0.06
+        with anyio.fail_after(HANG_S):
+            await watched.over.wait()
+        watched.leases.hold(watched.leases.add(lease(hold_s=5.0)).number, "gpu0")
+        utc[0] += 1e6
+        now[0] += 1.0
+        await anyio.wait_all_tasks_blocked()
+        (held,) = watched.leases
+        assert watched.leases.until_utc(held) == pytest.approx(utc[0] + 4.0)
+        tasks.cancel_scope.cancel()
+    assert watched.ended == ["l1: its time is over"]
+
+
+def test_a_lease_grows_older_although_the_clock_is_set_back() -> None:
+    """One that was asked for before the clock was set back was always the last: later ones got the memory for ever."""
+    now, utc = [100.0], [1e9]
+    leases = Watched(clock=lambda: now[0], utc=lambda: utc[0]).leases
+    early = leases.add(lease(since_utc=utc[0]))
+    utc[0] -= 86400.0
+    now[0] += 10.0
+    later = leases.add(lease(since_utc=utc[0]))
+    now[0] += 10.0
+    assert (leases.age_s(early), leases.age_s(later)) == (20.0, 10.0)
 
 
 def test_neither_one_user_nor_many_keep_an_administrator_from_a_lease() -> None:
