@@ -93,6 +93,7 @@ def test_a_gpu_keeps_its_identity_when_the_library_does_not_tell_it(
     assert provider.snapshot().gpus[0].name == "AMD Instinct MI300X OAM"
 
 
+@pytest.mark.thorough
 def test_a_gpu_that_tells_nothing_is_unknown(look: Look, scenario: Scenario) -> None:
     look()
     scenario.order(f"error *@0 {IO}")

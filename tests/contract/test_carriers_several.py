@@ -61,6 +61,7 @@ async def put_back(carrier: Carrier, subject: MigratedProcess) -> None:
     await carrier.release(subject)
 
 
+@pytest.mark.thorough
 @both
 async def test_it_keeps_the_contract_and_the_helper_may_be_killed_meanwhile(
     tmp_path: Path, owner: tuple[CudaNode, Owner], make: Make, monkeypatch: pytest.MonkeyPatch
@@ -82,6 +83,7 @@ async def test_it_keeps_the_contract_and_the_helper_may_be_killed_meanwhile(
         assert not agent.copied
 
 
+@pytest.mark.thorough
 @both
 async def test_what_cannot_be_shown_on_either_gpu_the_process_copies_itself(
     tmp_path: Path, owner: tuple[CudaNode, Owner], make: Make, monkeypatch: pytest.MonkeyPatch
@@ -98,6 +100,7 @@ async def test_what_cannot_be_shown_on_either_gpu_the_process_copies_itself(
         }
 
 
+@pytest.mark.thorough
 async def test_the_memory_itself_tells_which_device_s_bytes_it_has(
     tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +117,7 @@ async def test_the_memory_itself_tells_which_device_s_bytes_it_has(
         assert rig.owner.ask("digest") == rig.owner.digest
 
 
+@pytest.mark.thorough
 @both
 @pytest.mark.parametrize("lacking", ["devices", "known GPUs"])
 async def test_an_agent_that_does_not_tell_which_storage_is_where_keeps_its_bytes(
@@ -142,6 +146,7 @@ async def test_devices_in_another_order_than_was_reserved_for_keep_their_bytes(
         await carrier.release(subject)
 
 
+@pytest.mark.thorough
 async def test_a_share_that_has_grown_is_refused_by_its_gpu(
     tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
 ) -> None:

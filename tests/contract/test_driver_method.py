@@ -31,6 +31,7 @@ from tests.patience import HANG_S
 from tests.unit.moving_node import start_ticks
 
 
+@pytest.mark.thorough
 async def test_a_rank_stays_locked_until_it_is_unlocked_or_checkpointed(parts: Parts) -> None:
     """Another rank of its job may be on its way off; one that needs more than is on disk is known before that."""
     async with rigged(parts) as rig:
@@ -64,6 +65,7 @@ async def test_a_checkpoint_that_is_asked_for_again_tells_the_reservation(parts:
         assert again.reserved_bytes == held_bytes >= first.reserved_bytes > 0
 
 
+@pytest.mark.thorough
 async def test_ranks_that_take_one_anothers_gpu_reserve_it_when_they_have_left(parts: Parts) -> None:
     """The checkpoint of a rank made sure of its target once more, where the other rank still was."""
     async with rigged(parts) as rig:

@@ -11,6 +11,14 @@ from hegmctl.connection import Connection, connect
 from tests.patience import HANG_S
 from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import FakeDaemon
+from tests.unit.hegmctl.forking import forked_clients
+from tests.unit.hegmctl.running import environment
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked() -> Iterator[None]:
+    with forked_clients(environment()):
+        yield
 
 
 @pytest.fixture

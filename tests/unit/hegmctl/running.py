@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import HANG_S
+from tests.unit.hegmctl.forking import forking_for
 
 NOBODY = 65_534
 ROOT = Path(__file__).resolve().parents[3]
@@ -67,10 +68,14 @@ def as_nobody(*argv: str, environ: dict[str, str]) -> subprocess.CompletedProces
 def hegmctl(
     *words: str, socket: Path | str | None = None, environ: dict[str, str] | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run it to its end with both outputs in pipes."""
+    """Run it to its end, with both outputs where nobody sees them."""
+    whole = environment(socket, **(environ or {}))
+    forking = forking_for(whole)
+    if forking is not None:
+        return forking.run(words, whole, cwd or ROOT)
     return subprocess.run(
         command(*words),
-        env=environment(socket, **(environ or {})),
+        env=whole,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -47,6 +47,7 @@ async def test_what_is_taken_is_there_and_without_a_name_cannot_be_cut_or_grown(
     assert not os.get_inheritable(memory.fd)
 
 
+@pytest.mark.thorough
 async def test_a_large_job_that_has_grown_a_little_keeps_its_memory() -> None:
     with contextlib.closing(Pool(1024 * MIB, huge_free_bytes=lambda: 0)) as pool:
         first = await pool.take(KEY, 256 * MIB)

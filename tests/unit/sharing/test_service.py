@@ -15,6 +15,7 @@ from hegmd.sharing import model
 from hegmd.sharing.actions import is_enough, target_of
 from tests.patience import HANG_S
 from tests.unit.sharing.shared_node import ADMIN, MIB, UID, SharedNode, sharing_on, user
+from tests.wide import quick_first
 
 Child = subprocess.Popen[bytes]
 BYTES = b"1" * (6 * MIB)
@@ -256,6 +257,7 @@ async def test_a_job_waits_for_its_gpu_and_keeps_its_place_when_it_asks_again(
         assert placed[-1] == "second on gpu0"
 
 
+@pytest.mark.thorough
 async def test_equals_take_turns_and_lose_nothing(tmp_path: Path, process: Child, other: Child) -> None:
     policy = model.Rules(slices=True, min_quantum_s=0.02, quantum_per_switch=0.0, settle_s=0.0)
     async with sharing_on(tmp_path, policy=policy) as shared:
@@ -314,7 +316,7 @@ async def test_what_a_job_said_that_it_needs_is_kept_for_it_until_it_ends(
         await shared.node.operations.migrate([other.pid], "gpu0", shared.node.asked())
 
 
-@pytest.mark.parametrize(("method", "kept"), [("auto", True), ("whole", False)])
+@pytest.mark.parametrize(("method", "kept"), quick_first([("auto", True), ("whole", False)], 1))
 async def test_a_turn_ends_with_the_context_kept_unless_that_is_not_wanted(
     tmp_path: Path, process: Child, other: Child, method: str, kept: bool
 ) -> None:

@@ -116,6 +116,7 @@ def entries(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
+@pytest.mark.thorough
 async def test_what_is_written_comes_back(tmp_path: Path, memory: tuple[int, bytes]) -> None:
     path = tmp_path / "image"
     async with room(tmp_path / "state") as images:

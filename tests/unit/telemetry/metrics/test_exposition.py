@@ -13,6 +13,7 @@ from hegmd.telemetry.metrics.exposition import Exposition
 from tests.unit.telemetry.metrics.exposition_parser import parse
 
 
+@pytest.mark.thorough
 @given(st.text(min_size=1), st.dictionaries(st.sampled_from(["gpu", "name"]), st.text()), st.floats() | st.integers())
 def test_any_text_and_number_comes_back_as_it_was(meaning: str, labels: dict[str, str], value: float) -> None:
     out = Exposition()
