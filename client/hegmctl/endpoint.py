@@ -17,12 +17,14 @@ from hegmd.errors import BUSY, DENIED, NO_DAEMON, UNAVAILABLE, USAGE, HegmError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 SYSTEM_SOCKET = "/run/hegm/hegmd.sock"
 TEMPORARY = "/tmp"  # noqa: S108 - a directory below it is used only if no other user can write to it
 GROUP = "hegm"
 _SYSTEMD_RUNS = "/run/systemd/system"
+UNIT = "hegmd.socket"
+UNIT_FOLDERS = tuple(f"{root}/systemd/system" for root in ("/etc", "/usr/local/lib", "/usr/lib", "/lib"))
 MAX_PATH_BYTES = 107
 _LISTENS = 0x10000  # __SO_ACCEPTCON: net/unix/af_unix.c shows it in /proc/net/unix
 # As in hegmd/system/state_dir.py.
@@ -240,6 +242,22 @@ def holder(folders: Iterable[str]) -> str | None:
         finally:
             os.close(fd)
     return None
+
+
+def require_no_stopped_unit(
+    path: str, folders: Sequence[str] = UNIT_FOLDERS, systemd_runs: str = _SYSTEMD_RUNS
+) -> None:
+    """Raise NO_DAEMON if `path` is the node's socket and systemd has a unit for it, which is stopped then.
+
+    Another daemon there would take its place: the unit could not start, and other users' jobs would find no daemon.
+    """
+    installed = os.path.isdir(systemd_runs) and any(os.path.exists(f"{folder}/{UNIT}") for folder in folders)
+    if path == SYSTEM_SOCKET and installed:
+        raise HegmError(
+            NO_DAEMON,
+            f"the hegmd of this node is stopped: systemd does not listen at {path}",
+            f"start it: systemctl start {UNIT}; or run without a daemon: --no-daemon-start",
+        )
 
 
 def require_no_others_socket(path: str, folder: str) -> None:

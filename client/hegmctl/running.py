@@ -22,6 +22,7 @@ from hegmctl.endpoint import (
     is_private,
     own_socket,
     require_no_others_socket,
+    require_no_stopped_unit,
 )
 from hegmctl.exec_command import become, require
 from hegmctl.grammar.starting import NVLS, READY_WHEN
@@ -144,7 +145,9 @@ def require_name(name: str | None) -> None:
     """Raise USAGE if no job can have that name."""
     from hegmd.protocol.names import why_no_name
 
-    why = None if name is None else why_no_name(name)
+    if name is None:
+        return
+    why = why_no_name(name)
     if why is not None:
         raise HegmError(USAGE, f"--name {name[:80]!r}: {why}", "choose another, such as --name train")
 
@@ -437,6 +440,7 @@ def _start_daemon(endpoint: Endpoint, simulate: str | None) -> Endpoint:
     named = endpoint.origin in ("--socket", "HEGM_SOCKET")
     path = endpoint.path if named or endpoint.path != SYSTEM_SOCKET else own_socket(os.environ)
     folder, state = os.path.dirname(path), f"{path}.state"
+    require_no_stopped_unit(path)
     require_no_others_socket(path, state)
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)

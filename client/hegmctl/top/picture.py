@@ -404,7 +404,7 @@ def _is_of(op: Operation, job: JobRow) -> bool:
 
 def keys(columns: int) -> str:
     """Return as many of the keys as fit whole."""
-    shown = KEYS
+    shown: tuple[tuple[str, int], ...] = KEYS
     while len(text := "  ".join(key for key, _ in shown)) > columns and len({drop for _, drop in shown}) > 1:
         least = max(drop for _, drop in shown)
         shown = tuple([(key, drop) for key, drop in shown if drop < least])

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.migration.journal import records
 from hegmd.migration.journal.disk import Disk
-from hegmd.migration.journal.records import History, Reading
+from hegmd.migration.journal.records import History, JournalBroken, Reading
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -65,10 +65,24 @@ class JournalFile:
             data = b""
         except OSError as error:
             raise self._failed("read", error) from error
-        reading = records.read(data)
+        try:
+            reading = records.read(data)
+        except JournalBroken as broken:
+            raise self._named(broken) from None
         with contextlib.suppress(HegmError):  # `trouble` tells
             self.rewrite(reading.histories.values())
         return reading
+
+    def _named(self, broken: JournalBroken) -> JournalBroken:
+        """Name the file in the error, and for a damaged one the commands with which the node goes on without it."""
+        broken.message = broken.message.replace("the journal of operations", f"the journal of operations {self.path}")
+        broken.facts["path"] = str(self.path)
+        if type(broken) is JournalBroken:
+            broken.hint = (
+                f"check the disk; then: mv {self.path} {self.path}.damaged; start hegmd again, and run hegmctl adopt,"
+                " which lists the jobs and bytes of operations that had not ended. The jobs do not change meanwhile"
+            )
+        return broken
 
     def append(self, record: bytes, histories: Iterable[History], *, ahead_bytes: int = 0) -> None:
         """Write and sync the record, and reserve disk space for `ahead_bytes` more. Raises HegmError; then it is not on

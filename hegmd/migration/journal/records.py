@@ -50,7 +50,7 @@ class JournalBroken(HegmError):
         super().__init__(
             UNAVAILABLE,
             f"the journal of operations is damaged at byte {where}: {why}",
-            "stop hegmd, keep a copy of the file and check the disk; the jobs do not change meanwhile",
+            "check the disk, move the file away and start hegmd again; the jobs do not change meanwhile",
             {"byte": where},
         )
         self.where = where

@@ -18,6 +18,7 @@ from hegmctl.endpoint import (
     find_endpoint,
     is_private,
     require_no_others_socket,
+    require_no_stopped_unit,
     unreachable,
 )
 from hegmd.config import load
@@ -137,6 +138,22 @@ def test_a_socket_is_left_to_the_daemon_whose_state_directory_notes_it(tmp_path:
     with pytest.raises(HegmError, match="has ended") as raised:
         require_no_others_socket(str(socket_path), folder)
     assert raised.value.code is NO_DAEMON
+
+
+def test_the_socket_of_a_stopped_unit_is_left_to_systemd(tmp_path: Path) -> None:
+    """Issue 19: after a clean stop of the node's hegmd, `hegmctl run` started its own daemon at that socket."""
+    units, runs = tmp_path / "units", tmp_path / "systemd"
+    for folder in (units, runs):
+        folder.mkdir()
+    folders = (str(tmp_path / "nothing"), str(units))
+    require_no_stopped_unit(SYSTEM_SOCKET, folders, str(runs))
+    (units / "hegmd.socket").touch()
+    require_no_stopped_unit(str(tmp_path / "own.sock"), folders, str(runs))
+    require_no_stopped_unit(SYSTEM_SOCKET, folders, str(tmp_path / "no systemd here"))
+    with pytest.raises(HegmError, match="the hegmd of this node is stopped") as raised:
+        require_no_stopped_unit(SYSTEM_SOCKET, folders, str(runs))
+    assert raised.value.code is NO_DAEMON
+    assert "systemctl start hegmd.socket" in raised.value.hint
 
 
 def test_a_missing_socket_is_told_with_the_command_that_makes_one(socket_path: Path) -> None:

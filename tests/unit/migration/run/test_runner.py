@@ -301,8 +301,11 @@ async def test_a_daemon_killed_in_the_middle_leaves_the_move_to_the_next_one(tmp
 
 def test_a_journal_that_cannot_be_trusted_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "operations.journal").write_bytes(b"something else entirely")
-    with pytest.raises(records.JournalBroken):
+    path = tmp_path / "operations.journal"
+    with pytest.raises(records.JournalBroken) as raised:
         JournalFile(tmp_path).open()
+    assert raised.value.message.startswith(f"the journal of operations {path} is damaged at byte 0: ")
+    assert f"mv {path} {path}.damaged; start hegmd again, and run hegmctl adopt" in raised.value.hint, "issue 19"
     assert (tmp_path / "operations.journal").read_bytes() == b"something else entirely"
 
 
