@@ -7,6 +7,7 @@ test_rules_can_fail.py can show, with a bad snippet for each, that every rule fi
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -104,9 +105,15 @@ def purity(module: Module) -> Iterator[str]:
             yield f"{found.line}: {found.target} in a part that is to be pure"
 
 
+@functools.cache
 def _called(node: ast.Call) -> str:
     """The dotted name of what is called, as it is written."""
-    return ast.unparse(node.func)
+    parts: list[str] = []
+    owner = node.func
+    while isinstance(owner, ast.Attribute):
+        parts.insert(0, owner.attr)
+        owner = owner.value
+    return ".".join([owner.id, *parts]) if isinstance(owner, ast.Name) else ast.unparse(node.func)
 
 
 def sleep(module: Module) -> Iterator[str]:

@@ -52,8 +52,16 @@ class Module:
 
     @functools.cached_property
     def nodes(self) -> tuple[ast.AST, ...]:
-        """All of the tree: many rules look through it."""
-        return tuple(ast.walk(self.tree))
+        """All of the tree but contexts, outer nodes first: many rules look through it."""
+        found: list[ast.AST] = [self.tree]
+        for node in found:  # which grows meanwhile
+            for name in node._fields:
+                inner = getattr(node, name, None)
+                if isinstance(inner, list):
+                    found += [one for one in inner if isinstance(one, ast.AST)]
+                elif isinstance(inner, ast.AST) and name != "ctx":
+                    found.append(inner)
+        return tuple(found)
 
     @property
     def where(self) -> str:
@@ -72,6 +80,15 @@ class Module:
 
         `from package import name` is the module `package.name` if that is among `known`, and `package` otherwise.
         """
+        for node, is_for_types in self._imports:
+            base = self._absolute(node) if isinstance(node, ast.ImportFrom) else None
+            for alias in node.names:
+                full = alias.name if base is None else f"{base}.{alias.name}"
+                yield Import(full if base is None or full in known else base, node.lineno, is_for_types)
+
+    @functools.cached_property
+    def _imports(self) -> tuple[tuple[ast.Import | ast.ImportFrom, bool], ...]:
+        """Every statement that imports, and whether it is for type checkers only."""
         for_types = {
             inner
             for node in self.nodes
@@ -81,14 +98,7 @@ class Module:
             for statement in node.body
             for inner in ast.walk(statement)
         }
-        for node in self.nodes:
-            if isinstance(node, ast.Import):
-                yield from (Import(alias.name, node.lineno, node in for_types) for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                base = self._absolute(node)
-                for alias in node.names:
-                    full = f"{base}.{alias.name}"
-                    yield Import(full if full in known else base, node.lineno, node in for_types)
+        return tuple((node, node in for_types) for node in self.nodes if isinstance(node, ast.Import | ast.ImportFrom))
 
     def _absolute(self, node: ast.ImportFrom) -> str:
         if not node.level:

@@ -7,6 +7,7 @@ new package gets a row here.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from graphlib import TopologicalSorter
@@ -163,6 +164,7 @@ PURE = (
 READS_CONFIG = ("hegmd.app", "hegmd.wiring", "hegmd.__main__", "hegmd.config")
 
 
+@functools.cache
 def row_of(name: str) -> str | None:
     """The longest name in the table that the module is or lies under; the row of `hegmd` holds for its version only."""
     rows = [row for row in LAYERS if is_within(name, row) and (row != "hegmd" or name == "hegmd")]
