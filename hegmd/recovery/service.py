@@ -211,16 +211,15 @@ class Recoveries(BackgroundTasks):
 
     def require_kept(self, job: str, uid: int, pid: int) -> None:
         """Check that this user may continue from the kept state of that job in this process. Raises HegmError."""
-        record = self._records.get(job)
+        record, running = self._records.get(job), self._running.get(job)
+        by = None if running is None else running.job.supervisor
+        if record is not None and record.uid == uid and by is not None and by.lives and by.pid != pid:
+            raise Refused(f"process {by.pid} runs job {job} already", f"run: hegmctl recovery {job}")
         if record is None or record.kept is None:
             raise Refused(f"no state of job {job} is kept", "run: hegmctl recovery")
         if record.uid != uid:
             hint = "run the command as that user: only the owner may use a saved state"
             raise HegmError(DENIED, f"job {job} belongs to uid {record.uid}", hint)
-        running = self._running.get(job)
-        other = None if running is None else running.job.supervisor
-        if other is not None and other.lives and other.pid != pid:
-            raise Refused(f"process {other.pid} continues job {job} already", f"run: hegmctl recovery {job}")
 
     async def show(self, wanted: Sequence[int | str], may: May) -> told.RecoveryReply:
         """Return how these jobs are protected, or all. Raises HegmError for one that is not."""
