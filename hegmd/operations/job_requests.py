@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -391,9 +390,7 @@ class JobRequests:
                 tasks.start_soon(self._sample_one, worker)
 
     async def _sample_one(self, worker: AgentConnection) -> None:
-        with anyio.move_on_after(COUNT_S) as waiting, suppress(HegmError):
-            await worker.order("count", limit_s=COUNT_S)
-        if waiting.cancelled_caught or not worker.boundary:
+        if not await worker.count_boundaries(COUNT_S) or not worker.boundary:
             return
         now = anyio.current_time()
         samples = self._samples.setdefault(worker, deque(maxlen=MAX_SAMPLES))

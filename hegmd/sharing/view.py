@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import anyio
+
 from hegmd.migration.machine.machine import HOLDING
 from hegmd.migration.machine.next_effects import SUSPENDED
 from hegmd.migration.machine.operation import FORWARD, MIGRATE, RESUME, SUSPEND, JobProcess, Operation
@@ -34,6 +36,8 @@ from hegmd.workers.workers import AgentConnection, Workers
 
 # A process that does not say what it holds is asked again after this long.
 ASK_AGAIN_S = 10.0
+# A process that has had no batch yet is asked again after this long, and has so long to answer.
+COUNT_AGAIN_S, COUNT_S = 2.0, 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,8 @@ class SharingView:
         self._attending: dict[int, list[AgentConnection]] = {}
         #: When each process that had not said what it holds was asked last.
         self._asked_at: dict[int, float] = {}
+        #: The same for processes that were not seen to train.
+        self._counted_at: dict[int, float] = {}
         #: The priority that a job has at least because it uses a lease, by the job's number.
         self._lent: dict[int, int] = {}
 
@@ -112,6 +118,8 @@ class SharingView:
         """Look at the node. `more` are leases that are only thought of."""
         now = self._clock()
         node = await self._survey.snapshot(self._uncounted(now), may=lambda _uid: True)
+        if await self._learn_who_trains(node.candidates, now):
+            node = await self._survey.snapshot(self._uncounted(now), may=lambda _uid: True)
         free = {gpu.id: gpu.free_bytes for gpu in expected(node).gpus}
         gpus = [
             model.Gpu(gpu.id, gpu.total_bytes, free.get(gpu.id), gpu.chip, is_healthy=_is_healthy(gpu))
@@ -134,6 +142,21 @@ class SharingView:
             tuple(gpus), tuple(jobs), tuple(leases), self._rules.policy, pool_free_bytes=node.pool.free_bytes
         )
         return View(now, snapshot, seen)
+
+    async def _learn_who_trains(self, candidates: Sequence[Candidate], now: float) -> bool:
+        """Ask each process on a GPU that was not seen to train how many batches it has had: it tells nobody unasked.
+
+        Return whether one of them trains.
+        """
+        self._counted_at = {pid: at for pid, at in self._counted_at.items() if now - at < COUNT_AGAIN_S}
+        workers = [self._workers.find(candidate.pid) for candidate in candidates if candidate.gpus]
+        asked = [worker for worker in workers if worker is not None and worker.connected and not trains(worker)]
+        asked = [worker for worker in asked if worker.pid not in self._counted_at]
+        self._counted_at.update({worker.pid: now for worker in asked})
+        async with anyio.create_task_group() as tasks:
+            for worker in asked:
+                tasks.start_soon(worker.count_boundaries, COUNT_S)
+        return any(trains(worker) for worker in asked)
 
     def _uncounted(self, now: float) -> tuple[int, ...]:
         """The processes that train and have not said yet what they hold. Each is asked rarely: it may not answer."""
@@ -224,7 +247,7 @@ class SharingView:
             stays = leaves.stays_bytes
             held = {gpu: max(0, size - stays.get(gpu, 0)) for gpu, size in held.items()}
             needs = tuple(held.values())
-        if action is None:
+        if action is None or action.kind != MIGRATE:
             needs = _with_stated(needs, queued)
         return self._told(
             *(record, state, now, SeenJob(record, pids, None, leaves)),

@@ -6,10 +6,10 @@ rule of moving.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from hegmd.memory.sizes import whole_size
-from hegmd.migration.machine.operation import FORWARD, RESUME, JobProcess, Operation
+from hegmd.migration.machine.operation import FORWARD, RESUME, SIMULATED, JobProcess, Operation
 from hegmd.migration.model import Candidate, GpuMemory, MigrationPlan, NodeSnapshotForPlan, PoolMemory
 from hegmd.node.gpu_sets import added, gpus_of, more_than, shared_out
 from hegmd.protocol.operations import BY_DRIVER, PEER, PlannedProcess
@@ -19,9 +19,11 @@ def expected(snapshot: NodeSnapshotForPlan) -> NodeSnapshotForPlan:
     """Return the node without the memory that running operations were promised and have not reserved yet."""
     deltas: dict[str, int] = {}
     pool_bytes = 0
+    real = {gpu.id for gpu in snapshot.gpus if gpu.vendor != SIMULATED}
     for op in snapshot.running:
         for worker in op.live:
-            for gpu, size_bytes in _missing_reservations(worker).items():
+            missing = _promised(worker, real) or _missing_reservations(worker)
+            for gpu, size_bytes in missing.items():
                 deltas[gpu] = deltas.get(gpu, 0) - size_bytes
             if not _has_memory_to_take(op, worker):
                 continue
@@ -69,6 +71,16 @@ def _taken_bytes(worker: PlannedProcess) -> int:
 def reservations_for(bytes_by_gpu: Sequence[int], here: str | None, there: str) -> dict[str, int]:
     """Return what a process on several GPUs needs beyond its own memory to move, by GPU."""
     return more_than(shared_out(there, bytes_by_gpu, 0), shared_out(here, bytes_by_gpu, 0))
+
+
+def _promised(worker: JobProcess, real: Collection[str]) -> dict[str, int]:
+    """Return what a process that kept its CUDA context will take on real GPUs, by GPU.
+
+    Its reservation there is only a promise: the memory looks free until its agent has allocated it.
+    """
+    if not worker.keeps_context or not worker.offloaded or not real.issuperset(gpus_of(worker.target_gpu)):
+        return {}
+    return shared_out(worker.target_gpu, worker.storage_bytes_by_gpu, worker.size_bytes)
 
 
 def _missing_reservations(worker: JobProcess) -> dict[str, int]:

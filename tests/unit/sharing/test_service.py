@@ -53,6 +53,18 @@ async def test_a_job_that_has_not_said_what_it_holds_is_asked_before_it_is_judge
         assert worker.size_bytes == len(BYTES)
 
 
+async def test_a_job_that_nobody_has_asked_is_seen_to_train(tmp_path: Path, process: Child) -> None:
+    async with sharing_on(tmp_path) as shared:
+        await shared.node.attend(process.pid, BYTES)
+        worker = shared.node.workers.find(process.pid)
+        assert worker is not None
+        # As of a job on a real GPU: its agent connected before the first batch, and says nothing unasked.
+        worker.boundary, worker.size_bytes = None, None
+        planned = await shared.make_room(7 * MIB, dry_run=True)
+        assert [step.job for step in planned.steps] == ["j1"]
+        assert await shared.states() == {"j1": "running"}
+
+
 async def test_a_job_that_is_back_counts_as_running_from_then_on(tmp_path: Path, process: Child) -> None:
     async with sharing_on(tmp_path) as shared:
         await shared.node.attend(process.pid, BYTES)
@@ -289,6 +301,19 @@ async def test_a_user_who_suspends_a_suspended_job_keeps_it_suspended(tmp_path: 
         await shared.requests.release(told.Release(lease=lease.id), ADMIN)
         (job,) = (await shared.requests.queue(ADMIN)).jobs
         assert (job.state, job.why) == ("suspended", "its user: run hegmctl resume")
+
+
+async def test_a_job_that_is_about_to_leave_still_needs_what_it_said(tmp_path: Path, process: Child) -> None:
+    """Until its suspension has begun, another job was resumed into that memory beside it."""
+    async with sharing_on(tmp_path) as shared:
+        await shared.node.moving.job_requests.register(process.pid, UID, RegisterJob(run="first", command=("train",)))
+        await shared.requests.place(told.PlaceJob(run="first", gpu="gpu0", size_bytes=5 * MIB), ADMIN, shared.emit)
+        await shared.node.attend(process.pid, b"1" * (2 * MIB), run="first")
+        shared.sharing.actions.acting["j1"] = model.Action(model.SUSPEND, "j1", ("gpu0",), (2 * MIB,), "its turn ended")
+        view, _ = await shared.sharing.look()
+        (job,) = view.snapshot.jobs
+        assert (job.state, job.held_bytes, job.needs_bytes) == (model.LEAVING, {"gpu0": 2 * MIB}, (5 * MIB,))
+        del shared.sharing.actions.acting["j1"]
 
 
 async def test_what_a_job_said_that_it_needs_is_kept_for_it_until_it_ends(

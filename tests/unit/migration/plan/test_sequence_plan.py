@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hegmd.memory.sizes import whole_size
-from hegmd.migration.machine.operation import Operation
+from hegmd.migration.machine.operation import JobProcess, Operation
 from hegmd.migration.model import AgentSurvey, Candidate, GpuMemory, MigrationPlan, NodeSnapshotForPlan, PoolMemory
 from hegmd.migration.plan.forecast import after, expected
 from hegmd.migration.plan.sequence_plan import at_once, departure, occupants, planned_drain, planned_swap
@@ -234,6 +234,22 @@ def test_what_goes_by_peer_was_promised_video_memory_and_none_of_the_pool() -> N
     seen = expected(_snapshot(gpus=gpus, running=(Drive(operation(by_driver)).until("reserving").op,)))
     assert [gpu.free_bytes for gpu in seen.gpus] == [8 * GIB, 5 * GIB]
     assert seen.pool.free_bytes == 16 * GIB
+
+
+def test_memory_for_a_job_that_kept_its_context_is_not_there_for_others_before_its_agent_has_allocated_it() -> None:
+    """Two trainings that took turns on one GPU were resumed at the same time."""
+    back = worker(
+        to="gpu0", pid=9, method="keep-context", size_bytes=2 * GIB, offloaded=True, reservations={"gpu0": 2 * GIB}
+    )
+    real, simulated = (_snapshot(gpus=(_gpu("gpu0", 8, vendor=vendor),)) for vendor in ("nvidia", "simulated"))
+
+    def seen_gib(snapshot: NodeSnapshotForPlan, one: JobProcess) -> float:
+        gpu = expected(snapshot.replace(running=(operation(one, kind="resume"),))).gpus[0]
+        return (gpu.free_bytes or 0) / GIB
+
+    assert [seen_gib(real, back), seen_gib(real, back.replace(offloaded=False))] == [6, 8]
+    assert seen_gib(real, back.replace(target_gpu=None)) == 8, "it stays suspended"
+    assert seen_gib(simulated, back) == 8, "a simulated GPU counts a reservation at once"
 
 
 def test_after_a_suspension_the_room_is_free_and_the_pool_is_not() -> None:
