@@ -96,7 +96,7 @@ async def test_the_memory_of_a_job_that_is_started_again_is_given_to_nobody_else
     tmp_path: Path, process: Child, other: Child
 ) -> None:
     """Whoever waited got it, and the job was given up: none of its starts had room."""
-    SnapshotFiles(tmp_path).save(JobSnapshots(job="j1", uid=UID, ranks=1, gpus=("gpu0",), generation=1))
+    SnapshotFiles(tmp_path).save({"j1": JobSnapshots(job="j1", uid=UID, ranks=1, gpus=("gpu0",), generation=1)})
     orders: list[SupervisorOrder] = []
 
     async def send(order: SupervisorOrder, _fds: object) -> None:
