@@ -47,6 +47,8 @@ BESIDES_BYTES = 1536 * MIB
 ROOM_FOR_ONE = 1.7
 STEPS = 1_000_000
 TURN_WITHIN_S = 240.0
+# No switch is so short: two jobs whose steps are closer train at the same time.
+LEAST_SWITCH_S = 0.05
 # A step of an operation that is worth a line.
 LONG_STEP_S = 0.02
 # A job that was interrupted is left alone for twice as long as its switch, so it trains for so long between two leases.
@@ -66,9 +68,12 @@ class Training(Lines):
         )
 
     def trains(self, lines: int = DIGEST_EVERY) -> None:
-        """Wait until it has its turn and has printed so many lines."""
+        """Wait until it has its turn and has printed so many lines. Raises WentWrongError with what it waits for."""
         count = len(self.lines)
-        self.wait_for(lambda: len(self.lines) > count + lines, "it does not train", TURN_WITHIN_S)
+        try:
+            self.wait_for(lambda: len(self.lines) > count + lines, "it does not train", TURN_WITHIN_S)
+        except WentWrongError as error:
+            raise WentWrongError(f"{error}\n{queue(self.node)}") from error
 
     def step_times(self) -> list[float]:
         """When each step was done."""
@@ -164,8 +169,9 @@ def room_once(node: Node, training: Training, *, keeps: bool) -> dict[str, float
     limit_mib = held_mib - 0.9 * training.size_gib * 1024 if keeps else 0.0
     if on_stub():
         limit_mib = held_mib
-    free_bytes = gpu_bytes(node) - int(held_mib * MIB)
-    wanted_bytes = free_bytes + int(held_mib * MIB) // 2
+    # What the driver keeps for itself never becomes free, so this asks for a part of what the training holds.
+    free_bytes = gpu_bytes(node) - int(node.gpus.account().used_mib[0] * MIB)
+    wanted_bytes = free_bytes + training.size_gib * GIB // 2
     watch, asked_at = Watch(node, training.pid, limit_mib), time.monotonic()
     asked_utc = time.time()
     with lease(node, wanted_bytes):
@@ -233,6 +239,8 @@ def turns(size_gib: int, within: Callable[[float, list[float]], bool], quantum_s
         print(events(node), flush=True)
         if not gaps:
             raise WentWrongError(f"no turn ended\n{queue(node)}\n{events(node)}")
+        if min(gaps) < LEAST_SWITCH_S:
+            raise WentWrongError(f"both train at the same time: {min(gaps):.3f} s between their steps")
     return {
         "what": "turns",
         "size_gib": size_gib,

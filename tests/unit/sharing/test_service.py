@@ -303,19 +303,6 @@ async def test_a_user_who_suspends_a_suspended_job_keeps_it_suspended(tmp_path: 
         assert (job.state, job.why) == ("suspended", "its user: run hegmctl resume")
 
 
-async def test_a_job_that_is_about_to_leave_still_needs_what_it_said(tmp_path: Path, process: Child) -> None:
-    """Until its suspension has begun, another job was resumed into that memory beside it."""
-    async with sharing_on(tmp_path) as shared:
-        await shared.node.moving.job_requests.register(process.pid, UID, RegisterJob(run="first", command=("train",)))
-        await shared.requests.place(told.PlaceJob(run="first", gpu="gpu0", size_bytes=5 * MIB), ADMIN, shared.emit)
-        await shared.node.attend(process.pid, b"1" * (2 * MIB), run="first")
-        shared.sharing.actions.acting["j1"] = model.Action(model.SUSPEND, "j1", ("gpu0",), (2 * MIB,), "its turn ended")
-        view, _ = await shared.sharing.look()
-        (job,) = view.snapshot.jobs
-        assert (job.state, job.held_bytes, job.needs_bytes) == (model.LEAVING, {"gpu0": 2 * MIB}, (5 * MIB,))
-        del shared.sharing.actions.acting["j1"]
-
-
 async def test_what_a_job_said_that_it_needs_is_kept_for_it_until_it_ends(
     tmp_path: Path, process: Child, other: Child
 ) -> None:

@@ -17,10 +17,11 @@ from hegmd.protocol.messages import RegisterJob, Supervise, SuperviseReport, Sup
 from hegmd.protocol.supervision import RecoveryWish
 from hegmd.recovery.records import JobSnapshots, SnapshotFiles
 from hegmd.recovery.slots import JobSlots
+from hegmd.sharing import model
 from hegmd.sharing.leases import seconds_since_boot
 from tests.patience import HANG_S
 from tests.unit.recovery.test_snapshots import write
-from tests.unit.sharing.shared_node import MIB, UID, sharing_on
+from tests.unit.sharing.shared_node import ADMIN, MIB, UID, sharing_on
 
 Child = subprocess.Popen[bytes]
 BYTES = b"1" * (6 * MIB)
@@ -124,3 +125,16 @@ async def test_the_memory_of_a_job_that_is_started_again_is_given_to_nobody_else
         other.kill()
         other.wait()
         await shared.until(lambda: all(lease.is_held for lease in shared.sharing.memory.leases))
+
+
+async def test_a_job_that_is_about_to_leave_still_needs_what_it_said(tmp_path: Path, process: Child) -> None:
+    """Until its suspension has begun, another job was resumed into that memory beside it."""
+    async with sharing_on(tmp_path) as shared:
+        await shared.node.moving.job_requests.register(process.pid, UID, RegisterJob(run="first", command=("train",)))
+        await shared.requests.place(told.PlaceJob(run="first", gpu="gpu0", size_bytes=5 * MIB), ADMIN, shared.emit)
+        await shared.node.attend(process.pid, b"1" * (2 * MIB), run="first")
+        shared.sharing.actions.acting["j1"] = model.Action(model.SUSPEND, "j1", ("gpu0",), (2 * MIB,), "its turn ended")
+        view, _ = await shared.sharing.look()
+        (job,) = view.snapshot.jobs
+        assert (job.state, job.held_bytes, job.needs_bytes) == (model.LEAVING, {"gpu0": 2 * MIB}, (5 * MIB,))
+        del shared.sharing.actions.acting["j1"]
