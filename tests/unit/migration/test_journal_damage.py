@@ -113,7 +113,7 @@ def test_a_journal_of_a_newer_format_is_refused_and_stays_as_it_is(tmp_path: Pat
     (tmp_path / NAME).write_bytes(newer)
     with (
         JournalFile(tmp_path) as file,
-        pytest.raises(records.JournalBroken, match="the journal of operations .*operations.journal has version"),
+        pytest.raises(records.JournalBroken, match=r"the journal of operations .*operations\.journal has version"),
     ):
         file.open()
     assert (tmp_path / NAME).read_bytes() == newer
