@@ -68,6 +68,8 @@ class _Decider:
         self._most_soon_bytes: int | None = None
         # The smallest of each kind that found no room: larger ones need not look.
         self._blocked: dict[tuple[object, ...], int] = {}
+        # Who could have a turn if the pool had more room.
+        self._lack_pool: set[str] = set()
         self._actions: list[Action] = []
         self._waiting: list[Waiting] = []
         self._again_at_s = math.inf
@@ -248,7 +250,10 @@ class _Decider:
             return False
         # The pool needs room for the next exchange too, or the turns would come to a stop.
         leaving_bytes = moved_bytes(job)
-        return self._pool_bytes >= leaving_bytes + max(leaving_bytes, sum(wanted.needs_bytes or (0,)))
+        if self._pool_bytes >= leaving_bytes + max(leaving_bytes, sum(wanted.needs_bytes or (0,))):
+            return True
+        self._lack_pool.add(wanted.id)
+        return False
 
     def _displace(self, wanted: Wanted, clearings: Sequence[Clearing]) -> bool:
         """Have the jobs of `clearings` leave for `wanted`. Return False if the pool has no room, with nothing changed.
@@ -330,6 +335,8 @@ class _Decider:
         if known_s is not None:
             names = list(dict.fromkeys(job.name for option in clearings for job in option.victims))
             waits = wording.turns(names, self._now, known_s)
+        elif not waits and wanted.id in self._lack_pool:
+            waits = wording.full_pool(self._pool_bytes)
         self._wait(
             wanted, waits or wording.occupied(wanted, chosen), wording.follows(wanted, chosen), known_s, _ids(chosen)
         )
