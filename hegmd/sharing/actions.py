@@ -102,7 +102,7 @@ class SharingActions(BackgroundTasks):
             wanted = SUSPENDED if action.kind == model.SUSPEND else DONE
             if operation.phase != wanted or operation.failure is not None:
                 raise _failure_of(operation)
-            self._note_end(action, seen, self._clock() - began)
+            self._note_end(action, seen, self._cost_s(operation, self._clock() - began))
         except HegmError as error:
             self._note_failure(action, seen, error)
         except Exception as bug:  # the edge of one action: what is wrong here is not to end the daemon
@@ -170,15 +170,24 @@ class SharingActions(BackgroundTasks):
         await self._operations.follow(op_id, _to_nobody)
         return self._operations.runner.describe(op_id)
 
-    def _note_end(self, action: Action, seen: SeenJob, took_s: float) -> None:
+    def _cost_s(self, operation: Operation, took_s: float) -> float:
+        """How long the job was parked in the action, which took that long. It trains until its boundary, so a wait for
+        that costs nothing, and does not lengthen turns.
+        """
+        if operation.phase == SUSPENDED:
+            known = [op.parked_since for op in self._operations.runner.operations() if op.id == operation.id]
+            return min([took_s, *(max(0.0, self._clock() - since) for since in known if since is not None)])
+        return took_s if operation.downtime_s is None else min(took_s, operation.downtime_s)
+
+    def _note_end(self, action: Action, seen: SeenJob, cost_s: float) -> None:
         past, job = self._history.of(action.subject), seen.record
         self._history.note_success(action.subject)
         where = ",".join(action.gpus)
         if action.kind == model.SUSPEND:
-            past.suspend_s = took_s
+            past.suspend_s = cost_s
             self._record("sharing.suspended", f"job {job} was suspended: {action.reason}", gpu=where, job=job.id)
         elif action.kind == model.RESUME:
-            past.resume_s = took_s
+            past.resume_s = cost_s
             # It runs from now on, whenever the node is looked at next.
             self._history.note_state(action.subject, model.RUNNING, self._clock())
             self._memory.forget_suspended(job.number)

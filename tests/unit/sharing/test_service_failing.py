@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,23 @@ async def test_the_seconds_of_a_lease_begin_when_its_memory_is_free(tmp_path: Pa
         (held,) = shared.sharing.memory.leases
         assert held.until_s is not None
         assert held.until_s >= freed_s + 50.0
+
+
+async def test_a_wait_for_a_boundary_does_not_count_as_cost_of_a_switch(tmp_path: Path, process: Child) -> None:
+    """Turns last 20 times as long as a switch costs: a batch of a minute made them last for 20."""
+    async with sharing_on(tmp_path) as shared, anyio.create_task_group() as tasks:
+        agent = await shared.node.attend(process.pid, BYTES)
+        agent.slow.add("park")
+        tasks.start_soon(partial(shared.make_room, 7 * MIB, hold_s=50.0, until_free=True, limit_s=HANG_S))
+        await shared.until(lambda: any(shared.sharing.memory.suspended))
+        began = time.monotonic()
+        await shared.until(lambda: time.monotonic() > began + 0.5)
+        agent.go_on.set()
+        await shared.until(lambda: any(lease.is_held for lease in shared.sharing.memory.leases))
+        cost_s = shared.sharing.history.of("j1").suspend_s
+        assert cost_s is not None
+        assert cost_s < time.monotonic() - began - 0.5
+        tasks.cancel_scope.cancel()
 
 
 async def test_an_error_about_what_is_over_ends_no_decisions(tmp_path: Path, process: Child) -> None:
