@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from time import localtime, strftime
 
+from hegmctl.inventory_text import gpus_as_text
 from hegmctl.operating_text import AT_REST, job_names
 from hegmctl.quantities import binary_size, duration, used_of_total
 from hegmctl.tables import printable, shortened, width
@@ -331,7 +332,7 @@ class Picture:
     def _job(self, job: JobRow, columns: int, *, is_chosen: bool) -> Line:
         rate = "-" if job.steps_per_s is None else f"{job.steps_per_s:.3g}"
         vram = "-" if job.vram_bytes is None else binary_size(job.vram_bytes)
-        gpus = shortened(",".join(job.gpus) or "-", 9, self._ellipsis)
+        gpus = shortened(gpus_as_text(job.gpus), 9, self._ellipsis)
         before = f"{'>' if is_chosen else ' '} {job.id:<6}"
         age = duration(job.age_s).replace(" min", "m").replace(" h", "h").replace(" d", "d").replace(" s", "s")
         after = f"{gpus:<10}{vram:>10}{rate:>8}{age.replace('m ', 'm'):>9}  "
@@ -359,8 +360,9 @@ class Picture:
 
     def _operation(self, op: Operation, columns: int, *, is_chosen: bool) -> Line:
         style = "reverse" if is_chosen else {"done": "green", "lost": "red", "rolled-back": "red"}.get(op.phase, "cyan")
-        ways = [(each.began_on if op.phase in OVER else each.gpu, each.to) for each in op.processes]
-        where = ",".join(dict.fromkeys(f"{here or 'pool'}->{to or 'pool'}" for here, to in ways))
+        here = gpus_as_text((each.began_on if op.phase in OVER else each.gpu) or "pool" for each in op.processes)
+        there = gpus_as_text(each.to or "pool" for each in op.processes)
+        where = here if here == there else f"{here}->{there}"
         if op.phase in OVER:
             figures = binary_size(op.size_bytes)
             figures += "" if op.downtime_s is None else f", downtime {op.downtime_s:.2f} s"

@@ -26,6 +26,8 @@ NCCL = "nccl"
 SUSPEND_GROUP_S, RESUME_S = 0.42, 0.45
 ABORT_S, REPLACE_S = 1.0, 0.36
 
+# Ranks that wait for one another once a step, or once in some steps, are at most so many batches apart.
+CONNECTED_WITHIN = 16
 _PROVE = "run: hegmctl doctor --nccl"
 _RESTART = "use a restart instead: hegmctl run --allow-restart, then hegmctl migrate --via restart"
 
@@ -42,6 +44,20 @@ def mechanism(candidate: Candidate, kind: str) -> str:
     if groups is None or groups.mechanism == NONE:
         return ""
     return REPLACEMENT if kind == CHECKPOINT else groups.mechanism
+
+
+def are_independent(members: Sequence[Candidate]) -> bool:
+    """Return True if the ranks train without one another: no group connects them, and their batch counts are far apart.
+
+    They would wait long for one another at a common boundary. Counts that are close are not enough: ranks can be
+    connected by something else than torch.distributed.
+    """
+    counts: list[int] = []
+    for candidate in members:
+        if told(candidate) is not None or candidate.agent is None or candidate.agent.boundary is None:
+            return False
+        counts.append(candidate.agent.boundary)
+    return len(counts) > 1 and max(counts) - min(counts) > CONNECTED_WITHIN
 
 
 def judge(draft: Draft, members: Sequence[Candidate]) -> None:

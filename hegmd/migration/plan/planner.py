@@ -442,6 +442,8 @@ def _plan(draft: Draft, kind: str, members: tuple[Candidate, ...]) -> MigrationP
     world = max((c.agent.world_size or 1 for c in members if c.agent), default=1)
     free = {gpu.id: gpu.free_bytes for gpu in draft.snapshot.gpus if gpu.id in needed and gpu.free_bytes is not None}
     are_ranks = any(worker.communicators for worker in draft.workers)
+    is_restart = any(worker.method == RESTART for worker in moving)
+    waits_for_ranks = world > 1 and (is_restart or not communicator_rules.are_independent(members))
     keep_notes = tuple(keep_context_rules.notes(draft, kind))
     late = draft.reserves_late
     costs = tuple(communicator_rules.costs(draft, members, kind)) if are_ranks else ()
@@ -457,9 +459,9 @@ def _plan(draft: Draft, kind: str, members: tuple[Candidate, ...]) -> MigrationP
         pool_ready_bytes=draft.snapshot.pool.ready_bytes,
         estimate_s=estimate.estimate_s(moving, kind, draft.snapshot.rates, draft.snapshot)
         + (0.0 if keep_notes else communicator_rules.seconds(members, kind)),
-        is_distributed=world > 1 or are_ranks or restart_rules.are_launched(draft, members),
+        is_distributed=waits_for_ranks or are_ranks or restart_rules.are_launched(draft, members),
         hazards=(*keep_notes, *estimate.hazards(draft, members, world), *costs),
         steps=estimate.steps(moving, kind),
         reserves_late=late,
-        respawn=draft.request.respawn if any(worker.method == RESTART for worker in moving) else None,
+        respawn=draft.request.respawn if is_restart else None,
     )

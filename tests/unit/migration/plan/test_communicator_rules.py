@@ -42,6 +42,7 @@ def a_rank(number: int, told: Communicators | None = None, **values: Any) -> Can
     return a_process(agent, **{"pid": 4711 + number, "gpus": (f"gpu{number}",), "job": "run", **values})
 
 
+GLOO = [groups(backends=("gloo",), mechanism="replace")] * 2
 ROOMY: dict[str, Any] = {"pool": PoolMemory(budget_bytes=128 * GIB, free_bytes=128 * GIB)}
 
 
@@ -75,6 +76,30 @@ def test_ranks_whose_groups_have_no_peers_are_planned_as_any_processes() -> None
     plan = the_plan(planned(a_snapshot(*bare, **ROOMY), SUSPENSION))
     assert not any(worker.communicators for worker in plan.workers)
     assert "disconnect" not in " ".join(plan.hazards)
+
+
+@pytest.mark.parametrize(
+    ("counts", "told", "together"),
+    [
+        ((4450, 2530), [None, None], False),
+        ((4450, 2530), [groups(mechanism="none", groups=0)] * 2, False),
+        ((4450, 4440), [groups(mechanism="none", groups=0)] * 2, True),
+        ((4450, 2530), GLOO, True),
+        ((4450, 2530), [groups(mechanism="none", groups=0, uncovered=("cupy",))] * 2, True),
+    ],
+)
+def test_ranks_that_train_alone_do_not_wait_for_one_boundary(
+    counts: tuple[int, int], told: list[Communicators | None], together: bool
+) -> None:
+    """Two ranks without a process group drifted apart by 2,000 batches; a move waited 54 s for the slower one."""
+    ranks: list[Candidate] = []
+    for number, count in enumerate(counts):
+        rank = a_rank(number, told[number])
+        assert rank.agent is not None
+        ranks.append(rank.replace(agent=rank.agent.replace(boundary=count, communicators=told[number])))
+    found = planned(a_snapshot(*ranks, **ROOMY), SUSPENSION.replace(kind="quiesce"))
+    assert isinstance(found, MigrationPlan), found
+    assert found.is_distributed == together
 
 
 @pytest.mark.parametrize(
@@ -125,9 +150,6 @@ def test_several_gpus_are_taken_in_rank_order_or_in_the_place_of_others(asked: s
     snapshot = a_job(gpus=FOUR)
     plan = the_plan(planned(snapshot, to(asked, pids=(4712,))))
     assert [worker.to for worker in sorted(plan.workers, key=lambda worker: worker.pid)] == places
-
-
-GLOO = [groups(backends=("gloo",), mechanism="replace")] * 2
 
 
 def test_one_gpu_for_ranks_on_several_is_refused_and_the_hint_names_one_for_each() -> None:
