@@ -46,6 +46,9 @@ RATE_OVER_S, MAX_SAMPLES = 60.0, 64
 # Commands that take a job, with a pid, as hints contain them.
 _COMMAND_WITH_PID = re.compile(r"(hegmctl (?:migrate|suspend|resume|checkpoint|handoff|offload) )(\d{1,10})\b")
 
+# Processes of the operations that are remembered; 100 of them, of few ranks each.
+MAX_SEEN_MEMBERS = 4096
+
 Sample = tuple[float, int]
 Told = TypeVar("Told", told_operations.OperationProcess, told_operations.PlannedProcess)
 
@@ -115,6 +118,8 @@ class JobRequests:
         self._runner = runner
         #: Describes what a job that shares its GPU waits for; None if it does not wait.
         self.waits_for: Callable[[JobRecord], str | None] = lambda _job: None
+        #: The jobs of processes that were asked for, so that operations name their jobs after these have ended.
+        self._seen_members: dict[str, int] = {}
         self._samples: WeakKeyDictionary[AgentConnection, deque[Sample]] = WeakKeyDictionary()
 
     # -- lookups
@@ -240,13 +245,19 @@ class JobRequests:
         return process if job is None else process.replace(job=job.id)
 
     def _of_member(self, pid: int, start_ticks: int | None) -> JobRecord | None:
-        """Return the job that has this process, or had it while it lived."""
+        """Return the job that has this process, or had it when this daemon was last asked for it."""
         worker = self._workers.find(pid)
         job = None if worker is None else self._jobs.of_worker(worker)
         if job is None:
             job = next((job for job in self._jobs if job.pid == pid), None)
-        known = set[str]() if job is None else {*job.members, f"{job.pid}-{job.start_ticks}"}
-        return job if f"{pid}-{start_ticks}" in known else None
+        name = f"{pid}-{start_ticks}"
+        if job is not None and name in {*job.members, f"{job.pid}-{job.start_ticks}"}:
+            self._seen_members[name] = job.number
+            if len(self._seen_members) > MAX_SEEN_MEMBERS:
+                del self._seen_members[next(iter(self._seen_members))]
+            return job
+        number = self._seen_members.get(name)
+        return next((job for job in self._jobs if job.number == number), None)
 
     async def register(self, pid: int, uid: int, asked: RegisterJob, priority: int | None = None) -> told.JobRegistered:
         """Enter the job of a `hegmctl run`. Raises HegmError."""

@@ -209,6 +209,21 @@ async def test_an_operation_and_a_plan_name_the_jobs_of_their_processes(tmp_path
         assert described.waits.next == "hegmctl resume bert"
 
 
+async def test_an_operation_names_its_job_after_the_job_has_ended(tmp_path: Path, process: Child, other: Child) -> None:
+    """Issue 19: `hegmctl ops` had `-` for jobs of several ranks that had ended, and after a restore."""
+    async with running(tmp_path) as node:
+        job_id = await registered(node, process.pid, "run-1", name="bert")
+        await node.attend(other.pid, run="run-1")
+        moved = (await node.operations.migrate([other.pid], "gpu1", node.asked())).operation
+        assert moved is not None
+        assert node.moving.job_requests.with_job(moved).job == job_id
+        for child in (other, process):
+            child.kill()
+            child.wait()
+        await until(node, lambda: has_ended(node, job_id))
+        assert node.moving.job_requests.with_job(moved).processes[0].job_name == "bert"
+
+
 async def test_a_job_that_has_not_come_to_a_batch_is_not_moved(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         await registered(node, process.pid, "one")
