@@ -86,12 +86,14 @@ class Slurm:
         (self.folder / "partitions").write_text(f"high gpu0 {WANTED} production\n")
         variables = {name: value for name, value in environment(self._socket_path).items() if name != "PATH"}
         exported = " ".join(shlex.quote(f"{name}={value}") for name, value in variables.items())
-        ours = f"exec env -u LD_LIBRARY_PATH {exported} {sys.executable} -m hegmctl"
+        ours = f"exec env -u LD_LIBRARY_PATH {exported} {shlex.quote(sys.executable)} -m hegmctl"
         self.script("hegmctl", f'{ours} "$@"')
         given_to_hooks = f"HEGMCTL={self.folder}/hegmctl HEGM_SLURM_PARTITIONS={self.folder}/partitions"
         given_to_hooks += f" HEGM_SLURM_WAIT={HANG_S:.0f}"
         for hook in ("prolog", "epilog"):
-            self.script(hook, f"exec env {given_to_hooks} {SHIPPED}/{hook} >> {self.folder}/hooks.log 2>&1")
+            self.script(
+                hook, f"exec env {given_to_hooks} {shlex.quote(str(SHIPPED))}/{hook} >> {self.folder}/hooks.log 2>&1"
+            )
 
     def _write_plugin(self) -> None:
         plugin = self.folder / "hegm_spank.so"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -66,7 +67,7 @@ def test_a_job_that_does_not_start_is_an_error_and_no_verdict(tmp_path: Path) ->
 
 # Runs torchrun, and then changes a loss of the undisturbed run, as if the moved one had gone wrong there.
 WRONG = f"""#!/bin/sh
-{sys.executable} "$@"; status=$?
+{shlex.quote(sys.executable)} "$@"; status=$?
 for path; do :; done
 case "$path" in */alone) sed -i "3s/.*/0x1.8p+0/" "$path.1" ;; esac
 exit $status

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from hegmd.agent.cache import MAX_RUNS, Run, most_runs, runs_between
+from hegmd.agent.cache import MAX_RUNS, Cache, Run, most_runs, runs_between
 from hegmd.agent.cuda_state import Segment
 
 MIB = 1 << 20
@@ -81,3 +83,38 @@ def test_runs_and_holes_are_all_there_is(seed: int) -> None:
         at += 64 * MIB + chance.choice([0, 5 * MIB])
     taken_bytes = sum(size_bytes for _, size_bytes in holes)
     assert sum(sizes(runs_between(held, holes))) + taken_bytes == 20 * 64 * MIB
+
+
+class Allocator:
+    """What of `torch.cuda` the cache uses, on one GPU with plenty of memory."""
+
+    def __init__(self, reserved_bytes: int) -> None:
+        self.reserved_bytes = reserved_bytes
+        self.held: dict[int, int] = {}
+
+    def memory_stats_as_nested_dict(self, _device: int) -> dict[str, Any]:
+        return {"reserved_bytes": {"all": {"current": self.reserved_bytes + sum(self.held.values())}}}
+
+    def mem_get_info(self, _device: int) -> tuple[int, int]:
+        return 1024 * MIB, 2048 * MIB
+
+    def caching_allocator_alloc(self, size_bytes: int, **_: int) -> int:
+        address = len(self.held) + 1
+        self.held[address] = size_bytes
+        return address
+
+    def caching_allocator_delete(self, address: int) -> None:
+        del self.held[address]
+
+
+def test_what_was_let_go_to_the_driver_is_taken_again_once() -> None:
+    allocator = Allocator(64 * MIB)
+    segments: Any = SimpleNamespace(all=[])
+    cache = Cache(SimpleNamespace(cuda=allocator), segments, [0], [])
+    allocator.reserved_bytes = 0
+    for _ in range(2):
+        cache.take()
+        cache.take()
+        assert list(allocator.held.values()) == [64 * MIB]
+        cache.forgo()
+        assert allocator.held == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,10 +17,12 @@ from hegmd.agent.channel import (
     BATCH_LOOK_S,
     FIRST_PAUSE_S,
     MAX_PAUSE_S,
+    Channel,
     look_within_s,
     next_pause_s,
     periodic_images,
 )
+from hegmd.agent.quiesce import Gate
 from tests.patience import HANG_S
 
 ROOT = Path(__file__).parents[3]
@@ -104,3 +107,12 @@ def test_where_nobody_listens_it_calls_less_and_less_often() -> None:
     assert len(pauses_s) > 4
     assert next_pause_s(MAX_PAUSE_S, 0.0, was_of_use=False) == MAX_PAUSE_S
     assert next_pause_s(MAX_PAUSE_S, MAX_PAUSE_S + 1, was_of_use=False) == FIRST_PAUSE_S
+
+
+def test_a_signal_that_waits_for_a_parked_thread_is_told_to_the_orders() -> None:
+    channel = Channel(Gate(), {})
+    try:
+        channel._pass_signal(signal.SIGTERM)
+        assert channel._orders._signal == signal.SIGTERM
+    finally:
+        channel.close_in_child()

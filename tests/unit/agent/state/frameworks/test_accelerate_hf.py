@@ -81,3 +81,12 @@ def test_the_batches_that_a_trainer_has_in_hand_are_given_again() -> None:
     assert taking.read == (iterator, 3)
     taken = taking.state["trainer"]
     assert (taken["epoch"], taken["batches"], taken["state"]) == (2, 8, {"global_step": 3})
+
+
+def test_a_trainer_with_other_callbacks_is_not_restored() -> None:
+    resuming = lightning.Resuming(lambda: None)
+    assert resuming.misfits({"callbacks": []}) == ["Lightning's Trainer was not begun"]
+    resuming._trainer = SimpleNamespace(callbacks=[SimpleNamespace()])
+    assert resuming.misfits({"callbacks": [("SimpleNamespace", {})]}) == []
+    (why,) = resuming.misfits({"callbacks": [("Timer", {})]})
+    assert why == "the Trainer has the callbacks SimpleNamespace and had Timer"

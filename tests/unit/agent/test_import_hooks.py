@@ -1,0 +1,19 @@
+"""What is done with a module when it is imported, and an error of ours in it."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from hegmd.agent.import_hooks import _guarded
+
+
+def test_a_module_that_is_imported_is_handed_on_and_an_error_of_ours_is_noted() -> None:
+    met: list[ModuleType] = []
+    module = ModuleType("torch.optim.optimizer")
+
+    def fails(_module: ModuleType) -> None:
+        raise AttributeError("it has no step")
+
+    _guarded(met.append, module)
+    _guarded(fails, module)
+    assert met == [module]
