@@ -524,7 +524,7 @@ class Pool:
         first = "raise" if self._given_budget_bytes else "free memory on the node, set"
         raise Refused(
             f"the pool may hold {budget_bytes // MIB} MiB, holds {others_bytes // MIB} MiB for others, and "
-            f"{whole_bytes // MIB} MiB are needed for {key.worker}",
+            f"{whole_bytes // MIB} MiB are needed",
             f"{first} pool.budget_bytes, resume a suspended job, or have it on disk with: hegmctl suspend --spill PID",
             {
                 "budget_bytes": budget_bytes,
