@@ -59,7 +59,7 @@ def test_without_a_pid_or_with_no_name_for_a_job_nothing_is_attached_to() -> Non
     """Without a pid it ended with a traceback, and a name that no job can have was left out."""
     for words, says in (
         ((), "attach needs the pid"),
-        ((str(os.getpid()), "--name", "a b"), "--name a b: a name begins"),
+        ((str(os.getpid()), "--name", "a b"), "--name 'a b': a name begins"),
     ):
         ran = hegmctl("attach", *words)
         assert (ran.returncode, ran.stdout) == (USAGE.exit_status, "")

@@ -273,7 +273,9 @@ def test_a_supervisor_of_an_older_release_restarts_no_ranks() -> None:
 def test_ranks_keep_apart_and_together_as_they_were() -> None:
     """They find their GPUs by the order in which a variable names them."""
     apart = ranked(0, 1, gpus=("gpu0", "gpu1"))
-    assert "2 GPUs would be on 1" in said(planned(apart, ask("gpu2", via=RESTART)))
+    assert "the job has 2 ranks, on gpu0 and gpu1, and --to names one GPU" in said(
+        planned(apart, ask("gpu2", via=RESTART))
+    )
     crossed = ask(None, via=RESTART, placement={"7": "gpu2", "8": "gpu3"})
     assert "GPUs of amd and simulated" in said(planned(apart, crossed))
 
