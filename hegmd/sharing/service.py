@@ -128,7 +128,7 @@ class Sharing:
     async def _keep_deciding(self) -> None:
         await self._settle()
         while True:
-            changed = self._changed.next
+            changed, began = self._changed.next, anyio.current_time()
             wait_s: float | None = LOOK_INTERVAL_S
             try:
                 self._forget_what_is_over()
@@ -142,7 +142,7 @@ class Sharing:
             else:
                 with anyio.move_on_after(wait_s):
                     await changed.wait()
-                await anyio.sleep(MIN_INTERVAL_S)
+                await anyio.sleep(max(0.0, began + MIN_INTERVAL_S - anyio.current_time()))
 
     async def _settle(self) -> None:
         """After a start on simulated GPUs, wait for the agents of jobs of before: only they know what their jobs hold.
