@@ -17,7 +17,7 @@ from hegmd.operations.sequences import MultiStepOperations, Outcome
 from hegmd.protocol import messages as m
 from hegmd.protocol.names import place_named
 from hegmd.protocol.operations import OperationProgress, StoryLine
-from hegmd.protocol.record import Record, as_list
+from hegmd.protocol.record import Record, as_list, as_map
 from hegmd.server.auth import Policy
 from hegmd.server.dispatch import Handler
 from hegmd.server.session import Call
@@ -83,9 +83,10 @@ class OperationHandlers:
                 return await handler(call, request)
             except HegmError as error:
                 error.hint = self._jobs.by_name(error.hint)
-                for reason in as_list(error.facts.get("reasons")) or ():
-                    if isinstance(reason, dict) and "hint" in reason:
-                        reason["hint"] = self._jobs.by_name(str(reason["hint"]))
+                reasons = [as_map(reason) or {} for reason in as_list(error.facts.get("reasons")) or ()]
+                if reasons:
+                    renamed = [{**one, "hint": self._jobs.by_name(str(one.get("hint", "")))} for one in reasons]
+                    error.facts["reasons"] = renamed
                 raise
 
         return handle
