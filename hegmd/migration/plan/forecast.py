@@ -78,7 +78,7 @@ def _promised(worker: JobProcess, real: Collection[str]) -> dict[str, int]:
 
     Its reservation there is only a promise: the memory looks free until its agent has allocated it.
     """
-    if not worker.keeps_context or not worker.offloaded or not real.issuperset(gpus_of(worker.target_gpu)):
+    if not worker.keeps_context or not worker.offloaded or not set(gpus_of(worker.target_gpu)) <= set(real):
         return {}
     return shared_out(worker.target_gpu, worker.storage_bytes_by_gpu, worker.size_bytes)
 
