@@ -62,6 +62,7 @@ async def test_a_checkpoint_that_is_asked_for_again_tells_the_reservation(parts:
         first = await rig.method.checkpoint(rig.subject)
         again = await rig.method.checkpoint(rig.subject)
         held_bytes = rig.method.reservations(replace(rig.subject, gpu=None))["gpu0"]
+        assert first.reserved_bytes is not None
         assert again.reserved_bytes == held_bytes >= first.reserved_bytes > 0
 
 

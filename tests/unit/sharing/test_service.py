@@ -59,7 +59,7 @@ async def test_a_job_that_nobody_has_asked_is_seen_to_train(tmp_path: Path, proc
         worker = shared.node.workers.find(process.pid)
         assert worker is not None
         # As of a job on a real GPU: its agent connected before the first batch, and says nothing unasked.
-        worker.boundary, worker.size_bytes = None, None
+        worker.boundary, worker.size_bytes = 0, None
         planned = await shared.make_room(7 * MIB, dry_run=True)
         assert [step.job for step in planned.steps] == ["j1"]
         assert await shared.states() == {"j1": "running"}
